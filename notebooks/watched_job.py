@@ -25,11 +25,11 @@ from elasticlib.observe.runs import runs_folder
 from elasticlib.observe.status import (
     JobStatus,
     headline,
-    lines,
     node_table,
     read_job,
     status_of,
 )
+from elasticlib.observe.wording import table
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 
@@ -96,7 +96,7 @@ class WatchedJob:
         """Print the status as `elasticlib status` does, without its table of ranks."""
         status = self.status()
         if status is not None:
-            parts = (headline(status), lines(node_table(status)))
+            parts = (headline(status), table(*node_table(status)))
             print("\n\n".join("\n".join(part) for part in parts if part))
 
     def until(self, there: Callable[[JobStatus], bool], seconds: float = BOUND_SECONDS) -> None:

@@ -130,7 +130,7 @@ def test_the_page_counts_its_lines_right() -> None:
     )
     lines = FILES[f"{MODULE}.py"].splitlines()[body.lineno - 1 : body.end_lineno]
     counts = [len([line for line in part if line]) for part in (lines, script.splitlines())]
-    said = re.search(r"The class is (\d+) lines, and the script (\d+) of Lua", TEXT)
+    said = re.search(r"The class has (\d+) lines, and the Lua script (\d+)", TEXT)
     assert said is not None
     assert [int(number) for number in said.groups()] == counts
 

@@ -14,7 +14,6 @@ import logging
 import os
 import pickle
 import re
-import secrets
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ import torch
 from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
 from .pack import Layout, lay_out, unpack
 from .pack_head import HEAD_BYTES, Head, read_head, size_of, with_sum
-from .place import CHUNK, READERS, aside_name, new_memory, read_summed, target_of
+from .place import CHUNK, READERS, LocalPlace, new_memory, read_summed, target_of
 from .state import MapLocation, values_of
 
 _CHUNK = 1 << 20
@@ -61,13 +60,14 @@ def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
         for beside in target.parent.iterdir():
             if target_of(beside.name) == target.name:
                 beside.unlink(missing_ok=True)
-        aside = target.with_name(aside_name(target.name, secrets.randbits(32)))
         try:
-            _write(aside, layout)
-            _put_in_place(aside, target)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+            with LocalPlace(target.parent).replacing(target.name) as handle:
+                _write(handle, layout)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{target} was not written: its partial file is gone, because another save of the "
+                "same path began meanwhile; save from one rank only"
+            ) from error
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error}") from error
 
@@ -132,8 +132,8 @@ def _natural_key(name: str) -> tuple[list[str | int], str]:
     return [int(part) if at % 2 else part for at, part in enumerate(parts)], name
 
 
-def _write(aside: Path, layout: Layout) -> None:
-    with open(aside, "xb", buffering=_CHUNK) as file:
+def _write(handle: int, layout: Layout) -> None:
+    with open(handle, "wb", buffering=_CHUNK, closefd=False) as file:
         file.write(layout.head)
         summed = 0
         for piece in _pieces(layout):
@@ -141,8 +141,6 @@ def _write(aside: Path, layout: Layout) -> None:
             summed = zlib.crc32(piece, summed)
         file.seek(0)
         file.write(with_sum(layout.head, summed))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _pieces(layout: Layout) -> Iterator[memoryview]:
@@ -160,21 +158,6 @@ def _pieces(layout: Layout) -> Iterator[memoryview]:
             buffer[: len(piece)].copy_(piece)
             yield memoryview(memory)[: len(piece)]
         yield memoryview(bytes(end - begin - len(flat)))
-
-
-def _put_in_place(aside: Path, target: Path) -> None:
-    try:
-        os.replace(aside, target)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{target} was not written: its partial file is gone, because another save of the same"
-            " path began meanwhile; save from one rank only"
-        ) from error
-    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _corrupt(path: str | os.PathLike[str], reason: object) -> CheckpointCorrupt:

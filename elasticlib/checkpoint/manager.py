@@ -38,7 +38,7 @@ from .state import MapLocation, check_names, take_shards, values_of
 
 log = logging.getLogger("elasticlib.checkpoint")
 
-REMEMBERED = 100
+MAX_EXPECTED = 100
 """So many saves of another rank's that nobody asked for are remembered."""
 
 
@@ -158,7 +158,7 @@ class CheckpointManager:
         self._host = HostBuffer()
         self._writing: dist.ProcessGroup | None = None
         self._last: OwnSave | None = None
-        self._expected: deque[OthersSave] = deque(maxlen=REMEMBERED)
+        self._expected: deque[OthersSave] = deque(maxlen=MAX_EXPECTED)
         self._forget: Callable[[], None] | None = None
         self._process = os.getpid()
         self._closed = False

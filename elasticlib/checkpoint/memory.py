@@ -162,7 +162,7 @@ class Slot:
 SlotT = TypeVar("SlotT", bound=Slot)
 
 
-def choose(slots: Iterable[SlotT], size: int, keep: int) -> tuple[list[SlotT], list[SlotT]]:
+def usable_slots(slots: Iterable[SlotT], size: int, keep: int) -> tuple[list[SlotT], list[SlotT]]:
     """Which may hold the next snapshot of `size` bytes, the best first, and which are of no more
     use. The newest `keep` whole ones are in neither list."""
     order = sorted(slots, key=lambda slot: slot.record.sequence if slot.record else 0)
@@ -347,7 +347,7 @@ class Slots:
         if not ready():
             return
         with self._lock:
-            if choose(self._files, record.size, record.keep)[0]:
+            if usable_slots(self._files, record.size, record.keep)[0]:
                 return
             try:
                 if shutil.disk_usage(self._folder).free < record.size * ROOMY:
@@ -402,7 +402,7 @@ class Slots:
             if file.is_empty and file.capacity < size:
                 with contextlib.suppress(OSError):
                     file.grow(size)
-        use, drop = choose(self._files, size, keep)
+        use, drop = usable_slots(self._files, size, keep)
         # First, so that a larger state need not find room beside those that have become too small.
         self._drop(drop)
         free = (file for file in use if _locks(file.handle, fcntl.LOCK_EX))

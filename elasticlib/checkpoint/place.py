@@ -322,15 +322,26 @@ class LocalPlace(Place):
         folder = os.path.dirname(path)
         if folder != self.name and os.path.islink(folder):
             self._unlink_folder(folder)
-        self._write(self._created(path, folder), path, data)
+        handle = self._created(path, folder)
+        with self._or_removed(path), self._synced(handle):
+            self._write(handle, name, data)
         self._sync_folder(folder)
 
     def put(self, name: str, data: bytes) -> None:
+        with self.replacing(name) as handle:
+            self._write(handle, name, memoryview(data))
+
+    @contextlib.contextmanager
+    def replacing(self, name: str) -> Iterator[int]:
+        """A new file, which takes the place of what stands there, durably, when the block ends; of
+        one that fails nothing is left. The folder is there."""
         path = self._path(name)
         folder, base = os.path.split(path)
         aside = os.path.join(folder, aside_name(base, secrets.randbits(32)))
-        self._write(self._disk.create(aside), aside, memoryview(data))
+        handle = self._disk.create(aside)
         with self._or_removed(aside):
+            with self._synced(handle):
+                yield handle
             self._disk.rename(aside, path)
         self._sync_folder(folder)
 
@@ -376,18 +387,22 @@ class LocalPlace(Place):
                 return self._disk.create(path)
         raise FileNotFoundError(errno.ENOENT, f"it was taken away {MAKES} times", folder)
 
-    def _write(self, handle: int, path: str, data: memoryview) -> None:
-        with self._or_removed(path):
-            try:
-                done = 0
-                while done < len(data):
-                    count = self._disk.write(handle, data[done : done + CHUNK])
-                    if not count:
-                        raise OSError(errno.EIO, "write() returned 0 bytes", path)
-                    done += count
-                self._disk.sync(handle)
-            finally:
-                os.close(handle)
+    def _write(self, handle: int, name: str, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            count = self._disk.write(handle, data[done : done + CHUNK])
+            if not count:
+                raise OSError(errno.EIO, "write() returned 0 bytes", self._path(name))
+            done += count
+
+    @contextlib.contextmanager
+    def _synced(self, handle: int) -> Iterator[None]:
+        """What is written there is on the disk when the block ends, and the file closed."""
+        try:
+            yield
+            self._disk.sync(handle)
+        finally:
+            os.close(handle)
 
     @contextlib.contextmanager
     def _or_removed(self, path: str) -> Iterator[None]:

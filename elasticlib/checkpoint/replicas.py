@@ -126,7 +126,7 @@ def givers(rank: int, nodes: int, replicas: int) -> tuple[int, ...]:
 
 
 @attrs.frozen
-class Place:
+class MailboxInfo:
     """Where a node takes replicas in one generation. token: 64 hexadecimal digits, which show that
     a giver has read this."""
 
@@ -143,22 +143,22 @@ class Place:
         return hashlib.sha256(self.token.encode() + (secret or b"")).hexdigest().encode()
 
 
-def place_key(info: RendezvousInfo, rank: int) -> str:
+def mailbox_key(info: RendezvousInfo, rank: int) -> str:
     """Where in the generation's store the node of this rank says it."""
     return f"{info.board}snapshots/place/{rank}"
 
 
-def encode_place(place: Place) -> bytes:
-    return json.dumps(attrs.asdict(place)).encode()
+def encode_mailbox(mailbox: MailboxInfo) -> bytes:
+    return json.dumps(attrs.asdict(mailbox)).encode()
 
 
-def decode_place(data: bytes) -> Place | None:
+def decode_mailbox(data: bytes) -> MailboxInfo | None:
     """None for what no node of this version has written."""
     try:
-        place = read_fields(Place, read_json(data))
+        mailbox = read_fields(MailboxInfo, read_json(data))
     except ValueError:
         return None
-    return place if is_digits(place.token) and 0 < place.port < 65536 else None
+    return mailbox if is_digits(mailbox.token) and 0 < mailbox.port < 65536 else None
 
 
 # -- taking ----------------------------------------------------------------------------------------
@@ -316,15 +316,15 @@ class Giver:
 
     def _give_all(self) -> None:
         """Until this ends, or that node cannot be reached; nothing while it has no place yet."""
-        said = present(self._info.store, "the store").get(place_key(self._info, self._rank))
-        place = decode_place(said.value) if said else None
-        if place is None:
+        said = present(self._info.store, "the store").get(mailbox_key(self._info, self._rank))
+        mailbox = decode_mailbox(said.value) if said else None
+        if mailbox is None:
             return
         self._store = store = self._stores.connect(
-            place.address,
-            place.port,
-            job=place.job(self._info.board),
-            secret=place.key(self._secret),
+            mailbox.address,
+            mailbox.port,
+            job=mailbox.job(self._info.board),
+            secret=mailbox.key(self._secret),
             timeout=ANSWER_SECONDS,
         )
         with store:
@@ -395,12 +395,12 @@ class Replicating:
         self._announced = self._safe = self._cleared = False
         rank, nodes = info.rank, info.world_size
         self._mailbox = Mailbox(folder, givers(rank, nodes, replicas))
-        place = Place(address, 0, secrets.token_bytes(NONCE_BYTES).hex())
+        mailbox = MailboxInfo(address, 0, secrets.token_bytes(NONCE_BYTES).hex())
         self._server = stores.serve(
-            address, 0, job=place.job(info.board), secret=place.key(secret), space=self._mailbox
+            address, 0, job=mailbox.job(info.board), secret=mailbox.key(secret), space=self._mailbox
         )
         self._server.start()
-        self._place = attrs.evolve(place, port=self._server.port)
+        self._mailbox_info = attrs.evolve(mailbox, port=self._server.port)
         try:
             self._pipe = self._made_pipe()
         except BaseException:
@@ -459,8 +459,8 @@ class Replicating:
     def _announce(self) -> None:
         """Say where this node takes replicas."""
         if not self._announced:
-            key = place_key(self._info, self._info.rank)
-            present(self._info.store, "the store").set(key, encode_place(self._place))
+            key = mailbox_key(self._info, self._info.rank)
+            present(self._info.store, "the store").set(key, encode_mailbox(self._mailbox_info))
             self._announced = True
 
     def _clear_up(self) -> None:

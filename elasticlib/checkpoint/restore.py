@@ -37,7 +37,7 @@ from .peers import (
     tried,
 )
 from .place import LocalPlace
-from .resharding import fetch_parts
+from .sharded import fetch_parts
 from .state import Form, bare, bits_of, fit, form_of, unexpanded
 
 log = logging.getLogger("elasticlib.checkpoint")

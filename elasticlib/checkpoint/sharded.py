@@ -1,16 +1,22 @@
-"""Sharded state: each rank's part of it as a pack, and how to read it at any other world size.
+"""Sharded state: each rank's part of it as a pack, and how it comes to any other number of ranks.
 
 One form on a disk, in memory and on the wire: a part says in its head which boxes of which tensors
 it holds (see `cover`), as the planners of torch's distributed checkpoints (DCP) cut them. So nobody
 collects the plans of all ranks, and nothing is pickled.
+
+In a restore the parts lie wherever somebody holds them: in agents' memories, or on a disk that all
+reach. Each rank reads by itself what it needs of those that it reaches, and is sent the rest, each
+byte once, into the tensors that the state has: nobody ever has a second state in memory.
 """
 
 from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import groupby
+from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,19 +25,33 @@ import torch
 from torch.serialization import location_tag
 
 from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch
-from .cover import Box, Chunk, Share, chunks_of, lacking, shares, tensors_of
-from .pack import Layout, lay_out, unpack
+from .cover import (
+    Box,
+    Chunk,
+    Share,
+    apart,
+    chunks_of,
+    lacking,
+    pieces,
+    shares,
+    tensors_of,
+)
+from .pack import Layout, fill, lay_out, unpack
 from .pack_head import read_meta
+from .peers import Agreed, Held, Plan, Search, Transfer, givers, origin
 from .state import (
     Form,
     MapLocation,
     Way,
     changed,
     dtype_named,
+    fit,
+    holder_of,
     is_sharded_kind,
     local_of,
     moved,
     name_of,
+    parts_of,
     put_shards,
     spoken,
     take_shards,
@@ -43,6 +63,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Shards: TypeAlias = "Mapping[Way, DTensor]"
+
+PIECE_BYTES = 2 << 20
+"""Of what is sent at once."""
 
 
 def lay_out_part(step: int, plain: object, shards: Shards, *, whole: bool, copies: bool) -> Layout:
@@ -58,7 +81,7 @@ def lay_out_part(step: int, plain: object, shards: Shards, *, whole: bool, copie
     Raises:
         CheckpointError: something in it cannot be saved.
     """
-    boxes = {way: box for way, box in boxes_of(shards).items() if copies or _is_first(shards[way])}
+    boxes = {way: box for way, box in _boxes_of(shards).items() if copies or _is_first(shards[way])}
     ways = [*boxes]
     chunks = [_chunk(way, shards[way], box).row() for way, box in boxes.items()]
     tensors = [local_of(shards[way]) for way in ways]
@@ -89,7 +112,7 @@ None of a tensor in whose mesh this rank is not."""
 _MOST_BOXES = 100_000
 
 
-def boxes_of(shards: Shards) -> dict[Way, Box]:
+def _boxes_of(shards: Shards) -> dict[Way, Box]:
     """What this rank has of each tensor, as DCP's planner cuts it; but for tensors in whose mesh it
     has no place.
 
@@ -142,9 +165,9 @@ class Target:
     memory: torch.Tensor
 
 
-def targets_in(shards: Shards) -> dict[str, Target]:
+def _targets_in(shards: Shards) -> dict[str, Target]:
     """The targets that a state's sharded tensors are, by the tensors' names in parts."""
-    boxes = boxes_of(shards)
+    boxes = _boxes_of(shards)
     return {repr(way): Target(box, local_of(shards[way])) for way, box in boxes.items()}
 
 
@@ -171,28 +194,28 @@ def load_parts(
     lacks = lacking(chunks, len(heads))
     if lacks:
         raise CheckpointCorrupt(f"it {lacks}")
-    whole = whole_in(read(0), map_location=map_location)
-    saved = saved_tensors(whole["ways"], chunks)
+    whole = _whole_in(read(0), map_location=map_location)
+    saved = _saved_tensors(whole["ways"], chunks)
     found: dict[Way, torch.Tensor]
     if like is None:
         found = {way: _memory_for(tensor) for way, tensor in saved.items()}
         boxes = {way: ((0,) * tensor.dim(), tuple(tensor.shape)) for way, tensor in found.items()}
         into = {repr(way): Target(box, found[way]) for way, box in boxes.items()}
     else:
-        live = matched(saved, take_shards(values_of(like))[1], parameters_in(like))
+        live = _matched(saved, take_shards(values_of(like))[1], _parameters_in(like))
         fresh: dict[Way, Any] = {}
         for way, shard in live.items():
             fresh[way] = torch.empty_like(shard.detach())
-        found, into = fresh, targets_in(fresh)
+        found, into = fresh, _targets_in(fresh)
     needs = {name: target.box for name, target in into.items()}
-    copy_shares(shares(needs, chunks, dict.fromkeys(chunks, (0,)), 0, -1), chunks, read, into)
+    _copy_shares(shares(needs, chunks, dict.fromkeys(chunks, (0,)), 0, -1), chunks, read, into)
     if like is None:
         for way, tensor in found.items():
             found[way] = moved(tensor, saved[way].device, map_location)
     return put_shards(whole["state"], found)
 
 
-def whole_in(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = True) -> Any:
+def _whole_in(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = True) -> Any:
     """What is not sharded, in a part that says that it has it."""
     whole = unpack(pack, map_location=map_location, copy=copy)["whole"]
     if not isinstance(whole, dict) or whole.keys() != {"state", "ways"}:
@@ -208,7 +231,7 @@ def _memory_for(chunk: Chunk) -> torch.Tensor:
     return torch.empty(form.shape, dtype=form.dtype)
 
 
-def saved_tensors(ways: Sequence[Way], parts: Mapping[int, Sequence[Chunk]]) -> dict[Way, Chunk]:
+def _saved_tensors(ways: Sequence[Way], parts: Mapping[int, Sequence[Chunk]]) -> dict[Way, Chunk]:
     """What one part or another says of each sharded tensor that was saved."""
     tensors = {name: rows[0][2] for name, rows in tensors_of(parts).items()}
     for way in ways:
@@ -217,7 +240,7 @@ def saved_tensors(ways: Sequence[Way], parts: Mapping[int, Sequence[Chunk]]) -> 
     return {way: tensors[repr(way)] for way in ways}
 
 
-def parameters_in(state: object) -> dict[Way, Sequence[torch.Tensor]]:
+def _parameters_in(state: object) -> dict[Way, Sequence[torch.Tensor]]:
     """The parameters of each optimizer in a state, by its way: in the order in which its state
     numbers them."""
     found: dict[Way, Sequence[torch.Tensor]] = {}
@@ -231,7 +254,7 @@ def parameters_in(state: object) -> dict[Way, Sequence[torch.Tensor]]:
     return found
 
 
-def matched(
+def _matched(
     saved: Mapping[Way, Chunk], shards: Shards, parameters: Mapping[Way, Sequence[torch.Tensor]]
 ) -> dict[Way, DTensor]:
     """The sharded tensors that those which were saved are for.
@@ -243,7 +266,7 @@ def matched(
     has now: it takes a state whole.
 
     Args:
-        shards: those that there are. parameters: see `parameters_in`.
+        shards: those that there are. parameters: see `_parameters_in`.
 
     Raises:
         StateMismatch: some are on one side alone, or have another shape.
@@ -282,7 +305,7 @@ def _parameter_of(way: Way, parameters: Mapping[Way, Sequence[torch.Tensor]]) ->
     return None
 
 
-def copy_shares(
+def _copy_shares(
     wanted: Iterable[Share],
     chunks: Mapping[int, Sequence[Chunk]],
     read: Callable[[int], memoryview],
@@ -308,3 +331,263 @@ def narrowed(tensor: torch.Tensor, has: Box, box: Box) -> torch.Tensor:
     for axis, (begin, size) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(axis, begin - has[0][axis], size)
     return tensor
+
+
+# -- to all ranks, be they more or fewer than before -----------------------------------------------
+
+
+_Into = Mapping[str, Target]
+_Sent = Sequence[tuple[int, int, Share]]
+"""What ranks want of others: the position among what a rank wants, that rank, and what it is."""
+
+
+def fetch_parts(
+    search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
+) -> tuple[Callable[[], None], Agreed] | None:
+    """Bring all ranks to a sharded state, but for what is not sharded.
+
+    Returns:
+        What puts the rest into this rank's state. None, on all ranks,
+        if it is not whole or damaged, and the choice is to be made anew.
+    """
+    way = _Resharding(search, plan)
+    whole = way.whole() if way.is_all_there() else None
+    if whole is None:
+        return None
+    put, into, mine = search.peers.all_do(
+        lambda: way.fitted(whole, state, strict=strict), f"cannot restore step {plan.state.step}"
+    )
+    words = search.peers.words({"wants": [attrs.astuple(share) for share in mine]})
+    wants = [[_share(*row) for row in word["wants"]] for word in words]
+    if not way.check(wants):
+        return None
+    sent = sorted(
+        (number, taker, share)
+        for taker, every in enumerate(wants)
+        for number, share in enumerate(one for one in every if one.source != taker)
+    )
+    way.move(mine, sent, into)
+    return put, way.agreed(sent)
+
+
+class _Resharding:
+    """One state's way to all ranks. What is said by all is the same on all."""
+
+    def __init__(self, search: Search, plan: Plan) -> None:
+        self._search, self._plan = search, plan
+        self._peers, self._rank = search.peers, search.peers.rank
+        self._step, self._count = plan.state.step, plan.state.parts
+        self._is_as_many = self._count == self._peers.size
+        self._ranks = {part: sorted(here) for part, here in plan.holders.items()}
+        self._chunks: dict[int, list[Chunk]] = {}
+        self._apart: set[str] = set()
+        # The part whose values each rank takes that are not sharded, and how it comes to it.
+        self._whole_of: list[int] = []
+        self._routes: dict[int, dict[int, int]] = {}
+
+    def is_all_there(self) -> bool:
+        """Whether all elements of all tensors are held, by the heads of the parts."""
+        speaks = [part for part, ranks in self._ranks.items() if self._speaks(part, ranks)]
+        said = self._search.attempt(self._plan, speaks, self._head)
+        if said is None:
+            return False
+        heads = dict(sorted(ChainMap(*said).items()))
+        wholes = [part for part, head in heads.items() if head["whole"]]
+        try:
+            self._chunks = {part: chunks_of(head) for part, head in heads.items()}
+            lacks = lacking(self._chunks, self._count)
+        except CheckpointCorrupt as error:
+            lacks = f"is damaged: {error}"
+        if not lacks and not wholes:
+            lacks = "is not whole: nobody holds what is not sharded"
+        lacks = lacks or self._mixes_up()
+        if lacks:
+            why = f"step {self._step} ({self._plan.kind}) {lacks}"
+            self._search.pass_over(self._plan.state, why)
+            return False
+        own = wholes if self._is_as_many else []
+        ranks = range(self._peers.size)
+        self._whole_of = [rank if rank in own else wholes[0] for rank in ranks]
+        return True
+
+    def _mixes_up(self) -> str:
+        """Why other ranks' tensors might be taken for one's own; empty if they cannot be.
+
+        On a disk, parts of several meshes are copies of each other, as tensors that differ from
+        rank to rank under one name are not saved as a whole there.
+        """
+        self._apart = set() if self._plan.state.disk else apart(self._chunks)
+        if not self._apart or (self._is_as_many and len(self._chunks) == self._count):
+            return ""
+        return (
+            f"has {min(self._apart)} on several meshes, perhaps as several tensors: only "
+            f"{self._count} ranks, with all parts, can go on from it"
+        )
+
+    def _speaks(self, part: int, ranks: Sequence[int]) -> bool:
+        """Whether this rank is the one of these that does for all what concerns a part."""
+        return ranks[part % len(ranks)] == self._rank
+
+    def _head(self, part: int) -> dict[str, Any]:
+        held = self._held(part)
+        meta = read_meta(self._search.source(held).head(held, part))
+        chunks_of(meta)  # before others meet what is none
+        # Formerly the first part alone had what is not sharded, and did not say so.
+        return {"chunks": meta["chunks"], "whole": meta.get("whole", part == 0) is True}
+
+    def _held(self, part: int) -> Held:
+        return self._plan.holders[part][self._rank]
+
+    def _view(self, part: int) -> memoryview:
+        held = self._held(part)
+        return self._search.source(held).view(held, part)
+
+    # -- what is not sharded ------------------------------------------------------------------
+
+    def whole(self) -> Any | None:
+        """What is not sharded: of the part of this rank's number, if there were as many ranks and
+        somebody has it; else of the first part that somebody has. None as of `Search.attempt`."""
+        for part in sorted(set(self._whole_of)):
+            takers = [rank for rank, wanted in enumerate(self._whole_of) if wanted == part]
+            self._routes[part] = givers(self._ranks[part], self._search.nodes, takers)
+        mine = self._whole_of[self._rank]
+        here = [part for part in self._routes if self._rank in self._ranks[part]]
+        gives = [part for part in here if self._rank in self._routes[part].values()]
+        read: dict[int, Any] = {}
+        packs: dict[int, memoryview] = {}
+
+        def act(part: int) -> None:
+            read[part] = _whole_in(self._view(part), copy=False)
+            if part in gives:
+                packs[part] = _packed(read[part])
+
+        if self._search.attempt(self._plan, {*gives, mine} & {*here}, act) is None:
+            return None
+        if any(self._routes.values()):
+            self._peers.carry(self._step, self._routes, packs)
+        return read[mine] if mine in read else unpack(packs[mine], copy=False)
+
+    # -- what is ------------------------------------------------------------------------------
+
+    def fitted(
+        self, whole: Any, state: MutableMapping[str, Any], *, strict: bool
+    ) -> tuple[Callable[[], None], dict[str, Target], list[Share]]:
+        """What puts what was saved into the state; where this rank's own sharded tensors are; and
+        from where it has what it needs of them. Raises StateMismatch: it does not fit."""
+        saved = whole["state"]
+
+        def is_in_both(way: Way) -> bool:
+            return isinstance(saved, dict) and way[0] in saved and way[0] in state
+
+        tensors = _saved_tensors([way for way in whole["ways"] if is_in_both(way)], self._chunks)
+        shards = take_shards(values_of(state))[1]
+        here = {way: shard for way, shard in shards.items() if is_in_both(way)}
+        live = _matched(tensors, here, _parameters_in(state))
+        for way, shard in live.items():
+            kind = dtype_named(tensors[way].dtype)
+            if kind != shard.dtype and _is_bare(state, way):
+                raise StateMismatch(
+                    f"{spoken(way)} is a sharded tensor of {shard.dtype}, and one of {kind} "
+                    "was saved"
+                )
+        put = fit(state, put_shards(saved, live), strict=strict)
+        into = _targets_in(live)
+        needs = {name: target.box for name, target in into.items()}
+        own = self._rank if self._is_as_many else -1
+        wanted = shares(needs, self._chunks, self._ranks, self._rank, own)
+        for share in wanted:
+            name = self._chunks[share.part][share.place].name
+            if name in self._apart and share.part != own:
+                raise StateMismatch(
+                    f"{name} was on several meshes, perhaps as several tensors, and this rank needs"
+                    " of it what it had not"
+                )
+        return put, into, wanted
+
+    def check(self, wants: Sequence[Sequence[Share]]) -> bool:
+        """Verify all that is read by anybody, each part of each memory once; whether it is good."""
+        reads = {(share.source, share.part) for every in wants for share in every}
+        reads |= {
+            (origin(self._routes[part], rank), part) for rank, part in enumerate(self._whole_of)
+        }
+        users: dict[Any, list[int]] = {}
+        for rank, part in sorted(reads):
+            place = self._search.place(rank, self._plan.holders[part][rank])
+            users.setdefault((part, place), []).append(rank)
+        mine = sorted({part for (part, _), ranks in users.items() if self._speaks(part, ranks)})
+
+        def act(part: int) -> None:
+            held = self._held(part)
+            self._view(part)  # which stays as it is from now on
+            self._search.source(held).check(held, part)
+
+        return self._search.attempt(self._plan, mine, act) is not None
+
+    def move(self, mine: Sequence[Share], sent: _Sent, into: _Into) -> None:
+        """Bring to this rank what it wants, and to others what they want. What fails here fails
+        all, with the state changed."""
+        own = [share for share in mine if share.source == self._rank]
+        self._peers.all_do(
+            lambda: _copy_shares(own, self._chunks, self._view, into),
+            f"failed at restoring step {self._step}",
+        )
+        if sent:
+            self._peers.exchange(self._step, self._transfers(sent, into))
+
+    def _transfers(self, sent: _Sent, into: _Into) -> Iterator[Transfer]:
+        """What this rank sends and is sent, in the order that `Peers.exchange` needs: what each
+        rank wants first, then what each wants second."""
+        shards: dict[int, list[torch.Tensor]] = {}
+        for _, taker, share in sent:
+            chunk = self._chunks[share.part][share.place]
+            kind = dtype_named(chunk.dtype)
+            gives = self._rank == share.source
+            if gives:
+                if share.part not in shards:
+                    shards[share.part] = unpack(self._view(share.part), copy=False)["shards"]
+                has = Target(chunk.box, shards[share.part][share.place])
+            elif self._rank == taker:
+                has = into[chunk.name]
+            else:
+                continue
+            for box in pieces(share.box, chunk.box[1], PIECE_BYTES // kind.itemsize):
+                memory = narrowed(has.memory, has.box, box)
+                yield Transfer(taker if gives else share.source, gives, memory, kind)
+
+    def agreed(self, sent: _Sent) -> Agreed:
+        """How it went."""
+        came = [share for _, taker, share in sent if taker == self._rank]
+        whole_from = origin(self._routes[self._whole_of[self._rank]], self._rank)
+        received = 0
+        for share in came:
+            chunk = self._chunks[share.part][share.place]
+            received += prod(share.box[1]) * dtype_named(chunk.dtype).itemsize
+        return Agreed(
+            self._step,
+            self._plan.kind,
+            holder=came[0].source if came else whole_from,
+            rank=self._rank,
+            moved=bool(sent) or any(self._routes.values()) or not self._is_as_many,
+            received=received,
+        )
+
+
+def _share(source: int, part: int, place: int, box: Any) -> Share:
+    begins, sizes = box
+    return Share(source, part, place, (tuple(begins), tuple(sizes)))
+
+
+def _packed(whole: Any) -> memoryview:
+    layout = lay_out(whole)
+    memory = bytearray(layout.size)
+    fill(layout, torch.frombuffer(memory, dtype=torch.uint8))
+    return memoryview(memory)
+
+
+def _is_bare(state: Any, way: Way) -> bool:
+    """Whether a tensor stands there itself, and not in an object that has a state."""
+    for key in way:
+        if holder_of(state) is not None:
+            return False
+        state = parts_of(state).get(key)
+    return True

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
-from torch.serialization import _get_restore_location
+from torch.serialization import default_restore_location
 
 from ..errors import CheckpointError, StateMismatch, Unreadable, describe
 
@@ -458,10 +458,20 @@ def moved(tensor: torch.Tensor, location: str, map_location: MapLocation) -> tor
     storage where it is wanted. Raises what torch and the caller's function do."""
     if not location or map_location == "cpu":
         return tensor
-    found = _get_restore_location(map_location)(tensor.untyped_storage(), location)  # type: ignore[no-untyped-call]
+    storage = tensor.untyped_storage()
+    found: Any = None
+    if callable(map_location):
+        found = map_location(storage, location)
+    elif isinstance(map_location, dict):
+        location = map_location.get(location, location)
+    elif map_location is not None:
+        location = str(map_location)
+    if found is None:
+        found = default_restore_location(storage, location)  # type: ignore[no-untyped-call]
     # A function may give one of the typed kind.
-    storage = getattr(found, "_untyped_storage", found)
-    return bare(storage, int(tensor.storage_offset()), form_of(tensor))
+    return bare(
+        getattr(found, "_untyped_storage", found), int(tensor.storage_offset()), form_of(tensor)
+    )
 
 
 # -- putting a state that was read back ------------------------------------------------------------

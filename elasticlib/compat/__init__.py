@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-EVENT_LOG_HANDLERS = ("null", "console")
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 TORCH_GROUP = "torchrun.handlers"
 """torch's group of entry points: handlers that other distributions register for torchrun."""

@@ -22,7 +22,7 @@ from ..signals import as_signal, read_signals
 from ..workers.cpu import BINDINGS
 from ..workers.output import StreamChoice, Streams
 from ..workers.spec import WorkerState
-from . import EVENT_LOG_HANDLERS, TIMER_FILE, TORCH_C10D, TORCHS_TIMEOUT
+from . import TIMER_FILE, TORCH_C10D, TORCHS_TIMEOUT
 from .logs import check_name
 from .logs import open_logs_specs as open_logs_specs
 
@@ -85,7 +85,7 @@ def _check_c10d(config: LaunchConfig) -> None:
 
 # -- fields of LaunchConfig -----------------------------------------------------------------------
 
-HERE = frozenset({"localhost", "127.0.0.1", "::1"})
+EVENT_LOG_HANDLERS = ("null", "console")
 LOGS_SPECS = ("torch.distributed.elastic.multiprocessing.api", "DefaultLogsSpecs")
 
 

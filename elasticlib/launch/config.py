@@ -7,7 +7,7 @@ two that torch itself has twice: its `LaunchConfig` restarts 3 times, and calls 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -203,15 +203,6 @@ def check_seconds(flag: str, value: float) -> None:
         raise ConfigError(f"{flag} is seconds from 0 to {LONGEST:g}, got {value}")
 
 
-def check_replicas(replicas: int, nodes: int) -> None:
-    """Raises ConfigError for more replicas than a job of up to so many nodes has other nodes."""
-    if not 0 <= replicas < nodes:
-        raise ConfigError(
-            f"--snapshot-replicas is how many other nodes keep a snapshot: from 0 to {nodes - 1} "
-            f"in a job of up to {nodes}, got {replicas}"
-        )
-
-
 def port_text(value: str | int | None) -> str | None:
     """What a config's observe_port says, as text that can be read.
 
@@ -242,12 +233,6 @@ def read_port(text: str, name: str, host: str) -> tuple[str, int]:
         raise ConfigError(f"{name} is [HOST:]PORT, a port up to 65535, got {text!r}") from None
 
 
-def check_shutdown(seconds: float | None, name: str) -> None:
-    """Raises ConfigError for a time that workers cannot be given to end."""
-    if seconds is not None and not 0 <= seconds <= LONGEST:
-        raise ConfigError(f"{name} is seconds from 0 to {LONGEST:g}, got {seconds}")
-
-
 def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
     """Where torch's variable has health checks answered, if it says so.
 
@@ -259,38 +244,6 @@ def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
     """
     text = environment.get(HEALTH_VARIABLE, "").strip()
     return None if text in ("", "0") else read_port(text, HEALTH_VARIABLE, EVERYWHERE)
-
-
-def check_output(plan: OutputPlan, workers: int) -> None:
-    """Whether each choice can have an effect, with so many workers on a node.
-
-    Raises:
-        ConfigError: one cannot.
-    """
-    named = (
-        ("--redirects", plan.redirect.by_rank),
-        ("--tee", plan.tee.by_rank),
-        ("--local-ranks-filter", plan.ranks or ()),
-    )
-    for flag, ranks in named:
-        strays = sorted(rank for rank in ranks if not 0 <= rank < workers)
-        if strays:
-            raise ConfigError(
-                f"{flag} names local rank {strays[0]}, and there are {workers} workers a node"
-            )
-    for stream, name in ((Streams.OUT, "stdout"), (Streams.ERR, "stderr")):
-        seen = any(plan.shows(rank) and stream & plan.tee.of(rank) for rank in range(workers))
-        if plan.needles(stream) and not seen:
-            raise ConfigError(
-                f"--duplicate-{name}-filters looks through what --tee shows, and that is no "
-                f"worker's {name}: add --tee {stream.value}"
-            )
-
-
-def check_numa_binding(name: str | None) -> None:
-    """Raises ConfigError for what is no binding."""
-    if name is not None and name not in BINDINGS:
-        raise ConfigError(f"--numa-binding is one of {', '.join(BINDINGS)}, got {name!r}")
 
 
 @attrs.frozen
@@ -361,96 +314,108 @@ class LaunchConfig:
     def __attrs_post_init__(self) -> None:
         for name, value in plain_values(self).items():
             object.__setattr__(self, name, value)
-        if self.rdzv_backend not in BACKENDS:
-            raise ConfigError(
-                f"--rdzv-backend is one of {', '.join(BACKENDS)}, got {self.rdzv_backend!r}"
-            )
         check_name("--rdzv-id", self.run_id)
-        self._check_numbers()
-        check_output(self.output, self.nproc_per_node)
-        check_numa_binding(self.numa_binding)
         check_start(self.start_method, self.preload)
-        self._check_place()
+        refusal = next(self._refusals(), None)
+        if refusal is not None:
+            raise ConfigError(refusal)
+
+    def _refusals(self) -> Iterator[str]:
+        """Why this cannot work, as far as no machine is looked at; some reasons are raised."""
+        if self.rdzv_backend not in BACKENDS:
+            yield f"--rdzv-backend is one of {', '.join(BACKENDS)}, got {self.rdzv_backend!r}"
+        yield from self._refused_numbers()
+        yield from self._refused_output()
+        if self.numa_binding not in (None, *BINDINGS):
+            yield f"--numa-binding is one of {', '.join(BINDINGS)}, got {self.numa_binding!r}"
+        yield from self._refused_place()
         # Made for their errors, so that a bad value is named before anything starts.
         _ = (self.options, self.limits, self.timing)
-        self._check_backend()
-
-    def _check_numbers(self) -> None:
-        if self.nproc_per_node < 1:
-            raise ConfigError(f"--nproc-per-node is at least 1, got {self.nproc_per_node}")
-        if not 0 < self.monitor_interval <= LONGEST:
-            raise ConfigError(
-                f"--monitor-interval is positive, up to {LONGEST:g} s, got {self.monitor_interval}"
-            )
-        check_shutdown(self.shutdown_timeout, "--shutdown-timeout")
-        if not 0 < self.store_grace <= LONGEST:
-            raise ConfigError(
-                f"--store-grace is seconds, positive and up to {LONGEST:g}, got {self.store_grace}"
-            )
-        if self.node_rank is not None and not 0 <= self.node_rank < self.max_nodes:
-            raise ConfigError(
-                f"need 0 <= --node-rank < {self.max_nodes} nodes, got {self.node_rank}"
-            )
-        check_replicas(self.supervision.agent.snapshot_replicas, self.max_nodes)
-
-    def _check_backend(self) -> None:
         if not self.foreign:
             check_etcd_keys(self.rdzv_backend, self.rdzv_configs)
         elsewhere = self.foreign or self.rdzv_backend == "file"
         if self.etcd is None and not self.alone and not elsewhere:
-            given = self.options
-            check_endpoints(
-                self.rdzv_endpoint, is_host=bool(given.is_host), quorum=bool(given.quorum)
-            )
+            is_host, quorum = bool(self.options.is_host), bool(self.options.quorum)
+            check_endpoints(self.rdzv_endpoint, is_host=is_host, quorum=quorum)
         if self.rdzv_backend == "static":
-            self._check_static()
+            yield from self._refused_static()
         if self.of_torch:
             check_beside_torchs(self)
         if (elsewhere or self.rdzv_backend in ETCD_BACKENDS) and self.run_id == "none":
-            raise ConfigError(
-                f"the {self.rdzv_backend} backend may hold several jobs: name each job with an "
-                "--rdzv-id of its own"
+            said = f"the {self.rdzv_backend} backend may hold several jobs"
+            yield f"{said}: name each job with an --rdzv-id of its own"
+
+    def _refused_numbers(self) -> Iterator[str]:
+        if self.nproc_per_node < 1:
+            yield f"--nproc-per-node is at least 1, got {self.nproc_per_node}"
+        interval, grace, rank = self.monitor_interval, self.store_grace, self.node_rank
+        if not 0 < interval <= LONGEST:
+            yield f"--monitor-interval is positive, up to {LONGEST:g} s, got {interval}"
+        if self.shutdown_timeout is not None:
+            check_seconds("--shutdown-timeout", self.shutdown_timeout)
+        if not 0 < grace <= LONGEST:
+            yield f"--store-grace is seconds, positive and up to {LONGEST:g}, got {grace}"
+        if rank is not None and not 0 <= rank < self.max_nodes:
+            yield f"need 0 <= --node-rank < {self.max_nodes} nodes, got {rank}"
+        replicas, others = self.supervision.agent.snapshot_replicas, self.max_nodes - 1
+        if not 0 <= replicas <= others:
+            yield (
+                f"--snapshot-replicas is how many other nodes keep a snapshot: from 0 to {others} "
+                f"in a job of up to {self.max_nodes}, got {replicas}"
             )
 
-    def _check_place(self) -> None:
-        fixed = self.alone or self.rdzv_backend == "static"
-        for flag, given in (("--topology", self.topology), ("--spares", self.spares)):
-            if fixed and given not in ("", None):
-                raise ConfigError(
-                    f"{flag} is for jobs whose nodes come and go, got {given!r} for "
-                    + ("one node alone" if self.alone else "the static backend's fixed ranks")
+    def _refused_output(self) -> Iterator[str]:
+        """What could have no effect."""
+        plan, workers = self.output, self.nproc_per_node
+        named = (
+            ("--redirects", plan.redirect.by_rank),
+            ("--tee", plan.tee.by_rank),
+            ("--local-ranks-filter", plan.ranks or ()),
+        )
+        for flag, ranks in named:
+            for rank in sorted(rank for rank in ranks if not 0 <= rank < workers):
+                yield f"{flag} names local rank {rank}, and there are {workers} workers a node"
+        for stream, name in ((Streams.OUT, "stdout"), (Streams.ERR, "stderr")):
+            seen = any(plan.shows(rank) and stream & plan.tee.of(rank) for rank in range(workers))
+            if plan.needles(stream) and not seen:
+                yield (
+                    f"--duplicate-{name}-filters looks through what --tee shows, and that is no "
+                    f"worker's {name}: add --tee {stream.value}"
                 )
-        if self.alone and self.max_nodes > 1:
-            raise ConfigError(
+
+    def _refused_place(self) -> Iterator[str]:
+        backend, options, alone = self.rdzv_backend, self.options, self.alone
+        whose = "one node alone" if alone else "the static backend's fixed ranks"
+        for flag, given in (("--topology", self.topology), ("--spares", self.spares)):
+            if (alone or backend == "static") and given not in ("", None):
+                yield f"{flag} is for jobs whose nodes come and go, got {given!r} for {whose}"
+        if alone and self.max_nodes > 1:
+            yield (
                 f"{self.max_nodes} nodes need a place to meet: give --rdzv-endpoint HOST:PORT, "
                 "or --node-rank, --master-addr and --master-port"
             )
-        if self.alone and self.rdzv_backend not in ("tcp", "c10d"):
-            raise ConfigError(f"--rdzv-backend {self.rdzv_backend} needs an --rdzv-endpoint")
-        if self.alone and self.options.launch:
-            raise ConfigError("--rdzv-conf launch is for nodes that meet, and this one is alone")
+        if alone and backend not in ("tcp", "c10d"):
+            yield f"--rdzv-backend {backend} needs an --rdzv-endpoint"
+        if alone and options.launch:
+            yield "--rdzv-conf launch is for nodes that meet, and this one is alone"
         check_local_addr(self.local_addr, self.max_nodes)
-        hosted = not self.alone and self.rdzv_backend in TCP_BACKENDS
-        if self.options.secret_file is not None and self.rdzv_backend not in TCP_BACKENDS:
-            raise ConfigError(
-                f"--rdzv-conf secret_file is for the tcp store, not for {self.rdzv_backend}"
-            )
+        if options.secret_file is not None and backend not in TCP_BACKENDS:
+            yield f"--rdzv-conf secret_file is for the tcp store, not for {backend}"
         for key in ("is_host", "quorum"):
-            if getattr(self.options, key) is not None and not hosted:
-                raise ConfigError(f"--rdzv-conf {key} means the store at a tcp --rdzv-endpoint")
+            if getattr(options, key) is not None and (alone or backend not in TCP_BACKENDS):
+                yield f"--rdzv-conf {key} means the store at a tcp --rdzv-endpoint"
 
-    def _check_static(self) -> None:
-        if self.min_nodes != self.max_nodes:
-            raise ConfigError(
-                f"the static backend has a fixed number of nodes, got "
-                f"{self.min_nodes}:{self.max_nodes}; use --rdzv-backend tcp"
-            )
+    def _refused_static(self) -> Iterator[str]:
+        least, most = self.min_nodes, self.max_nodes
+        if least != most:
+            said = f"the static backend has a fixed number of nodes, got {least}:{most}"
+            yield f"{said}; use --rdzv-backend tcp"
         if self.node_rank is None:
-            raise ConfigError("the static backend needs a --node-rank on each node")
+            yield "the static backend needs a --node-rank on each node"
         if len(self.endpoints) > 1:
-            raise ConfigError("the static backend meets at one endpoint, got a list")
+            yield "the static backend meets at one endpoint, got a list"
         if "last_call_timeout" in self.rdzv_configs:
-            raise ConfigError("--rdzv-conf last_call_timeout: static nodes are all waited for")
+            yield "--rdzv-conf last_call_timeout: static nodes are all waited for"
 
     @property
     def output(self) -> OutputPlan:

@@ -36,9 +36,10 @@ from ..workers.spec import (
     WorkerState,
     entry_name,
 )
-from .config import TCP_BACKENDS, LaunchConfig, check_shutdown
+from .config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .endpoints import read_secret
 from .exit_report import summary, write_failure
+from .flags import FLAGS
 from .observed import Observed, answering, kept_logs, open_journal
 from .own_workers import check_machine, local_workers, spec_of
 from .process import HELD, HeldSignals
@@ -47,8 +48,6 @@ from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 
 log = logging.getLogger("elasticlib.launch")
 
-SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-SHUTDOWN_SECONDS = 30.0
 STRANGERS = 32
 """So many may be on their way in to where replicas are taken; one more, and the first makes way."""
 
@@ -224,14 +223,15 @@ def shutdown_seconds(config: LaunchConfig) -> float:
     """Seconds; torch's variable counts where the config says nothing."""
     if config.shutdown_timeout is not None:
         return config.shutdown_timeout
-    text = os.environ.get(SHUTDOWN_VARIABLE)
+    name = str(FLAGS["shutdown_timeout"].variable)
+    text = os.environ.get(name)
     if text is None:
-        return SHUTDOWN_SECONDS
+        return float(FLAGS["shutdown_timeout"].default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    check_shutdown(seconds, f"{SHUTDOWN_VARIABLE}={text!r}")
+    check_seconds(f"{name}={text!r}", seconds)
     return seconds
 
 

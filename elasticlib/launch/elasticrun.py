@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("elasticlib.launch")
 
 SHOW_SECONDS = 10.0
-"""For the last words to be taken by whoever reads them."""
+"""For the last lines to be read, by whoever reads stderr."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,12 +70,12 @@ def _carry_out(argv: Sequence[str]) -> _Ended:
     _open_streams()
     try:
         return _run(argv)
-    except ConfigError as error:
-        _leave_exception("ConfigError", str(error), "")
-        raise
     except Exception as error:
         # As torchrun's own main function does, under torch's `record`.
-        _leave_exception(type(error).__name__, str(error), traceback.format_exc())
+        from ..workers.hooks import failure_record
+
+        trace = "" if isinstance(error, ConfigError) else traceback.format_exc()
+        leave_error(failure_record(type(error).__name__, str(error), trace, int(wall())))
         raise
 
 
@@ -121,7 +121,7 @@ def _run_node(launch: Launch, workers: Workers) -> _Ended:
 
 
 def _show_plan(launch: Launch) -> int:
-    # Here, as it takes as long again as reading the command line.
+    # Imported here, as it takes as long again as reading the command line.
     from .dry_run import show_plan
     from .preflight import of_launch, preflight
 
@@ -139,14 +139,8 @@ def leave_error_of(result: RunResult) -> None:
         leave_error(error_file(result, wall()))
 
 
-def _leave_exception(kind: str, message: str, trace: str) -> None:
-    from ..workers.hooks import failure_record
-
-    leave_error(failure_record(kind, message, trace, int(wall())))
-
-
 def leave_error(record: bytes) -> None:
-    """Whoever started this launcher may ask it for its error, as torchx and an outer launcher do.
+    """Leave the error where whoever started this launcher looks for it, as torchx does.
 
     Written into the file and not put in its place: on Kubernetes it is /dev/termination-log.
     """
@@ -161,7 +155,7 @@ def leave_error(record: bytes) -> None:
 
 
 def _open_streams() -> None:
-    """Where the shell has closed one, the next file that is opened would pass for it."""
+    """If the shell has closed one of the three, the next file opened would take its number."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -170,7 +164,7 @@ def _open_streams() -> None:
 
 
 def _show(text: str) -> None:
-    """How the run ended is in the exit code as well, which a full disk must not change."""
+    """The exit code says how the run ended, too, and a full disk must not change it."""
     try:
         sys.stderr.flush()
         said = visible(text).encode(errors="backslashreplace")

@@ -34,12 +34,9 @@ def settle_place(settings: Settings) -> Settings:
     return _settle_master(settings)
 
 
-def settle_cluster(settings: Settings, told: Layer) -> Settings:
-    """These settings, once settled, without what a scheduler says that does not fit the rest.
-
-    told: what it says, by name; what the user says as well stands beside it, not in its place,
-    where there are several of the kind.
-    """
+def settle_cluster(settings: Settings, from_job: Layer) -> Settings:
+    """These settings, once settled, without what a scheduler says that does not fit the rest, and
+    with its keys of --rdzv-conf beside the user's own."""
     backend = settings["rdzv_backend"]
     static = backend == "static"
     if not static and backend not in _TCP:
@@ -55,17 +52,14 @@ def settle_cluster(settings: Settings, told: Layer) -> Settings:
         if settings["rdzv_endpoint"]:
             settings = settings.without("node_rank", because=because)
         settings = _unless_given(settings, "node_rank", because)
-    conf = told.get("rdzv_conf")
-    if conf is None:
-        return settings
     own = settings.found["rdzv_conf"]
-    if not settings["rdzv_endpoint"] and own.source is Source.CLUSTER:
-        # Nobody is told: it is of no use to a node by itself, and none misses it.
-        return settings.unsaid("rdzv_conf")
-    if not settings["rdzv_endpoint"] or own.source is Source.CLUSTER:
+    if own.source is Source.CLUSTER:
+        # A node by itself has no use for it: that is not worth a note.
+        return settings if settings["rdzv_endpoint"] else settings.unsaid("rdzv_conf")
+    if "rdzv_conf" not in from_job or not settings["rdzv_endpoint"]:
         return settings
     given = {part.partition("=")[0].strip() for text in own.value for part in text.split(",")}
-    more = [text for text in conf.value if text.partition("=")[0] not in given]
+    more = [text for text in from_job["rdzv_conf"].value if text.partition("=")[0] not in given]
     return settings.with_setting("rdzv_conf", own._replace(value=[*own.value, *more]))
 
 
@@ -216,8 +210,7 @@ def _static_place(settings: Settings, nodes: int) -> dict[str, Any]:
         if address.lower() not in ("", host.lower()) or port not in (None, at):
             raise ConfigError("--rdzv-endpoint and --master-addr name the same place: give one")
     check_host("--master-addr", address)
-    if is_wildcard(address) and nodes > 1:
-        raise ConfigError(f"--master-addr is an address that the other nodes reach, got {address}")
+    _check_reached("--master-addr", address, nodes)
     if port == 0 and nodes > 1:
         raise ConfigError("nodes cannot meet at --master-port 0: give a port that is free")
     if is_wildcard(address):  # one node reaches itself there
@@ -256,10 +249,7 @@ def check_endpoints(text: str, *, is_host: bool, quorum: bool) -> None:
                 f"nodes cannot meet at port 0, got --rdzv-endpoint {endpoint}; "
                 "--standalone takes a free port for one node"
             )
-        if is_wildcard(host):
-            raise ConfigError(
-                f"--rdzv-endpoint is an address that the other nodes reach, got {host}"
-            )
+        _check_reached("--rdzv-endpoint", host)
     if len({(host.lower(), port) for host, port in places}) < len(endpoints):
         raise ConfigError(f"--rdzv-endpoint names a place twice: {text}")
     several = len(endpoints) > 1
@@ -275,11 +265,14 @@ def check_local_addr(address: str | None, nodes: int) -> None:
     Raises:
         ConfigError: the other nodes could not reach this one's workers there.
     """
-    if not address:
-        return
-    check_host("--local-addr", address)
-    if is_wildcard(address) and nodes > 1:
-        raise ConfigError(f"--local-addr is an address that the other nodes reach, got {address}")
+    if address:
+        check_host("--local-addr", address)
+        _check_reached("--local-addr", address, nodes)
+
+
+def _check_reached(flag: str, host: str, nodes: int = 2) -> None:
+    if is_wildcard(host) and nodes > 1:
+        raise ConfigError(f"{flag} is an address that the other nodes reach, got {host}")
 
 
 def parts_of(text: str) -> tuple[str, ...]:

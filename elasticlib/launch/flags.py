@@ -23,7 +23,7 @@ PREFIX = "PET_"
 MASTER_PORT = 29500
 REQUEUES = ("none", "slurm")
 OWN = "[+]"
-"""Marks in --help what torchrun has not."""
+"""Marks in --help the flags that torchrun does not have."""
 
 _EPILOG = """\
 examples:
@@ -37,10 +37,10 @@ exit codes:
 
 
 class Flag(NamedTuple):
-    """spec: as --help shows it, such as `-t, --tee STREAMS`; without a value it is a switch.
-    default: its value if nobody says one, torchrun's where torchrun has the flag; shown: how --help
-    says that, if not as it is. kind: how text becomes a value; `list` for what may be given again.
-    own: torchrun has no such flag. variable: one of torch's for the same, after the PET_ one.
+    """spec: how --help shows it, such as `-t, --tee STREAMS`. default: its value if nobody gives
+    one, torchrun's where torchrun has the flag; False makes it a switch. kind: how text becomes a
+    value; `list` if it may be given again. shown: the default in --help, if not the value itself.
+    own: torchrun does not have it. variable: torch's own for the same, read after the PET_ one.
     """
 
     spec: str
@@ -409,8 +409,8 @@ def build_flags() -> FlagTable:
         prog="elasticrun",
         usage="elasticrun [flags] training_script [the script's own flags]",
         description="Run a training script on each worker of an elastic job.\n\n"
-        f"The flags are torchrun's, and {OWN} marks those that torchrun has not. Each of them may "
-        f"be\nset by a variable, too: {PREFIX}MAX_RESTARTS=3 is --max-restarts 3.",
+        f"The flags are torchrun's; {OWN} marks those that torchrun does not have. A variable sets "
+        f"a\nflag that is not given: {PREFIX}MAX_RESTARTS=3 is --max-restarts 3.",
         epilog=_EPILOG,
         formatter_class=_Help,
         allow_abbrev=False,
@@ -418,15 +418,17 @@ def build_flags() -> FlagTable:
     )
     parser.add_argument("training_script", help="a script, module (-m) or program (--no-python)")
     parser.add_argument(
-        "training_script_args", nargs=argparse.REMAINDER, help="what the script is given"
+        "training_script_args", nargs=argparse.REMAINDER, help="what the script is called with"
     )
     for title, rows in GROUPS.items():
         group = parser.add_argument_group(title)
         for flag in rows:
             flag.add_to(group)
-    group.add_argument("-h", "--help", action="help", help="show this and exit")
+    group.add_argument("-h", "--help", action="help", help="show this help and exit")
     version = f"elasticlib {__version__}"
-    group.add_argument("--version", action="version", version=version, help="print it and exit")
+    group.add_argument(
+        "--version", action="version", version=version, help="print the version and exit"
+    )
     group.add_argument(
         "--print-completion",
         "--print_completion",
@@ -494,7 +496,7 @@ def read_variables(environment: Mapping[str, str]) -> tuple[Layer, tuple[str, ..
         if text is not None and (text or flag.switch):
             found[flag.dest] = Setting(flag.read(text, name), Source.VARIABLE, name)
     notes = (
-        f"{name} is passed over: it stands for no flag of elasticrun"
+        f"{name} is ignored: elasticrun has no such flag"
         for name in sorted(environment)
         if name.startswith(PREFIX) and name not in own and name not in others
     )
@@ -510,7 +512,7 @@ def read_job(job: Mapping[str, tuple[str, str]]) -> Layer:
 
 
 class Settings:
-    """All settings by the name of their flag, and a sentence for each that was passed over.
+    """All settings by the name of their flag, and a sentence for each that is ignored.
 
     A value: none of its methods changes it.
     """

@@ -241,14 +241,7 @@ def decode(line: bytes | str) -> Event:
     Raises:
         ValueError: it is none, or is of a version that this code does not read.
     """
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:  # brackets can be nested too deep
-        raise ValueError(f"an event is a line of JSON, got {_shown(line)}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"an event is a JSON object, got {_shown(line)}")
-    if found.get("v") != VERSION:
-        raise ValueError(f"events of version {VERSION} are read here, got {found.get('v')!r}")
+    found = read_object(line, "an event", VERSION)
     types = {"kind": str, "run": str, "node": str, "generation": int, "wall": float, "at": float}
     common: dict[str, Any] = {}
     for name, wanted in types.items():
@@ -265,13 +258,22 @@ def decode(line: bytes | str) -> Event:
     return Event(**common, rank=rank, facts=facts)
 
 
+def read_object(data: bytes | str, what: str, version: int) -> dict[str, Any]:
+    """A JSON object of this version; ValueError for anything else."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:  # brackets can be nested too deep
+        raise ValueError(f"{what} is an object of JSON, got {data[:60]!r}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is an object of JSON, got {data[:60]!r}")
+    if found.get("v") != version:
+        raise ValueError(f"{what} of version {version} is read here, got {found.get('v')!r:.20}")
+    return found
+
+
 def _as_float(name: str, value: int) -> float:
     try:
         return float(value)
     except OverflowError as error:
         size = f"a number of {value.bit_length()} bits"
         raise ValueError(f"an event's {name} is a float, got {size}") from error
-
-
-def _shown(line: bytes | str) -> str:
-    return repr(line[:60])

@@ -12,6 +12,7 @@ import logging
 import threading
 import typing
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import attrs
@@ -21,6 +22,7 @@ from ..errors import StoreError
 from ..rendezvous.layout import Keys
 from ..stores.interface import Store
 from ..threads import helper
+from .event import LARGEST, read_object
 from .history import JobState
 from .story import NodeStatus, WorkerStatus
 
@@ -31,7 +33,6 @@ LONGEST = 512 * 1024
 """Bytes of one node's status."""
 LONGEST_TEXT = 2048
 MOST_WORKERS = 2048
-LARGEST = 2**62
 
 STANDS_SECONDS = 60.0
 """For which a status outlives its node. It is longer than the node's lease, which says whether the
@@ -101,7 +102,7 @@ def decode(data: bytes, now: float) -> Published:
     """now: seconds since 1970. Raises ValueError, naming what is wrong with it."""
     if len(data) > LONGEST:
         raise ValueError(f"a status is at most {LONGEST} bytes, got {len(data)}")
-    said = read_object(data, "a status")
+    said = read_object(data, "a status", VERSION)
     state, workers = said.get("state"), said.get("workers")
     if state not in [one.value for one in JobState]:
         raise ValueError(f"nobody knows the state {state!r:.60}")
@@ -127,36 +128,15 @@ def _fields(kind: type, said: Mapping[str, Any], without: tuple[str, ...] = ()) 
     return found
 
 
-_HINTS: dict[type, dict[str, Any]] = {}
-
-
-def _hints(kind: type) -> dict[str, Any]:
-    if kind not in _HINTS:
-        _HINTS[kind] = typing.get_type_hints(kind)
-    return _HINTS[kind]
+_hints = cache(typing.get_type_hints)
 
 
 def read_field(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     """A value of one of these types. JSON has no subclasses: a bool is no number here."""
-    is_number = type(value) in (int, float)
-    if type(value) not in kinds and not (type(value) is int and float in kinds):
-        raise ValueError(f"the field {name} is {value!r:.60}")
-    if is_number and not -LARGEST < value < LARGEST:
+    fits = type(value) in kinds or (type(value) is int and float in kinds)
+    if not fits or (type(value) in (int, float) and not -LARGEST < value < LARGEST):
         raise ValueError(f"the field {name} is {value!r:.60}")
     return value
-
-
-def read_object(data: bytes, what: str) -> dict[str, Any]:
-    """The JSON object of this version that others have written."""
-    try:
-        said = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is JSON, got {data[:60]!r}") from error
-    if not isinstance(said, dict):
-        raise ValueError(f"{what} is a JSON object, got {data[:60]!r}")
-    if said.get("v") != VERSION:
-        raise ValueError(f"{what} of version {VERSION} is read here, got {said.get('v')!r:.20}")
-    return said
 
 
 # -- in the store ----------------------------------------------------------------------------------

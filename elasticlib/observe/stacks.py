@@ -28,11 +28,13 @@ from ..rendezvous.layout import Keys, StoredJob
 from ..stores.interface import Entry, Store
 from ..threads import helper
 from ..visible import visible_line
-from .published import VERSION, beside, read_field, read_object
-from .status import spans
+from .event import read_object
+from .published import beside, read_field
+from .wording import spans
 
 log = logging.getLogger("elasticlib.observe")
 
+VERSION = 1
 WHAT = "stacks"
 """Earlier versions asked for more than that, and still do."""
 LONGEST_QUESTION = 64 * 1024
@@ -74,7 +76,7 @@ def decode_question(data: bytes) -> Question:
     """Raises ValueError, naming what is wrong with it."""
     if len(data) > LONGEST_QUESTION:
         raise ValueError(f"a question is at most {LONGEST_QUESTION} bytes, got {len(data)}")
-    said = read_object(data, "a question")
+    said = read_object(data, "a question", VERSION)
     if said.get("what") != WHAT:
         raise ValueError(f"nobody knows the question {said.get('what')!r:.60}")
     ranks = said.get("ranks")
@@ -103,7 +105,7 @@ def decode_stacks(data: bytes) -> Stacks:
         raise ValueError(f"stacks come packed by zlib, got {data[:60]!r}") from error
     if not unpacker.eof:
         raise ValueError(f"stacks are cut short, or more than {MOST_UNPACKED} bytes")
-    said = read_object(text, "stacks")
+    said = read_object(text, "stacks", VERSION)
     silent = _ranks(said.get("silent"), "silent ranks")
     return Stacks(_by_rank(said, "texts"), silent, _by_rank(said, "mute"))
 
@@ -220,7 +222,9 @@ class Asker:
     def _is_new(self, entry: Entry) -> bool:
         """Whether it answers this very question."""
         try:
-            return bool(read_object(entry.value, "an answer").get("number") == self._number)
+            return bool(
+                read_object(entry.value, "an answer", VERSION).get("number") == self._number
+            )
         except ValueError as error:
             log.warning("the answer %s is passed over: %s", entry.key, error)
             return False

@@ -22,8 +22,9 @@ from ..rendezvous.layout import decode as decode_record
 from ..stores.interface import Store
 from ..visible import visible_line
 from .history import JobState
-from .published import Published, read_statuses
+from .published import STANDS_SECONDS, Published, read_statuses
 from .story import NodeStatus, WorkerStatus, put_out
+from .wording import UNKNOWN, cell, duration, plural, rate, some, spans
 
 
 @attrs.frozen
@@ -86,6 +87,12 @@ class NodeEntry:
     def status(self) -> NodeStatus | None:
         return None if self.published is None else self.published.status
 
+    @property
+    def answers(self) -> bool:
+        """Whether it has published its status of late. Where all nodes of a job are gone, a folder
+        that is the store holds their statuses and leases until somebody has looked for long."""
+        return self.published is not None and (self.published.age or 0.0) <= STANDS_SECONDS
+
     def values(self, name: str) -> list[Any]:
         """The step or per_second of each of its workers; if none has any, as its events have it."""
         if self.status is None:
@@ -134,8 +141,8 @@ class JobStatus:
 
     @property
     def silent(self) -> tuple[NodeEntry, ...]:
-        """Those that live, and have published nothing."""
-        return tuple(node for node in self.nodes if node.lives and node.published is None)
+        """Those that live, and have published nothing of late."""
+        return tuple(node for node in self.nodes if node.lives and not node.answers)
 
     @property
     def starting(self) -> bool:
@@ -144,9 +151,9 @@ class JobStatus:
         return self.age is not None and on and not self.generation
 
     @property
-    def unpublished(self) -> bool:
-        """Whether there are nodes, and none of them has published anything."""
-        return bool(self.nodes) and not any(node.published for node in self.nodes)
+    def unanswered(self) -> bool:
+        """Whether there are nodes, and none of them has published anything of late."""
+        return bool(self.nodes) and not any(node.answers for node in self.nodes)
 
     @property
     def step(self) -> int | None:
@@ -404,7 +411,8 @@ NODE_FIELDS: Mapping[str, str] = {
     "host": "its name",
     "rank": "among the members; null for who joins or, as a spare, waits to be let in",
     "lives": "whether its lease in the store stands; where the source is events, its agent lives",
-    "answers": "whether it has published its status; false where the source is events",
+    "answers": "whether it has published its status within a minute; false where the source is "
+    "events",
     "age": "seconds since it wrote its status, by its wall clock and this machine's: up to 20 "
     "where nothing changes, 2 to 10 while its workers make steps; null if not read in a store",
     "state": "its own, in the same words; null without a status",
@@ -446,7 +454,7 @@ def exit_code(status: JobStatus) -> int:
         if status.starting:
             return 3
         # Files, or the store, say that it ran; no node says that it does.
-        heard = status.age is None and not status.unpublished
+        heard = status.age is None and not status.unanswered
         return NOBODY if not heard else 0 if running else 3
     return {JobState.SUCCEEDED: 0, JobState.FAILED: 1}.get(state, 5)
 
@@ -468,7 +476,7 @@ def as_document(status: JobStatus) -> dict[str, Any]:
 def _source(status: JobStatus) -> str:
     if status.age is not None:
         return "events"
-    return "store" if status.unpublished else "nodes"
+    return "store" if status.unanswered else "nodes"
 
 
 def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
@@ -482,7 +490,7 @@ def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
     age = published.age or 0.0
     return {
         **found,
-        "answers": source != "events",
+        "answers": source != "events" and node.answers,
         "age": published.age,
         "state": status.state.value,
         "healthy": health.good,
@@ -522,7 +530,7 @@ def headline(status: JobStatus) -> list[str]:
         if status.starting:
             said = "it is starting, as its events tell"
         lines.append(f"  {said}, the last of {duration(status.age)} ago")
-    elif status.unpublished:
+    elif status.unanswered:
         lines.append("  none of its nodes answers, and its store tells this")
     lines += [f"  {line}" for line in _facts(status)]
     if status.reason:
@@ -535,31 +543,25 @@ def _facts(status: JobStatus) -> list[str]:
     least = "" if status.minimum is None else f" (of {status.minimum} to {status.maximum})"
     here = sum(node.lives for node in status.nodes)
     counted = status.members if status.generation and status.members else status.nodes
-    nodes = f"{len(counted)} node{'s' * (len(counted) != 1)}{least}"
+    nodes = f"{plural(len(counted), 'node')}{least}"
     if status.state is JobState.WAITING:
         nodes = f"{here} of at least {status.minimum or '?'} nodes are here"
     budget = "" if status.max_restarts is None else f" of {status.max_restarts}"
-    first = [f"generation {status.generation}", nodes, f"{status.world} workers"]
+    first = [f"generation {status.generation}", nodes, plural(status.world, "worker")]
     lines = [", ".join([*first, f"{status.restarts}{budget} restarts"])]
     values = {
         "step": status.step,
-        "steps/s": None if status.per_second is None else number(status.per_second),
+        "steps/s": None if status.per_second is None else rate(status.per_second),
         "checkpoint": status.saved,
         "snapshot": status.snapshot,
     }
     known = [f"{name} {value}" for name, value in values.items() if value is not None]
     if known:
         lines.append(", ".join(known))
-    for name, found in (("spares", status.spares), ("without a status", status.silent)):
+    for name, found in (("spares", status.spares), ("not answering", status.silent)):
         if found and status.generation:
-            lines.append(f"{name}: {_named(found)}")
+            lines.append(f"{name}: {some([node.host for node in found], MOST_NODES)}")
     return lines
-
-
-def _named(nodes: Sequence[NodeEntry]) -> str:
-    names = ", ".join(node.host for node in nodes[:MOST_NODES])
-    more = len(nodes) - MOST_NODES
-    return f"{names} and {more} more" if more > 0 else names
 
 
 def node_table(status: JobStatus) -> Table:
@@ -571,7 +573,7 @@ def node_table(status: JobStatus) -> Table:
     common = Counter(node.state for node in nodes).most_common(1)[0][0]
     odd = [node for node in nodes if node.state != common][: MOST_NODES - QUIETEST - 1]
     same = [node for node in nodes if node.state == common]
-    quiet = sorted(same, key=lambda node: -(_silence(node) or 0.0))[:QUIETEST]
+    quiet = sorted(same, key=lambda node: -_silence(node))[:QUIETEST]
     shown = {node.node for node in (*odd, *quiet)}
     rows = [_node_row((node,), unranked) for node in (*odd, *quiet)]
     for state in dict.fromkeys(node.state for node in nodes):
@@ -582,25 +584,23 @@ def node_table(status: JobStatus) -> Table:
 
 
 def rank_table(status: JobStatus) -> Table:
-    """A line a worker; none where they are many, or have all ended and tell nothing."""
-    statuses = [node.status for node in status.nodes if node.status is not None]
-    if not any(_is_worth_a_line(worker) for one in statuses for worker in one.workers):
+    """A line a worker; none where they are many, or have all ended and nothing is known of them."""
+    workers = [(node.host, w) for node in status.nodes if node.status for w in node.status.workers]
+    if len(workers) > MOST_RANKS or not any(_is_worth_a_line(worker) for _, worker in workers):
         return RANK_HEAD, []
     rows = [
         (
             str(worker.rank),
-            visible_line(node.host),
+            visible_line(host),
             visible_line(worker.name if worker.running else f"{worker.name} (ended)"),
-            _known(worker.step),
-            _known(worker.per_second, number),
-            _known(worker.silent, duration),
-            _known(worker.saved),
+            cell(worker.step),
+            cell(worker.per_second, rate),
+            cell(worker.silent, duration),
+            cell(worker.saved),
         )
-        for node in status.nodes
-        if node.status is not None
-        for worker in node.status.workers
+        for host, worker in workers
     ]
-    return RANK_HEAD, rows if len(rows) <= MOST_RANKS else []
+    return RANK_HEAD, rows
 
 
 def _is_worth_a_line(worker: WorkerStatus) -> bool:
@@ -613,74 +613,32 @@ def _node_row(nodes: Sequence[NodeEntry], unranked: str) -> Sequence[str]:
     first = nodes[0]
     workers = [w for node in nodes if node.status is not None for w in node.status.workers]
     ranks = [node.rank for node in nodes if node.rank is not None]
-    place = spans(ranks) if ranks else unranked if first.lives else "-"
+    place = spans(ranks) if ranks else unranked if first.lives else UNKNOWN
     ages = [node.published.age for node in nodes if node.published is not None]
-    known = [age for age in ages if age is not None]
     return (
         place,
         visible_line(first.host) if len(nodes) == 1 else f"{len(nodes)} others",
         f"{first.state}, draining" if first.draining and len(nodes) == 1 else first.state,
-        _known(max(known, default=None), duration),
-        spans(worker.rank for worker in workers) or "-",
+        cell(_most(ages), duration),
+        spans(worker.rank for worker in workers) or UNKNOWN,
         _range(nodes, "step", str),
-        _range(nodes, "per_second", number),
-        _known(max((w.silent for w in workers if w.silent is not None), default=None), duration),
+        _range(nodes, "per_second", rate),
+        cell(_most(worker.silent for worker in workers), duration),
     )
 
 
-def _silence(node: NodeEntry) -> float | None:
+def _silence(node: NodeEntry) -> float:
     workers = () if node.status is None else node.status.workers
-    return max((w.silent for w in workers if w.silent is not None), default=None)
+    return _most(worker.silent for worker in workers) or 0.0
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _range(nodes: Iterable[NodeEntry], name: str, shown: Callable[[Any], str]) -> str:
     found = [value for node in nodes for value in node.values(name)]
     if not found:
-        return "-"
+        return UNKNOWN
     least, most = shown(min(found)), shown(max(found))
     return least if least == most else f"{least} to {most}"
-
-
-def _known(value: Any, shown: Callable[[Any], str] = str) -> str:
-    return "-" if value is None else shown(value)
-
-
-def lines(table: Table) -> list[str]:
-    """A table as text; nothing where there is no row."""
-    head, rows = table
-    if not rows:
-        return []
-    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    ]
-
-
-def number(value: float) -> str:
-    """With three digits that count."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """For people: 0.3 s, 42 s, 3 min 12 s, 2 h 5 min, 3 d 4 h."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    for big, small, unit, rest in ((60, 1, "min", "s"), (3600, 60, "h", "min")):
-        if whole < big * (60 if unit == "min" else 48):
-            return f"{whole // big} {unit} {whole % big // small} {rest}"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Numbers as people write them: 0-3, 7."""
-    found: list[list[int]] = []
-    for one in sorted(set(numbers)):
-        if found and one == found[-1][1] + 1:
-            found[-1][1] = one
-        else:
-            found.append([one, one])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)

@@ -207,15 +207,14 @@ _WORDS: Mapping[str, str] = {"failure": "reason", "worker.ended": "how", "drain.
 
 
 def begun(event: Event, sought: float | None) -> NodeGeneration:
-    """What `generation.began` tells."""
-    nodes, world = event.count("nodes"), event.count("world")
+    """What `generation.began` says."""
     return NodeGeneration(
         node=event.node,
         number=event.generation,
         began=event.at,
         wall=event.wall,
-        nodes=nodes or 1,
-        world=world or 1,
+        nodes=event.count("nodes") or 1,
+        world=event.count("world") or 1,
         restarts=event.count("restarts") or 0,
         max_restarts=event.count("max_restarts"),
         node_rank=event.count("node_rank") or 0,
@@ -400,18 +399,14 @@ class AgentLog:
         elif event.kind == "rendezvous.began":
             self._sought = event.at
         step = event.count("step")
+        is_new = event.kind not in _IN_NO_GENERATION
         if event.kind in ("saved", "snapshot") and step is not None:
             setattr(self, event.kind, (event.at, step))
-        if event.kind not in _IN_NO_GENERATION or self._kept_anew(event.kind, step):
+            is_new = step > self._highest.get(event.kind, -1)
+            self._highest[event.kind] = max(step, self._highest.get(event.kind, -1))
+        if is_new:
             self._amend(event)
         self._mark(event, step)
-
-    def _kept_anew(self, kind: str, step: int | None) -> bool:
-        """Whether a step was kept, and none as high before."""
-        if kind not in ("saved", "snapshot") or step is None or step <= self._highest.get(kind, -1):
-            return False
-        self._highest[kind] = step
-        return True
 
     def _meet(self, event: Event) -> None:
         if self.began is None:
@@ -431,8 +426,8 @@ class AgentLog:
         self._sought = None
 
     def _amend(self, event: Event) -> None:
-        """What looks at workers may tell of a generation when the next has begun."""
-        for index in range(len(self.lives) - 1, max(-1, len(self.lives) - 3), -1):
+        """The next one may have begun when a look at the workers says something of a generation."""
+        for index in (-1, -2)[: len(self.lives)]:
             if self.lives[index].number == event.generation:
                 self.lives[index] = amended(self.lives[index], event)
                 return
@@ -440,19 +435,12 @@ class AgentLog:
     def _mark(self, event: Event, step: int | None) -> None:
         kind = event.kind
         if kind == "steps" and step is not None:
-            for of, at, loss in event.losses() if self._keep else ():
-                self.losses.add(Pace(at, self.node, event.generation, of, loss=loss))
-            pace = Pace(
-                at=event.at,
-                node=self.node,
-                generation=event.generation,
-                step=step,
-                per_second=event.seconds("per_second"),
-                loss=event.value("loss"),
-                samples_per_second=event.seconds("samples_per_second"),
-            )
-            self.pace = pace
-            self.paces.add(pace)
+            for of, at, value in event.losses() if self._keep else ():
+                self.losses.add(Pace(at, self.node, event.generation, of, loss=value))
+            rates = {name: event.seconds(name) for name in ("per_second", "samples_per_second")}
+            loss = event.value("loss")
+            self.pace = Pace(event.at, self.node, event.generation, step, loss=loss, **rates)
+            self.paces.add(self.pace)
             return
         words = event.text(_WORDS.get(kind, ""))
         if kind in ("saved", "snapshot") and step is not None:

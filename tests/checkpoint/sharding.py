@@ -105,6 +105,22 @@ def save_and_fail(folder: Path) -> str:
         return fail_on_one(manager, place, state)
 
 
+def load_beside_damage(folder: Path) -> int | None:
+    """What is whole for a rank that has loaded its share of a checkpoint; the other is damaged."""
+    state = trained()
+    with CheckpointManager(folder / "checkpoints") as manager:
+        manager.save(1, state).wait()
+    if dist.get_rank() == 0:
+        [other] = (folder / "checkpoints").glob("*/part-00001.*")
+        data = bytearray(other.read_bytes())
+        data[-1] ^= 1
+        other.write_bytes(data)
+        with CheckpointManager(folder / "checkpoints") as manager:
+            manager.load(like=state)
+            return manager.latest()
+    return None
+
+
 def load_alone(folder: Path) -> str:
     """What one rank is told that would save to a folder of its own."""
     state = trained()

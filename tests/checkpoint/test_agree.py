@@ -198,8 +198,14 @@ def test_a_part_that_is_damaged_or_cannot_be_read_comes_from_another_holder(toge
 
 
 def test_shards_that_are_changed_on_their_way_fail_all(together: Play) -> None:
-    found = together([[part(0, 1)], []], sharded=True, noisy=True)
-    assert "CheckpointCorrupt: step 8 was changed on its way: rank 0 sent" in one(found, "error")
+    lacks_all = [[part(0, 1)], []]
+    # What is not sharded both have, so shards are all that is sent.
+    lacks_shards = [[part(0, 3), part(1, 3)], [part(0, 3), part(2, 3)]]
+    for held in (lacks_all, lacks_shards):
+        assert "error" not in together(held, sharded=True, elements=900)[0]
+        found = together(held, sharded=True, elements=900, noisy=True)
+        said = "CheckpointCorrupt: step 8 was changed on its way: rank 0 sent"
+        assert said in one(found, "error")
 
 
 def test_a_sharded_disk_is_read_by_each_for_itself_and_sent_to_who_cannot(together: Play) -> None:

@@ -261,3 +261,17 @@ def test_a_full_disk_and_a_read_only_one_keep_the_last_checkpoint(small_disk: Pa
         manager.save(4, state(NEW))
     assert loaded(small_disk) == NEW
     assert CheckpointManager(small_disk).steps() == [4]
+
+
+class Mute(Disk):
+    """Takes no byte, and does not say why."""
+
+    def write(self, handle: int, data: memoryview) -> int:  # noqa: ARG002
+        return 0
+
+
+def test_a_disk_that_takes_no_byte_is_an_error_and_no_endless_try(tmp_path: Path) -> None:
+    save(tmp_path, 1, 1)
+    with pytest.raises(CheckpointError, match=r"write\(\) returned 0 bytes"):
+        save(tmp_path, 2, 2, Mute())
+    assert CheckpointManager(tmp_path).latest() == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import older_state
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +23,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from elasticlib import CheckpointManager, load_checkpoint
 from elasticlib.checkpoint.folder import decode_manifest
 from elasticlib.checkpoint.pack import lay_out
+from elasticlib.launch.commands import main
 
 FORMAT_1 = Path(__file__).parent / "format_1"
 FORMAT_2 = Path(__file__).parent / "format_2"
@@ -148,3 +150,18 @@ def test_saved_sets_are_the_same_bytes_in_every_process() -> None:
         text=True,
     )
     assert other.stdout.strip() == eval(outline, {"lay_out": lay_out})
+
+
+@pytest.mark.parametrize("folder", [FORMAT_1, FORMAT_2])
+def test_the_tree_of_a_state_of_before_is_not_shown_if_it_was_changed(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "whole", tmp_path / "c")
+    assert main(["checkpoints", "show", str(tmp_path / "c")]) == 0
+    assert "tensors" in capsys.readouterr().out
+    (path,) = (tmp_path / "c").glob("step-*/state.*")
+    data = bytearray(path.read_bytes())
+    data[data.index(b'"tensors"') + 1] ^= 1
+    path.write_bytes(data)
+    assert main(["checkpoints", "show", str(tmp_path / "c")]) == 1
+    assert "outline was changed or cut short" in capsys.readouterr().err

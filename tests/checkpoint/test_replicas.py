@@ -35,10 +35,10 @@ from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.memory import Found, Record, word_sum
 from elasticlib.checkpoint.replicas import (
     CHUNK_BYTES,
-    Place,
+    MailboxInfo,
     SnapshotKeeper,
-    decode_place,
-    encode_place,
+    decode_mailbox,
+    encode_mailbox,
 )
 from elasticlib.errors import CheckpointError, ConfigError, StoreRefused
 from elasticlib.launch.elastic_launch import STRANGERS, snapshot_stores
@@ -237,7 +237,7 @@ def let_in(store: Store, info: RendezvousInfo, to: int, secret: bytes | None = S
     """A connection of the node with this seat, as an agent of it would make it."""
     key = f"{info.board}snapshots/place/{to}"
     entry = until("the place", lambda: store.get(key))
-    place = decode_place(entry.value)
+    place = decode_mailbox(entry.value)
     assert place is not None
     link = TcpStore(
         place.address,
@@ -301,12 +301,12 @@ def test_a_place_that_does_not_know_the_secret_is_given_nothing(
     caplog.set_level(logging.INFO, "elasticlib.checkpoint")
     store = MemoryStore()
     infos = generation(1, 3, store)
-    place, job = Place("127.0.0.1", 1, "cd" * 32), infos[0].board
+    place, job = MailboxInfo("127.0.0.1", 1, "cd" * 32), infos[0].board
     with TcpStoreServer(
         place.address, 0, job=place.job(job), secret=place.key(b"another")
     ).start() as false:
         place = attrs.evolve(place, port=false.port)
-        store.set(f"{job}snapshots/place/1", encode_place(place))
+        store.set(f"{job}snapshots/place/1", encode_mailbox(place))
         hosts[0].begin(infos[0]).snapshot(5, b"the state")
         until("the refusal", lambda: "do not reach node 1" in caplog.text)
         assert "another secret" in caplog.text
@@ -317,7 +317,7 @@ def test_silent_strangers_make_way_for_those_whose_duty_it_is(hosts: list[Host])
     store = MemoryStore()
     giver, taker = generation(1, 2, store)
     hosts[0].begin(taker)
-    place = decode_place(present(store, f"{giver.board}snapshots/place/{taker.rank}"))
+    place = decode_mailbox(present(store, f"{giver.board}snapshots/place/{taker.rank}"))
     assert place is not None
     with contextlib.ExitStack() as stack:
         strangers = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ranks import Ranks
 from sharded_resume import go_on_with_each, save_each
-from sharding import load_alone, save_and_fail
+from sharding import load_alone, load_beside_damage, save_and_fail
 
 
 def test_a_fresh_optimizer_of_a_sharded_model_goes_on_bit_for_bit_at_two_ranks_and_at_one(
@@ -32,3 +32,9 @@ def test_fsdp2_and_dtensors_saved_at_two_ranks_are_loaded_at_two_and_at_one(
     assert [name for name in sorted(os.listdir(folder)) if name.startswith("step")] == steps
     files = sorted(name.partition(".")[0] for name in os.listdir(folder / steps[1]))
     assert files == ["manifest", "part-00000", "part-00001"]
+
+
+def test_who_has_loaded_its_share_does_not_take_the_whole_checkpoint_for_good(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    assert ranks.run(load_beside_damage, 2, tmp_path) == [None, None]

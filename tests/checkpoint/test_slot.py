@@ -12,14 +12,20 @@ from elasticlib.checkpoint.memory import (
     Found,
     Record,
     Slot,
-    choose,
     decode,
     encode,
     given_up,
     outlived,
     that_count,
+    usable_slots,
 )
-from elasticlib.checkpoint.replicas import Place, decode_place, encode_place, givers, takers
+from elasticlib.checkpoint.replicas import (
+    MailboxInfo,
+    decode_mailbox,
+    encode_mailbox,
+    givers,
+    takers,
+)
 from elasticlib.errors import CheckpointError
 
 RECORD = Record("state", 7, 3, 64, "run", 2, part=1, parts=4, folder="/där", shared=False)
@@ -57,7 +63,7 @@ def test_the_newest_whole_ones_are_never_written_whatever_is_pinned_or_fails(
     whole: list[int] = []
     parts = 2 if keep > 1 else 1
     for sequence, (size, pins) in enumerate(history, 1):
-        use, drop = choose(slots, size, keep)
+        use, drop = usable_slots(slots, size, keep)
         slots = [slot for slot in slots if slot not in drop]
         slot = use[pins] if pins < len(use) else Slot(size)
         slot.record = None
@@ -139,8 +145,8 @@ def test_each_node_keeps_as_many_replicas_as_it_gives_and_none_of_its_own(
 
 
 def test_a_place_is_read_as_it_was_written_and_nothing_else_is_one() -> None:
-    place = Place("::1", 4711, "ab" * 32)
-    assert decode_place(encode_place(place)) == place
-    text = encode_place(place)
+    place = MailboxInfo("::1", 4711, "ab" * 32)
+    assert decode_mailbox(encode_mailbox(place)) == place
+    text = encode_mailbox(place)
     for data in (b"", b"{}", b"[1]", text.replace(b"ab", b"x", 1), b"\xff"):
-        assert decode_place(data) is None
+        assert decode_mailbox(data) is None

@@ -76,7 +76,7 @@ def test_what_nobody_says_is_the_same_from_the_command_line_and_from_python(scri
 
 def test_an_unknown_variable_of_the_kind_is_named(script: str) -> None:
     (note,) = launch(script, PET_NNODE="4").settings.notes
-    assert note == "PET_NNODE is passed over: it stands for no flag of elasticrun"
+    assert note == "PET_NNODE is ignored: elasticrun has no such flag"
 
 
 @pytest.mark.parametrize(

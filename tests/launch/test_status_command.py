@@ -51,7 +51,7 @@ def written(folder: Path, *more: tuple[str, dict[str, Any]], **settings: str) ->
     return str(folder)
 
 
-TOLD = r"job: FAILED\n  as its events tell, the last of 1 min \d+ s ago"
+TOLD = r"job: FAILED\n  as its events tell, the last of 1 min( \d+ s)? ago"
 ENDED = ("run.ended", {"state": "failed", "reason": "rank 0 raised", "exit_code": 1})
 
 

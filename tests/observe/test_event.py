@@ -63,7 +63,7 @@ def test_a_number_that_json_does_not_know_is_told_in_words(loss: float) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"v": 2}, "events of version 1 are read here, got 2"),
+        ({"v": 2}, "an event of version 1 is read here, got 2"),
         ({"kind": 3}, "an event's kind is a str, got 3"),
         ({"generation": True}, "an event's generation is a int"),
         ({"rank": "0"}, "an event's rank is a number"),

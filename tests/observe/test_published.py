@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import until
 
-from elasticlib.clock import monotonic
+from elasticlib.clock import monotonic, wall
 from elasticlib.errors import StoreUnavailable
 from elasticlib.observe.history import JobState
 from elasticlib.observe.published import (
@@ -99,7 +99,7 @@ def test_what_is_not_whole_is_refused_and_nothing_else_happens(
 def test_what_would_fill_the_memory_or_the_screen_is_cut_or_refused() -> None:
     with pytest.raises(ValueError, match="a status is at most"):
         decode(b"[" * (LONGEST + 1), 0.0)
-    with pytest.raises(ValueError, match="is JSON"):
+    with pytest.raises(ValueError, match="is an object of JSON"):
         decode(b"[" * 70_000, 0.0)
     worker = WorkerStatus(0, 0, "pid " * 1000, step=7)
     status = NodeStatus("job", "n", reason="\0" * 10**6, workers=(worker,) * 10_000)
@@ -228,7 +228,7 @@ def test_a_thousand_nodes_are_read_in_one_listing_and_none_is_asked() -> None:
     for n, node in enumerate(nodes):
         workers = tuple(WorkerStatus(8 * n + k, k, f"pid {k}", step=50 + n % 3) for k in range(8))
         status = NodeStatus("job", node.id, state=JobState.RUNNING, workers=workers)
-        data = encode(Published(status, 1.0, 2.0), 0.0)
+        data = encode(Published(status, 1.0, 2.0), wall())
         store.set(f"{beside('job', 'status')}{node.id}", data, ttl=60.0)
     store.listed.clear()
     store.written.clear()

@@ -22,19 +22,17 @@ from elasticlib.observe.status import (
     NodeEntry,
     as_document,
     document_of_node,
-    duration,
     exit_code,
     headline,
     judge,
-    lines,
     node_table,
     rank_table,
     recorded_entry,
-    spans,
     status_of,
     status_of_records,
 )
 from elasticlib.observe.story import NodeStatus, WorkerStatus
+from elasticlib.observe.wording import table
 from elasticlib.rendezvous.document import (
     Document,
     Failure,
@@ -132,7 +130,7 @@ def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
     assert "generation 1, 2 nodes (of 2 to 3), 4 workers, 0 of 4 restarts" in text
     assert "step 10, steps/s 4, checkpoint 8" in text
     assert "spares: h2" in text
-    assert "without a status: h2" in text
+    assert "not answering: h2" in text
 
 
 def test_who_has_no_rank_yet_joins_and_is_a_spare_once_a_generation_stands() -> None:
@@ -169,6 +167,16 @@ def test_one_node_shows_the_same_document_of_itself() -> None:
     assert node["health"] == "the agent's loop has not turned for 16.0 s"
 
 
+def test_old_statuses_say_what_was_and_not_that_anybody_is_there() -> None:
+    there = view(SETTLED, S.RUNNING, S.RUNNING)
+    old = {id: attrs.evolve(one, age=3600.0) for id, one in there.published.items()}
+    found = status_of(attrs.evolve(there, published=old))
+    assert found is not None
+    assert (found.state, exit_code(found), as_document(found)["source"]) == (S.RUNNING, 4, "store")
+    assert [node["answers"] for node in as_document(found)["nodes"]] == [False, False]
+    assert [row[3] for row in node_table(found)[1]] == ["1 h", "1 h"]
+
+
 def test_a_member_that_is_gone_holds_nobody_up_with_its_last_status() -> None:
     there = view(SETTLED, S.RUNNING, S.RESTARTING, live=1)
     found = status_of(there)
@@ -186,7 +194,7 @@ def test_the_last_status_of_a_node_that_stands_still_is_shown_with_its_age() -> 
         found = status_of(attrs.evolve(there, published={**there.published, "id0": still}))
         assert found is not None
         assert [node.state for node in found.nodes] == [state] * 2
-        assert [row[3] for row in node_table(found)[1]] == ["40 s", "0.5 s"]
+        assert [row[3] for row in node_table(found)[1]] == ["40 s", "0.50 s"]
         assert (found.step, as_document(found)["nodes"][0]["age"]) == (10, 40.0)
 
 
@@ -224,20 +232,13 @@ def thousand() -> JobStatus:
 
 
 def test_a_thousand_nodes_fit_on_a_screen_and_the_odd_ones_are_seen() -> None:
-    shown = lines(node_table(thousand()))
+    shown = table(*node_table(thousand()))
     assert len(shown) <= MOST_NODES + 2
     assert shown[1].split()[:4] == ["7", "h7", "no", "status"]
     assert any(line.split()[:2] == ["500", "h500"] and "30 s" in line for line in shown)
     assert shown[-1].startswith("4-6, 9-499, 501-999  993 others  RUNNING")
     assert "100 to 101" in shown[-1]
     assert rank_table(thousand())[1] == []
-
-
-def test_lengths_of_time_and_spans_read_well() -> None:
-    seconds = (0.25, 9.99, 42.0, 192.0, 7500.0, 300_000.0)
-    want = ["0.2 s", "10.0 s", "42 s", "3 min 12 s", "2 h 5 min", "3 d 11 h"]
-    assert [duration(one) for one in seconds] == want
-    assert spans([7, 0, 1, 2, 3, 1]) == "0-3, 7"
 
 
 SLEEPS = 'Thread 0x00007f{} (most recent call first):\n  File "train.py", line 9 in step\n'
