@@ -6,6 +6,7 @@ Its data is in the test's folder.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -88,8 +89,11 @@ class Server:
         return self.READY in self.log.read_text()
 
     def signal(self, number: int) -> None:
+        """Once it is stopped, where the signal stops it: its threads go on for a moment."""
         assert self._process is not None
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def kill(self) -> None:
         if self._process is not None:

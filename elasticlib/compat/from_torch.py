@@ -143,7 +143,7 @@ class HandlerFromTorch(RendezvousHandler):
         try:
             _in_our_words(lambda: self._store.set(key, "1"))
         except ElasticError as error:
-            log.warning("the others are not waited for, the store being away: %s", error)
+            log.warning("not waiting for the other nodes, as the store is unreachable: %s", error)
             return False
         self._done = True
         return True

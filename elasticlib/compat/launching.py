@@ -65,7 +65,7 @@ def check_beside_torchs(config: LaunchConfig) -> None:
     refused = [flag for flag, is_given in given.items() if is_given]
     if refused:
         raise ConfigError(
-            f"{', '.join(refused)}: a handler of torch's kind, as {backend} is, cannot do that; "
+            f"{', '.join(refused)}: {backend}, a handler of torch's kind, cannot do that; "
             "elasticlib's own backends can"
         )
     if backend == TORCH_C10D:

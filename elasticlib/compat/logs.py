@@ -72,7 +72,7 @@ def _places(said: Any, local_rank: int, error_file: str, plan: OutputPlan) -> Pl
         if str(teed) != path:
             raise ConfigError(
                 f"its reify shows {str(teed)!r} for the {name} of local rank {local_rank}, which "
-                f"is written to {path or 'the console'!r}: both are to be the same file"
+                f"is written to {path or 'the console'!r}: both must be the same file"
             )
         tee |= stream
         target = str(getattr(said, f"filtered_{name}", "") or "")
@@ -127,7 +127,7 @@ def open_logs_specs(config: LaunchConfig) -> partial[dict[int, Places]] | None:
         # Anything may be wrong in code that is not ours, and the user must learn in whose it is.
         raise ConfigError(f"{said} cannot be loaded: {describe(error)}") from error
     if not (isinstance(kind, type) and issubclass(kind, TorchsLogsSpecs)):
-        raise ConfigError(f"{said} is to be a subclass of torch's LogsSpecs, got {kind!r}")
+        raise ConfigError(f"{said} must be a subclass of torch's LogsSpecs, got {kind!r}")
     try:
         made = kind(
             log_dir=config.log_dir,

@@ -136,7 +136,7 @@ def _start_method(settings: Settings) -> str:
 
 def _entrypoint(settings: Settings, program: str, args: tuple[str, ...]) -> Entrypoint:
     if not program:
-        raise ConfigError("what is to be run has an empty name")
+        raise ConfigError("the program to run has an empty name")
     if settings["module"] and settings["no_python"]:
         raise ConfigError("-m runs a Python module and --no-python a program: give one of them")
     if settings["module"] and settings["run_path"]:

@@ -80,7 +80,7 @@ def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandle
         raise ConfigError(f"--rdzv-backend {origin} failed: {describe(error)}") from error
     if not isinstance(opened, (Store, RendezvousHandler)):
         raise ConfigError(
-            f"--rdzv-backend {origin} is to return a Store or a RendezvousHandler, "
+            f"--rdzv-backend {origin} must return a Store or a RendezvousHandler, "
             f"got {type(opened).__name__}"
         )
     return opened
@@ -95,7 +95,7 @@ def warn_of_shadows() -> None:
     found = registered()
     for name in (*OUR_BACKENDS, TORCH_C10D):
         for point in found.get(name, ()):
-            log.warning("%s is passed over: that name is elasticlib's own", _described(point))
+            log.warning("%s is ignored: elasticlib has a backend of that name", _described(point))
 
 
 def _described(point: EntryPoint) -> str:

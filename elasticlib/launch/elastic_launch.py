@@ -96,7 +96,7 @@ def with_args(
         ConfigError: it is nothing that can be run.
     """
     if not isinstance(entrypoint, Entrypoint | str) and not callable(entrypoint):
-        raise ConfigError(f"what is to be run is a function or a program, got {entrypoint!r}")
+        raise ConfigError(f"the entrypoint must be a function or a program, got {entrypoint!r}")
     if isinstance(entrypoint, str):
         return Command(entrypoint, tuple(str(arg) for arg in args))
     if isinstance(entrypoint, Entrypoint):

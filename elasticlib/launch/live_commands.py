@@ -207,7 +207,7 @@ def reached(target: Target, chosen: argparse.Namespace) -> Iterator[tuple[Store,
 
 def _open(target: Target, chosen: argparse.Namespace) -> Store:
     if not target.endpoint:
-        raise StoreUnavailable("no agent lives here that served the store of this run")
+        raise StoreUnavailable("no agent on this machine serves the store of this run any more")
     if target.backend == "file":
         if not Path(target.endpoint).is_dir():  # a store would make it
             raise StoreUnavailable(f"there is no folder {target.endpoint}")
@@ -508,5 +508,5 @@ def _asked(target: Target, chosen: argparse.Namespace) -> JobStacks:
         over = f"{target.run_id!r} is over ({last.state.value}): no worker of it is left"
         raise NoSuchRun(over) from error
     if not view.live:
-        raise NoSuchRun(f"no node of {run_id!r} lives")
+        raise NoSuchRun(f"no node of {run_id!r} is alive")
     return view

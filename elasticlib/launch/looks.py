@@ -168,7 +168,7 @@ def look_at_flags(config: LaunchConfig, environment: Mapping[str, str]) -> Itera
     )
     backend, file = config.rdzv_backend, config.options.secret_file
     asked = backend in TCP_BACKENDS
-    known = "nodes must prove to know it" if asked else "nobody is asked for the secret: it is not "
+    known = "nodes must prove to know it" if asked else "the secret is not used: it is not "
     yield from _tried(
         "secret",
         lambda: read_secret(environment, file, "--rdzv-conf secret_file"),

@@ -104,13 +104,13 @@ def _place(stack: contextlib.ExitStack, run: str, logs: str) -> tuple[Path | Non
         record = RunRecord(run, events)
     except OSError as error:
         kept = "; no events of it are kept" * (events is None)
-        log.warning("this run is not among those that are found by name%s: %s", kept, error)
+        log.warning("this run cannot be found by its name%s: %s", kept, error)
         return events, str(events or "")
     stack.callback(record.close)
     try:
         remove_old(record.path.parent)
     except OSError as error:
-        log.info("the records of earlier runs stay for now: %s", error)
+        log.info("cannot remove the records of earlier runs: %s", error)
     return record.events, run
 
 
@@ -207,7 +207,7 @@ class Observed:
                 self._open(HEALTH_VARIABLE, checked, (HEALTH, "/"))
             except ConfigError as error:
                 # Other launches on this machine may have the variable, too: the first has the port.
-                log.warning("no health checks are answered: %s", error)
+                log.warning("cannot answer health checks: %s", error)
 
     def _open(self, name: str, where: tuple[str, int], paths: tuple[str, ...]) -> None:
         host, number = where

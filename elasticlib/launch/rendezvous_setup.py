@@ -101,7 +101,7 @@ class Meeting:
             if self.store is not None:
                 self.store.close()
         except StoreError as error:
-            log.warning("the store was not left cleanly: %s", error)
+            log.warning("closing the store failed: %s", error)
         if self.own_server is not None:
             self.own_server.close()
 
@@ -139,7 +139,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
     node = _node(config, config.local_addr or "")
     warn_of_shadows()
     if secret is not None and config.rdzv_backend not in TCP_BACKENDS:
-        log.warning("nobody is asked for the secret: it is not for %s", config.rdzv_backend)
+        log.warning("the secret is not used: it is not for %s", config.rdzv_backend)
     if config.foreign:
         opened = open_backend(config.rdzv_backend, _request(config, node))
         if isinstance(opened, RendezvousHandler):

@@ -120,7 +120,7 @@ def requeue_if_last(
         if last.is_last and not _is_first_to_say(requeue, meeting, store):
             last = Last(False, "another node does it")
     except ElasticError as error:
-        log.info("the store is gone, so that this node asks as well: %s", error)
+        log.info("the store is gone, so this node also asks to requeue: %s", error)
         requeue.ask(refused=logging.INFO)
         return
     if last.is_last:

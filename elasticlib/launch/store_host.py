@@ -276,7 +276,7 @@ class TcpMeetingPlace:
         if self._hosts and tried and (self._taken or not _is_hostname(host)):
             hint = "" if self._taken else _PASSED_ON
             raise ConfigError(
-                f"this node is to host the store at {endpoint}, but cannot: {why}{hint}"
+                f"this node must host the store at {endpoint}, but cannot: {why}{hint}"
             )
         said = f"another process hosts the store at {endpoint} ({why})"
         if not tried:

@@ -84,12 +84,12 @@ class Guard:
     def _broke(self, error: BaseException) -> None:
         self._broken = True
         why = describe(error)
-        log.warning("%s is told no more of what happens: %s", self._name, why, exc_info=error)
+        log.warning("no more events are passed to %s: %s", self._name, why, exc_info=error)
 
     def settle(self) -> None:
         """Nothing more will be called; returns when all has been, or after some seconds."""
         if not self._aside.close(CLOSE_SECONDS):
-            log.warning("%s has not heard all within %g s", self._name, CLOSE_SECONDS)
+            log.warning("%s did not take all events within %g s", self._name, CLOSE_SECONDS)
 
 
 class NodeJournal(Journal):
@@ -187,7 +187,7 @@ class NodeJournal(Journal):
 
 
 def _broke(error: BaseException) -> None:
-    log.error("no more events are written: %s", describe(error), exc_info=error)
+    log.error("events are no longer written: %s", describe(error), exc_info=error)
 
 
 def appended(path: str, line: bytes) -> bool:

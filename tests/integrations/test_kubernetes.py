@@ -108,7 +108,7 @@ def test_an_indexed_job_is_scaled_from_one_pod_to_three_and_back(pods: Pods) -> 
     containers = [quick(indexed_job(job, index)) for index in range(3)]
     first = pods.start(containers[0], f"--samples={SAMPLES}")
     # The service has not published it, and the pod itself knows only its long name.
-    first.node.says("the name in train-0.train:29400 means nothing here yet")
+    first.node.says("cannot resolve the host of train-0.train:29400 yet")
     first.node.says(
         r"the store is unreachable, retrying for 600 s \(join_timeout\): train-0.train:29400 was"
     )
@@ -136,7 +136,7 @@ def test_a_trainjob_loses_the_machine_of_its_first_node_and_has_it_back_elsewher
     before = pods.trained(3)
     zero.lose()
     zero = pods.start(containers[0], f"--samples={SAMPLES}")
-    zero.node.says("means nothing here yet|another process hosts the store")
+    zero.node.says("cannot resolve the host|another process hosts the store")
     pods.publish()
     pods.trained(3, after=before)
     assert pods.finish() == [0, 0, 0], pods.said()

@@ -243,7 +243,7 @@ def test_where_slurm_refuses_that_is_said_and_the_exit_code_stands(
     refused = f"Requested operation is presently disabled for job {batch.id}"
     assert set(said) == {(batch.id, refused)}
     # The one that does not host may find the store gone with the other, which has asked by then.
-    assert len(said) == 1 + batch.said.count("the store is gone, so that this node asks as well")
+    assert len(said) == 1 + batch.said.count("the store is gone, so this node also asks to requeue")
 
 
 def test_a_node_that_is_drained_alone_leaves_and_nothing_is_requeued(

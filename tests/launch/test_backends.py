@@ -128,7 +128,7 @@ def test_a_job_in_anothers_store_is_asked_by_the_same_name(
 @pytest.mark.parametrize(
     ("backend", "sentence"),
     [
-        ("nothing", r"nothing = shelf:open_nothing \(shelf\) is to return a Store or .*, got str"),
+        ("nothing", r"nothing = shelf:open_nothing \(shelf\) must return a Store or .*, got str"),
         ("badly", r"badly = shelf:open_badly \(shelf\) failed: AttributeError: .*no_such_thing"),
         ("missing", r"missing = shelf:no_such_name \(shelf\) failed: AttributeError"),
         ("gone", r"gone = no_such_module:open \(shelf\) failed: ModuleNotFoundError"),
@@ -160,7 +160,7 @@ def test_our_own_name_stays_ours_and_the_other_is_told_of(
     assert meeting.server is not None
     assert "shelf" not in sys.modules
     assert caplog.messages == [
-        "tcp = shelf:open_store (shelf) is passed over: that name is elasticlib's own"
+        "tcp = shelf:open_store (shelf) is ignored: elasticlib has a backend of that name"
     ]
 
 

@@ -167,7 +167,7 @@ def test_a_secret_is_said_to_be_asked_for_where_it_is(
     file = (*flags, str(tmp_path / "store"), "--rdzv-backend", "file", script)
     _, rows = dry(capsys, *file)
     assert rows["secret"][0] == "note"
-    assert rows["secret"][2] == "nobody is asked for the secret: it is not for file"
+    assert rows["secret"][2] == "the secret is not used: it is not for file"
     monkeypatch.setenv("ELASTICLIB_SECRET", "")
     _, rows = dry(capsys, *file)
     assert rows["secret"][0] == "BAD"

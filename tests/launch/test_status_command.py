@@ -149,7 +149,10 @@ def test_why_nobody_answers_is_said_where_only_its_events_tell(
 ) -> None:
     main(["status", written(tmp_path)])
     said = capsys.readouterr().err
-    assert said == "elasticlib status: no agent lives here that served the store of this run\n"
+    assert (
+        said
+        == "elasticlib status: no agent on this machine serves the store of this run any more\n"
+    )
     main(["status", written(tmp_path, ENDED)])
     assert capsys.readouterr().err == ""
 

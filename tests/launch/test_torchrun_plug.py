@@ -275,7 +275,7 @@ def torchs(**given: Any) -> LaunchConfig:
 
 
 BESIDE_TORCHS: list[tuple[dict[str, Any], str]] = [
-    ({"topology": "rack"}, "--topology: a handler of torch's kind, as torch-c10d is, cannot"),
+    ({"topology": "rack"}, "--topology: torch-c10d, a handler of torch's kind, cannot"),
     ({"spares": 0}, "--spares"),
     ({"node_rank": 1}, "--node-rank"),
     ({"store_grace": 5.0}, "--store-grace"),
