@@ -197,26 +197,17 @@ class Observed:
 
     def __init__(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
         self._ports: list[tuple[ObservePort, tuple[str, ...]]] = []
-        asked = config.observe_port
-        try:
-            if asked is not None:
-                where = read_port(asked, OBSERVE_FLAG, LOOPBACK)
-                self._open(OBSERVE_FLAG, where, (HEALTH, STATUS, METRICS))
-            checked = health_port(environment)
-            if checked is not None:
+        checked = health_port(environment)
+        if config.observe_port is not None:
+            where = read_port(config.observe_port, OBSERVE_FLAG, LOOPBACK)
+            self._open(OBSERVE_FLAG, where, (HEALTH, STATUS, METRICS))
+        if checked is not None:
+            try:
                 # Health alone: it is open to all who reach this machine, and need know no more.
-                self._open_checked(checked)
-        except ConfigError:
-            self.close()
-            raise
-
-    def _open_checked(self, where: tuple[str, int]) -> None:
-        """As torch's variable says, which other launches on this machine may have been told, too:
-        the first of them has the port, and the others go on without."""
-        try:
-            self._open(HEALTH_VARIABLE, where, (HEALTH, "/"))
-        except ConfigError as error:
-            log.warning("cannot answer health checks: %s", error)
+                self._open(HEALTH_VARIABLE, checked, (HEALTH, "/"))
+            except ConfigError as error:
+                # Other launches on this machine may have the variable, too: the first has the port.
+                log.warning("cannot answer health checks: %s", error)
 
     def _open(self, name: str, where: tuple[str, int], paths: tuple[str, ...]) -> None:
         host, number = where
@@ -234,68 +225,54 @@ class Observed:
         """Answer from now on."""
         if not self._ports:
             return
-        pages = _Pages(agent, journal)
+        pages, lacking = _pages(agent, journal)
         for port, paths in self._ports:
-            port.begin({path: pages.by_path[path] for path in paths})
-            shown = [path for path in paths if path != METRICS or not pages.lacking]
+            port.begin({path: pages[path] for path in paths})
+            shown = [path for path in paths if path != METRICS or not lacking]
             log.info("observed at http://%s%s", port.address, ", ".join(shown))
-            if METRICS in paths and pages.lacking:
-                log.warning("%s", pages.lacking)
+            if METRICS in paths and lacking:
+                log.warning("%s", lacking)
 
     def close(self) -> None:
         for port, _ in self._ports:
             port.close()
 
 
-class _Pages:
-    def __init__(self, agent: ElasticAgent, journal: NodeJournal) -> None:
-        self._agent = agent
-        self._journal = journal
-        self._versions = versions()
-        try:
-            self._exposition: Exposition | str = Exposition(self._moment)
-        except ConfigError as error:
-            self._exposition = str(error)
-        self.by_path: Mapping[str, Callable[[], Page]] = {
-            "/": self._health,
-            HEALTH: self._health,
-            STATUS: self._status,
-            METRICS: self._metrics,
-        }
+def _pages(
+    agent: ElasticAgent, journal: NodeJournal
+) -> tuple[Mapping[str, Callable[[], Page]], str]:
+    """What makes each page, by its path; and why there is no METRICS, empty where there is."""
+    known = versions()
 
-    @property
-    def lacking(self) -> str:
-        """Why there is no METRICS; empty where there is."""
-        return self._exposition if isinstance(self._exposition, str) else ""
+    def now() -> tuple[NodeStatus, Health]:
+        status = journal.status(agent.workers.beats())
+        return status, judge(status.state, status.reason, agent.silent())
 
-    def _now(self) -> NodeStatus:
-        return self._journal.status(self._agent.workers.beats())
-
-    def _judged(self, status: NodeStatus) -> Health:
-        return judge(status.state, status.reason, self._agent.silent())
-
-    def _moment(self) -> Moment:
-        status = self._now()
-        return Moment(
-            status,
-            self._journal.story.sums(),
-            self._journal.story.pace,
-            alive=self._judged(status).good,
-            silent=self._agent.silent(),
-            events_lost=self._journal.lost,
-            versions=self._versions,
-        )
-
-    def _health(self) -> Page:
-        found = self._judged(self._now())
+    def health() -> Page:
+        _, found = now()
         return plain(200 if found.good else 503, found.sentence)
 
-    def _status(self) -> Page:
-        now = Published.at(monotonic(), self._now(), loop_silent=self._agent.silent())
-        said = document_of_node(now)
-        return Page(200, "application/json", json.dumps(said, indent=2).encode() + b"\n")
+    def status() -> Page:
+        published = Published.at(monotonic(), now()[0], loop_silent=agent.silent())
+        text = json.dumps(document_of_node(published), indent=2)
+        return Page(200, "application/json", text.encode() + b"\n")
 
-    def _metrics(self) -> Page:
-        if isinstance(self._exposition, str):
-            return plain(501, self._exposition)
-        return Page(200, *self._exposition.text())
+    def moment() -> Moment:
+        status, found = now()
+        return Moment(
+            status,
+            journal.story.sums(),
+            journal.story.pace,
+            alive=found.good,
+            silent=agent.silent(),
+            events_lost=journal.lost,
+            versions=known,
+        )
+
+    pages = {"/": health, HEALTH: health, STATUS: status}
+    try:
+        exposition = Exposition(moment)
+    except ConfigError as error:
+        lacking = str(error)
+        return {**pages, METRICS: lambda: plain(501, lacking)}, lacking
+    return {**pages, METRICS: lambda: Page(200, *exposition.text())}, ""
