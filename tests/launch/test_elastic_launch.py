@@ -138,7 +138,7 @@ def test_a_signal_ends_a_launch_by_the_exception_that_names_it(
 
 
 def test_what_is_no_program_and_what_is_no_config_are_refused() -> None:
-    with pytest.raises(ConfigError, match="is a function or a program, got None"):
+    with pytest.raises(ConfigError, match="must be a function or a program, got None"):
         elastic_launch(LaunchConfig(), None)()  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="config is a LaunchConfig, got 3"):
         elastic_launch(3, rank_times)  # type: ignore[arg-type]

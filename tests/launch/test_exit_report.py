@@ -28,7 +28,7 @@ def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job
     assert "s in 2 generations" in first
     assert generation.startswith("  generation 2 after a failure, ")
     assert "was killed by SIGKILL" in generation
-    assert re.match(r"  lost on this node: stop \d.*, rendezvous \d", lost)
+    assert re.match(r"  lost on this node: stop (under )?\d.*, rendezvous (under )?\d", lost)
     assert places == f"logs and events in {folder}; more: elasticlib report 'a b'"
     assert last == "elasticrun: SUCCEEDED: 1 node done"
     history = read_history(folder)
