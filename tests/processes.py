@@ -45,6 +45,16 @@ def name_of(pid: int) -> str:
     return _read(f"/proc/{pid}/comm").strip()
 
 
+def waits_of(pid: int) -> int:
+    """How often its main thread has waited for something so far."""
+    (line,) = (
+        line
+        for line in _read(f"/proc/{pid}/status").splitlines()
+        if line.startswith("voluntary_ctxt_switches")
+    )
+    return int(line.split()[1])
+
+
 def _read(path: str) -> str:
     """Of /proc; nothing once the process has ended."""
     try:

@@ -198,7 +198,8 @@ def test_a_worker_that_became_another_program_is_not_hurt_by_the_question(job: J
 
     until("the worker to be another program", became)
     stacks(job, "has become another program")
-    assert job.status()["state"] == "RUNNING"
+    # Its node's status is published a moment after it has changed.
+    until("it to run", lambda: job.status(code=None)["state"] == "RUNNING")
     node.signal(signal.SIGTERM)
     node.exit_code()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import BOUND, PROGRAMS, WITHOUT_TORCH, Job, Node, check_one_world, generation_of, until
+from processes import waits_of
 
 pytestmark = pytest.mark.faults
 
@@ -152,10 +153,14 @@ def test_a_job_that_is_paused_as_a_whole_goes_on_and_has_not_hung(job: Job) -> N
         os.kill(pid, signal.SIGSTOP)
     job.check_unchanged(before, 4.0)
     workers = {place["pid"] for place in before}
+    before_turns = {node.pid: waits_of(node.pid) for node in nodes}
     for pid in paused - workers:
         os.kill(pid, signal.SIGCONT)
-    # The agents are at work again before any worker makes a step.
-    assert len(job.status()["nodes"]) == 2
+
+    def turn() -> bool:
+        return all(waits_of(pid) > waits + 1 for pid, waits in before_turns.items())
+
+    until("the agents to be at work again, before any worker makes a step", turn)
     for pid in workers:
         os.kill(pid, signal.SIGCONT)
     goes_on(job)
