@@ -53,7 +53,7 @@ def test_who_is_asking_where_the_store_leaves_for_a_better_place_is_told_it(worl
             one.reaching.get(timeout=10.0)
         two.open()
         until("it to have gone", lambda: store.look_elsewhere(lambda _found, _earlier: True))
-        with pytest.raises(StoreUnavailable, match=f"now the one at {two.endpoint}"):
+        with pytest.raises(StoreUnavailable, match=f"now uses the store at {two.endpoint}"):
             asked.result(10.0)
 
 

@@ -211,7 +211,7 @@ def test_whoever_waits_for_its_end_is_told_of_it_or_that_it_serves_on() -> None:
 
 def test_a_client_in_the_process_of_a_server_that_was_not_started_is_refused() -> None:
     server = TcpStoreServer("127.0.0.1", 29400)
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:29400 is to be started before"):
+    with pytest.raises(ConfigError, match=r"start the server of 127\.0\.0\.1:29400 before"):
         server.client()
 
 
