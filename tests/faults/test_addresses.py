@@ -111,7 +111,7 @@ def test_a_host_that_must_serve_at_anothers_name_says_so_at_once(cluster: Cluste
     one, _ = cluster.grow(2)
     node = one.run("--nnodes", "2", "--node-rank=0", "--master-addr=h2", f"--master-port={PORT}")
     assert node.exit_code() == 2
-    assert f"is to host the store at h2:{PORT}, but cannot" in node.text
+    assert f"must host the store at h2:{PORT}, but cannot" in node.text
     assert "give this node --rdzv-conf is_host=true" in node.text
 
 

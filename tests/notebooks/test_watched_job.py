@@ -56,7 +56,7 @@ def test_a_job_is_disturbed_and_goes_on_and_its_history_tells_of_it(
     job.until(lambda status: status.restarts == 1 and status.step is not None)
     job.more_steps(5)
     job.start_node("second", 1)
-    job.until(lambda status: status.world == 3 and status.step is not None)
+    job.until(lambda status: status.world == 3 and status.state is JobState.RUNNING)
     job.show()
     assert "watched: RUNNING" in capsys.readouterr().out
     assert job.drain("second") == 75
