@@ -638,7 +638,7 @@ class Stopping:
         rung = self.ladder.rung(now - self.since)
         commands: list[Command] = []
         if self.rung < Rung.TERM <= rung:
-            why = "asked to save and still there"
+            why = "still there after they were asked to save"
             if self.outcome == NO_CALL:
                 why = "the workers cannot all stop at one step"
             commands.append(EndWorkers(f"{why}, sending SIGTERM: {running}"))

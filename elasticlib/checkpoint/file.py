@@ -179,7 +179,7 @@ def _head(file: BinaryIO, path: str | os.PathLike[str]) -> Head:
         raise Unreadable(f"{os.fspath(path)} cannot be read: {error}") from error
     if head.summed is None:
         raise CheckpointError(
-            f"{os.fspath(path)} has no sum to check it by, as a file of a CheckpointManager: load "
+            f"{os.fspath(path)} has no checksum, as a file of a CheckpointManager: load "
             "it with CheckpointManager(folder).load(step)"
         )
     return head
@@ -240,7 +240,7 @@ def _check_archive(file: BinaryIO, path: str | os.PathLike[str]) -> None:
     if _is_of_plain_torch(file):
         name = os.fspath(path)
         raise CheckpointError(
-            f"{name} is a file of plain torch.save, which has no sum to check it by: load it with "
+            f"{name} is a file of plain torch.save, which has no checksum: load it with "
             f"torch.load({name!r}, weights_only=True), and write the state with save_checkpoint "
             "to have it checked from then on"
         )

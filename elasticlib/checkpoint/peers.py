@@ -507,7 +507,8 @@ def raise_any(words: Words, mine: Exception | None, what: str) -> None:
     bad = [rank for rank, word in enumerate(words) if "error" in word]
     if not bad:
         return
-    more = f" (and so did {len(bad) - 1} other ranks)" if len(bad) > 1 else ""
+    others = "1 other rank" if len(bad) == 2 else f"{len(bad) - 1} other ranks"
+    more = f" ({others} failed as well)" if len(bad) > 1 else ""
     kind = StateMismatch if words[bad[0]]["kind"] == "misfit" else CheckpointError
     raise kind(f"rank {bad[0]} {what}: {words[bad[0]]['error']}{more}") from mine
 

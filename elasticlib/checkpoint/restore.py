@@ -84,8 +84,8 @@ class Restored:
 
         def _is_no_number(self, *_: object) -> NoReturn:
             raise TypeError(
-                "what restore() returns is a Restored, not a number: its .step is the step, and "
-                ".found says whether there was any"
+                "restore() returns a Restored, not a number: use its .step, and .found, which "
+                "says whether there was any"
             )
 
         def __eq__(self, other: object) -> bool:

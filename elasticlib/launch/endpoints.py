@@ -227,7 +227,7 @@ def _static_place(settings: Settings, nodes: int) -> dict[str, Any]:
 def _refuse_beside_standalone(settings: Settings) -> None:
     for name in ("rdzv_endpoint", *_MASTER, "node_rank"):
         if settings[name] not in (None, ""):
-            raise ConfigError(f"--{name.replace('_', '-')} has no meaning beside --standalone")
+            raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --standalone")
 
 
 def _own_id(settings: Settings) -> str:

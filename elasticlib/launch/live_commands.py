@@ -95,7 +95,7 @@ def _add_target(parser: argparse.ArgumentParser, timeout: float) -> None:
         default="",
         metavar="RUN|ENDPOINT",
         help="a run's id or folder, as found on this machine, or the HOST:PORT of its store; "
-        "without it, this user's newest run that goes on, or if none does the newest",
+        "without it, this user's newest running job, or the newest of all if none is running",
     )
     parser.add_argument("--rdzv-id", default="", help="at an ENDPOINT: the job, if it has several")
     parser.add_argument(
@@ -232,7 +232,9 @@ def _open(target: Target, chosen: argparse.Namespace) -> Store:
 
 def _open_tcp(target: Target, secret: bytes | None, timeout: float) -> Store:
     """A client of the first of its places that answers."""
-    error: StoreError = StoreUnavailable(f"{target.endpoint} means nothing here")
+    error: StoreError = StoreUnavailable(
+        f"the host of {target.endpoint} cannot be resolved on this machine"
+    )
     places = [split_endpoint(part, STORE_PORT) for part in parts_of(target.endpoint)]
     found = [(address, port) for host, port in places for address in resolve(host, port)]
     for address, port in found:
@@ -318,9 +320,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"between looks with --watch (default {EVERY_SECONDS:g})",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON document a look, each on a line"
-    )
+    parser.add_argument("--json", action="store_true", help="one JSON document per line")
     parser.set_defaults(run=_status)
 
 
@@ -328,7 +328,7 @@ def _status_epilog() -> str:
     parts = [
         "exit status:",
         *(f"  {code}  {meaning}" for code, meaning in EXIT_CODES.items()),
-        "  SIGINT ends --watch with 0; else its last look says. By ENDPOINT the end of a run may",
+        "  SIGINT ends --watch with 0; else its last look decides. By ENDPOINT a run's end may",
         "  go unseen, as its store may end with it: --watch says 4 then, after "
         f"{GONE_SECONDS:g} s in which nobody answered.",
         "",

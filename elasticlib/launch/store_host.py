@@ -280,7 +280,7 @@ class TcpMeetingPlace:
             )
         said = f"another process hosts the store at {endpoint} ({why})"
         if not tried:
-            said = f"the name in {endpoint} means nothing here yet: waiting for the store"
+            said = f"cannot resolve the host of {endpoint} yet, retrying"
         elif self._hosts:
             said = f"this node hosts the store at {endpoint} once the name means it ({why})"
         if said != self._said:

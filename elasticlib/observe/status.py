@@ -442,7 +442,7 @@ EXIT_CODES: Mapping[int, str] = {
     0: "it runs, or has succeeded",
     1: "it has failed",
     2: "the command line makes no sense",
-    3: "it is between: WAITING, RENDEZVOUS, RESTARTING, RESIZING or DRAINING",
+    3: "in transition: WAITING, RENDEZVOUS, RESTARTING, RESIZING or DRAINING",
     4: "there is no such run, or nothing says that it runs or how it ended",
     5: "it ended before it was done: STOPPED by a signal, or PREEMPTED",
 }
@@ -534,10 +534,10 @@ def headline(status: JobStatus) -> list[str]:
     lines = [f"{status.run}: {state}{lasted}"]
     if status.age is not None:
         over = status.state is not None and status.state.over
-        said = "as its events tell" if over else "nobody answered, and its events tell this"
+        said = "from its events" if over else "nobody answered; from its events"
         if status.starting:
-            said = "it is starting, as its events tell"
-        lines.append(f"  {said}, the last of {duration(status.age)} ago")
+            said = "it is starting; from its events"
+        lines.append(f"  {said}, the last one {duration(status.age)} ago")
     elif status.unanswered:
         lines.append("  none of its nodes answers, and its store tells this")
     lines += [f"  {line}" for line in _facts(status)]

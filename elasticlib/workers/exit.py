@@ -97,7 +97,7 @@ class WorkerExit:
         """The kind of end: a code, a signal and whose, want of memory."""
         if self.ending:
             failed = "failed" if self.message else f"exits with code {self.returncode}"
-            return f"{failed}, and is still ending"
+            return f"{failed} and is still exiting"
         if not self.code_known:
             return (
                 "ended with an exit code that something else in the agent's process has taken (a "
@@ -115,7 +115,7 @@ class WorkerExit:
     def describe(self) -> str:
         """One sentence: which worker, how, and why if known; of the first where it followed one."""
         if self.after is not None:
-            return f"{self.after.describe()}; that of rank {self.rank} followed"
+            return f"{self.after.describe()}; rank {self.rank} failed after it"
         words = self.message or last_words(self.tail, self.returncode)
         why = visible(shorten(words, LONGEST_WORDS))
         said = f": {why}" if why else ""

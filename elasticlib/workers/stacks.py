@@ -42,8 +42,8 @@ HIGH = 200
 BEGIN, END = "-- all threads\n", "-- end\n"
 CUT = "(cut short)\n"
 ALONE = (
-    "The main thread alone: it is in a call outside Python, and cannot show the others, or "
-    f"the program handles signal {SIGNAL} itself:\n"
+    "Main thread only: it is in a call outside Python, or the program handles signal "
+    f"{SIGNAL} itself, so the other threads cannot be shown:\n"
 )
 
 NAME = "elasticlib-stacks"

@@ -173,7 +173,7 @@ def test_a_shorter_notice_shortens_the_climb_and_none_ends_it() -> None:
     side.sooner(None)
     side.look()
     (asked,) = [command for command in side.did if isinstance(command, EndWorkers)]
-    assert "asked to save and still there" in asked.why
+    assert "still there after they were asked to save" in asked.why
     side.sooner(Notice(DRAIN, 10.0))
     side.look()
     assert len(side.did) == 2, "who has been asked to stop gets no other notice"

@@ -401,7 +401,7 @@ def test_restore_says_what_it_found_and_where_in_a_sentence(tmp_path: Path) -> N
 def test_who_takes_what_restore_returns_for_the_step_is_told_where_that_is(
     misuse: Callable[[Any], object],
 ) -> None:
-    with pytest.raises(TypeError, match=r"a Restored, not a number: its \.step is the step"):
+    with pytest.raises(TypeError, match=r"a Restored, not a number: use its \.step"):
         misuse(Restored(7, "disk"))
 
 

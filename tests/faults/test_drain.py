@@ -165,7 +165,7 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     agent.signal(signal.SIGTERM)
     agent.says("preempted: the workers have 600 s to save")
     agent.signal(signal.SIGINT)
-    agent.says("asked to save and still there, sending SIGTERM: pid")
+    agent.says("still there after they were asked to save, sending SIGTERM: pid")
     until("one worker to hear it", (job.folder / "heard.0").exists)
     holds[0].unlink()
     until("one worker to end", lambda: not alive(workers[0]), save.bound)

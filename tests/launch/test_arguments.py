@@ -71,7 +71,7 @@ REFUSED = [
     ("--nnodes 2 --master-port 0 SCRIPT", "cannot meet at --master-port 0"),
     ("--node-rank -1 SCRIPT", "0 <= --node-rank < 1 nodes, got -1"),
     ("--standalone --nnodes 2 SCRIPT", "--standalone is one node"),
-    ("--standalone --rdzv-endpoint h:1 SCRIPT", "--rdzv-endpoint has no meaning beside"),
+    ("--standalone --rdzv-endpoint h:1 SCRIPT", "--rdzv-endpoint cannot be used with"),
     ("--standalone --rdzv-backend file SCRIPT", "--standalone is one node"),
     ("--rdzv-endpoint h:99999 SCRIPT", "HOST:PORT"),
     ("--rdzv-endpoint h:1 --rdzv-id= SCRIPT", "--rdzv-id is a name of 1 to 256 bytes, got ''"),

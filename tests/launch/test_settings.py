@@ -156,7 +156,7 @@ def test_what_is_said_more_directly_tells_where_nodes_meet_and_the_rest_is_named
 
 
 def test_two_flags_that_contradict_each_other_are_refused_as_before(script: str) -> None:
-    with pytest.raises(ConfigError, match="has no meaning beside --standalone"):
+    with pytest.raises(ConfigError, match="cannot be used with --standalone"):
         launch(script, "--standalone --rdzv-endpoint h")
     with pytest.raises(ConfigError, match="--master-addr belongs to the static backend"):
         launch(script, "--master-addr m --rdzv-endpoint h --nnodes 2")

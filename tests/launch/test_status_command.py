@@ -51,7 +51,7 @@ def written(folder: Path, *more: tuple[str, dict[str, Any]], **settings: str) ->
     return str(folder)
 
 
-TOLD = r"job: FAILED\n  as its events tell, the last of 1 min( \d+ s)? ago"
+TOLD = r"job: FAILED\n  from its events, the last one 1 min( \d+ s)? ago"
 ENDED = ("run.ended", {"state": "failed", "reason": "rank 0 raised", "exit_code": 1})
 
 
@@ -171,7 +171,7 @@ def test_a_run_whose_node_has_not_joined_yet_is_starting(
         assert main(["status"]) == 3
         said = capsys.readouterr()
         assert said.err == ""
-        assert "job: RENDEZVOUS\n  it is starting, as its events tell, the last of" in said.out
+        assert "job: RENDEZVOUS\n  it is starting; from its events, the last one" in said.out
         assert "joining" in said.out
     assert main(["status"]) == 4
     assert "no job 'job' is there (yet)" in capsys.readouterr().err

@@ -193,7 +193,7 @@ def test_who_wrote_of_its_failure_first_is_the_first_though_it_ends_later(
     assert (follower.rank, follower.root.rank) == (1, 0)
     assert follower.root.message == first.message == "ValueError: the cause"
     assert follower.describe().endswith(
-        "failed, and is still ending: ValueError: the cause; that of rank 1 followed"
+        "failed and is still exiting: ValueError: the cause; rank 1 failed after it"
     )
 
 
@@ -215,7 +215,7 @@ def test_who_leaves_by_an_exit_code_is_named_before_the_peers_that_notice_it(
     (attempt / "end").touch()
     first = run.end()
     assert (follower.rank, follower.root.rank, follower.root.returncode) == (1, 0, 3)
-    assert "exits with code 3, and is still ending; that of rank 1" in follower.describe()
+    assert "exits with code 3 and is still exiting; rank 1" in follower.describe()
     assert (first.rank, first.returncode, first.message, first.after) == (0, 3, "", None)
     assert not list(attempt.glob("*/*.exit"))
 

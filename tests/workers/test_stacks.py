@@ -119,7 +119,7 @@ def test_who_is_in_a_long_call_outside_python_shows_its_main_thread(begun: list[
             "import faulthandler; faulthandler.unregister(stacks.SECOND)",
             r"process \d+ has become another program, or no longer handles the signals \d+",
         ),
-        ("signal.signal(stacks.SIGNAL, lambda *_: print('mine'))", "The main thread alone"),
+        ("signal.signal(stacks.SIGNAL, lambda *_: print('mine'))", "Main thread only"),
     ],
 )
 def test_who_cannot_be_asked_is_told_as_such(begun: list[Worker], code: str, says: str) -> None:
