@@ -76,6 +76,7 @@ class Board:
         self._polled: dict[str, int] = {}
         """Names to be waited for, each with the version that was listed."""
         self._retry_at = 0.0
+        self._unreached = False
 
     def open(self, info: RendezvousInfo) -> None:
         """From now on speak with the nodes of this generation."""
@@ -140,11 +141,14 @@ class Board:
                     self._write(store, board, self._posts[0])
                 else:
                     self._read(store, board, name)
+                self._unreached = False
             except Exception as error:
                 # Somebody else's store may raise anything. What is said here helps the job, which
                 # goes on without it.
                 if isinstance(error, StoreError) and not isinstance(error, StoreRefused):
-                    log.info("cannot reach the other nodes, retrying: %s", error)
+                    if not self._unreached:
+                        log.info("cannot reach the other nodes, retrying: %s", error)
+                    self._unreached = True
                     self._retry_at = self._clock() + RETRY_SECONDS
                     return
                 log.info("cannot ask the other nodes: %s", describe(error))

@@ -278,7 +278,9 @@ class TcpMeetingPlace:
             raise ConfigError(
                 f"this node must host the store at {endpoint}, but cannot: {why}{hint}"
             )
-        said = f"another process hosts the store at {endpoint} ({why})"
+        said = f"waiting for the node that serves the store at {endpoint} ({why})"
+        if self._taken:
+            said = f"joining the store that another process serves at {endpoint}"
         if not tried:
             said = f"cannot resolve the host of {endpoint} yet, retrying"
         elif self._hosts:
