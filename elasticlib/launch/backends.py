@@ -91,7 +91,7 @@ def _load_torchs(name: str) -> Callable[[BackendRequest], RendezvousHandler]:
 
 
 def warn_of_shadows() -> None:
-    """Say of each entry point that bears a name of ours that it is passed over."""
+    """Say of each entry point that bears a name of ours that it is ignored."""
     found = registered()
     for name in (*OUR_BACKENDS, TORCH_C10D):
         for point in found.get(name, ()):

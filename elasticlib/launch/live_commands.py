@@ -114,7 +114,7 @@ def _add_target(parser: argparse.ArgumentParser, timeout: float) -> None:
         type=typed(_seconds),
         default=timeout,
         metavar="SECONDS",
-        help=f"for the nodes to answer (default {timeout:g})",
+        help=f"for the store, and the nodes that are asked, to answer (default {timeout:g})",
     )
 
 

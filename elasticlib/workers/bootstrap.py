@@ -14,6 +14,8 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 NOT_FOUND = 127
+BEGAN = 19
+"""Where it stands when a process began, of the fields behind its command."""
 
 
 def die_with(parent: int) -> None:
@@ -28,19 +30,29 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def stat_fields(pid: int) -> "list[bytes]":
+    """Of a process, those that the kernel shows behind its command. Raises OSError."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # The command may hold spaces and brackets; the fields begin after the last bracket.
+        return file.read().rpartition(b")")[2].split()
+
+
+def began_at(pid: int) -> int:
+    """When a process did, in the kernel's own ticks, which no later one of its number has; 0 where
+    there is none."""
+    try:
+        return int(stat_fields(pid)[BEGAN])
+    except OSError:
+        return 0
+
+
 def list_session(listed: int) -> None:
     """Enter this process, which leads a session, into the guardian's list, and close that.
 
     What it starts ends with its agent from then on, so this comes before anything is started: an
     agent that is killed a moment after a worker began could not have entered it any more.
     """
-    try:
-        with open("/proc/self/stat", "rb") as file:
-            # The command may hold spaces and brackets; field 22 is when the process began.
-            began = int(file.read().rpartition(b")")[2].split()[19])
-    except OSError:
-        began = 0
-    os.write(listed, b'["+", "%d", %d]\n' % (os.getpid(), began))
+    os.write(listed, b'["+", "%d", %d]\n' % (os.getpid(), began_at(os.getpid())))
     os.close(listed)
 
 

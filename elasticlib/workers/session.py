@@ -28,13 +28,14 @@ from pathlib import Path
 
 from ..errors import describe
 from ..held_folder import FolderLock, try_to_hold
+from .bootstrap import began_at, stat_fields
 
 log = logging.getLogger("elasticlib.workers")
 
 ROUNDS = 5
 LOOK_SECONDS = 0.1
-THREADS, BEGAN = 17, 19
-"""Where their number stands, and when the process began, of the fields behind the command."""
+THREADS = 17
+"""Where their number stands, of the fields behind the command."""
 
 
 def members(session: int) -> list[int]:
@@ -49,25 +50,10 @@ def members(session: int) -> list[int]:
 def _session_of(pid: int) -> int | None:
     """The session of a process that is not a zombie."""
     try:
-        fields = _fields_of(pid)
+        fields = stat_fields(pid)
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[3])
-
-
-def _fields_of(pid: int) -> list[bytes]:
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        # The command may hold spaces and brackets; the fields begin after the last bracket.
-        return file.read().rpartition(b")")[2].split()
-
-
-def began_at(pid: int) -> int:
-    """When a process did, in the kernel's own ticks, which no later one of its number has; 0 where
-    there is none."""
-    try:
-        return int(_fields_of(pid)[BEGAN])
-    except OSError:
-        return 0
 
 
 def signal_group(leader: int, number: int) -> None:
@@ -136,7 +122,7 @@ def ends_within(pid: int, seconds: float) -> bool:
 def is_over(pid: int) -> bool:
     """Whether all threads of a process have ended; what cannot be looked at now may still run."""
     try:
-        fields = _fields_of(pid)
+        fields = stat_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
         return True
     except OSError:

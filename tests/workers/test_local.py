@@ -20,7 +20,7 @@ import pytest
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
-from elasticlib.workers import session
+from elasticlib.workers import bootstrap, session
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.output import OutputPlan, parse_streams
 from elasticlib.workers.processes import LocalWorkers
@@ -367,7 +367,7 @@ def test_a_worker_whose_agent_is_killed_as_it_starts_leaves_nothing(
 def test_who_has_a_number_that_was_a_sessions_is_not_ended_for_it() -> None:
     stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
-        began = session.began_at(stranger.pid)
+        began = bootstrap.began_at(stranger.pid)
         assert session.end(stranger.pid, began=began - 1) == []
         assert stranger.poll() is None
         assert session.end(stranger.pid, began=began) == []
