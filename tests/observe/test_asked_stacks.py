@@ -8,7 +8,6 @@ import json
 import threading
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -64,20 +63,6 @@ def answering(store: Store, *nodes: Node, look_every: float = 0.0) -> Iterator[l
             stack.enter_context(Answerer(store, "job", node.id, stacks, look_every=look_every))
             for node in nodes
         ]
-
-
-@pytest.fixture(params=["tcp", "file"])
-def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store, Store]]:
-    """The nodes' client and the asker's."""
-    with contextlib.ExitStack() as stack:
-        if request.param == "file":
-            pair = [FileStore(tmp_path) for _ in range(2)]
-        else:
-            server = stack.enter_context(TcpStoreServer("127.0.0.1", 0, job="job"))
-            pair = [TcpStore(server.host, server.port, job="job") for _ in range(2)]
-        for store in pair:
-            stack.callback(store.close)
-        yield pair[0], pair[1]
 
 
 def test_all_who_live_answer_at_once_and_again(stores: tuple[Store, Store]) -> None:

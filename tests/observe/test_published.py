@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import attrs
 import pytest
@@ -34,11 +33,8 @@ from elasticlib.rendezvous.document import Document, Limits, Node, settle
 from elasticlib.rendezvous.layout import Keys, encode_shard, encode_state
 from elasticlib.rendezvous.layout import encode as encode_record
 from elasticlib.rendezvous.ranks import deal_shards
-from elasticlib.stores.file import FileStore
 from elasticlib.stores.interface import Entry, Store
 from elasticlib.stores.memory import MemoryStore
-from elasticlib.stores.tcp_client import TcpStore
-from elasticlib.stores.tcp_server import TcpStoreServer
 
 COUNTS = st.integers(0, 10**6)
 SECONDS = st.floats(0, 1e6)
@@ -239,20 +235,6 @@ def test_a_thousand_nodes_are_read_in_one_listing_and_none_is_asked() -> None:
     assert (status.state, status.step, len(status.silent)) == (JobState.RUNNING, 50, 0)
     assert [prefix for prefix in store.listed if prefix.startswith("?")] == ["?job/status/"]
     assert store.written == []
-
-
-@pytest.fixture(params=["tcp", "file"])
-def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store, Store]]:
-    """A node's client and that of one who looks."""
-    with contextlib.ExitStack() as stack:
-        if request.param == "file":
-            pair = [FileStore(tmp_path) for _ in range(2)]
-        else:
-            server = stack.enter_context(TcpStoreServer("127.0.0.1", 0, job="job"))
-            pair = [TcpStore(server.host, server.port, job="job") for _ in range(2)]
-        for store in pair:
-            stack.callback(store.close)
-        yield pair[0], pair[1]
 
 
 def test_a_status_goes_with_its_node_and_wakes_no_node_that_leads(
