@@ -19,11 +19,12 @@ NEWEST := tests/newest
 NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_agree.py \
 	tests/checkpoint/test_file.py tests/checkpoint/test_sharded_checkpoints.py \
 	tests/data/test_batches.py tests/data/test_sampler.py tests/data/test_stateful_loader.py \
+	tests/examples/test_in_place.py \
 	tests/faults/test_recovery.py tests/logical/test_logical_workers.py \
 	tests/launch/test_coming_from_torchrun_page.py tests/launch/test_torch_fields.py \
 	tests/launch/test_torchrun_plug.py tests/launch/test_torchruns_flags.py \
 	tests/launch/test_torchruns_plugs.py tests/launch/test_torchruns_promises.py \
-	tests/workers tests/test_coming_from_torch.py tests/test_torch_names.py
+	tests/in_place tests/workers tests/test_coming_from_torch.py tests/test_torch_names.py
 # What a user has who installs elasticlib and nothing else: no NumPy, above all. And what tests need.
 VENV_BARE := .venv-bare
 STAMP_BARE := $(VENV_BARE)/installed
@@ -41,7 +42,7 @@ DAY := not (processes or long or release)
 
 help:
 	@echo "make demo       a training job that survives: half a minute"
-	@echo "make picture    runs the job of the README's picture, and draws it"
+	@echo "make picture    runs the job of the README's picture, draws it, and keeps its report"
 	@echo "make test       what a person runs all day: three minutes on two cores"
 	@echo "make test-processes  real jobs: workers, agents and stores are killed, stopped and cut off"
 	@echo "make test-long  jobs between hosts (network namespaces), the demo, many drawn examples"
@@ -165,8 +166,9 @@ bench-integrations: $(STAMP_INTEGRATIONS)
 .PHONY: test-gpu bench-gpu
 
 # With GPU_TESTS_ON=cpu, what of it a CPU can show.
-test-gpu: $(STAMP)
+test-gpu: $(STAMP) $(STAMP_NEWEST)
 	@$(BIN)/python -m pytest -q tests/gpu
+	@$(VENV_NEWEST)/bin/python -m pytest -q tests/in_place/test_on_a_device.py
 
 bench-gpu: $(STAMP)
 	@$(BIN)/python tests/gpu/bench.py --out build/bench-gpu.json

@@ -65,7 +65,8 @@ _HOMES = {
     "agent.options": ("AgentOptions",),
     "launch.backends": ("BackendRequest",),
     "launch.config": ("LaunchConfig", "SupervisionOptions"),
-    "launch.elastic_launch": ("elastic_launch",),
+    "launch.elastic_launch": ("elastic_launch", "keep_snapshots"),
+    "launch.observed": ("observed",),
     "data.sampler": ("ElasticDistributedSampler",),
     "logical.workers": (
         "LogicalWorkers",
@@ -91,6 +92,8 @@ _HOMES = {
     "checkpoint.manager": ("CheckpointManager",),
     "checkpoint.restore": ("Restored",),
     "checkpoint.commit": ("Save",),
+    "in_place.group": ("init_process_group",),
+    "in_place.steps": ("steps", "Steps", "Attempt"),
     "observe.report": ("Report", "report"),
     "observe.history": ("History",),
     "observe.reading": ("read_history",),
@@ -129,10 +132,16 @@ if TYPE_CHECKING:
     from .data.ranges import deal_ranges as deal_ranges
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .errors import ElasticError as ElasticError
+    from .in_place.group import init_process_group as init_process_group
+    from .in_place.steps import Attempt as Attempt
+    from .in_place.steps import Steps as Steps
+    from .in_place.steps import steps as steps
     from .launch.backends import BackendRequest as BackendRequest
     from .launch.config import LaunchConfig as LaunchConfig
     from .launch.config import SupervisionOptions as SupervisionOptions
     from .launch.elastic_launch import elastic_launch as elastic_launch
+    from .launch.elastic_launch import keep_snapshots as keep_snapshots
+    from .launch.observed import observed as observed
     from .logical.workers import LogicalWorker as LogicalWorker
     from .logical.workers import LogicalWorkers as LogicalWorkers
     from .observe.history import History as History

@@ -7,13 +7,14 @@ the rule.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 Present = TypeVar("Present")
 
 
 class ElasticError(Exception):
-    """Anything that elasticlib raises on purpose."""
+    """The base class of all errors of elasticlib."""
 
 
 class ConfigError(ElasticError, ValueError):
@@ -25,7 +26,7 @@ class StoreError(ElasticError):
 
 
 class StoreUnavailable(StoreError, ConnectionError):
-    """The store cannot be reached, or went away with the answer unknown: look again later."""
+    """The store cannot be reached, or the connection broke before its answer: try again later."""
 
 
 class StoreTimeout(StoreError, TimeoutError):
@@ -33,7 +34,7 @@ class StoreTimeout(StoreError, TimeoutError):
 
 
 class StoreRefused(StoreError):
-    """The store answered and said no: another job's store, a bad frame, a limit exceeded."""
+    """The store refused: it is another job's, the frame is invalid, or a limit is exceeded."""
 
 
 class LeaseLost(StoreError):
@@ -45,12 +46,14 @@ class RendezvousError(ElasticError):
 
 
 class RendezvousTimeout(RendezvousError, TimeoutError):
-    """No generation settled within the join timeout."""
+    """No generation settled within the join timeout. lost: as a node was lost that was in the one
+    before, whatever workers failed of meanwhile."""
+
+    lost: bool = False
 
 
 class RendezvousClosed(RendezvousError):
-    """The job is over, or goes on without this node, or this node has left it: there will be no
-    further generation for it."""
+    """The job is over, goes on without this node, or this node has left it."""
 
 
 class RendezvousMismatch(RendezvousError):
@@ -66,7 +69,7 @@ class WorkerStartError(ElasticError):
 
 
 class NoFailure(ElasticError, LookupError):
-    """A job failed without a worker having failed, as far as is known here."""
+    """A job failed, and no failure of a worker is known."""
 
 
 class CheckpointError(ElasticError):
@@ -74,36 +77,59 @@ class CheckpointError(ElasticError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A checkpoint is not whole: cut short, changed, or not one of ours."""
+    """A checkpoint is truncated, changed, or was not written by elasticlib."""
 
 
 class Unreadable(CheckpointError):
-    """What is there may be a whole checkpoint: it could not be read, or not by this program."""
+    """A checkpoint could not be read, or not by this program; it may be intact."""
 
 
 class CheckpointRefused(CheckpointError):
-    """Somebody newer writes checkpoints there: this process is of the past, and must end."""
+    """A newer generation or launch writes checkpoints there: this process must end."""
 
 
 class NoSuchRun(ElasticError, LookupError):
-    """No run of that name has left its events here."""
+    """No run of that name has left events on this machine."""
 
 
 class StateMismatch(ElasticError, ValueError):
-    """A saved state belongs to something else: another length, seed or format."""
+    """A saved state does not fit: another length, seed, shape or format."""
 
 
 class NotReproducible(ElasticError):
-    """Training at another world size would give other weights, so this step was not finished."""
+    """This step would give other weights at another world size, so it was not finished."""
 
 
 def present(value: Present | None, what: str) -> Present:
     """The value, which is not None as the code around it sees to. Raises TypeError if it is."""
     if value is None:
-        raise TypeError(f"{what} is to be there by now: this is a fault of elasticlib's")
+        raise TypeError(f"{what} should exist by now: this is a bug in elasticlib")
     return value
 
 
 def describe(error: BaseException) -> str:
     """An error in one sentence: its own where it is one of ours, else with its class."""
     return str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
+
+
+def ddp_hint(names: Collection[object], saved: object) -> str:
+    """What to do where `module.` alone tells a model's parameters from the saved ones; or ''."""
+    if not names or not isinstance(saved, Mapping):
+        return ""
+    plain = {str(name).removeprefix("module.") for name in names}
+    if plain.isdisjoint(names) and plain <= set(saved):
+        return " (saved without DistributedDataParallel? Put model.module into the state)"
+    if all(f"module.{name}" in saved for name in names):
+        return " (saved with DistributedDataParallel? There put model.module into the state)"
+    return ""
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """The name that is most like a word that is none of them, in brackets; or ''."""
+    # Imported here, as nothing else needs it.
+    from difflib import get_close_matches
+
+    known = [*names]
+    begun = [name for name in known if name.startswith(word)]
+    near = begun or get_close_matches(word, known, 1, 0.7)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -1,12 +1,10 @@
-"""Choices and defaults that a flag and the part behind it share, each written here alone.
+"""Defaults that a flag and the part behind it share, each written here alone.
 
 Imported by both, and importing nothing, so that --help is answered before attrs is imported.
 """
 
 from __future__ import annotations
 
-RESIZES = IMMEDIATE, AT_STEP, AT_CHECKPOINT = ("immediate", "at-step", "at-checkpoint")
-"""When workers that listen stop, so that the job can change its size: see AgentOptions."""
 DRAIN_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: try again later. Schedulers can be told to requeue on it."""
 GRACE = 30.0

@@ -44,7 +44,7 @@ def opened(
     handle = os.open(path, flags | _NEVER_WAITS, mode)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "this is no regular file", os.fspath(path))
+            raise OSError(errno.EINVAL, "this is not a regular file", os.fspath(path))
         yield handle
     finally:
         os.close(handle)
@@ -65,7 +65,7 @@ def read_json(data: bytes | str) -> Any:
     try:
         return json.loads(data, parse_constant=str, parse_float=_finite)
     except RecursionError as error:
-        raise ValueError(f"brackets are nested too deep in {data[:40]!r}...") from error
+        raise ValueError(f"brackets are nested too deeply in {data[:40]!r}...") from error
 
 
 def read_object(data: bytes | str) -> dict[str, Any]:
@@ -100,13 +100,19 @@ def read_fields(kind: type[T], value: object, **ready: object) -> T:
             raise ValueError(f"{field.name} is {fields[field.name]!r:.80}, must be {field.type}")
     unknown = [name for name in fields if name in ready or name not in known]
     if unknown:
-        raise ValueError(f"{unknown[0]!r:.80} is no field of it")
+        raise ValueError(f"{unknown[0]!r:.80} is an unknown field")
     return kind(**fields, **ready)
 
 
 def full_name(value: object) -> str:
     """The name of its class, with its module's."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def with_article(value: object) -> str:
+    """The name of its class after `a` or `an`."""
+    name = type(value).__qualname__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 def class_named(name: str) -> type | None:

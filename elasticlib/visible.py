@@ -12,7 +12,6 @@ _HIDDEN = re.compile(
 )
 
 _BETWEEN = re.compile("[\t\n]")
-_CUT = "\n[... {} characters are left out ...]\n"
 
 
 def visible(value: str) -> str:
@@ -27,12 +26,17 @@ def visible_line(value: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """The text in about `limit` characters: where it begins and, mostly, how it ends."""
+    """The text in about `limit` characters: where it begins and, mostly, how it ends, in whole
+    lines or words. One line stays one."""
     if len(text) <= limit:
         return text
-    head = limit // 4
-    tail = limit - head
-    return text[:head] + _CUT.format(len(text) - limit) + text[-tail:]
+    at, between = limit // 4, "\n" if "\n" in text else " "
+    # Between two lines or words, unless they are so long that little would be left.
+    head, tail = text[:at].rpartition(between)[0], text[at - limit :].partition(between)[2]
+    if not head or len(tail) < limit // 2:
+        head, tail = text[:at], text[at - limit :]
+    cut = f"[... {len(text) - len(head) - len(tail)} characters are left out ...]"
+    return between.join((head, cut, tail))
 
 
 def _sign(code: int) -> str:

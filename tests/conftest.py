@@ -102,6 +102,8 @@ LONG = ("contract_finds_faults.py",)
 
 FIRST = (
     "test_kept_steps.py",
+    "test_rows.py",
+    "test_kills.py",
     "test_readme.py",
     "test_store_loss.py",
     "test_membership.py",

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import attrs
 
+from elasticlib.observe.event import Mark
 from elasticlib.observe.history import (
     Cost,
     Generation,
     History,
     JobState,
-    Mark,
     NodeEnd,
     NodeStory,
     Pace,
@@ -197,7 +197,7 @@ def eventful() -> History:
     fail("failure", "gpu-a", LONG, rank=0)
     run(310, trio, Why.FAILURE, "rank 0 on gpu-a failed: RuntimeError")
     fail("drain.asked", "gpu-c", "SIGTERM: preemption in 120 s")
-    script.end("gpu-c", JobState.PREEMPTED, "drained after SIGTERM", 75)
+    script.end("gpu-c", JobState.DRAINED, "drained after SIGTERM", 75)
     run(200, pair, Why.RESIZE, "gpu-c drained")
     script.vanish("gpu-b")
     run(150, pair[:1], Why.LOSS, "gpu-b was lost: its lease ran out")
@@ -235,7 +235,7 @@ def vast(nodes: int = 500, generations: int = 200) -> History:
         else:
             script.mark("drain.asked", who, "SIGUSR1")
             here.remove(who)
-            script.end(who, JobState.PREEMPTED, "drained after SIGUSR1", 75)
+            script.end(who, JobState.DRAINED, "drained after SIGUSR1", 75)
             why, cause = Why.RESIZE, f"{who} drained"
     for name in here:
         script.end(name, JobState.FAILED, "the budget of 20 restarts is spent", 1)

@@ -178,14 +178,22 @@ class Job:
         return self.start(name, *self.agent(*flags, worker=worker), **extra)
 
     def agent(
-        self, *flags: str, program: str = WORKER, worker: tuple[str, ...] = ()
+        self,
+        *flags: str,
+        program: str = WORKER,
+        worker: tuple[str, ...] = (),
+        fields: Mapping[str, Any] | None = None,
     ) -> tuple[str, ...]:
-        """The command line of an agent that runs a program which reports to this job."""
+        """The command line of an agent that runs a program which reports to this job; fields: of
+        its config, beside what the flags say."""
         script = (program, str(self.folder), *worker)
         if program == WORKER and not any(flag.startswith("--start-method") for flag in flags):
             # It has no use for torch, which a fork server would import for two seconds.
             flags = ("--start-method=spawn", *flags)
-        return (sys.executable, "-m", "elasticlib.launch", *flags, *script)
+        launch = ("-m", "elasticlib.launch")
+        if fields is not None:
+            launch = (str(PROGRAMS / "launch_with.py"), json.dumps(fields))
+        return (sys.executable, *launch, *flags, *script)
 
     def hold_port(self) -> int:
         """One that the kernel gives to nobody else until the job is closed, so that a server may

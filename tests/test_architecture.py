@@ -21,7 +21,7 @@ TESTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*
 ORDER = (
     "",  # the modules at the top, such as errors.py
     *("stores", "rendezvous", "workers", "observe", "agent"),
-    *("data", "logical", "checkpoint"),
+    *("data", "logical", "checkpoint", "in_place"),
     *("compat", "launch", "integrations", "examples", "testing"),
     "__init__.py",
 )
@@ -32,7 +32,7 @@ FROM_TORCHRUN = "compat/torchrun.py"
 COMPAT_DOORS = ("compat/__init__.py", "compat/launching.py")
 """All that is imported of torch's shapes, and that by `launch` alone: see docs/design.md."""
 
-COMPOSERS = ("compat", "launch", "integrations", "examples", "testing", "__init__.py")
+COMPOSERS = ("in_place", "compat", "launch", "integrations", "examples", "testing", "__init__.py")
 """They alone choose the doers; the others get theirs handed over, as an interface or a value."""
 MEETS_ITS_AGENT = ("checkpoint/manager.py", "workers/context.py")
 
@@ -45,9 +45,11 @@ DOES = {"socket", "selectors", "threading", "subprocess", "multiprocessing"}
 
 PURE = (
     "agent/policy.py",
+    "agent/stopping.py",
     "agent/hang.py",
     "checkpoint/cover.py",
     "data/deal.py",
+    "in_place/decide.py",
     "launch/schedulers.py",
     "logical/shares.py",
     "observe/event.py",
@@ -310,7 +312,7 @@ def test_a_suite_is_found_and_the_simulator_needs_none() -> None:
 
 def test_the_command_line_is_read_without_torch_or_the_metadata_of_distributions() -> None:
     code = (
-        "import sys; from elasticlib.launch.arguments import build_flags; build_flags(); "
+        "import sys; from elasticlib.launch.flags import build_parser; build_parser(); "
         "sys.exit('torch' in sys.modules or 'importlib.metadata' in sys.modules)"
     )
     assert python(code) == 0

@@ -20,8 +20,8 @@ from jobs import WITHOUT_TORCH
 from pages import DOCS, blocks_of
 from torch.distributed.launcher import LaunchConfig as TorchConfig
 
-from elasticlib.launch.arguments import build_flags
 from elasticlib.launch.commands import main
+from elasticlib.launch.flags import build_parser
 
 TEXT, BLOCKS = blocks_of("coming_from_torch.md")
 ROOTS = ("launcher", "launcher.api", "run", "launch")
@@ -113,7 +113,7 @@ def test_what_is_named_of_elasticlib_is_there() -> None:
 def test_what_is_named_of_the_command_lines_and_the_docs_is_there() -> None:
     flags = {name for name in ticked(TEXT) if name.startswith("--")}
     assert {"--hang-timeout", "--standalone"} <= flags
-    assert flags <= set(build_flags().parser._option_string_actions)
+    assert flags <= set(build_parser()._option_string_actions)
     pages = {name for name in ticked(TEXT) if name.startswith("docs/")}
     assert pages
     assert all((DOCS.parent / page).is_file() for page in pages)

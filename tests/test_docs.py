@@ -58,6 +58,16 @@ def test_every_file_and_folder_that_the_page_names_exists() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_the_page_has_a_row_for_each_file_of_the_folders_that_it_lists() -> None:
+    sections = re.findall(
+        r"\n### `(elasticlib/\w+)/`\n(.*?)(?=\n### )", PAGE.read_text(), re.DOTALL
+    )
+    assert len(sections) > 10
+    for folder, text in sections:
+        files = {path.name for path in (ROOT / folder).glob("[!_]*.py")}
+        assert set(re.findall(r"`(\w+\.py)`", text)) == files, folder
+
+
 # The job of the first page
 
 

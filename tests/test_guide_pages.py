@@ -15,7 +15,8 @@ import torch.distributed as dist
 from pages import DOCS, blocks_of
 
 from elasticlib.launch import commands
-from elasticlib.launch.arguments import build_flags, read_launch
+from elasticlib.launch.arguments import read_launch
+from elasticlib.launch.flags import build_parser
 
 PAGES = sorted(str(path.relative_to(DOCS)) for path in (DOCS / "guide").glob("*.md"))
 FOUND = {page: blocks_of(page) for page in PAGES}
@@ -57,7 +58,7 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 COMMANDS = subcommands(commands._parser())
 FLAGS = {
     word
-    for parser in (build_flags().parser, *COMMANDS.values())
+    for parser in (build_parser(), *COMMANDS.values())
     for action in parser._actions
     for word in action.option_strings
 }

@@ -15,7 +15,9 @@ import pytest
 from distributions import path_with
 from pages import blocks_of, by_name, check_suite_passes
 
-from elasticlib import ElasticAgent, WorkerState
+from elasticlib import ElasticAgent, FileStore, WorkerState, read_history
+from elasticlib.observe.history import JobState
+from elasticlib.observe.status import read_job
 from elasticlib.testing import AgentRequest
 from elasticlib.testing.agent_acts import Act
 from elasticlib.testing.agent_job import Job
@@ -25,6 +27,7 @@ from elasticlib.testing.rendezvous_cluster import until
 _, BLOCKS = blocks_of("writing_an_agent.md")
 FILES = by_name([code for _, code in BLOCKS])
 MODULE, LAUNCHER, SUITE = "elasticlib_remote", "launch_remote.py", "test_elasticlib_remote.py"
+OBSERVED = "launch_observed.py"
 PATIENCE = 20.0
 
 # Another host, as far as one machine can be one: what runs there gets nothing of this side's
@@ -36,6 +39,11 @@ exec env -i PATH='{python}:/usr/bin:/bin' PYTHONPATH='{path}' sh -c "exec $comma
 SCRIPT = """
 import os, sys
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "away:", "HOME" not in os.environ)
+"""
+STEPS = """
+from elasticlib import context
+for step in range(1, 4):
+    context().step(step)
 """
 LONE = """
 import sys
@@ -100,7 +108,7 @@ def job(module: Any, stage: Stage) -> Iterator[Job]:
 
 
 def test_every_block_of_the_page_is_known_to_a_test() -> None:
-    assert set(FILES) == {f"{MODULE}.py", LAUNCHER, SUITE}
+    assert set(FILES) == {f"{MODULE}.py", LAUNCHER, OBSERVED, SUITE}
     assert len(BLOCKS) == len(FILES)
 
 
@@ -128,6 +136,17 @@ def test_the_pages_launcher_runs_a_script_elsewhere(site: Path) -> None:
     ]
 
 
+def test_the_pages_observable_launcher_has_a_status_and_a_report(site: Path) -> None:
+    (site / "train.py").write_text(STEPS)
+    out = subprocess.check_output([sys.executable, OBSERVED], cwd=site, text=True, timeout=110)
+    assert out.splitlines()[-1].startswith("WorkerState.SUCCEEDED")
+    history = read_history(site / "events.jsonl")
+    assert (history.run, history.state) == ("job7", JobState.SUCCEEDED)
+    assert [pace.step for pace in history.paces][-1] == 3
+    (node,) = read_job(FileStore(str(site / "meeting")), "job7").published.values()
+    assert node.status.host == "here"
+
+
 def test_an_agent_that_is_killed_leaves_no_worker_elsewhere(site: Path, stage: Stage) -> None:
     (site / "lone.py").write_text(LONE)
     folder = site.parent / "stage"
@@ -143,7 +162,7 @@ def test_a_connection_that_is_lost_is_a_failure_that_is_charged(job: Job) -> Non
     node = job.node(Scene.of(Act.STAY, Act.STAY), max_restarts=1)
     node.begin()
     job.stage.until_up(1, 2)
-    node.agent.workers._there.kill()  # type: ignore[attr-defined]
+    node.agent.workers._process.kill()  # type: ignore[attr-defined]
     result = node.result()
     assert (result.state, result.restarts) == (WorkerState.SUCCEEDED, 1), result.reason
 

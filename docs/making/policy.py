@@ -13,6 +13,7 @@ from elasticlib.agent.policy import (
     GroupStopped,
     Hung,
     JoinEnded,
+    OthersGoOn,
     Outcome,
     Settled,
     SignalArrived,
@@ -35,20 +36,31 @@ Row = tuple[str, str, str, str]
 
 CASES: dict[type, tuple[Case, ...]] = {
     Settled: (("", Settled(BOTH), frozenset()),),
+    OthersGoOn: (("", OthersGoOn(BOTH), frozenset()),),
     JoinEnded: (("", JoinEnded(BEFORE), frozenset()),),
-    StartFailed: (("", StartFailed("why"), BOTH),),
-    Hung: (("", Hung("why"), BOTH),),
+    StartFailed: (
+        ("none can be kept", StartFailed("why"), BOTH),
+        ("all can be kept", StartFailed("why", keeps=True), BOTH),
+    ),
+    Hung: (
+        ("none can be kept", Hung("why"), BOTH),
+        ("all can be kept", Hung("why", keeps=True), BOTH),
+    ),
     WorkerEnded: (
         ("well, others still run", WorkerEnded(GOOD), BOTH),
         ("well, the last one", WorkerEnded(GOOD), frozenset({0})),
         ("badly", WorkerEnded(BAD), BOTH),
+        ("badly, the others can be kept", WorkerEnded(BAD, keeps=True), BOTH),
         ("badly, when all are to save", WorkerEnded(BAD, unsaved=True, alone=True), BOTH),
     ),
     GroupStopped: (
         ("none is left", GroupStopped(), frozenset()),
         ("some would not die", GroupStopped("pid 1"), frozenset()),
     ),
-    Changed: tuple((kind.value, Changed(Change(kind, "why")), BOTH) for kind in ChangeKind),
+    Changed: (
+        *((kind.value, Changed(Change(kind, "why")), BOTH) for kind in ChangeKind),
+        ("reopened, all can be kept", Changed(Change(ChangeKind.REOPENED, "why"), True), BOTH),
+    ),
     SignalArrived: (("", SignalArrived(15, "SIGTERM"), BOTH),),
     Broke: (("", Broke("why"), BOTH),),
     DrainAsked: (("", DrainAsked(12, "SIGUSR2", "drain"), BOTH),),
@@ -63,19 +75,32 @@ def rows() -> list[Row]:
     """State, event, next state and commands; cases of an event with one answer stand together."""
     found = []
     for state, event in TABLE:
-        answers = [(label, _answer(state, case, awaited)) for label, case, awaited in CASES[event]]
+        answers = [found for case in CASES[event] for found in _answers(state, *case)]
         answers.sort(key=lambda answer: str(answer[1]))
         for (after, doing), same in groupby(answers, key=lambda answer: answer[1]):
             labels = [label for label, _ in same if label]
-            every = len(labels) in (0, len(CASES[event]))
+            every = len(labels) in (0, len(answers))
             what = event.__name__ if every else f"{event.__name__}: {'; '.join(labels)}"
             found.append((state.value, what, after, doing))
     return found
 
 
-def _answer(state: State, event: Event, awaited: frozenset[int]) -> tuple[str, str]:
+def _answers(
+    state: State, label: str, event: Event, awaited: frozenset[int]
+) -> list[tuple[str, tuple[str, str]]]:
+    """The case's label and answer; two of them where workers that wait for a place matter."""
+    without, beside = (_answer(state, event, awaited, spare) for spare in (frozenset(), BOTH))
+    if without == beside:
+        return [(label, without)]
+    some = f"{label}, " if label else ""
+    return [(f"{some}no worker waits", without), (f"{some}workers wait for a place", beside)]
+
+
+def _answer(
+    state: State, event: Event, awaited: frozenset[int], spare: frozenset[int]
+) -> tuple[str, str]:
     outcome = BEFORE if state is State.ENDING else None
-    after, actions = react(Supervision(state, awaited, outcome), event)
+    after, actions = react(Supervision(state, awaited, outcome, spare), event)
     told = after.state.value
     if after.outcome is not None and after.outcome is not BEFORE:
         told += f" ({after.outcome.state.value})"

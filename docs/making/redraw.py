@@ -29,8 +29,9 @@ PLACES = {
     State.ENDED.value: (860.0, 250.0),
 }
 ROUTES: Mapping[Arrow, tuple[Sequence[Point], Point]] = {
-    ("joining", "running"): ((), (300, 244)),
+    ("joining", "running"): ((), (350, 244)),
     ("joining", "ended"): ([(130, 590), (885, 590)], (495, 606)),
+    ("joining", "ending"): ([(155, 560), (645, 560)], (225, 496)),
     ("running", "stopping"): ((), (400, 332)),
     ("running", "finished"): ((), (565, 164)),
     ("running", "ending"): ((), (570, 340)),
@@ -38,6 +39,8 @@ ROUTES: Mapping[Arrow, tuple[Sequence[Point], Point]] = {
     ("stopping", "joining"): ((), (222, 356)),
     ("stopping", "ending"): ((), (490, 466)),
     ("finished", "ended"): ((), (775, 146)),
+    ("finished", "ending"): ((), (666, 300)),
+    ("finished", "stopping"): ([(290, 110), (290, 400)], (300, 128)),
     ("finished", "joining"): ([(130, 70)], (380, 64)),
     ("ending", "ended"): ((), (765, 352)),
 }

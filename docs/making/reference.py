@@ -17,7 +17,7 @@ from typing import Any
 import elasticlib
 from elasticlib import testing
 from elasticlib.launch import commands
-from elasticlib.launch.arguments import build_flags
+from elasticlib.launch.flags import FLAGS, build_parser
 from elasticlib.observe.event import KINDS, VERSION
 
 FOLDERS = {
@@ -129,13 +129,12 @@ def _testing_page() -> str:
 
 
 def _elasticrun_page() -> str:
-    flags = build_flags()
     told = (
         "Each flag of two words may be written with underscores, as torchrun's. What is not given "
         "is taken from the variable that is named with it, then from a scheduler (``--from-env``)."
     )
-    variables = {f"--{dest.replace('_', '-')}": f"PET_{dest.upper()}" for dest in flags.options}
-    return _page("elasticrun", told, *_program(flags.parser, "elasticrun", variables))
+    variables = {f"--{dest.replace('_', '-')}": f"PET_{dest.upper()}" for dest in FLAGS}
+    return _page("elasticrun", told, *_program(build_parser(), "elasticrun", variables))
 
 
 def _command_page() -> str:

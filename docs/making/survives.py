@@ -1,8 +1,9 @@
 """The picture on the first page: a job of about 25 seconds that is disturbed four times.
 
-`make picture` runs the job, keeps what it did in docs/pictures/survives.json and draws it. The
-picture brings its own ground, light or dark as its reader's system is, and plays itself unless its
-reader asks for less motion; it needs no script.
+`make picture` runs the job, keeps what it did in docs/pictures/survives.json and draws it; the
+report of the same job becomes the example that the guide links to. The picture has a background of
+its own, light or dark as its reader's system is, and moves unless its reader asks for less motion;
+it needs no script.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import attrs
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent
-KEPT, PICTURE = DOCS / "pictures" / "survives.json", DOCS / "pictures" / "survives.svg"
+KEPT, PICTURE, REPORT = (
+    DOCS / "pictures" / name for name in ("survives.json", "survives.svg", "report.html")
+)
 PATIENCE = 120.0
 """Seconds for the job to come as far as the next disturbance needs."""
 POINTS = 400
@@ -100,12 +103,12 @@ def play(folder: Path) -> Story:
     def start(name: str, workers: int) -> None:
         endpoint = ("--rdzv-id", "picture", "--rdzv-endpoint", f"127.0.0.1:{port}")
         flags = ("--nnodes", "1:2", "--nproc-per-node", str(workers), "--max-restarts", "3")
-        quick = ("--rdzv-conf", "last_call_timeout=0.3", "--no-events")
+        quick = ("--rdzv-conf", "last_call_timeout=0.3")
         program = (str(HERE / "training.py"), str(folder))
         with (folder / f"{name}.log").open("wb") as log:
             nodes[name] = subprocess.Popen(
                 [sys.executable, "-m", "elasticlib.launch", *endpoint, *flags, *quick, *program],
-                env={**os.environ, "NODE": name, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "NODE": name, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
                 stdout=log,
                 stderr=log,
             )
@@ -335,6 +338,9 @@ def _words(story: Story) -> list[str]:
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="picture-") as folder:
         story = play(Path(folder))
+        report = (sys.executable, "-m", "elasticlib.launch.commands", "report", "picture")
+        where = {**os.environ, "TMPDIR": folder}
+        subprocess.run([*report, "--output", str(REPORT)], env=where, check=True)
     KEPT.write_text(json.dumps(attrs.asdict(story)) + "\n")
     PICTURE.write_text(draw(story))
     print(f"{summary(story)}: {PICTURE.relative_to(DOCS.parent)}")

@@ -38,6 +38,7 @@ with CheckpointManager(folder / "checkpoints") as manager:
         optimizer.step()
         step += 1
         manager.snapshot(step, state)
+        context().step(step, loss=loss.item())
         print(generation, step, f"{time.monotonic():.3f} {loss.item():.4f}", file=told)
         # One rank looks, so that all end at one step.
         over = torch.tensor(float((folder / "finish").exists() and rank == 0))

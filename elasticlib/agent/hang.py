@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from ..errors import ConfigError
+from ..observe.wording import grouped, ranks_of
 from ..workers.interface import NOTHING, Heartbeat
 from .policy import Command, Gather, Hung, Post, decode, encode, read
 
@@ -132,13 +133,15 @@ def describe_hang(pulses: Iterable[Pulse], limit: float) -> str:
     all_ = stepping(pulses)
     last = slowest(all_)
     if last is None:
-        return f"hung: no worker made a step within {limit:.1f} s (--hang-timeout)"
+        return f"hung: no worker made a step within {limit:.1f} s (hang, --hang-timeout)"
     others = sorted({p.step for p in all_ if p.rank != last.rank})
     where = ""
-    if others:
+    if others == [last.step]:
+        where = "; so are the others"
+    elif others:
         ends = f"{others[0]}" if len(others) == 1 else f"{others[0]} to {others[-1]}"
         where = f"; the others are at step {ends}".replace(str(NOTHING), "none")
-    return f"hung: {last}{where}; the limit is {limit:.1f} s (--hang-timeout)"
+    return f"hung: {last}{where}; the limit is {limit:.1f} s (hang, --hang-timeout)"
 
 
 def encode_pulses(pulses: Iterable[Pulse]) -> bytes:
@@ -192,6 +195,20 @@ class HangWatch:
         """This is what the nodes have posted."""
         said = [decode_pulses(data) for rank, data in posts.items() if rank != str(self.node)]
         return attrs.evolve(self, said=said)
+
+    def unseen(self, now: float, beats: Mapping[int, Heartbeat]) -> str:
+        """What to say where no worker has told of a step for half of what its first may take; or
+        ''."""
+        seconds = now - self.began
+        if not beats or seconds < self.limits.of(Heartbeat()) * WORRY:
+            return ""
+        if any(beat.steps for beat in beats.values()):
+            return ""
+        return (
+            f"no worker of this node has reported a step for {seconds:.0f} s, and hangs are found "
+            "by the steps that are reported (hang, --hang-timeout): call "
+            "elasticlib.context().step(step) after each"
+        )
 
     def dumped(self, now: float, stacks: Mapping[int, str]) -> Step:
         """The workers have written down where they are.
@@ -251,12 +268,16 @@ class HangWatch:
         return self, (Hung(describe_hang(self._known, found.limit), self.since, self.evidence()),)
 
     def evidence(self) -> str:
-        """Where the slowest worker that is known of stands, if it is one of ours that wrote so."""
-        last = slowest(self._known)
-        return "".join(
-            f"the stacks of rank {last.rank}, the slowest:\n{text}"
-            for local, text in (self.stacks or {}).items()
-            if last is not None and self.ranks[local] == last.rank
+        """Where our workers are, of those that are furthest behind; the rarest stacks first, as
+        most ranks wait for the one that hangs."""
+        known = stepping(self._known)
+        least = min((pulse.step for pulse in known), default=NOTHING)
+        at = "before the first step" if least == NOTHING else f"at step {least}"
+        behind = {pulse.rank for pulse in known if pulse.step == least}
+        texts = {self.ranks[local]: text for local, text in (self.stacks or {}).items()}
+        shown = grouped({rank: text for rank, text in texts.items() if rank in behind})
+        return "\n\n".join(
+            f"the stacks of {ranks_of(one.ranks)}, {at}:\n{one.text}" for one in shown
         )
 
     @property

@@ -80,6 +80,9 @@ class Memory(abc.ABC):
     `finish`.
     """
 
+    saved: int | None = None
+    """The step that `finish` put where it lasts, or another node did at the same time."""
+
     @abc.abstractmethod
     def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         """The workers of this group are about to start; none of an earlier one is left.

@@ -28,13 +28,24 @@ from ..signals import signal_name
 from ..threads import helper
 from ..workers.exit import WorkerExit, classify
 from ..workers.interface import Notice, Workers
-from ..workers.spec import Ladder, WorkerGroup, WorkerSpec, WorkerState, deal_ranks
+from ..workers.spec import (
+    Ladder,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+    deal_newcomers,
+    deal_ranks,
+    outside,
+)
 from . import hang, policy
 from .board import Board, Gathered
 from .interface import Cause, Memory, RunResult
 from .options import HEARD_SECONDS, AgentOptions, SignalObserver
 from .policy import Command, Event, Outcome, State, Supervision
 from .report import CAUSE, Report, first_cause, post_cause, post_failed, summary
+from .slots import Slots
+from .stopping import ANY_CALL, OVER, STOP, Stopping, post_need
+from .waiter import Waiter
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -46,6 +57,10 @@ ANSWER_SECONDS = 3.0
 """For the other nodes' word on why the job failed, which is on its way when it has."""
 ASK_SECONDS = 5e-4
 """Between two looks at workers that are in a step, and are to say where they can stop."""
+LEAVING_SECONDS = 1e-3
+"""Between two looks at workers that are to leave their group, and say so in memory alone."""
+NEWCOMER_SECONDS = 0.02
+"""Between two looks whether newcomers are ready."""
 
 
 # What comes into the inbox, beside what the rendezvous says and what the board has gathered.
@@ -53,7 +68,9 @@ ASK_SECONDS = 5e-4
 
 @attrs.frozen
 class Prepared:
-    """A start of workers will not have to wait."""
+    """A start of workers will not have to wait; others_keep: the job has some that are kept."""
+
+    others_keep: bool = False
 
 
 @attrs.frozen
@@ -74,12 +91,13 @@ class Signalled:
 
 
 OfAttempt = RendezvousInfo | Change | Exception | Exited | Dumped
-"""News of one attempt of this node at a generation, and of no other."""
+"""News of one attempt of this node at a generation, and of no other; an exit is of one start of
+workers."""
 News = OfAttempt | Prepared | Signalled | Gathered | policy.Broke
 
 
 class ElasticAgent:
-    """Supervises the workers of one node, wherever they run.
+    """Supervises the workers of one node.
 
     What starts, observes and stops them is an object of a class of `Workers`: `LocalWorkers` runs
     processes of this machine; your own may run them elsewhere. Where it is not said otherwise its
@@ -92,13 +110,15 @@ class ElasticAgent:
 
     Args:
         spec: what to run.
-        handler: how the node meets the others; shut down when the run is over.
+        handler: the rendezvous; shut down when the run is over.
         workers: runs the workers; closed when the run is over.
-        max_restarts: of a handler that keeps no budget for the job.
+        max_restarts: the budget, if the handler does not count restarts for the job.
         ladder: how workers are stopped, on every path.
-        interval: seconds between looks at a handler that cannot push.
+        interval: seconds between polls of a handler that cannot report changes.
         options: which signals it heeds, and how long workers may save.
-        memory: what is kept for the workers over all generations; nothing, if left out.
+        memory: what is kept for the workers over all generations, such as a `SnapshotKeeper`. If it
+            is left out, workers still restore from their own node's memory, but no other node keeps
+            their snapshots, and none is written to the disk when the job ends early.
         journal: is told what happens, and how the workers' steps go on; nobody, if left out. One
             that raises is told no more.
     """
@@ -128,30 +148,35 @@ class ElasticAgent:
         self._inbox: queue.SimpleQueue[tuple[int | None, News]] = queue.SimpleQueue()
         self._host = socket.gethostname()
         self._report = Report(self._host, workers, journal, clock)
+        self._slots = Slots(handler, workers, spec.local_world_size)
         self._board = Board(self._tell, self._broke, clock)
-        self._waiter = _Waiter(handler, interval, self._tell_of, self._broke)
+        self._waiter = Waiter(handler, interval, self._tell_of, self._broke)
         self._turned_at = self._started_at = clock()
         self._allowed = 0.0
         # What the loop owns.
         self._now = Supervision()
-        self._stopping: policy.Stopping | None = None
+        self._stopping: Stopping | None = None
         self._watch: hang.HangWatch | None = None
         self._attempt = self._started = self._own_restarts = 0
-        self._prepared = self._notified = False
+        self._started_in: dict[int, int] = {}
+        """The start of workers in which each of them was begun, by its local rank."""
+        self._prepared = self._notified = self._said_unseen = False
+        self._is_first = True
         self._info: RendezvousInfo | None = None
         self._group: WorkerGroup | None = None
         if self._options.hang is not None and not workers.tell_steps:
             raise ConfigError(
-                f"--hang-timeout needs workers that report their steps, and "
+                f"hang (--hang-timeout) needs workers that report their steps, and "
                 f"{type(workers).__name__} has none of them: leave it out"
             )
 
     # -- for any thread -----------------------------------------------------------------------
 
     def heed(self, number: int) -> None:
-        """As if this signal had come: one of those that `options` name.
+        """Act as if this signal had arrived: one of those that `options` name.
 
-        For a program that runs its agent beside its main thread, where no signal is heard.
+        For a program that runs its agent in another thread than its main one, which receives no
+        signals.
         """
         self._tell(Signalled(number))
 
@@ -176,7 +201,8 @@ class ElasticAgent:
     # -- the run ------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
-        """Take part in the job until it is over for this node; never raises for its failures.
+        """Take part in the job until it is over for this node. A failure of the job is in the
+        result, and does not raise.
 
         Once in an agent's life: what it holds is freed at the end.
         """
@@ -237,6 +263,7 @@ class ElasticAgent:
         done = outcome is not None and outcome.state is WorkerState.SUCCEEDED
         if self._memory is not None:
             self._report.lost = self._memory.finish(keep=not done)
+            self._report.saved = self._memory.saved
 
     def _find_cause(self) -> Cause | None:
         """Why the job failed, over all nodes, as far as it can be had in time."""
@@ -275,7 +302,10 @@ class ElasticAgent:
             attempt, news = self._inbox.get(timeout=self._pause())
         except queue.Empty:
             return
-        event = self._read(news) if attempt in (None, self._attempt) else None
+        current = self._attempt
+        if isinstance(news, Exited):
+            current = self._started_in.get(news.local_rank, self._started - 1)
+        event = self._read(news) if attempt in (None, current) else None
         if event is not None:
             self._react(event)
 
@@ -284,6 +314,9 @@ class ElasticAgent:
         now, due = self._clock(), HEARD_SECONDS
         if self._stopping is not None:
             due = ASK_SECONDS if self._stopping.asking else self._stopping.left(now)
+            due = min(due, LEAVING_SECONDS) if self._stopping.keep else due
+        elif self._now.spare and not all(self.workers.spare().values()):
+            due = NEWCOMER_SECONDS
         elif self._watch is not None and self._watch.found is None:
             due = max(0.0, self._watch.due - now)
         return min(HEARD_SECONDS, due)
@@ -296,12 +329,30 @@ class ElasticAgent:
             call = None
             if stopping.asking:
                 call = self.workers.earliest_stop(now=bool(stopping.needs))
-            running = self.workers.running().values()
+            breaks: tuple[Command, ...] = ()
+            if stopping.keep and stopping.noticing and self.workers.broken():
+                stopping, breaks = stopping.sooner(now, None)
+            running = [name for _, name in sorted(self._at_work().items())]
             self._stopping, commands = stopping.look(self._clock(), running, call)
+            commands = (*breaks, *commands)
         elif watch is not None and (watch.found is not None or now >= watch.due):
-            self._watch, commands = watch.look(now, self.workers.beats())
+            beats = self.workers.beats()
+            members = {local: beats[local] for local in watch.ranks if local in beats}
+            self._watch, commands = watch.look(now, members)
+            if not self._said_unseen and (unseen := watch.unseen(now, members)):
+                self._said_unseen = True
+                log.warning("%s", unseen)
         self._carry_out(commands)
+        self._report_slots()
         self._report.look()
+
+    def _at_work(self) -> dict[int, str]:
+        """The workers that have not stopped: where they are kept, those in a group."""
+        running = self.workers.running()
+        if self._stopping is not None and self._stopping.keep:
+            spare = self.workers.spare()
+            return {local: name for local, name in running.items() if local not in spare}
+        return running
 
     def _react(self, event: Event) -> None:
         before = self._now.state
@@ -321,15 +372,16 @@ class ElasticAgent:
     def _read(self, news: News) -> Event | None:
         """What it means to the policy, if anything."""
         match news:
-            case Prepared():
+            case Prepared(others_keep):
                 self._prepared = True
+                self._slots.heard(others_keep=others_keep)
                 if self._now.state is State.JOINING:
                     self._join()
             case RendezvousInfo():
                 return self._settle(news)
             case Change():
                 self._report.heard(news)
-                return policy.Changed(news)
+                return policy.Changed(news, self._slots.keeps())
             case Exception():
                 return self._fell_through(news)
             case Exited(local_rank):
@@ -337,11 +389,16 @@ class ElasticAgent:
             case Signalled(number):
                 return self._heed(number)
             case Gathered(board) if board == self._board.name:
-                if news.name == policy.STOP and self._stopping is not None:
+                if news.name == STOP and self._stopping is not None:
                     self._stopping = self._stopping.heard(news.posts)
+                if news.name == OVER and self._stopping is not None:
+                    self._stopping, commands = self._stopping.over(self._clock(), news.posts or {})
+                    self._carry_out(commands)
                 if news.name == hang.HANG and self._watch is not None:
                     self._watch = self._watch.heard(news.posts or {})
-            case Dumped(stacks) if self._watch is not None:
+            case Dumped(dumped) if self._watch is not None:
+                ranks = self._watch.ranks
+                stacks = {local: text for local, text in dumped.items() if local in ranks}
                 self._watch, commands = self._watch.dumped(self._clock(), stacks)
                 self._carry_out(commands)
             case policy.Broke():
@@ -351,29 +408,28 @@ class ElasticAgent:
     def _fell_through(self, error: Exception) -> Event:
         """The rendezvous has no generation for this node, or says so no more of the one it has."""
         if self._now.state is not State.JOINING:
-            return policy.Changed(Change(ChangeKind.LOST, describe(error)))
+            return policy.Changed(Change(ChangeKind.LOST, describe(error)), self._slots.keeps())
         change = getattr(error, "change", None)
         if isinstance(error, RendezvousClosed) and isinstance(change, Change):
             self._report.heard(change)
             return policy.JoinEnded(policy.end_of_job(change))
+        self._report.deserted = getattr(error, "lost", False)
         return policy.JoinEnded(Outcome(WorkerState.FAILED, describe(error)))
 
     def _settle(self, info: RendezvousInfo) -> Event:
         self._info = info
-        slots = info.seat.slots
-        if slots != self._spec.local_world_size:
-            raise ConfigError(
-                f"the rendezvous registered this node with {slots} slots, but its worker spec "
-                f"has {self._spec.local_world_size} workers: give both the same number"
-            )
-        return policy.Settled(frozenset(range(slots)))
+        members = self._slots.members(info.seat)
+        return policy.Settled(members, frozenset(range(self._spec.local_world_size)) - members)
 
     def _collect(self, local_rank: int) -> Event | None:
         if local_rank not in self.workers.running():
             return None
+        spare = local_rank in self.workers.spare()
+        if local_rank in self.workers.keepers():
+            self._slots.tell_keeping()
         exit_ = self.collect(local_rank)
         stopping = self._stopping
-        unsaved = stopping is not None and stopping.noticing and not exit_.ok
+        unsaved = not (stopping is None or not stopping.noticing or exit_.ok or spare)
         if unsaved:
             log.warning("failed after it was asked to save and end: %s", exit_.describe())
         cause = self._report.ended(exit_, supervised=self._now.state is State.RUNNING)
@@ -383,10 +439,10 @@ class ElasticAgent:
             exit_,
             self._spec.entrypoint,
             uptime=self._clock() - self._started_at,
-            first=self._started == 1,
+            first=self._is_first,
         )
-        alone = unsaved and stopping is not None and stopping.agreeing
-        return policy.WorkerEnded(exit_, kind, unsaved, alone)
+        alone = unsaved and stopping is not None and (stopping.agreeing or stopping.keep > 0)
+        return policy.WorkerEnded(exit_, kind, unsaved, alone, self._slots.keeps())
 
     def _heed(self, number: int) -> Event:
         options, name = self._options, signal_name(number)
@@ -424,42 +480,70 @@ class ElasticAgent:
 
     def _join(self) -> None:
         """Ask for the next generation once all that takes its time is prepared: the other nodes do
-        not stop their workers for a node that cannot start its own at once."""
+        not stop their workers for a node that cannot start its own at once. Where theirs are kept,
+        they need not even wait for that start."""
         hears = partial(self._tell_of, self._attempt)
         if not self._prepared:
             helper(partial(self._await_prepared, hears), "agent-prepare", self._broke).start()
-        elif not self._handler.join(hears):
+            return
+        if self._slots.starts_ahead(self._info):
+            everyone = range(self._spec.local_world_size)
+            self._react(policy.OthersGoOn(frozenset(everyone)))
+        self._report_slots()
+        if not self._handler.join(hears):
             self._waiter.join(self._attempt)
+
+    def _report_slots(self) -> None:
+        self._slots.report(self._now, len(self._group.workers) if self._group else 0)
 
     def _await_prepared(self, failed: Callable[[Exception], None]) -> None:
         try:
             self._handler.prepare()
             self.workers.await_prepared()
+            others_keep = self._handler.others_keep()
         except Exception as error:
             failed(error)
         else:
-            self._tell(Prepared())
+            self._tell(Prepared(others_keep))
+
+    def _start_ahead(self) -> None:
+        everyone = range(self._spec.local_world_size)
+        group = outside(self._spec, everyone, self._handler.get_run_id(), self._started)
+        self._report.starting_ahead(group)
+        failed = self._begin(group)
+        if failed:
+            self._react(policy.StartFailed(failed))
+
+    def _begin(self, group: WorkerGroup) -> str:
+        """Start those of the group that do not run yet; why that failed, if it did."""
+        self._turns(START_SECONDS)
+        self._started_at = self._clock()
+        self._started += 1
+        number, kept = group.attempt, self.workers.running().keys()
+        for worker in (*group.workers, *group.newcomers):
+            if worker.local_rank not in kept:
+                self._started_in[worker.local_rank] = number
+        try:
+            self.start(group, lambda local_rank: self._tell_of(number, Exited(local_rank)))
+        except ElasticError as error:
+            return str(error)
+        return ""
 
     def _start(self) -> None:
         info = present(self._info, "the generation")
         self._turns(START_SECONDS)
         self._notified = False
         self._board.open(info)
-        self._started_at = self._clock()
-        self._group = group = self._group_of(info)
-        self._started += 1
+        self._is_first, self._group = self._group is None, self._group_of(info)
+        group = self._group
         self._report.starting(info, group)
         if self._memory is not None:
             self._memory.begin(info, group)
-        attempt, failed = self._attempt, ""
-        try:
-            self.start(group, lambda local_rank: self._tell_of(attempt, Exited(local_rank)))
-        except ElasticError as error:
-            failed = str(error)
-        self._report.started(group, self.workers.running())
+        failed = self._begin(group)
+        self._report.started(group, self.workers.running(), self._started_in)
         if failed:
             self._board.do(post_cause(self._report.ended_without(failed)))
-            self._react(policy.StartFailed(failed))
+            self._react(policy.StartFailed(failed, self._slots.keeps()))
         elif self._options.hang is not None:
             self._watch = hang.HangWatch(
                 self._options.hang,
@@ -474,7 +558,8 @@ class ElasticAgent:
         store = info.bootstrap_store_info
         return WorkerGroup(
             spec=self._spec,
-            workers=deal_ranks(info.seat),
+            workers=deal_ranks(info.seat, self._now.awaited),
+            newcomers=deal_newcomers(info.seat, self._now.spare),
             run_id=info.run_id,
             generation=info.generation,
             group_rank=info.rank,
@@ -503,22 +588,27 @@ class ElasticAgent:
 
     def _report_done(self) -> None:
         rank = present(self._info, "the generation").rank
-        self._board.do(policy.post_need(rank, policy.ANY_CALL))
+        self._board.do(post_need(rank, ANY_CALL))
         if not self._handler.report_done():
             self._react(policy.Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))
 
-    def _begin_stop(self, command: policy.StopWorkers) -> None:
-        notice = self._notice(command.notice)
+    def _begin_stop(self, command: policy.StopWorkers | policy.Regroup) -> None:
+        notice = None if isinstance(command, policy.Regroup) else self._notice(command.notice)
         self._report.stopping(notice)
-        info = present(self._info, "the generation")
-        stopping = policy.Stopping(
+        # That a failure was one too many may have been found meanwhile.
+        keeps = self._now.state is State.STOPPING and self._slots.keeps()
+        info = self._info  # None where they were started before the first generation
+        stopping = Stopping(
             self._ladder,
-            node=info.rank,
-            nodes=info.world_size,
+            node=0 if info is None else info.rank,
+            nodes=1 if info is None else info.world_size,
             reachable=bool(self._board.name),
             agrees=self.workers.agrees,
+            keep=self._options.regroup_grace if keeps else 0.0,
         )
-        heard = self._notify(notice)
+        heard = self._notify(notice, keeps=keeps)
+        if heard and not keeps:
+            self.workers.stop_only(self.workers.spare())
         self._stopping, commands = stopping.begin(self._clock(), notice if heard else None)
         self._carry_out(commands)
 
@@ -527,6 +617,11 @@ class ElasticAgent:
         self._stopping, commands = stopping.sooner(self._clock(), notice)
         self._carry_out(commands)
 
+    def _keep_none(self) -> None:
+        if self._stopping is not None and self._stopping.keep:
+            self.workers.stop_only(self.workers.spare())
+            self._stopping = self._stopping.keep_none(self._clock())
+
     def _hurry(self) -> None:
         self._stopping = present(self._stopping, "the stop").hurry(self._clock())
 
@@ -534,13 +629,14 @@ class ElasticAgent:
         """What workers are told that are to save and end; None if they are not."""
         return self._options.notice(why) if why else None
 
-    def _notify(self, notice: Notice | None) -> bool:
+    def _notify(self, notice: Notice | None, *, keeps: bool = False) -> bool:
         """Whether the workers listen, and now save and end by themselves."""
         if notice is None:
             return False
         if not self._notified and self.workers.notify(notice):
             self._notified = True
-            log.info("%s: the workers have %g s to save and end", notice.reason, notice.seconds)
+            to_do = "leave their group" if keeps else "save and end"
+            log.info("%s: the workers have %g s to %s", notice.reason, notice.seconds, to_do)
         return self._notified
 
     def _stop_at(self, command: policy.StopAt) -> None:
@@ -552,12 +648,15 @@ class ElasticAgent:
     def _end_workers(self, command: policy.EndWorkers) -> None:
         if command.why:
             log.warning("%s", command.why)
-        (self.workers.kill if command.force else self.workers.terminate)()
+        if self._stopping is not None and self._stopping.keep:
+            self.workers.stop_only(self._at_work(), force=command.force)
+        else:
+            (self.workers.kill if command.force else self.workers.terminate)()
 
     def _group_stopped(self, command: policy.GroupStopped) -> None:
         self._stopping = None
         self._report.stopped(command)
-        self._react(command)
+        self._react(attrs.evolve(command, spare=frozenset(self.workers.spare())))
 
     def _dump_stacks(self) -> None:
         # It may take its time, and the loop turns meanwhile.
@@ -570,13 +669,18 @@ class ElasticAgent:
 
     def _hung(self, command: policy.Hung) -> None:
         self._board.do(post_cause(self._report.hung(command)))
-        self._react(command)
+        self._react(attrs.evolve(command, keeps=self._slots.keeps()))
 
 
 _ACTS: Mapping[type[Command], Callable[[ElasticAgent, Any], object]] = {
     policy.Join: lambda agent, _: agent._seek(),
     policy.StartWorkers: lambda agent, _: agent._start(),
+    policy.StartAhead: lambda agent, _: agent._start_ahead(),
     policy.StopWorkers: ElasticAgent._begin_stop,
+    policy.Regroup: ElasticAgent._begin_stop,
+    policy.LeaveGroup: lambda agent, _: agent.workers.leave(),
+    policy.KeepNone: lambda agent, _: agent._keep_none(),
+    policy.ReportSlots: lambda agent, _: agent._report_slots(),
     policy.StopSooner: ElasticAgent._stop_sooner,
     policy.HurryWorkers: lambda agent, _: agent._hurry(),
     policy.ReportFailure: ElasticAgent._report_failure,
@@ -594,62 +698,3 @@ _ACTS: Mapping[type[Command], Callable[[ElasticAgent, Any], object]] = {
 
 LocalElasticAgent = ElasticAgent
 """The name that torch has for it; what runs the workers is given in either case."""
-
-
-class _Waiter:
-    """Waits in the calls of a handler that has only blocking ones, in a thread of its own."""
-
-    def __init__(
-        self,
-        handler: RendezvousHandler,
-        interval: float,
-        put: Callable[[int, RendezvousInfo | Change | Exception], None],
-        broke: Callable[[str], None],
-    ) -> None:
-        self._handler = handler
-        self._interval = interval
-        self._put = put
-        self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._thread = helper(self._wait, "agent-rendezvous", broke)
-
-    def join(self, attempt: int) -> None:
-        """Ask for the next generation, and from then on watch it."""
-        if self._thread.ident is None:
-            self._thread.start()
-        self._asked.put(attempt)
-
-    def stop(self) -> None:
-        """After the handler's shutdown, which ends whatever the thread waits for."""
-        self._asked.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(5.0)
-
-    def _wait(self) -> None:
-        attempt = self._asked.get()
-        while attempt is not None:
-            try:
-                info = self._handler.next_rendezvous()
-            except Exception as error:
-                # Somebody else's handler may raise anything; an agent that waits for a thread
-                # that is no more would wait for ever.
-                self._put(attempt, error)
-                attempt = self._asked.get()
-            else:
-                self._put(attempt, info)
-                attempt = self._watch(attempt)
-
-    def _watch(self, attempt: int) -> int | None:
-        """Tell the one change that ends this generation; returns what is asked next."""
-        while True:
-            began = monotonic()
-            try:
-                change = self._handler.wait_for_change(self._interval)
-            except Exception as error:
-                change = Change(ChangeKind.LOST, describe(error))
-            if change is not None:
-                self._put(attempt, change)
-                return self._asked.get()
-            with contextlib.suppress(queue.Empty):
-                # A handler that cannot push answers at once, and is polled.
-                rest = self._interval - (monotonic() - began)
-                return self._asked.get(timeout=max(0.0, rest))

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from ..errors import ConfigError
-from ..flag_values import AT_CHECKPOINT, AT_STEP, GRACE, IMMEDIATE, RESIZES
+from ..flag_values import GRACE
 from ..signals import can_be_heard, signal_name
 from ..workers.interface import DRAIN, PREEMPTED, RESIZE, Notice
 from .hang import HangLimits
@@ -22,6 +22,8 @@ from .hang import HangLimits
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DRAIN_SIGNALS = (signal.SIGUSR2,)
 SAVE_SIGNALS = (signal.SIGTERM,)
+RESIZES = IMMEDIATE, AT_STEP, AT_CHECKPOINT = ("immediate", "at-step", "at-checkpoint")
+REGROUP_SECONDS = 10.0
 HEARD_SECONDS = 0.2
 """Whoever hears signals waits no longer than this without a look.
 
@@ -44,7 +46,8 @@ class AgentOptions:
     to save and end when the job changes its size, and when this node leaves. resize: when they
     stop for the former: `immediate` (unasked), `at-step` or, at half of the grace at the latest,
     `at-checkpoint` (once they have saved). hang: what silence of workers that tell
-    of their steps is a hang; None: they are not watched. snapshot_replicas: how many other nodes
+    of their steps is a hang; None: they are not watched. regroup_grace: seconds for workers that go
+    on in another group to leave one that is over. snapshot_replicas: how many other nodes
     keep the snapshots of this node's workers as well.
     """
 
@@ -55,6 +58,7 @@ class AgentOptions:
     drain_grace: float = GRACE
     resize: str = AT_STEP
     hang: HangLimits | None = None
+    regroup_grace: float = REGROUP_SECONDS
     snapshot_replicas: int = 0
 
     def __attrs_post_init__(self) -> None:
@@ -65,7 +69,7 @@ class AgentOptions:
                         f"{name}: a process cannot handle {signal_name(number)} ({number}): "
                         "choose other signals"
                     )
-        for name in ("resize_grace", "drain_grace"):
+        for name in ("resize_grace", "drain_grace", "regroup_grace"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
         if self.snapshot_replicas < 0:

@@ -1,18 +1,14 @@
-"""What an agent does about each event in each state, and how it stops a group of workers. Pure.
+"""What an agent does about each event in each state. Pure.
 
-`TABLE` is the whole of the first: an event that has no entry for the state is an IllegalTransition.
-`Stopping` is the ladder, and the call at which all ranks stop: each node says the first call of
-`should_stop` at which its own workers all can stop; the last of these is one that no worker has
-passed, whatever collectives tie them together, for each of them has been held before it or will ask
-again. Ranks count their calls alike, as they take their steps together. Whoever does not stop there
-climbs the ladder, by the time alone.
+`TABLE` is the whole of it: an event that has no entry for the state is an IllegalTransition. How a
+group of workers is stopped is in `stopping.py`.
 """
 
 from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -21,14 +17,14 @@ from ..errors import IllegalTransition
 from ..foreign import read_json
 from ..rendezvous.document import Change, ChangeKind, FailureKind
 from ..workers.exit import WorkerExit
-from ..workers.interface import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
-from ..workers.spec import Ladder, Rung, WorkerState
+from ..workers.interface import RESIZE, Notice
+from ..workers.spec import WorkerState
 
 Value = TypeVar("Value")
 
 
 class State(enum.Enum):
-    """JOINING: no workers, waiting for a generation. RUNNING: its workers run.
+    """JOINING: no workers are at work, waiting for a generation. RUNNING: its workers run.
 
     STOPPING: workers are being stopped, to join the next one. FINISHED: all of ours succeeded,
     others still run. ENDING: workers are being stopped, for good. ENDED: over.
@@ -55,15 +51,26 @@ class Outcome:
 
 @attrs.frozen
 class Supervision:
-    """The state, with what it must remember: whose end is awaited, and how it will all end."""
+    """The state, with what it must remember: whose end is awaited, and how it will all end.
+
+    spare: workers here that are in no group (by local rank), and wait for a place in the next:
+    those kept from the last one, and newcomers. ahead: there are only newcomers, and the other
+    nodes go on without this one until they are ready.
+    """
 
     state: State = State.JOINING
     awaited: frozenset[int] = frozenset()
     outcome: Outcome | None = None
+    spare: frozenset[int] = frozenset()
+    ahead: bool = False
 
 
 class Event:
-    """Something has happened."""
+    """Something has happened.
+
+    keeps, of those that may end a generation: whether all workers here that are in its group can go
+    on in another.
+    """
 
 
 class Command:
@@ -75,7 +82,17 @@ class Command:
 
 @attrs.frozen
 class Settled(Event):
-    """This node is a member of a generation, with workers of these local ranks."""
+    """This node is a member of a generation, with workers of these local ranks; newcomers: of
+    these there are others, which are to be let in once they are ready."""
+
+    local_ranks: frozenset[int]
+    newcomers: frozenset[int] = frozenset()
+
+
+@attrs.frozen
+class OthersGoOn(Event):
+    """The job has workers that are kept, but none here: workers of these local ranks can be started
+    before this node is let in."""
 
     local_ranks: frozenset[int]
 
@@ -92,6 +109,7 @@ class StartFailed(Event):
     """The workers could not all be started."""
 
     reason: str
+    keeps: bool = False
 
 
 @attrs.frozen
@@ -106,6 +124,7 @@ class WorkerEnded(Event):
     kind: FailureKind = FailureKind.ORDINARY
     unsaved: bool = False
     alone: bool = False
+    keeps: bool = False
 
 
 @attrs.frozen
@@ -116,13 +135,16 @@ class Hung(Event, Command):
     reason: str
     since: float = 0.0
     stacks: str = ""
+    keeps: bool = False
 
 
 @attrs.frozen
 class GroupStopped(Event, Command):
-    """The stopping ladder has come to its end; `left` names what would not die."""
+    """The stopping ladder has come to its end; `left` names what would not die, and `spare` the
+    workers that are in no group any more, but run."""
 
     left: str = ""
+    spare: frozenset[int] = frozenset()
 
 
 @attrs.frozen
@@ -130,6 +152,7 @@ class Changed(Event):
     """The generation that this node holds is over, or the job is."""
 
     change: Change
+    keeps: bool = False
 
 
 @attrs.frozen
@@ -161,7 +184,12 @@ class DrainAsked(Event):
 
 @attrs.frozen
 class Join(Command):
-    """Ask for the next generation: no workers are left here."""
+    """Ask for the next generation: no workers here are at work."""
+
+
+@attrs.frozen
+class ReportSlots(Command):
+    """Tell with how many workers this node comes to the next generation."""
 
 
 @attrs.frozen
@@ -170,10 +198,31 @@ class StartWorkers(Command):
 
 
 @attrs.frozen
+class StartAhead(Command):
+    """Start workers that are in no group, while the other nodes go on."""
+
+
+@attrs.frozen
 class StopWorkers(Command):
     """Begin the stopping ladder; where there is a reason to save, by telling it to the workers."""
 
     notice: str = ""
+
+
+@attrs.frozen
+class Regroup(Command):
+    """Have the workers leave their group, which is over, and go on in another; whoever does not
+    leave it in time is sent up the stopping ladder."""
+
+
+@attrs.frozen
+class LeaveGroup(Command):
+    """Tell the workers that their group is over."""
+
+
+@attrs.frozen
+class KeepNone(Command):
+    """No worker will go on in another group: those that wait for a place are to end, too."""
 
 
 @attrs.frozen
@@ -270,14 +319,35 @@ def _stay(now: Supervision, _event: object) -> Step:
 
 
 def _start(_now: Supervision, event: Settled) -> Step:
-    return Supervision(State.RUNNING, awaited=event.local_ranks), (StartWorkers(),)
+    now = Supervision(State.RUNNING, awaited=event.local_ranks, spare=event.newcomers)
+    return now, (StartWorkers(),)
 
 
-def _finish(_now: Supervision, event: JoinEnded | Broke | SignalArrived | DrainAsked) -> Step:
+def _start_ahead(now: Supervision, event: OthersGoOn) -> Step:
+    return attrs.evolve(now, spare=event.local_ranks, ahead=True), (StartAhead(),)
+
+
+def _start_ahead_failed(now: Supervision, _event: StartFailed) -> Step:
+    # Once this node is let in they are started again, and a failure is charged then.
+    return attrs.evolve(now, ahead=False), (ReportSlots(),)
+
+
+def _finish(now: Supervision, event: JoinEnded | Broke | SignalArrived | DrainAsked) -> Step:
+    if now.spare:
+        return _end(now, event), (StopWorkers(),)
     return Supervision(State.ENDED, outcome=outcome_of(event)), ()
 
 
-def _end(now: Supervision, event: Changed | Broke | SignalArrived | DrainAsked) -> Supervision:
+def _spare_ended(now: Supervision, event: WorkerEnded) -> Step:
+    spare = now.spare - {event.exit.local_rank}
+    # Where none is left they are started once this node is let in.
+    now = attrs.evolve(now, spare=spare, ahead=now.ahead and bool(spare))
+    return now, (ReportSlots(),) if now.state is State.JOINING else ()
+
+
+def _end(
+    now: Supervision, event: JoinEnded | Changed | Broke | SignalArrived | DrainAsked
+) -> Supervision:
     return attrs.evolve(now, state=State.ENDING, outcome=outcome_of(event))
 
 
@@ -285,39 +355,44 @@ def _end(now: Supervision, event: Changed | Broke | SignalArrived | DrainAsked) 
 
 
 def _worker_ended(now: Supervision, event: WorkerEnded) -> Step:
-    now = attrs.evolve(now, awaited=now.awaited - {event.exit.local_rank})
+    gone = {event.exit.local_rank}
+    now = attrs.evolve(now, awaited=now.awaited - gone, spare=now.spare - gone)
     if not event.exit.ok:
-        return _fail(now, event.exit.describe(), event.kind)
+        failure = ReportFailure(event.exit.describe(), event.kind)
+        return _fail(now, failure, keeps=event.keeps)
     if now.awaited:
         return now, ()
-    return Supervision(State.FINISHED), (ReportDone(),)
+    return Supervision(State.FINISHED, spare=now.spare), (ReportDone(),)
 
 
 def _failed(now: Supervision, event: StartFailed | Hung) -> Step:
-    return _fail(now, event.reason)
+    return _fail(now, ReportFailure(event.reason), keeps=event.keeps)
 
 
-def _fail(now: Supervision, reason: str, kind: FailureKind = FailureKind.ORDINARY) -> Step:
+def _fail(now: Supervision, failure: ReportFailure, *, keeps: bool) -> Step:
     # The claim goes out before the stop, so that the other nodes stop at the same time.
-    return attrs.evolve(now, state=State.STOPPING), (ReportFailure(reason, kind), StopWorkers())
+    stopping = attrs.evolve(now, state=State.STOPPING)
+    return stopping, (failure, Regroup() if keeps else StopWorkers())
 
 
 def _running_changed(now: Supervision, event: Changed) -> Step:
     if event.change.kind.final:
         return _end(now, event), (StopWorkers(),)
     # Only a change that nobody was lost or failed for leaves all ranks able to agree.
-    notice = RESIZE if event.change.kind is ChangeKind.RESIZE else ""
-    return attrs.evolve(now, state=State.STOPPING), (StopWorkers(notice),)
+    resizes = event.change.kind is ChangeKind.RESIZE
+    stop = Regroup() if event.keeps and not resizes else StopWorkers(RESIZE if resizes else "")
+    return attrs.evolve(now, state=State.STOPPING), (stop,)
 
 
 def _ends(stop: type[StopWorkers | StopSooner]) -> Callable[..., Step]:
     """This node's run ends, once its workers have been stopped like this."""
 
     def ends(now: Supervision, event: SignalArrived | Broke | DrainAsked) -> Step:
+        kept = () if stop is StopWorkers else (KeepNone(),)
         if not isinstance(event, DrainAsked):
-            return _end(now, event), (stop(),)
+            return _end(now, event), (*kept, stop())
         # The others hear of it before our workers stop, so that all stop at one step.
-        return _end(now, event), (ReportDraining(event.name), stop(event.why))
+        return _end(now, event), (ReportDraining(event.name), *kept, stop(event.why))
 
     return ends
 
@@ -335,7 +410,7 @@ def _stopping_ended(now: Supervision, event: WorkerEnded) -> Step:
 
 
 def _stopping_changed(now: Supervision, event: Changed) -> Step:
-    return (_end(now, event) if event.change.kind.final else now), ()
+    return (_end(now, event), (KeepNone(),)) if event.change.kind.final else (now, ())
 
 
 def _hurry(now: Supervision, _event: SignalArrived) -> Step:
@@ -348,16 +423,18 @@ def _stopped(now: Supervision, event: GroupStopped) -> Step:
         undying = f"these survived SIGKILL: {event.left}"
         return Supervision(State.ENDED, outcome=Outcome(WorkerState.FAILED, undying)), ()
     if now.state is State.STOPPING:
-        return Supervision(State.JOINING), (Join(),)
+        return Supervision(State.JOINING, spare=event.spare), (Join(),)
     return Supervision(State.ENDED, outcome=now.outcome), ()
 
 
 # When all of ours have succeeded.
 
 
-def _finished_changed(_now: Supervision, event: Changed | Broke) -> Step:
+def _finished_changed(now: Supervision, event: Changed | Broke) -> Step:
     change = event.change if isinstance(event, Changed) else Change(ChangeKind.LOST, event.reason)
     if not change.kind.final:
+        if now.spare:
+            return attrs.evolve(now, state=State.STOPPING), (Regroup(),)
         return Supervision(State.JOINING), (Join(),)
     outcome = end_of_job(change)
     if change.kind is ChangeKind.LOST:
@@ -369,10 +446,13 @@ def _finished_changed(_now: Supervision, event: Changed | Broke) -> Step:
 _S = State
 TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.JOINING, Settled): _start,
+    (_S.JOINING, OthersGoOn): _start_ahead,
+    (_S.JOINING, StartFailed): _start_ahead_failed,
     (_S.JOINING, JoinEnded): _finish,
     (_S.JOINING, SignalArrived): _finish,
     (_S.JOINING, Broke): _finish,
     (_S.JOINING, DrainAsked): _finish,
+    (_S.JOINING, WorkerEnded): _spare_ended,
     (_S.RUNNING, StartFailed): _failed,
     (_S.RUNNING, WorkerEnded): _worker_ended,
     (_S.RUNNING, Hung): _failed,
@@ -386,10 +466,12 @@ TABLE: dict[tuple[State, type], Callable[..., Step]] = {
     (_S.STOPPING, SignalArrived): _ends(StopSooner),
     (_S.STOPPING, Broke): _ends(StopSooner),
     (_S.STOPPING, DrainAsked): _ends(StopSooner),
+    (_S.FINISHED, WorkerEnded): _spare_ended,
     (_S.FINISHED, Changed): _finished_changed,
     (_S.FINISHED, SignalArrived): _finish,
     (_S.FINISHED, Broke): _finished_changed,
     (_S.FINISHED, DrainAsked): _finish,
+    (_S.ENDING, Settled): _stay,
     (_S.ENDING, WorkerEnded): _stopping_ended,
     (_S.ENDING, GroupStopped): _stopped,
     (_S.ENDING, Changed): _stay,
@@ -449,211 +531,3 @@ def decode(kind: type[Value], said: Any) -> Value | None:
         return kind(**{field.name: said[field.name] for field in fields})
     except (TypeError, ValueError):
         return None
-
-
-# How one group of workers is stopped.
-
-STOP = "stop/"
-"""What is posted under it: the needs of the nodes, each under its rank."""
-_URGENCY = (PREEMPTED, DRAIN, RESIZE)
-
-
-@attrs.frozen
-class Need:
-    """What one node says. call: the first at which it can stop; None if its workers do not ask.
-    reason: as in a notice; seconds: that are left to it."""
-
-    call: int | None
-    reason: str = RESIZE
-    seconds: float = 0.0
-
-
-NO_CALL = Need(None)
-"""Said where workers are stopped without a notice, so that the other nodes wait for nothing."""
-ANY_CALL = Need(1, RESIZE, 1e6)
-"""Said where all workers have succeeded, and can stop wherever the others do."""
-
-
-def agreed(needs: Mapping[int, Need], nodes: int) -> Need | None:
-    """What all stop at, once all nodes (by rank) have spoken; None while some have not.
-
-    Its call is None where there can be no such call. The reason is the most urgent that a node
-    has, and the time is the shortest.
-    """
-    if any(need.call is None for need in needs.values()):
-        return NO_CALL
-    if len(needs) < nodes:
-        return None
-    calls = [need.call for need in needs.values() if need.call is not None]
-    return Need(
-        max(calls),
-        more_urgent(*(need.reason for need in needs.values())),
-        min(need.seconds for need in needs.values()),
-    )
-
-
-def more_urgent(*reasons: str) -> str:
-    """The most urgent of these."""
-    return min(reasons, key=_URGENCY.index)
-
-
-def decode_need(data: bytes) -> Need:
-    """What cannot be read is no agreement."""
-    need = decode(Need, read(data))
-    if need is None or need.reason not in REASONS:
-        return NO_CALL
-    return attrs.evolve(need, seconds=max(0.0, need.seconds))
-
-
-def post_need(node: int, need: Need) -> Post:
-    """Tell the other nodes, unless this one has said something before."""
-    return Post(STOP, str(node), encode(attrs.asdict(need)), first=True)
-
-
-Climb = tuple["Stopping", tuple[Command, ...]]
-
-
-@attrs.frozen
-class Stopping:
-    """One group on its way out; each method takes an event, with the time at which it came.
-
-    ladder: as it is climbed. node: the rank of this one of so many nodes; reachable: whether the
-    others can be told. since: when the climb began. notice: what the workers were last given; None
-    where they are stopped without. deadline: until when they may agree on a call. said: what this
-    node told the others of it; needs: what all nodes have said; outcome: what came of it, None
-    until then.
-    """
-
-    ladder: Ladder
-    node: int = 0
-    nodes: int = 1
-    reachable: bool = False
-    agrees: bool = False
-    since: float = 0.0
-    rung: Rung = Rung.NOTICE
-    hurried: bool = False
-    notice: Notice | None = None
-    deadline: float = 0.0
-    said: Need | None = None
-    outcome: Need | None = None
-    needs: Mapping[int, Need] = attrs.field(factory=dict)
-
-    @property
-    def noticing(self) -> bool:
-        """Whether the workers have a notice, and may save and end by themselves."""
-        return self.notice is not None and self.rung is Rung.NOTICE
-
-    @property
-    def agreeing(self) -> bool:
-        """Whether they have a notice and are to agree at which call to stop, and have not yet."""
-        return self.agrees and self.notice is not None and self.outcome is None
-
-    @property
-    def asking(self) -> bool:
-        """Whether it is still to be found out at which call the workers here can stop."""
-        return self.agreeing and self.said is None
-
-    def left(self, now: float) -> float:
-        """Seconds until the next rung."""
-        return self.ladder.left(now - self.since)
-
-    def begin(self, now: float, notice: Notice | None) -> Climb:
-        """Start to climb; the workers have just heard the notice, or are stopped without."""
-        if notice is None:
-            plain = self.ladder.noticed(0.0)
-            stopping = attrs.evolve(self, ladder=plain, since=now, rung=Rung.TERM)
-            return stopping, (EndWorkers(), *self._tell(NO_CALL))
-        stopping = attrs.evolve(
-            self,
-            ladder=self.ladder.noticed(notice.seconds),
-            since=now,
-            notice=notice,
-            deadline=now + notice.seconds,
-        )
-        # Whether others have saved, and wait for ours, is of use where ours wait for a save.
-        hears = self.agrees and notice.after_save and self._with_others
-        return stopping, (Gather(STOP),) if hears else ()
-
-    def sooner(self, now: float, notice: Notice | None) -> Climb:
-        """Those with a notice get this one, if it leaves them less time; None: they get no more.
-
-        The more urgent reason and the shorter time hold, unless the other nodes have been told
-        already, who would go by another answer.
-        """
-        if self.notice is None or self.rung is not Rung.NOTICE:
-            return self, ()
-        if notice is None:
-            return self.hurry(now), ()
-        left, reason = self.left(now), more_urgent(self.notice.reason, notice.reason)
-        notice = attrs.evolve(notice, seconds=min(left, notice.seconds), reason=reason)
-        stopping = attrs.evolve(
-            self,
-            since=self.since - (left - notice.seconds),
-            notice=notice,
-            deadline=min(self.deadline, now + notice.seconds),
-        )
-        return stopping, (StopAt(None, notice),)
-
-    def hurry(self, now: float) -> Stopping:
-        """Do without what is left of this rung: a notice becomes SIGTERM, that SIGKILL."""
-        if self.rung >= Rung.KILL:
-            return self
-        return attrs.evolve(self, hurried=True, since=self.since - self.left(now))
-
-    def heard(self, posts: Mapping[str, bytes] | None) -> Stopping:
-        """This is what the nodes have posted; None: they cannot be asked."""
-        if posts is None:
-            return attrs.evolve(self, reachable=False)
-        needs = {int(rank): decode_need(value) for rank, value in posts.items()}
-        return attrs.evolve(self, needs=needs)
-
-    def look(self, now: float, running: Collection[str], call: int | None) -> Climb:
-        """Time goes by; `running` names the workers, who can stop at `call`, if it is known."""
-        stopping, agreeing = self._agree(now, call)
-        stopping, climbing = stopping._climb(now, ", ".join(running))
-        return stopping, (*agreeing, *climbing)
-
-    def _agree(self, now: float, call: int | None) -> Climb:
-        if self.notice is None or not self.agreeing:
-            return self, ()
-        lost = now >= self.deadline or (self.nodes > 1 and not self.reachable)
-        said = self.said
-        telling: tuple[Command, ...] = ()
-        if said is None and call is not None and not lost:
-            said = Need(call, self.notice.reason, self.deadline - now)
-            telling = self._tell(said)
-        found = said if self.nodes == 1 else agreed(self.needs, self.nodes)
-        if said is None or found is None:
-            found = NO_CALL if lost else None
-        stopping = attrs.evolve(self, said=said, outcome=found)
-        if found is None:
-            return stopping, telling
-        if found.call is not None:
-            return stopping, (*telling, StopAt(found.call, Notice(found.reason, found.seconds)))
-        return (stopping.hurry(now) if self.noticing else stopping), telling
-
-    def _climb(self, now: float, running: str) -> Climb:
-        if not running:
-            return self, (GroupStopped(),)
-        rung = self.ladder.rung(now - self.since)
-        commands: list[Command] = []
-        if self.rung < Rung.TERM <= rung:
-            why = "still there after they were asked to save"
-            if self.outcome == NO_CALL:
-                why = "the workers cannot all stop at one step"
-            commands.append(EndWorkers(f"{why}, sending SIGTERM: {running}"))
-        if self.rung < Rung.KILL <= rung:
-            waited = (
-                "when it had to stop at once" if self.hurried else f"after {self.ladder.grace:g} s"
-            )
-            commands.append(EndWorkers(f"still there {waited}, killing: {running}", force=True))
-        if rung is Rung.GIVE_UP:
-            commands.append(GroupStopped(left=running))
-        return attrs.evolve(self, rung=rung), tuple(commands)
-
-    @property
-    def _with_others(self) -> bool:
-        return self.nodes > 1 and self.reachable
-
-    def _tell(self, need: Need) -> tuple[Command, ...]:
-        return (post_need(self.node, need), Gather(STOP)) if self._with_others else ()

@@ -15,6 +15,7 @@ import attrs
 from ..clock import Clock
 from ..observe.journal import Guard, Journal
 from ..observe.step_watch import EVERY_SECONDS, StepWatch
+from ..observe.wording import ranks_of
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousInfo
 from ..visible import shorten
@@ -115,14 +116,17 @@ class Report:
         self._clock = clock
         self._steps: StepWatch | None = None
         self._idle_since = self._began_at = self._stopping_at = clock()
-        self._why, self._planned = "this node is new", False
+        self._why, self._planned = "waiting for its first generation", False
         self._silent_since: float | None = None
         self._group: WorkerGroup | None = None
         self._exits: dict[int, WorkerExit] = {}
         self._without_exit: Cause | None = None
         self.failed_elsewhere = False
         """Whether workers of a node that is known have ended the job."""
+        self.deserted = False
+        """Whether nobody took the place of a lost node, of which workers here may have failed."""
         self.lost = ""
+        self.saved: int | None = None
         """What was in memory alone and could not be put where it lasts."""
 
     # -- as it happens ------------------------------------------------------------------------
@@ -142,16 +146,25 @@ class Report:
         self._last_look()
         self._tell("rendezvous.began", why=self._why, planned=self._planned)
 
+    def starting_ahead(self, group: WorkerGroup) -> None:
+        """The workers are about to start that wait for a place in the job."""
+        count = len(group.newcomers)
+        log.info(
+            "the job goes on: %d worker%s start%s here before this node joins it",
+            *(count, "s" * (count > 1), "s" * (count == 1)),
+        )
+
     def starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         """Another generation's workers are about to start; nothing of the last one counts."""
         self._group, self._began_at = group, self._clock()
         self._exits, self._without_exit, self.failed_elsewhere = {}, None, False
         waited = self._began_at - self._idle_since
         first, last = group.workers[0], group.workers[-1]
+        ranks = ranks_of(range(first.rank, last.rank + 1))
         log.info(
             "%s",
-            f"generation {info.generation} after {waited:.2f} s: node {info.rank} of "
-            f"{info.world_size}, ranks {first.rank}-{last.rank} of {first.world_size}, "
+            f"generation {info.generation} after {waited:.2f} s of rendezvous: node {info.rank} of "
+            f"{info.world_size}, {ranks} of {first.world_size}, "
             f"{group.restarts} of {group.max_restarts} restarts; {info.cause}",
         )
         self._tell(
@@ -169,10 +182,15 @@ class Report:
             why=None if info.why is None else info.why.value,
         )
 
-    def started(self, group: WorkerGroup, names: Mapping[int, str]) -> None:
-        for local_rank, name in sorted(names.items()):
-            rank = group.worker(local_rank).rank
-            self._tell("worker.began", rank, local_rank=local_rank, name=name)
+    def started(
+        self, group: WorkerGroup, names: Mapping[int, str], started_in: Mapping[int, int]
+    ) -> None:
+        """started_in: in which start of this agent's workers each was begun, by local rank."""
+        for worker in group.workers:
+            local = worker.local_rank
+            if local in names:
+                facts = {"local_rank": local, "name": names[local], "attempt": started_in[local]}
+                self._tell("worker.began", worker.rank, **facts)
         if names and self._workers.tell_steps and self._journal is not None:
             self._steps = StepWatch(self._began_at)
 
@@ -281,7 +299,7 @@ class Report:
     def result(self, outcome: Outcome, cause: Cause | None) -> RunResult:
         """How the run ended, and why the job did if it failed; that is told, too."""
         succeeded, group = outcome.state is WorkerState.SUCCEEDED, self._group
-        cause = None if succeeded else cause
+        cause = None if succeeded or self.deserted else cause
         exits = self._exits.values()
         result = RunResult(
             state=outcome.state,
@@ -295,6 +313,8 @@ class Report:
             expelled=outcome.expelled,
         )
         self._last_look()
+        if self.saved is not None:
+            self._tell("saved", step=self.saved)
         self._tell(
             "run.ended",
             state=result.state.value,

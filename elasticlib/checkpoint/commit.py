@@ -147,7 +147,7 @@ def why_not(fence: Fence | None, writer: Writer, *, beside: bool = False) -> str
         return ""
     if beside and (holder.start, holder.generation) == (writer.start, writer.generation):
         return ""
-    return f"{holder} has taken it over from {writer}"
+    return f"{holder} took the folder over from {writer}"
 
 
 def encode_fence(fence: Fence) -> bytes:
@@ -242,7 +242,7 @@ class Committer:
             fence = self._fence(damaged_is_none=True)
             ours = claim_fence(fence, self.writer, beside=self._beside)
             if isinstance(ours, str):
-                raise CheckpointRefused(f"{self._place.name} is not ours to write: {ours}")
+                raise CheckpointRefused(f"{self._place.name} is not writable for this job: {ours}")
             if ours != fence:
                 self._place.put(FENCE, encode_fence(ours))
                 with self._or_it_stays():
@@ -405,7 +405,7 @@ class Committer:
             # At each save it is tried again, and said once.
             if str(error) not in self._warned:
                 self._warned.add(str(error))
-                what = "what is not needed could not be deleted"
+                what = "old files could not be deleted"
                 log.warning("%s: %s: %s", self._place.name, what, error)
 
     def _select(self, just: int | None = None, unread: Container[int] = ()) -> Selection:
@@ -430,7 +430,7 @@ class Committer:
         except (CheckpointCorrupt, NotAFile) as error:
             if not damaged_is_none:
                 raise
-            log.warning("%s: %s: nobody is known to have it", self._place.name, error)
+            log.warning("%s: %s: its owner is not known", self._place.name, error)
             return None
 
     def goes_on(self) -> bool:
@@ -615,8 +615,8 @@ class OthersSave(Save):
                 pause.wait(STORE_SECONDS if outcomes.reachable else FOLDER_SECONDS)
             elif outcomes.reachable:
                 return (
-                    f"nothing was heard of the save of step {step}, which rank {outcomes.writer} "
-                    "makes: it has died, is still at it, or was not asked to save"
+                    f"no news of the save of step {step}, which rank {outcomes.writer} "
+                    "makes: it has died, is still saving, or did not call save"
                 )
             else:
                 return f"there is no {self._folder.describe(step)}, which another rank was to save"
@@ -673,7 +673,7 @@ class Outcomes:
             if number > REMEMBERED:
                 self._store.delete_key(self._key(number - REMEMBERED))
         except (RuntimeError, NotImplementedError) as lost:
-            log.info("the other ranks are not told that step %d was saved: %s", step, lost)
+            log.info("cannot tell the other ranks that step %d was saved: %s", step, lost)
 
     def heard(self, number: int) -> dict[str, Any] | None:
         """What the writer has said of a save; None if nothing yet."""
@@ -683,7 +683,7 @@ class Outcomes:
             said: dict[str, Any] = json.loads(self._store.get(self._key(number)))
         except RuntimeError as lost:
             # Its host may have ended once it had saved.
-            log.info("the ranks' store does not say how save %d came out: %s", number, lost)
+            log.info("cannot read the result of save %d in the ranks' store: %s", number, lost)
             self.reachable = False
             return None
         return said

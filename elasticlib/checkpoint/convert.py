@@ -225,7 +225,7 @@ class _ListUnpickler(pickle.Unpickler):
                 return ours
             if (module, name) in _LISTED:
                 return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{_DCP_LIST} names {module}.{name}, which has no place there")
+        raise pickle.UnpicklingError(f"{_DCP_LIST} names {module}.{name}, which is not allowed")
 
 
 class _Planner(DefaultLoadPlanner):

@@ -36,8 +36,8 @@ log = logging.getLogger("elasticlib.checkpoint")
 def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
     """Write `state` to the file `path`, in place of what was there, durably or not at all.
 
-    When it returns, the file is whole and on the disk. Missing folders are made. What an earlier
-    crash left of a save to the same path is removed; so of two saves of one path at once, the
+    When it returns, the file is complete and on the disk. Missing folders are created. Leftovers of
+    an earlier crash at the same path are removed; so if two saves write to one path at once, the
     one that began first may fail. Save from one rank only.
 
     Args:
@@ -81,7 +81,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointCorrupt: the file was cut short or changed, or is not one of ours.
+        CheckpointCorrupt: the file is truncated or changed, or was not written by elasticlib.
         CheckpointError: plain `torch.save` or a `CheckpointManager` wrote the file, or a newer
             version; or it is whole, and this program lacks a class or library for what is in it.
     """
@@ -101,7 +101,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
 
 
 def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> Path | None:
-    """The newest whole checkpoint in `folder`, by the numbers in the names; None if there is none.
+    """The newest complete checkpoint in `folder`, by the numbers in the names, or None.
 
     Every byte of the chosen file has been checked. A newer one that is damaged is passed over,
     and the logger `elasticlib.checkpoint` warns why.
@@ -120,7 +120,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
                 else:
                     _check_pack(file, path, _head(file, path))
         except (CheckpointError, OSError) as error:
-            log.warning("checkpoint passed over: %s", error)
+            log.warning("checkpoint skipped: %s", error)
         else:
             return path
     return None
@@ -161,7 +161,7 @@ def _pieces(layout: Layout) -> Iterator[memoryview]:
 
 
 def _corrupt(path: str | os.PathLike[str], reason: object) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{os.fspath(path)} is no whole checkpoint: {reason}")
+    return CheckpointCorrupt(f"{os.fspath(path)} is not a complete checkpoint: {reason}")
 
 
 def _head(file: BinaryIO, path: str | os.PathLike[str]) -> Head:
@@ -171,10 +171,12 @@ def _head(file: BinaryIO, path: str | os.PathLike[str]) -> Head:
     try:
         size, start = size_of(first)
         if size != there:
-            raise CheckpointCorrupt(f"it says that it has {size} bytes, there are {there}")
+            raise CheckpointCorrupt(f"it should have {size} bytes, and has {there}")
         head = read_head(first + file.read(start - len(first)))
     except CheckpointCorrupt as error:
-        raise _corrupt(path, f"{error}: cut short, changed, or not one of ours") from error
+        raise _corrupt(
+            path, f"{error}: truncated, changed, or not written by elasticlib"
+        ) from error
     except Unreadable as error:
         raise Unreadable(f"{os.fspath(path)} cannot be read: {error}") from error
     if head.summed is None:
@@ -246,8 +248,7 @@ def _check_archive(file: BinaryIO, path: str | os.PathLike[str]) -> None:
         )
     raise _corrupt(
         path,
-        "it does not end in the integrity record of its bytes: cut short, changed, or not one of "
-        "ours",
+        "it does not end with a checksum record: truncated, changed, or not written by elasticlib",
     )
 
 

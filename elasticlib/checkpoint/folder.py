@@ -153,7 +153,7 @@ def decode_manifest(data: bytes) -> Manifest:
     try:
         return _manifest(read_object(body))
     except ValueError as error:
-        raise CheckpointCorrupt(f"its manifest is none: {error}") from error
+        raise CheckpointCorrupt(f"its manifest is not valid: {error}") from error
 
 
 def _manifest(fields: dict[str, Any]) -> Manifest:
@@ -199,7 +199,7 @@ def _out_of_range(manifest: Manifest) -> str | None:
         return "two of its files have one name"
     for file in files:
         if not _FILE.fullmatch(file.name) or file.name in (".", "..", MANIFEST):
-            return f"{file.name!r:.80} is no name of a file beside it"
+            return f"{file.name!r:.80} is not the name of a file beside it"
         if not (0 <= file.size <= MAX_BYTES and 0 <= file.crc32 < 1 << 32):
             return f"{file.name} has {file.size} bytes with the CRC-32 {file.crc32:x}"
     return None
@@ -393,12 +393,12 @@ class CheckpointFolder:
         except OtherFormat as error:
             return Found(step, None, str(error), unread=True)
         except NotAFile as error:
-            return Found(step, None, f"its manifest cannot be: {error}")
+            return Found(step, None, f"its manifest cannot be read: {error}")
         except OSError as error:
             if not self.place.is_linked(folder):
                 return Found(step, None, str(error), unread=True)
             # Ours have no links: nobody waits for what somebody else has led away.
-            return Found(step, None, f"it is a link to what cannot be read: {error}")
+            return Found(step, None, f"it is a link whose target cannot be read: {error}")
         except CheckpointCorrupt as error:
             return Found(step, None, str(error))
         return Found(step, None if flaw else manifest, flaw or "")
@@ -645,8 +645,8 @@ class CheckpointFolder:
                 raise
             except CheckpointError as error:
                 self.passed_over[found.step] = str(error)
-                log.warning("checkpoint passed over: %s", error)
-        raise FileNotFoundError(f"there is no whole checkpoint in {self.place.name}")
+                log.warning("checkpoint skipped: %s", error)
+        raise FileNotFoundError(f"there is no complete checkpoint in {self.place.name}")
 
     def _only(self, step: int) -> Found:
         found = self.look(step)

@@ -7,6 +7,7 @@ thread. What was saved last and is whole is what `load` gives back.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import mmap
@@ -29,7 +30,7 @@ from ..workers.context import context
 from .commit import Committer, OthersSave, Outcomes, OwnSave, Save, TakesNoWrites, Writer, Writers
 from .folder import CheckpointFolder, Retention, Selection, check_step, open_place
 from .pack import Layout, fill, lay_out
-from .peers import Peers, Source
+from .peers import MEMORY, Agreed, Peers, Source
 from .place import LocalPlace, Place, RemotePlace, new_memory
 from .restore import DiskSource, Restored, restore_from
 from .sharded import lay_out_part
@@ -53,17 +54,22 @@ class RankInfo:
     writer: Writer
 
     @classmethod
-    def of_this_process(cls, group: dist.ProcessGroup | None) -> RankInfo:
+    def of_this_process(
+        cls, group: dist.ProcessGroup | None, local_rank: int | None = None
+    ) -> RankInfo:
         """By the process group where there is one, else by what the launcher put in the
         environment. Under another launcher, or none, each process is a launch of its own.
 
         Args:
             group: the ranks that share the state; all of the default group by default.
+            local_rank: among those of this node; by default the launcher's.
         """
         environment, host, token = os.environ, socket.gethostname(), secrets.token_hex(8)
         grouped = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank(group) if grouped else int(environment.get("RANK", "0"))
-        local_rank = environment.get("ELASTICLIB_LOCAL_RANK", environment.get("LOCAL_RANK", rank))
+        if local_rank is None:
+            launched = environment.get("LOCAL_RANK", rank)
+            local_rank = int(environment.get("ELASTICLIB_LOCAL_RANK", launched))
         world = dist.get_world_size(group) if grouped else int(environment.get("WORLD_SIZE", "1"))
         writer = Writer(
             run=environment.get("TORCHELASTIC_RUN_ID", ""),
@@ -72,7 +78,7 @@ class RankInfo:
             token=token,
             label=f"process {os.getpid()} on {host}",
         )
-        return cls(rank, int(local_rank), world, host, writer)
+        return cls(rank, local_rank, world, host, writer)
 
 
 class HostBuffer:
@@ -115,18 +121,18 @@ def _cuda() -> Any:
 class CheckpointManager:
     """The checkpoints in one folder, as one rank of a job saves and loads them.
 
-    All ranks make the same calls. A state that is the same on all ranks is written by one of them;
-    of one with sharded tensors (DTensors, as FSDP2 has them) each rank writes its part. What any of
-    `keep_last`, `keep_every` and `keep_best` keeps is kept.
+    All ranks make the same calls. If the state is the same on all ranks, one of them writes it; if
+    it has sharded tensors (DTensors, as in FSDP2), each rank writes its part. A checkpoint is kept
+    if any of `keep_last`, `keep_every` and `keep_best` keeps it.
 
     Args:
         folder: a path, any fsspec URL, or a place of your own.
-        keep_last: so many of the newest checkpoints stay when one is saved.
-        keep_every: and those of steps that are a multiple of this; 0 for none.
-        keep_best: and those with the best value of a metric that `save` is given: its name, which
-            values are better ("min" or "max"), and how many stay (1 by default).
-        shared: whether all nodes see the same folder: the first rank writes. If each node has one
-            of its own, the first rank of each node does.
+        keep_last: keep this many of the newest checkpoints.
+        keep_every: also keep steps that are a multiple of this; 0: none.
+        keep_best: also keep the best by a metric that `save` is given: its name, which values are
+            better ("min" or "max"), and how many to keep (1 by default).
+        shared: True if all nodes see the same folder; then rank 0 writes. False if each node has a
+            folder of its own; then the first rank of each node writes.
         group: the ranks that share the state; all of the default process group by default. It
             needs one folder for all, and each of its ranks keeps snapshots.
 
@@ -161,6 +167,7 @@ class CheckpointManager:
         self._expected: deque[OthersSave] = deque(maxlen=MAX_EXPECTED)
         self._forget: Callable[[], None] | None = None
         self._process = os.getpid()
+        self._local_rank: int | None = None
         self._closed = False
 
     # -- saving -------------------------------------------------------------------------------
@@ -170,18 +177,18 @@ class CheckpointManager:
     ) -> Save:
         """Save the state after `step`; returns once it is copied, and may be changed again.
 
-        Waits for the save before it, if that is still under way. What was saved of the same step
-        before is replaced once the new one is whole.
+        Waits for the save before it, if that is still under way. An older checkpoint of the same
+        step is replaced once the new one is complete.
 
         Args:
             state: nested containers of tensors, NumPy arrays, plain values, and objects with
                 `state_dict` and `load_state_dict`; docs/checkpoints.md lists all that is taken.
-            metrics: what was measured of it, by name, for `best`, `keep_best` and people. Those of
-                the rank that commits are kept; one that is infinite or not a number is left out,
-                and a warning says so.
+            metrics: measured values, by name, for `best`, `keep_best` and people. Those of the rank
+                that commits are kept; an infinite one, or one that is not a number, is left out
+                with a warning.
 
         Returns:
-            This save, to be waited for, or asked how it came out.
+            A handle: wait for the save, or ask whether it has failed.
 
         Raises:
             CheckpointError: the save before this one failed, nobody has asked about it, and this
@@ -192,11 +199,12 @@ class CheckpointManager:
         check_step(step)
         self._must_be_open()
         # Counted on all ranks alike, whatever comes of it on one of them.
-        number = self._outcomes.begin()
+        outcomes = self._outcomes
+        number = outcomes.begin()
         try:
             return self._begin(step, state, self._measured(step, metrics), number, began)
         except BaseException as error:
-            self._outcomes.tell(number, step, error)
+            outcomes.tell(number, step, error)
             raise
         finally:
             self.stall = monotonic() - began
@@ -223,18 +231,26 @@ class CheckpointManager:
             atexit.register(self._last_words)
             self._forget = context().on_stop(self._settle)
         write = partial(writers.write, step, data, metrics, self._rank_info.world_size)
-        self._last = OwnSave(step, partial(self._write, step, write, number, began))
+        tell = partial(self._outcomes.tell, number, step)
+        self._last = OwnSave(step, partial(self._write, step, write, tell, self._committer, began))
         return self._last
 
-    def _write(self, step: int, write: Callable[[], None], number: int, began: float) -> None:
-        """Behind the training step."""
+    def _write(
+        self,
+        step: int,
+        write: Callable[[], None],
+        tell: Callable[..., None],
+        committer: Committer,
+        began: float,
+    ) -> None:
+        """Behind the training step, and in the terms of the group in which it began."""
         try:
             write()
         except BaseException as error:
-            self._outcomes.tell(number, step, error)
+            tell(error)
             raise
-        self._outcomes.tell(number, step)
-        committed = self._committer.committed
+        tell()
+        committed = committer.committed
         # Where another rank commits, it has when this one hears of it.
         self.durable = (committed if committed > began else monotonic()) - began
         context().saved(step)
@@ -263,9 +279,9 @@ class CheckpointManager:
     def snapshot(self, step: int, state: object) -> bool:
         """Keep the state after `step` in memory of this node's agent, which outlives this process.
 
-        One copy, and nothing else; it may be made every step. The next worker goes on from it
-        without reading a disk, and the agent writes the newest one to the folder when the job
-        drains or fails for good. The last one or two are kept.
+        It costs one copy, so you may call it in every step. The next worker resumes from it without
+        reading a disk, and the agent writes the newest snapshot to the folder when the job drains
+        or fails for good. The last one or two are kept.
 
         Args:
             state: as of `save`. Of one that is the same on all ranks the first rank of each node
@@ -286,14 +302,43 @@ class CheckpointManager:
             context().kept(step)
         return made is not None
 
+    def regrouped(self, local_rank: int) -> None:
+        """The process group has other members, of another generation: forget what was known of the
+        ones before. What another rank was saving is not waited for any more.
+
+        Args:
+            local_rank: of this process, among those of the group that are on this node.
+        """
+        wrote = "_rank_info" in vars(self) and self.writes
+        self._local_rank = local_rank
+        memory = vars(self).pop("_memory", None)
+        for name in ("_rank_info", "_committer", "_this_rank", "_all_ranks", "_outcomes"):
+            vars(self).pop(name, None)
+        if memory is not None:
+            memory.close()
+        if self._writing is not None:
+            self._last_words()  # of a save that took all ranks, and may have lost some
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(self._writing)
+            self._writing = None
+        elif wrote and not self.writes:
+            self._settle()  # before the one that writes now takes the folder
+        self._expected.clear()
+
+    def taken_over(self, step: int, state: dict[str, Any], source: int) -> None:
+        """All ranks have the state after `step`, from rank `source`: snapshots after it count no
+        more, and a node that has none of it keeps one."""
+        if (memory := self._memory) is not None:
+            memory.take_up(Agreed(step, MEMORY, source, self._rank_info.rank), state)
+
     @property
     def writes(self) -> bool:
         """Whether this rank writes states that are the same on all ranks."""
         return not (self._rank_info.rank if self._shared else self._rank_info.local_rank)
 
     def claim(self) -> None:
-        """Take the folder for this generation, if this rank writes: older ones cannot commit from
-        now on. `restore` does so, too, and `save`, if nobody did before.
+        """Take the folder for this generation, if this rank writes: from now on, older generations
+        cannot commit. `restore` does so, too, and so does the first `save`.
 
         Raises:
             CheckpointRefused: somebody newer has it. CheckpointError: the disk failed.
@@ -375,21 +420,21 @@ class CheckpointManager:
     ) -> Restored:
         """Bring `state` to the newest one that is whole over all ranks; to be called by all.
 
-        Snapshots and checkpoints of all nodes count: what one node alone has it sends to the
-        others, in chunks. What is damaged is passed over by all; the result says why. From then
-        on no earlier generation can commit to the folder, unless it takes no writes, which is said
-        in a warning.
+        Snapshots and checkpoints of all nodes count: if only one node has a state, it sends it to
+        the others in chunks. All ranks skip what is damaged; the result says why. From then on no
+        earlier generation can commit to the folder (if the folder cannot be written, a warning says
+        so).
 
         Args:
             state: names to objects with `state_dict` and `load_state_dict`, containers and
                 tensors, as they were saved; all are changed in place, see `restore.restore_from`.
-            step: to restore this one, and no other. Newer ones stay where they are, and are what
-                the next `restore` that names no step goes on from.
+            step: restore this step and no other. Newer ones are not deleted: the next `restore`
+                without a step takes the newest.
             strict: whether names of `state` itself that only one side has are an error.
 
         Returns:
             Which step it was, and where it came from. It is false, and nothing was changed, if
-            there is nothing to go on from.
+            there is nothing to restore.
 
         Raises:
             FileNotFoundError: no rank has anything of `step`; the message names the steps that
@@ -405,8 +450,8 @@ class CheckpointManager:
         memory, rank_info = self._memory, self._rank_info
         if rank_info.world_size > 1 and not dist.is_initialized():
             raise CheckpointError(
-                f"restore is agreed by all {rank_info.world_size} ranks, and there is no process "
-                "group yet: call torch.distributed.init_process_group before"
+                f"restore needs a process group of all {rank_info.world_size} ranks: call "
+                "torch.distributed.init_process_group first"
             )
         # Taken before it is looked at, and in there, where what fails on one rank fails on all.
         disk = DiskSource(self._reader, self._claim_to_go_on)
@@ -442,10 +487,10 @@ class CheckpointManager:
         like: object = None,
         map_location: MapLocation = "cpu",
     ) -> Any:
-        """The newest state that is whole, or that of one step; every byte of it was checked.
+        """The newest complete state, or that of one step; every byte was checked.
 
-        A newer one that is damaged is passed over: a warning and `passed_over` say why. One that
-        cannot be read is not.
+        A newer one that is damaged is skipped: a warning and `passed_over` say why. One that cannot
+        be read raises.
 
         Args:
             like: for sharded states: a state with sharded tensors in the same places (or objects
@@ -483,7 +528,7 @@ class CheckpointManager:
         rule = self._retention if by is None else Retention(best=_with_count(by))
         if rule.best is None:
             raise ConfigError(
-                'best() has to be told by what: give it ("loss", "min"), or the manager keep_best'
+                'best() needs a metric: give it ("loss", "min"), or the manager keep_best'
             )
         return self._reader.best(*rule.best[:2])
 
@@ -492,7 +537,7 @@ class CheckpointManager:
         return sorted(found.step for found in self._reader.found() if found.manifest)
 
     def verify(self, step: int | None = None) -> dict[int, str]:
-        """Read every byte of one checkpoint, or of all: what is wrong, by step; empty if nothing.
+        """Read every byte of one checkpoint, or of all. Returns what is wrong, by step.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
@@ -501,11 +546,11 @@ class CheckpointManager:
 
     @property
     def passed_over(self) -> dict[int, str]:
-        """Why the last `latest`, `best` or `load` passed checkpoints over, by step."""
+        """Why the last `latest`, `best` or `load` skipped checkpoints, by step."""
         return dict(self._reader.passed_over)
 
     def prune(self) -> Selection:
-        """Delete what is not to be kept, if this rank writes.
+        """Delete the checkpoints that need not be kept, if this rank writes.
 
         Raises:
             CheckpointRefused: somebody newer has the folder, or took it over. CheckpointError: the
@@ -523,13 +568,13 @@ class CheckpointManager:
         except TakesNoWrites as error:
             if not self.steps() and not (self._memory and self._memory.held()):
                 raise
-            log.warning("%s: it is read all the same, and nothing can be saved there yet", error)
+            log.warning("%s: it can be read, but nothing can be saved there yet", error)
 
     # -- what it is made of, when it is first used ---------------------------------------------
 
     @cached_property
     def _rank_info(self) -> RankInfo:
-        return RankInfo.of_this_process(self._group)
+        return RankInfo.of_this_process(self._group, self._local_rank)
 
     @cached_property
     def _reader(self) -> CheckpointFolder:
@@ -562,7 +607,9 @@ class CheckpointManager:
             # torch has no public name for the store that a process group met in.
             store = dist.distributed_c10d._get_default_store()
         ranks = None if group is None else dist.get_process_group_ranks(group)
-        return Outcomes(store, f"{self._name}\0{ranks}\0{writer}", writer, mine=self.writes)
+        # Saves are counted anew in each generation: one that joins later has made none of them.
+        name = f"{self._name}\0{ranks}\0{writer}\0{rank_info.writer.generation}"
+        return Outcomes(store, name, writer, mine=self.writes)
 
     @cached_property
     def _memory(self) -> SnapshotMemory | None:

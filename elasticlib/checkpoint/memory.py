@@ -395,7 +395,7 @@ class Slots:
         gone = [file for file in self._files if not os.fstat(file.handle).st_nlink]
         if gone:
             self._drop(gone)
-            what = "snapshots in %s were removed by others; those of the next steps are kept again"
+            what = "snapshots in %s were removed by another program; the next steps are kept again"
             log.warning(what, self._folder)
         # How large the first snapshot is was a guess when its slot was prepared.
         for file in self._files:
@@ -431,7 +431,7 @@ class Slots:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise CheckpointError(
-                f"the agent's memory at {self._folder} takes no snapshot: {error.strerror}"
+                f"the agent's memory at {self._folder} cannot hold snapshots: {error.strerror}"
             ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -635,6 +635,6 @@ def flaw(
     if expected is None or (now := word_sum(view, serial=serial)) == expected:
         return None
     return (
-        f"the snapshot of step {found.record.step} was changed in memory: its words' sum was "
+        f"the snapshot of step {found.record.step} was changed in memory: its checksum was "
         f"{expected:016x}, and is {now:016x}"
     )

@@ -32,7 +32,7 @@ import torch
 from torch.serialization import location_tag
 
 from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
-from ..foreign import class_named, full_name
+from ..foreign import class_named, full_name, with_article
 from .pack_head import (
     ALIGN,
     ARRAY_DTYPES,
@@ -218,7 +218,9 @@ class _Encoder(Walk):
 
 
 def _refusal(way: Way, value: object) -> CheckpointError:
-    what = f"{spoken(way)} is a {full_name(value)}"
+    plain = type(value).__module__ == "builtins"
+    name = with_article(value) if plain else f"a {full_name(value)}"
+    what = f"{spoken(way)} is {name}"
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         if callable(getattr(value, "load_state_dict", None)):
             return CheckpointError(f"{what}: give what its state_dict() returns")

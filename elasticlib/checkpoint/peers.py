@@ -353,7 +353,7 @@ class Peers:
         try:
             words = self.words({"found": found}, error)
         except RuntimeError as lost:
-            raise CheckpointError(f"this rank {what}: another one is gone: {lost}") from error
+            raise CheckpointError(f"this rank {what}: another rank is gone: {lost}") from error
         if error is not None:
             raise error
         raise_any(words, None, what)
@@ -378,7 +378,7 @@ class Peers:
                     size = sizes[origin(route, self.rank)]["sizes"][at]
                     packs[number] = memoryview(mmap.mmap(-1, size))
 
-        self.all_do(make_room, "has no memory for what it is sent")
+        self.all_do(make_room, "lacks the memory for what it receives")
         sums = []
         for number, route in routes.items():
             takers = [taker for taker, giver in route.items() if giver == self.rank]
@@ -454,7 +454,7 @@ class Peers:
             finish()
         error = failed[0] if failed else None
         words = self.words({"sums": [[*ends, crc] for ends, crc in sums.items()]}, error)
-        raise_any(words, error, f"failed at restoring step {step}")
+        raise_any(words, error, f"failed to restore step {step}")
         every = [{(giver, taker): crc for giver, taker, crc in word["sums"]} for word in words]
         for rank, found in enumerate(every):
             for (giver, taker), crc in found.items():
@@ -481,7 +481,7 @@ def _compare(step: int, ends: tuple[int, int], sums: tuple[int, int], by: str = 
     """Whether what a rank sent is what came to another."""
     if sums[0] != sums[1]:
         raise CheckpointCorrupt(
-            f"step {step} was changed on its way: rank {ends[0]} sent CRC-32 {sums[0]:08x},"
+            f"step {step} was corrupted in transit: rank {ends[0]} sent CRC-32 {sums[0]:08x},"
             f" {sums[1]:08x} came to rank {ends[1]}{by}"
         )
 
@@ -566,7 +566,7 @@ class Search:
         """Tell everybody what is here; of one step alone, if one is given."""
         found, error = tried(lambda: self._list(step))
         words = self.peers.words({"node": node, "only": step, **(found or {})}, error)
-        raise_any(words, error, "could not say which states it holds")
+        raise_any(words, error, "could not list the states that it holds")
         for rank, word in enumerate(words):
             if word["only"] != words[0]["only"]:
                 first, other = (

@@ -377,7 +377,7 @@ def chunks_in(memory: Path, found: Found) -> list[Chunk] | None:
             return None if view is None else chunks_of(read_meta(view))
         except CheckpointError as error:
             step, part = found.record.step, found.record.part
-            log.warning("part %d of the snapshot of step %d is passed over: %s", part, step, error)
+            log.warning("part %d of the snapshot of step %d is skipped: %s", part, step, error)
             return None
 
 
@@ -394,7 +394,8 @@ class Persisting:
     """One kind of snapshots on its way to its folder, beside a worker of the same generation that
     may be at its last save there, on another node.
 
-    leaves: see `LastWrites`. over: whether to begin nothing more.
+    leaves: see `LastWrites`. over: whether to begin nothing more. saved: the step that was written,
+    by this node or with others.
     """
 
     _memory: Path
@@ -404,6 +405,7 @@ class Persisting:
     _committer: Committer
     _leaves: bool
     _over: threading.Event
+    saved: int | None = attrs.field(init=False, default=None)
     _learned: dict[str, list[Chunk]] = attrs.field(init=False, factory=dict)
     _why: str = attrs.field(init=False, default="")
     _cleared: int = attrs.field(init=False, default=0)
@@ -481,7 +483,7 @@ class Persisting:
         settled = all_in or waited > SETTLE_SECONDS
         missing = settled and self._learn(in_doubt(pieces))
         plan = newest_whole(pieces, self._kind.chunks | self._learned)
-        told = f"{len(posts)} of {self._board.nodes} nodes have told what they hold"
+        told = f"{len(posts)} of {self._board.nodes} nodes have listed what they hold"
         if isinstance(plan, WritePlan):
             is_newest = plan.state == max(piece.state for piece in pieces)
             if is_newest or (settled and not missing) or waited > AGREE_SECONDS:
@@ -516,6 +518,7 @@ class Persisting:
             said, seen = board.list(under)
             move = next_move(plan.shares, said, self._kind.of(plan), failed, board.nodes > 1)
             if isinstance(move, Over):
+                self.saved = None if move.reason else plan.state.step
                 return move.reason
             if move is not None:
                 at = said[move].version if move in said else ABSENT
@@ -539,7 +542,8 @@ class Persisting:
             if key == COMMIT:
                 files = tuple(present(said[share].file, "a file") for share in plan.shares)
                 self._committer.commit(step, files, len(files) if plan.state.sharded else 0)
-                log.info("step %d was written to %s", step, self._kind.record.folder)
+                folder = self._kind.record.folder
+                log.info("step %d was written to %s, from the last snapshot", step, folder)
                 self._board.done(done=True)
             else:
                 file = self._write(plan, key, claim)
@@ -569,7 +573,7 @@ class Persisting:
         self._cleared += 1
         if self._cleared >= ATTEMPTS:
             return self._failed(plan, COMMIT, error)
-        log.info("step %d is looked for again: %s", plan.state.step, error)
+        log.info("looking for step %d again: %s", plan.state.step, error)
         self._board.done()
         if self._has(plan.state):
             raise _GoesOn(str(error))
@@ -600,7 +604,7 @@ class LastWrites:
 
     info: of the last generation; None where there was none. alone: makes a store in this process.
     leaves: whether this node's run is over; if not, it helps those that leave, if any does. place:
-    of the checkpoints, if not the one that the snapshots name.
+    of the checkpoints, if not the one that the snapshots name. saved: the step that was written.
     """
 
     def __init__(
@@ -616,6 +620,7 @@ class LastWrites:
         self._leaves, self._place = leaves, place
         self._board = Board(alone, info)
         self._over = threading.Event()
+        self.saved: int | None = None
         self._left: list[Kind] = []
         self._problems: list[str] = []
 
@@ -676,6 +681,7 @@ class LastWrites:
         writer = Writer(record.run, record.launch, generation, board.token, label)
         folder = CheckpointFolder(self._place or open_place(record.folder))
         committer = Committer(folder, writer, _ALL, beside=True)
-        return Persisting(
-            self._memory, kind, board, folder, committer, self._leaves, self._over
-        ).run()
+        writing = Persisting(self._memory, kind, board, folder, committer, self._leaves, self._over)
+        problem = writing.run()
+        self.saved = self.saved if writing.saved is None else writing.saved
+        return problem

@@ -188,13 +188,13 @@ class Mailbox(KeySpace):
     def put(self, key: str, value: bytes, lease: Lease | None, now: float) -> Entry:  # noqa: ARG002
         found = re.fullmatch(r"([0-9]{1,9})/([0-9a-f]{16})/([0-9a-f]{8}|offer|seal)", key)
         if found is None or int(found[1]) not in self._slots:
-            raise StoreRefused("this is no node whose replicas I keep")
+            raise StoreRefused("replicas of that node are not kept here")
         rank, offer, what = int(found[1]), found[2], found[3]
         try:
             if what == "offer":
                 self._begin(rank, offer, value)
             elif rank not in self._coming or self._coming[rank].offer != offer:
-                raise ValueError("this has not been offered, or another was after it")
+                raise ValueError("this was not offered, or a later one was")
             elif what == "seal":
                 self._end(rank, value)
             else:
@@ -232,7 +232,7 @@ class Mailbox(KeySpace):
     def _add(self, coming: _Coming, crc32: int, value: bytes) -> None:
         if zlib.crc32(value) != crc32:
             found = f"its CRC-32 is {zlib.crc32(value):08x}, and it says {crc32:08x}"
-            raise ValueError(f"a piece was changed on its way: {found}")
+            raise ValueError(f"a piece was corrupted in transit: {found}")
         left = len(coming.view) - coming.at
         if not 0 < len(value) <= left:
             raise ValueError(f"{len(value)} bytes came where {left} were left")
@@ -523,8 +523,8 @@ class SnapshotKeeper(Memory):
             return
         if info.store is None or not info.board:
             raise ConfigError(
-                "--snapshot-replicas needs a store in which the nodes find each other, and this "
-                "rendezvous has none: leave it out"
+                "snapshot_replicas (--snapshot-replicas) needs a store in which the nodes find "
+                "each other, and this rendezvous has none: leave it out"
             )
         address = self._address or own_address(info)
         try:
@@ -532,15 +532,15 @@ class SnapshotKeeper(Memory):
                 info,
                 self._folder,
                 self._replicas,
-                group.spec.local_world_size,
+                len(group.workers),
                 stores=self._stores,
                 secret=self._secret,
                 address=address,
             )
         except OSError as error:
             raise ConfigError(
-                f"this node cannot take replicas at {address}: {error}; --local-addr says at which "
-                "address the others reach it"
+                f"this node cannot take replicas at {address}: {error}; give one at which the "
+                "others reach it (local_addr, --local-addr)"
             ) from error
 
     def rest(self) -> None:
@@ -555,7 +555,10 @@ class SnapshotKeeper(Memory):
         self._end()
         if not keep or self._folder is None:
             return ""
-        return self._last_writes(self._folder, leaves=True).run()
+        last = self._last_writes(self._folder, leaves=True)
+        problem = last.run()
+        self.saved = last.saved
+        return problem
 
     def _last_writes(self, folder: Path, *, leaves: bool) -> LastWrites:
         return LastWrites(folder.parent, self._info, self._stores.alone, leaves=leaves)

@@ -74,8 +74,8 @@ class Restored:
         return self.found
 
     def __str__(self) -> str:
-        said = f"step {self.step} {_FROM[self.source]}" if self.found else "nothing to go on from"
-        return "; ".join([said, *(f"passed over: {why}" for why in self.passed_over)])
+        said = f"step {self.step} {_FROM[self.source]}" if self.found else "nothing to restore"
+        return "; ".join([said, *(f"skipped: {why}" for why in self.passed_over)])
 
     def __repr__(self) -> str:
         return f"<Restored: {self}>"
@@ -236,7 +236,7 @@ def restore_from(
                 taken = fetch(search, plan, state, strict=strict)
             if taken is not None:
                 put, agreed = taken
-                peers.all_do(put, f"failed at restoring step {agreed.step}")
+                peers.all_do(put, f"failed to restore step {agreed.step}")
             else:
                 agreed = Agreed(0, "", -1, peers.rank)
         finally:
@@ -245,7 +245,7 @@ def restore_from(
     passed_over = search.passed_over(agreed.step)
     if agreed.rank == 0:
         for sentence in passed_over:
-            log.warning("passed over: %s", sentence)
+            log.warning("skipped: %s", sentence)
         log.info("restored step %s", agreed.step if taken else "0: there is nothing to restore")
     return attrs.evolve(agreed, passed_over=passed_over)
 
@@ -300,7 +300,7 @@ def _differ(search: Search, holders: Mapping[int, Held], prints: Mapping[int, st
     first = next(rank for rank, found in prints.items() if found == most)
     for rank, found in prints.items():
         if found != most:
-            why = f"it is not the same as rank {first}'s, which is taken"
+            why = f"it differs from that of rank {first}, which is used"
             search.fail(rank, holders[rank], why)
     return True
 

@@ -292,7 +292,7 @@ def _matched(
 
 
 def _on_one_side(way: Way, side: str) -> StateMismatch:
-    return StateMismatch(f"{spoken(way)} is a sharded tensor in {side} alone")
+    return StateMismatch(f"{spoken(way)} is a sharded tensor only in {side}")
 
 
 def _parameter_of(way: Way, parameters: Mapping[Way, Sequence[torch.Tensor]]) -> Any:
@@ -529,7 +529,7 @@ class _Resharding:
         own = [share for share in mine if share.source == self._rank]
         self._peers.all_do(
             lambda: _copy_shares(own, self._chunks, self._view, into),
-            f"failed at restoring step {self._step}",
+            f"failed to restore step {self._step}",
         )
         if sent:
             self._peers.exchange(self._step, self._transfers(sent, into))

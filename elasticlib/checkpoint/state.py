@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import functools
 import importlib
 import inspect
 import math
@@ -16,14 +15,15 @@ import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, MutableMapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
 from torch.serialization import default_restore_location
 
-from ..errors import CheckpointError, StateMismatch, Unreadable, describe
+from ..errors import CheckpointError, StateMismatch, Unreadable, ddp_hint, describe
+from ..foreign import with_article
 
 Way: TypeAlias = tuple[Any, ...]
 """Keys and indices, from the state's top."""
@@ -35,7 +35,6 @@ MapLocation: TypeAlias = (
 
 MAX_DEPTH = 100
 """Levels of nesting; JSON's own limit is the interpreter's recursion limit."""
-
 MAX_PARTS = 1 << 26
 """Of a state, each counted wherever it stands: a few lists of lists can stand for any number."""
 
@@ -245,7 +244,7 @@ class _Gathering(Walk):
             given = holder.give()
         except Exception as error:
             raise CheckpointError(
-                f"{spoken(way)}, a {type(value).__qualname__}, could not give its state: "
+                f"{spoken(way)}, a {type(value).__qualname__}, failed in state_dict(): "
                 f"{describe(error)}"
             ) from error
         return self.walk(given, way)
@@ -394,13 +393,13 @@ class Form:
         return math.prod(self.shape) == self.extent and not self.overlaps
 
 
-@functools.cache
+@cache
 def name_of(dtype: torch.dtype) -> str:
     """What `dtype_named` finds it by."""
     return str(dtype).removeprefix("torch.")
 
 
-@functools.cache
+@cache
 def dtype_named(name: str) -> torch.dtype:
     """The dtype that `str` calls torch.`name`. Raises ValueError."""
     found = getattr(torch, name, None)
@@ -506,7 +505,7 @@ def fit(
             first things that do not fit, with both shapes or types.
     """
     if not isinstance(found, dict):
-        raise StateMismatch(f"what was saved is no dict of names, but a {_name(found)}")
+        raise StateMismatch(f"what was saved is no dict of names, but {with_article(found)}")
     if strict:
         missing = [name for name in state if name not in found]
         surplus = [name for name in found if name not in state]
@@ -565,6 +564,10 @@ class Copies:
         return viewed(known, offset, form, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
+_TORCHS_MISFITS = ("Error(s) in loading state_dict", "loaded state dict ")
+"""How torch's modules and optimizers begin to say that a state is another's."""
+
+
 class _Fit:
     """How one state goes into another: what does not fit, as sentences, and what is to be done.
 
@@ -588,7 +591,7 @@ class _Fit:
         if _is_container(type(old)):
             return self._into_container(old, new, way)
         if old is not None and not _is_leaf(old):
-            self.unfit.append(f"{spoken(way)} is a {_name(old)}, which has no load_state_dict")
+            self.unfit.append(f"{spoken(way)} is {with_article(old)}, which has no load_state_dict")
         return partial(self._own, new)
 
     def _own(self, new: Any) -> Any:
@@ -616,7 +619,7 @@ class _Fit:
 
     def _into_array(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
         about = f"a NumPy array of {old.shape} {old.dtype}"
-        saved = f"a NumPy array of {new.shape} {new.dtype}" if is_array(new) else f"a {_name(new)}"
+        saved = f"a NumPy array of {new.shape} {new.dtype}" if is_array(new) else with_article(new)
         if about != saved:
             self.unfit.append(f"{spoken(way)} is {about}, and {saved} was saved")
         if not old.flags.writeable:
@@ -630,16 +633,21 @@ class _Fit:
 
     def _into_container(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
         if type(old) is not type(new):
-            self.unfit.append(f"{spoken(way)} is a {_name(old)}, and a {_name(new)} was saved")
+            self.unfit.append(
+                f"{spoken(way)} is {with_article(old)}, and {with_article(new)} was saved"
+            )
             return partial(self._own, new)
         if type(old) is deque and old.maxlen != new.maxlen:
             what = f"a deque of maxlen {old.maxlen}, and one of {new.maxlen} was saved"
             self.unfit.append(f"{spoken(way)} is {what}")
         mine, theirs = parts_of(old), parts_of(new)
+        tensors = [key for key, part in mine.items() if isinstance(part, torch.Tensor)]
+        if hint := ddp_hint(tensors, theirs):
+            self.unfit.append(f"{spoken(way)} has other names than were saved{hint}")
         for key, part in mine.items():
             if key not in theirs and holder_of(part) is not None:
                 where = spoken((*way, key))
-                self.unfit.append(f"nothing was saved for {where}, a {_name(part)}")
+                self.unfit.append(f"nothing was saved for {where}, {with_article(part)}")
         steps = {key: self.make(mine.get(key), theirs[key], (*way, key)) for key in theirs}
 
         def refill() -> Any:
@@ -659,16 +667,18 @@ class _Fit:
             with torch.enable_grad():
                 holder.take(mine)
         except Exception as error:
-            raise CheckpointError(
-                f"{spoken(way)}, a {_name(old)}, could not load its state: {describe(error)}"
-            ) from error
+            misfit = isinstance(error, StateMismatch) or str(error).startswith(_TORCHS_MISFITS)
+            kind = StateMismatch if misfit else CheckpointError
+            what = f"{spoken(way)}, {with_article(old)}, could not load its state"
+            names = dict(old.named_parameters()) if isinstance(old, torch.nn.Module) else ()
+            raise kind(f"{what}: {describe(error).rstrip()}{ddp_hint(names, new)}") from error
         return old
 
 
 def _shape_of(value: Any) -> str:
     """In words, what a tensor must have in common with another to be copied into it."""
     if not isinstance(value, torch.Tensor):
-        return f"a {_name(value)}"
+        return with_article(value)
     cut = f" sharded as {list(getattr(value, 'placements', ()))}" if is_sharded_kind(value) else ""
     return f"a tensor of {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{cut}"
 
@@ -688,7 +698,3 @@ def _is_alike_where(old: torch.Tensor, new: torch.Tensor) -> bool:
     like = new[tuple(slice(n) for n in once.shape)].expand(new.shape)
     # As bits: what is no number is not equal to itself.
     return form_of(like) == form_of(new) or torch.equal(bits_of(like), bits_of(new))
-
-
-def _name(value: object) -> str:
-    return type(value).__qualname__

@@ -41,7 +41,7 @@ from ..errors import (
     RendezvousTimeout,
     StoreError,
 )
-from ..launch.config import LaunchConfig
+from ..launch.config import LaunchConfig, in_flags
 from ..launch.endpoints import read_secret
 from ..launch.rendezvous_setup import Meeting, open_meeting
 from ..rendezvous.interface import BootstrapStoreInfo, Change, ChangeKind
@@ -74,7 +74,7 @@ def open_for_torchrun(kind: str, params: RendezvousParameters) -> RendezvousHand
         secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
         meeting = open_meeting(attrs.evolve(config, run_id=config.run_id + MARK), secret)
     except ConfigError as error:
-        raise ConfigError(f"--rdzv-backend {params.backend}: {error}") from error
+        raise ConfigError(f"--rdzv-backend {params.backend}: {in_flags(error)}") from error
     return TorchrunHandler(params.backend, config, meeting)
 
 

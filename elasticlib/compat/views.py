@@ -86,9 +86,10 @@ class TorchsEvents(View):
         """Whose event it is."""
         local = event.count("local_rank") or 0
         first, size = (0, 0) if self._group is None else self._group.pair("role") or (0, 0)
+        ranks = (0, 0) if self._group is None else self._group.pair("ranks") or (0, 0)
         return {
             "local_rank": local,
-            "role_rank": first + local,
+            "role_rank": first + (event.rank or 0) - ranks[0],
             "role_world_size": size,
             "exit_code": event.facts.get("code"),
             "worker_pid": self._pids.get(event.rank or 0),

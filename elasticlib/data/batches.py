@@ -115,11 +115,11 @@ def scale_learning_rates(
 ) -> float:
     """Have every step of `optimizer` taken at the rates that suit `global_batch`.
 
-    The rates in the optimizer, and those that schedulers set there, remain the ones for
-    `reference_batch`: they are multiplied as a step begins, and put back as it ends. So what is
-    saved, restored or scheduled was never scaled, and cannot be scaled twice. With
-    `ElasticBatchSampler` the global batch does not change, and no rule is needed. Call it in each
-    generation, before or after the restore; called again, it replaces what was asked before::
+    The rates in the optimizer, and those that schedulers set, remain those for `reference_batch`:
+    they are multiplied when a step begins, and restored when it ends. So a saved, restored or
+    scheduled rate is never a scaled one, and nothing is scaled twice. With `ElasticBatchSampler`
+    the global batch does not change, and no rule is needed. Call it in each generation, before or
+    after the restore; called again, it replaces what was asked before::
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)           # right for 256 samples
         scale_learning_rates(optimizer, batch_size * world_size, reference_batch=256)
@@ -185,10 +185,10 @@ _SCALED: WeakKeyDictionary[Optimizer, _Scaled] = WeakKeyDictionary()
 class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
     """Yields this rank's share of each global batch, as a list of indices, step by step.
 
-    Batch k of an epoch holds the same samples whatever the world size: the next `global_batch` of
-    the sampler's order, dealt to the ranks like cards. Shares differ by at most one; a rank's may
-    be empty, in the last batch or where there are more ranks than samples in a batch, and the rank
-    takes part in the step all the same, with what `CollateOrEmpty` makes of no samples. ::
+    Batch k of an epoch has the same samples at any world size: the next `global_batch` samples of
+    the sampler's order, dealt to the ranks like cards. Shares differ by at most one sample. A
+    rank's share may be empty, in the last batch or with more ranks than samples in a batch; the
+    rank then takes part in the step with the empty batch that `CollateOrEmpty` makes. ::
 
         sampler = ElasticDistributedSampler(dataset, tail="exact")
         batches = ElasticBatchSampler(sampler, global_batch=256)
@@ -212,8 +212,8 @@ class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
         tail: what becomes of the last batch where the samples do not divide by `global_batch`:
             "exact" makes it smaller, "drop" leaves it out, "pad" fills it up with samples from
             the start of the order. By default the sampler's tail.
-        contiguous: whether a rank's share is a run of the batch, for data that are read best in a
-            row, as a `ShardDataset`'s; otherwise samples are dealt one by one.
+        contiguous: whether a rank's share is one contiguous part of the batch, for data that are
+            best read in a row, such as a `ShardDataset`; otherwise samples are dealt one by one.
 
     Raises:
         ConfigError: `global_batch`, `max_micro_batch` or `tail` cannot be.
@@ -329,19 +329,20 @@ def _cut(batch: Any) -> Any:
 
 
 def ignore_signals_worker_init(worker_id: int) -> None:  # noqa: ARG001 - torch gives it
-    """A `worker_init_fn`: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 do not end this loader's workers.
+    """A `worker_init_fn` with which SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 do not end the loader's
+    workers.
 
     A scheduler or a terminal signals every process of a job, and a loader without its workers
     raises before the training step at which the job would have saved. ::
 
         loader = DataLoader(dataset, num_workers=4, worker_init_fn=ignore_signals_worker_init)
 
-    The training process hears them, saves and ends as it would without the loader; workers end
-    with their loader, and within seconds of a training process that was killed. SIGTERM from the
-    training process itself ends them at once: it is how Python ends them at exit, and waits.
-    If you have a `worker_init_fn` of your own, call this one in it. It is for workers that are
-    forked, as they are on Linux before Python 3.14, and with `multiprocessing_context="fork"`; one
-    that is spawned is ended by SIGTERM.
+    The training process gets the signals, saves and ends as usual. The workers end with their
+    loader, or within seconds if the training process is killed. SIGTERM from the training process
+    itself ends them at once, because Python ends them so at exit, and waits for them. If you have a
+    `worker_init_fn` of your own, call this one in it. It is for workers that are forked, as they
+    are on Linux before Python 3.14, and with `multiprocessing_context="fork"`; one that is spawned
+    is ended by SIGTERM.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

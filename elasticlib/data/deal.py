@@ -179,8 +179,9 @@ def resume(
     differs = mismatch(saved, mine)
     if differs and on_mismatch == "refuse":
         raise StateMismatch(
-            f"{differs}: a position in one order is not valid in another. on_mismatch='restart'"
-            " begins the epoch anew, 'keep' skips as many samples of the new order"
+            f"{differs}: a position in one order is not valid in another. In"
+            " sampler.load_state_dict(state, on_mismatch=...), 'restart' begins the epoch anew, and"
+            " 'keep' skips as many samples of the new order"
         )
     consumed = 0 if differs and on_mismatch == "restart" else min(saved.consumed, mine.length)
     return attrs.evolve(mine, epoch=saved.epoch, consumed=consumed)

@@ -37,9 +37,9 @@ def deal_ranges(
     workers' batches in that order. So k steps consume k x batch x world_size samples, as counted
     by `advance`, and the loader prefetches as it likes.
 
-    Not with `persistent_workers=True`: a worker has a copy of the position from when it was
-    started. One that lives on begins each later epoch where the first one was resumed, and the
-    samples before that place are never read.
+    Do not use `persistent_workers=True`: a worker has a copy of the position from when it was
+    started. A persistent one begins each later epoch where the first one was resumed, and never
+    reads the samples before.
 
     Args:
         position: where the job stands: `sampler.position`, asked for in the dataset's `__iter__`.
@@ -69,8 +69,8 @@ def deal_ranges(
 class ShardDataset(Dataset[T]):
     """A dataset over shard files: batches of it are read range by range, each shard in its order.
 
-    Each sample comes exactly once an epoch, through resizes and kills, where the sampler deals it
-    so; and torchdata's StatefulDataLoader keeps the position at any world size::
+    With the sampler below each sample comes exactly once in an epoch, through resizes and kills;
+    and torchdata's StatefulDataLoader keeps the position at any world size::
 
         def read(url, start, stop):                        # a tar file, one member a sample
             with fsspec.open(url) as file, tarfile.open(fileobj=file) as tar:
@@ -82,9 +82,9 @@ class ShardDataset(Dataset[T]):
         batches = ElasticBatchSampler(sampler, global_batch=256, contiguous=True)
         loader = StatefulDataLoader(dataset, batch_sampler=batches, num_workers=4)
 
-    Why it is no `IterableDataset`: a worker of a loader knows its own batches alone, so what
-    torchdata keeps of an iterable dataset holds for one number of ranks and workers. Here the
-    position is the sampler's, in the training process, and workers are told what to read.
+    It is not an `IterableDataset`: a loader's worker knows only its own batches, so torchdata's
+    state of an iterable dataset is valid for one number of ranks and workers. With this class the
+    sampler has the position, in the training process, and tells the workers what to read.
 
     Args:
         shards: what `read` opens, as paths or URLs.

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
@@ -56,6 +57,9 @@ class Progress:
         self._named: int | None = None
         self.ran_out: Position | None = None
         """Where an iterator began that has run out."""
+        self.drawn = 0
+        """How many this rank's iterator has been given, which is ahead of what it has yielded."""
+        self._asked: tuple[Position, int] | None = None
         self._guessed = False
         self._account: Literal["nobody's", "advance's", "a loader's", "warned of"] = "nobody's"
         """Who counts what was trained on; "warned of": nobody does, and the user knows."""
@@ -79,6 +83,7 @@ class Progress:
         start = self.next_to_draw(over)
         self._guessed |= self._drawn_out
         self.position, self._fresh = start, False
+        self.drawn, self._asked = 0, None
         return start
 
     def kept(self) -> None:
@@ -88,15 +93,18 @@ class Progress:
 
     def why_misleading(self) -> str:
         """Why the position is not where training stands, when first asked for; or nothing."""
-        drawn = self.ran_out is not None and self.ran_out.consumed < self.ran_out.length
-        if not drawn or self._account != "nobody's":
+        ended = self.ran_out is not None and self.ran_out.consumed < self.ran_out.length
+        before, self._asked = self._asked, (self.position, self.drawn)
+        goes_on = before is not None and before[0] == self.position and 0 < before[1] < self.drawn
+        if not (ended or goes_on) or self._account != "nobody's":
             return ""
         self._account = "warned of"
         position = self.position
+        drawn = "an epoch was drawn to its end" if ended else "samples were drawn"
         return (
-            "an epoch was drawn to its end from this ElasticDistributedSampler, and nothing was"
-            f" counted: its state says that {position.consumed} samples of epoch {position.epoch}"
-            " were trained on, and whoever resumes from it trains on the others again. Call"
+            f"{drawn} from this ElasticDistributedSampler, but advance() was not called: the state"
+            f" says {position.consumed} samples of epoch {position.epoch}, so a resumed run repeats"
+            " the others. Call"
             " sampler.advance(batch_size * world_size) after each step, on every rank"
         )
 
@@ -185,6 +193,7 @@ class Cursor:
         """The lists, each as an iterator of which we see how much is left."""
         while (run := next(self._runs, None)) is not None:
             self._given += len(run)
+            self._source.progress.drawn = self._given
             self._current = iter(run)
             yield self._current
         self._ran_out = True
@@ -250,8 +259,8 @@ class JobIterable:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, or stay where we are if that is the present one.
 
-        From the first call on no epoch begins by itself. Before anything is drawn, counted or
-        loaded the first call keeps the place, so that a `start_index` is one in that epoch.
+        After the first call, no epoch begins automatically. A first call before anything is drawn,
+        counted or loaded keeps the position, so that `start_index` counts in that epoch.
 
         Raises:
             ConfigError: `epoch` is negative, or no integer.
@@ -261,8 +270,8 @@ class JobIterable:
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values, the same on every rank.
 
-        Warns, once, if epochs were drawn to their end and nothing was counted: then it is not where
-        training stands.
+        Warns, once, if an epoch was drawn to its end, or from one state to the next, and nothing
+        was counted: then this is not the position of the training.
         """
         asker, frames = _asker()
         if asker == "torchdata":
@@ -280,12 +289,12 @@ class JobIterable:
         Args:
             state: of `state_dict`; also of the versions before, where that is certain to mean
                 the same: see `elasticlib.data.deal.decode`.
-            on_mismatch: what to do with a state of another dataset length, seed or shuffle:
-                see `elasticlib.data.deal.OnMismatch`.
+            on_mismatch: what to do if the dataset's length, the seed or shuffle differ: see
+                `elasticlib.data.deal.OnMismatch`.
 
         Raises:
-            StateMismatch: the state is not whole, of another format, or, with "refuse", does not
-                match this sampler; nothing has changed then.
+            StateMismatch: the state is incomplete, has another format, or, with "refuse", does not
+                match this sampler. Nothing has changed.
             ConfigError: `on_mismatch` cannot be.
         """
         self.progress.load(state, on_mismatch)
@@ -316,45 +325,47 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
                 train(batch)
                 sampler.advance(batch_size * world_size)   # on every rank, the global count
 
-    `advance` is what moves the state. Iterating does not, because a loader with workers draws
-    indices long before they are trained on. Without `set_epoch` the next epoch begins by itself:
-    when all samples of the present one are counted and a new iterator is asked for; or, where
-    nobody counts, after an iterator has run out. Name epochs if a batch is fetched ahead of the
-    step under way, or if `DataLoader`'s own `drop_last` leaves samples that nobody counts.
+    Only `advance` moves the position. Iterating does not, because a loader with workers draws
+    indices long before they are trained on. Without `set_epoch` the next epoch begins
+    automatically: with the first new iterator after all samples of the present epoch were counted;
+    or, if nothing is counted, after an iterator has run out. Call `set_epoch` if batches are
+    fetched ahead of the current step, or if `DataLoader`'s own `drop_last` leaves samples that are
+    never counted.
 
-    In torchdata's StatefulDataLoader the loader's own state holds the position of what it has
-    handed out, and no `advance` is needed. Loaded on another number of ranks it goes on exactly,
-    provided that the loader takes a snapshot each step (`snapshot_every_n_steps=1`, the default):
-    the steps since the last snapshot are drawn anew, and are of another size there. With
-    `ElasticBatchSampler` each step has the same size, and the condition falls. Of torch's own
-    `BatchSampler` that loader keeps only a count of batches, which holds for one world size.
+    In torchdata's StatefulDataLoader the loader's own state has the position of what it has
+    returned, and `advance` is not needed. On another number of ranks it continues exactly if the
+    loader takes a snapshot each step (`snapshot_every_n_steps=1`, the default): otherwise the steps
+    since the last snapshot are drawn again, with another size. With `ElasticBatchSampler` each step
+    has the same size, and any interval works. Of torch's own `BatchSampler` that loader only keeps
+    a count of batches, which is valid for one world size.
 
     The order is computed where it is needed: the first index comes after microseconds, with the
     same memory for a thousand samples and for 2**62.
 
     Args:
-        dataset: what is sampled from; only its length is used, as it is now.
+        dataset: only its present length is used.
         num_replicas: the world size; by default that of the process group.
         rank: this process among them; by default its rank in the process group.
-        shuffle: whether an epoch's order is a random permutation of all indices, made from
-            seed and epoch, or 0, 1, 2, ...
+        shuffle: whether the order is a random permutation, which depends on the seed and the epoch,
+            or 0, 1, 2, ...
         seed: of the permutations; must be the same on every rank.
-        drop_last: whether `tail` is "drop" or "pad" where it is not given.
-        start_index: position at which to begin, in samples of the whole job, in the order of the
-            first epoch: 0, or the one that `set_epoch` names before anything is drawn.
-        tail: what happens where the samples left do not divide by the world size: "pad" repeats
-            some at the very end, "drop" leaves some out, "exact" deals each once, so that some
-            ranks draw one less. What "drop" leaves out depends on the world size: a job that
-            ended an epoch on 4 ranks, and resumes on 2 from there, may still draw two of them.
-        shuffle_algorithm: "feistel" is ours; "randperm" yields just what torch's
-            `DistributedSampler` yields, at its price: a list of the whole order, on every rank.
-            "shards" shuffles a `ShardDataset`'s shards, and leaves samples of a shard in order.
-        weights: one for each sample, 0 or more: an epoch draws without replacement, each next
-            sample in proportion to its weight among those that are left; one of weight 0 is never
-            drawn. Takes 8 bytes a sample beside the weights, and some 200 ns a sample before the
-            first index.
-        epoch_size: with `weights`, how many samples an epoch draws, of all ranks together; by
-            default all whose weight is not 0, which then come once each, heavy ones sooner.
+        drop_last: torch's name for `tail`: True is "drop", False is "pad".
+        start_index: where to begin in the first epoch, counted in samples of the whole job. The
+            first epoch is 0, or the one of a `set_epoch` before anything is drawn.
+        tail: what to do if the remaining samples cannot be divided evenly among the ranks: "pad"
+            repeats some at the very end, "drop" leaves some out, "exact" gives each to one rank, so
+            that some ranks draw one less. What "drop" leaves out depends on the world size: a job
+            that ended an epoch on 4 ranks, and resumes there on 2, may still draw two of them.
+        shuffle_algorithm: "feistel" needs no memory for the order. "randperm" has exactly the order
+            of torch's `DistributedSampler`, and its cost: a list of all indices on every rank.
+            "shards" shuffles the shards of a `ShardDataset`, and keeps the samples of a shard in
+            order.
+        weights: one for each sample, 0 or more. An epoch then draws without replacement, each time
+            in proportion to the weights of the remaining samples; a sample with weight 0 is never
+            drawn. This takes 8 bytes for each sample beside the weights, and about 200 ns for each
+            before the first index.
+        epoch_size: with `weights`, how many samples all ranks together draw in an epoch. By default
+            each sample with a weight above 0 comes once, heavy ones sooner.
 
     Raises:
         ConfigError: `shuffle`, `seed`, `start_index`, `tail`, `shuffle_algorithm`, `weights` or
@@ -405,6 +416,7 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
             raise ConfigError(f"need at most 2**62 samples to shuffle, got {length}")
         digest = "" if self.made_of is None else digest_of(self.made_of)
         self.progress = Progress(Position(seed, 0, at, length, order, digest))
+        _check_group(num_replicas, rank)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.tail: Tail = ("drop" if drop_last else "pad") if tail is None else tail
         check_one_of("tail", self.tail, Tail)
@@ -481,3 +493,13 @@ def _sizes_of(dataset: Dataset[Any], length: int) -> Tensor:
             " samples"
         )
     return torch.tensor(sizes, dtype=torch.int64)
+
+
+def _check_group(num_replicas: int | None, rank: int | None) -> None:
+    """Raises ConfigError where both are to be the process group's, and there is none."""
+    grouped = dist.is_available() and dist.is_initialized()
+    if (num_replicas is None or rank is None) and not grouped:
+        raise ConfigError(
+            "the process group has not been initialized: call init_process_group first, or give"
+            " num_replicas=1, rank=0"
+        )

@@ -23,10 +23,16 @@ from ..signals import read_signals, signal_name
 from ..workers.cpu import count_cores
 from ..workers.output import parse_ranks, parse_streams
 from ..workers.spec import Command, Entrypoint, Module, Script
-from .config import LONGEST, LaunchConfig, SupervisionOptions, check_seconds, read_pairs
+from .config import (
+    LONGEST,
+    LaunchConfig,
+    SupervisionOptions,
+    check_seconds,
+    in_flags,
+    read_pairs,
+)
 from .endpoints import node_range, read_place, settle_cluster, settle_place
 from .flags import FLAGS, Settings, Source, read, read_flags, read_job, read_variables
-from .flags import build_flags as build_flags
 from .schedulers import read_cluster
 
 
@@ -56,11 +62,7 @@ def parse(
 
 
 def read_launch(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
-    """The same, and where each setting is from.
-
-    Raises:
-        ConfigError: it asks for what cannot work. SystemExit: argparse's own usage errors.
-    """
+    """The same, and where each setting is from."""
     return launch_of(read(argv), environment)
 
 
@@ -85,13 +87,14 @@ def launch_of(line: argparse.Namespace, environment: Mapping[str, str]) -> Launc
 
 def _with_origins(error: ConfigError, settings: Settings) -> ConfigError:
     """The error speaks of flags; what its user has set may be a variable."""
-    sentence = str(error)
+    sentence = in_flags(error)
     from_elsewhere = [
         f"{FLAGS[name].flag} is from {setting.origin}"
         for name, setting in settings.found.items()
         if setting.source in (Source.VARIABLE, Source.CLUSTER) and FLAGS[name].flag in sentence
     ]
-    return ConfigError(f"{sentence} ({', '.join(from_elsewhere)})") if from_elsewhere else error
+    said = f" ({', '.join(from_elsewhere)})" if from_elsewhere else ""
+    return ConfigError(f"{sentence}{said}")
 
 
 def _config(settings: Settings, environment: Mapping[str, str]) -> tuple[LaunchConfig, Settings]:
@@ -114,7 +117,6 @@ def _config(settings: Settings, environment: Mapping[str, str]) -> tuple[LaunchC
             "start_method": _start_method(settings),
             "supervision": _supervision(settings),
             "signals_to_handle": None,  # supervision says it
-            "events": not settings["no_events"],
             "torchrun": TorchrunOptions(**torchrun),
         }
     )
@@ -148,9 +150,11 @@ def _entrypoint(settings: Settings, program: str, args: tuple[str, ...]) -> Entr
     if settings["no_python"]:
         return Command(program, args)
     if not any(map(os.path.isfile, (program, os.path.join(program, "__main__.py")))):
+        script = f"{program}.py"
+        meant = f"did you mean {script}? A" if os.path.isfile(script) else "a"
         raise ConfigError(
             f"there is no script {program!r} here (in {os.getcwd()}); "
-            "a module needs -m, another program --no-python"
+            f"{meant} module needs -m, another program --no-python"
         )
     return Script(program, args)
 
@@ -165,7 +169,6 @@ def _supervision(settings: Settings) -> SupervisionOptions:
         raise ConfigError(f"--snapshot-replicas is a number from 0, got {replicas}")
     agent = attrs.evolve(
         _heeded(settings),
-        resize=settings["resize"],
         resize_grace=grace,
         drain_grace=grace if drain_grace is None else drain_grace,
         hang=_hang_limits(settings["hang_timeout"]),

@@ -64,7 +64,8 @@ def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandle
     load: Callable[[], Callable[[BackendRequest], object]]
     if is_torchs(name):
         theirs = registered_with_torch().get(name)
-        origin, load = name if theirs is None else _described(theirs), partial(_load_torchs, name)
+        origin = name if theirs is None else _described(theirs)
+        load = partial(partial, open_from_torch, name)
     else:
         found = registered().get(name, [])
         if len(found) != 1:
@@ -84,10 +85,6 @@ def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandle
             f"got {type(opened).__name__}"
         )
     return opened
-
-
-def _load_torchs(name: str) -> Callable[[BackendRequest], RendezvousHandler]:
-    return partial(open_from_torch, name)
 
 
 def warn_of_shadows() -> None:

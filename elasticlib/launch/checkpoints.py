@@ -66,15 +66,15 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_convert(acts: Any) -> None:
-    says = (
+    parser = _add(
+        acts,
+        "convert",
+        _convert,
         "convert one state between a folder of checkpoints, a file of torch.save and a folder of "
-        "torch.distributed.checkpoint (DCP)"
+        "torch.distributed.checkpoint (DCP)",
+        source="any of the three; which one is seen from what it is",
+        target="what is written; must not exist yet",
     )
-    parser = acts.add_parser("convert", help=says, description=says)
-    parser.add_argument(
-        "source", metavar="SOURCE", help="any of the three; which one is seen from what it is"
-    )
-    parser.add_argument("target", metavar="TARGET", help="what is written; must not exist yet")
     parser.add_argument(
         "--to",
         choices=FORMS,
@@ -87,8 +87,6 @@ def _add_convert(acts: Any) -> None:
         help="of a folder of checkpoints the step to convert, else the newest; with --to folder "
         "the step that the state is saved as (required)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.set_defaults(run=lambda chosen: _answered("convert", lambda: _convert(chosen)))
 
 
 def _best(text: str) -> tuple[str, str, int]:
@@ -100,18 +98,19 @@ def _best(text: str) -> tuple[str, str, int]:
 
 
 def _add(
-    acts: Any, name: str, act: Callable[[argparse.Namespace, CheckpointFolder], int], says: str
+    acts: Any, name: str, act: Callable[[argparse.Namespace], int], says: str, **places: str
 ) -> argparse.ArgumentParser:
+    """places: what it is called with, unless that is a folder of checkpoints."""
     parser: argparse.ArgumentParser = acts.add_parser(name, help=says, description=says)
-    parser.add_argument("folder", metavar="DIR", help="a folder, or an fsspec URL")
+    for place, what in (places or {"dir": "a folder, or an fsspec URL"}).items():
+        parser.add_argument(place, metavar=place.upper(), help=what)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.set_defaults(
-        run=lambda chosen: _answered(name, lambda: act(chosen, _folder(chosen.folder)))
-    )
+    parser.set_defaults(run=lambda chosen: _answered(name, lambda: act(chosen)))
     return parser
 
 
-def _folder(path: str) -> CheckpointFolder:
+def _folder(chosen: argparse.Namespace) -> CheckpointFolder:
+    path = chosen.dir
     if "://" not in path and not os.path.isdir(path):
         raise CheckpointError(f"there is no folder {path}")
     return CheckpointFolder(open_place(path))
@@ -127,26 +126,22 @@ def _answered(name: str, act: Callable[[], int]) -> int:
         return complain(f"checkpoints {name}", error, 1)
 
 
-def _list(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
-    _print(chosen, folder, folder.found(), range(len(HEAD)))
+def _list(chosen: argparse.Namespace) -> int:
+    _print(chosen, _folder(chosen).found(), range(len(HEAD)))
     return 0
 
 
-def _verify(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
+def _verify(chosen: argparse.Namespace) -> int:
+    folder = _folder(chosen)
     found = folder.found() if chosen.step is None else [_one(folder, chosen.step)]
     total = sum(one.manifest.size for one in found if one.manifest)
     with Progress("verified", total) as progress:
         checked = [folder.verified(one, progress.seen) for one in found]
-    _print(chosen, folder, checked, (0, 1, -1))
+    _print(chosen, checked, (0, 1, -1))
     return int(any(one.flaw for one in checked))
 
 
-def _print(
-    chosen: argparse.Namespace,
-    folder: CheckpointFolder,
-    found: Sequence[Found],
-    columns: Sequence[int],
-) -> None:
+def _print(chosen: argparse.Namespace, found: Sequence[Found], columns: Sequence[int]) -> None:
     """What was found, as a document or as a table of these columns."""
     if chosen.json:
         print(json.dumps([_fields(one) for one in found], indent=1))
@@ -154,10 +149,11 @@ def _print(
         head, *rows = [[row[at] for at in columns] for row in (HEAD, *map(_row, found))]
         show(Table(head, rows))
     else:
-        print(f"no checkpoints in {folder.place.name}")
+        print(f"no checkpoints in {chosen.dir}")
 
 
-def _prune(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
+def _prune(chosen: argparse.Namespace) -> int:
+    folder = _folder(chosen)
     retention = Retention(chosen.keep_last, chosen.keep_every, chosen.keep_best)
     # It never claims the folder: a job that writes there goes on.
     committer = Committer(folder, Writer("", "", 0, ""), retention)
@@ -187,7 +183,8 @@ def _one(folder: CheckpointFolder, step: int | None) -> Found:
     )
 
 
-def _show(chosen: argparse.Namespace, folder: CheckpointFolder) -> int:
+def _show(chosen: argparse.Namespace) -> int:
+    folder = _folder(chosen)
     found = _one(folder, chosen.step)
     made = found.manifest
     if made is None:

@@ -38,7 +38,7 @@ _STYLES = {
     **dict.fromkeys(("FAILED", "BAD"), "bold red"),
     **dict.fromkeys(("gone", "no status"), "red"),
     **dict.fromkeys(("RENDEZVOUS", "WAITING", "RESTARTING", "RESIZING", "DRAINING"), "yellow"),
-    **dict.fromkeys(("note", "PREEMPTED", "STOPPED"), "yellow"),
+    **dict.fromkeys(("note", "DRAINED", "STOPPED"), "yellow"),
 }
 """By the whole text of a cell, or a word of a text's first line."""
 

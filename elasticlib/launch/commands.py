@@ -16,11 +16,13 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, ElasticError
 from .command_tools import Table, complain, show, typed
+from .flags import Parser
 
 LOOK_SECONDS = 1.0
 DOCTOR_VERSION = 1
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(called: str | None = None) -> argparse.ArgumentParser:
     """called: the one subcommand whose arguments are known; None for all."""
-    parser = argparse.ArgumentParser(prog="elasticlib", description="Tools for elastic training.")
+    parser = Parser(prog="elasticlib", description="Tools for elastic training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, says) in COMMANDS.items():
         inner = commands.add_parser(name, help=says)
@@ -131,8 +133,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="RUN",
         help="the run's id, the folder of its logs, or a file of its events; several files of one "
-        "run's nodes make one page; by default the newest run here that goes on, or if none "
-        "does the newest",
+        "run's nodes make one page; by default the newest running job here, "
+        "else the newest",
     )
     parser.add_argument(
         "-o",
@@ -169,8 +171,8 @@ def _write_report(chosen: argparse.Namespace) -> int:
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Look at this machine, and at an endpoint, for what would keep a job from running, and say "
-        "what to do about it. Exit status: 0 if nothing is bad, 1 if something is, 2 for a command "
-        "line or a secret that makes no sense."
+        "what to do about it. Exit status: 0 if nothing is bad, 1 if something is, 2 for a wrong "
+        "command line or secret."
     )
     parser.add_argument(
         "--rdzv-endpoint",
@@ -189,18 +191,19 @@ def _diagnose(chosen: argparse.Namespace) -> int:
 
     import attrs
 
+    from . import looks
     from .endpoints import read_secret
-    from .preflight import Subject, preflight
+    from .preflight import of_machine, taken
 
     try:
         secret = read_secret(os.environ, chosen.secret_file, "--secret-file")
     except ConfigError as error:
         return complain("doctor: error", error, 2)
     endpoints = () if chosen.rdzv_endpoint is None else (chosen.rdzv_endpoint,)
-    subject = Subject(
-        environment=os.environ, endpoints=endpoints, secret=secret, folder=chosen.log_dir
-    )
-    findings = preflight(subject)
+    found = of_machine(os.environ, endpoints, secret)
+    if chosen.log_dir is not None:
+        found["--log-dir"] = partial(looks.look_at_locks, chosen.log_dir, "--log-dir")
+    findings = taken({**found, "leftovers": looks.look_at_leftovers})
     if chosen.json:
         said = [attrs.asdict(finding) for finding in findings]
         print(json.dumps({"version": DOCTOR_VERSION, "findings": said}, indent=2))

@@ -7,7 +7,11 @@ two that torch itself has twice: its `LaunchConfig` restarts 3 times, and calls 
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral, Real
+from os import PathLike
 from typing import Any
 
 import attrs
@@ -38,54 +42,30 @@ LOOPBACK = "127.0.0.1"
 EVERYWHERE = "::"
 
 
-def _seconds(key: str, value: Any) -> float:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not 0 <= seconds <= LONGEST or (seconds == 0 and key != "last_call_timeout"):
-        raise ConfigError(
-            f"--rdzv-conf {key} is a positive number of seconds up to {LONGEST:g}, got {value!r}"
-        )
-    return seconds
+def _key(default: Any, rule: str, read: Callable[[str], Any]) -> Any:
+    """A key of --rdzv-conf: what it is if nobody says, what it has to be, and how that is read; of
+    what it is not, `read` raises a ValueError or a KeyError."""
+    return attrs.field(default=default, metadata={"rule": rule, "read": read})
 
 
-def _attempts(key: str, value: Any) -> int:
-    text = str(value)
-    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 2:
-        raise ConfigError(f"--rdzv-conf {key} is a whole number from 2, got {value!r}")
-    return int(text)
+def _accepted(value: Any, accepts: bool) -> Any:
+    if not accepts:
+        raise ValueError(value)
+    return value
 
 
-def _truth(key: str, value: Any) -> bool:
-    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    truth = known.get(str(value).lower())
-    if truth is None:
-        raise ConfigError(f"--rdzv-conf {key} is true or false, got {value!r}")
-    return truth
+def _seconds(default: Any, least: float = 1e-9) -> Any:
+    def read(text: str) -> Any:
+        return _accepted(seconds := float(text), least <= seconds <= LONGEST)
+
+    return _key(default, f"a positive number of seconds up to {LONGEST:g}", read)
 
 
-def _quorum(key: str, value: Any) -> str:
-    if value not in ("majority", "any"):
-        raise ConfigError(f"--rdzv-conf {key} is majority or any, got {value!r}")
-    return str(value)
+def _attempts(text: str) -> Any:
+    return _accepted(int(text), text.isascii() and text.isdigit() and 2 <= int(text) < 10**9)
 
 
-def _name(key: str, value: Any) -> str:
-    return check_name(f"--rdzv-conf {key}", str(value))
-
-
-def _path(key: str, value: Any) -> str:
-    if not str(value):
-        raise ConfigError(f"--rdzv-conf {key} is the path of a file, got an empty one")
-    return str(value)
-
-
-def _key(default: Any, read: Callable[[str, Any], Any]) -> Any:
-    """A key of --rdzv-conf: what it is if nobody says, and how what is said is read."""
-    return attrs.field(default=default, metadata={"read": read})
-
-
+_TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _TIMING, _LIMITS = attrs.fields(Timing), attrs.fields(Limits)
 
 
@@ -93,23 +73,25 @@ _TIMING, _LIMITS = attrs.fields(Timing), attrs.fields(Limits)
 class RendezvousOptions:
     """The keys of --rdzv-conf, read: seconds, who hosts, how many are enough, which start."""
 
-    join_timeout: float = _key(_TIMING.join.default, _seconds)
-    last_call_timeout: float = _key(_LIMITS.last_call.default, _seconds)
-    close_timeout: float = _key(_TIMING.close.default, _seconds)
-    read_timeout: float = _key(60.0, _seconds)
-    keep_alive_interval: float = _key(_TIMING.refresh.default, _seconds)
-    keep_alive_max_attempt: int = _key(5, _attempts)
-    is_host: bool | None = _key(None, _truth)
-    secret_file: str | None = _key(None, _path)
-    quorum: str | None = _key(None, _quorum)
-    launch: str = _key("", _name)
+    join_timeout: float = _seconds(_TIMING.join.default)
+    last_call_timeout: float = _seconds(_LIMITS.last_call.default, least=0.0)
+    close_timeout: float = _seconds(_TIMING.close.default)
+    read_timeout: float = _seconds(60.0)
+    keep_alive_interval: float = _seconds(_TIMING.refresh.default)
+    keep_alive_max_attempt: int = _key(5, "a whole number from 2", _attempts)
+    is_host: bool | None = _key(None, "true or false", lambda text: _TRUTHS[text.lower()])
+    secret_file: str | None = _key(None, "the path of a file", lambda t: _accepted(t, bool(t)))
+    quorum: str | None = _key(
+        None, "majority or any", lambda text: _accepted(text, text in ("majority", "any"))
+    )
+    launch: str = _key("", "a name", lambda text: check_name("--rdzv-conf launch", text))
 
 
-_READERS = {field.name: field.metadata["read"] for field in attrs.fields(RendezvousOptions)}
+_READERS = {field.name: field.metadata for field in attrs.fields(RendezvousOptions)}
 _ELSEWHERE = {
     "heartbeat_timeout": "it is keep_alive_interval * keep_alive_max_attempt here",
     "store_type": "use --rdzv-backend file for a store in a shared folder",
-    "rank": "use --node-rank",
+    "rank": "the static backend alone takes a node's rank, from --node-rank",
 }
 
 
@@ -137,23 +119,36 @@ def read_options(conf: Mapping[str, Any]) -> RendezvousOptions:
         ConfigError: an unknown key, or a value that is none.
     """
     found: dict[str, Any] = {}
+    if refused := [*_refused_keys(conf)]:
+        raise ConfigError("; ".join(refused))
     for key, value in conf.items():
         if key in ETCD_KEYS:  # read with the endpoint
             continue
-        if key in _ELSEWHERE:
-            raise ConfigError(
-                f"--rdzv-conf {key} is not an option of elasticlib: {_ELSEWHERE[key]}"
-            )
         # torch's older backends call it so, and its newer ones pass it over.
         name = "join_timeout" if key == "timeout" else key
-        read = _READERS[name](key, value) if name in _READERS else _unknown(key)
+        read = _read(key, str(value), **_READERS[name])
         if key == name or name not in conf:
             found[name] = read
     return RendezvousOptions(**found)
 
 
-def _unknown(key: str) -> Any:
-    raise ConfigError(f"--rdzv-conf has no key {key!r}; it takes {', '.join(sorted(_READERS))}")
+def _refused_keys(conf: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted(conf.keys() & _ELSEWHERE):
+        yield f"--rdzv-conf {key} cannot be set: {_ELSEWHERE[key]}"
+    unknown = sorted(conf.keys() - _ELSEWHERE.keys() - _READERS.keys() - {*ETCD_KEYS, "timeout"})
+    if unknown:
+        takes = ", ".join(sorted(_READERS))
+        keys = ", ".join(map(repr, unknown))
+        yield f"--rdzv-conf has no key {keys}; it takes {takes}"
+
+
+def _read(key: str, text: str, rule: str, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(text)
+    except ConfigError:
+        raise
+    except (ValueError, KeyError):
+        raise ConfigError(f"--rdzv-conf {key} is {rule}, got {text!r}") from None
 
 
 def check_name(said: str, name: str) -> str:
@@ -172,11 +167,68 @@ def check_name(said: str, name: str) -> str:
     return name
 
 
+class RefusedConfig(ConfigError):
+    """Why a config cannot work, by the names of its fields; of_flags: by those of the flags, or of
+    the fields with their flags in brackets."""
+
+    def __init__(self, of_flags: str) -> None:
+        once = re.sub(r" \(--[a-z-]+\)", "", of_flags)
+        super().__init__(re.sub("--([a-z][a-z-]*)", _field, once))
+        self.of_flags = of_flags
+
+
+def _field(flag: re.Match[str]) -> str:
+    name = flag[1].replace("-", "_")
+    name = {"rdzv_id": "run_id", "rdzv_conf": "rdzv_configs"}.get(name, name)
+    fields = map(attrs.fields_dict, (LaunchConfig, SupervisionOptions, AgentOptions))
+    return name if any(name in of_one for of_one in fields) else flag[0]
+
+
+def in_flags(error: ConfigError) -> str:
+    """What it says to whoever typed a command line."""
+    return error.of_flags if isinstance(error, RefusedConfig) else str(error)
+
+
+@contextlib.contextmanager
+def naming_fields() -> Iterator[None]:
+    """Raises a RefusedConfig for a ConfigError, for whoever wrote Python."""
+    try:
+        yield
+    except RefusedConfig:
+        raise
+    except ConfigError as error:
+        raise RefusedConfig(str(error)) from error.__cause__
+
+
+def check_types(found: object) -> None:
+    """Raises ConfigError for a field of a plain type that has another value: a text for a number
+    or for several texts would go wrong much later."""
+    for field in attrs.fields(type(found)):  # type: ignore[arg-type]
+        words, kinds = _PLAIN.get(str(field.type).removesuffix(" | None"), ("", ()))
+        value = getattr(found, field.name)
+        nothing = value is None and str(field.type).endswith(" | None")
+        if words and not nothing and not isinstance(value, kinds):
+            raise ConfigError(f"{field.name} is {words}, got {value!r}")
+
+
+_PLAIN: Mapping[str, tuple[str, Any]] = {
+    "int": ("a whole number", Integral),
+    "float": ("a number", Real),
+    "bool": ("True or False", bool),
+    "str": ("a text", (str, PathLike)),
+    "tuple[str, ...]": ("several texts, as a tuple", (tuple, list)),
+    "frozenset[int]": ("several numbers, as a set", (frozenset, set)),
+    "Mapping[str, Any]": ("a dict", Mapping),
+    "StreamChoice": ("a StreamChoice", StreamChoice),
+}
+"""By what a field is declared as."""
+
+
 @attrs.frozen(kw_only=True)
 class SupervisionOptions:
     """agent: what this node's agent does by itself. drain_exit_code: of a node that was drained.
     requeue: which scheduler puts the job back into its queue once all nodes were drained: none or
-    slurm. restart_window: stable seconds after which the restart count is reset; 0: never.
+    slurm. restart_window: reset the restart count after this many stable seconds; 0: never.
     restart_backoff: seconds that a restart is held back for at most; both the same on all nodes.
     """
 
@@ -186,7 +238,9 @@ class SupervisionOptions:
     restart_window: float = DEFAULTS["restart_window"]
     restart_backoff: float = DEFAULTS["restart_backoff"]
 
+    @naming_fields()
     def __attrs_post_init__(self) -> None:
+        check_types(self)
         check_seconds("--restart-window", self.restart_window)
         check_seconds("--restart-backoff", self.restart_backoff)
         if not 0 <= self.drain_exit_code <= 255:
@@ -203,16 +257,8 @@ def check_seconds(flag: str, value: float) -> None:
         raise ConfigError(f"{flag} is seconds from 0 to {LONGEST:g}, got {value}")
 
 
-def port_text(value: str | int | None) -> str | None:
-    """What a config's observe_port says, as text that can be read.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if value is None or value == "":
-        return None
-    read_port(str(value), OBSERVE_FLAG, LOOPBACK)
-    return str(value)
+def _port_text(value: str | int | None) -> str | None:
+    return None if value in (None, "") else str(value)
 
 
 def read_port(text: str, name: str, host: str) -> tuple[str, int]:
@@ -309,9 +355,11 @@ class LaunchConfig:
     preload: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     events: bool = attrs.field(default=True, kw_only=True)
     torchrun: TorchrunOptions = attrs.field(factory=TorchrunOptions, kw_only=True)
-    observe_port: str | None = attrs.field(default=None, kw_only=True, converter=port_text)
+    observe_port: str | None = attrs.field(default=None, kw_only=True, converter=_port_text)
 
+    @naming_fields()
     def __attrs_post_init__(self) -> None:
+        check_types(self)
         for name, value in plain_values(self).items():
             object.__setattr__(self, name, value)
         check_name("--rdzv-id", self.run_id)
@@ -330,7 +378,7 @@ class LaunchConfig:
             yield f"--numa-binding is one of {', '.join(BINDINGS)}, got {self.numa_binding!r}"
         yield from self._refused_place()
         # Made for their errors, so that a bad value is named before anything starts.
-        _ = (self.options, self.limits, self.timing)
+        _ = (self.options, self.limits, self.timing, self.observed_at)
         if not self.foreign:
             check_etcd_keys(self.rdzv_backend, self.rdzv_configs)
         elsewhere = self.foreign or self.rdzv_backend == "file"
@@ -343,7 +391,7 @@ class LaunchConfig:
             check_beside_torchs(self)
         if (elsewhere or self.rdzv_backend in ETCD_BACKENDS) and self.run_id == "none":
             said = f"the {self.rdzv_backend} backend may hold several jobs"
-            yield f"{said}: name each job with an --rdzv-id of its own"
+            yield f"{said}: name each job with its own --rdzv-id"
 
     def _refused_numbers(self) -> Iterator[str]:
         if self.nproc_per_node < 1:
@@ -374,7 +422,8 @@ class LaunchConfig:
         )
         for flag, ranks in named:
             for rank in sorted(rank for rank in ranks if not 0 <= rank < workers):
-                yield f"{flag} names local rank {rank}, and there are {workers} workers a node"
+                each = f"{workers} worker{'s' * (workers != 1)}"
+                yield f"{flag} names local rank {rank}, and a node has {each}"
         for stream, name in ((Streams.OUT, "stdout"), (Streams.ERR, "stderr")):
             seen = any(plan.shows(rank) and stream & plan.tee.of(rank) for rank in range(workers))
             if plan.needles(stream) and not seen:
@@ -391,8 +440,9 @@ class LaunchConfig:
                 yield f"{flag} is for jobs whose nodes come and go, got {given!r} for {whose}"
         if alone and self.max_nodes > 1:
             yield (
-                f"{self.max_nodes} nodes need a place to meet: give --rdzv-endpoint HOST:PORT, "
-                "or --node-rank, --master-addr and --master-port"
+                f"a job of {'up to ' * (self.min_nodes < self.max_nodes)}{self.max_nodes} nodes "
+                "needs --rdzv-endpoint HOST:PORT, and for fixed ranks --rdzv-backend static and "
+                "--node-rank"
             )
         if alone and backend not in ("tcp", "c10d"):
             yield f"--rdzv-backend {backend} needs an --rdzv-endpoint"
@@ -428,6 +478,12 @@ class LaunchConfig:
             stderr_needles=tuple(self.duplicate_stderr_filters),
             template=self.log_line_prefix_template,
         )
+
+    @property
+    def observed_at(self) -> tuple[str, int] | None:
+        """Where it answers who asks for health and metrics; None: nowhere."""
+        text = self.observe_port
+        return None if text is None else read_port(text, OBSERVE_FLAG, LOOPBACK)
 
     @property
     def alone(self) -> bool:

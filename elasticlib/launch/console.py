@@ -45,14 +45,11 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
             line = f"{self.format(record)}\n"
             if self._missed:
                 line = f"[{self._missed} lines are missing here: nobody took them]\n{line}"
-            taken = show(number, line.encode(errors="backslashreplace"), self._patience)
+            patience = 0.0 if self._missed else PATIENCE
+            taken = show(number, line.encode(errors="backslashreplace"), patience)
             self._missed = 0 if taken else self._missed + 1
         except OSError:
             self.handleError(record)
-
-    @property
-    def _patience(self) -> float:
-        return 0.0 if self._missed else PATIENCE
 
 
 class _Visible(logging.Formatter):

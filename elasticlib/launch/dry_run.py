@@ -9,15 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 
 from ..compat import TIMER_FILE
+from ..observe.wording import plural
 from ..rendezvous.document import Node
 from ..rendezvous.ranks import deal_seats
 from ..signals import signal_name
 from ..workers.cpu import count_cores
-from ..workers.spec import WorkerGroup, WorkerSpec, deal_ranks, worker_environment
+from ..workers.spec import WorkerGroup, deal_ranks, worker_environment
 from .arguments import Launch
 from .command_tools import Table, show
 from .flags import Source
 from .looks import Finding
+from .own_workers import spec_of
 
 _MET = "settled when the nodes meet"
 _PLACE = {"MASTER_ADDR": "the first node's address", "MASTER_PORT": "a free port there"}
@@ -34,6 +36,8 @@ _OF_SIZE = frozenset({"WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"})
 def show_plan(launch: Launch, findings: Sequence[Finding], inherited: Mapping[str, str]) -> None:
     """Print the whole answer."""
     bad = sum(finding.good is False for finding in findings)
+    noted = sum(finding.good is None for finding in findings)
+    passed = f"all checks passed, {plural(noted, 'note')}" if noted else "all checks passed"
     show(
         "elasticrun --dry-run: nothing is started",
         Table((), [*_settings(launch)], "settings (the flag or variable each is from)"),
@@ -44,14 +48,17 @@ def show_plan(launch: Launch, findings: Sequence[Finding], inherited: Mapping[st
         ),
         Table((), [finding.row for finding in findings], "checks (on this machine, now)"),
         Table((), [(note,) for note in launch.settings.notes], "ignored"),
-        f"{bad} of {len(findings)} checks failed" if bad else "all checks passed",
+        f"{bad} of {len(findings)} checks failed" if bad else passed,
     )
 
 
 def _settings(launch: Launch) -> Iterator[tuple[str, ...]]:
     """Those that somebody gave come first, and where nodes meet says what became of several."""
     config, settings = launch.config, launch.settings
-    yield ("job", f"{config.run_id}, {_nodes(launch)}, {config.nproc_per_node} workers a node", "")
+    low, high = config.min_nodes, config.max_nodes
+    nodes = f"{low} to {high} nodes" if low < high else plural(low, "node")
+    workers = plural(config.nproc_per_node, "worker")
+    yield ("job", f"{config.run_id}, {nodes}, {workers} a node", "")
     place = config.rdzv_endpoint or "this node alone"
     yield ("meet", f"{config.rdzv_backend}: {place}", "")
     yield ("run", _run(launch), "")
@@ -65,11 +72,6 @@ def _settings(launch: Launch) -> Iterator[tuple[str, ...]]:
             origin = f"{origin} ({launch.cluster})"
         if name != "dry_run":
             yield (f"--{name.replace('_', '-')}", _value(launch, name), origin)
-
-
-def _nodes(launch: Launch) -> str:
-    low, high = launch.config.min_nodes, launch.config.max_nodes
-    return f"{low} to {high} nodes" if low < high else f"{low} node{'s' if low > 1 else ''}"
 
 
 def _run(launch: Launch) -> str:
@@ -123,9 +125,7 @@ def _environments(launch: Launch, inherited: Mapping[str, str]) -> list[dict[str
     """By local rank; what only a rendezvous can tell is said so."""
     config = launch.config
     fixed = config.alone or config.rdzv_backend == "static"
-    spec = WorkerSpec(
-        launch.entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank
-    )
+    spec = spec_of(config, launch.entrypoint)
     nodes = [
         Node(id=str(n), host="", address="", slots=config.nproc_per_node, role=config.role)
         for n in range(config.max_nodes)

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import queue
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +22,9 @@ from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.replicas import SnapshotKeeper, Stores
 from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables, torch_views
 from ..compat.launching import values_of as values_of
+from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
+from ..signals import signal_name
 from ..stores.memory import MemoryStore
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_server import ServerLimits, TcpStoreServer
@@ -36,11 +39,12 @@ from ..workers.spec import (
     WorkerState,
     entry_name,
 )
-from .config import TCP_BACKENDS, LaunchConfig, check_seconds
+from .addresses import is_literal, is_localhost, is_loopback
+from .config import TCP_BACKENDS, LaunchConfig, check_seconds, naming_fields
 from .endpoints import read_secret
 from .exit_report import summary, write_failure
 from .flags import FLAGS
-from .observed import Observed, answering, kept_logs, open_journal
+from .observed import Observed, RestoreHint, answering, kept_logs, open_journal
 from .own_workers import check_machine, local_workers, spec_of
 from .process import HELD, HeldSignals
 from .rendezvous_setup import Meeting, open_meeting
@@ -61,8 +65,8 @@ class elastic_launch:
 
     Raises:
         ChildFailedError: the job failed; it carries the first failure.
-        SignalException: a signal stopped this node, or had it save and leave.
-        ConfigError: it cannot be started as configured.
+        SignalException: a signal stopped or drained this node.
+        ConfigError: the config cannot work.
     """
 
     def __init__(
@@ -84,7 +88,9 @@ class elastic_launch:
         entrypoint = with_args(self._entrypoint, args)
         if isinstance(entrypoint, Function):
             pickled(entrypoint)
-        return values_of(entry_name(entrypoint), run_node(self._config, entrypoint))
+        with naming_fields():
+            result = run_node(self._config, entrypoint)
+        return values_of(entry_name(entrypoint), result)
 
 
 def with_args(
@@ -132,10 +138,12 @@ def run_node(
         stack.callback(meeting.close)
         check_requeue(requeue, meeting, config.rdzv_backend)
         observed = stack.enter_context(contextlib.closing(Observed(config, os.environ)))
-        views = torch_views(config, entry_name(entrypoint), meeting.handler)
+        views = (RestoreHint(), *torch_views(config, entry_name(entrypoint), meeting.handler))
         journal = stack.enter_context(
             open_journal(config, runners, meeting.me, endpoint=meeting.serves_at, views=views)
         )
+        shown = f": elasticlib status {shlex.quote(journal.found_by)} shows it{_elsewhere(config)}"
+        log.info("run %s begins%s", config.run_id, shown if journal.found_by else "")
         agent = LocalElasticAgent(
             spec_of(config, entrypoint),
             meeting.handler,
@@ -156,6 +164,17 @@ def run_node(
         _depart(meeting, config, result, requeue)
     summed(summary(journal, kept_logs(runners)))
     return result
+
+
+def _elsewhere(config: LaunchConfig) -> str:
+    """How it is seen from a machine that has no record of it, such as a login node."""
+    if config.max_nodes == 1 or config.alone or config.rdzv_backend not in TCP_BACKENDS:
+        return ""
+    host, port = split_endpoint(config.endpoints[0], STORE_PORT)
+    if is_localhost(host) or (is_literal(host) and is_loopback(host)):
+        return ""
+    where = shlex.quote(join_endpoint(host, port))
+    return f" (on other machines: elasticlib status {where})"
 
 
 def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:
@@ -180,7 +199,10 @@ def _depart(
     # Only after a signal that means it: SIGTERM is how jobs are cancelled as well.
     meant = result.signal in options.drain_signals
     with _signals(options) as stopped:
-        if requeue is not None and drained and meant:
+        if requeue is not None and drained and not meant:
+            why = "which scancel sends, too: Slurm would start a cancelled job again"
+            log.info("this job is not requeued after %s, %s", signal_name(result.signal), why)
+        elif requeue is not None and drained:
             longest = options.drain_grace + ladder.grace + config.timing.close
             requeue_if_last(requeue, meeting, longest, stopped)
         if drained or result.state is WorkerState.STOPPED:
@@ -198,18 +220,30 @@ def _memory(config: LaunchConfig, runners: Workers, secret: bytes | None) -> Mem
     if not isinstance(runners, LocalWorkers):
         if replicas:
             raise ConfigError(
-                "--snapshot-replicas needs workers that are processes of this machine, got "
+                "snapshot_replicas needs workers that are processes of this machine, got "
                 f"{type(runners).__name__}"
             )
         return None
     # Only nodes that meet in a TCP store have shown each other that they know the secret.
     asked = config.rdzv_backend in TCP_BACKENDS
+    address = config.local_addr or ""
+    return keep_snapshots(
+        runners, replicas=replicas, secret=secret if asked else None, address=address
+    )
+
+
+def keep_snapshots(
+    workers: LocalWorkers, *, replicas: int = 0, secret: bytes | None = None, address: str = ""
+) -> SnapshotKeeper:
+    """The `memory` of an `ElasticAgent`: it keeps what its workers put there by
+    `CheckpointManager.snapshot`, and writes it to the disk before a job that is not done ends.
+
+    replicas: how many other nodes keep it as well. They reach this one at `address`, which is this
+    node's own where it is empty, and show that they know the secret, if there is one.
+    """
+    stores = snapshot_stores(replicas)
     return SnapshotKeeper(
-        runners.memory.era,
-        snapshot_stores(replicas),
-        replicas=replicas,
-        secret=secret if asked else None,
-        address=config.local_addr or "",
+        workers.memory.era, stores, replicas=replicas, secret=secret, address=address
     )
 
 
@@ -223,16 +257,12 @@ def shutdown_seconds(config: LaunchConfig) -> float:
     """Seconds; torch's variable counts where the config says nothing."""
     if config.shutdown_timeout is not None:
         return config.shutdown_timeout
-    name = str(FLAGS["shutdown_timeout"].variable)
+    flag = FLAGS["shutdown_timeout"]
+    name = str(flag.variable)
     text = os.environ.get(name)
-    if text is None:
-        return float(FLAGS["shutdown_timeout"].default)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
+    seconds = flag.default if text is None else flag.read(text, name)
     check_seconds(f"{name}={text!r}", seconds)
-    return seconds
+    return float(seconds)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,6 @@
 """The command `elasticrun`: torchrun's command line, carried out by elasticlib.
 
-Exit codes: 0 success, 1 failure, 2 a command line that cannot work (nothing was started), 75 or
-what --drain-exit-code says after a drain, 128 + n after signal n. --dry-run: 0, or 1 where a check
-fails.
+Exit codes: those that --help lists; of --dry-run 0, or 1 where a check fails.
 """
 
 from __future__ import annotations
@@ -123,9 +121,9 @@ def _run_node(launch: Launch, workers: Workers) -> _Ended:
 def _show_plan(launch: Launch) -> int:
     # Imported here, as it takes as long again as reading the command line.
     from .dry_run import show_plan
-    from .preflight import of_launch, preflight
+    from .preflight import of_launch, taken
 
-    findings = preflight(of_launch(launch.config, launch.entrypoint, os.environ))
+    findings = taken(of_launch(launch.config, launch.entrypoint, os.environ))
     show_plan(launch, findings, os.environ)
     return 1 if any(finding.good is False for finding in findings) else 0
 

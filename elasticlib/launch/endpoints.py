@@ -73,7 +73,8 @@ def node_range(text: str) -> tuple[int, int]:
     try:
         least, most = int(low), int(high if colon else low)
     except ValueError:
-        raise ConfigError(f"--nnodes is N or MIN:MAX, got {text!r}") from None
+        unset = "; Kubernetes leaves $(NAME) as it is if the variable is not set" * ("$(" in text)
+        raise ConfigError(f"--nnodes is N or MIN:MAX, got {text!r}{unset}") from None
     if not 1 <= least <= most:
         raise ConfigError(f"--nnodes needs 1 <= MIN <= MAX, got {text!r}")
     return least, most
@@ -178,9 +179,17 @@ def read_place(settings: Settings, nodes: int) -> dict[str, Any]:
     """
     master = [f"--{n.replace('_', '-')}" for n in _MASTER if settings[n] is not None]
     if settings["standalone"]:
-        _refuse_beside_standalone(settings)
-        if nodes > 1 or settings["rdzv_backend"] not in _TCP:
-            raise ConfigError("--standalone is one node with a tcp store of its own")
+        for name in ("rdzv_endpoint", *_MASTER, "node_rank"):
+            if settings[name] not in (None, ""):
+                raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --standalone")
+        if nodes > 1:
+            other = f"--nnodes {settings['nnodes']}"
+            raise ConfigError(f"--standalone means one node: remove {other}, or --standalone")
+        if settings["rdzv_backend"] not in _TCP:
+            other = f"--rdzv-backend {settings['rdzv_backend']}"
+            raise ConfigError(
+                f"--standalone has its own tcp store: remove {other}, or --standalone"
+            )
         return {"run_id": _own_id(settings), "rdzv_backend": "tcp"}
     backend, endpoint = settings["rdzv_backend"], settings["rdzv_endpoint"]
     ranked = master or settings["node_rank"] is not None
@@ -224,12 +233,6 @@ def _static_place(settings: Settings, nodes: int) -> dict[str, Any]:
     }
 
 
-def _refuse_beside_standalone(settings: Settings) -> None:
-    for name in ("rdzv_endpoint", *_MASTER, "node_rank"):
-        if settings[name] not in (None, ""):
-            raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --standalone")
-
-
 def _own_id(settings: Settings) -> str:
     """A job that nobody can join still has a name of its own."""
     return str(uuid.uuid4()) if settings["rdzv_id"] == "none" else str(settings["rdzv_id"])
@@ -247,7 +250,7 @@ def check_endpoints(text: str, *, is_host: bool, quorum: bool) -> None:
         if port == 0:
             raise ConfigError(
                 f"nodes cannot meet at port 0, got --rdzv-endpoint {endpoint}; "
-                "--standalone takes a free port for one node"
+                "one node alone needs no endpoint"
             )
         _check_reached("--rdzv-endpoint", host)
     if len({(host.lower(), port) for host, port in places}) < len(endpoints):

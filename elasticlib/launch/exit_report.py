@@ -19,7 +19,7 @@ from ..agent.interface import Cause, RunResult
 from ..observe.history import Cost, Generation, Why
 from ..observe.journal import NodeJournal
 from ..observe.story import DEAREST, Sums
-from ..observe.wording import duration, percentage, plural
+from ..observe.wording import STEPLESS, duration, percentage, plural
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
 from ..workers.spec import WorkerState
@@ -59,31 +59,33 @@ def summary_lines(sums: Sums) -> Iterator[str]:
     if sums.snapshot is not None:
         said.append(f"last snapshot of step {sums.snapshot}")
     yield ", ".join(said)
-    if count == 1:
-        return
     if count > 1 + DEAREST:
         counts = (f"{n} {why.words}" for why, n in sums.counts.items() if why is not Why.START)
         yield f"  {', '.join(counts)}; those that cost most:"
-    yield from map(_generation, sums.dearest)
-    yield f"  lost on this node: {_phases(sums.lost)}"
+    stepless = sums.trained is None
+    yield from (_generation(made, stepless=stepless) for made in sums.dearest)
+    if count > 1 or sums.lost.seconds:
+        unknown = f"; {STEPLESS}" if stepless else ""
+        yield f"  lost on this node: {_phases(sums.lost)}{unknown}"
 
 
-def _generation(made: Generation) -> str:
+def _generation(made: Generation, *, stepless: bool) -> str:
     cause = " ".join(made.cause.split())
     if len(cause) > LONGEST_CAUSE:
         cause = f"{cause[:LONGEST_CAUSE]}..."
     cost = f"{duration(made.cost.seconds)} lost"
+    if stepless:
+        waited = (made.cost.stop or 0.0) + (made.cost.rendezvous or 0.0)
+        cost = f"workers started after {duration(waited)}"
     return f"  generation {made.number} {made.why.words}, {cost}{cause and ': '}{cause}"
 
 
 def _phases(lost: Cost) -> str:
-    names = ("detect", "stop", "rendezvous", "start", "restore")
-    known = [(name, getattr(lost, name)) for name in names]
-    said = [f"{name} {duration(seconds)}" for name, seconds in known if seconds is not None]
-    if lost.redone:
+    said = {name: f"{name} {duration(seconds)}" for name, seconds in lost.phases.items()}
+    if "redone" in said:
         steps = plural(lost.redone, "step")
-        said.append(f"{steps} redone in {duration(lost.redone_seconds)}")
-    return ", ".join(said) or "nothing that is known"
+        said["redone"] = f"{steps} redone in {duration(lost.redone_seconds)}"
+    return ", ".join(said.values()) or "nothing that is known"
 
 
 def _places(name: str, logs: str, events: str) -> Iterator[str]:
@@ -104,7 +106,7 @@ def result_text(result: RunResult) -> str:
     """All that is said at the end of a run, as lines."""
     word = result.state.value.upper()
     cause = "" if result.cause is None else _explained(result.cause)
-    return f"{cause}{NAME}: {word}: {result.reason}\n"
+    return f"{cause}{NAME}: {word}: {' '.join(result.reason.split())}\n"
 
 
 def write_failure(workers: Workers, result: RunResult) -> None:
@@ -151,11 +153,11 @@ def _with_code(data: dict[str, object], code: int) -> dict[str, object]:
 
 
 def _explained(cause: Cause) -> str:
-    lines = [f"{NAME}: first failure of generation {cause.generation}, on {cause.host}:"]
-    lines.append(f"  {cause.sentence}")
+    head = f"{NAME}: first failure of generation {cause.generation}, on {cause.host}"
     if cause.followed:
         ranks = ", ".join(str(rank) for rank in cause.followed)
-        lines.append(f"  failed as well, afterwards: rank{'s' * (len(cause.followed) > 1)} {ranks}")
+        head += f" (rank{'s' * (len(cause.followed) > 1)} {ranks} failed after it)"
+    lines = [f"{head}:", f"  {cause.sentence}"]
     if cause.log:
         lines.append(f"  logs: {cause.log} on {cause.host}")
     evidence = cause.traceback or cause.tail

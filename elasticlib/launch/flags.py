@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from .._version import __version__
-from ..errors import ConfigError
-from ..flag_values import AT_STEP, DRAIN_EXIT_CODE, GRACE, RESIZES, STORE_GRACE
+from ..errors import ConfigError, did_you_mean
+from ..flag_values import DRAIN_EXIT_CODE, GRACE, STORE_GRACE
 from ..workers.cpu import BINDINGS
 from .backend_names import BACKENDS
 
@@ -123,7 +124,7 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
     "nodes and workers": (
         Flag(
             "--nnodes N|MIN:MAX",
-            "run on N nodes, or on as many as there are from MIN to MAX",
+            "run on N nodes, or on any number of nodes from MIN to MAX",
             "1:1",
             shown="1",
         ),
@@ -133,22 +134,26 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             "processors), or the name of a backend registered with torch",
             "1",
         ),
-        Flag("--standalone", "run on this node alone, with a store on a free port", False),
+        Flag("--standalone", "run on this machine only; no endpoint is needed", False),
         _Own(
             "--spares N",
-            "let up to N nodes beyond MAX wait to take a lost one's place",
+            "let up to N nodes beyond MAX wait, to replace lost ones",
             kind=int,
             shown="any number",
         ),
-        Flag("--role NAME", "name the workers' role; each role counts its ranks", "default"),
+        Flag(
+            "--role NAME",
+            "name the workers' role; each role has its own ranks",
+            "default",
+        ),
     ),
     "what to run": (
         Flag("-m, --module", "run a module, as python -m does", False),
-        Flag("--no-python", "run a program that is no Python script", False),
+        Flag("--no-python", "run any program instead of a Python script", False),
         Flag(
             "--run-path",
-            "run a script with elasticrun's own interpreter, whatever PYTHON_EXEC and --no-python "
-            "say",
+            "run the script with elasticrun's own interpreter, even with PYTHON_EXEC or "
+            "--no-python",
             False,
         ),
         Flag(
@@ -157,9 +162,7 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             "the same); spawn: start an interpreter for each worker",
             shown="warm",
         ),
-        _Own(
-            "--preload MODULES", "import these modules, too, before workers are forked: a,b.c", ""
-        ),
+        _Own("--preload MODULES", "also import these modules before workers are forked: a,b.c", ""),
     ),
     "where nodes meet": (
         Flag(
@@ -170,27 +173,27 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         ),
         Flag(
             "--rdzv-endpoint PLACE",
-            "meet at this place: HOST[:29400] or several with commas between (tcp), a folder "
-            "(file), HOST[:2379],HOST... (etcd)",
+            "where nodes meet: HOST[:29400],HOST... (tcp), a folder (file), "
+            "HOST[:2379],HOST... (etcd)",
             "",
         ),
-        Flag("--rdzv-id ID", "name the job; all of its nodes say the same", "none"),
+        Flag("--rdzv-id ID", "id of the job, the same on all of its nodes", "none"),
         Flag(
             "--rdzv-conf K=V,K=V",
-            "set options of the meeting: join_timeout, last_call_timeout, ...; may be given again",
+            "set options of the rendezvous: join_timeout, last_call_timeout, ...; may be repeated",
             [],
             list,
         ),
         Flag(
             "--node-rank RANK",
-            "give this node this rank (static), or wish for it (other backends)",
+            "rank of this node: fixed with static, a preference with other backends",
             kind=int,
         ),
         Flag("--master-addr HOST", "static backend: find node 0 at HOST", shown="127.0.0.1"),
         Flag(
             "--master-port PORT", "static backend: find node 0 at PORT", None, int, str(MASTER_PORT)
         ),
-        Flag("--local-addr HOST", "have other nodes reach this one at HOST"),
+        Flag("--local-addr HOST", "address at which other nodes reach this one"),
         _Own(
             "--topology NAME",
             "say where this node is, such as its rack: nodes with the same NAME get adjacent ranks",
@@ -198,8 +201,8 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         ),
         _Own(
             "--from-env NAME",
-            "take what is not given from a scheduler's variables: none, auto, slurm, skypilot, or "
-            "what another distribution registers",
+            "take settings that are not given from a scheduler's variables: none, auto, slurm, "
+            "skypilot, or the name of a plug-in",
             "none",
         ),
         _Own(
@@ -224,26 +227,26 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         ),
         _Own(
             "--restart-backoff SECONDS",
-            "wait for up to this long before a restart, after three quick failures in a row",
+            "after three quick failures in a row, wait up to this long before each restart",
             10.0,
             float,
         ),
         _Own(
             "--hang-timeout auto|SECONDS",
-            "restart workers that call elasticlib.context().step() and then fall silent for this "
-            "long; auto: for 20 times their median step, 3 times their longest or 5 minutes, "
-            "whichever is longest. Before the first step (auto: the tenth) 15 minutes at least",
-            shown="hangs are not looked for",
+            "restart workers that have called elasticlib.context().step() and then fall silent for "
+            "this long; auto: 20 times their median step, 3 times their longest, or 5 minutes, "
+            "whichever is longest. Before the first step (auto: the tenth) at least 15 minutes",
+            shown="off",
         ),
         _Own(
             "--snapshot-replicas N",
-            "have N other nodes keep copies of this node's snapshots in their memory",
+            "keep copies of each node's snapshots in the memory of N other nodes",
             0,
             int,
         ),
         Flag(
             "--monitor-interval SECONDS",
-            "look for changes this often where the rendezvous backend cannot report them",
+            "poll this often for changes that the rendezvous backend cannot report",
             0.1,
             float,
         ),
@@ -263,35 +266,26 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         ),
         _Own(
             "--drain-signals NAME,NAME",
-            "have workers save, and this node leave the job, on these signals; none for no signal",
+            "on these signals, let the workers save, then leave the job; none: no signal",
             shown="SIGUSR2, and SIGTERM if workers poll should_stop()",
         ),
         _Own(
             "--drain-grace SECONDS",
             "give workers that poll should_stop() this long to checkpoint before their node leaves",
             kind=float,
-            shown="what --resize-grace says",
+            shown="the same as --resize-grace",
         ),
         _Own(
             "--drain-exit-code CODE",
-            "exit with this code when workers have saved and the node has left",
+            "exit with this code after a drain",
             DRAIN_EXIT_CODE,
             int,
         ),
         _Own(
             "--requeue NAME",
-            "slurm: once drain signals have made all nodes leave, put the job back into Slurm's "
-            "queue",
+            "slurm: put the job back into Slurm's queue after all nodes were drained",
             "none",
             choices=REQUEUES,
-        ),
-        _Own(
-            "--resize WHEN",
-            "when the job changes its size, stop workers that poll should_stop() immediate(ly), "
-            "at-step (before their next step) or at-checkpoint (after their next save, or half of "
-            "--resize-grace)",
-            AT_STEP,
-            choices=RESIZES,
         ),
         _Own(
             "--resize-grace SECONDS",
@@ -311,7 +305,7 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         Flag("-t, --tee STREAMS", "write output to files, and show it as well", "0"),
         Flag(
             "--local-ranks-filter R,R-R",
-            "show the output of these local ranks alone; files are written for all",
+            "show only the output of these local ranks; files are written for all",
             "",
         ),
         Flag(
@@ -333,24 +327,23 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         ),
         Flag(
             "--logs-specs NAME",
-            "let an entry point of the group torchrun.logs_specs say where output goes",
+            "entry point in the group torchrun.logs_specs that decides where output goes",
         ),
     ),
     "watching the job": (
         _Own(
             "--observe-port [HOST:]PORT",
-            "answer /healthz, /status.json and /metrics at PORT (0: any free one, it is logged); "
-            "HOST is 127.0.0.1 unless given: 0.0.0.0 is for probes and scrapes from outside",
+            "serve /healthz, /status.json and /metrics at PORT (0: any free one, which is logged). "
+            "HOST is 127.0.0.1 by default; give 0.0.0.0 for probes from other machines",
         ),
-        _Own("--no-events", "keep no events.jsonl, the record of what happens to the job", False),
         Flag(
             "--event-log-handler NAME",
-            "console: write torchrun's events to stderr, a line of JSON each",
+            "console: write torchrun's events to stderr, one JSON object per line",
             "null",
         ),
     ),
     "GPUs and processors": (
-        Flag("--virtual-local-rank", "show each worker its own GPU alone, and LOCAL_RANK 0", False),
+        Flag("--virtual-local-rank", "show each worker only its own GPU, and LOCAL_RANK 0", False),
         Flag(
             "--numa-binding NAME",
             "bind each worker to processors near the GPU of its local rank: %(choices)s",
@@ -360,8 +353,8 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
     "before the start": (
         _Own(
             "--dry-run",
-            "show each setting with its origin, the workers' environment and what checks find; "
-            "start nothing, and exit with 1 if a check fails",
+            "start nothing; show all settings with their origins, the workers' environment and "
+            "checks of this machine; exit with 1 if a check fails",
             False,
         ),
     ),
@@ -397,15 +390,34 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return super()._format_action_invocation(action).partition(", --print_")[0]
 
 
-class FlagTable(NamedTuple):
-    """The flags by their names in `Settings`, and the parser of a command line of them."""
+class Parser(argparse.ArgumentParser):
+    """Says of a flag or command that there is not which one comes near it."""
 
-    parser: argparse.ArgumentParser
-    options: Mapping[str, Flag]
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"unrecognized arguments:.*?(-[\w-]+)|invalid choice: '([^']+)'", message)
+        if wrong is not None:
+            choices = re.findall(r"[\w-]+", message.partition("choose from")[2])
+            word, names = (wrong[1] or wrong[2]).replace("_", "-"), choices or self._names()
+            message += did_you_mean(word, names) or self._hint(message)
+        super().error(message)
+
+    def _hint(self, message: str) -> str:
+        """What to do about a flag that comes near none, on a command line that names a script."""
+        takes_script = any(action.dest == "training_script" for action in self._actions)
+        unknown = message.startswith("unrecognized")
+        return " (your script's own flags go after its name)" if takes_script and unknown else ""
+
+    def _names(self) -> Iterator[str]:
+        """Its long flags and commands, and the flags of commands whose arguments are known."""
+        for action in self._actions:
+            yield from (name for name in action.option_strings if re.match("--[^_]+$", name))
+            if isinstance(action, argparse._SubParsersAction):
+                for name, parser in action.choices.items():
+                    yield from (name, *parser._names())
 
 
-def build_flags() -> FlagTable:
-    parser = argparse.ArgumentParser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="elasticrun",
         usage="elasticrun [flags] training_script [the script's own flags]",
         description="Run a training script on each worker of an elastic job.\n\n"
@@ -417,9 +429,10 @@ def build_flags() -> FlagTable:
         add_help=False,
     )
     parser.add_argument("training_script", help="a script, module (-m) or program (--no-python)")
-    parser.add_argument(
+    rest = parser.add_argument(
         "training_script_args", nargs=argparse.REMAINDER, help="what the script is called with"
     )
+    rest.required = False  # without this argparse names it among what is missing
     for title, rows in GROUPS.items():
         group = parser.add_argument_group(title)
         for flag in rows:
@@ -437,7 +450,7 @@ def build_flags() -> FlagTable:
         help="print what completes these flags in bash, zsh or tcsh (needs the package shtab), and "
         "exit",
     )
-    return FlagTable(parser, FLAGS)
+    return parser
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
@@ -446,7 +459,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: for --help, and for argparse's own usage errors.
     """
-    return build_flags().parser.parse_args(argv)
+    return build_parser().parse_args(argv)
 
 
 class Source(enum.IntEnum):
@@ -496,7 +509,7 @@ def read_variables(environment: Mapping[str, str]) -> tuple[Layer, tuple[str, ..
         if text is not None and (text or flag.switch):
             found[flag.dest] = Setting(flag.read(text, name), Source.VARIABLE, name)
     notes = (
-        f"{name} is ignored: elasticrun has no such flag"
+        f"{name} is ignored: elasticrun has no such flag{did_you_mean(name, own)}"
         for name in sorted(environment)
         if name.startswith(PREFIX) and name not in own and name not in others
     )

@@ -28,9 +28,9 @@ from ..errors import (
     StoreUnavailable,
 )
 from ..observe.event import Event
-from ..observe.published import Published
-from ..observe.reading import EventsFile
-from ..observe.runs import find_runs, known_runs
+from ..observe.journal import EventsFile
+from ..observe.published import AGAIN_SECONDS, Published, StatusReader
+from ..observe.runs import Living, find_runs
 from ..observe.stacks import Asker, JobStacks, stack_lines
 from ..observe.status import (
     EXIT_CODES,
@@ -38,6 +38,7 @@ from ..observe.status import (
     NOBODY,
     NODE_FIELDS,
     JobStatus,
+    JobView,
     NodeEntry,
     as_document,
     exit_code,
@@ -68,6 +69,8 @@ EVERY_SECONDS = 1.0
 STATUS_TIMEOUT = 2.0
 STACKS_TIMEOUT = 5.0
 """Seconds: a worker that writes nothing is waited for on its node."""
+PROOF_SECONDS, PROOF_PAUSE = AGAIN_SECONDS + 2.0, 0.5
+"""In which each node that lives renews its status, and between two looks for that."""
 GONE_SECONDS = 30.0
 """Of silence, for --watch to take a run for gone: a store that moves is away for some seconds."""
 Look = Callable[[], JobStatus]
@@ -168,7 +171,7 @@ def _is_endpoint(text: str) -> bool:
 def _recorded_target(records: tuple[Path, ...], conf: Mapping[str, str]) -> Target:
     """As the first event of each record tells it."""
     run_id = backend = endpoint = ""
-    living = _living()
+    living = Living()
     for path in records:
         event = next(_events_of(path), None)
         if event is None:
@@ -178,7 +181,7 @@ def _recorded_target(records: tuple[Path, ...], conf: Mapping[str, str]) -> Targ
         if event.kind == "run.began" and isinstance(settings, dict):
             backend = str(settings.get("rdzv_backend", ""))
             # What an agent itself serves is gone with it.
-            served = event.facts.get("endpoint") if os.path.realpath(path) in living else ""
+            served = event.facts.get("endpoint") if living.has(path) else ""
             endpoint = str(served or settings.get("rdzv_endpoint", ""))
             conf = {**read_pairs(str(settings.get("rdzv_conf", ""))), **conf}
             if endpoint:
@@ -274,21 +277,16 @@ def _events_of(path: Path) -> Iterator[Event]:
 
 def recorded(target: Target) -> JobStatus | None:
     """What the events on this machine tell; None if there are none."""
-    living = _living()
+    living = Living()
     nodes, newest = [], 0.0
     for path in target.records:
-        found = _recorded_node(path, os.path.realpath(path) in living)
+        found = _recorded_node(path, living.has(path))
         if found is not None:
             nodes.append(found[0])
             newest = max(newest, found[1])
     if not nodes:
         return None
     return status_of_records(target.run_id, nodes, age=max(0.0, wall() - newest))
-
-
-def _living() -> set[str]:
-    """The files of events of the agents that live here."""
-    return {os.path.realpath(one.events) for one in known_runs() if one.living}
 
 
 def _recorded_node(path: Path, lives: bool) -> tuple[NodeEntry, float] | None:
@@ -306,8 +304,8 @@ def _recorded_node(path: Path, lives: bool) -> tuple[NodeEntry, float] | None:
 
 def add_status(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Show what the nodes of a run publish of themselves in its store; where that is not there, "
-        "what is written down of it on this machine."
+        "Show what the nodes of a run publish of themselves in its store; otherwise, from the "
+        "events recorded on this machine."
     )
     parser.epilog = _status_epilog()
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -383,14 +381,39 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
             yield lambda: _from_events(recorded(target), error, reported)
             return
 
+        reader = JobReader(store, run_id)
+
         def look() -> JobStatus:
             try:
-                status = status_of(read_job(store, run_id))
+                status = status_of(reader.read())
             except StoreError as error:
                 return _from_events(recorded(target), error, reported)
             return status or _not_in_store(target, run_id, reported)
 
         yield look
+
+
+class JobReader:
+    """Reads a job again and again. In a folder nobody but readers ends the leases of the dead, so
+    if all statuses there look old, they are looked at until one is renewed or the leases end: no
+    clock of another machine says that a node is gone."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
+        self._statuses = StatusReader(store, run_id)
+        self._left = PROOF_SECONDS if isinstance(store, FileStore) else 0.0
+
+    def read(self) -> JobView:
+        """Raises StoreError."""
+        view, pause = self._look(), threading.Event()
+        while self._left > 0 and view.looks_old:
+            self._left -= PROOF_PAUSE
+            pause.wait(PROOF_PAUSE)
+            view = self._look()
+        return attrs.evolve(view, still=isinstance(self._store, FileStore) and view.looks_old)
+
+    def _look(self) -> JobView:
+        return read_job(self._store, self._run_id, self._statuses)
 
 
 def _not_in_store(target: Target, run_id: str, reported: set[str]) -> JobStatus:
@@ -462,8 +485,8 @@ def add_stacks(parser: argparse.ArgumentParser) -> None:
         "and those that the fewest share come first."
     )
     parser.epilog = (
-        "exit status: 0 if all nodes that live answered, 1 if some did not, 2 for a command line "
-        "that makes no sense, 4 if there is no such run, or nobody answers or can be asked; 130 "
+        "exit status: 0 if all nodes that live answered, 1 if some did not, 2 for a wrong "
+        "command line, 4 if there is no such run, or nobody answers or can be asked; 130 "
         "after Ctrl-C"
     )
     _add_target(parser, STACKS_TIMEOUT)

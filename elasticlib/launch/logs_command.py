@@ -14,6 +14,8 @@ from pathlib import Path
 
 from ..errors import ConfigError, ElasticError
 from ..observe.runs import STREAMS, Attempt, Kept, Neighbours, NodeLogs, Tail, find_runs
+from ..observe.wording import ranks_of, spans
+from ..visible import visible_line
 from ..workers.output import parse_ranks
 from .command_tools import complain, on_terminal, typed
 
@@ -22,38 +24,40 @@ LOOKS_FOR_NODES = 20
 """So many looks at the files go by between two looks for folders of other nodes."""
 ALL = -1
 COLOURS = (36, 33, 32, 35, 34, 31)
-_KEEP = (
-    "its workers' output is kept by elasticrun --log-dir DIR with --redirects 3 (in files alone) "
-    "or --tee 3 (in files and on the console)"
-)
+_KEEP = "start it with --tee 3 (files and console) or --redirects 3 (files only)"
 
 
 def add_logs(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Show the lines of a run's workers, each with its global rank before it. Exit status: 0 "
-        "done, 1 no such run or nothing kept, 2 a wrong command line."
+        "Show the lines of a run's workers, each with its global rank before it, and of several "
+        "nodes with the node's name. Exit status: 0 done, 1 no such run or nothing kept, 2 a wrong "
+        "command line."
     )
     parser.add_argument(
         "name",
         nargs="?",
         default="",
         metavar="RUN",
-        help="a run's id, its folder or a log directory (default: the newest run here "
-        "that goes on, or if none does the newest)",
+        help="a run's id, its folder or a log directory (default: the newest running "
+        "job here, else the newest)",
     )
     ranks, count, attempt = typed(parse_ranks), typed(_count), typed(_attempt)
     parser.add_argument(
-        "-r", "--ranks", type=ranks, metavar="R,R-R", help="of these global ranks alone"
+        "-r", "--ranks", type=ranks, metavar="R,R-R", help="only these global ranks"
     )
     parser.add_argument(
         "-f",
         "--follow",
         action="store_true",
-        help="go on as lines come, until the run is over; of a node of "
-        "another machine that was killed nobody knows that: Ctrl-C",
+        help="go on as lines come, until the run is over; if a node on "
+        "another machine was killed this never ends: press Ctrl-C",
     )
     parser.add_argument(
-        "-n", "--lines", type=count, metavar="LINES", help="begin with the last so many of a file"
+        "-n",
+        "--lines",
+        type=count,
+        metavar="LINES",
+        help="start with the last LINES of each file",
     )
     parser.add_argument("--stream", choices=sorted(STREAMS), default="both")
     parser.add_argument(
@@ -97,7 +101,7 @@ class _Logs:
         self._neighbours = Neighbours()
         self._nodes = self._neighbours.beside(nodes)
         self._out, self._coloured = sys.stdout.buffer, on_terminal()
-        self._tails: dict[Path, tuple[int, Tail]] = {}
+        self._tails: dict[Path, tuple[Kept, Tail]] = {}
         self._shown: set[int] = set()
         # Of each node the first of its attempts that have not been looked at to their end.
         self._newest: dict[Path, int] = {}
@@ -105,9 +109,9 @@ class _Logs:
     def show(self) -> int:
         """What is there now."""
         self._open()
-        for rank, tail in self._tails.values():
-            self._print(rank, tail.lines())
-            self._print(rank, tail.rest())
+        for kept, tail in self._tails.values():
+            self._print(kept, tail.lines())
+            self._print(kept, tail.rest())
         return self._missing()
 
     def follow(self) -> int:
@@ -120,8 +124,8 @@ class _Logs:
                 self._look()  # one whose process is gone may have told more before
             self._open()
             self._last = None  # of files that come to be there nothing was written before
-            for rank, tail in self._tails.values():
-                self._print(rank, tail.lines())
+            for kept, tail in self._tails.values():
+                self._print(kept, tail.lines())
             self._newest = {node.events: max(0, len(node.attempts) - 1) for node in self._nodes}
             self._close_old()
             if over:
@@ -131,15 +135,19 @@ class _Logs:
             if looks % LOOKS_FOR_NODES == 0:
                 self._nodes = self._neighbours.beside(self._nodes)
             self._look()
-        for rank, tail in self._tails.values():
-            self._print(rank, tail.rest())
+        for kept, tail in self._tails.values():
+            self._print(kept, tail.rest())
         return self._missing()
 
-    def _print(self, rank: int, lines: Iterable[bytes]) -> None:
-        """Each with its rank before it."""
-        head = f"[{rank}]"
+    def _print(self, kept: Kept, lines: Iterable[bytes]) -> None:
+        """Each with its rank before it, and of several nodes with its node's name."""
+        head = f"[{kept.rank}]"
+        if len(self._nodes) > 1:
+            alike = sum(node.host == kept.node.host for node in self._nodes) > 1
+            name = kept.node.node if alike else kept.node.host
+            head = visible_line(f"[{kept.rank} {name}]")
         if self._coloured:
-            head = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{head}\x1b[0m"
+            head = f"\x1b[{COLOURS[kept.rank % len(COLOURS)]}m{head}\x1b[0m"
         prefix = head.encode() + b" "
         for line in lines:
             self._out.write(prefix + line + b"\n")
@@ -156,19 +164,21 @@ class _Logs:
     def _open(self) -> None:
         """Begin with the files that have come to be there."""
         for kept in self._kept():
-            if kept.path not in self._tails and kept.path.is_file():
+            if kept.path in self._tails:
+                self._tails[kept.path] = (kept, self._tails[kept.path][1])
+            elif kept.path.is_file():
                 tail = Tail(kept.path)
                 if self._last is not None:
                     tail.skip_to_last(self._last)
-                self._tails[kept.path] = (kept.rank, tail)
+                self._tails[kept.path] = (kept, tail)
 
     def _close_old(self) -> None:
         """An attempt that another has followed writes no more."""
         wanted = {kept.path for kept in self._kept()}
         for path in self._tails.keys() - wanted:
-            rank, tail = self._tails.pop(path)
-            self._print(rank, tail.rest())
-            self._shown.add(rank)
+            kept, tail = self._tails.pop(path)
+            self._print(kept, tail.rest())
+            self._shown.add(kept.rank)
 
     def _kept(self) -> Iterator[Kept]:
         for node in self._nodes:
@@ -192,15 +202,22 @@ class _Logs:
         lacking = sorted(set(self._ranks or ()) - known)
         if not there:
             numbers = sorted({one.number for node in self._nodes for one in node.attempts})
-            which = f"has the attempts {numbers}" if numbers else "has started no workers"
+            some = "attempts" if len(numbers) > 1 else "attempt"
+            which = f"has {some} {spans(numbers)}, and not {self._attempt}"
+            which = which if numbers else "has started no workers"
             return complain("logs", f"run {name} {which}", 1)
+        world = max(one.world for one in there)
+        if self._ranks is None and world > len(known):
+            away = f"{world - len(known)} of its {world} workers ran on other nodes"
+            complain("logs", f"run {name}: {away}, whose logs are not here", 0)
         if lacking:
-            ranks = f"the ranks {min(known)} to {max(known)} there, not {lacking}"
-            complain("logs", f"run {name} has {ranks}", 1)
-        shown = self._shown | {rank for rank, _ in self._tails.values()}
+            there_are = f"{ranks_of(known)} there, not {spans(lacking)}"
+            complain("logs", f"run {name} has {there_are}", 1)
+        shown = self._shown | {kept.rank for kept, _ in self._tails.values()}
         asked = known if self._ranks is None else known & self._ranks
         if asked and not shown:
-            return complain("logs", f"run {name} keeps nothing of these workers: {_KEEP}", 1)
+            whose = f"run {name}" if self._ranks is None else ranks_of(asked)
+            return complain("logs", f"no output of {whose} was kept; {_KEEP}", 1)
         if asked - shown:
-            complain("logs", f"nothing is kept of the ranks {sorted(asked - shown)}: {_KEEP}", 1)
+            complain("logs", f"no output of {ranks_of(asked - shown)} was kept; {_KEEP}", 1)
         return 1 if lacking else 0

@@ -6,7 +6,6 @@ A look returns findings, says what to do about what is not good, and leaves noth
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import mmap
@@ -51,12 +50,10 @@ from .addresses import (
 from .config import (
     EVERYWHERE,
     HEALTH_VARIABLE,
-    LOOPBACK,
     OBSERVE_FLAG,
     TCP_BACKENDS,
     LaunchConfig,
     health_port,
-    read_port,
 )
 from .console import log_level
 from .endpoints import read_secret
@@ -68,8 +65,6 @@ TORCH_SECONDS = 10.0
 LITTLE_SHARED = 64 * 1024 * 1024
 FEW_FILES = 1024
 FEW_PROCESSES = 1024
-UNSYNCHRONISED = 5
-"""What adjtimex returns of a clock that nothing keeps right."""
 GLOO, NCCL, TENSORPIPE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
 _ANOTHERS = "or is it the place of another --rdzv-backend?"
 _WAYS_IN = {
@@ -192,9 +187,7 @@ def _tried(
 
 def look_at_ports(config: LaunchConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Those at which it would be observed."""
-    asked: dict[str, tuple[str, int] | None] = {}
-    if config.observe_port is not None:
-        asked[OBSERVE_FLAG] = read_port(config.observe_port, OBSERVE_FLAG, LOOPBACK)
+    asked = {OBSERVE_FLAG: config.observed_at}
     try:
         asked[HEALTH_VARIABLE] = health_port(environment)
     except ConfigError as error:
@@ -277,7 +270,7 @@ def look_at_interfaces(
         yield Finding(
             "interface",
             None,
-            f"the way to the endpoint begins at {towards}, and the default one at {outward}: if "
+            f"packets to the endpoint leave from {towards}, all others from {outward}: if "
             "workers do not find each other, set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to "
             f"the interface of {towards}",
         )
@@ -545,7 +538,7 @@ def look_at_memory() -> Iterator[Finding]:
     limit = limit_of_group("memory", "memory.max", "memory.limit_in_bytes")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if limit is None or limit >= total:
-        yield Finding("memory", True, f"{size(total)}, and no limit of a container's")
+        yield Finding("memory", True, f"{size(total)}, no container limit")
     else:
         yield Finding(
             "memory",
@@ -553,22 +546,6 @@ def look_at_memory() -> Iterator[Finding]:
             f"this container may use {size(limit)} of the machine's {size(total)}; what lies in "
             f"{SHARED_MEMORY} counts, and a process that needs more is killed (SIGKILL)",
         )
-
-
-def look_at_clock() -> Iterator[Finding]:
-    try:
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
-    except (OSError, AttributeError):
-        state = -1
-    if state < 0:
-        yield Finding("clock", None, "this system does not say whether its clock is synchronised")
-    elif state == UNSYNCHRONISED:
-        sentence = (
-            "the clock is not synchronised: run NTP, or times in the logs of several machines "
-        )
-        yield Finding("clock", None, f"{sentence}may not match (training needs no clock)")
-    else:
-        yield Finding("clock", True, "the clock is synchronised by NTP")
 
 
 def look_at_signals() -> Iterator[Finding]:
@@ -603,7 +580,7 @@ def look_at_leftovers(place: str = SHARED_MEMORY) -> Iterator[Finding]:
     unknown = [path for path, lives in held.items() if lives is None]
     if left:
         sizes = f"{_sizes(left)} left by jobs that are gone"
-        yield Finding("leftovers", False, f"{sizes}: rm -r {' '.join(map(str, left))}")
+        yield Finding("leftovers", None, f"{sizes}: rm -r {' '.join(map(str, left))}")
     if unknown:
         # Processes that use them may be in a PID namespace of their own, and not be seen here.
         sentence = f"{_sizes(unknown)} in {place}: of a job that is just starting or ending, of one"

@@ -21,25 +21,26 @@ from .._version import versions
 from ..agent.loop import ElasticAgent
 from ..clock import monotonic
 from ..errors import ConfigError
+from ..observe.event import Event
 from ..observe.journal import FILE, NodeJournal, View
-from ..observe.metrics import Exposition, Moment
+from ..observe.metrics import CONTENT, Exposition, Moment
 from ..observe.port import ObservePort, Page, plain
 from ..observe.published import Published, Publisher
 from ..observe.runs import RunRecord, remove_old
 from ..observe.stacks import Answerer, Stacks
 from ..observe.status import Health, document_of_node, judge
 from ..observe.story import NodeStatus
+from ..rendezvous.document import Node
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..stores.file import FileStore
+from ..stores.interface import Store
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
 from .config import (
     HEALTH_VARIABLE,
-    LOOPBACK,
     OBSERVE_FLAG,
     LaunchConfig,
     health_port,
-    read_port,
 )
 from .rendezvous_setup import Meeting
 
@@ -122,17 +123,55 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
         plain = isinstance(value, str | int | float | bool)
         if plain and value != field.default and field.name != "run_id":
             found[field.name] = value
-    return {**{name: str(value) for name, value in found.items()}, **_conf(config)}
+    if config.rdzv_configs and not config.foreign:
+        # Where the keys are ours to know: secrets among them are files' names.
+        pairs = (f"{key}={text}" for key, text in config.rdzv_configs.items())
+        found["rdzv_conf"] = ",".join(pairs)
+    return {name: str(value) for name, value in found.items()}
 
 
-def _conf(config: LaunchConfig) -> dict[str, str]:
-    """The keys of --rdzv-conf, where they are ours to know: secrets among them are files' names."""
-    if config.foreign or not config.rdzv_configs:
-        return {}
-    return {"rdzv_conf": ",".join(f"{key}={text}" for key, text in config.rdzv_configs.items())}
+class RestoreHint(View):
+    """Says of workers that train anew, although steps were kept, that they restore nothing."""
+
+    def __init__(self) -> None:
+        self._kept = self._restored = -1
+
+    def hear(self, event: Event) -> None:
+        step = int(event.number("step") or 0)
+        anew = step <= self._kept and self._restored != event.generation
+        if event.kind == "restored":
+            self._restored = event.generation
+        elif event.kind in ("saved", "snapshot"):
+            self._kept = max(self._kept, step)
+        elif event.kind == "training.began" and anew:
+            log.warning(
+                "training began again at step %d, and step %d had been saved: does the script call "
+                "CheckpointManager.restore?",
+                *(step, self._kept),
+            )
 
 
 # -- what others see of it through the store -------------------------------------------------------
+
+
+@contextlib.contextmanager
+def observed(
+    run_id: str, node: Node, workers: Workers, store: Store, path: str | os.PathLike[str]
+) -> Iterator[NodeJournal]:
+    """Gives the journal for an `ElasticAgent` that a launcher of your own makes.
+
+    From `with` to its end events are appended to the file at `path`, for `elasticlib report`, and
+    `elasticlib status` finds the node in the store in which the job meets.
+    """
+    with contextlib.closing(NodeJournal(run_id, node.id, path)) as journal:
+        journal.tell("run.began", host=node.host, pid=os.getpid(), slots=node.slots)
+
+        def look() -> Published:
+            return Published.at(monotonic(), journal.status(workers.beats()))
+
+        with Publisher(store, run_id, node.id, look) as publisher:
+            journal.on_event = publisher.wake
+            yield journal
 
 
 @contextlib.contextmanager
@@ -198,9 +237,8 @@ class Observed:
     def __init__(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
         self._ports: list[tuple[ObservePort, tuple[str, ...]]] = []
         checked = health_port(environment)
-        if config.observe_port is not None:
-            where = read_port(config.observe_port, OBSERVE_FLAG, LOOPBACK)
-            self._open(OBSERVE_FLAG, where, (HEALTH, STATUS, METRICS))
+        if config.observed_at is not None:
+            self._open(OBSERVE_FLAG, config.observed_at, (HEALTH, STATUS, METRICS))
         if checked is not None:
             try:
                 # Health alone: it is open to all who reach this machine, and need know no more.
@@ -225,23 +263,18 @@ class Observed:
         """Answer from now on."""
         if not self._ports:
             return
-        pages, lacking = _pages(agent, journal)
+        pages = _pages(agent, journal)
         for port, paths in self._ports:
             port.begin({path: pages[path] for path in paths})
-            shown = [path for path in paths if path != METRICS or not lacking]
-            log.info("observed at http://%s%s", port.address, ", ".join(shown))
-            if METRICS in paths and lacking:
-                log.warning("%s", lacking)
+            log.info("observed at http://%s%s", port.address, ", ".join(paths))
 
     def close(self) -> None:
         for port, _ in self._ports:
             port.close()
 
 
-def _pages(
-    agent: ElasticAgent, journal: NodeJournal
-) -> tuple[Mapping[str, Callable[[], Page]], str]:
-    """What makes each page, by its path; and why there is no METRICS, empty where there is."""
+def _pages(agent: ElasticAgent, journal: NodeJournal) -> Mapping[str, Callable[[], Page]]:
+    """What makes each page, by its path."""
     known = versions()
 
     def now() -> tuple[NodeStatus, Health]:
@@ -269,10 +302,9 @@ def _pages(
             versions=known,
         )
 
-    pages = {"/": health, HEALTH: health, STATUS: status}
-    try:
-        exposition = Exposition(moment)
-    except ConfigError as error:
-        lacking = str(error)
-        return {**pages, METRICS: lambda: plain(501, lacking)}, lacking
-    return {**pages, METRICS: lambda: Page(200, *exposition.text())}, ""
+    exposition = Exposition(moment)
+
+    def metrics() -> Page:
+        return Page(200, CONTENT, exposition.text().encode(errors="backslashreplace"))
+
+    return {"/": health, HEALTH: health, STATUS: status, METRICS: metrics}

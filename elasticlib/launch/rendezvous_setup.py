@@ -13,6 +13,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import ElasticError, StoreError, StoreUnavailable
+from ..observe.wording import plural
 from ..rendezvous.bootstrap import torch_store
 from ..rendezvous.document import Node, Phase, Timing
 from ..rendezvous.handler import DynamicRendezvousHandler
@@ -64,7 +65,8 @@ class Meeting:
             while not stopped() and (living := self.store.list(nodes)).entries:
                 if not said:
                     said = True
-                    log.info("still serving the store to %d nodes", len(living.entries))
+                    served = plural(len(living.entries), "node")
+                    log.info("still serving the store to %s", served)
                 self.store.wait(nodes, after=living.version, timeout=0.5)
         except StoreError as error:
             # How this node's run ended is known by now, and a broken server takes nothing of it.

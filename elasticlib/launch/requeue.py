@@ -8,6 +8,7 @@ start again what was cancelled.
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ log = logging.getLogger("elasticlib.launch")
 
 ANSWER_SECONDS = 60.0
 """For scontrol, which waits for a controller that is busy."""
+LOOK_SECONDS = 10.0
+"""The same at the start, where a job can do without the answer."""
 
 
 @attrs.frozen
@@ -41,19 +44,37 @@ class Requeue:
 
         refused: how loudly it is told that Slurm does not.
         """
-        command = (self.scontrol, "requeue", self.target)
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False
-            )
+            code, said = self._call(ANSWER_SECONDS, "requeue")
         except (OSError, subprocess.TimeoutExpired) as error:
-            log.error("not requeued: %s: %s", " ".join(command), error)
+            log.error("not requeued: %s", error)
             return
-        said = " ".join((done.stderr or done.stdout).split())
-        if done.returncode:
-            log.log(refused, "not requeued: %s says: %s", " ".join(command), said)
+        if code and "pending execution" in said:
+            log.info("already requeued by another node")
+        elif code:
+            command = f"{self.scontrol} requeue {self.target}"
+            log.log(refused, "not requeued: %s says: %s", command, said)
         else:
             log.info("requeued as %s", self.target)
+
+    def check(self) -> None:
+        """Raises ConfigError if Slurm is not going to requeue it."""
+        try:
+            code, said = self._call(LOOK_SECONDS, "show", "job")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            code, said = 1, str(error)
+        if code:
+            log.warning("it is not known whether Slurm may requeue this job: %s", said)
+        elif re.search(r"\bRequeue=0\b", said):
+            raise ConfigError(
+                f"--requeue slurm: Slurm may not requeue job {self.target} (Requeue=0): submit it "
+                "with --requeue, or leave the flag out"
+            )
+
+    def _call(self, seconds: float, *what: str) -> tuple[int, str]:
+        command = (self.scontrol, *what, self.target)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        return done.returncode, " ".join(f"{done.stderr} {done.stdout}".split())
 
 
 def find_requeue(scheduler: str, environment: Mapping[str, str]) -> Requeue | None:
@@ -71,7 +92,9 @@ def find_requeue(scheduler: str, environment: Mapping[str, str]) -> Requeue | No
             "--requeue slurm calls scontrol, which is not here (a container?): leave it out, and "
             "have the batch script requeue when srun's exit code is --drain-exit-code"
         )
-    return Requeue(scontrol, target, environment.get("SLURM_RESTART_COUNT", "0"))
+    found = Requeue(scontrol, target, environment.get("SLURM_RESTART_COUNT", "0"))
+    found.check()
+    return found
 
 
 def check_requeue(requeue: Requeue | None, meeting: Meeting, backend: str) -> None:
@@ -117,7 +140,10 @@ def requeue_if_last(
     store = present(meeting.store, "the store of a job on several nodes")
     try:
         last = _await_last(meeting, store, seconds, stopped)
-        if last.is_last and not _is_first_to_say(requeue, meeting, store):
+        # Two may see at once that nobody else is left. The key is not among the job's own, all of
+        # which a rendezvous reads.
+        key = f"requeued/{Keys(meeting.run_id).job}{requeue.start}"
+        if last.is_last and not store.compare_set(key, meeting.me.encode(), expected=ABSENT).won:
             last = Last(False, "another node does it")
     except ElasticError as error:
         log.info("the store is gone, so this node also asks to requeue: %s", error)
@@ -146,10 +172,3 @@ def _await_last(
         if stopped():
             return Last(False, f"told to end by a signal while {last.reason}")
         store.wait(keys.job, after=read.version, timeout=0.2)
-
-
-def _is_first_to_say(requeue: Requeue, meeting: Meeting, store: Store) -> bool:
-    """Two may see at once that nobody else is left."""
-    # Not among the job's own keys, all of which a rendezvous reads.
-    key = f"requeued/{Keys(meeting.run_id).job}{requeue.start}"
-    return store.compare_set(key, meeting.me.encode(), expected=ABSENT).won

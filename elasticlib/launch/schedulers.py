@@ -16,7 +16,7 @@ from itertools import product
 from math import prod
 
 from ..endpoint import join_endpoint
-from ..errors import ConfigError, describe
+from ..errors import ConfigError, describe, did_you_mean
 
 GROUP = "elasticlib.cluster"
 Job = Mapping[str, tuple[str, str]]
@@ -46,16 +46,19 @@ def read_cluster(name: str, environment: Mapping[str, str]) -> tuple[str, Job]:
     others = [] if name in OURS else sorted(set(_registered()) - {"none", "auto", *OURS})
     names = (*OURS, *others)
     if name not in ("auto", *names):
-        known = ", ".join(("none", "auto", *names))
-        raise ConfigError(f"--from-env is one of {known}, got {name!r}")
+        known = ("none", "auto", *names)
+        near = did_you_mean(name, known)
+        raise ConfigError(f"--from-env is one of {', '.join(known)}, got {name!r}{near}")
     for candidate in names if name == "auto" else (name,):
         job = _detect(candidate, environment)
         if job is not None:
             return candidate, job
     if name == "auto":
         return "none", {}
+    needed = {"slurm": "SLURM_JOB_ID", "skypilot": "SKYPILOT_NODE_IPS"}.get(name)
+    why = f": {needed} is not set" if needed else ", by its environment"
     raise ConfigError(
-        f"--from-env {name}: nothing in the environment is of {name}; "
+        f"--from-env {name}: this is not a job of {name}{why}; "
         "start elasticrun in one of its jobs, or leave the flag out"
     )
 
@@ -93,12 +96,12 @@ def read_slurm(environment: Mapping[str, str]) -> Job | None:
     _refuse_several(environment)
     step = _step(environment)
     size, listed = _size_and_list(environment, step)
-    name = requeue_target(environment)
+    name, restarts = requeue_target(environment), environment.get("SLURM_RESTART_COUNT") or "0"
     found = {
         # As Slurm writes it. A later step is not to be taken for one that came late to an earlier.
         "rdzv_id": (name if step is None else f"{name}.{step}", "SLURM_JOB_ID"),
         # Each start of the job is to be a new one wherever a store remembers the last.
-        "rdzv_conf": (f"launch=restart-{_restarts(environment)}", "SLURM_RESTART_COUNT"),
+        "rdzv_conf": (f"launch=restart-{restarts}", "SLURM_RESTART_COUNT"),
         "drain_signals": (DRAIN_SIGNALS, "SLURM_JOB_ID"),
         **_given(environment, nnodes=size, node_rank="SLURM_NODEID"),
         **_gpus(environment, "SLURM_GPUS_ON_NODE"),
@@ -131,10 +134,6 @@ def requeue_target(environment: Mapping[str, str]) -> str:
     return f"{array}_{task}" if array and task else job
 
 
-def _restarts(environment: Mapping[str, str]) -> str:
-    return environment.get("SLURM_RESTART_COUNT") or "0"
-
-
 def _step(environment: Mapping[str, str]) -> int | None:
     """The step that `srun` made; None in a batch script or an interactive shell."""
     text = environment.get("SLURM_STEP_ID", "")
@@ -149,7 +148,7 @@ def _size_and_list(environment: Mapping[str, str], step: int | None) -> tuple[st
     size = "SLURM_JOB_NUM_NODES"
     if environment.get(size, "1") != "1":
         raise ConfigError(
-            f"{size}={environment[size]}, and this is not a step of srun's on these nodes: "
+            f"{size}={environment[size]}, and elasticrun was not started by srun: "
             "start it with srun --ntasks-per-node=1 elasticrun ..., or take --from-env none"
         )
     return size, "SLURM_JOB_NODELIST"

@@ -200,7 +200,8 @@ class TcpMeetingPlace:
             return self._reach(self._own_address, port)
         found = resolve(host, port)
         # A name that means this machine, where another of its processes serves at its address.
-        return self._reach(found[0] if _is_own_name(host, found) else host, port)
+        own = len(found) == 1 and not is_literal(host) and found[0] == outward_address()
+        return self._reach(found[0] if own else host, port)
 
     def _host_if_ours(self, host: str, port: int) -> TcpStoreServer | None:
         """The server, if the endpoint is an address of this machine that nobody serves yet."""
@@ -278,7 +279,9 @@ class TcpMeetingPlace:
             raise ConfigError(
                 f"this node must host the store at {endpoint}, but cannot: {why}{hint}"
             )
-        said = f"waiting for the node that serves the store at {endpoint} ({why})"
+        found = ", ".join(one.rpartition(": ")[0] for one in tried)
+        where = host if found == host else f"{host} ({found})"
+        said = f"waiting for {where}, which serves the store"
         if self._taken:
             said = f"joining the store that another process serves at {endpoint}"
         if not tried:
@@ -297,10 +300,6 @@ def address_towards(store: HostedStore | TcpStore | MovingStore) -> str:
     if address is None:
         raise StoreUnavailable("the connection to the store was lost as it was made")
     return address
-
-
-def _is_own_name(host: str, found: list[str]) -> bool:
-    return len(found) == 1 and not is_literal(host) and found[0] == outward_address()
 
 
 def _is_hostname(host: str) -> bool:

@@ -73,13 +73,13 @@ class LogicalWorkers:
             logical.reduce()                             # now .grad is the whole batch's
             optimizer.step()
 
-    A logical worker's loss is a *share*: the sum over its samples, divided by the number of
-    samples of the global batch, so that the shares add up to the batch's mean. Several calls of
-    `backward` in one turn add up; a worker without samples makes none.
+    A logical worker's loss is a *share*: the sum over its samples, divided by the number of samples
+    in the global batch, so that the shares add up to the batch's mean. Several calls of `backward`
+    for one logical worker add up; one without samples needs none.
 
-    The model is the bare one (no DistributedDataParallel), the same on every rank. Without a
-    process group all logical workers are this process's. docs/same_weights.md says what is
-    promised, what it costs, and what is up to the program.
+    The model is a plain one (no DistributedDataParallel), the same on every rank. Without a process
+    group, this process computes all logical workers. docs/same_weights.md has the promises, the
+    cost, and what your program must do.
 
     Args:
         model: whose parameters are trained; those with `requires_grad`, looked up at each step.
@@ -112,8 +112,13 @@ class LogicalWorkers:
                 " order of its own: pass the model that it wraps, model.module"
             )
         self.model, self.count, self.seed = model, count, seed
-        self._group = group
-        self._exchange = Exchange(count, group, bucket_bytes)
+        self._group, self._bucket_bytes = group, bucket_bytes
+        self.regrouped()
+
+    def regrouped(self) -> None:
+        """The process group has other members: share the work among them, from the next step on.
+        A step that was left in the middle is to be begun again."""
+        self._exchange = Exchange(self.count, self._group, self._bucket_bytes)
         self._sum: ModelSum | None = None
         self._step: int | None = None
         self._done = 0
@@ -132,10 +137,10 @@ class LogicalWorkers:
     def step(self, step: int) -> Iterator[LogicalWorker]:
         """This rank's logical workers, to be computed in the loop's body, one after another.
 
-        Each turn begins without gradients, and with torch's random numbers seeded by seed, step
-        and logical worker. A step that was left in the middle may be begun again. At the first
-        step, and when there are other parameters than before, the ranks compare their
-        weights and what they compute with; that reads all weights once.
+        Each iteration begins without gradients, and with torch's random numbers seeded by seed,
+        step and logical worker. An interrupted step may be started again. At the first step, and
+        when there are other parameters than before, the ranks compare their weights and what they
+        compute with; that reads all weights once.
 
         Raises:
             ConfigError: `step` is negative or no integer, a parameter cannot be used, or the GPU is

@@ -50,7 +50,11 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "cause": "why this generation was sought, in words",
         "why": "start, failure, loss or resize; null where the rendezvous does not say",
     },
-    "worker.began": {"local_rank": "its place on the node", "name": "such as pid 123"},
+    "worker.began": {
+        "local_rank": "its place on the node",
+        "name": "such as pid 123",
+        "attempt": "in which it was started, an earlier one where it was kept",
+    },
     "worker.ended": {
         "local_rank": "its place on the node",
         "code": "exit code; negative for a signal",
@@ -108,6 +112,22 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 COMMON = ("v", "kind", "run", "node", "generation", "wall", "at", "rank")
 
 
+_WORDS: Mapping[str, str] = {"failure": "reason", "worker.ended": "how", "drain.asked": "why"}
+
+
+@attrs.frozen
+class Mark:
+    """Something at one moment. kind: of the event (`failure`, `worker.ended`, `saved`, `snapshot`,
+    `restored`, `drain.asked`, `lost`). words: a sentence, or the step."""
+
+    at: float
+    kind: str
+    node: str
+    words: str
+    rank: int | None = None
+    step: int | None = None
+
+
 @attrs.frozen
 class Event:
     """One line; facts hold text, numbers, truth values, null, and lists and objects of these.
@@ -130,6 +150,26 @@ class Event:
         """Whether it has a time and a generation that can be."""
         times = max(abs(self.at), abs(self.wall))
         return 0 <= self.generation < LARGEST and times < LARGEST
+
+    @property
+    def mark(self) -> Mark | None:
+        """What a reader is shown of it; None where that is nothing, as it did what it was to do."""
+        kind, step = self.kind, self.count("step")
+        words = self.text(_WORDS.get(kind, ""))
+        if kind in ("saved", "snapshot") and step is not None:
+            words = f"step {step}"
+        elif kind == "restored":
+            words = f"step {step} from {self.text('source') or 'an unknown place'}"
+        elif kind == "lost":
+            words = f"{self.count('events') or 0} events could not be written"
+        elif kind not in _WORDS or (kind == "worker.ended" and self.as_it_should):
+            return None
+        return Mark(self.at, kind, self.node, words, rank=self.rank, step=step)
+
+    @property
+    def as_it_should(self) -> bool:
+        """Of `worker.ended`: whether it succeeded, or had been asked to end."""
+        return self.says("ok") or self.says("stopped")
 
     def number(self, name: str) -> float | None:
         """A finite number, or None."""
@@ -216,20 +256,21 @@ def encode(event: Event) -> bytes:
         head["rank"] = event.rank
     room = LONGEST
     while True:
-        facts = {name: _cut(value, room) for name, value in event.facts.items()}
+        facts = {name: cut(value, room) for name, value in event.facts.items()}
         line = json.dumps({**head, **facts}, separators=(",", ":"), default=str).encode() + b"\n"
         if len(line) <= LONGEST or room == 0:
             return line
         room //= 4
 
 
-def _cut(value: Any, room: int) -> Any:
+def cut(value: Any, room: int) -> Any:
+    """With texts of so many characters at most, and lists and objects of about so many items."""
     if isinstance(value, str) and len(value) > room:
         return value[:room] + "..."
     if isinstance(value, Mapping):
-        return {str(key): _cut(item, room) for key, item in list(value.items())[: room + 1]}
+        return {str(key): cut(item, room) for key, item in list(value.items())[: room + 1]}
     if isinstance(value, (list, tuple)):
-        return [_cut(item, room) for item in value[: room + 1]]
+        return [cut(item, room) for item in value[: room + 1]]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no word for it
     return value

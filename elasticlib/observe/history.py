@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from ..rendezvous.document import Why as Why
+from .event import Mark
 
 
 class JobState(enum.Enum):
@@ -20,7 +21,7 @@ class JobState(enum.Enum):
 
     WAITING: for nodes, below the minimum. RENDEZVOUS: the first generation is being settled, or
     one after a loss. RESTARTING: after a failure. RESIZING: nodes come or go on purpose.
-    PREEMPTED: the end of a node that was drained; STOPPED: of one that a signal ended.
+    DRAINED: the end of a node that had time to save; STOPPED: of one that a signal ended.
     """
 
     WAITING = "WAITING"
@@ -31,7 +32,7 @@ class JobState(enum.Enum):
     DRAINING = "DRAINING"
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
-    PREEMPTED = "PREEMPTED"
+    DRAINED = "DRAINED"
     STOPPED = "STOPPED"
 
     @property
@@ -40,21 +41,63 @@ class JobState(enum.Enum):
         return self in (
             JobState.SUCCEEDED,
             JobState.FAILED,
-            JobState.PREEMPTED,
+            JobState.DRAINED,
             JobState.STOPPED,
         )
 
 
+BUSY = (
+    *(JobState.DRAINING, JobState.RESTARTING, JobState.RESIZING),
+    *(JobState.RENDEZVOUS, JobState.WAITING, JobState.RUNNING),
+)
+"""Of nodes that differ, the first of these says what the job is doing."""
+
+
+@attrs.frozen
+class Part:
+    """A node's in its job: its last known state; whether its agent lives, as far as is known; and
+    whether it was expelled, so that its end is not the job's."""
+
+    state: JobState
+    lives: bool
+    expelled: bool = False
+
+
+def job_state(members: Sequence[Part], others: Sequence[Part] = ()) -> JobState | None:
+    """What a job is doing, by what nodes wrote down; None where agents are gone that did not say
+    how it ended. members: of its last generation; there is one at least."""
+    for final in (JobState.SUCCEEDED, JobState.FAILED):
+        # Each ends the job for all, but for the node that is expelled.
+        if any(one.state is final and not one.expelled for one in members):
+            return final
+    living = {one.state for one in (*members, *others) if one.lives and not one.state.over}
+    if living:
+        return next(state for state in BUSY if state in living)
+    states = {one.state for one in members}
+    ends = (JobState.FAILED, JobState.DRAINED, JobState.STOPPED)
+    return next(s for s in ends if s in states) if all(s.over for s in states) else None
+
+
+PHASES: Mapping[str, str] = {
+    "detect": "until an agent knew of it",
+    "stop": "until no worker was left",
+    "rendezvous": "until the next generation was settled",
+    "start": "until the script asked for its state, made a step, or ended without one",
+    "restore": "until the state was restored",
+    "stalled": "later, without a step for much longer than steps take",
+    "redone": "repeating steps that were done before",
+}
+"""Of the time that does not go into steps that count, in order."""
+
+
 @attrs.frozen
 class Cost:
-    """Seconds from a fault to training that goes on, by phase; None where it is not known. Steps
-    that are done after a notice are no part of it.
+    """Seconds from a fault to training that goes on, by phase, and what is lost after it; None
+    where it is not known. Steps that are done after a notice are no part of it.
 
-    detect: until an agent knew, where it can tell (the silence before a hang or a lost lease).
-    stop: until no worker was left. rendezvous: until the next generation was settled. start:
-    until the workers' script asked for its state or made its first step, or the generation ended
-    without one. restore: taking up the state. redone: steps done again, and redone_seconds what
-    they took.
+    PHASES says what each is until. detect is known where an agent can tell: the silence before a
+    hang, and the time since the last step of those who go on without a lost node. redone: steps
+    done again, and redone_seconds what they took.
     """
 
     detect: float | None = None
@@ -62,14 +105,14 @@ class Cost:
     rendezvous: float | None = None
     start: float | None = None
     restore: float | None = None
+    stalled: float | None = None
     redone: int = 0
     redone_seconds: float = 0.0
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, in order, of those that are known; `redone` is the last."""
-        names = ("detect", "stop", "rendezvous", "start", "restore")
-        known = {name: getattr(self, name) for name in names}
+        """Seconds by phase, in order, of those that are known."""
+        known = {name: getattr(self, name) for name in PHASES}
         known["redone"] = self.redone_seconds if self.redone else None
         return {name: max(0.0, value) for name, value in known.items() if value is not None}
 
@@ -77,6 +120,11 @@ class Cost:
     def seconds(self) -> float:
         """All of it."""
         return sum(self.phases.values())
+
+    @property
+    def wasted(self) -> float:
+        """Of this, what was lost after the first step."""
+        return (self.stalled or 0.0) + self.redone_seconds
 
 
 @attrs.frozen
@@ -90,7 +138,8 @@ class NodeGeneration:
     more, for whatever reason. gone: no worker was left. left: the last worker's end. silent:
     seconds before `trouble` in which something was wrong and nobody knew. failed: workers of this
     node failed; asked: it ends on purpose. trained: the end of the first step, as exactly as
-    it is known; last_at: that of the last. saved, snapshot: how many steps were kept so.
+    it is known; last_at: that of the last. stalled: seconds between steps that were far more than
+    these take. saved, snapshot: how many steps were kept so.
     """
 
     node: str
@@ -120,17 +169,19 @@ class NodeGeneration:
     first_step: int | None = None
     last_step: int | None = None
     last_at: float | None = None
+    stalled: float = 0.0
     saved: int = 0
     snapshot: int = 0
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The pace of all of it; None where too little is known."""
+        """The pace of all of it but for stalls; None where too little is known."""
         if self.trained is None or self.last_at is None:
             return None
         if self.first_step is None or self.last_step is None:
             return None
-        steps, took = self.last_step - self.first_step, self.last_at - self.trained
+        steps = self.last_step - self.first_step
+        took = self.last_at - self.trained - self.stalled
         return took / steps if steps > 0 and took > 0 else None
 
 
@@ -166,19 +217,6 @@ class Generation:
 
 
 @attrs.frozen
-class Mark:
-    """Something at one moment. kind: of the event (`failure`, `worker.ended`, `saved`, `snapshot`,
-    `restored`, `drain.asked`, `lost`). words: a sentence, or the step."""
-
-    at: float
-    kind: str
-    node: str
-    words: str
-    rank: int | None = None
-    step: int | None = None
-
-
-@attrs.frozen
 class Pace:
     """Where one node's workers were at one moment: an event of `steps`, or one of its `losses`. A
     loss may be no number."""
@@ -205,8 +243,8 @@ class NodeEnd:
 @attrs.frozen
 class NodeStory:
     """What is known of a node. began, seen: its first and last event. lost: whether it went
-    without a word, as others tell. folder: of its logs, empty if none is kept. failures: how many
-    it reported, those too whose marks were left out."""
+    without a word, as others tell, or its machine does. folder: of its logs, empty if none is
+    kept. failures: how many it reported, those too whose marks were left out."""
 
     node: str
     host: str
@@ -228,15 +266,16 @@ class History:
     """All that the events of a run tell, in order of time.
 
     wall: seconds since 1970 at 0. until: the last event of all. state: of the job: its end, or
-    what it was doing last. unread: lines of the files that could not be read; left_out: marks and
-    paces that are not here, as there were so many that evenly spread ones stand for them. kept:
-    how many steps were `saved` and in a `snapshot`, where marks of these were left out.
+    what it was doing last; None where its agents ended without a word. unread: lines of the files
+    that could not be read; left_out: marks and paces that are not here, as there were so many that
+    evenly spread ones stand for them. kept: how many steps were `saved` and in a `snapshot`, where
+    marks of these were left out.
     """
 
     run: str
     wall: float
     until: float
-    state: JobState
+    state: JobState | None
     nodes: tuple[NodeStory, ...] = ()
     stays: tuple[Stay, ...] = ()
     generations: tuple[Generation, ...] = ()
@@ -253,6 +292,11 @@ class History:
     kept: Mapping[str, int] = attrs.field(factory=dict)
 
     @property
+    def over(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.state is None or self.state.over
+
+    @property
     def failures(self) -> int:
         """How many there were, those too that were left out of the marks."""
         marks = sum(mark.kind == "failure" for mark in self.marks)
@@ -260,13 +304,13 @@ class History:
 
     @property
     def goodput(self) -> float | None:
-        """The part of all time in which steps were made that count: neither waiting nor done
-        again. None where workers report no steps."""
+        """The part of all time in which steps were made that count: neither waiting, nor stalled,
+        nor done again. None where workers report no steps."""
         trained = 0.0
         for generation in self.generations:
             if generation.trained is not None:
                 end = self.until if generation.ended is None else generation.ended
-                trained += max(0.0, end - generation.trained) - generation.cost.redone_seconds
+                trained += max(0.0, end - generation.trained) - generation.cost.wasted
         known = any(generation.trained is not None for generation in self.generations)
         return max(0.0, trained / self.until) if known and self.until > 0 else None
 
@@ -285,11 +329,12 @@ class History:
 @attrs.frozen
 class _End:
     """Of a generation: when it went wrong, or made its last step as it was to end; when that was
-    known; and when no worker was left."""
+    known; and when no worker was left. silent: whether it could go wrong before that was known."""
 
     fault: float
     known: float
     gone: float
+    silent: bool
 
 
 class Ledger:
@@ -308,13 +353,13 @@ class Ledger:
         lives: Sequence[NodeGeneration],
         *,
         launched: float | None = None,
-        following: float | None = None,
+        following: Sequence[NodeGeneration] = (),
         until: float,
     ) -> Generation:
         """The generation that nodes had these lives in, one of them at least.
 
         launched: when the job was begun that this is the first generation of; None if it is not.
-        following: when the next one began, None if it is the last. until: the last event of all.
+        following: the lives in the next one, none if it is the last. until: the last event of all.
         """
         if launched is not None:
             self._before, self._end = (), None
@@ -329,7 +374,9 @@ class Ledger:
         cost = self._way_here(lives, began, trained, launched)
         redone = self._redone(steps)
         took = max(0, redone - 1) * (self._pace or pace or 0.0)
-        took = min(took, max(0.0, ended - trained)) if trained is not None else 0.0
+        worked = 0.0 if trained is None else max(0.0, ended - trained)
+        took = min(took, worked)
+        stalled = min(_stalled(lives, end, ended, pace or self._pace), worked - took)
         generation = Generation(
             number=number,
             why=why_of(self._before, lives),
@@ -342,7 +389,7 @@ class Ledger:
             trained=None if trained is None else min(trained, ended),
             first_step=steps[0],
             last_step=steps[1],
-            cost=attrs.evolve(cost, redone=redone, redone_seconds=took),
+            cost=attrs.evolve(cost, stalled=stalled or None, redone=redone, redone_seconds=took),
         )
         self._before, self._end = lives, end
         self._floor = began if end is None else end.fault
@@ -377,9 +424,8 @@ class Ledger:
             waited = None if sought is None else max(0.0, began - sought)
             return Cost(rendezvous=waited, start=start, restore=restore)
         known, gone = min(end.known, began), min(end.gone, began)
-        silent = any(life.silent is not None for life in self._before)
         return Cost(
-            detect=known - min(end.fault, known) if silent else None,
+            detect=known - min(end.fault, known) if end.silent else None,
             stop=gone - known,
             rendezvous=began - gone,
             start=start,
@@ -420,25 +466,65 @@ def why_of(before: Sequence[NodeGeneration], lives: Sequence[NodeGeneration]) ->
     return Why.RESIZE if any(life.asked for life in before) else Why.LOSS
 
 
-def _end_of(lives: Sequence[NodeGeneration], began: float, following: float | None) -> _End | None:
+def _end_of(
+    lives: Sequence[NodeGeneration], began: float, following: Sequence[NodeGeneration]
+) -> _End | None:
     """None while it stands."""
     troubles = [life.trouble for life in lives if life.trouble is not None]
     overs = [life.over for life in lives if life.over is not None]
-    if not troubles and following is None and len(overs) < len(lives):
+    next_began = min((life.began for life in following), default=None)
+    if not troubles and next_began is None and len(overs) < len(lives):
         return None
-    known = min(troubles) if troubles else max(overs, default=following or began)
+    known = min(troubles) if troubles else max(overs, default=next_began or began)
     # Of nodes that were lost nothing is known, and nothing is awaited.
     gone = max((life.gone for life in lives if life.gone is not None), default=known)
-    if following is not None:
-        known, gone = min(known, following), min(gone, following)
+    if next_began is not None:
+        known, gone = min(known, next_began), min(gone, next_began)
     known = max(began, known)
     gone = max(known, gone)
-    fault = max(began, known - (_latest(life.silent for life in lives) or 0.0))
+    silent = _latest((*(life.silent for life in lives), _unnoticed(lives, known, following)))
+    fault = max(began, known - (silent or 0.0))
     # Workers go on after a notice: what they did since then is lost only where it is repeated.
     worked = _latest(life.last_at for life in lives if life.asked)
     if worked is not None:
         fault = max(fault, min(worked, gone))
-    return _End(fault=fault, known=max(known, fault), gone=gone)
+    return _End(fault=fault, known=max(known, fault), gone=gone, silent=silent is not None)
+
+
+def _unnoticed(
+    lives: Sequence[NodeGeneration], known: float, following: Sequence[NodeGeneration]
+) -> float | None:
+    """Seconds for which nobody knew of a loss: those without whom nothing went on made no step
+    since. What the lost node wrote last is older, so that each survivor tells the same alone."""
+    if not following or why_of(lives, following) is not Why.LOSS:
+        return None
+    went_on = {life.node for life in following}
+    worked = _latest(life.last_at for life in lives if life.node in went_on)
+    return None if worked is None or worked >= known else known - worked
+
+
+STALL_SECONDS, STALL_STEPS = 30.0, 20
+"""Without a step, beyond the usual time of those that came: more than both of these is a stall."""
+
+
+def stall(seconds: float, steps: int, pace: float | None) -> float:
+    """Of the seconds in which so many steps were made, those in which nothing moved. pace: seconds
+    that a step takes; where that is not known, nothing is claimed."""
+    if pace is None:
+        return 0.0
+    more = seconds - steps * pace
+    return more if more > max(STALL_SECONDS, STALL_STEPS * pace) else 0.0
+
+
+def _stalled(
+    lives: Sequence[NodeGeneration], end: _End | None, ended: float, pace: float | None
+) -> float:
+    """The nodes of a job go in step, so what one of them worked all did. Behind its last step
+    a generation that ended well may have had something else to do."""
+    stalled = min((life.stalled for life in lives if life.last_at is not None), default=0.0)
+    last = _latest(life.last_at for life in lives)
+    troubled = end is None or any(life.trouble is not None for life in lives)
+    return stalled + (stall(ended - last, 0, pace) if last is not None and troubled else 0.0)
 
 
 def _steps(lives: Iterable[NodeGeneration]) -> tuple[int | None, int | None]:

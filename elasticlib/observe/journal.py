@@ -3,7 +3,7 @@
 An event is folded into the node's story, off which status, metrics and the exit summary are read;
 it is written to the node's file by a thread of its own, so that neither a full nor a slow disk is
 felt; and it is passed on to whoever else looks on. What cannot be kept is counted, and the count is
-written when writing works again.
+written when writing works again. What was written is read back here, too.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import abc
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import attrs
 
@@ -21,7 +21,7 @@ from ..clock import Clock, monotonic, wall
 from ..errors import describe
 from ..threads import Aside
 from ..workers.interface import Heartbeat
-from .event import Event, encode
+from .event import LONGEST, Event, decode, encode
 from .story import NodeStatus, Story, with_heartbeats
 
 log = logging.getLogger("elasticlib.observe")
@@ -206,3 +206,46 @@ def appended(path: str, line: bytes) -> bool:
     finally:
         os.close(file)
     return done == len(line)
+
+
+# -- read back -------------------------------------------------------------------------------------
+
+
+class EventsFile:
+    """What a journal wrote. Iterated over, it gives the file's events in their order, as many as
+    are there by then.
+
+    unread: lines so far that were none: damaged, longer than an event can be, or of another
+    version. cut: whether the file ends within a line, as it does when its writer was killed; that
+    line is not counted.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.unread = 0
+        self.cut = False
+
+    def __iter__(self) -> Iterator[Event]:
+        self.unread, self.cut = 0, False
+        with open(self.path, "rb") as file:
+            while line := file.readline(LONGEST + 1):
+                if not line.endswith(b"\n"):
+                    if len(line) <= LONGEST:
+                        # Its writer is at it, or was killed; the rest would pass for a line.
+                        self.cut = True
+                        return
+                    self.cut = not _passed_over(file)
+                    self.unread += not self.cut
+                    continue
+                try:
+                    yield decode(line)
+                except ValueError:
+                    self.unread += 1
+
+
+def _passed_over(file: BinaryIO) -> bool:
+    """Whether the line that this file is in ends; it is too long to be an event."""
+    while line := file.readline(LONGEST + 1):
+        if line.endswith(b"\n"):
+            return True
+    return False

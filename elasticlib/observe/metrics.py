@@ -6,30 +6,22 @@ them.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from itertools import groupby
 
 import attrs
 
-from ..errors import ConfigError
-from .history import JobState, Pace
+from .history import PHASES, JobState, Pace
 from .story import BUCKETS, Durations, NodeStatus, Sums
-
-
-class Shape(enum.Enum):
-    GAUGE = "gauge"
-    COUNTER = "counter"
-    HISTOGRAM = "histogram"
 
 
 @attrs.frozen
 class Family:
-    """labels: beside run and node, which all have."""
+    """shape: as Prometheus calls it. labels: beside run and node, which all have."""
 
     name: str
-    shape: Shape
+    shape: str
     meaning: str
     labels: tuple[str, ...] = ()
 
@@ -57,7 +49,7 @@ class Moment:
     versions: Mapping[str, str] = attrs.field(factory=dict)
 
 
-_G, _C, _H = Shape.GAUGE, Shape.COUNTER, Shape.HISTOGRAM
+_G, _C, _H = "gauge", "counter", "histogram"
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
@@ -95,7 +87,6 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Each metric by its name."""
 
-PHASES = ("detect", "stop", "rendezvous", "start", "restore", "redone")
 FAILURES = ("ordinary", "killed", "at start")
 """Kinds of failures that are shown as 0 until there is one."""
 
@@ -149,8 +140,7 @@ def _of_sums(moment: Moment) -> Iterator[Sample]:
     for kind in dict.fromkeys((*FAILURES, *sums.failures)):
         yield Sample("elasticlib_failures_total", float(sums.failures.get(kind, 0)), (kind,))
     for phase in PHASES:
-        seconds = cost.redone_seconds if phase == "redone" else getattr(cost, phase)
-        yield Sample("elasticlib_lost_seconds_total", seconds or 0.0, (phase,))
+        yield Sample("elasticlib_lost_seconds_total", cost.phases.get(phase, 0.0), (phase,))
     yield Sample("elasticlib_recovery_seconds", sums.started, ("started",))
     yield Sample("elasticlib_recovery_seconds", sums.resumed, ("trained",))
     yield from _known(
@@ -178,70 +168,47 @@ def buckets(durations: Durations) -> list[tuple[str, float]]:
     return [*found, ("+Inf", float(durations.count))]
 
 
-# -- in Prometheus' text, which `prometheus-client` writes -----------------------------------------
+# -- in Prometheus' text format 0.0.4 --------------------------------------------------------------
 
-MISSING = (
-    "/metrics needs prometheus-client: pip install 'elasticlib[metrics]' "
-    "(/healthz and /status.json need nothing)"
-)
+CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Exposition:
     """Shows each moment as it is asked for. It keeps of each counter the highest value shown: a
-    later event may say that less was lost, and a counter that falls has begun anew.
-
-    Raises:
-        ConfigError: prometheus-client is not installed.
-    """
+    later event may say that less was lost, and a counter that falls has begun anew."""
 
     def __init__(self, moment: Callable[[], Moment]) -> None:
-        try:
-            import prometheus_client
-            import prometheus_client.core as core
-        except ImportError as error:
-            raise ConfigError(MISSING) from error
-        self._client: Any = prometheus_client
-        self._kinds: dict[Shape, Any] = {
-            Shape.GAUGE: core.GaugeMetricFamily,
-            Shape.COUNTER: core.CounterMetricFamily,
-            Shape.HISTOGRAM: core.HistogramMetricFamily,
-        }
         self._moment = moment
         self._highest: dict[tuple[str, ...], float] = {}
-        # One of its own: the program's own metrics are no affair of the agent's.
-        self._registry = prometheus_client.CollectorRegistry()
-        self._registry.register(self)
 
-    def text(self) -> tuple[str, bytes]:
-        """The type of the content, and the content."""
-        content: bytes = self._client.generate_latest(self._registry)
-        return str(self._client.CONTENT_TYPE_LATEST), content
-
-    def describe(self) -> list[Any]:
-        """Nothing is looked at while it is registered."""
-        return []
-
-    def collect(self) -> Iterator[Any]:
-        """As prometheus-client asks a collector."""
+    def text(self) -> str:
         moment = self._moment()
-        shared = (moment.status.run, moment.status.node)
-        made = {name: self._made(family) for name, family in FAMILIES.items()}
-        for sample in samples(moment):
-            family, labels = made[sample.family], [*shared, *sample.labels]
-            if isinstance(sample.value, (int, float)):
-                family.add_metric(labels, self._counted(sample, sample.value))
-            else:
-                durations = sample.value
-                family.add_metric(labels, buckets(durations), sum_value=durations.seconds)
-        return iter(family for family in made.values() if family.samples)
+        shared, lines = {"run": moment.status.run, "node": moment.status.node}, list[str]()
+        for name, of_family in groupby(samples(moment), key=lambda sample: sample.family):
+            family = FAMILIES[name]
+            lines += [f"# HELP {name} {family.meaning}", f"# TYPE {name} {family.shape}"]
+            for sample in of_family:
+                labels = {**shared, **dict(zip(family.labels, sample.labels, strict=True))}
+                if isinstance(sample.value, Durations):
+                    for most, within in buckets(sample.value):
+                        lines.append(_line(f"{name}_bucket", {**labels, "le": most}, within))
+                    lines.append(_line(f"{name}_count", labels, float(sample.value.count)))
+                    lines.append(_line(f"{name}_sum", labels, sample.value.seconds))
+                else:
+                    lines.append(_line(name, labels, self._counted(sample, sample.value)))
+        return "".join(f"{line}\n" for line in lines)
 
     def _counted(self, sample: Sample, value: float) -> float:
-        if FAMILIES[sample.family].shape is not Shape.COUNTER:
+        if FAMILIES[sample.family].shape != _C:
             return value
         name = (sample.family, *sample.labels)
         self._highest[name] = max(value, self._highest.get(name, value))
         return self._highest[name]
 
-    def _made(self, family: Family) -> Any:
-        labels = ["run", "node", *family.labels]
-        return self._kinds[family.shape](family.name, family.meaning, labels=labels)
+
+def _line(name: str, labels: Mapping[str, str], value: float) -> str:
+    said = ",".join(f'{key}="{text.translate(_ESCAPES)}"' for key, text in labels.items())
+    return f"{name}{{{said}}} {value!r}"
+
+
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})

@@ -9,24 +9,25 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import selectors
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..clock import monotonic
 from ..endpoint import join_endpoint
 from ..threads import helper
+
+if TYPE_CHECKING:
+    import asyncio  # which takes 50 ms, so that it is imported where a port is served
 
 log = logging.getLogger("elasticlib.observe")
 
 SECONDS = 3.0
-"""For a request to arrive, and again for its answer to be taken."""
-LONGEST_HEAD = 16 * 1024
+"""For a request to arrive, and again for each piece of its answer to be taken."""
+LONGEST_HEAD, PIECE = 16 * 1024, 256 * 1024
 WAITING = 32
 """Clients that have connected, before others are put off."""
 MOST = 128
@@ -48,22 +49,6 @@ def plain(status: int, sentence: str) -> Page:
 
 
 Pages = Mapping[str, Callable[[], Page]]
-
-
-@attrs.define(eq=False)
-class _Client:
-    """What it has said so far, then what is left of its answer; and until when it may take."""
-
-    connection: socket.socket
-    peer: Any
-    until: float
-    head: bytes = b""
-    answer: memoryview | None = None
-
-    @property
-    def said_all(self) -> bool:
-        """But for a body, of which there is none that we would read."""
-        return b"\r\n\r\n" in self.head or b"\n\n" in self.head
 
 
 class ObservePort:
@@ -89,11 +74,8 @@ class ObservePort:
         self.host, self.port = self._socket.getsockname()[:2]
         self._pages: Pages = {}
         self._thread: threading.Thread | None = None
-        self._over = False
-        self._wake, self._waker = socket.socketpair()
-        # In the order in which their time is over.
-        self._clients: dict[Any, _Client] = {}
-        self._selector = selectors.DefaultSelector()
+        # In the order in which they came.
+        self._clients: dict[asyncio.Task[None] | None, None] = {}
 
     @property
     def address(self) -> str:
@@ -102,98 +84,70 @@ class ObservePort:
 
     def begin(self, pages: Pages) -> None:
         """Answer from now on; who has connected already has waited."""
+        import asyncio
+
         self._pages = pages
-        self._socket.setblocking(False)
-        for own in (self._socket, self._wake):
-            self._selector.register(own, selectors.EVENT_READ)
+        self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
         self._thread = helper(self._run, "observe")
         self._thread.start()
 
     def close(self) -> None:
         """Answer no more; an answer that is under way is not waited for."""
-        self._over = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._waker.close()
         if self._thread is None:
-            self._let_go()
+            self._socket.close()
+            return
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self._loop.call_soon_threadsafe(self._over.set)
 
     def _run(self) -> None:
-        while not self._over:
-            self._turn()
-        for client in list(self._clients.values()):
-            self._drop(client)
-        self._let_go()
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._serve())
 
-    def _let_go(self) -> None:
-        self._selector.close()
-        self._socket.close()
-        self._wake.close()
+    async def _serve(self) -> None:
+        import asyncio
 
-    def _turn(self) -> None:
-        oldest = next(iter(self._clients.values()), None)
-        left = None if oldest is None else max(0.0, oldest.until - monotonic())
-        for key, _ in self._selector.select(left):
-            if key.fileobj is self._socket:
-                self._accept()
-            elif (client := self._clients.get(key.fileobj)) is not None:
-                self._go_on(client)
-        now = monotonic()
-        for client in [one for one in self._clients.values() if one.until <= now]:
-            self._drop(client)
+        server = await asyncio.start_server(self._meet, sock=self._socket, backlog=WAITING)
+        await self._over.wait()
+        server.close()
+        clients = [task for task in self._clients if task is not None]
+        for task in clients:
+            task.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
 
-    def _accept(self) -> None:
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        import asyncio
+
+        me = asyncio.current_task()
+        self._clients[me] = None
+        if len(self._clients) > MOST and (oldest := next(iter(self._clients))) is not None:
+            oldest.cancel()
         try:
-            connection, peer = self._socket.accept()
-        except BlockingIOError:
-            return
-        except OSError:
-            # Too many open files, or a client that left again: neither is for ever.
-            if not self._over:
-                threading.Event().wait(0.1)
-            return
-        connection.setblocking(False)
-        self._clients[connection] = _Client(connection, peer, monotonic() + SECONDS)
-        self._selector.register(connection, selectors.EVENT_READ)
-        if len(self._clients) > MOST:
-            self._drop(next(iter(self._clients.values())))
-
-    def _go_on(self, client: _Client) -> None:
-        try:
-            if client.answer is None:
-                self._read(client)
-            else:
-                self._write(client, client.answer)
-        except BlockingIOError:
-            return
-        except OSError as error:
+            head = await asyncio.wait_for(_head(reader), SECONDS)
+            if len(head) <= LONGEST_HEAD:
+                answer = _Answer(head, writer.get_extra_info("peername"), self._pages)
+                writer.transport.set_write_buffer_limits(0)  # so that all of it is waited for
+                for at in range(0, len(answer.content), PIECE):
+                    writer.write(answer.content[at : at + PIECE])
+                    await asyncio.wait_for(writer.drain(), SECONDS)
+                writer.write_eof()
+        except (OSError, asyncio.TimeoutError, asyncio.CancelledError) as error:
             log.debug("a client went away: %s", error)
-            self._drop(client)
         except Exception:
             log.exception("a request was not answered")
-            self._drop(client)
+        finally:
+            del self._clients[me]
+            writer.transport.abort()
 
-    def _read(self, client: _Client) -> None:
-        data = client.connection.recv(LONGEST_HEAD)
-        client.head += data
-        if client.said_all or not data:
-            client.answer = memoryview(_Answer(client, self._pages).wfile.getvalue())
-            client.until = monotonic() + SECONDS
-            self._clients[client.connection] = self._clients.pop(client.connection)
-            self._selector.modify(client.connection, selectors.EVENT_WRITE)
-        elif len(client.head) > LONGEST_HEAD:
-            self._drop(client)
 
-    def _write(self, client: _Client, answer: memoryview) -> None:
-        client.answer = answer[client.connection.send(answer) :] if answer else answer
-        if not client.answer:
-            client.connection.shutdown(socket.SHUT_WR)
-            self._drop(client)
-
-    def _drop(self, client: _Client) -> None:
-        del self._clients[client.connection]
-        self._selector.unregister(client.connection)
-        client.connection.close()
+async def _head(reader: asyncio.StreamReader) -> bytes:
+    """What a client says; a body is nothing that we would read."""
+    head = b""
+    while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) <= LONGEST_HEAD:
+        data = await reader.read(LONGEST_HEAD)
+        if not data:
+            break
+        head += data
+    return head
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -202,23 +156,16 @@ class _Answer(BaseHTTPRequestHandler):
     server_version = "elasticlib"
     sys_version = ""
 
-    def __init__(self, client: _Client, pages: Pages) -> None:
-        self._pages = pages
-        self._head = client.head
-        super().__init__(client.connection, client.peer, None)  # type: ignore[arg-type]
+    def __init__(self, head: bytes, peer: Any, pages: Pages) -> None:
+        self._pages, self._head = pages, head
+        super().__init__(None, peer, None)  # type: ignore[arg-type]
 
     def setup(self) -> None:
         self.rfile: Any = io.BytesIO(self._head)
         self.wfile: Any = io.BytesIO()
 
     def finish(self) -> None:
-        """What is in `wfile` is sent by the port."""
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
+        self.content = self.wfile.getvalue()
 
     def _answer(self) -> None:
         path = self.path.partition("?")[0]
@@ -238,6 +185,8 @@ class _Answer(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(page.content)
+
+    do_GET = do_HEAD = _answer
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("%s: " + format, self.address_string(), *args)

@@ -7,12 +7,13 @@ nothing of it is ever executed; fields that nobody knows are skipped.
 
 from __future__ import annotations
 
+import abc
 import json
 import logging
 import threading
 import typing
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import attrs
@@ -22,9 +23,12 @@ from ..errors import StoreError
 from ..rendezvous.layout import Keys
 from ..stores.interface import Store
 from ..threads import helper
-from .event import LARGEST, read_object
+from .event import LARGEST, cut, read_object
 from .history import JobState
 from .story import NodeStatus, WorkerStatus
+
+if typing.TYPE_CHECKING:
+    from typing_extensions import Self
 
 log = logging.getLogger("elasticlib.observe")
 
@@ -54,8 +58,8 @@ class Published:
 
     state_seconds: for how long its state has lasted. up_seconds: since its agent began. heard:
     since the store last took its word, None where it does not know. loop_silent: for which its
-    agent's loop had not turned. age: seconds since all of this was written to a store, by the wall
-    clocks of that machine and of this one; None where it was not read there.
+    agent's loop had not turned. age: seconds since all of this was written to a store, as
+    `StatusReader` has it; None where it was not read there.
     """
 
     status: NodeStatus
@@ -92,19 +96,12 @@ def encode(published: Published, written: float) -> bytes:
     status["workers"] = [attrs.asdict(one) for one in published.status.workers[:MOST_WORKERS]]
     ages = {name: getattr(published, name) for name in _AGES}
     said = {"v": VERSION, "written": written, **ages, **status}
-    return json.dumps(_cut(said), separators=(",", ":")).encode()
+    return json.dumps(cut(said, LONGEST_TEXT), separators=(",", ":")).encode()
 
 
-def _cut(value: Any) -> Any:
-    if isinstance(value, str):
-        return value if len(value) <= LONGEST_TEXT else f"{value[:LONGEST_TEXT]}..."
-    if isinstance(value, list):
-        return [_cut(one) for one in value]
-    return {key: _cut(one) for key, one in value.items()} if isinstance(value, dict) else value
-
-
-def decode(data: bytes, now: float) -> Published:
-    """now: seconds since 1970. Raises ValueError, naming what is wrong with it."""
+def decode(data: bytes, age: Callable[[float], float]) -> Published:
+    """age: of what was written at so many seconds since 1970, by its writer's clock. Raises
+    ValueError, naming what is wrong with it."""
     if len(data) > LONGEST:
         raise ValueError(f"a status is at most {LONGEST} bytes, got {len(data)}")
     said = read_object(data, "a status", VERSION)
@@ -120,7 +117,7 @@ def decode(data: bytes, now: float) -> Published:
     )
     ages = _fields(Published, said, without=("status", "age"))
     written = read_field("written", said.get("written"), (float,))
-    return Published(status, **ages, age=round(max(0.0, now - written), 3))
+    return Published(status, **ages, age=round(max(0.0, age(written)), 3))
 
 
 def _fields(kind: type, said: Mapping[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -153,22 +150,84 @@ def beside(run_id: str, what: str) -> str:
     return f"?{Keys(run_id).job}{what}/"
 
 
-def read_statuses(store: Store, run_id: str) -> dict[str, Published]:
-    """What the nodes of a job have published, by node id, in one listing; what is none of theirs
-    is passed over. Raises StoreError."""
-    prefix, found = beside(run_id, "status"), {}
-    for entry in store.list(prefix).entries:
-        node = entry.key.removeprefix(prefix)
-        try:
-            found[node] = decode(entry.value, wall())
-        except ValueError as error:
-            log.warning("the status of %s is passed over: %s", node, error)
-    return found
+class StatusReader:
+    """Reads what the nodes of a job have published, once or again and again.
+
+    How old a status is at the first look is by the wall clocks of two machines. Once another has
+    been seen to come, it is by how these differ, and so by this machine's clock alone.
+    """
+
+    def __init__(self, store: Store, run_id: str, *, clock: Clock = wall) -> None:
+        self._store, self._clock = store, clock
+        self._prefix = beside(run_id, "status")
+        self._written: dict[str, float] = {}
+        self._apart: dict[str, float] = {}
+
+    def read(self) -> dict[str, Published]:
+        """By node id, in one listing; what is none of theirs is passed over. Raises StoreError."""
+        found = {}
+        for entry in self._store.list(self._prefix).entries:
+            node = entry.key.removeprefix(self._prefix)
+            try:
+                found[node] = decode(entry.value, partial(self._age, node))
+            except ValueError as error:
+                log.warning("the status of %s is passed over: %s", node, error)
+        return found
+
+    def _age(self, node: str, written: float) -> float:
+        age = self._clock() - written
+        if self._written.setdefault(node, written) != written:
+            # It came since the look before, so no more than this is between the clocks.
+            self._written[node] = written
+            self._apart[node] = min(age, self._apart.get(node, age))
+        return age - self._apart.get(node, 0.0)
 
 
-class Publisher:
-    """Keeps one node's status in the store, from `with` to its end, in a thread whose failures
-    never affect the job. With the store's client, which who made it closes, the status goes.
+class Turning(abc.ABC):
+    """Takes one turn after another in a thread, from `with` to its end. Whatever goes wrong in one
+    never affects the job: it is said once, and tried again. The store is closed by who made it, and
+    then at the latest the thread ends.
+
+    name: of the thread. what: is lacking where a turn fails. retry: seconds until the next try.
+    """
+
+    def __init__(self, name: str, what: str, retry: float) -> None:
+        self._what, self._retry = what, retry
+        self._over, self._woken = False, threading.Event()
+        self._thread = helper(self._run, name)
+
+    @abc.abstractmethod
+    def _turn(self) -> float:
+        """Do what is due; seconds until the next turn."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over = True
+        self.wake()
+
+    def wake(self) -> None:
+        """It may be time for another turn; does not wait."""
+        self._woken.set()
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._over:
+            try:
+                pause, failures = self._turn(), 0
+            except Exception as error:
+                failures, pause = failures + 1, self._retry
+                level = logging.DEBUG if isinstance(error, StoreError) else logging.WARNING
+                level = level if failures == 1 else logging.DEBUG
+                log.log(level, "no %s: %s", self._what, error)
+            self._woken.wait(pause)
+            self._woken.clear()
+
+
+class Publisher(Turning):
+    """Keeps one node's status in the store. With the store's client the status goes.
 
     look: what is so now.
     """
@@ -182,42 +241,13 @@ class Publisher:
         *,
         clock: Clock = monotonic,
     ) -> None:
+        super().__init__("agent-status", "status", RETRY_SECONDS)
         self._store = store
         self._key = f"{beside(run_id, 'status')}{node_id}"
         self._look = look
-        self._changed = threading.Event()
         self._clock = clock
-        self._over = False
         self._written_at = float("-inf")
         self._last: NodeStatus | None = None
-        self._failures = 0
-        self._thread = helper(self._run, "agent-status")
-
-    def __enter__(self) -> Publisher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over = True
-        self.wake()
-
-    def wake(self) -> None:
-        """Something has happened on this node; does not wait."""
-        self._changed.set()
-
-    def _run(self) -> None:
-        while not self._over:
-            try:
-                pause = self._turn()
-                self._failures = 0
-            except Exception as error:
-                # Whatever it is, it is worth no more than a status; the job goes on.
-                self._failures += 1
-                level = logging.DEBUG if isinstance(error, StoreError) else logging.WARNING
-                log.log(level if self._failures == 1 else logging.DEBUG, "no status: %s", error)
-                self._last, pause = None, RETRY_SECONDS
-            self._changed.wait(pause)
-            self._changed.clear()
 
     def _turn(self) -> float:
         """Publish what there is, if it is time; seconds until the next look."""
@@ -227,6 +257,7 @@ class Publisher:
         due = self._written_at + _pause(self._last, status, steps)
         if now < due:
             return min(due - now, steps)
+        self._last = None  # unless it is written
         self._store.set(self._key, encode(found, wall()), ttl=STANDS_SECONDS)
         self._written_at, self._last = now, status
         return steps

@@ -3,87 +3,66 @@ be missing, damaged, end anywhere, or hold several launches of one run."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any, BinaryIO, TypeVar
+from statistics import median_low
+from typing import Any, TypeVar
 
 import attrs
 
 from ..errors import ConfigError
-from .event import LONGEST, Event, decode
+from .event import Event, Mark
 from .history import (
     Generation,
     History,
     JobState,
     Ledger,
-    Mark,
     NodeEnd,
     NodeGeneration,
     NodeStory,
     Pace,
+    Part,
     Stay,
     as_start,
+    job_state,
 )
-from .runs import find_runs
+from .journal import EventsFile
+from .runs import Living, earlier_launches, find_runs
 from .story import AgentLog, end_state
+from .wording import some
+
+log = logging.getLogger("elasticlib.observe")
+
+Name = str | os.PathLike[str]
+MOST_FILES = 16
+"""Of earlier launches, that are named."""
 
 
-class EventsFile:
-    """Iterated over, it gives the file's events in their order, as many as are there by then.
-
-    unread: lines so far that were none: damaged, longer than an event can be, or of another
-    version. cut: whether the file ends within a line, as it does when its writer was killed; that
-    line is not counted.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
-        self.unread = 0
-        self.cut = False
-
-    def __iter__(self) -> Iterator[Event]:
-        self.unread, self.cut = 0, False
-        with open(self.path, "rb") as file:
-            while line := file.readline(LONGEST + 1):
-                if not line.endswith(b"\n"):
-                    if len(line) <= LONGEST:
-                        # Its writer is at it, or was killed; the rest would pass for a line.
-                        self.cut = True
-                        return
-                    self.cut = not _passed_over(file)
-                    self.unread += not self.cut
-                    continue
-                try:
-                    yield decode(line)
-                except ValueError:
-                    self.unread += 1
-
-
-def _passed_over(file: BinaryIO) -> bool:
-    """Whether the line that this file is in ends; it is too long to be an event."""
-    while line := file.readline(LONGEST + 1):
-        if line.endswith(b"\n"):
-            return True
-    return False
-
-
-def read_history(run: str | os.PathLike[str] = "") -> History:
+def read_history(run: Name | Iterable[Name] = "") -> History:
     """A run's history, from the events of all its agents that are found here.
 
     run: its id; or a path: a file of events, a run's record, or a folder of logs, of one node or of
-    several. If left out, this user's newest run here that goes on, or if none does the newest.
+    several; several of these, such as the files that were fetched from its nodes, are read as one
+    run. If left out, this user's newest running job here, or else the newest.
 
     Raises:
         NoSuchRun: there is none; the error lists what there is.
         ConfigError: its events cannot be read.
     """
-    return read_files(find_runs(run))
+    names = [run] if isinstance(run, (str, os.PathLike)) else list(run)
+    files = [path for name in names for path in find_runs(name)]
+    for name in names:
+        if earlier := [str(path) for path in earlier_launches(name) if path not in files]:
+            said = "%s was launched before, as by a requeue; its earlier events: %s"
+            log.warning(said, name, some(earlier, MOST_FILES))
+    return read_files(files)
 
 
-def read_files(paths: Iterable[str | os.PathLike[str]]) -> History:
+def read_files(paths: Iterable[Name]) -> History:
     """The history that these files make together; each is read once, by however many names it is
     given, in bounded memory.
 
@@ -93,7 +72,7 @@ def read_files(paths: Iterable[str | os.PathLike[str]]) -> History:
     named = {os.path.realpath(path): os.fspath(path) for path in paths}
     files = [EventsFile(path) for path in sorted(named.values())]
     try:
-        history = history_of({file.path: file for file in files})
+        history = history_of({file.path: file for file in files}, Living().lacks)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
     unread = sum(file.unread for file in files)
@@ -103,33 +82,38 @@ def read_files(paths: Iterable[str | os.PathLike[str]]) -> History:
     return attrs.evolve(history, unread=unread)
 
 
-_BUSY = (
-    *(JobState.RESTARTING, JobState.DRAINING, JobState.RESIZING),
-    *(JobState.RENDEZVOUS, JobState.WAITING, JobState.RUNNING),
-)
-"""Of nodes that differ, the first of these says what the job is doing."""
-_FINAL = (JobState.SUCCEEDED, JobState.FAILED, JobState.PREEMPTED, JobState.STOPPED)
 _TIMES = ("began", "sought", "trouble", "over", "gone", "left", "restored", "trained", "last_at")
 """Of a NodeGeneration."""
 
 Timed = TypeVar("Timed", Mark, Pace)
 
 
-def history_of(files: Mapping[str, Iterable[Event]]) -> History:
+def history_of(
+    files: Mapping[str, Iterable[Event]],
+    gone: Callable[[str, Event], bool] = lambda _file, _launch: False,
+) -> History:
     """The history of these events, by the file that they stand in, in whatever order the files are.
+    gone: whether the agent that wrote a file, beginning with this event, is known to live no more.
 
     An agent that began under the name of one before it is another node here, `NAME (2)`.
     """
-    logs = [log for events in files.values() for log in _logs(events)]
-    logs = [log for log in logs if log.began is not None]
+    found = [(file, log) for file, events in files.items() for log in _logs(events)]
+    found = [(file, log) for file, log in found if log.began is not None]
+    logs = [log for _, log in found]
     if not logs:
         return History("", 0.0, 0.0, JobState.WAITING)
     aligned = align([log.lives for log in logs], [log.clock for log in logs])
     numbers = {key: number for number, keys in aligned.generations.items() for key in keys}
     wall = min((log.began or 0.0) + by for log, by in zip(logs, aligned.offsets, strict=True))
     agents = [
-        _Agent(log, aligned.offsets[s] - wall, name, [numbers[s, i] for i in range(len(log.lives))])
-        for s, (log, name) in enumerate(zip(logs, _names(logs), strict=True))
+        _Agent(
+            log,
+            aligned.offsets[s] - wall,
+            name,
+            [numbers[s, i] for i in range(len(log.lives))],
+            log.end is None and gone(file, log.launch),
+        )
+        for s, ((file, log), name) in enumerate(zip(found, _names(logs), strict=True))
     ]
     return _Job(agents, wall, aligned).history()
 
@@ -157,12 +141,13 @@ def _names(logs: Iterable[AgentLog]) -> Iterator[str]:
 @attrs.frozen
 class _Agent:
     """One agent's log, by: seconds to add to its times for those of the job. numbers: of its
-    generations, in the count of all launches."""
+    generations, in the count of all launches. gone: it ended without a word."""
 
     log: AgentLog
     by: float
     name: str
     numbers: Sequence[int]
+    gone: bool
 
     @property
     def began(self) -> float:
@@ -177,9 +162,9 @@ class _Agent:
         return None if self.log.end is None else end_state(self.log.end.text("state"))
 
     @property
-    def sent_away(self) -> bool:
-        """Whether the job went on without it, as others decided."""
-        return self.log.end is not None and self.log.end.says("expelled")
+    def part(self) -> Part:
+        expelled = self.log.end is not None and self.log.end.says("expelled")
+        return Part(self.end or self.log.status.state, not self.gone, expelled)
 
     @property
     def cause(self) -> Mapping[str, Any] | None:
@@ -239,7 +224,6 @@ class _Job:
         for agent in agents:
             for number, life in agent.generations():
                 self._lives[number].append(life)
-        self._silence()
 
     def history(self) -> History:
         generations = self._generations()
@@ -252,8 +236,8 @@ class _Job:
             wall=self._wall,
             until=self._until,
             state=state,
-            nodes=self._stories(state),
-            stays=self._stays(generations, state),
+            nodes=self._stories(state is None or state.over),
+            stays=self._stays(generations, state is None or state.over),
             generations=generations,
             marks=_in_time(mark for agent in self._agents for mark in agent.marks()),
             paces=_in_time(pace for agent in self._agents for pace in agent.paces()),
@@ -273,12 +257,11 @@ class _Job:
             launched = None
             if number in self._launches:
                 launched = min(agent.began for agent in self._agents if number in agent.numbers)
-            following = None if after is None else min(life.began for life in self._lives[after])
             made = ledger.add(
                 number,
                 self._lives[number],
                 launched=launched,
-                following=following,
+                following=() if after is None else self._lives[after],
                 until=self._until,
             )
             found.append(made)
@@ -290,43 +273,29 @@ class _Job:
         """How many steps; each node of a generation may report the same."""
         return sum(max(getattr(x, kind) for x in lives) for lives in self._lives.values())
 
-    def _silence(self) -> None:
-        """A node that went without a word had been silent until its lease was over, at most: its
-        peers' last step was its own, too. Where no steps are known nothing is claimed."""
-        for agent in filter(self._lost, self._agents):
-            number, lease = agent.numbers[-1], agent.log.launch.seconds("lease")
-            lives = self._lives[number]
-            known = min((x.trouble for x in lives if x.trouble is not None), default=None)
-            worked = max((x.last_at for x in lives if x.last_at is not None), default=None)
-            if lease is None or known is None or worked is None:
-                continue
-            silent = max(0.0, min(lease, known - max(worked, agent.seen)))
-            self._lives[number] = [
-                attrs.evolve(x, silent=silent) if x.node == agent.name else x for x in lives
-            ]
-
-    def _stays(self, generations: Sequence[Generation], state: JobState) -> tuple[Stay, ...]:
+    def _stays(self, generations: Sequence[Generation], over: bool) -> tuple[Stay, ...]:
+        """over: whether the job is."""
         ends = {generation.number: generation.ended for generation in generations}
-        over = None if not state.over else self._until
+        last = self._until if over else None
         found = []
         for number, lives in self._lives.items():
             for life in lives:
                 own = life.over if life.gone is None else life.gone
                 # A node whose own end is not known had it at that of all.
-                end = next((x for x in (own, ends[number], over) if x is not None), None)
+                end = next((x for x in (own, ends[number], last) if x is not None), None)
                 ended = None if end is None else max(life.began, end)
                 place = (life.node, number, life.node_rank, life.ranks)
                 found.append(Stay(*place, began=life.began, ended=ended))
         return tuple(sorted(found, key=lambda stay: (stay.generation, stay.node_rank)))
 
-    def _stories(self, state: JobState) -> tuple[NodeStory, ...]:
+    def _stories(self, over: bool) -> tuple[NodeStory, ...]:
         """An agent that waits for a place writes nothing more, and is lost only if it is silent at
         the end, too."""
         found = []
         for agent in self._agents:
             lives = agent.log.lives
-            waits = not state.over and bool(lives) and lives[-1].gone is not None
-            found.append(agent.story(lost=self._lost(agent) and not waits))
+            waits = not over and bool(lives) and lives[-1].gone is not None
+            found.append(agent.story(lost=agent.gone or (self._lost(agent) and not waits)))
         return tuple(sorted(found, key=attrgetter("began")))
 
     def _lost(self, agent: _Agent) -> bool:
@@ -340,35 +309,23 @@ class _Job:
             )
         )
 
-    def _last(self) -> tuple[_Agent, JobState]:
+    def _last(self) -> tuple[_Agent, JobState | None]:
         """What the job was doing last, and the agent that says why."""
         newest = max(self._lives, default=None)
         members = [a for a in self._agents if newest is None or newest in a.numbers]
-
-        def ended(state: JobState, among: Iterable[_Agent]) -> _Agent | None:
-            found = [agent for agent in among if agent.end is state]
-            return max(found, key=lambda agent: agent.cause is not None, default=None)
-
-        for state in (JobState.SUCCEEDED, JobState.FAILED):
-            # Each ends the job for all, but for the node that has to leave it.
-            agent = ended(state, (a for a in members if not a.sent_away))
-            if agent is not None:
-                return agent, state
-        for state in _BUSY:
-            for agent in members:
-                if agent.end is None and agent.log.status.state is state:
-                    return agent, state
-        for state in _FINAL:
-            agent = ended(state, members)
-            if agent is not None:
-                return agent, state
-        return members[0], members[0].log.status.state
+        state = job_state([agent.part for agent in members])
+        telling = [a for a in members if a.part.state is state] or [max(members, key=_seen)]
+        return max(telling, key=lambda a: (not a.part.expelled, a.cause is not None)), state
 
     def _newest(self, kept: Sequence[tuple[float, int] | None]) -> int | None:
         """The step that any agent reported last."""
         pairs = zip(kept, self._agents, strict=True)
         known = [(step[0] + agent.by, step[1]) for step, agent in pairs if step is not None]
         return max(known)[1] if known else None
+
+
+def _seen(agent: _Agent) -> float:
+    return agent.seen
 
 
 def _in_time(found: Iterable[Timed]) -> tuple[Timed, ...]:
@@ -530,11 +487,11 @@ def _offsets(
                     if group_of[(s, i)] in when
                 ]
                 if shared:
-                    fresh.append((s, _median(shared)))
+                    fresh.append((s, median_low(shared)))
         bodies.append(body)
     for body in bodies:
         # As most of their wall clocks have it.
-        shift = _median([clocks[s] - placed[s] for s in body])
+        shift = median_low([clocks[s] - placed[s] for s in body])
         placed.update({s: placed[s] + shift for s in body})
     return [placed[s] for s in range(len(logs))]
 
@@ -556,7 +513,3 @@ def _in_order(offsets: Sequence[float], jobs: Iterable[Mapping[int, Sequence[Key
         firsts.add(before + min(launch))
         ordered.update({before + number: launch[number] for number in sorted(launch)})
     return Aligned(offsets, ordered, frozenset(firsts))
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]

@@ -27,6 +27,7 @@ from ..clock import wall
 from ..errors import NoSuchRun
 from ..held_folder import LOCK, FolderLock, is_held
 from .event import LONGEST, Event, decode
+from .wording import some
 
 log = logging.getLogger("elasticlib.observe")
 
@@ -153,7 +154,8 @@ def find_runs(name: str | os.PathLike[str] = "", *, folder: Path | None = None) 
 
     Of several launches the newest that runs is meant, or where none does the newest: those of one
     id whose times touch, one after the other, are of one launch; of jobs that were given no id,
-    those that meet at one endpoint. A warning tells of others at the same time.
+    those that meet at one endpoint. A warning tells of others at the same time, and of all that run
+    where none was named.
 
     Args:
         name: a run's id or the name of its record; a record, a folder of logs (of one run or of
@@ -164,7 +166,7 @@ def find_runs(name: str | os.PathLike[str] = "", *, folder: Path | None = None) 
         NoSuchRun: there is none; the error lists what there is.
     """
     folder, text = folder or _own_folder(), os.fspath(name)
-    known = _records(folder)
+    known = known_runs(folder)
     found = [record for record in known if text in ("", record.run)]
     if not found and text:
         is_path = os.sep in text or text in (os.curdir, os.pardir)
@@ -172,17 +174,40 @@ def find_runs(name: str | os.PathLike[str] = "", *, folder: Path | None = None) 
     if not found:
         raise NoSuchRun(_nothing(text, folder, known))
     launch = _newest_launch(found)
-    _tell_of_others(launch, found)
+    _tell_of_others(launch, found, named=bool(text))
     return [record.events for record in launch]
 
 
-def known_runs(*, folder: Path | None = None) -> list[Record]:
-    """All records that hold events, the newest first.
+def earlier_launches(name: str | os.PathLike[str], *, folder: Path | None = None) -> list[Path]:
+    """The files of the launches before the one that `find_runs` takes for this run's id, as before
+    a requeue; none for what is no id of a job."""
+    run = os.fspath(name)
+    found = [record for record in known_runs(folder) if record.run == run != NO_ID and run]
+    launch = _newest_launch(found) if found else []
+    older = [one for one in found if one not in launch and of_one_job(one, launch[0])]
+    return [one.events for one in sorted(older, key=lambda one: one.began)]
 
-    Raises:
-        NoSuchRun: their folder is somebody else's.
-    """
-    return _records(folder or _own_folder())
+
+class Living:
+    """Which agents live, by the locks of their records here, and by the processes of this machine;
+    of other machines' agents nothing is known."""
+
+    def __init__(self) -> None:
+        known: list[Record] = []
+        with contextlib.suppress(NoSuchRun):
+            known = known_runs()
+        self._living = {os.path.realpath(one.events): one.living for one in known}
+
+    def has(self, events: str | os.PathLike[str]) -> bool:
+        """Whether the agent that writes this file holds its record."""
+        return self._living.get(os.path.realpath(events), False)
+
+    def lacks(self, events: str | os.PathLike[str], launch: Event) -> bool:
+        """Whether the agent that this launch of the file was of is known to be gone."""
+        known = self._living.get(os.path.realpath(events))
+        pid = launch.count("pid") or 0
+        here = launch.text("host") == socket.gethostname() and pid > 0
+        return not known if known is not None else here and not os.path.exists(f"/proc/{pid}")
 
 
 def _own_folder() -> Path:
@@ -200,7 +225,13 @@ def is_living(record: Path) -> bool:
         return True
 
 
-def _records(folder: Path) -> list[Record]:
+def known_runs(folder: Path | None = None) -> list[Record]:
+    """All records that hold events, the newest first. folder: of them; this user's by default.
+
+    Raises:
+        NoSuchRun: their folder is somebody else's.
+    """
+    folder = folder or _own_folder()
     try:
         check_own(folder)
         return _below(folder)
@@ -271,23 +302,32 @@ def of_one_job(one: Record, other: Record) -> bool:
     return one.run == other.run and (one.run != NO_ID or one.endpoint == other.endpoint)
 
 
-def _tell_of_others(launch: list[Record], found: Iterable[Record]) -> None:
-    """Of jobs that have the same id as this one, for want of any, and ran at the same time."""
-    others = sorted(
-        record.events.parent.name
-        for record in found
-        if record.run == launch[0].run
-        and not of_one_job(record, launch[0])
-        and any(_touch(record, one) for one in launch)
-    )
-    if others:
+def _tell_of_others(launch: list[Record], found: Iterable[Record], *, named: bool) -> None:
+    """Of jobs that have the same id as this one, for want of any, and ran at the same time; where
+    no run was named, of all that run."""
+    same, living = list[str](), list[str]()
+    for record in found:
+        if of_one_job(record, launch[0]):
+            continue
+        if record.run == launch[0].run and any(_touch(record, one) for one in launch):
+            same.append(record.events.parent.name)
+        elif record.living:
+            living.append(record.events.parent.name if record.run == NO_ID else record.run)
+    if same:
         log.warning(
             "several jobs of the id %r ran at the same time: the newest%s is taken, which meets "
             "at %s; the others are found as %s; --rdzv-id tells them apart",
             launch[0].run,
             " that runs" if any(record.living for record in launch) else "",
             launch[0].endpoint or "no endpoint",
-            ", ".join(others[:SHOWN]),
+            ", ".join(sorted(same)[:SHOWN]),
+        )
+    if living and not named:
+        others = some(list(dict.fromkeys(living)), SHOWN)
+        log.warning(
+            "several jobs are running here; showing the newest, %s; to name another: %s",
+            launch[0].run,
+            others,
         )
 
 
@@ -298,14 +338,16 @@ def _touch(one: Record, other: Record) -> bool:
 def _nothing(name: str, folder: Path, known: list[Record]) -> str:
     runs = list(dict.fromkeys(record.run for record in known if record.run))
     living = {record.run for record in known if record.living}
-    shown = [f"{run} (running)" if run in living else run for run in runs[:SHOWN]]
-    more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
+    shown = [f"{run} (running)" if run in living else run for run in runs]
     if not runs:
         have = f"no run of this user is known in {folder}, where elasticrun keeps a record of each"
-        have += " run unless --no-events is given; with another TMPDIR it is another folder"
+        have += " run; with another TMPDIR it is another folder"
     else:
-        have = f"known in {folder} are {', '.join(shown)}{more}"
-    return f"there are no events of a run {name!r}: {have}" if name else have
+        have = f"known in {folder} are {some(shown, SHOWN)}"
+    if not name:
+        return have
+    elsewhere = "; of a run on other machines name its store: elasticlib status HOST:PORT"
+    return f"there are no events of a run {name!r}: {have}{elsewhere}"
 
 
 # -- the files of its workers' lines -------------------------------------------------------------
@@ -316,13 +358,12 @@ def _nothing(name: str, folder: Path, known: list[Record]) -> str:
 
 @attrs.frozen
 class Attempt:
-    """One start of a node's workers. first, last: their global ranks."""
+    """One start of a node's workers. first, last: their global ranks. world: of the job's."""
 
     number: int
-    generation: int
     first: int
     last: int
-    cause: str
+    world: int
 
 
 @attrs.frozen
@@ -330,8 +371,8 @@ class Kept:
     """One worker's stream, of one attempt, in a file that may not be there."""
 
     path: Path
-    attempt: int
     rank: int
+    node: NodeLogs
 
 
 class NodeLogs:
@@ -343,11 +384,13 @@ class NodeLogs:
 
     def __init__(self, events: Path) -> None:
         self.events = events
-        self.run = ""
+        self.run = self.node = self.host = ""
         self.logs: str | None = None
         self.attempts: list[Attempt] = []
+        self._folders: dict[tuple[int, int], str] = {}
+        """Of the worker of an attempt with that global rank."""
         self.began = self.seen = 0.0
-        self._host, self._pid = "", 0
+        self._pid = 0
         self._ended = False
         self._read = Tail(events)
         self.look()
@@ -364,7 +407,7 @@ class NodeLogs:
 
     @property
     def _here(self) -> bool:
-        return self._host == socket.gethostname() and self._pid > 0
+        return self.host == socket.gethostname() and self._pid > 0
 
     def with_run_of(self, began: float) -> bool:
         """Whether it was there when another node's part began, in seconds since 1970. (Of other
@@ -382,26 +425,33 @@ class NodeLogs:
     def _take(self, event: Event) -> None:
         self.began, self.seen = self.began or event.wall, event.wall
         if event.kind == "run.began":
-            self.run = event.run
-            self._host, self._pid = event.text("host"), event.count("pid") or 0
+            self.run, self.node, self.host = event.run, event.node, event.text("host")
+            self._pid = event.count("pid") or 0
             self.logs = event.text("logs") if "logs" in event.facts else None
         elif event.kind == "generation.began":
             first, last = event.pair("ranks") or (0, 0)
             if last - first >= MOST_WORKERS:
                 raise ValueError(f"a node has at most {MOST_WORKERS} workers")
-            number, cause = event.count("attempt"), event.text("cause")
+            number, world = event.count("attempt"), event.count("world") or 0
             if number is None:
                 number = len(self.attempts)
-            self.attempts.append(Attempt(number, event.generation, first, last, cause))
+            self.attempts.append(Attempt(number, first, last, world))
+        elif event.kind == "worker.began" and self.attempts and event.rank is not None:
+            # It may go on from an earlier attempt, and write where it did.
+            attempt, local = event.count("attempt"), event.count("local_rank")
+            if attempt is not None and local is not None:
+                named = (self.attempts[-1].number, event.rank)
+                self._folders[named] = f"attempt_{attempt}/{local}"
         elif event.kind == "run.ended":
             self._ended = True
 
     def kept(self, attempt: Attempt, streams: str) -> Iterator[Kept]:
         """The files of an attempt, rank by rank."""
         for rank in range(attempt.first, attempt.last + 1):
-            folder = self.folder / f"attempt_{attempt.number}" / str(rank - attempt.first)
+            usual = f"attempt_{attempt.number}/{rank - attempt.first}"
+            folder = self.folder / self._folders.get((attempt.number, rank), usual)
             for name in STREAMS[streams]:
-                yield Kept(folder / f"{name}.log", attempt.number, rank)
+                yield Kept(folder / f"{name}.log", rank, self)
 
 
 class Tail:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import secrets
 import threading
 import zlib
@@ -26,11 +25,10 @@ from ..errors import StoreError
 from ..rendezvous.document import Node
 from ..rendezvous.layout import Keys, StoredJob
 from ..stores.interface import Entry, Store
-from ..threads import helper
 from ..visible import visible_line
 from .event import read_object
-from .published import beside, read_field
-from .wording import spans
+from .published import Turning, beside, read_field
+from .wording import grouped, ranks_of, spans
 
 log = logging.getLogger("elasticlib.observe")
 
@@ -257,9 +255,8 @@ MOST_QUESTIONS = 16
 LONGEST_ID = 64
 
 
-class Answerer:
-    """Of one node, from `with` to its end; the store is closed by who made it, and then at the
-    latest its thread ends.
+class Answerer(Turning):
+    """Of one node.
 
     Args:
         stacks: of the workers of these ranks, or of all; takes up to some seconds.
@@ -275,44 +272,26 @@ class Answerer:
         *,
         look_every: float = 0.0,
     ) -> None:
+        super().__init__("agent-answers", "answers", RETRY_SECONDS)
         self._store = store
         self._keys = QuestionKeys(run_id)
         self._me = node_id
         self._stacks = stacks
         self._look_every = look_every
-        self._over = threading.Event()
         self._seen: dict[str, int] = {}
-        self._thread = helper(self._run, "agent-answers")
 
-    def __enter__(self) -> Answerer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-
-    def _run(self) -> None:
-        failures = 0
-        while not self._over.is_set():
-            try:
-                listing = self._store.list(self._keys.questions)
-                answered = self._answer_all(listing.entries)
-                failures = 0
-                self._wait(listing.version)
-                self._over.wait(REST_SECONDS * answered)
-            except Exception as error:
-                # Whatever it is, it is worth no more than an answer; the job goes on.
-                failures += 1
-                level = logging.DEBUG if isinstance(error, StoreError) else logging.WARNING
-                log.log(level if failures == 1 else logging.DEBUG, "no answers: %s", error)
-                self._over.wait(RETRY_SECONDS)
+    def _turn(self) -> float:
+        listing = self._store.list(self._keys.questions)
+        answered = self._answer_all(listing.entries)
+        self._wait(listing.version)
+        return REST_SECONDS * answered
 
     def _wait(self, version: int) -> None:
         prefix = self._keys.questions
         if not self._look_every:
             self._store.wait(prefix, after=version, timeout=WAIT_SECONDS)
             return
-        while not self._over.wait(self._look_every):
+        while not self._woken.wait(self._look_every):
             if self._store.wait(prefix, after=version, timeout=0.0):
                 return
 
@@ -352,45 +331,13 @@ class Answerer:
 
 # -- for people ------------------------------------------------------------------------------------
 
-_ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
-_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
-_NUMBER = re.compile(r"^((?:Current thread|Thread) \[.*?)-\d+(?= \(|\] )", re.MULTILINE)
-"""Of a thread without a name of its own: how many threads there were before it."""
-_OURS = re.compile(
-    r"^ *File \".*/elasticlib/workers/(run_program|bootstrap|fork_server)\.py\".*\n?", re.MULTILINE
-)
-"""How elasticlib came to run the program."""
-
-
-@attrs.frozen
-class Shared:
-    """One text, and the ranks whose stacks it is."""
-
-    ranks: tuple[int, ...]
-    text: str
-
-
-def grouped(texts: Mapping[int, str]) -> list[Shared]:
-    """Those that the fewest ranks share come first: they are the ones to look at. Two are the same
-    if they differ in nothing but addresses and the numbers in the names of threads; which thread
-    comes first counts."""
-    found: dict[str, list[int]] = {}
-    first: dict[str, str] = {}
-    for rank, text in sorted(texts.items()):
-        plain = _ADDRESS.sub("0x...", _THREAD.sub(r"\1", _OURS.sub("", text))).strip()
-        alike = _NUMBER.sub(r"\1", plain)
-        first.setdefault(alike, plain)
-        found.setdefault(alike, []).append(rank)
-    groups = [Shared(tuple(ranks), first[alike]) for alike, ranks in found.items()]
-    return sorted(groups, key=lambda group: (len(group.ranks), group.ranks))
-
 
 def stack_lines(view: JobStacks, wanted: frozenset[int] | None) -> list[str]:
     """A job's stacks, and who does not show any; wanted: the ranks that were asked for."""
     texts = {rank: text for one in view.stacks.values() for rank, text in one.texts.items()}
     lines: list[str] = []
     for group in grouped(texts):
-        lines += [f"rank{'s' * (len(group.ranks) > 1)} {spans(group.ranks)}:"]
+        lines += [f"{ranks_of(group.ranks)}:"]
         lines += [f"  {line}" if line else "" for line in group.text.splitlines()] + [""]
     lines += _missing(view)
     known = texts.keys() | {

@@ -2,8 +2,8 @@
 themselves, or from what they wrote down: as one JSON document, as lines and tables for people, and
 as an exit code.
 
-Ages are as the node that has them measured them, and what has passed since it wrote them is by the
-wall clocks of two machines; nothing is decided by these.
+A node measures its ages itself; what has passed since it wrote them may be by the wall clocks of
+two machines, and nothing is decided by these: a node lives for as long as its lease stands.
 """
 
 from __future__ import annotations
@@ -21,21 +21,31 @@ from ..rendezvous.layout import Keys, StoredJob
 from ..rendezvous.layout import decode as decode_record
 from ..stores.interface import Store
 from ..visible import visible_line
-from .history import JobState
-from .published import STANDS_SECONDS, Published, read_statuses
+from .history import BUSY, JobState, Part, job_state
+from .published import STANDS_SECONDS, Published, StatusReader
 from .story import NodeStatus, WorkerStatus
-from .wording import UNKNOWN, cell, duration, plural, rate, some, spans
+from .wording import KILLED, LOST_SNAPSHOT, UNKNOWN, cell, duration, plural, rate, some, spans
 
 
 @attrs.frozen
 class JobView:
-    """What was read of a job in its store. published: by node id."""
+    """What was read of a job in its store. published: by node id. still: whether these are known
+    not to be renewed any more."""
 
     run: str
     document: Document | None
     live: tuple[Node, ...]
     note: Note
     published: Mapping[str, Published]
+    still: bool = False
+
+    @property
+    def looks_old(self) -> bool:
+        """Whether all is older than statuses become, by clocks that may differ. In a folder that is
+        the store, a job of which all nodes are gone has leases until somebody has looked for
+        long."""
+        ages = [self.published[node.id].age for node in self.live if node.id in self.published]
+        return bool(ages) and all(age is not None and age > STANDS_SECONDS for age in ages)
 
 
 _JOBS = re.compile(r"([^/?]+)/(?:head/document|node/.*)")
@@ -52,8 +62,9 @@ def jobs_in(store: Store) -> tuple[list[str], list[str]]:
     return sorted(found), sorted(run_id for run_id, lives in found.items() if lives)
 
 
-def read_job(store: Store, run_id: str) -> JobView:
+def read_job(store: Store, run_id: str, statuses: StatusReader | None = None) -> JobView:
     """All that the store holds of a job and its nodes, however many they are, in three calls.
+    statuses: who reads these, if it has read them before.
 
     Raises:
         StoreError: the store did not answer. RendezvousMismatch: another version's job.
@@ -66,14 +77,15 @@ def read_job(store: Store, run_id: str) -> JobView:
         document=read.document(None)[0],
         live=read.live(set()),
         note=Note() if note is None else decode_record(Note, note.value, "the note"),
-        published=read_statuses(store, run_id),
+        published=(statuses or StatusReader(store, run_id)).read(),
     )
 
 
 @attrs.frozen
 class NodeEntry:
     """rank: among the members, None for one that waits or has left. lives: whether its lease
-    stands. published: what is known of it; None if that is nothing."""
+    stands. published: what is known of it; None if that is nothing. still: whether that is known
+    not to be renewed any more."""
 
     node: str
     host: str
@@ -82,6 +94,7 @@ class NodeEntry:
     lives: bool
     draining: str = ""
     published: Published | None = None
+    still: bool = False
 
     @property
     def status(self) -> NodeStatus | None:
@@ -89,9 +102,8 @@ class NodeEntry:
 
     @property
     def answers(self) -> bool:
-        """Whether it has published its status of late. Where all nodes of a job are gone, a folder
-        that is the store holds their statuses and leases until somebody has looked for long."""
-        return self.published is not None and (self.published.age or 0.0) <= STANDS_SECONDS
+        """Whether its status is in the store, from which it goes a minute after its last word."""
+        return self.published is not None and not self.still
 
     def values(self, name: str) -> list[Any]:
         """The step or per_second of each of its workers; if none has any, as its events have it."""
@@ -154,6 +166,16 @@ class JobStatus:
     def unanswered(self) -> bool:
         """Whether there are nodes, and none of them has published anything of late."""
         return bool(self.nodes) and not any(node.answers for node in self.nodes)
+
+    @property
+    def killed(self) -> bool:
+        """Whether none of its agents lives, and none has said how it ended."""
+        return self.state is None and bool(self.nodes) and not any(n.lives for n in self.nodes)
+
+    @property
+    def source(self) -> str:
+        """What tells this, as FIELDS has it."""
+        return "events" if self.age is not None else "store" if self.unanswered else "nodes"
 
     @property
     def step(self) -> int | None:
@@ -224,7 +246,7 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
     ids = {node.id for node in members}
     found = [(rank, living.get(node.id, node)) for rank, node in enumerate(members)]
     found += [(None, node) for node in view.live if node.id not in ids]  # type: ignore[misc]
-    published = dict(view.published)
+    published = {id: _by_now(it, lives=id in living) for id, it in view.published.items()}
     if members:
         # Only members' steps count; of members that are gone only where nobody else is left.
         counted = (ids & living.keys()) or ids
@@ -240,11 +262,23 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
             lives=node.id in living,
             draining=node.draining,
             published=published.get(node.id),
+            still=view.still,
         )
         for rank, node in found
         # Of a generation that is over, those who have gone are none of the next one's.
         if node.id in living or not over
     )
+
+
+def _by_now(published: Published, *, lives: bool) -> Published:
+    """With what has passed since it was written. A node that is gone makes no steps."""
+    status, age = published.status, published.age or 0.0
+    rates: dict[str, Any] = {} if lives or status.state.over else {"per_second": None}
+    workers = []
+    for worker in status.workers:
+        silent = None if worker.silent is None else round(worker.silent + age, 3)
+        workers.append(attrs.evolve(worker, silent=silent, **rates))
+    return attrs.evolve(published, status=attrs.evolve(status, workers=tuple(workers), **rates))
 
 
 def _without_progress(published: Published) -> Published:
@@ -264,8 +298,6 @@ _PHASES = {
     Phase.FAILED: JobState.FAILED,
     Phase.ABORTED: JobState.STOPPED,
 }
-_FIRST = (JobState.DRAINING, JobState.RESTARTING, JobState.RESIZING, JobState.RENDEZVOUS)
-"""What a job is doing if any of its nodes is, in this order."""
 
 
 def _state(view: JobView, statuses: Iterable[NodeStatus]) -> tuple[JobState | None, str]:
@@ -277,11 +309,11 @@ def _state(view: JobView, statuses: Iterable[NodeStatus]) -> tuple[JobState | No
         ending = "" if document.ending is None else f" (said by {document.ending.by})"
         return _PHASES[document.phase], f"{document.cause}{ending}"
     if not live:
-        return None, f"no node lives any more; the last words were: {document.cause}"
+        return None, f"no node lives any more; before that: {document.cause}"
     if document.phase is Phase.OPEN:
         return _opening(document, live), document.cause or view.note.reason
     by_state = {status.state: status for status in statuses}
-    for state in _FIRST:
+    for state in BUSY[:-1]:  # all but RUNNING
         if state in by_state:
             return state, by_state[state].reason or document.cause
     ends = [state for state in by_state if state.over]
@@ -320,7 +352,13 @@ def status_of_records(run: str, nodes: Iterable[NodeEntry], age: float) -> JobSt
     found = _placed(nodes)
     statuses = [node.status for node in found if node.status is not None]
     newest = max(statuses, key=lambda status: status.generation)
-    state = _recorded_state(found, newest.generation)
+    parts = [
+        (node.status.generation, Part(node.status.state, node.lives, node.status.expelled))
+        for node in found
+        if node.status is not None
+    ]
+    members = [part for generation, part in parts if generation == newest.generation]
+    state = job_state(members, [part for _, part in parts])
     # The members come first, and so their reasons.
     same = [status for status in statuses if status.state is state]
     source = min(same, key=lambda one: one.expelled, default=newest)
@@ -347,24 +385,6 @@ def _placed(nodes: Iterable[NodeEntry]) -> tuple[NodeEntry, ...]:
             node = attrs.evolve(node, rank=None, published=_without_progress(node.published))
         found.append(node)
     return tuple(sorted(found, key=lambda node: (node.rank is None, node.rank or 0, node.host)))
-
-
-def _recorded_state(nodes: Iterable[NodeEntry], newest: int) -> JobState | None:
-    """None where agents are gone that did not say how it ended."""
-    found = [(node.status, node.lives) for node in nodes if node.status is not None]
-    members = [status for status, _ in found if status.generation == newest]
-    states = {status.state for status in members}
-    for final in (JobState.SUCCEEDED, JobState.FAILED):
-        # Each ends the job for all, but for the node that is expelled.
-        if any(one.state is final and not one.expelled for one in members):
-            return final
-    running = [status.state for status, lives in found if lives]
-    if running:
-        return next((one for one in _FIRST if one in running), running[0])
-    if not all(state.over for state in states):
-        return None
-    order = (JobState.FAILED, JobState.STOPPED, JobState.PREEMPTED)
-    return next(one for one in order if one in states)
 
 
 # -- whether a node is well ------------------------------------------------------------------------
@@ -397,7 +417,7 @@ FIELDS: Mapping[str, str] = {
     "v": "the version of this document: 2; what only adds to it leaves the number as it is",
     "run": "the job's id",
     "state": "WAITING, RENDEZVOUS, RUNNING, RESTARTING, RESIZING, DRAINING, SUCCEEDED, FAILED, "
-    "PREEMPTED or STOPPED; null where it is not known any more",
+    "DRAINED or STOPPED; null where it is not known any more",
     "reason": "why, in words",
     "source": "nodes: what they publish of themselves; store: none of them has, and it is what the "
     "job's store holds; events: it is what was written down on this machine",
@@ -421,10 +441,11 @@ NODE_FIELDS: Mapping[str, str] = {
     "host": "its name",
     "rank": "among the members; null for who joins or, as a spare, waits to be let in",
     "lives": "whether its lease in the store stands; where the source is events, its agent lives",
-    "answers": "whether it has published its status within a minute; false where the source is "
-    "events",
-    "age": "seconds since it wrote its status, by its wall clock and this machine's: up to 20 "
-    "where nothing changes, 2 to 10 while its workers make steps; null if not read in a store",
+    "answers": "whether its status is in the store, from which it goes a minute after it was last "
+    "written; false where the source is events",
+    "age": "seconds since it wrote its status: up to 20 where nothing changes, 2 to 10 while its "
+    "workers make steps; by its wall clock and this machine's, and with --watch by this machine's "
+    "alone, once another has come; null if not read in a store",
     "state": "its own, in the same words; null without a status",
     "healthy": "whether its /healthz answers 200; null without a status",
     "health": "what /healthz says; the same",
@@ -436,15 +457,16 @@ NODE_FIELDS: Mapping[str, str] = {
     "slots": "workers that it can run",
     "pid": "of its agent",
     "workers": "one object each: rank, local_rank, name (such as pid 123), running, step, "
-    "per_second, silent (seconds since its last sign of life, then), saved; null if not known",
+    "per_second (0 if it is stalled), silent (seconds since its last sign of life), saved; null if "
+    "not known",
 }
 EXIT_CODES: Mapping[int, str] = {
     0: "it runs, or has succeeded",
     1: "it has failed",
-    2: "the command line makes no sense",
+    2: "the command line is wrong",
     3: "in transition: WAITING, RENDEZVOUS, RESTARTING, RESIZING or DRAINING",
     4: "there is no such run, or nothing says that it runs or how it ended",
-    5: "it ended before it was done: STOPPED by a signal, or PREEMPTED",
+    5: "it ended before it was done: STOPPED by a signal, or DRAINED",
 }
 NOBODY = 4
 MOST_NODES = 24
@@ -471,28 +493,19 @@ def exit_code(status: JobStatus) -> int:
 
 def as_document(status: JobStatus) -> dict[str, Any]:
     """With the keys of FIELDS."""
-    taken = ("run", "reason", "age", "since", "generation", "minimum", "maximum", "world")
-    more = ("restarts", "max_restarts", "step", "per_second", "saved", "snapshot")
-    return {
+    made = {
         "v": VERSION,
         "state": None if status.state is None else status.state.value,
-        "source": _source(status),
-        **{name: getattr(status, name) for name in (*taken, *more)},
-        "nodes": [_node_document(node, _source(status)) for node in status.nodes],
+        "nodes": [_node_document(node, status.source) for node in status.nodes],
         "exit_code": exit_code(status),
     }
-
-
-def _source(status: JobStatus) -> str:
-    if status.age is not None:
-        return "events"
-    return "store" if status.unanswered else "nodes"
+    return {name: made[name] if name in made else getattr(status, name) for name in FIELDS}
 
 
 def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
-    known = {name: getattr(node, name) for name in ("node", "host", "rank", "lives", "draining")}
+    known = ("node", "host", "rank", "slots", "lives", "draining")
     found: dict[str, Any] = dict.fromkeys(NODE_FIELDS)
-    found |= {**known, "slots": node.slots, "answers": False, "workers": []}
+    found |= {"answers": False, "workers": [], **{name: getattr(node, name) for name in known}}
     if node.published is None:
         return found
     published, status = node.published, node.published.status
@@ -529,20 +542,25 @@ RANK_HEAD = ("rank", "host", "process", "step", "steps/s", "silent", "saved")
 
 def headline(status: JobStatus) -> list[str]:
     """What is to be said before the tables."""
+    killed = status.killed
     state = "not answering, or no longer there" if status.state is None else status.state.value
     lasted = "" if status.since is None else f" for {duration(status.since)}"
-    lines = [f"{status.run}: {state}{lasted}"]
+    lines = [f"{status.run}: {KILLED if killed else state}{lasted}"]
     if status.age is not None:
         over = status.state is not None and status.state.over
-        said = "from its events" if over else "nobody answered; from its events"
+        said = "from its events" if over or killed else "nobody answered; from its events"
         if status.starting:
             said = "it is starting; from its events"
         lines.append(f"  {said}, the last one {duration(status.age)} ago")
-    elif status.unanswered:
-        lines.append("  none of its nodes answers, and its store tells this")
+    elif status.unanswered and not killed:
+        said = "its agents publish no status (a launcher without a journal?)"
+        lines.append(f"  {said}; this is from its store")
     lines += [f"  {line}" for line in _facts(status)]
     if status.reason:
-        lines.append(f"  why: {status.reason}")
+        # Of a killed job the events tell why its last generation began, and not why it ended.
+        last = killed and status.age is not None
+        name = f"generation {status.generation} because" if last else "why"
+        lines.append(f"  {name}: {status.reason}")
     # Most of it is from peers, and from files that anybody may have written.
     return [visible_line(line) for line in lines]
 
@@ -557,17 +575,21 @@ def _facts(status: JobStatus) -> list[str]:
     budget = "" if status.max_restarts is None else f" of {status.max_restarts}"
     first = [f"generation {status.generation}", nodes, plural(status.world, "worker")]
     lines = [", ".join([*first, f"{status.restarts}{budget} restarts"])]
+    live = status.age is None and status.state is not None and not status.state.over
+    speed = None if status.per_second is None else rate(status.per_second)
     values = {
         "step": status.step,
-        "steps/s": None if status.per_second is None else rate(status.per_second),
+        "steps/s" if live else "last steps/s": speed,
         "checkpoint": status.saved,
         "snapshot": status.snapshot,
     }
     known = [f"{name} {value}" for name, value in values.items() if value is not None]
+    if status.killed and status.snapshot is not None and status.snapshot > (status.saved or 0):
+        known[-1] += f" ({LOST_SNAPSHOT})"
     if known:
         lines.append(", ".join(known))
     for name, found in (("spares", status.spares), ("not answering", status.silent)):
-        if found and status.generation:
+        if found and status.generation and not (name == "not answering" and status.unanswered):
             lines.append(f"{name}: {some([node.host for node in found], MOST_NODES)}")
     return lines
 

@@ -14,14 +14,25 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from ..workers.interface import NOTHING, Heartbeat
-from .event import Event
-from .history import Cost, Generation, JobState, Ledger, Mark, NodeGeneration, Pace, Why, as_start
+from .event import Event, Mark
+from .history import (
+    PHASES,
+    Cost,
+    Generation,
+    JobState,
+    Ledger,
+    NodeGeneration,
+    Pace,
+    Why,
+    as_start,
+    stall,
+)
 
 _ENDS = {
     "succeeded": JobState.SUCCEEDED,
     "failed": JobState.FAILED,
     "stopped": JobState.STOPPED,
-    "drained": JobState.PREEMPTED,
+    "drained": JobState.DRAINED,
 }
 
 
@@ -166,10 +177,13 @@ def with_heartbeats(
             continue
         durations = sorted(heartbeat.durations)
         middle = durations[len(durations) // 2] if durations else 0.0
+        per_second = 1 / middle if middle > 0 else None
+        if per_second is not None and stall(now - heartbeat.at, 0, middle):
+            per_second = 0.0
         worker = attrs.evolve(
             worker,
             step=None if heartbeat.step == NOTHING else heartbeat.step,
-            per_second=1 / middle if middle > 0 else None,
+            per_second=per_second,
             silent=max(0.0, now - heartbeat.alive) if heartbeat.alive else None,
             saved=None if heartbeat.saved == NOTHING else heartbeat.saved,
         )
@@ -197,7 +211,6 @@ _IN_STATE = (
     *("stopping", "drain.asked", "run.ended"),
 )
 _IN_NO_GENERATION = ("run.began", "generation.began", "saved", "snapshot", "lost")
-_WORDS: Mapping[str, str] = {"failure": "reason", "worker.ended": "how", "drain.asked": "why"}
 
 
 def begun(event: Event, sought: float | None) -> NodeGeneration:
@@ -243,9 +256,8 @@ def amended(generation: NodeGeneration, event: Event) -> NodeGeneration:
     if event.kind == "drain.asked":
         return attrs.evolve(_troubled(generation, at), asked=True)
     if event.kind == "worker.ended":
-        as_it_should = event.says("ok") or event.says("stopped")
         generation = attrs.evolve(generation, left=at)
-        return generation if as_it_should else _troubled(generation, at)
+        return generation if event.as_it_should else _troubled(generation, at)
     if event.kind == "stopped":
         return attrs.evolve(generation, over=generation.over or at, gone=at)
     if event.kind == "rendezvous.began":
@@ -279,9 +291,14 @@ def _worked(generation: NodeGeneration, event: Event, at: float, silent: float) 
         done = max(generation.began, at - silent)
     if generation.trained is None:
         generation = attrs.evolve(generation, trained=done, first_step=_first(generation, step))
-    if generation.last_step is not None and step < generation.last_step:
+    done = max(done, generation.trained or done)
+    if generation.last_step is None or generation.last_at is None:
+        return attrs.evolve(generation, last_step=step, last_at=done)
+    steps = step - generation.last_step
+    if steps < 0:
         return generation
-    return attrs.evolve(generation, last_step=step, last_at=max(done, generation.trained or done))
+    idle = stall(done - generation.last_at, steps, generation.seconds_per_step) if steps else 0.0
+    return attrs.evolve(generation, last_step=step, last_at=done, stalled=generation.stalled + idle)
 
 
 def _first(generation: NodeGeneration, step: int) -> int:
@@ -436,21 +453,8 @@ class AgentLog:
             self.pace = Pace(event.at, self.node, event.generation, step, loss=loss, **rates)
             self.paces.add(self.pace)
             return
-        words = event.text(_WORDS.get(kind, ""))
-        if kind in ("saved", "snapshot") and step is not None:
-            words = f"step {step}"
-        elif kind == "restored":
-            words = f"step {step} from {event.text('source') or 'an unknown place'}"
-        elif kind == "lost":
-            words = f"{event.count('events') or 0} events could not be written"
-        elif kind == "worker.ended":
-            if event.says("ok") or event.says("stopped"):
-                return  # it did as it was to
-        elif kind not in _WORDS:
-            return
-        mark = Mark(event.at, kind, self.node, words, rank=event.rank, step=step)
         self.failures += kind == "failure"
-        if self._keep:
+        if self._keep and (mark := event.mark) is not None:
             place = event.count("local_rank") or 0 if kind == "worker.ended" else 0
             limit = FEWER.get(kind, MARKS)
             self._marks.setdefault((kind, place % WORKERS), Thinned(limit)).add(mark)
@@ -480,11 +484,12 @@ class Sums:
     seconds: from its first event to the last. trained: of these in steps that count; None where no
     step is known. first_step: seconds until the first one's end. counts: of generations.
 
-    lost: phase by phase, of all generations but a first one that made steps; None where it is not
-    known. launch: of that first one. dearest: those after the first that cost most, in order of
-    time; all of them, where they are few. restarts: after failures, those too that were earned
-    back. failures: by kind. started, resumed: recoveries, from the first sign of what ended a
-    generation until the next one's workers were started, and until they had all made a step.
+    lost: phase by phase, of all generations, of a first one that made steps only what stalled; None
+    where it is not known. launch: the rest of that first one. dearest: those after the first that
+    cost most, in order of time; all of them, where they are few. restarts: after failures, those
+    too that were earned back. failures: by kind. started, resumed: recoveries, from the first sign
+    of what ended a generation until the next one's workers were started, and until they had all
+    made a step.
     """
 
     seconds: float = 0.0
@@ -551,7 +556,7 @@ class Story:
         totals = attrs.evolve(self._totals, began=log.began or 0.0, seen=log.seen)
         # Events of the last two may still come.
         while len(log.lives) > 2:
-            totals = totals.plus(log.lives.pop(0), log.lives[0].began)
+            totals = totals.plus(log.lives.pop(0), log.lives[:1])
         self._totals = totals
         self._seen = (totals, tuple(log.lives))
 
@@ -559,7 +564,7 @@ class Story:
         """All of it, at any time."""
         totals, lives = self._seen
         for index, one in enumerate(lives):
-            totals = totals.plus(one, None if one is lives[-1] else lives[index + 1].began)
+            totals = totals.plus(one, lives[index + 1 : index + 2])
         status = self.status
         return attrs.evolve(
             totals.sums(), failures=self._failures, saved=status.saved, snapshot=status.snapshot
@@ -600,8 +605,8 @@ class _Totals:
     started: Durations = Durations()
     resumed: Durations = Durations()
 
-    def plus(self, generation: NodeGeneration, following: float | None) -> _Totals:
-        """With the next generation. following: when the one after it began."""
+    def plus(self, generation: NodeGeneration, following: Sequence[NodeGeneration]) -> _Totals:
+        """With the next generation. following: the one after it, if there is one."""
         ledger = copy(self.ledger)
         is_first = self.first is None
         made = ledger.add(
@@ -616,7 +621,9 @@ class _Totals:
         if not is_first:
             stepless, stepping = self.stepless.plus(made), self.stepping.plus(whole)
         else:
-            stepless, stepping = _Lost(), _Lost(Cost() if made.trained is not None else whole.cost)
+            trains = made.trained is not None
+            stepless = _Lost()
+            stepping = _Lost(Cost(stalled=made.cost.stalled) if trains else whole.cost)
         started, resumed = self._recoveries(made)
         return attrs.evolve(
             self._with_steps(made),
@@ -635,7 +642,7 @@ class _Totals:
         if made.trained is None:
             return self
         ended = self.seen if made.ended is None else made.ended
-        worked = max(0.0, ended - made.trained) - made.cost.redone_seconds
+        worked = max(0.0, ended - made.trained) - made.cost.wasted
         first = made.trained - self.began if self.first_step is None else self.first_step
         return attrs.evolve(self, trained=(self.trained or 0.0) + worked, first_step=first)
 
@@ -659,7 +666,7 @@ class _Totals:
             first_step=self.first_step,
             counts=self.counts,
             lost=lost.cost,
-            launch=first.cost if first is not None and apart else Cost(),
+            launch=attrs.evolve(first.cost, stalled=None) if first and apart else Cost(),
             dearest=tuple(sorted(lost.dearest, key=lambda generation: generation.began)),
             restarts=self.restarts,
             started=self.started,
@@ -672,12 +679,6 @@ def _sum(one: Cost, other: Cost) -> Cost:
         known = [value for cost in (one, other) if (value := getattr(cost, name)) is not None]
         return sum(known) if known else None
 
-    return Cost(
-        detect=both("detect"),
-        stop=both("stop"),
-        rendezvous=both("rendezvous"),
-        start=both("start"),
-        restore=both("restore"),
-        redone=one.redone + other.redone,
-        redone_seconds=one.redone_seconds + other.redone_seconds,
-    )
+    times: dict[str, Any] = {name: both(name) for name in PHASES if name != "redone"}
+    seconds = one.redone_seconds + other.redone_seconds
+    return Cost(**times, redone=one.redone + other.redone, redone_seconds=seconds)

@@ -1,4 +1,5 @@
-"""How numbers are written for people, in every message, table and page: in few digits, with units.
+"""How numbers are written for people, in every message, table and page: in few digits, with units;
+and how stacks are, of which many are the same.
 
 Each function returns plain text with ordinary spaces. A message that names a setting's value writes
 that value as it was given (`{seconds:g} s`); what was measured is written by these functions.
@@ -7,14 +8,23 @@ that value as it was given (`{seconds:g} s`); what was measured is written by th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
+
+import attrs
 
 Item = TypeVar("Item")
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 UNKNOWN = "-"
 """In a cell of a table."""
+KILLED = "ended without a word (killed?)"
+"""Of a job of which no agent lives and none said how it ended."""
+
+STEPLESS = "what training lost is not known, as no worker reported a step (context().step)"
+LOST_SNAPSHOT = "lost with its agents"
+"""Of one that is newer than the last checkpoint: it was in the memory of agents."""
 
 
 def duration(seconds: float) -> str:
@@ -93,6 +103,11 @@ def spans(numbers: Iterable[int], most: int | None = None) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
+def ranks_of(numbers: Collection[int]) -> str:
+    """`rank 0`, `ranks 0-3, 7`."""
+    return f"rank{'s' * (len(numbers) > 1)} {spans(numbers)}"
+
+
 def some(names: Sequence[str], most: int = 3) -> str:
     """The first names, and how many more there are: `a, b, c and 4 more`."""
     more = len(names) - most
@@ -117,8 +132,44 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def median(values: Sequence[float]) -> float:
-    """values is not empty."""
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+# -- stacks ----------------------------------------------------------------------------------------
+
+_ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
+_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
+_NUMBER = re.compile(r"^((?:Current thread|Thread) \[.*?)-\d+(?= \(|\] )", re.MULTILINE)
+"""Of a thread without a name of its own: how many threads there were before it."""
+_OURS = re.compile(
+    r"^ *File \".*/elasticlib/workers/(run_program|bootstrap|fork_server)\.py\".*\n?", re.MULTILINE
+)
+"""How elasticlib came to run the program."""
+_IDLE = re.compile(
+    r'^Thread [^\n]*\[elasticlib-[^\n]*\n *File "[^"\n]*threading\.py", line \d+ in wait\n'
+    r"(?: *File [^\n]*(?:\n|\Z))*\n?",
+    re.MULTILINE,
+)
+"""Threads of elasticlib that have nothing to do."""
+
+
+@attrs.frozen
+class Shared:
+    """One text, and the ranks whose stacks it is."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+def grouped(texts: Mapping[int, str]) -> list[Shared]:
+    """Those that the fewest ranks share come first: they are the ones to look at. Two are the same
+    if they differ in nothing but addresses and the numbers in the names of threads; which thread
+    comes first counts."""
+    found: dict[str, list[int]] = {}
+    first: dict[str, str] = {}
+    for rank, text in sorted(texts.items()):
+        for pattern, instead in ((_OURS, ""), (_IDLE, ""), (_THREAD, r"\1"), (_ADDRESS, "0x...")):
+            text = pattern.sub(instead, text)
+        plain = text.strip()
+        alike = _NUMBER.sub(r"\1", plain)
+        first.setdefault(alike, plain)
+        found.setdefault(alike, []).append(rank)
+    groups = [Shared(tuple(ranks), first[alike]) for alike, ranks in found.items()]
+    return sorted(groups, key=lambda group: (len(group.ranks), group.ranks))

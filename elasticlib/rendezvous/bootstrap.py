@@ -154,7 +154,7 @@ class Serving:
         except OSError as error:
             raise RendezvousError(
                 f"cannot serve torch's store at {address}, this node's own address: {error}; "
-                "name another with --local-addr"
+                "give the node another one (--local-addr)"
             ) from error
         with self._lock:
             if self._closed:

@@ -37,14 +37,17 @@ from .document import (
 )
 from .ranks import Seat, in_rank_order
 
-QUORUM = "without a quorum the job might go on twice; --rdzv-conf quorum=any lets it"
+QUORUM = (
+    "without a quorum the job might continue twice; quorum=False, or --rdzv-conf quorum=any, "
+    "allows that"
+)
 QUICK_SECONDS = 10.0
 """A generation that fails sooner than this has repeated what the one before it did."""
 FREE_RESTARTS = 2
 """Quick failures in a row that are not held back: most are mended by the first restart."""
 FIRST_PAUSE = 0.5
 
-NOT_RETRIED = "not retried: they failed at start"
+NOT_RETRIED = "not retried: the workers failed right after they started"
 
 
 @attrs.frozen
@@ -98,7 +101,7 @@ def decide(view: View) -> Decision:
     nothing = document is None or not (document.membership or document.phase.terminal)
     if view.patience > 0 and nothing:
         # Those who were in the job may be on their way back, and it is for them to say.
-        return Decision("the store was unreachable, and has forgotten the job", again=view.patience)
+        return Decision("the store was unreachable, and has lost the job", again=view.patience)
     if document is None:
         begun = Document(view.limits, view.nonce)
         return Decision("the job's first node writes its limits", write=begun)
@@ -119,7 +122,7 @@ def waiting(view: View) -> int:
     if document is None or not document.membership or document.phase.terminal:
         return 0
     members, over = document.member_ids, document.phase is Phase.OPEN
-    here = [n for n in _candidates(view, document) if not n.draining]
+    here = [n for n in _candidates(view, document) if n.slots and not n.draining]
     back = [n for n in here if over and n.id in members and n.stopped == document.membership]
     newcomers = [n for n in here if n.id not in members and not n.runs]
     staying = sum(n.id in members for n in here) if over else len(members)
@@ -144,7 +147,7 @@ def _recall(view: View) -> Decision | None:
     if not here:
         return None
     job, count = of_members(memory, here), f"{len(here)} of {memory.nodes}"
-    forgot = f"the store has forgotten generation {memory.generation}"
+    forgot = f"the store has lost generation {memory.generation}"
     if len(here) == memory.nodes:
         return Decision(f"{forgot}, and all of its nodes remember it", write=job)
     if memory.limits.quorum and len(here) * 2 <= memory.nodes:
@@ -156,7 +159,9 @@ def _recall(view: View) -> Decision | None:
         return Decision(f"{forgot}: {count} of its nodes are here", again=view.patience)
     if memory.phase is not Phase.SETTLED:
         return Decision(f"{forgot}: {count} of its nodes remember it", write=job)
-    cause = f"{memory.nodes - len(here)} of {memory.nodes} nodes were lost with the store"
+    lost = memory.nodes - len(here)
+    verb = "was" if lost == 1 else "were"
+    cause = f"{lost} of {memory.nodes} nodes {verb} lost with the store"
     return Decision(cause, write=reopen(job, cause))
 
 
@@ -172,16 +177,16 @@ def _is_deserted(view: View, document: Document) -> bool:
 def _begin_anew(view: View, document: Document) -> Decision:
     over = f"the job has {document.phase.value}: {document.cause}"
     if not document.phase.terminal:
-        over = "nobody is left of the job that was here"
+        over = "all nodes of the earlier job are gone"
     if view.came_after != document.incarnation:
         return Decision(over)
     old = [n for n in view.live if n.came_after != document.incarnation]
     if old:
-        return Decision(f"{over}; it begins anew once {_names(old, view)} have left")
+        return Decision(f"{over}; it starts anew once {_names(old, view)} have left")
     # Where the old one was not over, its generations' numbers are not used again.
     number = 0 if document.phase.terminal else document.generation
     begun = Document(view.limits, view.nonce, generation=number, supersedes=document.incarnation)
-    return Decision(f"{over}; it begins anew", write=begun)
+    return Decision(f"{over}; it starts anew", write=begun)
 
 
 def _watch(view: View, document: Document) -> Decision:
@@ -200,7 +205,7 @@ def _watch(view: View, document: Document) -> Decision:
     if lost and (minority := _minority(view, document, lost)) is not None:
         return minority
     if lost:
-        cause = f"{_names(lost, view)} left"
+        cause = _missing(lost, view)
         # What the others failed of is that these had gone.
         claim = _claim(document, view.live)
         return Decision(cause, write=reopen(document, cause, claim, why=Why.LOSS))
@@ -225,14 +230,31 @@ def _watch(view: View, document: Document) -> Decision:
     return _stand(view, document)
 
 
+def _missing(lost: Sequence[Node], view: View) -> str:
+    left = [node for node in lost if node.id in view.departed]
+    gone = [node for node in lost if node.id not in view.departed]
+    said = [f"{_names(left, view)} left"] if left else []
+    if gone:
+        was = "was" if len(gone) == 1 else "were"
+        said.append(f"{_names(gone, view)} {was} lost (killed, or cut off)")
+    return "; ".join(said)
+
+
 def _stand(view: View, document: Document) -> Decision:
-    """All is well: what is left is to let newcomers in, and to forgive."""
+    """All is well: what is left is to let newcomers in, nodes and workers, and to forgive."""
     wait = forgiven_in(document, view.stands)
     if wait == 0:
         window = document.limits.restart_window
-        reason = f"generation {document.generation} has stood for {window:g} s (--restart-window)"
+        stood = f"{window:g} s (restart_window, --restart-window)"
+        reason = f"generation {document.generation} ran for {stood}"
         count = f"the count of restarts, {document.restarts}, is reset"
         return Decision(f"{reason}: {count}", write=attrs.evolve(document, restarts=0, quick=0))
+    seated = {member.id: member.slots for member in document.members}
+    ready = [n for n in view.live if n.slots != seated.get(n.id, n.slots)]
+    if ready:
+        first, count = ready[0], f"{ready[0].slots} worker{'s' * (ready[0].slots > 1)}"
+        cause = f"{_name_of(first.id, view)} has {count} ready"
+        return Decision(cause, write=resize(document, cause))
     decision = _admit(view, document)
     again = min((s for s in (decision.again, wait) if s is not None), default=None)
     return decision if decision.write is not None else attrs.evolve(decision, again=again)
@@ -264,14 +286,14 @@ def _admit(view: View, document: Document) -> Decision:
     if surplus:
         there = [n.id for n in view.live if n.id in document.surplus]
         write = turn_away(document, (*there, *(n.id for n in surplus)))
-        return Decision(f"{_names(surplus, view)} are more spares than are wanted", write=write)
-    ready = [n for n in newcomers if not n.runs]
+        return Decision(f"{_names(surplus, view)} are not needed as spares", write=write)
+    ready = [n for n in newcomers if n.slots and not n.runs]
     if not ready or not room:
         spare = f", {len(newcomers)} spare" if newcomers else ""
         return Decision(f"generation {document.generation} stands{spare}")
     if view.stands < limits.resize_interval:
         return Decision(
-            f"newcomers are let in once generation {document.generation} has stood for "
+            f"newcomers are let in once generation {document.generation} has run for "
             f"{limits.resize_interval:g} s (resize_interval)",
             again=limits.resize_interval - view.stands,
         )
@@ -294,9 +316,10 @@ def _gather(view: View, document: Document) -> Decision:
     here = {n.id for n in candidates}
     if view.patience > 0 and not members <= here:
         return Decision("the store was unreachable, waiting for nodes", again=view.patience)
-    minority = _minority(view, document, [m for m in document.members if m.id not in here])
-    if minority is not None:
-        return minority
+    away = [m for m in document.members if m.id not in here]
+    first = _minority(view, document, away) or _loss_behind_a_failure(view, document)
+    if first is not None:
+        return first
     charged = document.failure is not None and members <= here
     hopeless = [n for n in candidates if _failed_at_start(n, document)]
     if charged and (hopeless or document.restarts >= limits.max_restarts):
@@ -305,32 +328,56 @@ def _gather(view: View, document: Document) -> Decision:
     if held_back > 0:
         return Decision(
             f"the last {document.quick} generations failed soon after they began: the restart "
-            f"waits for {pause(document):.1f} s (--restart-backoff)",
+            f"waits for {pause(document):.1f} s (restart_backoff, --restart-backoff)",
             again=held_back,
         )
-    ordered = in_rank_order(document, candidates)
-    missing = _missing_ranks(ordered, limits)
+    back = [n for n in candidates if n.id in members]
+    starting = [n for n in back if not n.slots]
+    if starting and not any(n.kept for n in back):
+        # Nobody is kept from work, and what they hold of the last generation's state counts, too.
+        return Decision(f"waiting for the workers of {_names(starting, view)} to start")
+    ordered = in_rank_order(document, [n for n in candidates if n.slots])
     if len(ordered) < limits.min_nodes:
-        return Decision(f"{len(ordered)} of at least {limits.min_nodes} nodes are here{missing}")
+        return _too_few(ordered, document)
+    return _settle(view, document, ordered, charged=charged)
+
+
+def _settle(
+    view: View, document: Document, ordered: tuple[Node, ...], *, charged: bool
+) -> Decision:
+    limits = document.limits
     if limits.quorum and not document.membership and len(ordered) * 2 <= limits.max_nodes:
         return Decision(
             f"{len(ordered)} of up to {limits.max_nodes} nodes are here, and a job that may be "
             f"going on elsewhere begins with more than half ({QUORUM})",
             stuck=True,
         )
-    newcomers = here - members
+    newcomers = {n.id for n in ordered} - document.member_ids
     if newcomers and len(ordered) < limits.max_nodes and view.quiet < limits.last_call:
         return _last_call(view.quiet, limits)
     reason = f"generation {document.generation + 1} of {len(ordered)} nodes: {document.cause}"
     return Decision(reason, write=settle(document, ordered, charged=charged, nonce=view.nonce))
 
 
-def _missing_ranks(here: Iterable[Node], limits: Limits) -> str:
-    if not limits.fixed_ranks:
-        return ""
-    missing = sorted(set(range(limits.max_nodes)) - {node.hint for node in here})
-    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-    return f"; missing: node ranks {', '.join(map(str, missing[:8]))}{more}"
+def _loss_behind_a_failure(view: View, document: Document) -> Decision | None:
+    """Where the generation is said to have ended by a failure on a node that is here, and members
+    are gone: what that failed of is that these had gone, which their leases told later."""
+    live, failure = {n.id for n in view.live}, document.failure
+    lost = [m for m in document.members if m.id not in live]
+    if failure is None or document.why is not Why.FAILURE or failure.node not in live or not lost:
+        return None
+    cause = _missing(lost, view)
+    return Decision(cause, write=reopen(document, cause, failure, why=Why.LOSS))
+
+
+def _too_few(here: Sequence[Node], document: Document) -> Decision:
+    limits = document.limits
+    said = f"{len(here)} of at least {limits.min_nodes} nodes are here"
+    if limits.fixed_ranks:
+        missing = sorted(set(range(limits.max_nodes)) - {node.hint for node in here})
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        said += f"; missing: node ranks {', '.join(map(str, missing[:8]))}{more}"
+    return Decision(f"{said}; {document.cause}" if document.why is Why.LOSS else said)
 
 
 def _spent(
@@ -566,7 +613,7 @@ class Intent:
             return Change(ChangeKind.EXPELLED, reason, me)
         if me in state.surplus:
             wanted = f"{state.limits.max_nodes} nodes and {state.limits.spares} spares (--spares)"
-            return Change(ChangeKind.SURPLUS, f"the job has all that it wants, {wanted}", me)
+            return Change(ChangeKind.SURPLUS, f"the job has all the nodes it wants, {wanted}", me)
         return None
 
     def change(self, state: State | None) -> Change | None:
@@ -580,7 +627,7 @@ class Intent:
         if gives_way(state, self.incarnation):
             return None
         if state.incarnation != self.incarnation:
-            return Change(ChangeKind.REOPENED, "the store was emptied, and the job began anew")
+            return Change(ChangeKind.REOPENED, "the store was emptied, and the job started anew")
         if state.membership != self.node.membership:
             return Change(ChangeKind.REOPENED, state.cause)
         if state.phase is Phase.SETTLED:

@@ -8,6 +8,7 @@ the node that leads reads the members as well, and each member has a seat (`rank
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Container, Iterable
 from typing import TypeVar
 
@@ -140,8 +141,11 @@ class FailureKind(enum.Enum):
 class Node:
     """What one agent says of itself, under its lease.
 
-    topology: nodes with the same one get adjacent ranks. membership and rank: the last generation
-    that it was in, and where; runs: whether it may be running workers of it. stopped: the
+    slots: with how many workers it comes to the next generation, or would; kept: and whether these
+    have run in the last one. With 0 of them it waits for its workers' start, and those that come
+    with kept ones go on without it. topology: nodes with the
+    same one get adjacent ranks. membership and rank: the last generation that it was in, and where;
+    runs: whether it may be running workers of it. stopped: the
     generation whose workers it has stopped, to wait for a later one. came_after: the incarnation
     that was over when it came, and that it is no part of. claim: why its workers failed in the
     generation `claim_membership`, and claim_kind how. draining: why it is about to leave, once its
@@ -166,6 +170,7 @@ class Node:
     claim_membership: str = ""
     claim_kind: FailureKind = FailureKind.ORDINARY
     draining: str = ""
+    kept: bool = False
 
 
 @attrs.frozen
@@ -195,7 +200,7 @@ class State:
     why the last generation ended or the next is sought, for people, and why says it for programs
     (None: whoever wrote it did not say); failure is the claim that is to be charged
     when the next one settles; expelled nodes have used up the budget and must leave; surplus ones
-    are more spares than are wanted. supersedes: the incarnation that was over, or deserted, when
+    are not needed as spares. supersedes: the incarnation that was over, or deserted, when
     this one was begun in its place. planned: the last generation ended on purpose, with all its
     workers at work, so they may stop at a step that they agree on. quick: how many generations in
     a row have failed soon after they began.
@@ -221,11 +226,16 @@ class State:
 
 @attrs.frozen
 class Leader:
-    """Which node decides for now, and which incarnation had ended before it came."""
+    """Which node decides for now, and which incarnation had ended before it came.
+
+    keeps: its workers can go on in another generation, so that whoever joins need not have them
+    wait for its own workers' start.
+    """
 
     id: str
     host: str
     came_after: str = ""
+    keeps: bool = False
 
 
 @attrs.frozen
@@ -240,6 +250,14 @@ class Note:
     waiting: int = 0
     membership: str = ""
     stuck: bool = False
+
+    @property
+    def names(self) -> str:
+        """Who is there, in words; of nodes of one name, how many."""
+        found = Counter(self.here).items()
+        names = ", ".join(f"{name} ({n} nodes)" if n > 1 else name for name, n in found)
+        more = self.count - len(self.here)
+        return f"{names} and {more} more" if more > 0 else names or "nobody"
 
 
 class ChangeKind(enum.Enum):

@@ -41,7 +41,7 @@ from .bootstrap import (
     import_torch,
     open_torch_store,
 )
-from .document import Change, ChangeKind, FailureKind, Limits, Node, State, Timing
+from .document import Change, ChangeKind, FailureKind, Limits, Node, State, Timing, Why
 from .interface import BootstrapStoreInfo, RendezvousHandler, RendezvousInfo
 from .node import NEVER_REACHED, NOTE_SECONDS, LocalNode, PatienceSpent, Reading, backoff
 
@@ -76,6 +76,8 @@ class Event:
     joins: bool = False
     failed: tuple[str, FailureKind] | None = None
     draining: str = ""
+    slots: tuple[int, bool] | None = None
+    keeps: bool = False
     finished: bool = False
     closing: str = ""
     changed: bool = False
@@ -218,12 +220,14 @@ class NodeLoop:
             return None
         if self._clock() < max(join.since, node.settled_at) + limit:
             return None
-        names = ", ".join(node.note.here) or "nobody"
         reason = (
             f"no generation settled within join_timeout={limit:g} s: {node.note.reason}; "
-            f"here: {names}; at least {node.limits.min_nodes} nodes are needed (--nnodes)"
+            f"here: {node.note.names}; at least min_nodes={node.limits.min_nodes} are needed "
+            "(--nnodes)"
         )
-        return RendezvousTimeout(reason + NEVER_REACHED * (node.seen is None))
+        late = RendezvousTimeout(reason + NEVER_REACHED * (node.seen is None))
+        late.lost = node.state is not None and node.state.why is Why.LOSS
+        return late
 
     # -- the thread ---------------------------------------------------------------------------
 
@@ -327,6 +331,10 @@ class NodeLoop:
             node.intent = node.intent.fail(*event.failed)
         if event.draining:
             node.intent = node.intent.saying(draining=event.draining)
+        if event.slots is not None:
+            slots, kept = event.slots
+            node.intent = node.intent.saying(slots=slots, kept=kept)
+        node.keeps = node.keeps or event.keeps
         if event.finished:
             node.intent = node.intent.finish()
         if event.closing:
@@ -478,11 +486,11 @@ def _as_change(error: Exception) -> Change:
 
 
 def _to_a_latecomer(change: Change, state: State | None) -> Change:
-    reason = f"{change.reason}; nothing was run here"
+    reason = f"{change.reason}; no workers ran on this node"
     ending = None if state is None else state.ending
     if ending is not None:
-        reason += f" (said by {ending.by} at {ending.at}; "
-        reason += "to start it anew: another --rdzv-id, or --rdzv-conf launch=NAME on all nodes)"
+        reason += f" (reported by {ending.by} at {ending.at}; to run it again: another run_id, "
+        reason += "--rdzv-id, or launch, --rdzv-conf launch=NAME, on all nodes)"
     return attrs.evolve(change, reason=reason)
 
 
@@ -591,6 +599,21 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def report_failure_as(self, kind: FailureKind, reason: str) -> bool:
         self._loop.post(Event(failed=(reason, kind)))
         return True
+
+    def report_slots(self, slots: int, *, kept: bool = False) -> bool:
+        self._loop.post(Event(slots=(slots, kept)))
+        return True
+
+    def report_keeping(self) -> None:
+        self._loop.post(Event(keeps=True))
+
+    def others_keep(self) -> bool:
+        loop = self._loop
+        loop.wait(lambda: loop.node.seen, self._timing.lease)
+        seen = loop.node.seen
+        if seen is None or seen.state is None or seen.state.phase.terminal:
+            return False
+        return seen.leader is not None and seen.leader.keeps
 
     def report_draining(self, reason: str) -> bool:
         self._loop.post(Event(draining=reason))

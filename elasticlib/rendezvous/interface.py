@@ -91,7 +91,7 @@ class RendezvousHandler(abc.ABC):
     def next_rendezvous(self) -> RendezvousInfo:
         """Block until this node is a member of a generation later than its last one.
 
-        Calling it says that no workers of the last generation run here any more.
+        Calling it says that no workers here are at work in the last generation any more.
 
         Raises:
             RendezvousTimeout: no such generation within the join timeout.
@@ -173,6 +173,28 @@ class RendezvousHandler(abc.ABC):
         """
         del kind
         return self.report_failure(reason)
+
+    def report_slots(self, slots: int, *, kept: bool = False) -> bool:
+        """This node comes to the next generation with so many workers, or would. False:
+        unsupported, it always has as many as it was registered with. kept: these workers have run
+        in the last one, and go on.
+
+        True: its seat in the next generation is for so many, and where the held one stands with
+        another number, all members are told to stop at a step that they agree on. With 0, which is
+        said while it joins, it has no seat until it says another number: where others come with
+        kept workers these go on meanwhile, and else they wait for it.
+        """
+        del slots, kept
+        return False
+
+    def report_keeping(self) -> None:  # noqa: B027 - where slots are not reported it is no news
+        """All workers of this node can go on in another generation."""
+
+    def others_keep(self) -> bool:
+        """Whether the job goes on already, with workers that can go on in another generation: a
+        node that joins starts its own before it is let in, then. Before the first rendezvous, in
+        any thread; waits for the store's first answer, for a few seconds at most."""
+        return False
 
     def report_draining(self, reason: str) -> bool:
         """This node leaves as soon as its workers have saved. False: unsupported, it just leaves.

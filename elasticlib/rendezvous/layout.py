@@ -278,7 +278,7 @@ def find_seat(data: bytes, node_id: str) -> Seat | None:
 def _rows(data: bytes) -> list[list[object]]:
     rows = _parse(data, "a shard")
     if not isinstance(rows, list) or any(not isinstance(r, list) or len(r) != 2 for r in rows):
-        raise RendezvousMismatch("a shard in the store is no list of nodes and seats")
+        raise RendezvousMismatch("a shard in the store is not a list of nodes and seats")
     return rows
 
 
@@ -316,7 +316,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return partial(_read_tuple, _reader(typing.get_args(kind)[0]))
     if words := _words(kind):
         return partial(_read_word, words)
-    raise TypeError(f"no record has fields of {kind}: this is a fault of elasticlib's")
+    raise TypeError(f"no record has fields of {kind}: this is a bug in elasticlib")
 
 
 def _words(kind: Any) -> dict[str, Any]:

@@ -60,7 +60,7 @@ LATE_SHARE = 1 / 4
 process could not run, as on a paused or overloaded machine; then the agent's loop could not."""
 UNANSWERED = Note(reason="the store has not answered")
 """Until the node that leads is heard."""
-NEVER_REACHED = "; the store was never reached: if the job was over already, it is gone, too"
+NEVER_REACHED = "; the store was never reached: if the job is already over, its store is gone, too"
 
 Item = TypeVar("Item")
 
@@ -114,7 +114,8 @@ class LocalNode:
 
     intent: what it wants said. seen: what it last read; None before the store first answered.
     note: what the node that leads last let the others know, and note_at: when to ask for the next.
-    heard_at: when the store last took this node's word; None before it has. settled_at: when a
+    heard_at: when the store last took this node's word; None before it has. keeps: whether its
+    workers can go on in another generation. settled_at: when a
     generation was last seen to stand. `now`, in all calls, is the caller's monotonic clock in
     seconds.
     """
@@ -131,6 +132,7 @@ class LocalNode:
         self.seen: Reading | None = None
         self.note, self.note_at = UNANSWERED, float("inf")
         self.heard_at: float | None = None
+        self.keeps = False
         self.settled_at = float("-inf")
         self._lease = timing.lease
         self._me = node.id
@@ -225,9 +227,9 @@ class LocalNode:
         return True
 
     def leave(self) -> None:
-        """Withdraw for good; where a quorum counts, in words that outlive the node."""
+        """Withdraw for good, in words that outlive the node: who is silent was lost."""
         memory = self.intent.memory
-        if self.limits.quorum and memory is not None and self._said is not None:
+        if memory is not None and self._said is not None:
             self.store.set(self.keys.departed(memory.membership, self._me), b"")
         self.withdraw()
 
@@ -354,7 +356,7 @@ class LocalNode:
     def lead(self, reading: Reading) -> bool:
         """Lead, if nobody does, and say as whom; whether that was written now."""
         node = self.intent.node
-        leader = Leader(self._me, node.host, node.came_after)
+        leader = Leader(self._me, node.host, node.came_after, self.keeps)
         stays = reading.leader is not None
         if self._said is None or reading.leader == leader or (stays and not self.leads):
             return False
@@ -497,7 +499,7 @@ class LocalNode:
     def missed(self, error: StoreError, now: float) -> float:
         """The store does not answer: how long to pause. Raises PatienceSpent at the end of our
         patience."""
-        grace, knob = self.timing.store_grace, "--store-grace"
+        grace, knob = self.timing.store_grace, "store_grace, --store-grace"
         if self.seen is None:
             grace, knob = self.timing.join, "join_timeout"
         self.note = Note(reason=str(error))
@@ -530,7 +532,7 @@ class LocalNode:
         elif missing >= grace and self.intent.memory is not None:
             raise PatienceSpent(
                 f"too few nodes of generation {self.intent.held} came back to the store within "
-                f"{grace:g} s (--store-grace): {self.note.reason}"
+                f"{grace:g} s (store_grace, --store-grace): {self.note.reason}"
             )
         elif missing >= self._lease and self.store.look_elsewhere(self._is_further):
             log.warning("too few nodes were at the store: this node has moved to another store")
@@ -566,10 +568,8 @@ class LocalNode:
         new = note.reason != self._reminded or now - self._reminded_at >= REMIND_SECONDS
         if new and note not in (UNANSWERED, Note()):
             self._reminded, self._reminded_at = note.reason, now
-            here = ", ".join(note.here) or "nobody"
-            more = f" and {note.count - len(note.here)} more" * (note.count > len(note.here))
-            ends = f"join_timeout={self.timing.join:g} s ends the wait"
-            log.info("%s; here: %s%s; %s", note.reason, here, more, ends)
+            limit = f"gives up after {self.timing.join:g} s (join_timeout)"
+            log.info("waiting: %s (%s); %s", note.reason, note.names, limit)
         return max(0.01, min(again, self.note_at - now))
 
     def _share_note(self, decision: Decision, reading: Reading, now: float) -> float:

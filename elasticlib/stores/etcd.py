@@ -201,9 +201,9 @@ class _Connection(HTTPConnection):
             why = f"{name} shows a certificate that is not trusted: {error}"
             raise StoreRefused(why) from error
         except TimeoutError:
-            raise Unsent(f"{name} took no connection within {seconds:.3g} s") from None
+            raise Unsent(f"{name} accepted no connection within {seconds:.3g} s") from None
         except OSError as error:
-            raise Unsent(f"{name} was not reached: {error}") from error
+            raise Unsent(f"{name} could not be reached: {error}") from error
         self.lasting = self.sock
 
     def read(self, response: HTTPResponse) -> Fields:
@@ -245,11 +245,11 @@ class _Connection(HTTPConnection):
             return self._no_etcd(text)
         worded = (kind for words, kind in WORDS.items() if words in message)
         kind = next(worded, CODES.get(code, StoreRefused))
-        return kind(f"{name} would not {request.what}: {message}")
+        return kind(f"{name} refused to {request.what}: {message}")
 
     def _no_etcd(self, text: bytes) -> StoreError:
         shown = text.decode(errors="replace").strip()[:200]
-        return StoreRefused(f"{self.member.address} answers, but not as an etcd: {shown!r}")
+        return StoreRefused(f"{self.member.address} answers, but is not etcd: {shown!r}")
 
 
 @attrs.define(eq=False)
@@ -498,7 +498,7 @@ class EtcdStore(Store):
             at = int(found["mod_revision"]) if found else None
             check_lease(key, version, at, leased=int(found.get("lease", 0)) > 0)
             if held != version:
-                whose = "it belongs to another client, or its writing was not heard"
+                whose = "it belongs to another client, or its write was not confirmed"
                 raise lost_lease(key, version, whose)
             answer = self._ask("lease/keepalive", {"ID": str(lease)}, f"refresh {key!r}")
             if int(answer.get("TTL", 0)) <= 0:
@@ -674,7 +674,7 @@ class EtcdStore(Store):
         try:
             key = base64.b64decode(found["key"]).decode().removeprefix(self._prefix)
         except UnicodeDecodeError:
-            why = f"{self.address} has a key that is no text: {found['key']}"
+            why = f"{self.address} has a key that is not text: {found['key']}"
             raise StoreRefused(why) from None
         return Entry(key, base64.b64decode(found.get("value", "")), int(found["mod_revision"]))
 

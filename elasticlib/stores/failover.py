@@ -70,7 +70,7 @@ class MovingStore(Store):
         hosted: tuple[TcpStoreServer, Client] | None = None,
     ) -> None:
         if not places:
-            raise ConfigError("a store is served at one place at least, got none")
+            raise ConfigError("a store needs at least one endpoint, got none")
         self._places = tuple(places)
         self._patience = patience
         self._clock = clock
@@ -309,7 +309,7 @@ class MovingStore(Store):
             helper(look, "store-elsewhere").start()
         except RuntimeError as error:
             self._probed.discard(number)
-            raise StoreUnavailable(f"no thread to look elsewhere with: {error}") from error
+            raise StoreUnavailable(f"no thread to try other endpoints: {error}") from error
         return future
 
     def _reached(self, number: int) -> TcpStore | None:

@@ -45,6 +45,14 @@ KEY_PREFIX = "k."
 LONGEST_QUOTED = 200
 _MAGIC = "elasticlib store 1"
 _SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_-")
+_LASTING = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EACCES", "EPERM", "EROFS", "ENOTDIR", "EEXIST", "ENAMETOOLONG", "ELOOP"),
+        *("EINVAL", "ENOSYS", "EOPNOTSUPP"),
+    )
+)
+"""Errors that no later try mends, before a client has written to the folder."""
 _Value = TypeVar("_Value")
 
 # -- what stands in the files ------------------------------------------------------------------
@@ -145,23 +153,30 @@ class _Folder:
         self.path = path
         self._threads = threading.Lock()
         self._lock: filelock.BaseFileLock | None = None
+        self._written = False
         self._highest = 0
         self._read_last: tuple[bytes | None, Journal] = None, Journal()
 
     @contextmanager
     def reached(self) -> Iterator[None]:
-        """What goes wrong with its files is the store's error, and names the folder."""
+        """What goes wrong with its files is the store's error, and names the folder. One that we
+        have written to may be away for a while."""
         try:
             yield
         except StoreError:
             raise
         except (OSError, NotImplementedError) as error:  # of filelock, where there are no locks
-            raise StoreUnavailable(f"store folder {self.path}: {error}") from error
+            if self._written or getattr(error, "errno", errno.ENOSYS) not in _LASTING:
+                raise StoreUnavailable(f"store folder {self.path}: {error}") from error
+            raise StoreRefused(
+                f"store folder {self.path} cannot be used: {error}; choose a folder that this user "
+                "can make, write and lock files in, on every node"
+            ) from error
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
         """The folder to ourselves, among threads and processes. Raises StoreTimeout."""
-        late = StoreTimeout(f"the lock of {self.path} was not had within {seconds:g} s")
+        late = StoreTimeout(f"could not get the lock of {self.path} within {seconds:g} s")
         if not self._threads.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
             raise late
         try:
@@ -254,7 +269,7 @@ class _Folder:
             return decode(data)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreRefused(
-                f"{self.path / name} is no whole file of a FileStore: {error!r}"
+                f"{self.path / name} is not a complete file of a FileStore: {error!r}"
             ) from None
 
     def _read(self, name: str) -> bytes | None:
@@ -266,11 +281,11 @@ class _Folder:
             return None
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise StoreRefused(f"{path} is a link, and no file of a FileStore") from None
+                raise StoreRefused(f"{path} is a link, not a file of a FileStore") from None
             raise
         with open(handle, "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise StoreRefused(f"{path} is no file of a FileStore")
+                raise StoreRefused(f"{path} is not a file of a FileStore")
             return file.read()
 
     def _write(self, name: str, data: bytes) -> None:
@@ -283,6 +298,7 @@ class _Folder:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, self.path / name)
+        self._written = True
 
     def _sync(self) -> None:
         folder = os.open(self.path, os.O_RDONLY)

@@ -136,7 +136,11 @@ def dial(
 ) -> socket.socket:
     """A connection to the first address of the host that takes one. Raises OSError."""
     deadline = monotonic() + timeout
-    addresses = resolve(host, port, type=socket.SOCK_STREAM)
+    try:
+        addresses = resolve(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        why = f"{host} does not resolve ({error.strerror}): check the name"
+        raise OSError(why) from error
     failure: OSError | None = None
     for tried, (family, kind, proto, _, address) in enumerate(addresses):
         # A silent address must leave time for those behind it.

@@ -217,7 +217,7 @@ class TcpStore(Store):
         deadline = monotonic() + patience
         connecting = self._connecting
         if not connecting.acquire(timeout=min(patience, LONGEST_WAIT)):
-            raise StoreTimeout(f"{self.address} was not reached within {patience:g} s")
+            raise StoreTimeout(f"{self.address} could not be reached within {patience:g} s")
         try:
             old = self._link
             if old is not None and old.alive:
@@ -245,7 +245,7 @@ class TcpStore(Store):
             except OSError as error:
                 if deadline - monotonic() <= pause:
                     raise StoreUnavailable(
-                        f"{self.address} was not reached within {patience:g} s: {error}"
+                        f"{self.address} could not be reached within {patience:g} s: {error}"
                     ) from error
             self._closed.wait(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
@@ -278,8 +278,7 @@ class TcpStore(Store):
         except TimeoutError:
             connection.close()
             raise StoreTimeout(
-                f"{self.address} took the connection, but not the handshake, within "
-                f"{patience:.3g} s"
+                f"{self.address} accepted the connection, but no handshake, within {patience:.3g} s"
             ) from None
         except BaseException:
             connection.close()
@@ -381,7 +380,7 @@ class _Link:
 
     def _send(self, data: bytes) -> None:
         if not self._sending.acquire(timeout=min(self._timeout, LONGEST_WAIT)):
-            raise StoreTimeout(f"{self._name} took no request within {self._timeout:g} s")
+            raise StoreTimeout(f"{self._name} accepted no request within {self._timeout:g} s")
         try:
             self.connection.sendall(data)
         except BlockingIOError:
@@ -404,12 +403,12 @@ class _Link:
         except BlockingIOError:
             return True
         except StoreRefused as error:
-            self._end(StoreRefused(f"{self._name} sent what is no frame of ours: {error}"))
+            self._end(StoreRefused(f"{self._name} sent no frame of elasticlib: {error}"))
         except OSError as error:
             self._end(StoreUnavailable(f"the connection to {self._name} broke: {error}"))
         except Exception as error:
             # A bug of whoever is called with an answer costs its own connection, and no other.
-            log.exception("what was to be told of a store's answer broke")
+            log.exception("a callback for a store's answer failed")
             self._end(StoreUnavailable(f"the connection to {self._name} broke: {describe(error)}"))
         return self.alive
 
@@ -467,7 +466,7 @@ class _Receiver:
                 thread.start()
             except RuntimeError as error:
                 selector.close()
-                raise OSError(f"no thread to receive with: {error}") from error
+                raise OSError(f"cannot start a thread to receive: {error}") from error
             self._selector, self._thread = selector, thread
 
     def is_current(self) -> bool:

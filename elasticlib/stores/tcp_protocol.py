@@ -37,6 +37,8 @@ LABEL_CHARACTERS = 1024
 NOT_OURS = "not as an elasticlib store"
 """Says of what answers there that it is something else."""
 
+_OF_HTTP = ("HTTP", "GET ", "HEAD", "POST", "PUT ", "DELE", "OPTI", "CONN", "PATC", "TRAC")
+"""How its requests and answers begin."""
 _LENGTHS = struct.Struct(">II")
 _LENGTH = struct.Struct(">I")
 
@@ -112,7 +114,7 @@ to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 _from_json = json.JSONDecoder(parse_constant=_no_constant).decode
@@ -196,7 +198,8 @@ class FrameReader:
             return None
         (total,) = _LENGTH.unpack_from(self.unread)
         if total > self.max_bytes:
-            raise StoreRefused(f"a frame is at most {self.max_bytes} bytes, got {total}")
+            begun = _as_text(bytes(self.unread[: _LENGTH.size]))
+            raise StoreRefused(f"a frame is at most {self.max_bytes} bytes, got {total}{begun}")
         end = _LENGTH.size + int(total)
         if len(self.unread) < end:
             return None
@@ -208,6 +211,15 @@ class FrameReader:
         """More bytes, and the frames that are complete now."""
         self.receive(data)
         return list(iter(self.take, None))
+
+
+def _as_text(start: bytes) -> str:
+    """What a length may be instead, in words: the first characters of another protocol."""
+    text = start.decode("ascii", "replace")
+    if not (start.isascii() and text.isprintable()):
+        return ""
+    http = ": the other end speaks HTTP" * (text in _OF_HTTP)
+    return f" (as text {text!r}{http})"
 
 
 # -- answers -----------------------------------------------------------------------------------
@@ -296,11 +308,11 @@ def _admission(job: str, secret: bytes | None, nonce: str) -> Generator[bytes, F
         raise StoreRefused(f"a client's label is at most {LABEL_CHARACTERS} long, got {len(label)}")
     if secret is not None:
         said = yield encode(Frame("challenge", hello.id, {"nonce": nonce}))
-        asked = _due(said, "nonce", "a nonce was due from this client")
+        asked = _due(said, "nonce", "this client should have sent a nonce")
         exchange = Exchange(nonce, asked.fields["nonce"], hello.fields["job"])
         own = prove(secret, Role.SERVER, exchange)
         said = yield encode(Frame("proof", asked.id, {"proof": own}))
-        response = _due(said, "response", "a response was due from this client")
+        response = _due(said, "response", "this client should have sent a response")
         if not proves(response.fields["proof"], secret, Role.CLIENT, exchange):
             raise StoreRefused(f"has another secret than this client: {HOW}")
     # Who names no job asks whose store it is, and learns it by the welcome.

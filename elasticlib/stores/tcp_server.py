@@ -230,7 +230,7 @@ class TcpStoreServer:
             try:
                 self._listeners.append(_listen_at(host, self.port))
             except OSError as error:
-                log.info("the store is not also served at %s: %s", host, error)
+                log.info("cannot also serve the store at %s: %s", host, error)
         self._most = self._limits.most_connections()
         self._woken, self._wake = map(close_in_children, socket.socketpair())
         self._wake.setblocking(False)
@@ -562,7 +562,7 @@ class TcpStoreServer:
         try:
             store = close_in_children(socket.socket(family, socket.SOCK_STREAM))
         except OSError as error:
-            log.warning("cannot pass on a client of torch's store at the moment: %s", error)
+            log.warning("cannot forward a client to torch's store at the moment: %s", error)
             self._drop(peer)
             return
         self._drop(peer, close=False)

@@ -14,12 +14,16 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from ..workers.context import context
+
 CODE = 7
 
 
 class Act(enum.Enum):
     """SUCCEED: ends with code 0, FAIL: with code 7. DIE: kills itself. STAY: until it is asked to
-    stop. STAY_DEAF: whatever it is asked. LEAVE_CHILD: succeeds, with a child that would stay."""
+    stop. STAY_DEAF: whatever it is asked. LEAVE_CHILD: succeeds, with a child that would stay.
+    KEEP: goes on from group to group, and succeeds in the third. DIE_ON_CUE: kills itself once the
+    stage says so. These two are for functions alone."""
 
     SUCCEED = "succeed"
     FAIL = "fail"
@@ -27,7 +31,12 @@ class Act(enum.Enum):
     STAY = "stay"
     STAY_DEAF = "deaf"
     LEAVE_CHILD = "child"
+    KEEP = "keep"
+    DIE_ON_CUE = "die-on-cue"
 
+
+CUE = "cue"
+"""The file in the folder of the pipes that is awaited by those that die on a cue."""
 
 PLACE = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -58,7 +67,10 @@ while :; do sleep 600 & wait $!; done
 def perform(folder: str, first: Sequence[str], later: Sequence[str]) -> int:
     """The same in Python; a worker that succeeds returns its rank."""
     generation, rank = os.environ["ELASTICLIB_GENERATION"], int(os.environ["RANK"])
-    act = Act((first if generation == "1" else later)[rank])
+    acts = [Act(name) for name in (first if generation == "1" else later)]
+    if all(act is Act.KEEP for act in acts[rank:]):
+        return _outlive(folder)  # also as a newcomer, whose rank is nobody's
+    act = acts[rank]
     pipe = os.open(f"{folder}/{generation}", os.O_WRONLY)
 
     def asked(*_: Any) -> None:
@@ -72,16 +84,37 @@ def perform(folder: str, first: Sequence[str], later: Sequence[str]) -> int:
     if act is Act.LEAVE_CHILD:
         subprocess.Popen(["sleep", "600"], pass_fds=(pipe,))
     elif act is not Act.SUCCEED:
-        _go_on(act)
+        _go_on(act, f"{folder}/{CUE}")
     return rank
 
 
-def _go_on(act: Act) -> NoReturn:
+def _outlive(folder: str) -> int:
+    """Each place is told once it is taken, and each group left when that is over."""
+    here, pause = context(), threading.Event()
+    here.can_keep()
+    while True:
+        place = here.take_place()
+        if place is None:
+            here.leave_group()
+            pause.wait(0.005)
+            continue
+        os.environ.update(place)
+        pipe = os.open(f"{folder}/{os.environ['ELASTICLIB_GENERATION']}", os.O_WRONLY)
+        told = (*(os.environ[name] for name in PLACE), str(os.getpid()))
+        os.write(pipe, f"kept {' '.join(told)}\n".encode())
+        if os.environ["ELASTICLIB_GENERATION"] == "3":
+            return int(os.environ["RANK"])
+        while not here.must_leave and here.should_stop() is None:
+            pause.wait(0.005)
+        os.close(pipe)
+
+
+def _go_on(act: Act, cue: str) -> NoReturn:
     if act is Act.FAIL:
         os._exit(CODE)
-    if act is Act.DIE:
-        os.kill(os.getpid(), signal.SIGKILL)
     # Not signal.pause: a signal that comes just before that runs no handler.
     pause = threading.Event()
     while True:
+        if act is Act.DIE or (act is Act.DIE_ON_CUE and os.path.exists(cue)):
+            os.kill(os.getpid(), signal.SIGKILL)
         pause.wait(0.05)

@@ -23,12 +23,13 @@ from .agent_acts import CODE, Act
 from .agent_job import WORKERS, Job, MakeAgent
 from .agent_job import AgentRequest as AgentRequest
 from .agent_stage import Scene, Stage, place
+from .rendezvous_cluster import until
 
-SUCCEED, FAIL, STAY = Act.SUCCEED, Act.FAIL, Act.STAY
+SUCCEED, FAIL, STAY, KEEP = Act.SUCCEED, Act.FAIL, Act.STAY, Act.KEEP
 
 
-class AgentContract:
-    """Every promise of `ElasticAgent` and `Workers`, as a test whose name is the claim.
+class AgentSuite:
+    """What the contracts below share.
 
     A node has two workers. They are shell commands, or Python functions where `functions` is
     True, and tell of themselves through named pipes in a folder of this machine; where yours
@@ -62,6 +63,10 @@ class AgentContract:
         """Agents that have all ended, with nothing left, when the test is over."""
         with contextlib.closing(Job(make_agent, stage, self.patience, self.moment)) as job:
             yield job
+
+
+class AgentContract(AgentSuite):
+    """Every promise of `ElasticAgent` and `Workers`, as a test whose name is the claim."""
 
     # Success
 
@@ -244,3 +249,43 @@ class AgentContract:
         result = node.runs()
         assert result.state is WorkerState.FAILED
         assert result.reason == "RuntimeError: where worker 1 ran, there is fire"
+
+
+class KeptWorkersContract(AgentSuite):
+    """The same for `Workers` that can be kept from one generation to the next: those with
+    `keepers`, whose workers reach this agent by `elasticlib.context()`."""
+
+    functions = True
+
+    def test_whoever_can_be_kept_goes_on_and_who_is_new_is_let_in(self, job: Job) -> None:
+        node = job.node(Scene.of(Act.DIE_ON_CUE, KEEP, later=(KEEP, KEEP)), max_restarts=1)
+        node.begin()
+        (first,) = job.stage.until_kept(1, 1).values()
+        job.stage.cue()
+        (second,) = job.stage.until_kept(2, 1).items()
+        whole = job.stage.until_kept(3, WORKERS)
+        result = node.result()
+        assert (result.state, result.generation) == (WorkerState.SUCCEEDED, 3), result.reason
+        assert result.restarts == 1, "who is let in costs nothing"
+        assert second[1] == first, "the one that can be kept has gone on"
+        assert second[0][:4] == ("0", "1", "1", str(WORKERS)), "in a group of its own"
+        assert first in whole.values()
+        assert len(set(whole.values())) == WORKERS
+        group = node.agent.get_worker_group()
+        assert group is not None
+        assert set(whole) == {place(group, local) for local in range(WORKERS)}
+        assert result.values == {rank: rank for rank in range(WORKERS)}
+
+    def test_nothing_is_left_of_those_that_wait_for_a_place(self, job: Job) -> None:
+        scene = Scene.of(*[KEEP] * (2 * WORKERS))
+        node, other = (job.node(scene, nodes=(2, 2)) for _ in range(2))
+        node.begin()
+        other.begin()
+        job.stage.until_kept(1, 2 * WORKERS)
+        other.handler.shutdown()
+        spare = node.agent.workers.spare
+        until("the others to wait", lambda: sum(spare().values()) == WORKERS, self.patience)
+        node.handler.set_closed()
+        results = [node.result(), other.result()]
+        assert [result.state for result in results] == [WorkerState.FAILED] * 2
+        assert not job.stage.busy(1)

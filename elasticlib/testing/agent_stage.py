@@ -12,7 +12,7 @@ from pathlib import Path
 import attrs
 
 from ..workers.spec import Command, Entrypoint, Function, WorkerGroup
-from .agent_acts import SHELL_LINE, Act, perform
+from .agent_acts import CUE, SHELL_LINE, Act, perform
 from .rendezvous_cluster import until
 
 GENERATIONS = range(1, 9)
@@ -79,6 +79,21 @@ class Stage:
     def up(self, generation: int) -> list[tuple[str, ...]]:
         """What each worker that has come up was told of its place."""
         return [words[1:] for words in self._told(generation) if words[0] == "up"]
+
+    def kept(self, generation: int) -> dict[tuple[str, ...], str]:
+        """The process of each worker that goes on from group to group, by its place in this."""
+        told = [words[1:] for words in self._told(generation) if words[0] == "kept"]
+        return {words[:-1]: words[-1] for words in told}
+
+    def until_kept(self, generation: int, count: int) -> dict[tuple[str, ...], str]:
+        """Wait until so many of these have taken their place."""
+        what = f"{count} workers to have a place in generation {generation}"
+        until(what, lambda: len(self.kept(generation)) >= count, self._patience)
+        return self.kept(generation)
+
+    def cue(self) -> None:
+        """Those that die on a cue do so now."""
+        (self._folder / CUE).touch()
 
     def asked(self, generation: int) -> set[int]:
         """The ranks of those that were asked to stop."""

@@ -38,6 +38,10 @@ class Faults:
     stalls: a node stands still (SIGSTOP). cuts: it does not reach the store (a partition).
     forgets: the store comes back empty. echoes: what a node once read, it acts upon again, late.
     drains: a node says that it is about to leave, and does once its workers have stopped.
+    worker_losses: one worker of several on a node is lost. Where there are such, about half of the
+    nodes keep the others, come to the next generation with these, and have the lost one's successor
+    let in later. One of these that has no worker left, or finds that the node that leads keeps its
+    own, starts its workers before it is let in.
     """
 
     crashes: int = 3
@@ -50,6 +54,7 @@ class Faults:
     echoes: int = 0
     span: float = 30.0
     drains: int = 0
+    worker_losses: int = 0
 
 
 class Mark(enum.Enum):
@@ -59,6 +64,8 @@ class Mark(enum.Enum):
     STARTS = "its workers start"
     STOPS = "its workers are gone"
     FAILS = "its workers fail"
+    LETS_IN = "its newcomers are ready"
+    AHEAD = "starts workers before it is let in"
     STALLS = "stands still"
     CRASHES = "crashes"
     LEAVES = "leaves"
@@ -162,8 +169,15 @@ class SimulatedNode:
         self._origin = draw.uniform(-1e6, 1e6)
         self._rate = draw.uniform(0.9, 1.1)
         hint = index % simulation.limits.max_nodes if simulation.limits.fixed_ranks else None
-        node = Node(id=f"{self.name}-1", host=self.name, address="127.0.0.1", slots=1, hint=hint)
+        loses = simulation.faults.worker_losses > 0
+        self.workers = draw.randint(1, 3) if loses else 1
+        self.keeps = loses and draw.random() < 0.5
+        node = Node(f"{self.name}-1", self.name, "127.0.0.1", slots=self.workers, hint=hint)
         self.id = node.id
+        self.alive_workers = self.workers
+        self._starts = 0
+        self.said: set[int] = {self.workers}
+        """With how many workers it has said that it comes to the next generation."""
         self.part = LocalNode(
             simulation.store.client_of(self),
             RUN_ID,
@@ -203,7 +217,9 @@ class SimulatedNode:
     def _look(self) -> Reading:
         now = self._simulation.now * self._rate + self._origin
         if self.part.seen is None:
-            self.part.read(now)
+            leader = self.part.read(now).leader
+            if self.keeps and leader is not None and leader.keeps:
+                self._start_ahead()
         self.part.speak(now)
         reading = self.part.look(now)
         self._heed(reading)
@@ -246,8 +262,40 @@ class SimulatedNode:
 
     def _start(self) -> None:
         seat = self._simulation.check_seat(self)
-        what = f"rank {seat.rank} of {seat.nodes} in {self.training}"
+        what = f"rank {seat.rank} of {seat.nodes} in {self.training}, with {seat.slots} workers"
         self._simulation.tell(self.name, Mark.STARTS, what, generation=self.training)
+        self.alive_workers, self.said = seat.slots, {seat.slots}
+        self.part.keeps = self.keeps
+        self.part.intent = self.intent.saying(slots=seat.slots)
+        if seat.slots < self.workers:
+            ready = partial(self._let_in, self.intent.node.membership)
+            self._simulation.after(self._simulation.random.uniform(0.0, 3.0), ready)
+
+    def _let_in(self, membership: str) -> None:
+        """All newcomers are ready, if the generation in which they were started stands."""
+        held = self.intent.node.membership
+        if self.alive and self.training and held == membership and not self._stopping:
+            self._simulation.tell(self.name, Mark.LETS_IN, f"has {self.workers} workers ready")
+            self.alive_workers = self.workers
+            self._come_with(self.workers)
+
+    def _start_ahead(self) -> None:
+        """The others go on without it, until its workers are ready or have all been lost."""
+        self._simulation.tell(self.name, Mark.AHEAD, f"starts {self.workers} workers")
+        self.alive_workers = self.workers
+        self._starts += 1
+        self._come_with(0)
+        ready = partial(self._come_ready, self._starts)
+        self._simulation.after(self._simulation.random.uniform(0.0, 5.0), ready)
+
+    def _come_ready(self, start: int) -> None:
+        gone = not self.alive or self.training or start != self._starts
+        if not gone and not self._wait_out_stall(lambda: self._come_ready(start)):
+            self._come_with(self.alive_workers or self.workers)
+
+    def _come_with(self, slots: int, *, kept: bool = False) -> None:
+        self.said.add(slots)
+        self.part.intent = self.intent.saying(slots=slots, kept=kept)
 
     def _stopped(self) -> None:
         if self.alive and not self._wait_out_stall(self._stopped):
@@ -256,6 +304,14 @@ class SimulatedNode:
             if self.intent.node.draining:
                 self.leave()
                 return
+            self.said.clear()
+            self._starts += 1
+            kept = self.alive_workers if self.keeps else 0
+            self._come_with(kept or self.workers, kept=kept > 0)
+            state = self.part.state
+            if self.keeps and not kept and state is not None and state.nodes > 1:
+                self.said.clear()
+                self._start_ahead()
             self.part.intent = self.intent.seek()
 
     def forget(self) -> None:
@@ -278,7 +334,23 @@ class SimulatedNode:
     def fail_workers(self) -> None:
         if self.training and not self._stopping:
             self._simulation.tell(self.name, Mark.FAILS, "its workers fail")
+            self.alive_workers = 0
             self.part.intent = self.intent.fail("exit code 1")
+
+    def lose_worker(self) -> None:
+        """One of several; the others are stopped, if they are not kept."""
+        if not self.alive_workers or self.intent.silent:
+            return
+        self._simulation.tell(self.name, Mark.FAILS, "one of its workers is lost")
+        self.alive_workers -= 1
+        if not self.training:
+            left, ahead = self.alive_workers, not self.intent.node.slots
+            if not left or not self.keeps:
+                self._come_with(self.workers)
+            elif not ahead:
+                self._come_with(left, kept=self.intent.node.kept)
+        elif not self._stopping:
+            self.part.intent = self.intent.fail("killed")
 
     def drain(self) -> None:
         """It leaves at once if it has no workers, else when all who hear of it have stopped."""
@@ -332,7 +404,7 @@ class Simulation:
         self.now = 0.0
         self.story: list[Moment] = []
         self.written: list[Written] = []
-        self._faults = faults or Faults()
+        self.faults = faults or Faults()
         self._fixed = self.limits.fixed_ranks
         self._last: dict[str, Document] = {}
         self._seats: dict[str, dict[int, str]] = {}
@@ -363,7 +435,7 @@ class Simulation:
 
     def run(self) -> Simulation:
         """Play the faults, then quiet; raises InvariantBroken if a promise does not hold."""
-        quiet_from = self._faults.span + 3.0
+        quiet_from = self.faults.span + 3.0
         self._play_until(quiet_from)
         deadline = quiet_from + 20 * self.lease + 20
         while not self._at_rest() and self.now < deadline:
@@ -379,7 +451,7 @@ class Simulation:
         self.now = time
 
     def _plan_faults(self) -> None:
-        faults = self._faults
+        faults = self.faults
         plan: list[tuple[int, Callable[[SimulatedNode], None]]] = [
             (faults.crashes, SimulatedNode.crash),
             (faults.leaves, SimulatedNode.leave),
@@ -389,6 +461,7 @@ class Simulation:
             (faults.forgets, SimulatedNode.forget),
             (faults.echoes, lambda node: node.echo(self.random.uniform(0.0, 3.0))),
             (faults.drains, SimulatedNode.drain),
+            (faults.worker_losses, SimulatedNode.lose_worker),
         ]
         for count, fault in plan:
             for _ in range(count):
@@ -446,7 +519,9 @@ class Simulation:
         members = {node.id for node in living if node.training == document.generation}
         wanted_ids = document.member_ids
         idle = all(not n.training for n in living if n.id not in wanted_ids)
-        return settled and full and members == wanted_ids and idle
+        workers = {node.id: node.workers for node in living}
+        whole = all(member.slots == workers.get(member.id) for member in document.members)
+        return settled and full and members == wanted_ids and idle and whole
 
     def forgotten(self) -> None:
         """From now on, nobody can know of a generation but those who were in it."""
@@ -466,6 +541,9 @@ class Simulation:
             self._broken(f"{what} in {state.membership}")
         if not seat.rank < seat.nodes == state.nodes:
             self._broken(f"{node.name} has rank {seat.rank} of {seat.nodes} in {state.membership}")
+        if not seat.slots or seat.slots not in node.said:
+            said = " or ".join(map(str, sorted(node.said)))
+            self._broken(f"{node.name} comes with {said} workers, and its seat is for {seat.slots}")
         return seat
 
     def _watch(self, document: Document) -> None:

@@ -35,7 +35,8 @@ Connect = Callable[[], Store]
 
 
 class StoreContract:
-    """Every rule of the contract, as a test whose name is the claim."""
+    """Every rule of the contract, as a test whose name is the claim. Of errors their kind is
+    promised; the words are each store's own."""
 
     ttl = 0.5
     """Seconds; long enough that a busy machine refreshes in time."""
@@ -86,7 +87,7 @@ class StoreContract:
         assert sorted(found, key=lambda entry: entry.version) == sorted(
             found, key=lambda entry: int(entry.value)
         )
-        with pytest.raises(ConfigError, match="a key is 1 to 1024 bytes"):
+        with pytest.raises(ConfigError):
             one.set_all([("first", b""), ("", b"")])
         with pytest.raises(ZeroDivisionError):
             one.set_all((f"second {at}", b"%d" % (1 // (2 - at))) for at in range(9))
@@ -113,16 +114,16 @@ class StoreContract:
             lambda: store.refresh(key, 1),
         ]
         for call in calls:
-            with pytest.raises(ConfigError, match="a key is 1 to 1024 bytes"):
+            with pytest.raises(ConfigError):
                 call()
         assert store.list("").entries == ()
 
     @pytest.mark.parametrize("ttl", [0.0, -1.0, float("inf"), float("nan")])
     def test_what_can_be_no_ttl_is_refused(self, connect: Connect, ttl: float) -> None:
         store = connect()
-        with pytest.raises(ConfigError, match="ttl is a positive, finite number"):
+        with pytest.raises(ConfigError):
             store.set("key", b"", ttl=ttl)
-        with pytest.raises(ConfigError, match="ttl is a positive, finite number"):
+        with pytest.raises(ConfigError):
             store.compare_set("key", b"", expected=ABSENT, ttl=ttl)
         assert store.get("key") is None
 
@@ -343,7 +344,7 @@ class StoreContract:
         assert listing.version > lease.version
         assert owner.get("lease") is None
         assert other.get("lease") is None
-        with pytest.raises(LeaseLost, match=r"'lease'"):
+        with pytest.raises(LeaseLost):
             owner.refresh("lease", lease.version)
         assert other.compare_set("lease", b"", expected=ABSENT).won
 
@@ -361,9 +362,9 @@ class StoreContract:
         owner, other = connect(), connect()
         lease = owner.set("lease", b"mine", ttl=self.ttl)
         plain = other.set("lease", b"plain")
-        with pytest.raises(LeaseLost, match=str(lease.version)):
+        with pytest.raises(LeaseLost):
             owner.refresh("lease", lease.version)
-        with pytest.raises(LeaseLost, match=r"no lease|client"):
+        with pytest.raises(LeaseLost):
             owner.refresh("lease", plain.version)
         assert other.wait("lease", after=plain.version, timeout=self.ttl * 2) is False
         assert owner.get("lease") == plain
@@ -390,7 +391,7 @@ class StoreContract:
     def test_only_its_owner_keeps_a_lease(self, connect: Connect) -> None:
         owner, other = connect(), connect()
         lease = owner.set("lease", b"", ttl=1000 * self.ttl)
-        with pytest.raises(LeaseLost, match="another client"):
+        with pytest.raises(LeaseLost):
             other.refresh("lease", lease.version)
         owner.refresh("lease", lease.version)
 
@@ -427,9 +428,9 @@ class StoreContract:
         with ThreadPoolExecutor(1) as pool:
             waiting = self._start_waiting(pool, one, "quiet", version)
             one.close()
-            with pytest.raises(StoreUnavailable, match="closed"):
+            with pytest.raises(StoreUnavailable):
                 waiting.result(self.patience)
-        with pytest.raises(StoreUnavailable, match="closed"):
+        with pytest.raises(StoreUnavailable):
             one.get("key")
 
     # Forks

@@ -7,10 +7,12 @@ a lock, and each number is written and read as one word. Workers import this.
 from __future__ import annotations
 
 import fcntl
+import json
 import mmap
 import os
 import sys
 import threading
+from collections.abc import Mapping
 
 from ..clock import Clock, monotonic
 from .interface import (
@@ -30,9 +32,9 @@ from .interface import (
 VARIABLE = "ELASTICLIB_CHANNEL"
 """Names it, in a worker's environment."""
 
-SIZE = 4096
+SIZE = 8192
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-MAGIC = 0x656C6173_00000001
+MAGIC = 0x656C6173_00000002
 STARTING_SECONDS = 10.0
 """For which a worker that has begun may be about to make its first step."""
 RECENT = 32
@@ -54,6 +56,19 @@ _FARTHEST = 2**31
 """Steps from the first one on for which a point has no room."""
 # The agent's.
 _ASKED, _STOP_AT, _REASON, _DEADLINE = range(32, 36)
+# A worker that outlives its group. The agent's: the generation to leave, and how many places it
+# has given, the last of them written as JSON; the worker's: whether it can outlive a group, how
+# many places it has taken, out of how many groups it is by now, and the place in whose group
+# something has broken.
+_LEAVE, _PLACES = 36, 37
+_CAN_KEEP, _TAKEN, _OUT, _BROKEN = 40, 41, 42, 43
+_OF_ONE_PLACE = (
+    *(_ENTERED, _PASSED, _HELD, _STEPS, _SAVES, _FIRST_AT, _SNAPSHOTS),
+    *(_LOSSES, _SAMPLES, _RESTORES, _COUNT),
+)
+_PLACE = 4096
+"""The byte at which the last place stands: its length in 8 bytes, and its JSON."""
+LONGEST_PLACE = SIZE - _PLACE - 8
 
 
 class Channel:
@@ -210,7 +225,77 @@ class Channel:
         self._words[_DUMPS_TO] = file
         self._words[_DUMPS] = pid
 
+    def tell_can_keep(self, can: bool = True) -> None:
+        """From now on the worker may be given a place in another group, once it is out of its
+        own; or may not."""
+        self._words[_CAN_KEEP] = can
+
+    def tell_out(self, taken: int) -> None:
+        """The worker does nothing in the group of its place number `taken` any more (0: it has
+        never been in one), and waits for the next."""
+        self._words[_OUT] = taken + 1
+
+    def tell_broken(self, taken: int) -> None:
+        """In the group of that place something has failed, as it does when a member is lost."""
+        self._words[_BROKEN] = taken
+
+    @property
+    def leave(self) -> int:
+        """The number of the last place whose group is over, so that it is to be left; 0 before."""
+        return self._words[_LEAVE]
+
+    def take_place(self, after: int) -> tuple[int, dict[str, str]] | None:
+        """The last place that the agent has given, if it is a later one: its number from 1, and
+        what it says in variables. The worker's calls, and what it tells, are counted anew in it."""
+        number = self._words[_PLACES]
+        if number <= after:
+            return None
+        length = int.from_bytes(self._view[_PLACE : _PLACE + 8], sys.byteorder)
+        text = bytes(self._view[_PLACE + 8 : _PLACE + 8 + length])
+        for word in _OF_ONE_PLACE:
+            self._words[word] = 0
+        self._words[_STEP] = self._words[_SAVED] = NOTHING
+        self._words[_TAKEN] = number
+        return number, json.loads(text)
+
     # -- the agent's end ----------------------------------------------------------------------
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether the worker can go on in another group."""
+        return bool(self._words[_CAN_KEEP])
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it can, does nothing in a group now, and waits for its next place."""
+        words = self._words
+        return bool(words[_CAN_KEEP]) and words[_OUT] > words[_PLACES]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something has failed in the worker's group."""
+        return 0 < self._words[_PLACES] == self._words[_BROKEN]
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether all that the worker has told was in another group than that of its place."""
+        words = self._words
+        return bool(words[_CAN_KEEP]) and 1 < words[_PLACES] > words[_TAKEN]
+
+    def tell_leave(self) -> None:
+        """The group of the place that the worker has is over, whatever it is doing there."""
+        self._words[_LEAVE] = self._words[_PLACES]
+
+    def give_place(self, variables: Mapping[str, str]) -> None:
+        """To a worker that is out, or has not asked yet: its place in the next group, as variables
+        of its environment. Raises ValueError if they are too long."""
+        text = json.dumps(dict(variables)).encode()
+        if len(text) > LONGEST_PLACE:
+            raise ValueError(f"a place takes {len(text)} bytes, {LONGEST_PLACE} are the most")
+        self._words[_ASKED] = self._words[_STOP_AT] = 0
+        self._view[_PLACE : _PLACE + 8] = len(text).to_bytes(8, sys.byteorder)
+        self._view[_PLACE + 8 : _PLACE + 8 + len(text)] = text
+        self._words[_PLACES] += 1
 
     @property
     def listens(self) -> bool:
@@ -242,6 +327,8 @@ class Channel:
     def earliest_stop(self) -> int | None:
         """Having asked: the first call at which the worker can stop; None while it is in one."""
         words = self._words
+        if self._is_elsewhere:
+            return 1
         entered = words[_ENTERED]
         if words[_PASSED] == entered:
             return entered + 1
@@ -256,6 +343,9 @@ class Channel:
     def beat(self) -> Heartbeat:
         """The worker's heartbeat."""
         words, seconds = self._words, self._seconds
+        if self._is_elsewhere:
+            alive, dumps = seconds[_ALIVE_AT], bool(words[_DUMPS])
+            return Heartbeat(alive=alive, dumps=dumps, attached=bool(words[_OWNER]))
         steps = words[_STEPS]
         known = (
             range(_DURATIONS, _DURATIONS + RECENT)
@@ -312,6 +402,7 @@ class Channels:
         self._clock = clock
         self._lock = threading.RLock()
         self._open: dict[int, Channel] = {}
+        self._newcomers: set[int] = set()
         self._last: dict[int, Heartbeat] = {}
         self._notice: Notice | None = None
         self._deadline = 0.0
@@ -319,9 +410,49 @@ class Channels:
         self._asked = False
         self._listened = False
 
-    def open(self, local_rank: int) -> str:
-        """The path of the channel of a worker that is about to start. Raises OSError."""
+    def give_place(self, local_rank: int, variables: Mapping[str, str]) -> None:
+        """The worker is one of the group, in this place. Raises OSError."""
         with self._lock:
+            channel = self._open[local_rank]
+            self._newcomers.discard(local_rank)
+            self._listened = self._listened or channel.listens
+            try:
+                channel.give_place(variables)
+            except ValueError as error:
+                raise OSError(str(error)) from error
+
+    def keepers(self) -> set[int]:
+        """Those that can go on in another group; newcomers among them, whatever they are."""
+        with self._lock:
+            return self._newcomers | {n for n, page in self._open.items() if page.can_keep}
+
+    def leave(self) -> None:
+        """The group is over."""
+        with self._lock:
+            for channel in self._members():
+                channel.tell_leave()
+
+    def broken(self) -> bool:
+        """Whether something has failed in the group of one of them."""
+        with self._lock:
+            return any(page.is_broken for page in self._members())
+
+    def spare(self) -> dict[int, bool]:
+        """Those that are in no group, each with whether it waits for a place."""
+        with self._lock:
+            out = {local: page.is_out for local, page in self._open.items()}
+            return {
+                local: ready for local, ready in out.items() if ready or local in self._newcomers
+            }
+
+    def open(self, local_rank: int, *, newcomer: bool = False) -> str:
+        """The path of the channel of a worker that is about to start. Raises OSError.
+
+        newcomer: it is in no group before it is given a place.
+        """
+        with self._lock:
+            if newcomer:
+                self._newcomers.add(local_rank)
             self._open[local_rank] = Channel.made()
             return self._open[local_rank].path
 
@@ -334,6 +465,7 @@ class Channels:
         """The worker is gone."""
         with self._lock:
             channel = self._open.pop(local_rank, None)
+            self._newcomers.discard(local_rank)
             if channel is not None:
                 self._listened = self._listened or channel.listens
                 self._last[local_rank] = channel.beat()
@@ -358,7 +490,7 @@ class Channels:
         already, and what they have done since the last save would be lost.
         """
         with self._lock:
-            now, channels = self._clock(), self._open.values()
+            now, channels = self._clock(), self._members()
             if not self._listened and not any(c.listens or c.listens_soon(now) for c in channels):
                 return False
             self._notice, self._deadline = notice, self._clock() + notice.seconds
@@ -380,7 +512,7 @@ class Channels:
                     return None
                 self._ask(notice)
                 return None  # they have to see it first
-            calls = [channel.earliest_stop() for channel in self._open.values()]
+            calls = [channel.earliest_stop() for channel in self._members()]
             known = [call for call in calls if call is not None]
             return max(known, default=1) if len(known) == len(calls) else None
 
@@ -388,7 +520,7 @@ class Channels:
         """All ranks stop at this call, for this reason."""
         with self._lock:
             deadline = min(self._deadline, self._clock() + notice.seconds)
-            for channel in self._open.values():
+            for channel in self._members():
                 channel.tell_stop(call, REASONS.index(notice.reason), deadline)
 
     def beats(self) -> dict[int, Heartbeat]:
@@ -408,8 +540,11 @@ class Channels:
             found = {local: channel.dumps for local, channel in self._open.items()}
         return {local: dumps for local, dumps in found.items() if dumps[0]}
 
+    def _members(self) -> list[Channel]:
+        return [page for local, page in self._open.items() if local not in self._newcomers]
+
     def _ask(self, notice: Notice) -> None:
-        for channel in self._open.values():
+        for channel in self._members():
             channel.ask(REASONS.index(notice.reason), self._deadline)
         self._asked = True
 

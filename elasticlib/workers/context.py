@@ -30,6 +30,9 @@ class Stop:
     reason: str
     deadline: float
 
+    def __repr__(self) -> str:
+        return f"Stop(reason={self.reason!r}, seconds_left={self.seconds_left:.1f})"
+
     @property
     def seconds_left(self) -> float:
         """Until the deadline; 0 when it has passed."""
@@ -45,7 +48,7 @@ class Context:
 
     def __init__(self, channel: Channel | None) -> None:
         self._channel = channel
-        self._calls = 0
+        self._calls = self._place = 0
         self._stop: Stop | None = None
         self._pause = threading.Event()
         self._before_stop: list[Callable[[], object]] = []
@@ -58,9 +61,10 @@ class Context:
     def should_stop(self) -> Stop | None:
         """Whether to save and end now: None, or why and until when.
 
-        To be called between two steps, by every rank alike. All get the same answer at the same
-        call, and once it is to stop it stays so. When an agent asks, this waits until the agents
-        have agreed, which takes a few milliseconds; else it returns at once.
+        Call it between two steps, on every rank. All ranks get the same answer at the same call,
+        and after a stop it stays the same. If an agent wants a stop, the call blocks until all
+        agents have agreed on the step, which takes a few milliseconds; otherwise it returns at
+        once.
         """
         channel = self._channel
         if channel is None or self._stop is not None:
@@ -68,19 +72,20 @@ class Context:
         self._calls = call = self._calls + 1
         if channel.enter(call, monotonic()):
             self._stop = self._agreed(channel, call)
-            if self._stop is not None:
+            # A worker that goes on elsewhere ends nothing for it.
+            if self._stop is not None and not (channel.can_keep and self._stop.reason == "resize"):
                 self._run_before_stop()
         return self._stop
 
     def on_stop(self, act: Callable[[], object]) -> Callable[[], None]:
-        """Have `act()` called once a stop is agreed, before `should_stop` answers with it.
+        """Call `act()` when a stop is agreed, before `should_stop` returns it.
 
-        For what goes on behind the training step and must end before it does. Those that were
-        named first are called first; one that raises does not keep the others from being called,
-        and its error comes out of `should_stop`, which says to stop at the next call then.
+        For work in the background that must end before the process does. Functions are called in
+        the order in which they were added. If one raises, the others are called all the same;
+        `should_stop` raises its error, and returns the stop at its next call.
 
         Returns:
-            What takes it back; calling that twice is harmless.
+            A function that removes `act`; a second call does nothing.
         """
         self._before_stop.append(act)
 
@@ -97,19 +102,19 @@ class Context:
                 stack.callback(act)
 
     def starting(self) -> None:
-        """Say that the first step is about to be made, so that a stop which is asked for by then
-        waits for it, and for the first call of `should_stop` behind it."""
+        """Report that the first step is about to begin: a stop that is asked for by then waits for
+        the first call of `should_stop` after it."""
         if self._channel is not None:
             self._channel.tell_starting(monotonic())
 
     def step(self, step: int, *, loss: float | None = None, samples: float | None = None) -> None:
-        """Say that this step is done: a sign of life, and of progress.
+        """Report that this step is done, as a sign of life and of progress.
 
         Args:
-            loss: of this step, for people to look at; any number. One that is on a GPU is waited
-                for, as by its `item()`.
-            samples: how many this worker has trained on in this step, or tokens, or whatever its
-                throughput is to be counted in; all workers the same.
+            loss: of this step, any number, shown in status and report. Reading one on a GPU waits
+                for the GPU, as `item()` does.
+            samples: how many samples (or tokens, or another unit of throughput) this worker has
+                trained on in this step; all workers use the same unit.
         """
         if self._channel is not None:
             if loss is not None:
@@ -117,26 +122,26 @@ class Context:
             self._channel.tell_step(step, monotonic(), loss, samples)
 
     def saved(self, step: int) -> None:
-        """Say that a checkpoint of this step is safe."""
+        """Report that a checkpoint of this step is durable."""
         if self._channel is not None:
             self._channel.tell_saved(step, monotonic())
 
     def kept(self, step: int) -> None:
-        """Say that a snapshot of this step is kept, in memory that outlives this process."""
+        """Report that a snapshot of this step is in memory that survives this process."""
         if self._channel is not None:
             self._channel.tell_snapshot(step, monotonic())
 
     def restored(self, step: int, *, source: str = "disk", seconds: float = 0.0) -> None:
-        """Say that the state after this step was taken up, and is what training goes on from.
+        """Report that the state after this step was restored, and that training resumes from it.
 
-        `CheckpointManager.restore` says so itself.
+        `CheckpointManager.restore` does this itself.
 
         Args:
             source: `memory` (this node's), `peer` (another node's) or `disk`.
-            seconds: that it took, until now.
+            seconds: how long it took, until now.
 
         Raises:
-            ValueError: there is no such source, or it took less than no time.
+            ValueError: unknown source, or negative seconds.
         """
         if source not in SOURCES or not seconds >= 0:
             raise ValueError(
@@ -147,15 +152,49 @@ class Context:
             now = monotonic()
             self._channel.tell_restored(TakenUp(step, source, now - seconds, now))
 
+    # -- for a worker that outlives its group ------------------------------------------------------
+
+    def can_keep(self, can: bool = True) -> None:
+        """Say whether this worker can leave its group and go on in another, from now on."""
+        if self._channel is not None:
+            self._channel.tell_can_keep(can)
+
+    def leave_group(self) -> None:
+        """Say that this worker does nothing in its group any more, and waits for its next place."""
+        if self._channel is not None:
+            self._channel.tell_out(self._place)
+            self._calls, self._stop = 0, None
+
+    def group_broke(self) -> None:
+        """Say that something has failed in the group, as it does when a member is lost."""
+        if self._channel is not None:
+            self._channel.tell_broken(self._place)
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether the group that this worker is in is over. For any thread."""
+        channel = self._channel
+        return channel is not None and channel.leave >= self._place > 0
+
+    def take_place(self) -> dict[str, str] | None:
+        """Its next place, once its agent has given it one: what differs in its environment (RANK,
+        WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ELASTICLIB_GENERATION and others)."""
+        found = None if self._channel is None else self._channel.take_place(self._place)
+        if found is None:
+            return None
+        self._place, variables = found
+        self._calls, self._stop = 0, None
+        return variables
+
     def detach(self) -> None:
-        """Ask nobody and tell nobody from now on."""
+        """Stop all communication with the agent."""
         self._channel = None
 
     def _agreed(self, channel: Channel, call: int) -> Stop | None:
         channel.hold(call)
         while not (stop_at := channel.stop_at):
             # The agent that asked ends us when the time is over, if it lives.
-            if monotonic() > channel.deadline:
+            if self.must_leave or monotonic() > channel.deadline:
                 break
             self._pause.wait(LOOK_SECONDS)
         if not stop_at or call < stop_at:

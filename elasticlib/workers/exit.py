@@ -38,8 +38,9 @@ class WorkerExit:
     message and traceback: what it wrote of its failure itself. tail: the last lines of its
     stderr. log: the folder of its files, empty if that goes with the run. unreadable: why the
     value that a function returned cannot be had here; empty if it can. stopped: it ended after
-    this agent had told it to. out_of_memory: while it ran, the kernel killed for lack of memory
-    in its cgroup. at: the time on this machine's wall clock at which it wrote of its failure, or
+    this agent had told it to. signalled: this agent sent the signal that ended it, although others
+    may have sent it, too. out_of_memory: while it ran, the kernel killed for lack of memory in its
+    cgroup. at: the time on this machine's wall clock at which it wrote of its failure, or
     at which its end was seen; to compare with other workers of this machine alone. error_file:
     where its error.json is, empty if that goes with the run; error_data: what that holds.
     code_known: else something else in the agent's process has taken the exit code, and this one
@@ -57,6 +58,7 @@ class WorkerExit:
     tail: str = ""
     log: str = ""
     stopped: bool = False
+    signalled: bool = False
     out_of_memory: bool = False
     at: float = 0.0
     ending: bool = False
@@ -100,8 +102,8 @@ class WorkerExit:
             return f"{failed} and is still exiting"
         if not self.code_known:
             return (
-                "ended with an exit code that something else in the agent's process has taken (a "
-                "handler of SIGCHLD, or os.wait): let that reap its own children alone"
+                "ended, but other code in the agent's process took its exit code (a handler of "
+                "SIGCHLD, or os.wait): that code must reap only its own children"
             )
         if self.unreadable:
             return f"returned a value that cannot be read here: {self.unreadable}"
@@ -110,7 +112,7 @@ class WorkerExit:
             return f"exited with code {self.returncode}{kills if self.out_of_memory else ''}"
         if self.signal == "SIGKILL" and self.out_of_memory and not self.stopped:
             return "was killed by SIGKILL, likely out of memory"
-        return f"was killed by {self.signal} ({'' if self.stopped else 'not '}sent by this agent)"
+        return f"was killed by {self.signal} ({'' if self.signalled else 'not '}sent by this agent)"
 
     def describe(self) -> str:
         """One sentence: which worker, how, and why if known; of the first where it followed one."""
@@ -145,6 +147,8 @@ not there."""
 UNMENDABLE = frozenset(
     {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
 )
+MISFITS = ("StateMismatch: ", "RuntimeError: Error(s) in loading state_dict for ")
+"""How a program begins to say that a state that was saved is not its own: that of another model."""
 
 
 def classify(
@@ -158,9 +162,10 @@ def classify(
     """
     if exit_.signal in FROM_OUTSIDE:
         return FailureKind.KILLED
-    if first and uptime < START_SECONDS and _would_come_again(exit_, entrypoint):
-        return FailureKind.AT_START
-    return FailureKind.ORDINARY
+    # A large state takes a while to be read.
+    misfit = exit_.message.startswith(MISFITS)
+    at_start = uptime < START_SECONDS and _would_come_again(exit_, entrypoint)
+    return FailureKind.AT_START if first and (misfit or at_start) else FailureKind.ORDINARY
 
 
 def _would_come_again(exit_: WorkerExit, entrypoint: Entrypoint) -> bool:

@@ -71,7 +71,7 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
     # What the user asked for is looked at before the seconds that torch takes.
     problem = _import_all(folder, preload) or _unclean() or _import_these(TORCH)
     changed = _changed_since(before)
-    link.send(problem.encode()[:MOST_SAID] if problem else b"ready")
+    _say(link, problem.encode()[:MOST_SAID] if problem else b"ready")
     _share()
     later: Sequence[str] = LATER
     patience = UNASKED_SECONDS
@@ -107,6 +107,14 @@ def serve(descriptor: int, folder: str, preload: Sequence[str]) -> list[str]:
             os.close(descriptor)
 
 
+def _say(link: socket.socket, word: bytes) -> None:
+    """The agent may have ended meanwhile; then nobody needs this process."""
+    try:
+        link.send(word)
+    except OSError:
+        os._exit(1)
+
+
 def _name(new: str) -> str:
     """Change what ps shows for this process; returns what it showed."""
     with open("/proc/self/comm", "r+") as file:
@@ -135,7 +143,9 @@ def _import_all(folder: str, preload: Sequence[str]) -> str:
         try:
             importlib.import_module(module)
         except BaseException as error:
-            return f"--preload {module} cannot be imported: {type(error).__name__}: {error}"
+            return (
+                f"preload (--preload): {module} cannot be imported: {type(error).__name__}: {error}"
+            )
     sys.path.remove(folder)
     return ""
 

@@ -171,7 +171,7 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception as broken:
         # An exception's own code runs here, and may raise anything.
-        return f"(its text cannot be had: {type(broken).__name__})"
+        return f"(its message cannot be shown: {type(broken).__name__})"
 
 
 # -- error.json: torch's shape, and its bounds -----------------------------------------------------

@@ -1,8 +1,8 @@
 """What an agent needs of whatever runs its workers: start, observe, stop.
 
-Workers may be processes here, containers or actors elsewhere; an agent only starts a group, is
-told of each end once, and sends the group up the stopping ladder. What a worker and its agent tell
-each other meanwhile are values: a heartbeat and a notice.
+Workers may be local processes, or containers or actors on other machines; an agent only starts a
+group, is told of each end once, and sends the group up the stopping ladder. What a worker and its
+agent tell each other meanwhile are values: a heartbeat and a notice.
 """
 
 from __future__ import annotations
@@ -143,17 +143,18 @@ class Workers(abc.ABC):
     """Runs one group at a time."""
 
     def prepare(self, spec: WorkerSpec) -> None:  # noqa: B027
-        """Begin what can be done before the first start, and return; called at most once a run."""
+        """Begin preparations for the first start, and return; called at most once in a run."""
 
     def await_prepared(self) -> None:  # noqa: B027
-        """Block, in any thread, until a start will not have to; `close` ends it."""
+        """Block until these preparations are done; `close` ends it. For any thread."""
 
     @abc.abstractmethod
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
-        """Start all workers of the group.
+        """Start all workers of the group, and its newcomers.
 
-        `ended(local_rank)` is called from any thread, once for each worker that ends; it only
-        enqueues.
+        Those that run already go on: they are given their place in the group, and newcomers wait
+        for theirs. `ended(local_rank)` is called from any thread, once for each worker that ends,
+        with which it was started; it only enqueues.
 
         Raises:
             WorkerStartError: one could not be started; those that were are still running.
@@ -170,8 +171,8 @@ class Workers(abc.ABC):
     def notify(self, notice: Notice) -> bool:
         """Ask the workers to save and end at a step they all agree on.
 
-        True: they have `notice.seconds` to end by themselves, with whatever exit code. False (the
-        default): nobody listens, and they are asked to stop by a signal at once.
+        True: they have `notice.seconds` to end by themselves, with any exit code. False (the
+        default): no worker listens, and all are stopped by a signal at once.
         """
         del notice
         return False
@@ -211,9 +212,32 @@ class Workers(abc.ABC):
         """The same of these alone, for an observer: nothing is kept."""
         return {n: text for n, text in self.dump_stacks().items() if n in local_ranks}
 
+    def keepers(self) -> Collection[int]:
+        """Those of the running workers, by local rank, that can go on in another group, also if
+        theirs breaks; the next four are for these."""
+        return ()
+
+    def leave(self) -> None:  # noqa: B027
+        """Tell all that are in a group that it is over, so that they leave it as soon as they can,
+        and wait for a place in the next."""
+
+    def broken(self) -> bool:
+        """Whether one of them has said that something has failed in its group."""
+        return False
+
+    def spare(self) -> Mapping[int, bool]:
+        """Those that are in no group, by local rank, each with whether it waits for a place by now:
+        those that have left theirs, and newcomers."""
+        return {}
+
+    def stop_only(  # noqa: B027
+        self, local_ranks: Collection[int], *, force: bool = False
+    ) -> None:
+        """Ask these alone to stop, or end them by force."""
+
     @abc.abstractmethod
     def terminate(self) -> None:
-        """Ask all running workers, in parallel, to stop."""
+        """Ask all running workers to stop, in parallel."""
 
     @abc.abstractmethod
     def kill(self) -> None:
@@ -225,4 +249,4 @@ class Workers(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free everything; nothing that was started is left. Closing twice is harmless."""
+        """Free everything, and leave no process behind. A second call does nothing."""

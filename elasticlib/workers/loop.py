@@ -126,7 +126,7 @@ class Loop:
             act()
         except Exception as error:
             # One that breaks must not take the others' waits with it.
-            log.error("what waits for workers broke: %s", error, exc_info=error)
+            log.error("the loop that waits for workers failed: %s", error, exc_info=error)
 
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):

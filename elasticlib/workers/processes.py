@@ -37,6 +37,7 @@ from .run_program import read_result, write_payload
 from .session import Guardian, RunFolder, SharedFolder, signals_blocked
 from .spec import (
     COLD,
+    PLACE,
     SNAPSHOTS,
     Command,
     Entrypoint,
@@ -279,7 +280,8 @@ def _folder_of(entrypoint: Entrypoint) -> str:
 
 
 class LocalWorkers(Workers):
-    """Processes started afresh for each generation.
+    """Processes: those that can go on in another group do, the others are started afresh for each
+    generation.
 
     Args:
         environment: what the workers inherit, before what they are told.
@@ -330,6 +332,8 @@ class LocalWorkers(Workers):
         """Where the workers keep what outlives them, and not their agent."""
         self._processes: dict[int, _Process] = {}
         self._stopped = False
+        self._sent: set[tuple[int, int]] = set()
+        """The signals that stopped workers were sent: a local rank, a number."""
         self._kills: int | None = None
         self._late: list[Output] = []
         self._patience = PATIENCE
@@ -378,39 +382,62 @@ class LocalWorkers(Workers):
         except OSError as error:
             raise WorkerStartError(f"cannot begin to start workers: {error}") from error
         self.await_prepared()
-        self._processes = {}
+        everyone = (*group.workers, *group.newcomers)
+        stay = {worker.local_rank for worker in everyone}
+        self._processes = {n: one for n, one in self._processes.items() if n in stay}
         self._stopped = False
+        self._sent.clear()
         self._patience = PATIENCE
         self._channels.begin()
         self._kills = oom_kills()
-        worker = group.workers[0]
+        worker = everyone[0]
         if self._timers is not None:
             self._timers.open(self._loop, self._guardian, self._leaders)
         try:
-            environments, places = self._lay_out(group)
             for worker in group.workers:
+                if worker.local_rank in self._processes:
+                    self._keep(group, worker)
+            new = [one for one in everyone if one.local_rank not in self._processes]
+            environments, places = self._lay_out(group, new)
+            for worker in new:
                 local = worker.local_rank
                 self._spawn(group, worker, environments[local], places[local], ended)
         except OSError as error:
             raise WorkerStartError(
                 f"cannot start the worker of rank {worker.rank}: {error}"
             ) from error
-        self._folder.forget(but=group.attempt)
+        self._folder.forget(but={process.folder.parent for process in self._processes.values()})
 
-    def _lay_out(self, group: WorkerGroup) -> tuple[dict[int, dict[str, str]], dict[int, Places]]:
+    def _keep(self, group: WorkerGroup, worker: Worker) -> None:
+        """Give a worker that runs its place in this group."""
+        process = self._processes[worker.local_rank]
+        process.worker = worker
+        told = self._environment_of(group, worker, str(process.error_file))
+        self._give_place(worker.local_rank, told)
+
+    def _give_place(self, local_rank: int, environment: Mapping[str, str]) -> None:
+        place = {name: environment[name] for name in PLACE if name in environment}
+        self._channels.give_place(local_rank, place)
+
+    def _environment_of(
+        self, group: WorkerGroup, worker: Worker, error_file: str
+    ) -> dict[str, str]:
+        environment = worker_environment(
+            group, worker, self._environment, error_file=error_file, cores=count_cores()
+        )
+        environment[SNAPSHOTS] = str(self.memory.era(group.attempt))
+        return environment
+
+    def _lay_out(
+        self, group: WorkerGroup, workers: Iterable[Worker]
+    ) -> tuple[dict[int, dict[str, str]], dict[int, Places]]:
         """Each worker's environment, and where its output goes."""
-        folders = {
-            w.local_rank: str(self._folder.of(group.attempt, w.local_rank)) for w in group.workers
-        }
+        folders = {w.local_rank: str(self._folder.of(group.attempt, w.local_rank)) for w in workers}
         environments = {
-            worker.local_rank: worker_environment(
-                group,
-                worker,
-                self._environment,
-                error_file=f"{folders[worker.local_rank]}/{ERROR_FILE}",
-                cores=count_cores(),
+            worker.local_rank: self._environment_of(
+                group, worker, f"{folders[worker.local_rank]}/{ERROR_FILE}"
             )
-            for worker in group.workers
+            for worker in workers
         }
         if self._output.ask is not None:
             return environments, self._output.ask(environments, self._output)
@@ -428,10 +455,12 @@ class LocalWorkers(Workers):
     ) -> None:
         local = worker.local_rank
         folder = self._folder.of(group.attempt, local)
-        environment[CHANNEL] = self._channels.open(local)
+        newcomer = worker in group.newcomers
+        environment[CHANNEL] = self._channels.open(local, newcomer=newcomer)
         if self._timers is not None:
             environment[self._timers.VARIABLE] = self._timers.path
-        environment[SNAPSHOTS] = str(self.memory.era(group.attempt))
+        if not newcomer:
+            self._give_place(local, environment)
         what = program(group.spec.entrypoint, local, folder)
         output = Output(self._output, worker, group.spec.role, places, self._writers)
         try:
@@ -480,6 +509,7 @@ class LocalWorkers(Workers):
             returncode=UNKNOWN if returncode is None else returncode,
             code_known=returncode is not None,
             stopped=self._stopped,
+            signalled=returncode is not None and (local_rank, -returncode) in self._sent,
         )
         if returncode == 0:
             value, unreadable = process.read_result()
@@ -539,9 +569,22 @@ class LocalWorkers(Workers):
 
     agrees = tell_steps = True
 
+    def keepers(self) -> Collection[int]:
+        return self._channels.keepers()
+
+    def leave(self) -> None:
+        self._channels.leave()
+
+    def broken(self) -> bool:
+        return self._channels.broken()
+
+    def spare(self) -> Mapping[int, bool]:
+        return self._channels.spare()
+
     def notify(self, notice: Notice) -> bool:
-        self._stopped = self._channels.notify(notice) or self._stopped
-        return self._stopped
+        heard = self._channels.notify(notice)
+        self._stopped = self._stopped or heard
+        return heard
 
     def earliest_stop(self, *, now: bool) -> int | None:
         return self._channels.earliest_stop(now=now)
@@ -567,19 +610,20 @@ class LocalWorkers(Workers):
         ours = {n: processes[n].pid for n in asked if n in processes and n in local_ranks}
         return stacks.dump({local: (pid, *asked[local]) for local, pid in ours.items()})
 
+    def stop_only(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+        self._stopped = self._stopped or bool(local_ranks)
+        # A worker that stands still (SIGSTOP, a debugger) would not hear of SIGTERM alone.
+        for number in (signal.SIGKILL,) if force else (signal.SIGTERM, signal.SIGCONT):
+            for local_rank in local_ranks:
+                if local_rank in self._processes:
+                    self._sent.add((local_rank, number))
+                    session.signal_group(self._processes[local_rank].pid, number)
+
     def terminate(self) -> None:
-        self._stopped = True
-        self._signal(signal.SIGTERM)
-        # A worker that stands still (SIGSTOP, a debugger) would not hear of it.
-        self._signal(signal.SIGCONT)
+        self.stop_only(self._processes)
 
     def kill(self) -> None:
-        self._stopped = True
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: int) -> None:
-        for process in self._processes.values():
-            session.signal_group(process.pid, number)
+        self.stop_only(self._processes, force=True)
 
     def end(self) -> None:
         self.kill()

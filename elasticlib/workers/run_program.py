@@ -33,10 +33,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..errors import ConfigError, describe
 from ..foreign import opened
 from . import hooks, stacks
+from .bootstrap import stat_fields
 
 if TYPE_CHECKING:
     from .spec import Function
 
+ARGUMENTS = 45
+"""Where the address of a process's command line stands, of the fields behind its name."""
 UNFLUSHED = 120
 FLUSH_SECONDS, FLUSH_TURNS = 2.0, 40
 _ANY_FILE = io.IOBase.__base__
@@ -72,6 +75,22 @@ def _fresh_main() -> types.ModuleType:
     return main
 
 
+def _name(*what: str) -> None:
+    """Have `ps` and `sys.orig_argv` show what is run here, and not what this process began as.
+
+    The words are written over where the kernel reads them: as many as there were, or setproctitle
+    would not find its way from their end to their start.
+    """
+    sys.orig_argv = [sys.executable, "-u", *what]
+    with contextlib.suppress(OSError):
+        first, *rest = Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
+        start = int(stat_fields(os.getpid())[ARGUMENTS])
+        room = sum(map(len, rest))
+        text = b" ".join(map(os.fsencode, sys.orig_argv[1:]))[:room].ljust(room)
+        if start and ctypes.string_at(start) == first:
+            ctypes.memmove(start + len(first) + 1, text + bytes(len(rest)), room + len(rest))
+
+
 def _look_in(folder: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, folder)
@@ -79,7 +98,7 @@ def _look_in(folder: str) -> None:
 
 def _run_script(main: types.ModuleType, path: str, args: tuple[str, ...]) -> None:
     sys.argv = [path, *args]
-    sys.orig_argv = [sys.executable, "-u", path, *args]
+    _name(path, *args)
     if pkgutil.get_importer(path) is not None:
         # A folder or an archive with a __main__ of its own.
         sys.path.insert(0, path)
@@ -116,7 +135,7 @@ def _code(path: str, loader: Any) -> types.CodeType:
 
 def _run_module(name: str, args: tuple[str, ...]) -> None:
     sys.argv = ["-m", *args]
-    sys.orig_argv = [sys.executable, "-u", "-m", name, *args]
+    _name("-m", name, *args)
     _look_in(os.getcwd())
     if _is_missing(name):
         # As runpy says it, but with a cause that tells that no restart would help.
@@ -149,6 +168,7 @@ def _run_function(payload: str, result: str) -> None:
         target, args = pickle.loads(work)
     finally:
         del process._inheriting
+    _name(getattr(target, "__qualname__", "function"))
     value = target(*args)
     aside = Path(f"{result}.part")
     aside.write_bytes(pickle.dumps(value))

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from ..errors import describe
@@ -362,11 +362,11 @@ class RunFolder:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def forget(self, but: int) -> None:
+    def forget(self, but: Collection[Path]) -> None:
         """Remove what earlier attempts left in a folder that is not for people to look at."""
         if not self.kept:
             for path in self.path.glob("attempt_*"):
-                if path.name != f"attempt_{but}":
+                if path not in but:
                     shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:

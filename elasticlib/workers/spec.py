@@ -7,8 +7,8 @@ of them is kept anywhere else.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import attrs
 
@@ -24,6 +24,14 @@ COLD = "spawn"
 
 OF_ROCM = "HIP_VISIBLE_DEVICES"
 LOCAL_RANK_MACRO = "${local_rank}"
+
+PLACE = (
+    *("RANK", "WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    *("ELASTICLIB_GENERATION", "ELASTICLIB_INCARNATION", "ELASTICLIB_SNAPSHOTS"),
+)
+"""Variables of a worker that differ from generation to generation: its place."""
 
 SNAPSHOTS = "ELASTICLIB_SNAPSHOTS"
 """Names the folder in the agent's memory in which a worker keeps its snapshots, in its
@@ -43,12 +51,22 @@ within a worker cannot have the agent's ports; and those that an outer launcher 
 its worker. The rest of these are set anew."""
 
 
+def _several(args: Iterable[Any]) -> tuple[Any, ...]:
+    if isinstance(args, str):
+        raise ConfigError(f"args are a tuple, one item for each argument, got the text {args!r}")
+    return tuple(args)
+
+
+def _texts(args: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(map(str, _several(args)))
+
+
 @attrs.frozen
 class Script:
     """`python -u path args...`"""
 
-    path: str
-    args: tuple[str, ...] = ()
+    path: str = attrs.field(converter=str)
+    args: tuple[str, ...] = attrs.field(default=(), converter=_texts)
 
 
 @attrs.frozen
@@ -56,15 +74,15 @@ class Module:
     """`python -u -m name args...`"""
 
     name: str
-    args: tuple[str, ...] = ()
+    args: tuple[str, ...] = attrs.field(default=(), converter=_texts)
 
 
 @attrs.frozen
 class Command:
     """Any program, found as a shell would find it."""
 
-    program: str
-    args: tuple[str, ...] = ()
+    program: str = attrs.field(converter=str)
+    args: tuple[str, ...] = attrs.field(default=(), converter=_texts)
 
 
 @attrs.frozen
@@ -72,7 +90,7 @@ class Function:
     """A picklable function of a module; its return value is handed back."""
 
     target: Callable[..., Any]
-    args: tuple[Any, ...] = ()
+    args: tuple[Any, ...] = attrs.field(default=(), converter=_several)
 
 
 Entrypoint = Script | Module | Command | Function
@@ -98,8 +116,13 @@ class WorkerSpec:
     virtual_local_rank: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if self.local_world_size < 1:
-            raise ConfigError(f"need at least 1 worker a node, got {self.local_world_size}")
+        if not isinstance(cast(object, self.entrypoint), Entrypoint):
+            kinds = "a Script, Module, Command or Function"
+            raise ConfigError(f"a worker's entrypoint is {kinds}, got {self.entrypoint!r}")
+        if not isinstance(self.local_world_size, int) or self.local_world_size < 1:
+            raise ConfigError(
+                f"local_world_size is a whole number from 1, got {self.local_world_size!r}"
+            )
 
 
 class WorkerState(enum.Enum):
@@ -124,7 +147,10 @@ class Worker:
 
 @attrs.frozen
 class WorkerGroup:
-    """The workers of one node in one generation, by local rank."""
+    """The workers of one node in one generation, by local rank.
+
+    newcomers: of those local ranks for which it has no place; they start meanwhile, in no group.
+    """
 
     spec: WorkerSpec
     workers: tuple[Worker, ...]
@@ -139,24 +165,73 @@ class WorkerGroup:
     use_agent_store: bool = True
     attempt: int = 0
     incarnation: str = ""
+    newcomers: tuple[Worker, ...] = ()
 
     def worker(self, local_rank: int) -> Worker:
-        """The one with this local rank; IndexError where there is none."""
-        return self.workers[local_rank]
+        """The one with this local rank, newcomer or not; IndexError where there is none."""
+        for worker in (*self.workers, *self.newcomers):
+            if worker.local_rank == local_rank:
+                return worker
+        raise IndexError(f"no worker of local rank {local_rank}")
 
 
-def deal_ranks(seat: Seat) -> tuple[Worker, ...]:
-    """The workers of a node with this seat: ranks follow those of the nodes before it."""
+def deal_ranks(seat: Seat, local_ranks: Iterable[int] | None = None) -> tuple[Worker, ...]:
+    """The workers of a node with this seat: ranks follow those of the nodes before it. Of these
+    local ranks; left out, of the first that there are."""
+    chosen = range(seat.slots) if local_ranks is None else sorted(local_ranks)
     return tuple(
         Worker(
             local_rank=local,
-            rank=seat.first_rank + local,
-            role_rank=seat.first_role_rank + local,
+            rank=seat.first_rank + index,
+            role_rank=seat.first_role_rank + index,
             role_world_size=seat.role_world_size,
             world_size=seat.world_size,
         )
-        for local in range(seat.slots)
+        for index, local in enumerate(chosen)
     )
+
+
+def deal_newcomers(seat: Seat, local_ranks: Iterable[int]) -> tuple[Worker, ...]:
+    """Workers of no group: what they are told of ranks is nobody's, and beyond all of them."""
+    return tuple(
+        Worker(
+            local_rank=local,
+            rank=seat.world_size + local,
+            role_rank=seat.role_world_size + local,
+            role_world_size=seat.role_world_size,
+            world_size=seat.world_size,
+        )
+        for local in sorted(local_ranks)
+    )
+
+
+def outside(spec: WorkerSpec, local_ranks: Iterable[int], run_id: str, attempt: int) -> WorkerGroup:
+    """Workers that start before their node is in any generation. A script that would meet others
+    then finds no address to do so at."""
+    seat = Seat(0, 1, 0, 0, 0, 0, 0)
+    return WorkerGroup(
+        spec=spec,
+        workers=(),
+        newcomers=deal_newcomers(seat, local_ranks),
+        run_id=run_id,
+        generation=0,
+        group_rank=0,
+        group_world_size=1,
+        master_addr="",
+        master_port=0,
+        attempt=attempt,
+    )
+
+
+def choose_members(slots: int, spare: Mapping[int, bool], local_world_size: int) -> list[int]:
+    """The local ranks that a seat for so many workers goes to.
+
+    spare: those whose workers run, each with whether it waits for a place: they come first, then
+    those that are about to, and then those that are to be started.
+    """
+    urgency = {True: 0, False: 1, None: 2}
+    wanted = sorted(range(local_world_size), key=lambda local: urgency[spare.get(local)])
+    return sorted(wanted[:slots])
 
 
 def worker_environment(
@@ -218,19 +293,24 @@ def common_environment(
 def check_start(method: str, preload: tuple[str, ...]) -> None:
     """Raises ConfigError for a way to start workers that there is not."""
     if method not in START_METHODS:
-        raise ConfigError(f"--start-method is one of {', '.join(START_METHODS)}, got {method!r}")
+        raise ConfigError(
+            f"start_method (--start-method) is one of {', '.join(START_METHODS)}, got {method!r}"
+        )
     if preload and method == COLD:
-        raise ConfigError(f"--preload is for --start-method warm, got {method}")
+        raise ConfigError(f"preload (--preload) is for start_method warm, got {method}")
     for name in preload:
         if not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(f"--preload takes the names of modules, a,b.c, got {name!r}")
+            raise ConfigError(
+                f"preload (--preload) takes the names of modules, a,b.c, got {name!r}"
+            )
 
 
 def check_preload(preload: tuple[str, ...], entrypoint: Entrypoint) -> None:
     """Raises ConfigError for modules that the workers of such a program would not import."""
     if preload and isinstance(entrypoint, Command):
         raise ConfigError(
-            f"--preload is for Python workers, and {entrypoint.program!r} is another program"
+            f"preload (--preload) is for Python workers, and {entrypoint.program!r} is another "
+            "program"
         )
 
 
@@ -248,8 +328,8 @@ def own_device(local_rank: int, inherited: Mapping[str, str]) -> str:
     devices = [name.strip() for name in visible.split(",") if name.strip()]
     if local_rank >= len(devices):
         raise ConfigError(
-            f"--virtual-local-rank gives each worker a GPU of its own, and local rank {local_rank} "
-            f"has none: {name}={visible}"
+            "virtual_local_rank (--virtual-local-rank) gives each worker a GPU of its own, and "
+            f"local rank {local_rank} has none: {name}={visible}"
         )
     return devices[local_rank]
 

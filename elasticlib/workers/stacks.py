@@ -143,7 +143,7 @@ def dump(workers: Mapping[int, Dumper], seconds: float = 1.0) -> dict[int, str]:
             else:
                 files.callback(os.close, file)
             if file is None or refused:
-                found[local] = f"It cannot be asked: {refused}.\n"
+                found[local] = f"It cannot show its stacks: {refused}.\n"
             else:
                 asked[local] = _Asked(pid, file, numbers)
         return {**found, **_answers(asked, seconds)}

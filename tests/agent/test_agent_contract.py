@@ -7,15 +7,22 @@ import os
 import pytest
 
 from elasticlib import ElasticAgent, LocalWorkers
-from elasticlib.testing import AgentContract, AgentRequest
+from elasticlib.testing import AgentContract, AgentRequest, KeptWorkersContract
 from elasticlib.testing.agent_job import MakeAgent
+
+
+def make(request: AgentRequest) -> ElasticAgent:
+    workers = LocalWorkers(os.environ, start_method="spawn")
+    return ElasticAgent(request.spec, request.handler, workers, **request.settings)
 
 
 class TestElasticAgent(AgentContract):
     @pytest.fixture
     def make_agent(self) -> MakeAgent:
-        def make(request: AgentRequest) -> ElasticAgent:
-            workers = LocalWorkers(os.environ)
-            return ElasticAgent(request.spec, request.handler, workers, **request.settings)
+        return make
 
+
+class TestWorkersThatAreKept(KeptWorkersContract):
+    @pytest.fixture
+    def make_agent(self) -> MakeAgent:
         return make

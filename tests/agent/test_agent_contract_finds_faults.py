@@ -21,7 +21,7 @@ from elasticlib import (
     WorkerExit,
     WorkerGroup,
 )
-from elasticlib.testing import AgentContract, AgentRequest
+from elasticlib.testing import AgentContract, AgentRequest, KeptWorkersContract
 from elasticlib.testing.agent_job import Job
 from elasticlib.testing.agent_stage import Stage
 
@@ -127,6 +127,16 @@ class ClosesOnce(LocalWorkers):
         self.closed = True
 
 
+class StartsAllAnew(LocalWorkers):
+    def keepers(self) -> set[int]:
+        return set()
+
+
+class LetsNobodyIn(LocalWorkers):
+    def spare(self) -> dict[int, bool]:
+        return {local: ready and local == 1 for local, ready in super().spare().items()}
+
+
 class Raises(ElasticAgent):
     def run(self) -> RunResult:
         result = super().run()
@@ -174,12 +184,14 @@ FUNCTIONS = (
     "test_what_a_worker_has_started_ends_with_it",
     "test_one_deaf_to_the_request_is_killed_after_the_grace",
 )
+KEPT_FAULTS = (StartsAllAnew, LetsNobodyIn)
 PATIENCE, MOMENT = 1.2, 0.3
 """Of those who keep no promise, which nobody waits for longer than need be."""
 
 
 def play(fault: Fault, claim: str, stage: Stage, patience: float, moment: float) -> None:
-    contract = AgentContract()
+    kept = hasattr(KeptWorkersContract, claim)
+    contract = KeptWorkersContract() if kept else AgentContract()
     contract.patience, contract.moment = patience, moment
 
     def make(request: AgentRequest) -> ElasticAgent:
@@ -219,6 +231,17 @@ def test_the_contract_finds(fault: Fault, claim: str, tmp_path: Path) -> None:
         try:
             with pytest.raises(SYMPTOMS):
                 play(fault, claim, stage, PATIENCE, MOMENT)
+        finally:
+            end_all_who_use(tmp_path)
+
+
+@pytest.mark.parametrize("fault", KEPT_FAULTS)
+def test_and_those_of_workers_that_are_kept(fault: Fault, tmp_path: Path) -> None:
+    claim, patience = "test_whoever_can_be_kept_goes_on_and_who_is_new_is_let_in", 8 * PATIENCE
+    with contextlib.closing(Stage(tmp_path, patience, functions=True)) as stage:
+        try:
+            with pytest.raises(SYMPTOMS):
+                play(fault, claim, stage, patience, MOMENT)
         finally:
             end_all_who_use(tmp_path)
 

@@ -13,11 +13,12 @@ from lone_agent import LoneNode, OneWorker, running
 from elasticlib import MemoryStore, Node, RendezvousInfo, Store, deal_seats
 from elasticlib.agent.interface import Cause
 from elasticlib.agent.report import cause_of, first_cause, post_cause, post_failed
-from elasticlib.errors import RendezvousClosed
+from elasticlib.errors import RendezvousClosed, RendezvousTimeout
 from elasticlib.rendezvous.interface import Change, ChangeKind
 from elasticlib.rendezvous.layout import Keys, StoredJob
 from elasticlib.stores.interface import CompareSet, Listing
 from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.spec import WorkerState
 
 NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
 BOARD = "run/board/1.a/"
@@ -172,6 +173,31 @@ def test_a_node_waits_for_the_word_of_the_one_that_failed() -> None:
         cause = run.result().cause
     assert cause is not None
     assert cause.message == "late"
+
+
+class Deserted(LoneNode):
+    """Its peer is lost, which its worker fails of; and nobody takes the peer's place."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self.generation:
+            error = RendezvousTimeout("1 of at least 2 nodes are here; n1 was lost")
+            error.lost = True
+            raise error
+        return super().next_rendezvous()
+
+    def report_failure(self, reason: str) -> bool:
+        del reason
+        return True
+
+
+def test_where_a_lost_node_ends_the_job_no_worker_that_failed_of_it_is_the_cause() -> None:
+    workers = OneWorker()
+    with running(workers, Deserted(restarts=0, max_restarts=3)) as run:
+        workers.finish(7)
+        result = run.result()
+    assert (result.state, result.cause) == (WorkerState.FAILED, None)
+    assert result.reason == "1 of at least 2 nodes are here; n1 was lost"
+    assert result.failures[0].returncode == 7
 
 
 class Hanging(MemoryStore):

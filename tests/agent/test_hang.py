@@ -86,9 +86,13 @@ def test_who_is_furthest_behind_is_the_slowest_and_of_several_the_first_to_fall_
     assert slowest([]) is None
     assert describe_hang(pulses, 2.0) == (
         "hung: rank 2 on b is at step 6, silent for 4.0 s; the others are at step 6 to 7; "
-        "the limit is 2.0 s (--hang-timeout)"
+        "the limit is 2.0 s (hang, --hang-timeout)"
     )
     assert "has made no step" in describe_hang([Pulse(0, "a", -1, 9.0)], 2.0)
+    assert describe_hang(pulses[1:], 2.0) == (
+        "hung: rank 2 on b is at step 6, silent for 4.0 s; so are the others; "
+        "the limit is 2.0 s (hang, --hang-timeout)"
+    )
 
 
 class Watched:
@@ -127,9 +131,10 @@ def test_who_leaves_it_to_others_to_tell_of_steps_is_not_blamed_for_a_hang() -> 
     assert watched.dumped(109.0, {0: "in a loop", 1: "in a wait"}) == []
     (hung,) = watched.look(109.0)
     assert isinstance(hung, Hung)
-    assert hung.stacks == "the stacks of rank 0, the slowest:\nin a loop"
+    assert hung.stacks == "the stacks of rank 0, at step 4:\nin a loop"
     assert hung.reason == (
-        "hung: rank 0 on a is at step 4, silent for 8.0 s; the limit is 8.0 s (--hang-timeout)"
+        "hung: rank 0 on a is at step 4, silent for 8.0 s; "
+        "the limit is 8.0 s (hang, --hang-timeout)"
     )
     assert hung.since == 100.0
 
@@ -173,7 +178,20 @@ def test_who_is_stopped_before_it_could_judge_still_shows_where_its_slowest_work
     assert watched.watch.evidence() == ""
     watched.dumped(200.0, {0: "in a loop", 1: "in a wait"})
     assert watched.look(201.0) == [], "the other node has not said what it knows"
-    assert watched.watch.evidence() == "the stacks of rank 0, the slowest:\nin a loop"
+    assert watched.watch.evidence() == "the stacks of rank 0, at step 4:\nin a loop"
+
+
+def test_of_those_at_the_same_step_the_rarest_stacks_are_shown_first() -> None:
+    """In most jobs a collective in each step keeps all ranks at one step, and most wait in it."""
+    watched = Watched()
+    watched.beats = {local: attrs.evolve(beat(100.0), step=4) for local in range(3)}
+    watched.watch = attrs.evolve(watched.watch, ranks={0: 0, 1: 1, 2: 2})
+    watched.look_until(200.0)
+    watched.dumped(200.0, {0: "in a wait", 1: "in a wait", 2: "in a loader"})
+    assert watched.watch.evidence() == (
+        "the stacks of rank 2, at step 4:\nin a loader\n\n"
+        "the stacks of ranks 0-1, at step 4:\nin a wait"
+    )
 
 
 def test_a_hang_of_another_node_is_one_of_ours_once_we_are_silent_for_half_as_long() -> None:

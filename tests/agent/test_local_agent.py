@@ -161,7 +161,9 @@ def test_one_failure_stops_the_other_worker_up_the_same_ladder(supervised: Super
 def test_what_failed_at_start_is_not_tried_again(supervised: Supervised) -> None:
     result = supervised.run("exit 2", max_restarts=5)
     assert (result.state, result.generation) == (WorkerState.FAILED, 1)
-    assert result.reason.endswith("exited with code 2 (not retried: they failed at start)")
+    assert result.reason.endswith(
+        "exited with code 2 (not retried: the workers failed right after they started)"
+    )
 
 
 def test_the_same_in_a_later_generation_is_a_failure_like_any_other(

@@ -211,6 +211,31 @@ def test_the_last_step_of_each_generation_is_told_before_the_next() -> None:
     assert view.told[-2:] == ["steps", "run.ended"]
 
 
+@pytest.mark.parametrize("attached", [False, True])
+def test_it_is_told_once_that_nothing_is_known_of_steps_and_what_to_call(
+    caplog: pytest.LogCaptureFixture, attached: bool
+) -> None:
+    class Silent(Stepping):
+        looks = 0
+
+        def beats(self) -> Mapping[int, Heartbeat]:
+            self.looks += 1
+            return {0: Heartbeat(attached=attached, alive=monotonic())}
+
+    workers, sentence = Silent(), "no worker of this node has reported a step"
+    options = AgentOptions(hang=HangLimits(seconds=0.4, first=0.4))
+    with running(workers, options=options, max_restarts=1) as run:
+        until("the warning", lambda: sentence in caplog.text)
+        workers.finish(1)
+        until("the next", lambda: workers.starts == 2)
+        looks = workers.looks
+        until("looks for longer than the limit", lambda: workers.looks > looks + 10)
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+    assert caplog.text.count(sentence) == 1
+    assert "context().step(step)" in caplog.text
+
+
 class Blind(OneWorker):
     """Workers whose steps cannot be looked at any more."""
 

@@ -13,15 +13,21 @@ from elasticlib.agent.policy import (
     DrainAsked,
     Event,
     GroupStopped,
+    Hung,
     HurryWorkers,
     Join,
     JoinEnded,
+    KeepNone,
+    OthersGoOn,
     Outcome,
+    Regroup,
     ReportDone,
     ReportDraining,
     ReportFailure,
+    ReportSlots,
     Settled,
     SignalArrived,
+    StartAhead,
     StartFailed,
     StartWorkers,
     State,
@@ -51,6 +57,7 @@ def changed(kind: ChangeKind) -> Changed:
 
 EVENTS: dict[str, Event] = {
     "settled": Settled(frozenset({0, 1})),
+    "settled in part": Settled(frozenset({1}), newcomers=frozenset({0})),
     "join ended": JoinEnded(FAILED),
     "start failed": StartFailed("no such file"),
     "worker done": ended(0),
@@ -66,9 +73,24 @@ EVENTS: dict[str, Event] = {
     "signal": TERM,
     "drain": USR2,
     "resize": changed(ChangeKind.RESIZE),
+    "start failed, keeps": StartFailed("no such file", keeps=True),
+    "worker failed, keeps": attrs.evolve(ended(0, 1), keeps=True),
+    "hung, keeps": Hung("silent", keeps=True),
+    "reopened, keeps": attrs.evolve(changed(ChangeKind.REOPENED), keeps=True),
+    "resize, keeps": attrs.evolve(changed(ChangeKind.RESIZE), keeps=True),
+    "job failed, keeps": attrs.evolve(changed(ChangeKind.FAILED), keeps=True),
+    "stopped, with spare": GroupStopped(spare=frozenset({1})),
+    "others go on": OthersGoOn(frozenset({0, 1})),
 }
 NEXT = {
     (State.JOINING, "settled"): (State.RUNNING, [StartWorkers()]),
+    (State.JOINING, "settled in part"): (State.RUNNING, [StartWorkers()]),
+    (State.JOINING, "worker done"): (State.JOINING, [ReportSlots()]),
+    (State.JOINING, "worker failed"): (State.JOINING, [ReportSlots()]),
+    (State.JOINING, "worker failed, keeps"): (State.JOINING, [ReportSlots()]),
+    (State.JOINING, "others go on"): (State.JOINING, [StartAhead()]),
+    (State.JOINING, "start failed"): (State.JOINING, [ReportSlots()]),
+    (State.JOINING, "start failed, keeps"): (State.JOINING, [ReportSlots()]),
     (State.JOINING, "join ended"): (State.ENDED, []),
     (State.JOINING, "signal"): (State.ENDED, []),
     (State.JOINING, "drain"): (State.ENDED, []),
@@ -84,7 +106,19 @@ NEXT = {
             StopWorkers(),
         ],
     ),
+    (State.RUNNING, "start failed, keeps"): (
+        State.STOPPING,
+        [ReportFailure("no such file"), Regroup()],
+    ),
+    (State.RUNNING, "worker failed, keeps"): (
+        State.STOPPING,
+        [ReportFailure("worker of rank 0 (local 0, pid 100) exited with code 1"), Regroup()],
+    ),
+    (State.RUNNING, "hung, keeps"): (State.STOPPING, [ReportFailure("silent"), Regroup()]),
     (State.RUNNING, "reopened"): (State.STOPPING, [StopWorkers()]),
+    (State.RUNNING, "reopened, keeps"): (State.STOPPING, [Regroup()]),
+    (State.RUNNING, "resize, keeps"): (State.STOPPING, [StopWorkers("resize")]),
+    (State.RUNNING, "job failed, keeps"): (State.ENDING, [StopWorkers()]),
     (State.RUNNING, "job succeeded"): (State.ENDING, [StopWorkers()]),
     (State.RUNNING, "job failed"): (State.ENDING, [StopWorkers()]),
     (State.RUNNING, "expelled"): (State.ENDING, [StopWorkers()]),
@@ -95,17 +129,31 @@ NEXT = {
     (State.RUNNING, "resize"): (State.STOPPING, [StopWorkers("resize")]),
     (State.STOPPING, "worker done"): (State.STOPPING, []),
     (State.STOPPING, "worker failed"): (State.STOPPING, []),
+    (State.STOPPING, "worker failed, keeps"): (State.STOPPING, []),
+    (State.STOPPING, "reopened, keeps"): (State.STOPPING, []),
+    (State.STOPPING, "resize, keeps"): (State.STOPPING, []),
+    (State.STOPPING, "job failed, keeps"): (State.ENDING, [KeepNone()]),
+    (State.STOPPING, "stopped, with spare"): (State.JOINING, [Join()]),
     (State.STOPPING, "stopped"): (State.JOINING, [Join()]),
     (State.STOPPING, "stopped but for"): (State.ENDED, []),
     (State.STOPPING, "reopened"): (State.STOPPING, []),
-    (State.STOPPING, "job succeeded"): (State.ENDING, []),
-    (State.STOPPING, "job failed"): (State.ENDING, []),
-    (State.STOPPING, "expelled"): (State.ENDING, []),
-    (State.STOPPING, "surplus"): (State.ENDING, []),
-    (State.STOPPING, "store lost"): (State.ENDING, []),
-    (State.STOPPING, "signal"): (State.ENDING, [StopSooner()]),
-    (State.STOPPING, "drain"): (State.ENDING, [ReportDraining("SIGUSR2"), StopSooner("drain")]),
+    (State.STOPPING, "job succeeded"): (State.ENDING, [KeepNone()]),
+    (State.STOPPING, "job failed"): (State.ENDING, [KeepNone()]),
+    (State.STOPPING, "expelled"): (State.ENDING, [KeepNone()]),
+    (State.STOPPING, "surplus"): (State.ENDING, [KeepNone()]),
+    (State.STOPPING, "store lost"): (State.ENDING, [KeepNone()]),
+    (State.STOPPING, "signal"): (State.ENDING, [KeepNone(), StopSooner()]),
+    (State.STOPPING, "drain"): (
+        State.ENDING,
+        [ReportDraining("SIGUSR2"), KeepNone(), StopSooner("drain")],
+    ),
     (State.STOPPING, "resize"): (State.STOPPING, []),
+    (State.FINISHED, "worker done"): (State.FINISHED, []),
+    (State.FINISHED, "worker failed"): (State.FINISHED, []),
+    (State.FINISHED, "worker failed, keeps"): (State.FINISHED, []),
+    (State.FINISHED, "reopened, keeps"): (State.JOINING, [Join()]),
+    (State.FINISHED, "resize, keeps"): (State.JOINING, [Join()]),
+    (State.FINISHED, "job failed, keeps"): (State.ENDED, []),
     (State.FINISHED, "reopened"): (State.JOINING, [Join()]),
     (State.FINISHED, "job succeeded"): (State.ENDED, []),
     (State.FINISHED, "job failed"): (State.ENDED, []),
@@ -115,6 +163,13 @@ NEXT = {
     (State.FINISHED, "signal"): (State.ENDED, []),
     (State.FINISHED, "drain"): (State.ENDED, []),
     (State.FINISHED, "resize"): (State.JOINING, [Join()]),
+    (State.ENDING, "settled"): (State.ENDING, []),
+    (State.ENDING, "settled in part"): (State.ENDING, []),
+    (State.ENDING, "worker failed, keeps"): (State.ENDING, []),
+    (State.ENDING, "reopened, keeps"): (State.ENDING, []),
+    (State.ENDING, "resize, keeps"): (State.ENDING, []),
+    (State.ENDING, "job failed, keeps"): (State.ENDING, []),
+    (State.ENDING, "stopped, with spare"): (State.ENDED, []),
     (State.ENDING, "worker done"): (State.ENDING, []),
     (State.ENDING, "worker failed"): (State.ENDING, []),
     (State.ENDING, "stopped"): (State.ENDED, []),
@@ -144,6 +199,21 @@ def test_each_event_in_each_state_has_one_answer(state: State, name: str) -> Non
         return
     after, actions = react(now, EVENTS[name])
     assert (after.state, list(actions)) == expected
+
+
+def test_a_node_comes_ahead_of_its_workers_until_one_of_them_is_left() -> None:
+    now, _ = react(Supervision(), OthersGoOn(frozenset({0, 1})))
+    assert now.ahead
+    now, _ = react(now, ended(0, 1))
+    assert (now.ahead, now.spare) == (True, {1})
+    last, _ = react(now, ended(1, 1))
+    assert (last.ahead, last.spare) == (False, frozenset())
+    assert not react(now, StartFailed("no such file"))[0].ahead
+    settled, _ = react(now, Settled(frozenset({0, 1})))
+    assert not settled.ahead
+    # What was started is ended with the run.
+    after, actions = react(now, TERM)
+    assert (after.state, actions) == (State.ENDING, (StopWorkers(),))
 
 
 def test_the_node_is_finished_when_its_last_worker_is_done() -> None:
@@ -205,16 +275,29 @@ def test_the_table_names_every_state_but_the_last() -> None:
 @given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=12))
 def test_no_history_ends_without_an_outcome_or_leaves_workers_unstopped(names: list[str]) -> None:
     now, running = Supervision(), False
+    waiting: frozenset[int] = frozenset()
     for name in names:
+        before, event = now.state, EVENTS[name]
+        if before is State.ENDING and isinstance(event, GroupStopped) and event.spare:
+            continue  # nobody is left out of it who could wait
         try:
-            now, actions = react(now, EVENTS[name])
+            now, actions = react(now, event)
         except IllegalTransition:
             continue
         # The ladder's end, and the last worker's success, are how a group comes to have ended.
-        running = running and name not in ("stopped", "stopped but for")
+        if isinstance(event, GroupStopped):
+            running, waiting = False, event.spare
         running = running and ReportDone() not in actions
+        if isinstance(event, WorkerEnded):
+            waiting -= {event.exit.local_rank}
         over = Join() in actions or now.state is State.ENDED
         assert not running or not over, names
+        # What waits when all others are done is ended with the run.
+        assert not waiting or now.state is not State.ENDED or before is State.FINISHED, names
+        if StartWorkers() in actions and isinstance(event, Settled):
+            waiting = event.newcomers
+        if StartAhead() in actions and isinstance(event, OthersGoOn):
+            waiting = event.local_ranks
         running = running or StartWorkers() in actions
         if now.state is State.ENDED:
             assert now.outcome is not None

@@ -7,15 +7,20 @@ import pytest
 
 from elasticlib import Ladder
 from elasticlib.agent.policy import (
-    ANY_CALL,
-    Climb,
     Command,
     EndWorkers,
     Gather,
     GroupStopped,
-    Need,
+    LeaveGroup,
     Post,
     StopAt,
+)
+from elasticlib.agent.stopping import (
+    ANY_CALL,
+    OVER,
+    STOP,
+    Climb,
+    Need,
     Stopping,
     decode_need,
     post_need,
@@ -47,7 +52,7 @@ class Side:
         self.stopping, commands = step
         self.did += commands
         for command in commands:
-            if isinstance(command, Post):
+            if isinstance(command, Post) and command.name == STOP:
                 assert command.first
                 self.posts.setdefault(command.key, command.value)
 
@@ -76,6 +81,84 @@ def test_both_nodes_stop_at_the_later_call_for_the_more_urgent_reason(
         side.look()
         assert side.stops_at == StopAt(9, Notice(DRAIN, 30.0))
         assert not side.stopping.agreeing
+
+
+def test_a_node_whose_workers_are_kept_stops_with_the_others_for_its_own_reason(
+    sides: tuple[Side, Side],
+) -> None:
+    one, other = sides
+    one.stopping = attrs.evolve(one.stopping, keep=10.0)
+    one.begin(Notice(RESIZE, 60.0))
+    other.begin(Notice(DRAIN, 30.0))
+    one.look(call=5)
+    other.look(call=9)
+    one.look()
+    other.look()
+    assert one.stops_at == StopAt(9, Notice(RESIZE, 30.0)), "they go on, and need save nothing"
+    assert other.stops_at == StopAt(9, Notice(DRAIN, 30.0))
+
+
+def test_workers_that_are_kept_leave_their_group_and_climb_the_ladder_after_a_while() -> None:
+    side = Side({}, 0, nodes=1)
+    side.stopping = attrs.evolve(side.stopping, keep=10.0)
+    side.begin(None)
+    assert side.did == [LeaveGroup()]
+    for second in range(60):
+        side.now = float(second)
+        side.look()
+        if side.did[-1] == GroupStopped(left="pid 1"):
+            break
+    why = "still in their group 10 s after it was over, sending SIGTERM: pid 1"
+    assert side.did[1:] == [
+        EndWorkers(why),
+        EndWorkers("still there after 30 s, killing: pid 1", force=True),
+        GroupStopped(left="pid 1"),
+    ]
+    assert side.now == 50.0
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["a resize", "a failure"])
+def test_workers_that_were_to_be_kept_and_are_not_are_stopped_at_once(asked: bool) -> None:
+    side = Side({}, 0, nodes=1)
+    side.stopping = attrs.evolve(side.stopping, keep=10.0)
+    side.begin(Notice(RESIZE, 60.0) if asked else None)
+    side.stopping = side.stopping.keep_none(side.now)
+    side.sooner(None)
+    side.look()
+    assert isinstance(side.did[-1], EndWorkers)
+
+
+def test_workers_leave_their_group_where_they_cannot_agree_on_a_call(
+    sides: tuple[Side, Side],
+) -> None:
+    one, other = sides
+    one.stopping = attrs.evolve(one.stopping, keep=10.0)
+    one.begin(Notice(RESIZE, 60.0))
+    other.begin(None)
+    one.look(call=5)
+    one.look()
+    assert one.did[-1] == LeaveGroup()
+    assert one.stopping.left(one.now) == 10.0
+
+
+def test_all_leave_their_group_at_once_where_it_breaks_before_they_have_stopped(
+    sides: tuple[Side, Side],
+) -> None:
+    one, other = sides
+    for side in sides:
+        side.stopping = attrs.evolve(side.stopping, keep=10.0)
+        side.begin(Notice(RESIZE, 60.0))
+        assert side.did == [Gather(OVER)]
+        side.look(call=5)
+    for side in sides:
+        side.look()
+        assert side.stops_at.call == 5
+    other.sooner(None)
+    assert other.did[-2:] == [LeaveGroup(), Post(OVER, "1", b"")]
+    one._take(one.stopping.over(one.now, {"1"}))
+    assert LeaveGroup() in one.did
+    assert one.stopping.left(one.now) == 10.0
+    assert one.stopping.over(one.now, {"1"}) == (one.stopping, ()), "once is enough"
 
 
 def test_a_node_that_waits_for_a_save_hears_when_the_others_have_saved(
@@ -122,6 +205,22 @@ def test_a_node_that_stops_for_another_reason_says_so_at_once(sides: tuple[Side,
     one.look()
     (asked,) = [command for command in one.did if isinstance(command, EndWorkers)]
     assert asked.why.startswith("the workers cannot all stop at one step")
+
+
+def test_workers_have_their_grace_after_sigterm_where_the_time_to_agree_is_up(
+    sides: tuple[Side, Side],
+) -> None:
+    one, _ = sides
+    one.begin(Notice(DRAIN, 20.0))
+    one.look(call=5)
+    for now in (20.0, 20.1, 50.0):
+        one.now = now
+        one.look(call=5)
+        ended = [command.force for command in one.did if isinstance(command, EndWorkers)]
+        assert ended == ([False, True] if now == 50.0 else [False])
+    (asked, killed) = [command.why for command in one.did if isinstance(command, EndWorkers)]
+    assert asked.startswith("the workers cannot all stop at one step to save")
+    assert killed.startswith("still there after 30 s")
 
 
 def test_workers_of_a_node_that_cannot_reach_the_others_are_stopped_at_once(
@@ -204,7 +303,7 @@ def test_who_is_in_a_hurry_goes_a_rung_on_each_time() -> None:
     side.look()
     assert side.did == [
         EndWorkers(),
-        EndWorkers("still there when it had to stop at once, killing: pid 1", force=True),
+        EndWorkers("did not end in time, killing: pid 1", force=True),
     ]
     side.stopping = side.stopping.hurry(1.0)
     assert side.stopping.left(1.0) == pytest.approx(10.0), "there is no rung after that"

@@ -9,6 +9,7 @@ from lone_agent import OneWorker, running
 
 from elasticlib import AgentOptions, RendezvousInfo, WorkerGroup, WorkerState
 from elasticlib.agent.interface import Memory
+from elasticlib.observe.journal import NodeJournal
 
 
 class Kept(Memory):
@@ -21,6 +22,7 @@ class Kept(Memory):
 
     def finish(self, *, keep: bool) -> str:
         self.told.append(keep)
+        self.saved = 7 if keep else None
         return ""
 
 
@@ -35,8 +37,9 @@ class Kept(Memory):
 )
 def test_what_is_in_memory_is_kept_unless_the_job_is_done(state: WorkerState, keep: bool) -> None:
     workers, memory = OneWorker(), Kept()
+    journal = NodeJournal("job", "n1")
     options = AgentOptions(drain_signals=(signal.SIGUSR1,), signals=(signal.SIGUSR2,))
-    with running(workers, memory=memory, options=options) as run:
+    with running(workers, memory=memory, options=options, journal=journal) as run:
         if state is WorkerState.DRAINED:
             run.agent.heed(signal.SIGUSR1)
         elif state is WorkerState.STOPPED:
@@ -45,3 +48,4 @@ def test_what_is_in_memory_is_kept_unless_the_job_is_done(state: WorkerState, ke
             workers.finish(int(state is WorkerState.FAILED))
         assert run.result().state is state
     assert memory.told == [1, keep]
+    assert journal.story.sums().saved == (7 if keep else None), "it is in the summary"

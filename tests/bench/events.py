@@ -11,7 +11,7 @@
   of them are lost, and counted. It is for so long that an agent's loop is held at most; longer than
   some microseconds means that another thread had its turn at the interpreter.
 - rest: a job with two workers that tell a step and its loss ten times a second and otherwise sleep,
-  with events and with `--no-events`, side by side. Its agent's CPU, and of it that of the thread
+  with and without events, side by side. Its agent's CPU, and of it that of the thread
   that writes events, as the kernel counts it.
 """
 
@@ -28,6 +28,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import attrs
 from figures import Row, Samples, run
 
 from elasticlib.observe.journal import FILE, NodeJournal
@@ -117,8 +118,9 @@ def run_agent(folder: Path, events: bool, rest: float, rests: int, told: Connect
     script = folder / "worker.py"
     script.write_text(WORKER)
     flags = ["--standalone", f"--nproc-per-node={WORKERS}", "--start-method=spawn"]
-    flags += ["--log-dir", str(folder / "logs")] if events else ["--no-events"]
+    flags += ["--log-dir", str(folder / "logs")] * events
     config, entrypoint = parse([*flags, str(script), str(folder)])
+    config = attrs.evolve(config, events=events)
 
     def watch() -> None:
         told.send(shares_of_rest(folder, rest, rests))

@@ -1,17 +1,23 @@
 """One training under five launchers, while workers are killed.
 
     python tests/bench/field.py [--only elasticrun,torchrun] [--seconds 120] [--every 10]
-        [--python torchft=PATH,ray=PATH] [--json FILE] [--quote]
+        [--start-seconds 0,5] [--python torchft=PATH,ray=PATH] [--json FILE] [--quote]
 
 All run the same training: plain torch on the CPU, two workers of a gloo group, steps of about
-20 ms, 2 MiB of model and optimizer (`tests/bench/trainers/work.py`). Every ten seconds of two
-minutes one worker is killed with SIGKILL, each rank in turn. Time counts from the first step, so
-that a launcher's own start costs it nothing.
+20 ms, 2 MiB of model and optimizer (`tests/bench/trainers/work.py`). Every ten seconds one worker
+is killed with SIGKILL, each in turn. Time counts from the first step, so that a launcher's own
+start costs it nothing. With `--start-seconds 5` each start of the script takes five seconds more,
+as long as a GPU's context, weights on their way to the device and compiled graphs may take.
 
-**Steps kept** is the number of the last step when the time is over, as a share of the steps that
-two plain processes do in as many seconds without a launcher, checkpoints or kills; that is measured
-just before. A step that is done again counts once. A **pause** is the longest time without a step
-between one kill and the next.
+**Samples kept** are those of the steps that count when the time is over, as a share of those on
+which two plain processes train in as many seconds without a launcher, checkpoints or kills; that is
+measured just before. A step that is done again counts once, and one that a single worker did on
+half of the batch counts half. A worker that does the whole batch alone takes twice as long over it.
+A **pause** is the longest time without a step between one kill and the next.
+
+Where the other worker goes on when one is killed, its **stall** is the longest time between two of
+its steps from one kill to the next, the step itself included. What a **newcomer costs** it is by
+how much the step in which the newcomer first takes part is longer than its usual one.
 
 Each launcher has its best settings, as far as its documentation tells them. The launchers whose
 workers restart from a disk write a checkpoint each ten steps, without fsync: at one fault in ten
@@ -37,11 +43,13 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +58,7 @@ import attrs
 from figures import digits, in_markdown, said
 from launched import free_port
 from runs import TAG, end_all, machine
+from trainers.work import PART, START
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -59,6 +68,9 @@ TO_START = 120.0
 """Seconds within which a launcher's first step must be done."""
 UNDISTURBED = 20.0
 """Seconds of the run with which all are compared."""
+BATCH = 2 * PART
+SLOW = 5.0
+"""Seconds that a script may take to start, in the tables' last column."""
 BEGIN, END = "<!-- table: written by tests/bench/field.py -->", "<!-- end of the table -->"
 
 Argv = list[str]
@@ -92,9 +104,13 @@ def torchrun(python: str, _port: int, folder: str) -> list[Argv]:
     return [[*command, *trainer("plain", folder)]]
 
 
-def elasticrun(python: str, _port: int, folder: str) -> list[Argv]:
+def elasticrun(python: str, _port: int, folder: str, script: str = "elastic") -> list[Argv]:
     flags = ["--standalone", "--nproc-per-node=2", "--max-restarts=1000"]
-    return [[python, "-m", "elasticlib.launch", *flags, *trainer("elastic", folder)]]
+    return [[python, "-m", "elasticlib.launch", *flags, *trainer(script, folder)]]
+
+
+def in_place(python: str, port: int, folder: str) -> list[Argv]:
+    return elasticrun(python, port, folder, "in_place")
 
 
 def torchft(python: str, port: int, folder: str) -> list[Argv]:
@@ -132,6 +148,15 @@ LAUNCHERS = (
         elasticrun,
     ),
     Launcher(
+        "in-place",
+        "**elasticrun, in place**",
+        "the same flags, and `elasticlib.steps` on torch 2.14 or newer: the other worker goes on, "
+        "and does whole batches until the next is there; each tenth step is kept in the agent's "
+        "memory and saved, for when both are lost",
+        "elasticlib",
+        in_place,
+    ),
+    Launcher(
         "torchrun",
         f"torchrun with `{SHARED}=1`",
         "`--max-restarts 1000 --monitor-interval 0.1`, and the variable without which restarted "
@@ -152,8 +177,8 @@ LAUNCHERS = (
         "torchft",
         "torchft",
         "two replicas of one worker, each under a torchrun that restarts it; the lighthouse waits "
-        "0.1 s for stragglers and 1 s for heartbeats; a step that one replica makes alone, on half "
-        "of the batch, counts as a whole step",
+        "0.1 s for stragglers and 1 s for heartbeats; a replica that is alone makes its steps on "
+        "half of the batch",
         "torchft-nightly",
         torchft,
     ),
@@ -187,9 +212,12 @@ LAUNCHERS = (
 class Outcome:
     """What came of one launcher's run, and when and where.
 
-    possible: the steps of an undisturbed run of so many seconds. kills: those that hit a worker.
-    missed: those that found none. redone: steps done more than once. pauses: after each kill, the
-    longest time without a step until the next kill. error: why there are no numbers.
+    start: seconds that the script takes to start. possible: the steps of an undisturbed run of so
+    many seconds. kept: the last step's number. samples: those trained on in the steps that count; 0
+    in a record of before they were counted. kills: those that hit a worker. missed: those that
+    found none. redone: steps done more than once. pauses: after each kill, the longest time without
+    a step until the next kill. stalls, joins: of workers that went on, and what newcomers cost
+    them, in seconds. error: why there are no numbers.
     """
 
     version: str
@@ -205,13 +233,31 @@ class Outcome:
     redone: int = 0
     pauses: Sequence[float] = ()
     error: str = ""
+    start: float = 0.0
+    samples: int = 0
+    stalls: Sequence[float] = ()
+    joins: Sequence[float] = ()
 
     @property
     def share(self) -> str:
-        return f"{100 * self.kept / self.possible:.1f} %"
+        return f"{100 * self.samples / BATCH / self.possible:.1f} %" if self.samples else "-"
 
 
 # -- a run ----------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Done:
+    """A step that a process has done, when, and on how many samples."""
+
+    step: int
+    at: float
+    pid: int
+    samples: int
+
+
+Steps = Mapping[str, Sequence[Done]]
+"""What each of the two workers has done, in its order; a worker and who replaces it are one."""
 
 
 class Run:
@@ -236,35 +282,33 @@ class Run:
                 for command in commands
             ]
 
-    def steps(self) -> dict[str, list[tuple[int, float]]]:
-        """Number and time of each step that is done, by rank."""
+    def steps(self) -> Steps:
         found = {}
         for path in self.folder.glob("steps.*"):
-            words = [line.split() for line in path.read_text().splitlines()]
-            found[path.suffix] = [(int(step), float(at)) for step, at in words]
+            lines = (line.split() for line in path.read_text().splitlines())
+            found[path.suffix] = [Done(int(a), float(b), int(c), int(d)) for a, b, c, d in lines]
         return found
 
     def wait_for_first_step(self) -> float:
-        """When all ranks had done a step."""
+        """When both workers had done a step."""
         deadline = time.monotonic() + TO_START
         while len(begun := [taken for taken in self.steps().values() if taken]) < 2:
             if time.monotonic() > deadline or all(p.poll() is not None for p in self._processes):
                 said = (self.folder / "log").read_text(errors="replace")
                 raise TimeoutError(f"no step within {TO_START:g} s: {said[-3000:]}")
             time.sleep(0.01)
-        return max(taken[0][1] for taken in begun)
+        return max(taken[0].at for taken in begun)
 
-    def kill(self, first: int) -> bool:
-        """SIGKILL to the worker of this rank, or of the other if it has none; whether one was
-        there."""
-        for rank in (first, 1 - first):
-            pid, started = (self.folder / f"worker.{rank}").read_text().split()
+    def kill(self, first: int) -> int:
+        """SIGKILL to this worker, or to the other if it is not there; its process, or 0."""
+        for slot in (first, 1 - first):
+            pid, started = (self.folder / f"worker.{slot}").read_text().split()
             with contextlib.suppress(OSError):
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 if fields[19] == started and fields[0] not in "ZX":
                     os.kill(int(pid), signal.SIGKILL)
-                    return True
-        return False
+                    return int(pid)
+        return 0
 
     def end(self) -> None:
         for process in self._processes:
@@ -309,46 +353,61 @@ def undisturbed(seconds: float) -> float:
 def disturbed(job: Run, seconds: float, every: float) -> dict[str, Any]:
     """Kills a worker of it again and again; what was kept."""
     began = job.wait_for_first_step()
-    killed: list[float] = []
+    killed: list[tuple[float, int]] = []
     missed = 0
     for at in range(1, math.ceil(seconds / every)):
         time.sleep(max(0.0, began + at * every - time.monotonic()))
-        if job.kill(at % 2):
-            killed.append(time.monotonic())
+        now, pid = time.monotonic(), job.kill(at % 2)
+        if pid:
+            killed.append((now, pid))
         else:
             missed += 1
     time.sleep(max(0.0, began + seconds - time.monotonic()))
     steps = job.steps()
     if not killed:
         raise TimeoutError("no worker to kill")
+    stalls, joins = survivors(steps, killed, began + seconds)
     return {
         "kept": last_step(steps, began + seconds),
+        "samples": samples(steps, began + seconds),
         "kills": len(killed),
         "missed": missed,
         "redone": max(redone(taken) for taken in steps.values()),
-        "pauses": pauses(steps, killed, began + seconds),
+        "pauses": pauses(steps, [at for at, _ in killed], began + seconds),
+        "stalls": stalls,
+        "joins": joins,
     }
 
 
 # -- what is read off a run -----------------------------------------------------------------------
 
 
-def last_step(steps: Mapping[str, Sequence[tuple[int, float]]], until: float) -> int:
-    """The number of the last step that was done by then; the furthest rank's."""
-    done = ([step for step, at in taken if at <= until] for taken in steps.values())
+def last_step(steps: Steps, until: float) -> int:
+    """The number of the last step that was done by then; the furthest worker's."""
+    done = ([one.step for one in taken if one.at <= until] for taken in steps.values())
     return max(numbers[-1] for numbers in done if numbers)
 
 
-def redone(taken: Sequence[tuple[int, float]]) -> int:
-    """How many steps of a rank it had done before."""
-    return len(taken) - len({step for step, _ in taken})
+def samples(steps: Steps, until: float) -> int:
+    """On how many samples the steps up to the last one trained, those done again counted once."""
+    last = last_step(steps, until)
+    of_step: dict[int, dict[str, int]] = defaultdict(dict)
+    for worker, taken in steps.items():
+        for one in taken:
+            if one.at <= until and one.step <= last:
+                of_step[one.step][worker] = one.samples
+    # A worker may be killed when it has done its part, and the other does the step again alone.
+    return sum(min(BATCH, sum(parts.values())) for parts in of_step.values())
 
 
-def pauses(
-    steps: Mapping[str, Sequence[tuple[int, float]]], killed: Sequence[float], end: float
-) -> list[float]:
+def redone(taken: Sequence[Done]) -> int:
+    """How many steps of a worker it had done before."""
+    return len(taken) - len({one.step for one in taken})
+
+
+def pauses(steps: Steps, killed: Sequence[float], end: float) -> list[float]:
     """From each kill to the next, or to the end, the longest time in which no rank did a step."""
-    times = sorted(at for taken in steps.values() for _, at in taken)
+    times = sorted(one.at for taken in steps.values() for one in taken)
     found = []
     for begin, until in zip(killed, [*killed[1:], end], strict=True):
         within = [begin, *(at for at in times if begin < at < until), until]
@@ -356,40 +415,105 @@ def pauses(
     return found
 
 
+def survivors(
+    steps: Steps, killed: Sequence[tuple[float, int]], end: float
+) -> tuple[list[float], list[float]]:
+    """After each kill, of a process that went on: its longest time between two steps until the next
+    kill; and what the step took beyond its usual one in which a newcomer first took part."""
+    of_process: dict[int, list[Done]] = defaultdict(list)
+    for taken in steps.values():
+        for one in taken:
+            of_process[one.pid].append(one)
+    stalls, joins = [], []
+    ends = [*(at for at, _ in killed[1:]), end]
+    for (begin, victim), until in zip(killed, ends, strict=True):
+        first = {done[0].step for done in of_process.values() if begin < done[0].at < until}
+        for pid, done in of_process.items():
+            since = sum(one.at <= begin for one in done)
+            within = done[max(0, since - 1) : sum(one.at < until for one in done)]
+            if pid == victim or not since or len(within) < 2:
+                continue
+            gaps = [(b.at - a.at, a, b) for a, b in itertools.pairwise(within)]
+            usual = statistics.median(gap for gap, _, _ in gaps)
+            stalls.append(max(gap for gap, _, _ in gaps))
+            joins += [gap - usual for gap, a, b in gaps if a.at > begin and b.step in first]
+    return stalls, joins
+
+
 # -- the table ------------------------------------------------------------------------------------
 
 HEAD = (
     "launcher",
-    "steps kept",
+    "samples kept",
     "pause after a kill, median",
     "95th percentile",
     "steps redone per kill",
+    f"samples kept if a start takes {SLOW:g} s",
+)
+SURVIVORS = (
+    "launcher",
+    "a start takes",
+    "kills",
+    "stall of the other worker, median",
+    "95th percentile",
+    "longest",
+    "a newcomer costs it, median",
+    "most",
 )
 
 
+def key(name: str, start: float) -> str:
+    """By which a launcher's outcome is kept."""
+    return f"{name}, {start:g} s to start" if start else name
+
+
 def table(outcomes: Mapping[str, Outcome]) -> str:
-    return in_markdown(HEAD, (cells(one, outcomes.get(one.name)) for one in LAUNCHERS))
+    return in_markdown(HEAD, (cells(one, outcomes) for one in LAUNCHERS))
 
 
-def cells(launcher: Launcher, outcome: Outcome | None) -> tuple[str, ...]:
+def cells(launcher: Launcher, outcomes: Mapping[str, Outcome]) -> tuple[str, ...]:
+    outcome = outcomes.get(launcher.name)
+    slow = outcomes.get(key(launcher.name, SLOW))
+    late = "-" if slow is None else slow.error or slow.share
     if outcome is None or outcome.error:
         why = outcome.error if outcome else "not measured yet"
-        return (launcher.title, why, "", "", "")
+        return (launcher.title, why, "", "", "", late)
     title = launcher.title
     if launcher.package != "elasticlib":
         title += f" {outcome.version}"
-    pauses = sorted(outcome.pauses)
-    # The least pause that so many are not above.
-    middle, most = (said(pauses[math.ceil(n * len(pauses)) - 1], "s") for n in (0.5, 0.95))
-    return (title, outcome.share, middle, most, digits(outcome.redone / outcome.kills))
+    middle, most = (within(outcome.pauses, share) for share in (0.5, 0.95))
+    redone = digits(outcome.redone / outcome.kills)
+    return (title, outcome.share, middle, most, redone, late)
+
+
+def within(times: Sequence[float], share: float) -> str:
+    """The least of these times that this share of them is not above; - of none."""
+    return said(sorted(times)[math.ceil(share * len(times)) - 1], "s") if times else "-"
+
+
+def survivors_table(outcomes: Mapping[str, Outcome]) -> str:
+    rows = []
+    for launcher in LAUNCHERS:
+        for start in (0.0, SLOW):
+            outcome = outcomes.get(key(launcher.name, start))
+            if outcome is not None and outcome.stalls:
+                stalls = (within(outcome.stalls, share) for share in (0.5, 0.95, 1.0))
+                joins = (within(outcome.joins, share) for share in (0.5, 1.0))
+                facts = (f"{start:g} s", f"{outcome.kills}", *stalls, *joins)
+                rows.append((launcher.title, *facts))
+    return in_markdown(SURVIVORS, rows)
 
 
 def page(outcomes: Mapping[str, Outcome]) -> str:
-    """docs/field.md: the table, the text above, each launcher's settings, and the runs."""
+    """docs/field.md: the tables, the text above, each launcher's settings, and the runs."""
     title, _, text = (__doc__ or "").partition("\n\n")
     settings = "\n".join(f"- {one.title}: {one.settings}." for one in LAUNCHERS)
-    runs = [run_of(one, outcomes[one.name]) for one in LAUNCHERS if one.name in outcomes]
-    parts = [f"# {title.rstrip('.')}", table(outcomes), text.strip("\n"), "## Settings", settings]
+    kept = [(one, outcomes.get(key(one.name, start))) for one in LAUNCHERS for start in (0.0, SLOW)]
+    runs = [run_of(one, outcome) for one, outcome in kept if outcome is not None]
+    parts = [f"# {title.rstrip('.')}", table(outcomes)]
+    if any(outcome is not None and outcome.stalls for _, outcome in kept):
+        parts += ["Where the other worker goes on:", survivors_table(outcomes)]
+    parts += [text.strip("\n"), "## Settings", settings]
     if runs:
         parts += ["## Runs", "\n".join(runs)]
     return "\n\n".join(parts) + "\n"
@@ -398,8 +522,8 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
 def run_of(launcher: Launcher, outcome: Outcome) -> str:
     host = outcome.machine
     begin = (
-        f"- {launcher.name} {outcome.version}, on {outcome.date}, {host['processor']}, "
-        f"{host['memory']}, load average before it {outcome.load:.1f}"
+        f"- {key(launcher.name, outcome.start)} {outcome.version}, on {outcome.date}, "
+        f"{host['processor']}, {host['memory']}, load average before it {outcome.load:.1f}"
     )
     if outcome.error:
         return f"{begin}: {outcome.error}."
@@ -427,7 +551,8 @@ def read(file: Path) -> dict[str, Outcome]:
 def write(file: Path, outcomes: Mapping[str, Outcome]) -> None:
     plain = {name: attrs.asdict(outcome) for name, outcome in outcomes.items()}
     for outcome in plain.values():
-        outcome["pauses"] = [round(pause, 3) for pause in outcome["pauses"]]
+        for times in ("pauses", "stalls", "joins"):
+            outcome[times] = [round(seconds, 3) for seconds in outcome[times]]
     file.write_text(json.dumps(plain, indent=1) + "\n")
 
 
@@ -444,18 +569,19 @@ def version_of(package: str, python: str) -> str:
 
 
 def measure_one(
-    launcher: Launcher, python: str, given: argparse.Namespace, rate: float
+    launcher: Launcher, start: float, given: argparse.Namespace, rate: float
 ) -> Outcome | None:
-    version = version_of(launcher.package, python)
+    python = given.python.get(launcher.name, sys.executable)
+    name, version = key(launcher.name, start), version_of(launcher.package, python)
     if not version:
-        print(f"{launcher.name}: {launcher.package} is not installed for {python}", flush=True)
+        print(f"{name}: {launcher.package} is not installed for {python}", flush=True)
         return None
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     load = round(os.getloadavg()[0], 2)
-    outcome = Outcome(version, today, load, machine(), given.seconds, given.every)
-    port = free_port()
-    print(f"{launcher.name} {version}: {given.seconds:g} s", flush=True)
-    with running(lambda folder: launcher.commands(python, port, folder), launcher.variables) as job:
+    outcome = Outcome(version, today, load, machine(), given.seconds, given.every, start=start)
+    port, variables = free_port(), {**launcher.variables, START: str(start)}
+    print(f"{name} {version}: {given.seconds:g} s", flush=True)
+    with running(lambda folder: launcher.commands(python, port, folder), variables) as job:
         try:
             found = disturbed(job, given.seconds, given.every)
         except TimeoutError as error:
@@ -465,7 +591,7 @@ def measure_one(
             if given.logs:
                 given.logs.mkdir(parents=True, exist_ok=True)
                 text = (job.folder / "log").read_bytes()
-                (given.logs / f"{launcher.name}.log").write_bytes(text)
+                (given.logs / f"{name}.log").write_bytes(text)
     return attrs.evolve(outcome, possible=round(rate * given.seconds, 1), **found)
 
 
@@ -477,6 +603,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(names), help="launchers, with commas")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds from kill to kill")
+    parser.add_argument(
+        "--start-seconds", default="0", help="how long a script takes to start, with commas"
+    )
     parser.add_argument("--python", default="", help="NAME=PATH,...: the Python of a launcher")
     parser.add_argument("--json", type=Path, help="the file in which outcomes are kept")
     parser.add_argument(
@@ -488,6 +617,7 @@ def arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if not 0 < given.every < given.seconds:
         parser.error(f"no kill every {given.every:g} s within {given.seconds:g} s")
+    given.starts = [float(start) for start in given.start_seconds.split(",")]
     given.only = [name for name in given.only.split(",") if name]
     pairs = (pair.partition("=") for pair in given.python.split(",") if pair)
     given.python = {name: str(Path(path).absolute()) for name, _, path in pairs}
@@ -506,18 +636,18 @@ def main() -> int:
     rate = undisturbed(min(UNDISTURBED, given.seconds)) if chosen else 0.0
     if chosen:
         print(f"undisturbed: {rate:.1f} steps a second", flush=True)
-    for launcher in chosen:
-        python = given.python.get(launcher.name, sys.executable)
-        outcome = measure_one(launcher, python, given, rate)
+    for start, launcher in itertools.product(given.starts, chosen):
+        outcome = measure_one(launcher, start, given, rate)
         if outcome is not None:
-            outcomes[launcher.name] = outcome
+            outcomes[key(launcher.name, start)] = outcome
             if file is not None:
                 write(file, outcomes)
-    print(table(outcomes))
+    print(table(outcomes), survivors_table(outcomes), sep="\n\n")
     if given.quote:
         PAGE.write_text(page(outcomes))
         README.write_text(quoted(README.read_text(), table(outcomes)))
-    return int(any(outcomes[one].error for one in given.only if one in outcomes))
+    names = [key(one, start) for one in given.only for start in given.starts]
+    return int(any(outcomes[name].error for name in names if name in outcomes))
 
 
 if __name__ == "__main__":

@@ -7,18 +7,49 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import field
 import pytest
 from figures import in_markdown
 
+HALF = field.BATCH // 2
+
+
+def done(pid: int, *steps: tuple[int, float], samples: int = HALF) -> list[field.Done]:
+    return [field.Done(step, at, pid, samples) for step, at in steps]
+
+
 STEPS = {
-    ".0": [(1, 0.0), (2, 0.5), (3, 1.0), (2, 3.0), (3, 3.5), (4, 4.0)],
-    ".1": [(1, 0.1), (2, 0.6), (2, 3.1), (3, 3.6)],
+    ".0": [*done(7, (1, 0.0), (2, 0.5), (3, 1.0)), *done(9, (2, 3.0), (3, 3.5), (4, 4.0))],
+    ".1": [*done(8, (1, 0.1), (2, 0.6)), *done(10, (2, 3.1), (3, 3.6))],
 }
-"""Of two ranks: a worker is killed at 1.1, and both go on after step 1 at 3.0."""
+"""Of two workers: one is killed at 1.1, and both go on after step 1 at 3.0."""
+KEPT = {
+    ".0": done(7, (1, 0.0), (2, 0.5)) + done(9, (5, 3.0), (6, 3.5)),
+    ".1": [
+        *done(8, (1, 0.1), (2, 0.6)),
+        *done(8, (3, 1.6), (4, 2.1), samples=field.BATCH),
+        *done(8, (5, 3.0), (6, 3.6)),
+    ],
+}
+"""The other goes on, does two steps alone and is joined in step 5."""
 MACHINE = {"processor": "some, 2 cores", "memory": "8 GiB"}
 OUTCOME = field.Outcome(
-    "1.2", "2026-01-02", 0.5, MACHINE, 120.0, 10.0, 4000.0, 3000, 10, 1, 25, [*range(1, 10), 20.0]
+    version="1.2",
+    date="2026-01-02",
+    load=0.5,
+    machine=MACHINE,
+    seconds=120.0,
+    every=10.0,
+    possible=4000.0,
+    kept=3000,
+    kills=10,
+    missed=1,
+    redone=25,
+    pauses=[*range(1, 10), 20.0],
+    samples=2800 * field.BATCH,
+    stalls=[0.1, 0.2, 0.4],
+    joins=[0.01, 0.03],
 )
 
 
@@ -28,19 +59,45 @@ def test_steps_that_are_done_again_count_once_and_later_ones_do_not_count() -> N
     assert [field.redone(taken) for taken in STEPS.values()] == [2, 1]
 
 
+def test_samples_count_once_and_half_of_a_batch_counts_half() -> None:
+    assert field.samples(STEPS, 3.6) == 3 * field.BATCH
+    assert field.samples(STEPS, 10.0) == 3.5 * field.BATCH
+    assert field.samples(KEPT, 10.0) == 6 * field.BATCH
+    # Of a worker that is killed when it has done its part of a step, which the other does again.
+    again = {**KEPT, ".0": [*KEPT[".0"], *done(7, (3, 1.0))]}
+    assert field.samples(again, 10.0) == 6 * field.BATCH
+
+
 def test_a_pause_is_the_longest_time_without_a_step_from_a_kill_to_the_next() -> None:
     assert field.pauses(STEPS, [1.1, 3.2], 5.0) == [pytest.approx(1.9), 1.0]
     # One from which the job never comes back lasts to the end.
     assert field.pauses(STEPS, [4.5], 10.0) == [5.5]
 
 
+def test_a_stall_is_of_a_worker_that_goes_on_and_a_newcomer_costs_its_first_step() -> None:
+    stalls, joins = field.survivors(KEPT, [(0.7, 7)], 5.0)
+    assert stalls == [pytest.approx(1.0)]
+    assert joins == [pytest.approx(0.9 - 0.75)]
+    # Where all are started anew, nobody is there that has stalled.
+    assert field.survivors(STEPS, [(1.1, 7)], 2.0) == ([], [])
+
+
 def test_the_table_has_a_row_for_each_launcher_and_says_what_was_not_measured() -> None:
     failed = field.Outcome("2.0", "", 0.0, MACHINE, 120.0, 10.0, error="no step within 120 s")
-    lines = field.table({"torchft": OUTCOME, "ray": failed}).splitlines()
-    assert "| torchft 1.2 | 75.0 % | 5.0 s | 20 s | 2.5 |" in lines
-    assert "| Ray Train | no step within 120 s | | | |" in lines
+    slow = field.key("torchft", field.SLOW)
+    outcomes = {"torchft": OUTCOME, slow: OUTCOME, "ray": failed}
+    lines = field.table(outcomes).splitlines()
+    assert "| torchft 1.2 | 70.0 % | 5.0 s | 20 s | 2.5 | 70.0 % |" in lines
+    assert "| Ray Train | no step within 120 s | | | | - |" in lines
     assert sum("not measured yet" in line for line in lines) == len(field.LAUNCHERS) - 2
-    assert {line.count("|") for line in lines} == {6}
+    assert {line.count("|") for line in lines} == {7}
+
+
+def test_the_page_has_a_table_of_the_workers_that_went_on() -> None:
+    lines = field.page({"torchft": OUTCOME}).splitlines()
+    assert "| torchft | 0 s | 10 | 0.20 s | 0.40 s | 0.40 s | 10 ms | 30 ms |" in lines
+    still = attrs.evolve(OUTCOME, stalls=[], joins=[])
+    assert "Where the other worker goes on:" not in field.page({"torchft": still})
 
 
 def test_the_page_names_each_launchers_settings_and_each_run() -> None:
@@ -75,7 +132,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_flags_that_cannot_work_are_refused() -> None:
     for flags, why in (
-        (("--only", "mpirun"), "no launcher mpirun: there are elasticrun, torchrun"),
+        (("--only", "mpirun"), "no launcher mpirun: there are elasticrun, in-place"),
         (("--python", "mpirun=python"), "no launcher mpirun"),
         (("--seconds", "5"), "no kill every 10 s within 5 s"),
     ):

@@ -171,7 +171,7 @@ def local() -> Any:
         (defaultdict(lambda: 1), "and a checkpoint holds those of None, int"),
         (local(), "Hidden, a class that its module does not have under that name"),
         (numpy.random.PCG64(), "is a numpy.random._pcg64.PCG64"),
-        (object(), "is a builtins.object"),
+        (object(), "is an object"),
     ],
 )
 def test_what_one_of_them_refuses_all_refuse_with_its_place(

@@ -92,7 +92,9 @@ def test_a_holder_whose_read_fails_is_passed_over_by_all(together: Play) -> None
 def test_who_cannot_say_what_it_holds_fails_all_rather_than_losing_steps(together: Play) -> None:
     found = together([[[10, 1.0]], [[20, 2.0]]], faults={1: {"held": True}})
     error = one(found, "error")
-    assert error.startswith("CheckpointError: rank 1 could not say which states it holds: OSError")
+    assert error.startswith(
+        "CheckpointError: rank 1 could not list the states that it holds: OSError"
+    )
 
 
 def test_two_with_empty_disks_get_50_mib_in_chunks_and_one_pack_of_memory(together: Play) -> None:
@@ -110,19 +112,19 @@ def test_copies_that_differ_are_replaced_by_what_most_hold(together: Play) -> No
     assert one(found, "values") == [2.0]
     assert [each["holder"] for each in found] == [1, 1, 2]
     [why] = one(found, "passed_over")
-    assert why == ("rank 0's step 7 (disk, step-7): it is not the same as rank 1's, which is taken")
+    assert why == ("rank 0's step 7 (disk, step-7): it differs from that of rank 1, which is used")
 
 
 def test_a_pack_that_is_changed_on_its_way_fails_all(together: Play) -> None:
     found = together([[[7, 1.0]], []], noisy=True)
-    assert "CheckpointCorrupt: step 7 was changed on its way: rank 0 sent" in one(found, "error")
+    assert "CheckpointCorrupt: step 7 was corrupted in transit: rank 0 sent" in one(found, "error")
 
 
 def test_a_state_that_one_rank_cannot_load_fails_all(together: Play) -> None:
     found = together([[[7, 1.0]], []], fragile=1)
     error = one(found, "error")
     assert error == (
-        "CheckpointError: rank 1 failed at restoring step 7: state['fragile'], a Fragile,"
+        "CheckpointError: rank 1 failed to restore step 7: state['fragile'], a Fragile,"
         " could not load its state: ValueError: not mine"
     )
 
@@ -204,7 +206,7 @@ def test_shards_that_are_changed_on_their_way_fail_all(together: Play) -> None:
     for held in (lacks_all, lacks_shards):
         assert "error" not in together(held, sharded=True, elements=900)[0]
         found = together(held, sharded=True, elements=900, noisy=True)
-        said = "CheckpointCorrupt: step 8 was changed on its way: rank 0 sent"
+        said = "CheckpointCorrupt: step 8 was corrupted in transit: rank 0 sent"
         assert said in one(found, "error")
 
 

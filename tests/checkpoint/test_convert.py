@@ -238,7 +238,7 @@ def test_what_cannot_be_converted_is_told_and_nothing_is_written_over(
         (
             ("there.pt", "new", "--to", "folder", "--step", "1"),
             1,
-            "there.pt is no whole checkpoint",
+            "there.pt is not a complete checkpoint",
         ),
         (("absent", "new", "--to", "torch"), 1, "absent"),
     ):

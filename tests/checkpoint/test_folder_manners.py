@@ -14,7 +14,7 @@ from elasticlib import CheckpointManager, FileStore
 from elasticlib.checkpoint.commit import Committer, Writer, Writers
 from elasticlib.checkpoint.folder import CheckpointFolder, Retention
 from elasticlib.checkpoint.place import LOCK, LocalPlace
-from elasticlib.errors import CheckpointError, CheckpointRefused, StoreUnavailable
+from elasticlib.errors import CheckpointError, CheckpointRefused, StoreRefused
 from elasticlib.hard_lock import hard_lock
 
 
@@ -83,7 +83,7 @@ def test_a_file_system_without_locks_is_an_error(
         pytest.raises(CheckpointError, match="could not be"),
     ):
         manager.claim()
-    with FileStore(tmp_path / "store") as store, pytest.raises(StoreUnavailable, match="store"):
+    with FileStore(tmp_path / "store") as store, pytest.raises(StoreRefused, match="lock files in"):
         store.set("key", b"")
 
 

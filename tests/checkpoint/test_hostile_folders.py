@@ -433,7 +433,7 @@ def test_a_step_that_is_a_link_to_where_we_may_not_look_is_passed_over_with_its_
     led_away(shared_folder, 2, hidden / "step")
     step, value, (why,) = forked(lambda: restored(shared_folder), NOBODY)
     assert (step, value) == (1, 1.0)
-    assert "step-0000000002 is damaged: it is a link to what cannot be read: " in why
+    assert "step-0000000002 is damaged: it is a link whose target cannot be read: " in why
 
 
 @needs_root

@@ -254,7 +254,7 @@ LOOP.append(LOOP)
     ("state", "said"),
     [
         ({"a": [1, Odd()]}, r"state\['a'\]\[1\] is a test_pack.Odd"),
-        ({Odd: 1}, r"state.key\(.*\) is a builtins.type"),
+        ({Odd: 1}, r"state.key\(.*\) is a type"),
         (LOOP, r"state\[0\] contains itself"),
         ({"w": torch.eye(2).to_sparse()}, r"state\['w'\] is a tensor without plain elements"),
         ([torch.ones(1, device="meta")], r"state\[0\] is a tensor without plain elements"),

@@ -126,7 +126,7 @@ def test_whoever_lost_the_folder_cannot_commit_and_no_older_one_gets_it(
             continue
         assert writer.generation >= latest.get(writer.start, 0)
         if fence is not None:
-            assert "has taken it over from" in why_not(answer, fence.holder)
+            assert "took the folder over from" in why_not(answer, fence.holder)
             # Who writes beside it may, if of its generation, and takes it from nobody.
             alike = (writer.start, writer.generation) == (
                 fence.holder.start,

@@ -120,10 +120,10 @@ def test_a_container_becomes_what_was_saved():
             {"a": torch.zeros(2, dtype=torch.int8)},
             "state['a'] is a tensor of (2,) float32, and a tensor of (2,) int8 was saved",
         ),
-        ({"a": torch.zeros(2)}, {"a": 1}, "is a tensor of (2,) float32, and a int was saved"),
+        ({"a": torch.zeros(2)}, {"a": 1}, "is a tensor of (2,) float32, and an int was saved"),
         ({"a": {"b": 1}}, {"a": [1]}, "state['a'] is a dict, and a list was saved"),
         ({"a": {"b": Counter()}}, {"a": {}}, "nothing was saved for state['a']['b'], a Counter"),
-        ({"a": object()}, {"a": 1}, "state['a'] is a object, which has no load_state_dict"),
+        ({"a": object()}, {"a": 1}, "state['a'] is an object, which has no load_state_dict"),
         ({"a": 1}, [1], "what was saved is no dict of names, but a list"),
     ],
 )
@@ -131,6 +131,40 @@ def test_what_does_not_fit_is_refused_by_name(state, saved, sentence):
     with pytest.raises(StateMismatch) as refused:
         fit(state, read_back(saved))
     assert sentence in str(refused.value)
+
+
+def test_so_is_what_a_module_or_an_optimizer_does_not_take():
+    small, wide = (torch.nn.Linear(width, 1) for width in (2, 3))
+    one, two = torch.optim.Adam(small.parameters()), torch.optim.Adam([small.weight])
+    for mine, other, said in (
+        (small, wide, "size mismatch for weight"),
+        (one, two, "doesn't match the size of optimizer's group"),
+    ):
+        put = fit({"it": mine}, {"it": other.state_dict()})
+        with pytest.raises(
+            StateMismatch, match=r"state\['it'\], an? \w+, could not load"
+        ) as refused:
+            put()
+        assert said in str(refused.value)
+
+
+def test_a_state_of_a_model_with_or_without_ddp_says_what_to_save():
+    alone = torch.nn.Linear(2, 2)
+    wrapped = torch.nn.Sequential()
+    wrapped.module = torch.nn.Linear(2, 2)  # as DistributedDataParallel has it
+    for old, new, way in ((wrapped, alone, "without"), (alone, wrapped, "with")):
+        with pytest.raises(StateMismatch) as refused:
+            fit({"model": old}, read_back({"model": new}))()
+        assert f"(saved {way} DistributedDataParallel?" in str(refused.value)
+        assert str(refused.value).lower().endswith("put model.module into the state)")
+
+
+def test_a_state_dict_of_a_model_with_or_without_ddp_is_not_left_as_it_was() -> None:
+    alone, wrapped = torch.nn.Linear(2, 2), torch.nn.Sequential()
+    wrapped.module = torch.nn.Linear(2, 2)  # as DistributedDataParallel has it
+    for old, new, way in ((wrapped, alone, "without"), (alone, wrapped, "with")):
+        with pytest.raises(StateMismatch, match=rf"\['model'\] has other .*saved {way} Distrib"):
+            fit({"model": old.state_dict()}, read_back({"model": new.state_dict()}))
 
 
 def test_names_on_one_side_are_left_alone_if_that_is_allowed():
@@ -141,8 +175,10 @@ def test_names_on_one_side_are_left_alone_if_that_is_allowed():
 
 
 def test_an_object_that_refuses_its_state_is_named():
-    state = {"nested": [torch.nn.Linear(2, 2)]}
-    found = read_back({"nested": [torch.nn.Linear(3, 2)]})
-    put = fit(state, found)
-    with pytest.raises(CheckpointError, match=r"state\['nested'\]\[0\], a Linear, could not load"):
+    class Full(Counter):
+        def load_state_dict(self, state):
+            raise RuntimeError(f"no room for {state}")
+
+    put = fit({"nested": [Full()]}, read_back({"nested": [Counter()]}))
+    with pytest.raises(CheckpointError, match=r"state\['nested'\]\[0\], a .*Full, could not load"):
         put()

@@ -76,7 +76,7 @@ def test_a_flipped_byte_in_memory_is_passed_over_with_its_reason_for_what_the_di
     step, values, (why,) = restored(tmp_path / "disk")
     assert (step, values) == (1, {1.0})
     assert "rank 0's step 2 (memory, " in why
-    assert "was changed in memory: its words' sum was " in why
+    assert "was changed in memory: its checksum was " in why
 
 
 def test_a_snapshot_whose_worker_ended_before_it_was_summed_is_used_as_it_is(

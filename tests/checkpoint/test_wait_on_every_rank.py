@@ -96,7 +96,7 @@ def test_wait_returns_once_another_rank_has_made_it_durable_and_not_before(
     writes = partial(save_gated, (1,), "gate")
     _, (early, never, steps, value) = play(writes, wait_early_and_for_the_next)
     for said, step in ((early, 1), (never, 2)):
-        assert said[0].startswith(f"nothing was heard of the save of step {step}, which rank 0")
+        assert said[0].startswith(f"no news of the save of step {step}, which rank 0")
     assert (steps, value) == ([1], 11.0)
     writes = partial(save_gated, (1, 2), "again")
     assert play(writes, wait_for_both)[1] == [[1, 2], 12.0, 11.0]
@@ -143,7 +143,7 @@ def test_all_ranks_hear_why_one_could_not_save_and_that_one_is_gone(
     killed, other = ranks.ends(act, 2, (save_and_be_killed, wait_for_the_killed), tmp_path)
     assert killed.status == -signal.SIGKILL
     [said] = other.value
-    assert "nothing was heard of the save of step 1, which rank 0 makes: it has died" in said
+    assert "no news of the save of step 1, which rank 0 makes: it has died" in said
 
 
 def save_and_hear(step: int, folder: Path) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -18,12 +20,34 @@ def test_another_epoch_starts_anew_and_the_same_one_goes_on():
     sampler.set_epoch(0)
     assert list(sampler) == list(sampler) == first[2:]
     sampler.set_epoch(1)
-    with pytest.warns(UserWarning, match="nothing was counted"):
+    with pytest.warns(UserWarning, match=r"advance\(\) was not called"):
         assert sampler.state_dict()["consumed"] == 0
     assert len(sampler) == 5
     assert list(sampler) != first
     with pytest.raises(ConfigError, match=r"epoch.*got -1"):
         sampler.set_epoch(-1)
+
+
+def test_a_program_that_saves_in_an_epoch_and_counts_nothing_is_told_so_once():
+    sampler = ElasticDistributedSampler(range(10_000), 1, 0)
+    drawn = iter(sampler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sampler.state_dict()
+        [next(drawn) for _ in range(8)]  # a loader draws ahead of the first step
+        sampler.state_dict()
+    [next(drawn) for _ in range(2000)]
+    with pytest.warns(UserWarning, match=r"samples were drawn.*advance\(\) was not called"):
+        assert sampler.state_dict()["consumed"] == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [next(drawn) for _ in range(2000)]
+        sampler.state_dict()
+        counts = ElasticDistributedSampler(range(10_000), 1, 0)
+        for index, _ in enumerate(counts):
+            counts.advance(1)
+            if index % 500 == 0:
+                assert counts.state_dict()["consumed"] == index + 1
 
 
 def test_start_index_is_a_place_in_the_epoch_that_is_named_first():

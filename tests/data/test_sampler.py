@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler, permutation
-from elasticlib.errors import CheckpointError, ConfigError, StateMismatch
+from elasticlib.errors import ConfigError, StateMismatch
 
 worlds = st.integers(1, 7)
 lengths = st.integers(0, 80)
@@ -312,7 +312,9 @@ def test_a15_drawing_on_takes_no_more_memory():
 
 
 def test_world_and_rank_come_from_the_process_group():
-    with pytest.raises(ValueError, match="process group has not been initialized"):
+    with pytest.raises(
+        ValueError, match=r"process group has not been initialized.*or give num_replicas=1, rank=0"
+    ):
         ElasticDistributedSampler(range(10))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -331,7 +333,7 @@ def test_who_changed_the_dataset_restores_the_rest_and_says_what_is_meant(tmp_pa
     grown = ElasticDistributedSampler(range(12), 1, 0)
     rest = {"weight": torch.zeros(2)}
     with CheckpointManager(tmp_path) as manager:
-        with pytest.raises(CheckpointError, match=r"length is 10.*12"):
+        with pytest.raises(StateMismatch, match=r"length is 10.*12"):
             manager.restore({"before": {}, "sampler": grown}, strict=False)
         with pytest.raises(StateMismatch, match="the state has no 'sampler'"):
             manager.restore(rest)
@@ -343,7 +345,8 @@ def test_who_changed_the_dataset_restores_the_rest_and_says_what_is_meant(tmp_pa
 
 
 def test_who_only_changed_the_class_is_told_once_that_nothing_was_counted():
-    sampler, said = ElasticDistributedSampler(range(12), 2, 0), r"nothing was counted: .*advance\("
+    sampler = ElasticDistributedSampler(range(12), 2, 0)
+    said = r"advance\(\) was not called: .*advance\("
     assert sampler.state_dict()["consumed"] == 0
     for epoch in range(3):
         sampler.set_epoch(epoch)

@@ -173,7 +173,7 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 75
     # The one that has ended may not have been collected yet.
-    last = rf"stop at once, killing: (pid {workers[0]}, )?pid {workers[1]}\b"
+    last = rf"did not end in time, killing: (pid {workers[0]}, )?pid {workers[1]}\b"
     assert re.search(last, agent.text), agent.text
     assert not (job.folder / "saved.1.1").exists()
 

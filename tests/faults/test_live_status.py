@@ -225,7 +225,7 @@ def test_watching_ends_with_the_run_and_with_a_signal(job: Job) -> None:
     ("arguments", "code", "says"),
     [
         (("nothing",), 4, "nothing"),
-        (("127.0.0.1:1", "--timeout", "0.2"), 4, "127.0.0.1:1 was not reached"),
+        (("127.0.0.1:1", "--timeout", "0.2"), 4, "127.0.0.1:1 could not be reached"),
         (("--rdzv-id", "x"), 2, "are for an ENDPOINT"),
         (("--rdzv-backend", "file", "/nowhere"), 4, "no folder /nowhere"),
         (("--timeout", "0"), 2, "a positive number of seconds"),

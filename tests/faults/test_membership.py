@@ -128,7 +128,7 @@ def test_one_spare_is_wanted_and_takes_over_and_another_is_sent_away(job: Job) -
     (sent_away,) = extra.keys() - {spare}
     assert extra[sent_away].exit_code() == 1
     (error,) = re.findall(r"^elasticrun: .*", extra[sent_away].text, re.MULTILINE)
-    assert "the job has all that it wants, 2 nodes and 1 spares (--spares)" in error
+    assert "the job has all the nodes it wants, 2 nodes and 1 spares (--spares)" in error
     assert not job.places(generation_of(before) + 1)
     members[before[0]["node"]].kill()
     after = job.settled(2, after=generation_of(before))

@@ -19,8 +19,11 @@ CONTEXT = str(PROGRAMS / "context_worker.py")
 SHORT = ("--shutdown-timeout", "0.1")
 
 
-def asking(job: Job, name: str, *flags: str, worker: tuple[str, ...] = ()) -> Node:
-    command = job.agent(*flags, program=CONTEXT, worker=worker)
+def asking(
+    job: Job, name: str, *flags: str, worker: tuple[str, ...] = (), resize: str = ""
+) -> Node:
+    fields = {"agent": {"resize": resize}} if resize else None
+    command = job.agent(*flags, program=CONTEXT, worker=worker, fields=fields)
     return job.start(name, *command, PYTHONPATH=WITHOUT_TORCH)
 
 
@@ -87,12 +90,12 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
 
 
 def test_a_resize_waits_for_the_next_save_where_it_is_asked_to(job: Job) -> None:
-    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store(), "--resize", "at-checkpoint")
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
     last = ("--rdzv-conf", "last_call_timeout=0.3", "--resize-grace", "100", *SHORT)
-    nodes = [asking(job, "a", *meet, *last)]
+    nodes = [asking(job, "a", *meet, *last, resize="at-checkpoint")]
     one = job.settled(1)
     goes_on(job)
-    nodes.append(asking(job, "b", *meet, *last))
+    nodes.append(asking(job, "b", *meet, *last, resize="at-checkpoint"))
     nodes[0].says("resize: the workers have 100 s to save and end")
     goes_on(job)
     (job.folder / "save").touch()
@@ -107,12 +110,12 @@ def test_a_resize_waits_for_the_next_save_where_it_is_asked_to(job: Job) -> None
 
 
 def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
-    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store(), "--resize", "immediate")
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
     last = ("--rdzv-conf", "last_call_timeout=0.3")
-    nodes = [asking(job, "a", *meet, *last)]
+    nodes = [asking(job, "a", *meet, *last, resize="immediate")]
     one = job.settled(1)
     goes_on(job)
-    nodes.append(asking(job, "b", *meet, *last))
+    nodes.append(asking(job, "b", *meet, *last, resize="immediate"))
     job.settled(2, after=generation_of(one))
     assert not list(job.folder.glob("stopped.*"))
     job.finish()
@@ -130,7 +133,7 @@ def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job)
     first = job.settled(2)
     again = job.settled(2, after=generation_of(first))
     assert [place["TORCHELASTIC_RESTART_COUNT"] for place in again] == ["1", "1"]
-    told = r"hung: rank \d on \S+ is at step 19, silent for \d\.\d s; the others are at step 19"
+    told = r"hung: rank \d on \S+ is at step 19, silent for \d\.\d s; so are the others"
     for node in nodes:
         assert re.search(told, node.text), node.text
         (stacks,) = logs[node.name].glob("*/attempt_0/0/stacks.txt")

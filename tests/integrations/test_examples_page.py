@@ -12,7 +12,7 @@ import pytest
 from pages import DOCS, blocks_of
 
 from elasticlib.examples import imagenet
-from elasticlib.launch.arguments import build_flags
+from elasticlib.launch.flags import build_parser
 
 TEXT, BLOCKS = blocks_of("examples.md")
 COMMANDS = [code.strip() for _, code in BLOCKS]
@@ -42,7 +42,7 @@ def test_the_page_names_each_example_that_is_a_program_and_no_other() -> None:
     own = {"demo.py", "imagenet.py", "train_text.py"}
     assert named >= {folder / name for name in own}
     programs = {path for path in folder.glob("*.py") if "__main__" in path.read_text()}
-    programs |= set(folder.glob("with_*.py"))
+    programs |= {folder / "in_place.py", *folder.glob("with_*.py")}
     assert named == programs
 
 
@@ -62,7 +62,7 @@ def test_text_and_images_are_trained_on_by_the_pages_commands(tmp_path: Path) ->
 
 
 def test_the_command_for_a_cluster_is_understood_by_the_launcher_and_the_script() -> None:
-    agent = build_flags().parser.parse_args(shlex.split(CLUSTER_RUN)[1:])
+    agent = build_parser().parse_args(shlex.split(CLUSTER_RUN)[1:])
     assert agent.training_script == "elasticlib.examples.imagenet"
     script = imagenet.parse(agent.training_script_args)
     assert (script.arch, script.batch_size, script.max_micro_batch) == ("resnet50", 1024, 128)

@@ -110,7 +110,8 @@ def test_an_indexed_job_is_scaled_from_one_pod_to_three_and_back(pods: Pods) -> 
     # The service has not published it, and the pod itself knows only its long name.
     first.node.says("cannot resolve the host of train-0.train:29400 yet")
     first.node.says(
-        r"the store is unreachable, retrying for 600 s \(join_timeout\): train-0.train:29400 was"
+        r"the store is unreachable, retrying for 600 s \(join_timeout\): "
+        r"train-0.train:29400 could not be reached"
     )
     pods.publish()
     alone = pods.trained(1)
@@ -136,7 +137,7 @@ def test_a_trainjob_loses_the_machine_of_its_first_node_and_has_it_back_elsewher
     before = pods.trained(3)
     zero.lose()
     zero = pods.start(containers[0], f"--samples={SAMPLES}")
-    zero.node.says("cannot resolve the host|waiting for the node that serves the store")
+    zero.node.says("cannot resolve the host|waiting for .*, which serves the store")
     pods.publish()
     pods.trained(3, after=before)
     assert pods.finish() == [0, 0, 0], pods.said()

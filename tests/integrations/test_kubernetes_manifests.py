@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from pages import blocks_of
 
@@ -34,10 +35,12 @@ from manifests import (  # noqa: E402
 )
 
 from elasticlib.launch.arguments import Launch, read_launch  # noqa: E402
+from elasticlib.launch.commands import _parser  # noqa: E402
 from elasticlib.workers.spec import Ladder, Module  # noqa: E402
 
 MODELS = {
     "Service": "V1Service",
+    "Deployment": "V1Deployment",
     "Job": "V1Job",
     "PodDisruptionBudget": "V1PodDisruptionBudget",
     "HorizontalPodAutoscaler": "V2HorizontalPodAutoscaler",
@@ -47,6 +50,7 @@ MODELS = {
 }
 VERSIONS = {
     "Service": "v1",
+    "Deployment": "apps/v1",
     "Job": "batch/v1",
     "PodDisruptionBudget": "policy/v1",
     "HorizontalPodAutoscaler": "autoscaling/v2",
@@ -219,6 +223,33 @@ def test_the_names_in_the_indexed_job_are_each_others() -> None:
     assert launched(CONTAINERS["indexed-job"]).config.rdzv_endpoint.endswith(f":{port}")
 
 
+def test_the_store_of_its_own_is_that_jobs_and_its_service_leads_to_it() -> None:
+    service, deployment = (of_kind("store.yaml", kind) for kind in ("Service", "Deployment"))
+    spec, name = deployment["spec"], service["metadata"]["name"]
+    labels = spec["template"]["metadata"]["labels"]
+    assert labels == service["spec"]["selector"] == spec["selector"]["matchLabels"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert container["command"][0] == "elasticlib"
+    chosen = _parser().parse_args(container["command"][1:])
+    assert chosen.job in {launched(one).config.run_id for one in CONTAINERS.values()}
+    (port,) = service["spec"]["ports"]
+    assert chosen.bind == ("0.0.0.0", port["port"])
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    for word in (f"PET_RDZV_ENDPOINT={name}:{port['port']}", f"--rdzv-endpoint={name}:"):
+        assert word in TEXT
+    for one in CONTAINERS.values():
+        moved = (one.command[0], f"--rdzv-endpoint={name}:{port['port']}", *one.command[1:])
+        assert launched(attrs.evolve(one, command=moved)).config.endpoints == (
+            f"{name}:{port['port']}",
+        )
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_the_events_are_kept_on_the_volume(name: str) -> None:
+    container = CONTAINERS[name]
+    assert launched(container).settings["log_dir"] == f"{container.mount}/logs"
+
+
 def test_the_autoscaler_keeps_to_the_limits_of_what_it_scales() -> None:
     spec = of_kind("autoscaler.yaml", "HorizontalPodAutoscaler")["spec"]
     target, policy = spec["scaleTargetRef"], PYTORCH_JOB["spec"]["elasticPolicy"]
@@ -262,6 +293,7 @@ def test_the_example_that_the_manifests_run_is_there() -> None:
 # -- docs/kubernetes.md ------------------------------------------------------------------------
 
 TEXT, BLOCKS = blocks_of("kubernetes.md")
+RESIZE = re.compile("kubectl (scale|patch|delete) ")
 LINES = [line for _, code in BLOCKS for line in code.splitlines()]
 
 
@@ -282,7 +314,7 @@ def test_the_page_says_what_the_manifests_need_of_a_cluster() -> None:
 
 
 def test_the_pages_resizes_are_of_what_is_there_and_leave_it_valid() -> None:
-    scale, patch, *deletes = (shlex.split(line) for line in LINES if line.startswith("kubectl"))
+    scale, patch, *deletes = (shlex.split(line) for line in LINES if RESIZE.match(line))
     assert scale[2] == f"pytorchjob/{PYTORCH_JOB['metadata']['name']}"
     replicas = int(scale[3].removeprefix("--replicas="))
     assert replicas <= PYTORCH_JOB["spec"]["elasticPolicy"]["maxReplicas"]

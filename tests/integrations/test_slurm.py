@@ -224,6 +224,7 @@ def test_a_job_that_is_cancelled_stays_cancelled(submit: Any, slurm: Slurm) -> N
     slurm.idle()
     # Slurm itself would have let it: a job that is asked for while it is being ended comes back.
     assert "DRAINED: received SIGTERM" in batch.said
+    assert "this job is not requeued after SIGTERM" in batch.said
     assert (slurm.field(batch.id, "JobState"), slurm.field(batch.id, "Restarts")) == (
         "CANCELLED",
         "0",
@@ -233,8 +234,9 @@ def test_a_job_that_is_cancelled_stays_cancelled(submit: Any, slurm: Slurm) -> N
 def test_where_slurm_refuses_that_is_said_and_the_exit_code_stands(
     submit: Any, slurm: Slurm
 ) -> None:
-    batch = submit("requeue", "--no-requeue")
+    batch = submit("requeue")
     batch.settled(2)
+    slurm.tell("scontrol", "update", f"JobId={batch.id}", "Requeue=0")
     slurm.tell("scancel", "--signal=USR1", batch.id)
     batch.becomes("FAILED")
     assert slurm.field(batch.id, "ExitCode") == "75:0"
@@ -244,6 +246,13 @@ def test_where_slurm_refuses_that_is_said_and_the_exit_code_stands(
     assert set(said) == {(batch.id, refused)}
     # The one that does not host may find the store gone with the other, which has asked by then.
     assert len(said) == 1 + batch.said.count("the store is gone, so this node also asks to requeue")
+
+
+def test_what_slurm_is_going_to_refuse_is_refused_at_the_start(submit: Any, slurm: Slurm) -> None:
+    batch = submit("requeue", "--no-requeue")
+    batch.becomes("FAILED")
+    assert slurm.field(batch.id, "ExitCode") == "2:0"
+    assert f"Slurm may not requeue job {batch.id} (Requeue=0)" in batch.said
 
 
 def test_a_node_that_is_drained_alone_leaves_and_nothing_is_requeued(

@@ -12,14 +12,15 @@ import pytest
 
 from elasticlib import Command, Module, Script
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import build_flags, parse, read_launch
+from elasticlib.launch.arguments import parse, read_launch
 from elasticlib.launch.backends import ETCD_KEYS, EtcdPlace
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.elasticrun import command
+from elasticlib.launch.flags import build_parser
 
 
 def test_every_two_word_flag_has_both_spellings() -> None:
-    options = set(build_flags().parser._option_string_actions)
+    options = set(build_parser()._option_string_actions)
     twins = {o for o in options if o.startswith("--") and "-" in o[2:]}
     assert {"--" + twin[2:].replace("-", "_") for twin in twins} <= options
 
@@ -62,7 +63,7 @@ REFUSED = [
     ("--nnodes x SCRIPT", "--nnodes is N or MIN:MAX, got 'x'"),
     ("--nnodes 3:2 SCRIPT", "1 <= MIN <= MAX, got '3:2'"),
     ("--nnodes 0 SCRIPT", "1 <= MIN <= MAX"),
-    ("--nnodes 2 SCRIPT", "2 nodes need a place to meet"),
+    ("--nnodes 2 SCRIPT", "a job of 2 nodes needs --rdzv-endpoint"),
     ("--nnodes 1:2 --master-addr h SCRIPT", "fixed number of nodes, got 1:2"),
     ("--nnodes 2 --node-rank 2 --master-addr h SCRIPT", "0 <= --node-rank < 2 nodes, got 2"),
     ("--rdzv-endpoint h:1 --master-port 2 SCRIPT", "--master-port belongs to the static"),
@@ -70,9 +71,9 @@ REFUSED = [
     ("--nnodes 2 --master-addr 0.0.0.0 SCRIPT", "--master-addr is an address that the other nodes"),
     ("--nnodes 2 --master-port 0 SCRIPT", "cannot meet at --master-port 0"),
     ("--node-rank -1 SCRIPT", "0 <= --node-rank < 1 nodes, got -1"),
-    ("--standalone --nnodes 2 SCRIPT", "--standalone is one node"),
+    ("--standalone --nnodes 2 SCRIPT", "one node: remove --nnodes 2, or --standalone"),
     ("--standalone --rdzv-endpoint h:1 SCRIPT", "--rdzv-endpoint cannot be used with"),
-    ("--standalone --rdzv-backend file SCRIPT", "--standalone is one node"),
+    ("--standalone --rdzv-backend file SCRIPT", "own tcp store: remove --rdzv-backend file"),
     ("--rdzv-endpoint h:99999 SCRIPT", "HOST:PORT"),
     ("--rdzv-endpoint h:1 --rdzv-id= SCRIPT", "--rdzv-id is a name of 1 to 256 bytes, got ''"),
     ("--nproc-per-node 0 SCRIPT", "at least 1, got 0"),
@@ -92,14 +93,20 @@ REFUSED = [
     ("--shutdown-timeout=1e10 SCRIPT", "--shutdown-timeout is seconds from 0 to 1e+06"),
     ("--monitor-interval 1e10 SCRIPT", "--monitor-interval is positive, up to 1e+06 s"),
     ("--rdzv-conf close_timeout=1e10 SCRIPT", "up to 1e+06, got '1e10'"),
+    ("--nnodes 1:3 SCRIPT", "a job of up to 3 nodes needs --rdzv-endpoint HOST:PORT"),
+    ("--nnodes 1:$(PET_NNODES) SCRIPT", "Kubernetes leaves $(NAME) as it is if the variable"),
+    (
+        "--rdzv-conf rank=1,colour=a,size=b SCRIPT",
+        "--node-rank; --rdzv-conf has no key 'colour', 'size'",
+    ),
     ("--nnodes 1: SCRIPT", "--nnodes is N or MIN:MAX, got '1:'"),
     ("--node-rank -3 --rdzv-endpoint h:1 SCRIPT", "0 <= --node-rank < 1 nodes, got -3"),
-    ("-t 5:3 SCRIPT", "--tee names local rank 5, and there are 1 workers a node"),
+    ("-t 5:3 SCRIPT", "--tee names local rank 5, and a node has 1 worker"),
     ("-t 0:1,0:2 SCRIPT", "--tee is 0, 1, 2 or 3"),
     ("--rdzv-backend file SCRIPT", "--rdzv-backend file needs an --rdzv-endpoint"),
     (
         "--rdzv-backend file --rdzv-endpoint meet SCRIPT",
-        "name each job with an --rdzv-id",
+        "name each job with its own --rdzv-id",
     ),
     ("--rdzv-backend file --rdzv-endpoint m --rdzv-id j --rdzv-conf is_host=1 SCRIPT", "is_host"),
     ("--nnodes 2 --rdzv-endpoint localhost:0 SCRIPT", "nodes cannot meet at port 0"),
@@ -161,6 +168,11 @@ def test_what_cannot_work_is_refused_with_a_sentence(line: str, sentence: str, s
     with pytest.raises(ConfigError) as refused:
         parse([script if word == "SCRIPT" else word for word in line.split()])
     assert sentence in str(refused.value)
+
+
+def test_a_script_whose_ending_is_left_out_is_named(script: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {script}"):
+        parse([script.removesuffix(".py")])
 
 
 TWO = "--nnodes 2 --rdzv-endpoint"
@@ -337,8 +349,11 @@ def test_workers_start_warm_unless_they_are_told_otherwise() -> None:
     ("flags", "sentence"),
     [
         (("--start-method=threads",), "is one of warm, spawn, fork, forkserver, got 'threads'"),
-        (("--start-method=spawn", "--preload=json"), "--preload is for --start-method warm"),
-        (("--preload=a b",), "--preload takes the names of modules, a,b.c, got 'a b'"),
+        (
+            ("--start-method=spawn", "--preload=json"),
+            r"preload \(--preload\) is for start_method warm",
+        ),
+        (("--preload=a b",), r"preload \(--preload\) takes the names of modules, a,b.c, got 'a b'"),
         (("--no-python", "--start-method=warm"), "--no-python runs another program"),
         (("--no-python", "--start-method=fork"), "--start-method fork is for Python"),
     ],

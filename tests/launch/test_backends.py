@@ -165,8 +165,8 @@ def test_our_own_name_stays_ours_and_the_other_is_told_of(
 
 
 REFUSED: list[tuple[Callable[[LaunchConfig], LaunchConfig], str]] = [
-    (lambda c: attrs.evolve(c, rdzv_endpoint=""), "shelf needs an --rdzv-endpoint"),
-    (lambda c: attrs.evolve(c, run_id="none"), "shelf backend may hold .* --rdzv-id"),
+    (lambda c: attrs.evolve(c, rdzv_endpoint=""), "shelf needs an rdzv_endpoint"),
+    (lambda c: attrs.evolve(c, run_id="none"), "shelf backend may hold .* own run_id"),
     (lambda c: attrs.evolve(c, rdzv_configs={"is_host": "1"}), "is_host means the store at a tcp"),
     (lambda c: attrs.evolve(c, rdzv_configs={"join_timeout": "x"}), "join_timeout is a positive"),
     (lambda c: attrs.evolve(c, rdzv_backend="file", rdzv_configs={"colour": "red"}), "no key 'col"),

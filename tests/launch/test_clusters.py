@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from elasticlib import Node
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import Launch, read_launch
-from elasticlib.launch.requeue import decide, find_requeue
+from elasticlib.launch.requeue import Requeue, decide, find_requeue
 from elasticlib.launch.schedulers import (
     MOST,
     PORTS,
@@ -116,7 +116,7 @@ def test_gpus_and_switches_are_told_where_there_are_any(script: str) -> None:
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        (BATCH, "SLURM_JOB_NUM_NODES=2, and this is not a step of srun's"),
+        (BATCH, "SLURM_JOB_NUM_NODES=2, and elasticrun was not started by srun"),
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "give srun --ntasks-per-node=1"),
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x2),2"}, "give srun --ntasks-per-node=1"),
         ({**STEP, "SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE=2: each part of a heterogeneous job"),
@@ -161,7 +161,7 @@ def test_what_does_not_fit_a_place_of_the_users_is_left_out(script: str, tmp_pat
     assert (static.node_rank, static.rdzv_endpoint) == (1, f"n1:{PORTS.start + 4711}")
     shared = launch(script, f"--rdzv-backend file --rdzv-endpoint {tmp_path}", variables).config
     assert (shared.rdzv_endpoint, shared.topology) == (str(tmp_path), "s")
-    with pytest.raises(ConfigError, match="2 nodes need a place to meet"):
+    with pytest.raises(ConfigError, match="a job of 2 nodes needs"):
         launch(script, "--rdzv-backend file", variables)
     spare = launch(script, "--nnodes 1:1 --spares 1", variables)
     assert spare.config.node_rank is None
@@ -243,9 +243,52 @@ def test_the_last_node_to_leave_requeues_and_only_if_nobody_goes_on() -> None:
     assert decide([trains], go_on=False, overdue=True).reason == "others were not drained: b"
 
 
+@pytest.mark.parametrize(
+    ("said", "logged"),
+    [
+        ("Job is pending execution for job 4711", "already requeued by another node"),
+        ("Access denied", "requeue 4711 says: Access denied"),
+    ],
+)
+def test_a_job_that_waits_in_the_queue_was_requeued_by_another_node(
+    said: str, logged: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho '{said}' >&2; exit 1\n")
+    scontrol.chmod(0o755)
+    caplog.set_level("INFO", "elasticlib.launch")
+    Requeue(str(scontrol), "4711", "0").ask()
+    assert logged in caplog.text
+    assert ("not requeued" in caplog.text) is ("denied" in said)
+
+
 def test_a_requeue_that_could_not_be_done_is_refused_at_the_start(tmp_path: Path) -> None:
     assert find_requeue("none", {}) is None
     with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set"):
         find_requeue("slurm", {"PATH": os.defpath})
     with pytest.raises(ConfigError, match="calls scontrol, which is not here"):
         find_requeue("slurm", {**STEP, "PATH": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [
+        ("echo JobId=$3 Requeue=0 Restarts=0", "Slurm may not requeue job 4711 (Requeue=0)"),
+        ("echo JobId=$3 Requeue=1 Restarts=0", ""),
+        ("echo slurm_load_jobs error: Unable to contact slurm controller >&2; exit 1", ""),
+    ],
+)
+def test_so_is_one_that_slurm_would_refuse_if_slurm_can_be_asked(
+    answer: str, refused: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\n[ $1 = show ] && {{ {answer}; }}\n")
+    scontrol.chmod(0o755)
+    environment = {**STEP, "PATH": f"{tmp_path}:{os.defpath}"}
+    if refused:
+        with pytest.raises(ConfigError, match=re.escape(refused)):
+            find_requeue("slurm", environment)
+    else:
+        assert find_requeue("slurm", environment) is not None
+        asked = "it is not known whether Slurm may requeue this job" not in caplog.text
+        assert asked is ("error" not in answer)

@@ -1,9 +1,14 @@
-"""What --help costs."""
+"""What --help costs, and what is said of a misspelt flag."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import pytest
+
+from elasticlib.launch.commands import main
+from elasticlib.launch.flags import read
 
 HEAVY = {"attrs", "torch", "elasticlib.launch.config", "elasticlib.stores.interface"}
 
@@ -18,3 +23,46 @@ def test_help_is_answered_before_what_a_job_needs_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "\n")
     assert "--rdzv-endpoint" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("--max-restart 3 train.py", "--max-restarts"),
+        ("--nproc=3 train.py", "--nproc-per-node"),
+        ("--rdzv_endpont h train.py", "--rdzv-endpoint"),
+        ("--endpoint h train.py", "--rdzv-endpoint"),
+        ("--lr 3 train.py", ""),
+        ("--requeue slrum train.py", "slurm"),
+    ],
+)
+def test_a_misspelt_flag_is_answered_with_the_one_that_is_like_it(
+    line: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read(line.split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    hint = f"did you mean {meant}?" if meant else "your script's own flags go after its name"
+    assert said.endswith(f" ({hint})\n")
+
+
+def test_of_a_command_line_without_a_script_the_script_alone_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        read([])
+    assert capsys.readouterr().err.endswith("are required: training_script\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [("statsu", "status"), ("status --jsno", "--json"), ("checkpoints lst", "ls")],
+)
+def test_so_is_a_misspelt_command_and_a_flag_of_one(
+    line: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f" (did you mean {meant}?)\n")

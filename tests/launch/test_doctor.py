@@ -237,7 +237,7 @@ def test_what_a_dead_job_left_in_memory_is_told_and_what_a_living_one_uses_is_no
     lock.close()
     (left / "1").mkdir()
     found = one(looks.look_at_leftovers(str(tmp_path)), "leftovers")
-    assert found.good is False
+    assert found.good is None, "they keep no job from running"
     assert found.sentence.endswith(f"left by jobs that are gone: rm -r {left}")
     (left / "1").rmdir()
     with vanishing(left / "1"):

@@ -107,6 +107,14 @@ def test_an_elastic_job_says_what_only_the_meeting_can_tell(
         assert "an elasticlib store answers" in rows["reach"][2]
     code, rows = dry(capsys, "--nnodes", "1:4", "--rdzv-endpoint", place, script)
     assert "this node would serve the store" in rows["reach"][2]
+    code = command(
+        ["--dry-run", "--nnodes", "2", "--node-rank", "1", "--master-addr", "::1", script]
+    )
+    out = capsys.readouterr().out
+    notes = sum(line.startswith("  note") for line in out.splitlines())
+    assert code == 0
+    assert notes
+    assert f"all checks passed, {notes} note{'s' * (notes > 1)}" in out.splitlines()
     _, rows = dry(capsys, "--nnodes", "2", "--node-rank", "1", "--master-addr", "::1", script)
     assert rows["RANK"][1] == "1"
     assert rows["reach"][0] == "note"

@@ -17,10 +17,12 @@ import pytest
 from jobs import WITHOUT_TORCH
 
 from elasticlib import (
+    CheckpointManager,
     ChildFailedError,
     LaunchConfig,
     SignalException,
     WorkerState,
+    context,
     elastic_launch,
 )
 from elasticlib.errors import ConfigError
@@ -103,7 +105,48 @@ def test_a_missing_module_is_told_once_and_not_tried_again(tmp_path: Path) -> No
     assert json.loads(Path(failure.error_file).read_text()) == failure.error_file_data
     assert caught.value.result is not None
     assert caught.value.result.generation == 1
-    assert "(not retried: they failed at start)" in caught.value.result.reason
+    assert (
+        "(not retried: the workers failed right after they started)" in caught.value.result.reason
+    )
+
+
+def train_one_step(folder: str, width: int) -> None:
+    import torch
+
+    with CheckpointManager(folder) as manager:
+        model = torch.nn.Linear(width, 1)
+        manager.restore({"model": model})
+        manager.save(1, {"model": model}).wait()
+
+
+def test_a_model_that_does_not_fit_its_checkpoint_is_not_tried_again(tmp_path: Path) -> None:
+    launch = elastic_launch(LaunchConfig(max_restarts=5), train_one_step)
+    launch(str(tmp_path), 2)
+    with pytest.raises(ChildFailedError, match="size mismatch for weight") as caught:
+        launch(str(tmp_path), 3)
+    assert caught.value.result is not None
+    assert caught.value.result.generation == 1
+    assert "StateMismatch: rank 0 failed to restore step 1" in caught.value.result.reason
+
+
+def save_two_steps(folder: str, restores: bool) -> None:
+    with CheckpointManager(folder) as manager:
+        state = {"step": 0}
+        done = manager.restore(state).step if restores else 0
+        for step in (done + 1, done + 2):
+            manager.save(step, {"step": step}).wait()
+            context().step(step)
+    if done < 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise RuntimeError("the first time")
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_script_that_saves_and_does_not_restore_is_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, restores: bool
+) -> None:
+    elastic_launch(LaunchConfig(max_restarts=1), save_two_steps)(str(tmp_path), restores)
+    hint = "training began again at step 1, and step 2 had been saved: does the script call"
+    assert (hint in caplog.text) is not restores
 
 
 def test_a_program_is_run_with_its_arguments(tmp_path: Path) -> None:
@@ -195,7 +238,7 @@ def test_a_value_that_cannot_be_read_is_a_failure_with_its_cause() -> None:
 
 
 def test_a_folder_for_logs_that_cannot_be_made_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--log-dir '/dev/null/x' cannot be made"):
+    with pytest.raises(ConfigError, match=r"^log_dir '/dev/null/x' cannot be made"):
         elastic_launch(LaunchConfig(log_dir="/dev/null/x"), rank_times)(1)
 
 

@@ -167,7 +167,7 @@ def test_a_late_joiner_to_a_finished_job_ends_with_success_and_says_so(job: Job)
     assert job.run("a", *flags).exit_code() == 0
     late = job.run("late", *flags)
     assert late.exit_code() == 0
-    assert re.search("SUCCEEDED: .*nothing was run here", late.text)
+    assert re.search("SUCCEEDED: .*no workers ran on this node", late.text)
     assert "generation" not in late.text
 
 
@@ -181,7 +181,18 @@ def test_a_node_that_comes_after_the_job_is_told_why_there_is_no_store(job: Job)
     assert late.exit_code() == 1
     assert "the job is already over" in late.text
     assert "this node fails after 3 s" in late.text
-    assert "the store was never reached: if the job was over already" in late.text
+    assert "the store was never reached: if the job is already over" in late.text
+
+
+def test_a_folder_that_cannot_be_made_ends_the_launch_with_what_to_do(
+    job: Job, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    flags = ("--rdzv-id", "job", "--rdzv-backend", "file", "--rdzv-endpoint")
+    launched = job.run("a", "--nnodes", "1:2", *flags, str(tmp_path / "file" / "meeting"))
+    assert launched.exit_code() == 1
+    assert f"store folder {tmp_path}/file/meeting cannot be used" in launched.text
+    assert "choose a folder" in launched.text
 
 
 def test_other_settings_than_the_jobs_are_refused_by_name(job: Job) -> None:

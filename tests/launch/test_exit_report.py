@@ -9,10 +9,24 @@ import signal
 import pytest
 from jobs import WITHOUT_TORCH, Job
 
+from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.elastic_launch import _elsewhere
 from elasticlib.observe.history import Why
 from elasticlib.observe.reading import read_history
 
 pytestmark = pytest.mark.faults
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "more"),
+    [("n1", " (on other machines: elasticlib status n1:29400)"), ("127.0.0.1:7", "")],
+)
+def test_a_run_of_several_nodes_says_how_to_see_it_from_a_login_node(
+    endpoint: str, more: str
+) -> None:
+    config = LaunchConfig(min_nodes=2, max_nodes=2, run_id="j", rdzv_endpoint=endpoint)
+    assert _elsewhere(config) == more
+    assert _elsewhere(LaunchConfig()) == ""
 
 
 def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job: Job) -> None:
@@ -24,6 +38,8 @@ def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job
     job.finish()
     assert agent.exit_code() == 0
     (folder,) = logs.iterdir()
+    begun = agent.text.splitlines()[0]
+    assert begun.endswith("elasticrun: run a b begins: elasticlib status 'a b' shows it")
     *_, first, generation, lost, places, last = agent.text.splitlines()
     assert "s in 2 generations" in first
     assert generation.startswith("  generation 2 after a failure, ")
@@ -50,7 +66,7 @@ def test_a_run_that_lost_nothing_says_it_in_three_lines(job: Job) -> None:
 
 def test_a_run_without_events_names_no_report(job: Job) -> None:
     job.finish()
-    command = job.agent("--standalone", "--no-events")
+    command = job.agent("--standalone", fields={"events": False})
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, LOGLEVEL="ERROR")
     assert agent.exit_code() == 0
     first, last = agent.text.splitlines()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, until
 
@@ -89,8 +90,8 @@ def test_lines_are_followed_over_a_restart_until_the_run_is_over(job: Job, logs:
     assert logs("-n", "1", "--stream", "out")[1] == ["[0] bye 0", "[1] bye 1"]
     code, lines, said = logs("-r", "1,7")
     assert (code, len(lines)) == (1, 3)
-    assert "has the ranks 0 to 1 there, not [7]" in said
-    assert "has the attempts [0, 1]" in logs("--attempt", "4")[2]
+    assert "has ranks 0-1 there, not 7" in said
+    assert "has attempts 0-1, and not 4" in logs("--attempt", "4")[2]
 
 
 def test_attempts_that_come_and_go_within_one_look_are_shown_and_the_last_of_an_agent_that_ends(
@@ -125,14 +126,38 @@ def test_attempts_that_come_and_go_within_one_look_are_shown_and_the_last_of_an_
     assert logs("-f", str(folder)) == (0, [f"[0] of attempt {number}" for number in range(3)], "")
 
 
+@pytest.mark.parametrize(("hosts", "shown"), [("ab", "ab"), ("aa", ["n0", "n1"])])
+def test_ranks_of_several_nodes_have_their_nodes_name_beside_them(
+    logs: Logs, tmp_path: Path, hosts: str, shown: list[str]
+) -> None:
+    for rank, host in enumerate(hosts):
+        folder = tmp_path / f"run_{rank}"
+        (folder / "attempt_0" / "0").mkdir(parents=True)
+        (folder / "attempt_0" / "0" / "stdout.log").write_text(f"from {rank}\n")
+        events = [
+            Event("run.began", "run", f"n{rank}", 0, 1.0, 1.0, None, {"host": host, "logs": "x"}),
+            Event("generation.began", "run", f"n{rank}", 1, 1.0, 1.0, None),
+        ]
+        told = {"attempt": 0, "ranks": [rank, rank], "world": 2}
+        events[1] = attrs.evolve(events[1], facts=told)
+        (folder / "events.jsonl").write_bytes(b"".join(map(encode, events)))
+    lines = [f"[{rank} {name}] from {rank}" for rank, name in enumerate(shown)]
+    assert logs(str(tmp_path)) == (0, lines, "")
+    # Of a node whose logs are elsewhere, it is said that they are not here.
+    (tmp_path / "run_1").rename(tmp_path.parent / f"{tmp_path.name}-away")
+    code, lines, said = logs(str(tmp_path / "run_0"))
+    assert (code, lines) == (0, ["[0] from 0"])
+    assert "1 of its 2 workers ran on other nodes, whose logs are not here" in said
+
+
 def test_a_run_that_keeps_nothing_says_how_to_keep_it(job: Job, logs: Logs) -> None:
     agent = started(job, "--redirects", "0:1", "--log-dir", str(job.folder / "logs"))
     code, lines, said = logs()
     assert (code, lines) == (0, ["[0] out 0 0"])
-    assert "nothing is kept of the ranks [1]" in said
+    assert "no output of rank 1 was kept" in said
     code, lines, said = logs("-r", "1")
     assert (code, lines) == (1, [])
-    assert "--log-dir DIR with --redirects 3" in said
+    assert "start it with --tee 3" in said
     assert "--tee 3" in said
     # Nobody says that it is over: the follower finds the agent gone.
     follower = job.start("logs", *COMMAND, "-f")

@@ -30,12 +30,12 @@ from elasticlib.integrations.ray.driver import merged
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"rdzv_backend": "file", "rdzv_endpoint": "/tmp", "run_id": "x"}, "--rdzv-backend"),
-        ({"rdzv_endpoint": "node0:29400"}, "--rdzv-endpoint has no .* 'node0:29400'"),
-        ({"rdzv_endpoint": "ray", "node_rank": 0}, "--node-rank"),
-        ({"rdzv_endpoint": "ray", "local_addr": "127.0.0.1"}, "--local-addr"),
-        ({"rdzv_endpoint": "ray", "topology": "rack1"}, "--topology"),
-        ({"rdzv_endpoint": "ray", "spares": 0}, "--spares"),
+        ({"rdzv_backend": "file", "rdzv_endpoint": "/tmp", "run_id": "x"}, "rdzv_backend"),
+        ({"rdzv_endpoint": "node0:29400"}, "rdzv_endpoint has no .* 'node0:29400'"),
+        ({"rdzv_endpoint": "ray", "node_rank": 0}, "node_rank"),
+        ({"rdzv_endpoint": "ray", "local_addr": "127.0.0.1"}, "local_addr"),
+        ({"rdzv_endpoint": "ray", "topology": "rack1"}, "topology"),
+        ({"rdzv_endpoint": "ray", "spares": 0}, "spares"),
         ({"rdzv_endpoint": "ray", "rdzv_configs": {"is_host": "true"}}, "is_host"),
         ({"rdzv_endpoint": "ray", "rdzv_configs": {"secret_file": "/x"}}, "secret_file"),
     ],

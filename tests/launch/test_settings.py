@@ -11,7 +11,7 @@ import pytest
 from distributions import install
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import Launch, build_flags, read_launch
+from elasticlib.launch.arguments import Launch, read_launch
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.flags import DEFAULTS, FLAGS, Source
 
@@ -54,7 +54,7 @@ def test_torchs_variable_for_the_shutdown_is_read(script: str) -> None:
 
 
 def test_every_flag_has_a_variable(script: str) -> None:
-    switches = {o.dest for o in build_flags().options.values() if o.switch}
+    switches = {o.dest for o in FLAGS.values() if o.switch}
     assert switches >= {"standalone", "module", "no_python", "virtual_local_rank"}
     assert launch(script, PET_SPARES="1", PET_NNODES="1:2", PET_RDZV_ENDPOINT="h").config.spares
 
@@ -76,7 +76,7 @@ def test_what_nobody_says_is_the_same_from_the_command_line_and_from_python(scri
 
 def test_an_unknown_variable_of_the_kind_is_named(script: str) -> None:
     (note,) = launch(script, PET_NNODE="4").settings.notes
-    assert note == "PET_NNODE is ignored: elasticrun has no such flag"
+    assert note == "PET_NNODE is ignored: elasticrun has no such flag (did you mean PET_NNODES?)"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_an_unknown_variable_of_the_kind_is_named(script: str) -> None:
         ({"PET_NNODES": "4:1"}, r"--nnodes needs 1 <= MIN <= MAX.*\(--nnodes is from PET_NNODES\)"),
         ({"PET_NPROC_PER_NODE": "0"}, r"--nproc-per-node is from PET_NPROC_PER_NODE"),
         # Two nodes, each by itself, would train the same twice and say nothing.
-        ({"PET_STANDALONE": "", "PET_NNODES": "2"}, "--standalone is one node.*PET_STANDALONE"),
+        ({"PET_STANDALONE": "", "PET_NNODES": "2"}, "--standalone means one node.*PET_STANDALONE"),
     ],
 )
 def test_a_variable_that_cannot_work_is_named(
@@ -183,5 +183,5 @@ def test_a_scheduler_says_what_nobody_else_does(
     assert launch(script, FARM_JOB="j9").cluster == "none"
     with pytest.raises(ConfigError, match="one of none, auto, slurm, skypilot, farm, got 'pbs'"):
         launch(script, "--from-env pbs")
-    with pytest.raises(ConfigError, match="--from-env farm: nothing in the environment is of farm"):
+    with pytest.raises(ConfigError, match="--from-env farm: this is not a job of farm"):
         launch(script, "--from-env farm")

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,26 @@ from elasticlib.clock import wall
 from elasticlib.errors import StoreUnavailable
 from elasticlib.launch import live_commands
 from elasticlib.launch.commands import main
-from elasticlib.launch.live_commands import _watch
+from elasticlib.launch.live_commands import JobReader, _watch
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.history import JobState
+from elasticlib.observe.published import Published, beside
+from elasticlib.observe.published import encode as encode_status
 from elasticlib.observe.runs import RunRecord
 from elasticlib.observe.stacks import LONGEST_QUESTION, Question, encode_question
-from elasticlib.observe.status import EXIT_CODES, FIELDS, NODE_FIELDS, JobStatus, NodeEntry
-from elasticlib.observe.story import AgentLog
+from elasticlib.observe.status import (
+    EXIT_CODES,
+    FIELDS,
+    NODE_FIELDS,
+    JobStatus,
+    NodeEntry,
+    status_of,
+)
+from elasticlib.observe.story import AgentLog, NodeStatus
+from elasticlib.rendezvous.document import Node
+from elasticlib.rendezvous.layout import Keys
+from elasticlib.rendezvous.layout import encode as encode_node
+from elasticlib.stores.file import FileStore
 from elasticlib.workers.output import MOST_RANKS, parse_ranks
 
 GENERATION = {"node_rank": 0, "nodes": 1, "world": 1, "restarts": 0, "max_restarts": 2}
@@ -72,7 +86,7 @@ def test_of_a_run_that_is_over_the_tables_tell_what_its_head_does(
     went = ("worker.ended", {"rank": 0, "local_rank": 0, "name": "pid 2"})
     assert main(["status", written(tmp_path, steps, went, ENDED)]) == 1
     head, nodes = capsys.readouterr().out.split("\n\n")
-    assert "step 41, steps/s 2, checkpoint 40" in head
+    assert "step 41, last steps/s 2, checkpoint 40" in head
     assert nodes.splitlines()[1].split() == ["0", "h", "FAILED", "-", "0", "41", "2", "-"]
 
 
@@ -187,6 +201,35 @@ def test_a_run_that_nobody_runs_any_more_has_no_state(
     assert said["age"] >= 60
     assert (said["step"], said["per_second"]) == (41, 2.0)
     assert [node["answers"] for node in said["nodes"]] == [False]
+
+
+def test_a_folder_of_old_statuses_is_looked_at_until_a_node_renews_its_own_or_its_lease_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours, keys = FileStore(tmp_path), FileStore(tmp_path), Keys("job")
+    node = Node("n1", "h", "", 1)
+
+    def publish(generation: int) -> None:
+        """With a clock that is an hour behind."""
+        status = NodeStatus("job", "n1", state=JobState.RUNNING, generation=generation)
+        data = encode_status(Published(status, 1.0, 2.0), wall() - 3600.0)
+        theirs.set(f"{beside('job', 'status')}n1", data, ttl=60.0)
+
+    def look(lease: float) -> list[bool]:
+        theirs.set(keys.node("n1"), encode_node(node), ttl=lease)
+        publish(1)
+        status = status_of(JobReader(ours, "job").read())
+        return [] if status is None else [one.answers for one in status.nodes]
+
+    renews = threading.Timer(0.7, publish, (2,))
+    renews.start()
+    assert look(lease=60.0) == [True]
+    renews.join()
+    assert look(lease=1.0) == [], "the job is gone"
+    monkeypatch.setattr(live_commands, "PROOF_SECONDS", 0.5)
+    assert look(lease=60.0) == [False], "nobody renewed it in that time"
+    for store in (theirs, ours):
+        store.close()
 
 
 @pytest.mark.parametrize("command", ["status", "stacks"])

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch.distributed.run as torchrun
 
-from elasticlib.launch.arguments import build_flags, read_launch
-from elasticlib.launch.flags import OWN, PREFIX
+from elasticlib.launch.arguments import read_launch
+from elasticlib.launch.flags import FLAGS, OWN, PREFIX, build_parser
 
 ACTIONS = {
     action.dest: action
     for action in torchrun.get_args_parser()._actions
     if action.option_strings and action.dest not in ("help", "print_completion")
 }
-OURS = build_flags()
+OURS = build_parser()
 NEWER = {"log_line_prefix_template"}
 """Flags of a newer torchrun than the oldest that is installed."""
 OTHER_DEFAULTS = {
@@ -45,25 +45,25 @@ def is_switch(action: argparse.Action) -> bool:
 
 @pytest.mark.parametrize("dest", sorted(ACTIONS))
 def test_each_flag_of_torchrun_is_here_in_all_its_spellings(dest: str) -> None:
-    theirs, parser = ACTIONS[dest], OURS.parser
+    theirs, parser = ACTIONS[dest], OURS
     for spelling in theirs.option_strings:
         ours = parser._option_string_actions[spelling]
         assert (ours.dest, is_switch(ours)) == (dest, is_switch(theirs))
         assert {*(theirs.choices or ())} <= {*(ours.choices or theirs.choices or ())}
     assert not theirs.required
-    told = (OURS.options[dest].default, theirs.default)
+    told = (FLAGS[dest].default, theirs.default)
     assert told[0] == told[1] or told == OTHER_DEFAULTS[dest]
 
 
 def test_help_shows_each_flag_once_and_marks_those_that_torchrun_has_not() -> None:
-    text = OURS.parser.format_help()
+    text = OURS.format_help()
     shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
     assert len(shown) == len(set(shown))
-    assert {*(flag.flag for flag in OURS.options.values()), "--help", "--version"} <= {*shown}
+    assert {*(flag.flag for flag in FLAGS.values()), "--help", "--version"} <= {*shown}
     assert not any("_" in name for name in shown)
-    for dest, flag in OURS.options.items():
+    for dest, flag in FLAGS.items():
         assert flag.own is (dest not in ACTIONS and dest not in NEWER), dest
-    assert text.count(OWN) == 1 + sum(flag.own for flag in OURS.options.values())
+    assert text.count(OWN) == 1 + sum(flag.own for flag in FLAGS.values())
 
 
 VALUES = {
@@ -103,7 +103,7 @@ def test_a_flag_says_what_its_variable_says(dest: str, script: str) -> None:
     value = "" if is_switch(ACTIONS[dest]) else VALUES.get(dest, "word")
     told = read_launch([*line, flag, *filter(None, [value]), program], {}).settings
     theirs = read_launch([*line, program], {variable: value}).settings
-    assert theirs[dest] == told[dest] != OURS.options[dest].default or dest in (
+    assert theirs[dest] == told[dest] != FLAGS[dest].default or dest in (
         "logs_specs",
         "role",
     )

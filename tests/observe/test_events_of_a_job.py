@@ -92,7 +92,7 @@ def fold(events: list[Event]) -> None:
     status = NodeStatus(events[0].run, events[0].node)
     for event in events:
         status = after(status, event)
-    assert (status.state, status.restarts) == (JobState.PREEMPTED, 1)
+    assert (status.state, status.restarts) == (JobState.DRAINED, 1)
 
 
 def found_by_every_name(job: Job) -> None:
@@ -108,8 +108,9 @@ def found_by_every_name(job: Job) -> None:
 
 
 def test_a_run_that_is_to_keep_no_events_leaves_none(job: Job) -> None:
-    flags = ("--standalone", "--no-events", "--log-dir", str(job.folder / "logs"))
-    agent = job.run("a", *flags, PYTHONPATH=WITHOUT_TORCH)
+    flags = ("--standalone", "--log-dir", str(job.folder / "logs"))
+    command = job.agent(*flags, fields={"events": False})
+    agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     job.settled(1)
     job.finish()
     assert agent.exit_code() == 0

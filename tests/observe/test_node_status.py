@@ -50,7 +50,7 @@ def test_a_node_waits_runs_restarts_and_ends() -> None:
         )
     ]
     want = ["RENDEZVOUS"] * 2 + ["RUNNING"] * 2 + ["RESTARTING"] * 3
-    assert [state.value for state in states] == [*want, "RUNNING", "RESIZING", "PREEMPTED"]
+    assert [state.value for state in states] == [*want, "RUNNING", "RESIZING", "DRAINED"]
 
 
 def test_it_says_since_when_and_why() -> None:
@@ -74,6 +74,13 @@ def test_a_look_adds_what_workers_tell() -> None:
     beat = Heartbeat(step=9, steps=3, at=10.0, alive=11.0, durations=(0.5, 0.5, 9.0), attached=True)
     (worker,) = with_heartbeats(last, {0: beat}, 13.0).workers
     assert (worker.step, worker.per_second, worker.silent, worker.saved) == (9, 2.0, 2.0, None)
+
+
+def test_a_worker_that_makes_no_steps_for_long_is_not_shown_as_if_it_did() -> None:
+    *_, last = told(*begins())
+    beat = Heartbeat(step=9, steps=3, at=10.0, alive=50.0, durations=(0.5,), attached=True)
+    rates = [with_heartbeats(last, {0: beat}, at).workers[0].per_second for at in (39.0, 41.0)]
+    assert rates == [2.0, 0.0]
 
 
 def test_a_look_adds_the_snapshot_that_all_workers_have_kept() -> None:

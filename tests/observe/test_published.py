@@ -22,10 +22,10 @@ from elasticlib.observe.published import (
     STEPS_SECONDS,
     Published,
     Publisher,
+    StatusReader,
     beside,
     decode,
     encode,
-    read_statuses,
 )
 from elasticlib.observe.status import as_document, node_table, read_job, status_of
 from elasticlib.observe.story import NodeStatus, WorkerStatus
@@ -66,12 +66,16 @@ WRONG = st.sampled_from(
 )
 
 
+def since(now: float) -> Callable[[float], float]:
+    return lambda written: now - written
+
+
 @given(PUBLISHED)
 def test_a_status_is_read_as_it_was_written_with_its_age(published: Published) -> None:
     data = encode(published, 1000.0)
-    assert decode(data, 1007.5) == attrs.evolve(published, age=7.5)
+    assert decode(data, since(1007.5)) == attrs.evolve(published, age=7.5)
     # A clock that is behind makes nothing younger than now.
-    assert decode(data, 0.0) == attrs.evolve(published, age=0.0)
+    assert decode(data, since(0.0)) == attrs.evolve(published, age=0.0)
 
 
 @given(PUBLISHED, st.data())
@@ -83,7 +87,7 @@ def test_what_is_not_whole_is_refused_and_nothing_else_happens(
     said[data.draw(st.sampled_from(sorted(said)))] = data.draw(WRONG)
     for wrong in (data.draw(st.binary(max_size=40)), json.dumps(said).encode(), whole[:-1]):
         with contextlib.suppress(ValueError):
-            found = decode(wrong, 2.0)
+            found = decode(wrong, since(2.0))
             # Whatever was accepted can be shown.
             view = attrs.evolve(read_job(MemoryStore(), "job"), live=(NODE,))
             status = status_of(attrs.evolve(view, published={NODE.id: found}))
@@ -94,18 +98,18 @@ def test_what_is_not_whole_is_refused_and_nothing_else_happens(
 
 def test_what_would_fill_the_memory_or_the_screen_is_cut_or_refused() -> None:
     with pytest.raises(ValueError, match="a status is at most"):
-        decode(b"[" * (LONGEST + 1), 0.0)
+        decode(b"[" * (LONGEST + 1), since(0.0))
     with pytest.raises(ValueError, match="is an object of JSON"):
-        decode(b"[" * 70_000, 0.0)
+        decode(b"[" * 70_000, since(0.0))
     worker = WorkerStatus(0, 0, "pid " * 1000, step=7)
     status = NodeStatus("job", "n", reason="\0" * 10**6, workers=(worker,) * 10_000)
     data = encode(Published(status, 0.0, 0.0), 0.0)
     with contextlib.suppress(ValueError):
-        decode(data, 0.0)
+        decode(data, since(0.0))
     one = attrs.evolve(status, workers=(attrs.evolve(worker, name="pid 1"),) * 10_000)
     data = encode(Published(one, 0.0, 0.0), 0.0)
     assert len(data) <= LONGEST
-    found = decode(data, 0.0).status
+    found = decode(data, since(0.0)).status
     assert len(found.reason) < 3000
     assert found.workers[0].step == 7
 
@@ -117,11 +121,11 @@ def test_what_a_later_version_adds_is_skipped_and_what_an_earlier_lacks_is_as_by
     said = json.loads(encode(Published(NodeStatus("job", "n", saved=4), 1.0, 2.0), 0.0))
     said["colour"] = "red"
     del said["expelled"], said["loop_silent"]
-    found = decode(json.dumps(said).encode(), 0.0)
+    found = decode(json.dumps(said).encode(), since(0.0))
     assert (found.status.saved, found.status.expelled, found.loop_silent) == (4, False, 0.0)
     del said["run"]
     with pytest.raises(ValueError, match="the field run is None"):
-        decode(json.dumps(said).encode(), 0.0)
+        decode(json.dumps(said).encode(), since(0.0))
 
 
 class Counted(MemoryStore):
@@ -195,7 +199,7 @@ def test_another_state_is_written_at_once_and_a_silence_alone_is_nothing_new() -
     one.status = attrs.evolve(one.status, state=JobState.RESTARTING)
     one.turn_for(0.01)
     assert len(store.written) == before + 1
-    (found,) = read_statuses(store, "job").values()
+    (found,) = StatusReader(store, "job").read().values()
     assert (found.status.state, found.heard) == (JobState.RESTARTING, 0.5)
     one.steps()
     one.turn_for(2.0)
@@ -253,14 +257,45 @@ def test_a_status_goes_with_its_node_and_wakes_no_node_that_leads(
         return found.state
 
     with Publisher(theirs, "job", "id0", lambda: now[0]) as publisher:
-        until("its status", lambda: read_statuses(ours, "job"))
+        until("its status", lambda: StatusReader(ours, "job").read())
         assert state() is JobState.RUNNING
         now[0] = Published(attrs.evolve(running, state=JobState.DRAINING), 0.0, 3.0)
         publisher.wake()
         until("its new state", lambda: state() is JobState.DRAINING)
     assert not ours.wait(Keys("job").job, after=version, timeout=0.0)
     theirs.close()
-    until("its status to be gone", lambda: not read_statuses(ours, "job"))
+    until("its status to be gone", lambda: not StatusReader(ours, "job").read())
+
+
+@pytest.mark.parametrize("skew", [-3600.0, -50.0, 0.0, 50.0, 3600.0])
+def test_who_has_seen_a_status_change_needs_no_clock_of_another_machine(skew: float) -> None:
+    store, now = MemoryStore(), [10_000.0]
+    settled(store, (NODE,))
+    reader = StatusReader(store, "job", clock=lambda: now[0])
+
+    def write() -> None:
+        data = encode(Published(NodeStatus("job", "id0"), 1.0, 2.0), now[0] + skew)
+        store.set(f"{beside('job', 'status')}id0", data, ttl=60.0)
+
+    def age() -> float | None:
+        view = read_job(store, "job", reader)
+        status = status_of(view)
+        assert status is not None
+        # What clocks say alone is shown, and is no verdict where the node's lease stands.
+        assert (status.silent, status.unanswered) == ((), False)
+        return view.published["id0"].age
+
+    write()
+    assert age() == max(0.0, -skew)
+    for _ in range(3):
+        now[0] += 1.0
+        write()
+        now[0] += 0.5
+        found = age()
+        assert found is not None
+        assert found <= 1.5
+        now[0] += 7.0
+        assert age() == pytest.approx(found + 7.0)
 
 
 def test_a_store_that_is_away_ends_no_publishing() -> None:

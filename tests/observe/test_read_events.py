@@ -11,9 +11,10 @@ from told_runs import Agent
 
 import elasticlib
 from elasticlib.errors import ConfigError, NoSuchRun
-from elasticlib.observe import reading
+from elasticlib.observe import journal
 from elasticlib.observe.event import LONGEST, encode
-from elasticlib.observe.reading import EventsFile, read_files, read_history
+from elasticlib.observe.journal import EventsFile
+from elasticlib.observe.reading import read_files, read_history
 
 
 def lines() -> list[bytes]:
@@ -33,14 +34,14 @@ def test_of_a_line_that_is_being_written_the_rest_is_no_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "events.jsonl"
-    text, passed_over = b"".join(lines()), reading._passed_over
+    text, passed_over = b"".join(lines()), journal._passed_over
     path.write_bytes(text[:-7])
 
     def written_meanwhile(file: BinaryIO) -> bool:
         path.write_bytes(text)
         return passed_over(file)
 
-    monkeypatch.setattr(reading, "_passed_over", written_meanwhile)
+    monkeypatch.setattr(journal, "_passed_over", written_meanwhile)
     file = EventsFile(path)
     assert len(list(file)) == 3
     assert (file.unread, file.cut) == (0, True)

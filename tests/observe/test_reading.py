@@ -49,6 +49,49 @@ def test_goodput_is_the_time_of_steps_that_count() -> None:
     assert history.goodput == near((5 + (25 - 14) - 1.9) / 25.1)
 
 
+def hang(agent: Agent) -> Agent:
+    """60 steps at 10 a second, 2 min without any, and 60 more."""
+    agent.train(5.0, 1).steps(8.0, 31, 10.0).steps(10.9, 60, 10.0)
+    return agent.steps(134.0, 91, 0.25).steps(137.0, 120, 10.0)
+
+
+def test_time_in_which_no_step_came_is_not_training() -> None:
+    one = hang(Agent("n1").launch(0.0).begin(2.0, 1)).succeed(140.0)
+    (made,) = history_of(files(one)).generations
+    assert made.cost.stalled == near(134.0 - 10.9 - 31 * 0.1)
+    history = history_of(files(one))
+    assert history.goodput == near((140.0 - 5.0 - 120.0) / 140.1)
+    assert history.lost == near(sum(made.cost.phases.values()) + 0.1)
+    assert "Without a step" not in fragment(history)
+    assert "stalled" in fragment(history)
+
+
+@pytest.mark.parametrize("ending", ["failed", "stands", "succeeded"])
+def test_a_hang_that_goes_on_to_the_end_is_none_either(ending: str) -> None:
+    one = Agent("n1").launch(0.0).begin(2.0, 1).train(5.0, 1).steps(15.0, 101, 10.0)
+    if ending == "failed":
+        one.fail(100.0, "it was killed").stop(100.0, 100.5).end(101.0, "failed", "no restarts left")
+    elif ending == "stands":
+        one.tell(100.0, "saved", step=90)
+    else:
+        one.succeed(100.0)
+    (made,) = history_of(files(one)).generations
+    # Who ends well had something else to do, such as to score the model.
+    assert made.cost.stalled == (None if ending == "succeeded" else near(85.0))
+
+
+@pytest.mark.parametrize("pace", [0.1, 20.0])
+def test_steps_that_take_long_or_become_slower_are_no_stall(pace: float) -> None:
+    one, at, step = Agent("n1").launch(0.0).begin(2.0, 1).train(5.0, 1), 5.0, 1
+    for _ in range(60):
+        steps = max(1, int(10 / pace))
+        at, step = at + steps * pace, step + steps
+        one.steps(at, step)
+        pace *= 1.05
+    (made,) = history_of(files(one)).generations
+    assert made.cost.stalled is None
+
+
 def crash_loop() -> Agent:
     """Two generations end before their first step, one of them after it has taken up a state."""
     one = Agent("n1").launch(0.0).begin(1.0, 1).fail(601.0, "OOM").stop(601.0, 602.0)
@@ -175,17 +218,17 @@ def test_a_lost_node_is_told_of_by_those_that_go_on_without_it() -> None:
     history = history_of(files(one, two))
     first, second = history.generations
     assert {node.node: node.lost for node in history.nodes} == {"n1": False, "n2": True}
-    assert (second.why, second.cost.detect, second.cost.stop) == (Why.LOSS, near(5.0), near(0.5))
-    assert first.ended == near(10.0), "it had gone before its lease had run out"
+    assert (second.why, second.cost.detect, second.cost.stop) == (Why.LOSS, near(6.0), near(0.5))
+    assert first.ended == near(9.0), "nothing went on after the last step"
     assert history.state is JobState.SUCCEEDED
     (gone,) = (stay for stay in history.stays if stay.node == "n2")
-    assert gone.ended == near(10.0)
+    assert gone.ended == near(9.0)
     (_, row), _ = rows(history)
-    assert row.gone == near(10.0), "what it told last is older"
+    assert row.gone == near(9.0)
     quick = history_of({"one": one.events, "two": two.tell(14.0, "saved", step=70).events})
-    assert quick.generations[1].cost.detect == near(1.0), "it was not silent before it spoke"
+    assert quick.generations[1].cost.detect == near(6.0), "no step came of what it told"
     alone = history_of(files(one))
-    assert alone.generations[1].cost.detect is None, "nobody here knows of its silence"
+    assert alone.generations[1].cost.detect == near(6.0), "a survivor alone tells the same"
 
 
 def test_a_spare_that_was_a_member_waits_in_silence_and_is_not_lost_while_the_job_runs() -> None:
@@ -294,8 +337,8 @@ def test_a_run_that_was_launched_again_is_counted_on() -> None:
         (("succeeded", None), JobState.SUCCEEDED),
         (("failed", None), JobState.FAILED),
         (("failed", "failed"), JobState.FAILED),
-        (("drained", "drained"), JobState.PREEMPTED),
-        (("stopped", "drained"), JobState.PREEMPTED),
+        (("drained", "drained"), JobState.DRAINED),
+        (("stopped", "drained"), JobState.DRAINED),
         (("drained", None), JobState.RUNNING),
         ((None, None), JobState.RUNNING),
     ],
@@ -313,6 +356,31 @@ def test_the_jobs_state_is_that_of_all_nodes(
     assert history.state is wanted
     if wanted is JobState.FAILED:
         assert (history.reason, history.cause) == ("so it was", {"host": "n2"})
+
+
+@pytest.mark.parametrize(
+    ("ends", "gone", "wanted"),
+    [
+        ((None, None), "01", None),
+        (("drained", None), "1", None),
+        (("succeeded", None), "1", JobState.SUCCEEDED),
+        ((None, None), "1", JobState.RUNNING),
+    ],
+)
+def test_where_no_agent_lives_that_did_not_end_nobody_knows_how_the_job_did(
+    ends: tuple[str | None, ...], gone: str, wanted: JobState | None
+) -> None:
+    agents = [Agent("n1").launch(0.0), Agent("n2").launch(0.0)]
+    for rank, (agent, end) in enumerate(zip(agents, ends, strict=True)):
+        agent.begin(1.0, 1, rank=rank, nodes=2).train(2.0, 1).steps(8.0 + rank, 61)
+        if end is not None:
+            agent.end(9.0, end, "so it was")
+    killed = {f"{number}.jsonl" for number in gone}
+    history = history_of(files(*agents), lambda file, _: file in killed)
+    assert history.state is wanted
+    assert [node.lost for node in history.nodes] == [str(n) in gone for n in range(2)]
+    said = "ended without a word (killed?)" in fragment(history)
+    assert said is (wanted is None)
 
 
 def test_a_node_that_is_sent_away_does_not_end_the_job() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import threading
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import elasticlib
 from elasticlib.errors import ConfigError, NoSuchRun
 from elasticlib.launch.commands import main
 from elasticlib.observe.event import encode
+from elasticlib.observe.history import JobState
 from elasticlib.observe.report import Report, report
+from elasticlib.observe.runs import RunRecord
 
 
 def write_run(folder: Path, *, ended: bool = True) -> list[Path]:
@@ -48,6 +52,36 @@ def test_files_of_several_nodes_make_one_report(
     assert main(["report", *map(str, paths), "-o", str(target)]) == 0
     assert capsys.readouterr().out == f"{target}\n"
     assert "rank 3 ended" in target.read_text()
+
+
+def test_a_job_whose_agent_was_killed_is_not_called_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    agent = Agent("a").launch(0.0).begin(1.0, 1).train(2.0, 1).steps(60.0, 59, 1.0)
+    record = RunRecord("job")
+    record.events.write_bytes(b"".join(map(encode, agent.events)))
+    assert report().history.state is JobState.RUNNING
+    record.close()
+    made = report("job")
+    assert (made.history.state, made.history.nodes[0].lost) == (None, True)
+    assert "ended without a word (killed?)" in made.html()
+    assert "last heard of" in made.html()
+    assert "the last generation began because: " in made.html()
+    assert "lost at 1" in made.html()
+
+
+def test_a_process_of_this_machine_that_is_gone_has_ended_wherever_its_events_lie(
+    tmp_path: Path,
+) -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    for pid, wanted in ((os.getpid(), JobState.RUNNING), (child.pid, None)):
+        agent = Agent("a")
+        agent.tell(0.0, "run.began", host=socket.gethostname(), pid=pid, slots=1).begin(1.0, 1)
+        path = tmp_path / "events.jsonl"
+        path.write_bytes(b"".join(map(encode, agent.events)))
+        assert report(path).history.state is wanted
 
 
 def test_without_a_name_for_it_a_report_is_named_after_its_run(

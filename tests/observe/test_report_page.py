@@ -12,19 +12,21 @@ import histories
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from told_runs import Agent, files
 
+from elasticlib.observe.event import Mark
 from elasticlib.observe.history import (
     Cost,
     Generation,
     History,
     JobState,
-    Mark,
     NodeEnd,
     NodeStory,
     Pace,
     Stay,
     Why,
 )
+from elasticlib.observe.reading import history_of
 from elasticlib.observe.report.curves import gaps, loss, sample_rate, step_rate
 from elasticlib.observe.report.drawing import Axis, curve
 from elasticlib.observe.report.page import fragment, page
@@ -228,6 +230,36 @@ def test_a_page_of_many_folds_them_and_says_so() -> None:
     assert "2 lines of its files could not be read" in told(left_out)
 
 
+def test_ranks_of_a_file_that_names_too_many_are_not_counted_one_by_one() -> None:
+    stay = attrs.evolve(histories.eventful().stays[0], ranks=(0, 10**15))
+    assert "ranks 0-1000000000000000" in page(attrs.evolve(histories.eventful(), stays=(stay,)))
+
+
+def test_a_snapshot_of_agents_that_were_killed_is_said_to_be_lost() -> None:
+    history = attrs.evolve(histories.eventful(), saved=50, snapshot=89)
+    killed = attrs.evolve(history, state=None)
+    assert "Last snapshot step 89 lost with its agents" in told(killed)
+    assert "lost with its agents" not in told(history)
+    assert "lost with its agents" not in told(attrs.evolve(killed, saved=89))
+
+
+def test_where_no_steps_are_told_nobody_is_told_that_none_was_redone() -> None:
+    agent = Agent("n1").launch(0.0).begin(1.0, 1, nodes=2).stop(9.0, 9.5)
+    agent.begin(10.0, 2, cause="n2 left", why="loss").succeed(20.0)
+    words = told(history_of(files(agent)))
+    assert "Steps redone \u2013 not reported" in words
+    assert "Time lost 2.0 s and what training lost" in words
+    assert "what training lost is not known, as no worker reported a step (context().step)" in words
+
+
+def test_a_node_that_was_requeued_is_counted_once() -> None:
+    history = histories.eventful()
+    again = tuple(attrs.evolve(node, node=f"{node.node} (2)") for node in history.nodes)
+    twice = attrs.evolve(history, nodes=(*history.nodes, *again))
+    (once,) = re.findall(r"Nodes \d+", told(history))
+    assert once in told(twice)
+
+
 def test_a_loss_that_is_no_number_is_left_out_and_told() -> None:
     history = histories.eventful()
     broken = [
@@ -272,7 +304,7 @@ def test_where_a_curve_has_a_gap_a_band_and_a_sentence_say_why() -> None:
     cause = "6.8 s without a step, 99 steps repeated: rank 5 on gpu-b failed: ValueError"
     assert words.count(f"Generation 3 after a failure, {cause}") == 4, "the title of each band"
     assert words.count(f"3 at 9 min 8 s, {cause}") == 1
-    assert "Each has the number of the generation that begins there: 2 at 4 min 2 s" in words
+    assert "Bands have the number of the generation that begins there: 2 at 4 min 2 s" in words
     bands = re.findall(r'class="gap gap-(\w+)"', page(history))
     assert bands.count("loss") == 4
     assert set(bands) == {"failure", "loss", "resize"}

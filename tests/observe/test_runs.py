@@ -22,6 +22,7 @@ from elasticlib.observe.runs import (
     NEW,
     NEW_SECONDS,
     RunRecord,
+    earlier_launches,
     find_runs,
     is_living,
     known_runs,
@@ -217,6 +218,9 @@ def test_one_launch_is_what_touches_in_time(tmp_path: Path) -> None:
     ]
     other = recorded(tmp_path, "other", 1250.0, 2000.0)
     assert names(find_runs("job", folder=tmp_path)) == [path.name for path in new]
+    assert names(earlier_launches("job", folder=tmp_path)) == [path.name for path in old]
+    assert earlier_launches("other", folder=tmp_path) == []
+    assert earlier_launches("", folder=tmp_path) == []
     assert names(find_runs("", folder=tmp_path)) == [other.name]
     assert names(find_runs(old[0].name, folder=tmp_path)) == [old[0].name]
     # The folder of several nodes' logs is read alike.
@@ -265,6 +269,29 @@ def test_a_short_run_that_is_over_does_not_hide_one_that_goes_on(
     assert names(find_runs("other", folder=tmp_path)) == [short[1].name]
     living.close()
     assert names(find_runs("none", folder=tmp_path)) == [short[0].name]
+
+
+def test_who_names_no_run_is_told_which_is_shown_and_which_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    living = []
+    for number, run in enumerate(("mine", "none", "theirs")):
+        living.append(RunRecord(run, folder=tmp_path))
+        event = Event("run.began", run, "n", 0, 100.0 + number, 1.0)
+        living[-1].events.write_bytes(encode(event))
+    recorded(tmp_path, "over", 500.0, 600.0)
+    assert names(find_runs("", folder=tmp_path)) == [living[2].path.name]
+    others = f"{living[1].path.name}, mine"
+    said = "several jobs are running here; showing the newest, theirs; to name another: "
+    assert caplog.messages == [said + others]
+    assert names(find_runs(living[1].path.name, folder=tmp_path)) == [living[1].path.name]
+    for record in living[1:]:
+        record.close()
+    caplog.clear()
+    assert names(find_runs("", folder=tmp_path)) == [living[0].path.name]
+    assert names(find_runs("over", folder=tmp_path)) != []
+    assert not caplog.text
+    living[0].close()
 
 
 def test_what_is_not_there_is_answered_with_what_is(tmp_path: Path) -> None:

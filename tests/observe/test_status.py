@@ -106,13 +106,17 @@ def test_nobody_is_left_to_tell_where_no_lease_stands() -> None:
     assert (found.state, exit_code(found)) == (None, 4)
     assert [node.state for node in found.nodes] == ["gone", "gone"]
     assert "no node lives any more" in found.reason
+    assert headline(found)[0] == "job: ended without a word (killed?)"
 
 
 def test_where_no_node_has_a_status_it_is_the_store_that_tells_and_the_code_is_4() -> None:
     found = status_of(view(SETTLED))
     assert found is not None
     assert (found.state, exit_code(found), as_document(found)["source"]) == (S.RUNNING, 4, "store")
-    assert "  none of its nodes answers, and its store tells this" in headline(found)
+    assert (
+        "  its agents publish no status (a launcher without a journal?); this is from its store"
+        in (headline(found))
+    )
     one = status_of(view(SETTLED, S.RUNNING))
     assert one is not None
     assert (exit_code(one), as_document(one)["source"]) == (0, "nodes")
@@ -168,14 +172,32 @@ def test_one_node_shows_the_same_document_of_itself() -> None:
     assert node["health"] == "the agent's loop has not turned for 16.0 s"
 
 
-def test_old_statuses_say_what_was_and_not_that_anybody_is_there() -> None:
+def test_old_statuses_that_nobody_renews_say_what_was_and_not_that_anybody_is_there() -> None:
     there = view(SETTLED, S.RUNNING, S.RUNNING)
     old = {id: attrs.evolve(one, age=3600.0) for id, one in there.published.items()}
     found = status_of(attrs.evolve(there, published=old))
     assert found is not None
-    assert (found.state, exit_code(found), as_document(found)["source"]) == (S.RUNNING, 4, "store")
-    assert [node["answers"] for node in as_document(found)["nodes"]] == [False, False]
+    assert (found.state, exit_code(found), as_document(found)["source"]) == (S.RUNNING, 0, "nodes")
     assert [row[3] for row in node_table(found)[1]] == ["1 h", "1 h"]
+    still = status_of(attrs.evolve(there, published=old, still=True))
+    assert still is not None
+    assert (still.state, exit_code(still), as_document(still)["source"]) == (S.RUNNING, 4, "store")
+    assert [node["answers"] for node in as_document(still)["nodes"]] == [False, False]
+
+
+def test_how_long_a_worker_is_silent_is_by_now_and_one_that_is_gone_makes_no_steps() -> None:
+    there = view(SETTLED, S.RUNNING, S.RUNNING, live=1)
+    old = {id: attrs.evolve(one, age=7.0) for id, one in there.published.items()}
+    found = status_of(attrs.evolve(there, published=old))
+    assert found is not None
+    assert [row[5:8] for row in node_table(found)[1]] == [
+        ("10 to 11", "4 to 5", "7.5 s"),
+        ("-", "-", "-"),
+    ]
+    assert [row[5] for row in rank_table(found)[1]] == ["7.5 s", "7.2 s"]
+    gone = status_of(attrs.evolve(there, live=(), published=old))
+    assert gone is not None
+    assert (gone.step, gone.per_second) == (10, None)
 
 
 def test_a_member_that_is_gone_holds_nobody_up_with_its_last_status() -> None:
@@ -186,6 +208,19 @@ def test_a_member_that_is_gone_holds_nobody_up_with_its_last_status() -> None:
     gone = status_of(attrs.evolve(there, live=NODES[1:2]))
     assert gone is not None
     assert (gone.state, gone.step) == (S.RESTARTING, 11)
+
+
+def test_snapshots_of_agents_that_were_killed_are_said_to_be_lost() -> None:
+    there = view(SETTLED, S.RUNNING, S.RUNNING, live=0)
+    kept = {
+        id: attrs.evolve(it, status=attrs.evolve(it.status, snapshot=40))
+        for id, it in there.published.items()
+    }
+    for live, lost in ((NODES[:2], ""), ((), " (lost with its agents)")):
+        found = status_of(attrs.evolve(there, live=live, published=kept))
+        assert found is not None
+        (line,) = [line for line in headline(found) if "snapshot" in line]
+        assert line.endswith(f"checkpoint 8, snapshot 40{lost}")
 
 
 def test_the_last_status_of_a_node_that_stands_still_is_shown_with_its_age() -> None:
@@ -212,7 +247,7 @@ def test_the_last_status_of_a_node_that_stands_still_is_shown_with_its_age() -> 
         (S.RENDEZVOUS, 9.0, 3),
         (None, None, 4),
         (S.STOPPED, None, 5),
-        (S.PREEMPTED, 9.0, 5),
+        (S.DRAINED, 9.0, 5),
     ],
 )
 def test_scripts_can_go_by_the_exit_code(state: JobState, age: float | None, code: int) -> None:
@@ -249,6 +284,22 @@ def test_stacks_that_differ_in_addresses_alone_are_shown_once_and_rare_ones_firs
     texts = {rank: SLEEPS.format(f"{rank:08x}") for rank in range(4)}
     texts[2] = texts[2].replace("line 9", "line 7")
     assert [group.ranks for group in grouped(texts)] == [(2,), (0, 1, 3)]
+
+
+IDLE = """
+Thread 0x000000000000000f [elasticlib-seal] (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/here/elasticlib/checkpoint/snapshots.py", line 395 in _run
+"""
+
+
+def test_threads_of_elasticlib_that_wait_are_left_out_of_stacks() -> None:
+    own = SLEEPS.format("1")
+    (group,) = grouped({0: own, 1: own + IDLE, 2: own + IDLE + "\n"})
+    assert group.ranks == (0, 1, 2)
+    assert "elasticlib" not in group.text
+    busy = IDLE.replace("threading.py", "snapshots.py")
+    assert "elasticlib-seal" in grouped({0: own + busy})[0].text
 
 
 def test_who_does_not_show_its_stacks_is_named() -> None:
@@ -291,7 +342,7 @@ def test_of_a_job_only_its_members_steps_count() -> None:
         ([(1, S.RUNNING), (2, S.SUCCEEDED)], S.SUCCEEDED),
         ([(2, S.RUNNING), (2, S.SUCCEEDED)], S.SUCCEEDED),
         ([(2, S.RUNNING), (2, S.FAILED)], S.FAILED),
-        ([(1, S.RUNNING), (2, S.PREEMPTED)], S.PREEMPTED),
+        ([(1, S.RUNNING), (2, S.DRAINED)], S.DRAINED),
         ([(1, S.SUCCEEDED), (2, S.RUNNING)], None),
         ([(1, S.FAILED), (2, S.FAILED)], S.FAILED),
     ],
@@ -312,8 +363,8 @@ def test_a_node_that_was_expelled_says_nothing_of_the_jobs_end() -> None:
 
 
 def test_a_node_that_has_gone_without_a_word_is_not_shown_in_the_state_it_told_last() -> None:
-    nodes = written_by(status("id0", 2, 0, S.PREEMPTED), status("id1", 1, 1, S.RUNNING)).nodes
-    assert [node.state for node in nodes] == ["PREEMPTED", "gone"]
+    nodes = written_by(status("id0", 2, 0, S.DRAINED), status("id1", 1, 1, S.RUNNING)).nodes
+    assert [node.state for node in nodes] == ["DRAINED", "gone"]
     (here,) = written_by(status("id0", 1, 0, S.RUNNING), lives=True).nodes
     assert here.state == "RUNNING"
 

@@ -8,11 +8,13 @@ import re
 import pytest
 from told_runs import Agent, files
 
-from elasticlib.launch.exit_report import summary_lines
+from elasticlib.agent.interface import RunResult
+from elasticlib.launch.exit_report import result_text, summary_lines
 from elasticlib.observe.event import Event
 from elasticlib.observe.history import Why
 from elasticlib.observe.reading import history_of
 from elasticlib.observe.story import DEAREST, Story, Sums
+from elasticlib.workers.spec import WorkerState
 
 
 def summed(events: list[Event]) -> Sums:
@@ -45,8 +47,8 @@ def test_it_comes_to_what_the_history_of_the_same_events_tells() -> None:
     assert sums.seconds == pytest.approx(history.until)
     assert sums.goodput == pytest.approx(history.goodput)
     later = [generation.cost for generation in history.generations[1:]]
-    for phase in ("stop", "rendezvous", "start", "restore", "redone", "redone_seconds"):
-        wanted = sum(getattr(cost, phase) for cost in later)
+    for phase in ("detect", "stop", "rendezvous", "start", "restore", "redone", "redone_seconds"):
+        wanted = sum(getattr(cost, phase) or 0.0 for cost in later)
         assert getattr(sums.lost, phase) == pytest.approx(wanted), phase
     assert sums.lost.redone == 29 * 2
     assert sums.counts == {Why.START: 1, Why.FAILURE: 19, Why.LOSS: 10}
@@ -92,12 +94,29 @@ def test_a_run_of_weeks_takes_no_more_room_than_one_of_minutes() -> None:
 def test_the_lines_say_what_was_lost_and_of_what() -> None:
     lines = list(summary_lines(summed(many(3).events)))
     assert lines == [
-        "40 s in 3 generations, the first step done after 3.0 s, goodput 70 % on this node",
+        "40 s in 3 generations, the first step done after 3.0 s, goodput 67.5 % on this node",
         "  generation 2 after a failure, 4.0 s lost: n1: rank 0 raised",
-        "  generation 3 after a loss, 4.0 s lost: n2 left",
-        "  lost on this node: stop 1.0 s, rendezvous 1.0 s, start 3.0 s, restore 1.0 s, "
-        "4 steps redone in 2.0 s",
+        "  generation 3 after a loss, 5.0 s lost: n2 left",
+        "  lost on this node: detect 1.0 s, stop 1.0 s, rendezvous 1.0 s, start 3.0 s, "
+        "restore 1.0 s, 4 steps redone in 2.0 s",
     ]
+
+
+def test_where_no_steps_are_told_it_is_said_that_nobody_knows_what_was_lost() -> None:
+    agent = Agent("n1").launch(0.0).begin(1.0, 1, nodes=2).stop(9.0, 9.5)
+    agent.begin(10.0, 2, cause="n2 left", why="loss").succeed(20.0)
+    assert list(summary_lines(summed(agent.events))) == [
+        "20 s in 2 generations",
+        "  generation 2 after a loss, workers started after 1.0 s: n2 left",
+        "  lost on this node: stop 0.50 s, rendezvous 0.50 s; what training lost is not known, as "
+        "no worker reported a step (context().step)",
+    ]
+
+
+def test_a_reason_of_many_lines_is_one_at_the_end() -> None:
+    result = RunResult(WorkerState.FAILED, reason="a: ValueError\n[... 9 lines ...]\n  at last")
+    line = "elasticrun: FAILED: a: ValueError [... 9 lines ...] at last\n"
+    assert result_text(result) == line
 
 
 def test_many_generations_are_counted_and_those_that_cost_most_are_named() -> None:
@@ -105,6 +124,13 @@ def test_many_generations_are_counted_and_those_that_cost_most_are_named() -> No
     assert len(lines) == 3 + DEAREST
     assert lines[1] == "  199 after a failure, 100 after a loss; those that cost most:"
     assert any(re.match("  generation 8 after a failure, 34 s lost", line) for line in lines)
+
+
+def test_a_stall_is_lost_in_a_single_generation_too() -> None:
+    agent = Agent("n1").launch(0.0).begin(2.0, 1).train(5.0, 1).steps(15.0, 101, 10.0)
+    head, lost = summary_lines(summed(agent.steps(115.0, 201, 1.0).succeed(120.0).events))
+    assert head.endswith("goodput 20.8 % on this node")
+    assert lost == "  lost on this node: stalled 1 min 30 s"
 
 
 def test_a_run_that_lost_nothing_is_one_line() -> None:

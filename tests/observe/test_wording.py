@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -11,7 +12,6 @@ from elasticlib.observe.wording import (
     cell,
     count,
     duration,
-    median,
     percentage,
     plural,
     rate,
@@ -20,6 +20,7 @@ from elasticlib.observe.wording import (
     spans,
     table,
 )
+from elasticlib.visible import shorten
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,6 @@ def test_numbers_are_short() -> None:
     assert [size(v) for v in sizes] == [
         *("0 B", "1023 B", "1.0 KiB", "1.0 MiB", "3.2 MiB", "5.0 TiB")
     ]
-    assert median([3, 1, 2, 9]) == 2.5
 
 
 def test_ranks_are_written_as_flags_take_them() -> None:
@@ -79,3 +79,16 @@ def test_a_table_of_plain_text_lines_up() -> None:
     rows = [("10.0.0.1", cell(None)), ("b", cell(1234, count))]
     assert table(("node", "step"), rows) == [*("node      step", "10.0.0.1  -", "b         1,234")]
     assert table(("node", "step"), []) == []
+
+
+@pytest.mark.parametrize("between", [" ", "\n"])
+def test_a_long_line_stays_one_where_it_is_cut(between: str) -> None:
+    text = between.join(f"word{number:03}" for number in range(200))
+    cut = shorten(text, 800)
+    head, tail = cut.split(f"{between}[... ")
+    assert tail.startswith("801 characters are left out ...]")
+    assert set(re.split("[ \n]", head)) | set(tail.split()[6:]) <= set(text.split())
+    assert ("\n" in cut) is ("\n" in text)
+    assert cut.startswith("word000")
+    assert cut.endswith("word199")
+    assert shorten(text, len(text)) == text

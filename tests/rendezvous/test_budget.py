@@ -121,7 +121,7 @@ def test_a_failure_at_start_ends_a_job_that_cannot_do_without_the_node() -> None
     opened = written(settled(A, B, limits=limits), A, failed(B, FailureKind.AT_START))
     over = written(opened, *waiting(A, failed(B, FailureKind.AT_START)))
     assert over.phase is Phase.FAILED
-    assert over.cause == "b: b broke (not retried: they failed at start)"
+    assert over.cause == "b: b broke (not retried: the workers failed right after they started)"
     assert over.restarts == 0
 
 
@@ -136,7 +136,7 @@ def test_nodes_that_failed_at_start_leave_together_and_the_others_go_on() -> Non
     change = intent.change(after)
     assert change is not None
     assert change.kind is ChangeKind.EXPELLED
-    assert "(not retried: they failed at start)" in change.reason
+    assert "(not retried: the workers failed right after they started)" in change.reason
 
 
 def test_a_failure_at_start_beside_a_lost_node_is_neither_charged_nor_final() -> None:

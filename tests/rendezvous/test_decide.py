@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.rendezvous.decide import View, decide, late_for
+from elasticlib.rendezvous.decide import waiting as number_waiting
 from elasticlib.rendezvous.document import (
     Document,
     Ending,
@@ -87,7 +88,10 @@ def test_quiet_settles_what_is_there() -> None:
 def test_whoever_leads_misses_a_member() -> None:
     decision = decide(attrs.evolve(view(settled(A, B, C), B, C), me=B.id))
     assert decision.write is not None
-    assert (decision.write.phase, decision.write.cause) == (Phase.OPEN, "a left")
+    assert (decision.write.phase, decision.write.cause) == (
+        Phase.OPEN,
+        "a was lost (killed, or cut off)",
+    )
 
 
 def test_why_a_generation_ends_is_told_apart_from_its_words() -> None:
@@ -115,10 +119,32 @@ def test_why_a_generation_ends_is_told_apart_from_its_words() -> None:
 
 
 def test_survivors_regroup_without_a_last_call_and_without_a_charge() -> None:
-    document = reopen(settled(A, B, C), "c left", Failure(A.id, "its peer vanished"))
+    failure = Failure(A.id, "its peer vanished")
+    document = reopen(settled(A, B, C), "c left", failure, why=Why.LOSS)
     written = decide(view(document, waiting(A), waiting(B), quiet=0.0)).write
     assert written is not None
     assert (written.generation, written.restarts, len(written.members)) == (2, 0, 2)
+
+
+def test_a_node_whose_loss_is_known_after_its_peers_failure_is_the_cause() -> None:
+    claimed = attrs.evolve(A, claim="its peer vanished", claim_membership="1.m")
+    opened = decide(view(settled(A, B), claimed, B)).write
+    assert opened is not None
+    assert (opened.cause, opened.why) == ("a: its peer vanished", Why.FAILURE)
+    known = decide(view(opened, waiting(claimed))).write
+    assert known is not None
+    assert (known.cause, known.why) == ("b was lost (killed, or cut off)", Why.LOSS)
+    decision = decide(view(known, waiting(claimed)))
+    reason = "1 of at least 2 nodes are here; b was lost (killed, or cut off)"
+    assert (decision.reason, decision.write) == (reason, None)
+    again = decide(view(known, waiting(claimed), C, quiet=9.0)).write
+    assert again is not None
+    assert (again.cause, again.why, again.restarts) == (known.cause, Why.LOSS, 0)
+
+
+def test_a_node_that_failed_and_is_gone_is_known_by_its_failure() -> None:
+    opened = reopen(settled(A, B), "b: out of memory", Failure(B.id, "out of memory"))
+    assert decide(view(opened, waiting(A))).write is None
 
 
 def test_nobody_is_left_out_while_it_stops_its_workers() -> None:
@@ -177,6 +203,54 @@ def test_newcomers_wait_out_the_last_call_while_members_train() -> None:
     assert opened.cause == "c joined"
 
 
+def test_a_member_with_other_workers_than_it_has_a_seat_for_resizes_the_job_at_once() -> None:
+    short = settled(attrs.evolve(A, slots=1), B)
+    two = attrs.evolve(A, slots=2)
+    opened = decide(view(short, two, B)).write
+    assert opened is not None
+    assert (opened.cause, opened.planned, opened.failure) == ("a has 2 workers ready", True, None)
+    both = [waiting(two), waiting(B)]
+    again = decide(view(opened, *both)).write
+    assert again is not None
+    assert ([m.slots for m in again.members], again.restarts) == ([2, B.slots], 0)
+    # What is worse goes first, and who has finished need not start again.
+    failed = attrs.evolve(B, claim="exit code 1", claim_membership="1.m")
+    charged = decide(view(short, two, failed)).write
+    assert charged is not None
+    assert charged.failure is not None
+    assert decide(view(short, two, B, finished=frozenset({B.id}))).write is None
+
+
+def test_a_node_without_workers_yet_is_gone_on_without_by_those_that_come_with_kept_ones() -> None:
+    opened = attrs.evolve(reopen(settled(A, B, C), "boom", Failure(C.id, "boom")))
+    starting = attrs.evolve(waiting(C), slots=0)
+    kept = [attrs.evolve(waiting(one), kept=True) for one in (A, B)]
+    smaller = decide(view(opened, *kept, starting)).write
+    assert smaller is not None
+    assert [member.id for member in smaller.members] == [A.id, B.id]
+    assert smaller.restarts == 1, "whose failure it was is here, and it is charged"
+    # Where nobody is kept from work, they begin together.
+    patient = decide(view(opened, waiting(A), waiting(B), starting))
+    assert (patient.write, patient.reason) == (None, "waiting for the workers of c to start")
+    # And too few do not begin.
+    two = reopen(settled(A, C), "boom", Failure(C.id, "boom"))
+    few = decide(view(two, kept[0], starting))
+    assert (few.write, few.reason) == (None, "1 of at least 2 nodes are here")
+
+
+def test_a_node_that_comes_is_let_in_when_it_says_with_how_many_workers() -> None:
+    stands, starting = settled(A, B), attrs.evolve(C, slots=0)
+    here = view(stands, A, B, starting, quiet=9.0)
+    assert decide(here).write is None
+    assert number_waiting(here) == 0
+    ready = view(stands, A, B, C, quiet=9.0)
+    assert number_waiting(ready) == 1
+    opened = decide(ready).write
+    assert opened is not None
+    assert opened.planned
+    assert decide(view(opened, waiting(A), waiting(B), starting, quiet=0.0)).write is not None
+
+
 def test_surplus_nodes_are_spares_and_change_nothing() -> None:
     decision = decide(view(settled(A, B, C, D), A, B, C, D, E, quiet=9.0))
     assert decision.write is None
@@ -216,7 +290,7 @@ def test_a_node_is_called_by_its_host_unless_others_share_it() -> None:
     twin = attrs.evolve(B, host="a")
     opened = decide(view(settled(A, twin), A)).write
     assert opened is not None
-    assert opened.cause == "b-1 left"
+    assert opened.cause == "b-1 was lost (killed, or cut off)"
 
 
 def test_a_hint_orders_newcomers() -> None:
@@ -321,7 +395,7 @@ def test_those_who_do_not_come_back_are_waited_for_and_then_lost() -> None:
     lost = decide(forgotten(document, b, a)).write
     assert lost is not None
     assert (lost.phase, lost.generation, lost.members) == (Phase.OPEN, 1, (a, b))
-    assert lost.cause == "1 of 3 nodes were lost with the store"
+    assert lost.cause == "1 of 3 nodes was lost with the store"
 
 
 def test_with_a_quorum_more_than_half_must_remember() -> None:

@@ -39,6 +39,26 @@ def test_a_drain_is_told_to_all_and_the_others_meet_when_it_has_left(cluster: Cl
     assert [(i.generation, i.world_size, i.restarts) for i in infos] == [(2, 2, 0)] * 2
 
 
+def test_a_node_comes_with_as_many_workers_as_it_says_and_the_others_hear_of_more(
+    cluster: Cluster,
+) -> None:
+    handlers = [cluster.node(name, Limits(2, 2, max_restarts=1), slots=2) for name in "ab"]
+    for future in [cluster.join(handler) for handler in handlers]:
+        assert future.result(20).seat.world_size == 4
+    handlers[0].report_failure_as(FailureKind.KILLED, "killed")
+    assert [change(handler).kind for handler in handlers] == [ChangeKind.REOPENED] * 2
+    assert handlers[0].report_slots(1)
+    seats = [f.result(20).seat for f in [cluster.join(handler) for handler in handlers]]
+    assert [(s.rank, s.slots, s.first_rank, s.world_size) for s in seats] == [
+        *((0, 1, 0, 3), (1, 2, 1, 3)),
+    ]
+    assert handlers[0].report_slots(2)
+    told = Change(ChangeKind.RESIZE, "a has 2 workers ready")
+    assert [change(handler) for handler in handlers] == [told] * 2
+    infos = [f.result(20) for f in [cluster.join(handler) for handler in handlers]]
+    assert [(i.seat.slots, i.seat.world_size, i.restarts) for i in infos] == [(2, 4, 1)] * 2
+
+
 def test_restarts_are_forgiven_once_a_generation_has_stood_for_the_window(
     cluster: Cluster,
 ) -> None:

@@ -41,11 +41,13 @@ class Cluster:
         self.clients.append(self.store.client())
         return self.clients[-1]
 
-    def node(self, name: str, limits: Limits, timing: Timing = TIMING) -> DynamicRendezvousHandler:
+    def node(
+        self, name: str, limits: Limits, timing: Timing = TIMING, *, slots: int = 1
+    ) -> DynamicRendezvousHandler:
         handler = DynamicRendezvousHandler(
             self.client(),
             "run",
-            Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1),
+            Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=slots),
             limits,
             timing=timing,
             open_bootstrap=Listener,
@@ -163,6 +165,21 @@ def test_the_wait_for_others_ends_with_a_sentence(cluster: Cluster) -> None:
     handler = cluster.node("a", Limits(2, 2), attrs.evolve(TIMING, join=1.0))
     with pytest.raises(RendezvousTimeout, match=r"1 of at least 2.*here: a.*--nnodes"):
         cluster.join(handler).result(20)
+
+
+def test_a_wait_for_the_place_of_a_node_that_is_gone_ends_with_its_name(cluster: Cluster) -> None:
+    limits = Limits(2, 2, max_restarts=3)
+    names = ("a", "b")
+    first, second = (cluster.node(name, limits, attrs.evolve(TIMING, join=3.0)) for name in names)
+    for future in [cluster.join(first), cluster.join(second)]:
+        future.result(20)
+    assert first.report_failure("its peer vanished")
+    until("the failure to be known", lambda: change(first).reason == "a: its peer vanished")
+    joining = cluster.join(first)
+    second.shutdown()
+    with pytest.raises(RendezvousTimeout, match=r"1 of at least 2.*; b left; here: a;") as one:
+        joining.result(20)
+    assert one.value.lost
 
 
 def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) -> None:

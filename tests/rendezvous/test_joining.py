@@ -10,6 +10,7 @@ from test_handlers import Cluster
 from elasticlib.errors import RendezvousClosed
 from elasticlib.rendezvous.document import Limits
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
+from elasticlib.testing.rendezvous_cluster import until
 
 SECONDS = 60.0
 Outcomes = queue.SimpleQueue[RendezvousInfo | Change | Exception]
@@ -76,3 +77,31 @@ def test_the_end_of_the_job_is_the_last_change(cluster: Cluster) -> None:
     assert change.kind is ChangeKind.SUCCEEDED
     handler.shutdown()
     assert outcomes.empty()
+
+
+def test_who_comes_later_knows_whether_the_others_workers_are_kept(cluster: Cluster) -> None:
+    limits = Limits(1, 3, last_call=0.0)
+    first, *others = (cluster.node(name, limits) for name in "abc")
+    assert not others[0].others_keep(), "there is nobody yet"
+    of_first = joined(first)
+    assert isinstance(of_first.get(timeout=SECONDS), RendezvousInfo)
+    first.report_keeping()
+    until("it to be known", others[0].others_keep, SECONDS)
+    assert others[1].others_keep(), "to whoever asks for the first time"
+    assert others[1].report_slots(0)
+    of_other = joined(others[1])
+    assert of_first.empty()
+    assert others[1].report_slots(2)
+    resize = of_first.get(timeout=SECONDS)
+    assert isinstance(resize, Change)
+    assert resize.kind is ChangeKind.RESIZE
+    joined(first)
+    info = of_other.get(timeout=SECONDS)
+    assert isinstance(info, RendezvousInfo)
+    assert info.seat.slots == 2
+    first.set_closed()
+    until(
+        "a job that is over to have nobody who goes on",
+        lambda: not others[0].others_keep(),
+        SECONDS,
+    )

@@ -9,7 +9,7 @@ import pytest
 from counted import KEYS, LEASE, CountedStore, Crew, Member
 
 from elasticlib.errors import StoreUnavailable
-from elasticlib.rendezvous.document import Document, Limits, Node, Timing
+from elasticlib.rendezvous.document import Document, Limits, Node, Note, Timing
 from elasticlib.rendezvous.layout import encode_state
 from elasticlib.rendezvous.node import (
     LONGEST_PAUSE,
@@ -74,7 +74,10 @@ def test_who_has_reached_it_waits_for_the_grace_and_anew_after_each_answer() -> 
     part.missed(AWAY, 300.0)
     with pytest.raises(PatienceSpent) as spent:
         part.missed(AWAY, 300.0 + TIMING.store_grace)
-    assert str(spent.value) == f"the store was unreachable for 30 s (--store-grace): {AWAY}"
+    assert (
+        str(spent.value)
+        == f"the store was unreachable for 30 s (store_grace, --store-grace): {AWAY}"
+    )
 
 
 def test_the_pauses_between_tries_grow_up_to_a_bound() -> None:
@@ -199,3 +202,8 @@ def test_no_more_than_one_note_a_second_is_written() -> None:
     assert crew.memory.get(KEYS.note) == first
     explains(crew.leader, crew.now + NOTE_SECONDS)
     assert crew.memory.get(KEYS.note) != first
+
+
+def test_nodes_of_one_name_are_counted() -> None:
+    assert Note().names == "nobody"
+    assert Note(here=("a", "vm", "vm"), count=5).names == "a, vm (2 nodes) and 2 more"

@@ -36,7 +36,10 @@ def check_stuck(decision: Decision, *out_of_reach: str) -> None:
 def test_half_of_the_last_generation_misses_the_other_half_where_the_store_is() -> None:
     opened = decide(view(stands(*FOUR), A, B)).write
     assert opened is not None
-    assert (opened.phase, opened.cause) == (Phase.OPEN, "c, d left")
+    assert (opened.phase, opened.cause) == (
+        Phase.OPEN,
+        "c, d were lost (killed, or cut off)",
+    )
 
 
 def test_less_than_half_misses_nobody_and_says_what_it_waits_for() -> None:
@@ -53,7 +56,7 @@ def test_who_said_that_it_leaves_counts_for_the_half_and_is_missed() -> None:
     gone = frozenset({B.id, C.id})
     opened = decide(view(stands(*FIVE), A, departed=gone)).write
     assert opened is not None
-    assert opened.cause == "b, c, d and 1 more left"
+    assert opened.cause == "b, c left; d, e were lost (killed, or cut off)"
     check_stuck(
         decide(view(stands(*FIVE), A, departed=frozenset({B.id}))), "b", "c", "d and 1 more"
     )
@@ -63,7 +66,7 @@ def test_who_is_done_counts_for_the_half() -> None:
     done = frozenset({B.id, C.id})
     opened = decide(view(stands(*FIVE), A, finished=done)).write
     assert opened is not None
-    assert opened.cause == "d, e left"
+    assert opened.cause == "d, e were lost (killed, or cut off)"
     check_stuck(decide(view(stands(*FIVE), A, finished=frozenset({B.id}))), "c", "d", "e")
 
 

@@ -61,6 +61,36 @@ def test_every_promise_holds_where_nodes_are_drained(request: pytest.FixtureRequ
     assert planned
 
 
+def keeping_simulation(seed: int) -> Simulation:
+    """Some nodes keep what is left of their workers and come with fewer, and others cannot."""
+    draw = random.Random(seed)
+    most = draw.randint(1, 5)
+    limits = Limits(draw.randint(1, most), most, max_restarts=100)
+    draws = {
+        "cuts": draw.randint(0, 1),
+        "forgets": draw.randint(0, 1),
+        "drains": draw.randint(0, 1),
+    }
+    faults = Faults(worker_losses=draw.randint(2, 8), echoes=draw.randint(0, 2), **draws)
+    return Simulation(seed, limits, nodes=draw.randint(1, 5), faults=faults)
+
+
+def test_every_promise_holds_where_some_nodes_keep_their_workers(
+    request: pytest.FixtureRequest,
+) -> None:
+    smaller = let_in = ahead = 0
+    for seed in range(request.config.getoption("--seeds") // 5):
+        played = keeping_simulation(seed).run()
+        workers = {node.id: node.workers for node in played.nodes}
+        settled = [d for d in played.documents if d.phase is Phase.SETTLED]
+        smaller += sum(any(m.slots < workers[m.id] for m in d.members) for d in settled)
+        let_in += sum("ready" in d.cause and d.planned for d in played.documents)
+        ahead += sum(moment.mark is Mark.AHEAD for moment in played.story)
+    assert smaller
+    assert let_in
+    assert ahead
+
+
 def test_seed_378_a_drain_is_waited_for_while_the_node_that_leads_stands_still() -> None:
     """The story was over with a drain under way, past a leader whose lease had yet to end."""
     drained_simulation(378)

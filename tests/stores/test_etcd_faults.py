@@ -215,7 +215,7 @@ def test_what_is_no_etcd_is_named(answer: bytes) -> None:
     with (
         listening(answer) as endpoint,
         EtcdStore(endpoint, timeout=5.0) as store,
-        pytest.raises(StoreRefused, match=rf"{endpoint} answers, but not as an etcd"),
+        pytest.raises(StoreRefused, match=rf"{endpoint} answers, but is not etcd"),
     ):
         store.get("key")
 
@@ -267,7 +267,7 @@ def test_user_and_password_are_shown_and_a_lost_token_is_replaced(tmp_path: Path
             client().get("lease")
         elsewhere = EtcdStore(server.endpoint, user="trainer", password="secret")
         stack.callback(elsewhere.close)
-        with pytest.raises(StoreRefused, match=r"would not get 'key': .*permission denied"):
+        with pytest.raises(StoreRefused, match=r"refused to get 'key': .*permission denied"):
             elsewhere.get("key")
         with pytest.raises(StoreRefused, match="permission denied"):
             elsewhere.wait("key", after=1, timeout=5.0)

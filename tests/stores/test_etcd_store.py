@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from etcd_server import EtcdServer, needs_etcd
 from jobs import until
+from our_words import OurStoreContract
 
 from elasticlib.errors import (
     ConfigError,
@@ -19,12 +20,12 @@ from elasticlib.errors import (
 )
 from elasticlib.stores.etcd import EtcdStore, Member, read_members
 from elasticlib.stores.interface import Store
-from elasticlib.testing import ClientRecipe, StoreContract
+from elasticlib.testing import ClientRecipe
 
 pytestmark = needs_etcd
 
 
-class TestEtcdStore(StoreContract):
+class TestEtcdStore(OurStoreContract):
     ttl = 1.0  # the least that etcd grants
     examples = 15
 
@@ -146,11 +147,11 @@ def test_a_replaced_lease_is_ended_in_etcd_too(own_etcd: EtcdServer) -> None:
 
 def test_what_etcd_refuses_is_named(etcd: EtcdServer, room: str) -> None:
     with EtcdStore(etcd.endpoint, prefix=room) as store:
-        with pytest.raises(StoreRefused, match=r"would not set 'key': .*too large"):
+        with pytest.raises(StoreRefused, match=r"refused to set 'key': .*too large"):
             store.set("key", b"x" * 2_000_000)
         raw = base64.b64encode(f"{room}/\xff".encode("latin-1")).decode()
         etcd.post("kv/put", key=raw)
-        with pytest.raises(StoreRefused, match="a key that is no text"):
+        with pytest.raises(StoreRefused, match="a key that is not text"):
             store.list("")
 
 
@@ -177,6 +178,6 @@ def test_who_stood_still_for_longer_than_a_lease_writes_under_another(etcd: Etcd
         assert won.entry is not None
         store.refresh("a", won.entry.version)
         store.pauses = 3
-        with pytest.raises(StoreRefused, match=r"would not set 'a': .*lease not found"):
+        with pytest.raises(StoreRefused, match=r"refused to set 'a': .*lease not found"):
             store.set("a", b"3", ttl=5.0)
         assert store.get("a") == won.entry

@@ -127,7 +127,9 @@ def test_a_lock_that_is_not_let_go_is_named_with_the_seconds(tmp_path: Path) -> 
                 lambda: store.list(""),
                 lambda: store.delete("key"),
             ):
-                with pytest.raises(StoreTimeout, match=f"{tmp_path} was not had within 0.1 s"):
+                with pytest.raises(
+                    StoreTimeout, match=f"could not get the lock of {tmp_path} within"
+                ):
                     pool.submit(call).result()
             # Reading and waiting need no lock.
             assert pool.submit(store.get, "key").result() == entry
@@ -202,13 +204,31 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "README").read_text() == "mine"
 
 
-def test_a_folder_that_cannot_be_is_unavailable(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"), [("file/store", "Not a directory"), ("file", "File exists")]
+)
+def test_a_folder_that_cannot_be_made_is_refused_with_what_to_do(
+    tmp_path: Path, name: str, why: str
+) -> None:
     (tmp_path / "file").write_text("")
-    with FileStore(tmp_path / "file" / "store") as store:
-        with pytest.raises(StoreUnavailable, match=f"{tmp_path}.*Not a directory"):
+    refused = f"{tmp_path}/{name} cannot be used: .*{why}.*choose a folder"
+    with FileStore(tmp_path / name) as store:
+        with pytest.raises(StoreRefused, match=refused):
             store.get("key")
-        with pytest.raises(StoreUnavailable, match=f"{tmp_path}.*Not a directory"):
+        with pytest.raises(StoreRefused, match=refused):
             store.set("key", b"")
+
+
+def test_a_folder_that_was_written_to_may_come_back(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "store") as store:
+        entry = store.set("key", b"")
+        (tmp_path / "store").rename(tmp_path / "away")
+        (tmp_path / "store").write_text("")
+        with pytest.raises(StoreUnavailable, match=f"{tmp_path}/store: .*Not a directory"):
+            store.get("key")
+        (tmp_path / "store").unlink()
+        (tmp_path / "away").rename(tmp_path / "store")
+        assert store.get("key") == entry
 
 
 @pytest.mark.parametrize("call", ["get", "set", "list", "wait"])
@@ -308,11 +328,11 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_by_name_and_keeps_nobody_waiti
     with FileStore(tmp_path, timeout=5.0) as store:
         store.set("other", b"")
         os.mkfifo(tmp_path / "k.key")
-        with pytest.raises(StoreRefused, match=r"k\.key is no file of a FileStore"):
+        with pytest.raises(StoreRefused, match=r"k\.key is not a file of a FileStore"):
             store.get("key")
         os.unlink(tmp_path / "changes")
         os.mkfifo(tmp_path / "changes")
-        with pytest.raises(StoreRefused, match="changes is no file of a FileStore"):
+        with pytest.raises(StoreRefused, match="changes is not a file of a FileStore"):
             store.list("other")
 
 

@@ -39,7 +39,7 @@ def test_who_is_asking_where_the_store_leaves_is_told_why_it_left(world: World) 
         # The first gives up first, and leaves.
         world.now = 2 * PATIENCE
         for asked in (first, second):
-            with pytest.raises(StoreUnavailable, match=f"{one.endpoint} was not reached"):
+            with pytest.raises(StoreUnavailable, match=f"{one.endpoint} could not be reached"):
                 asked.result(20.0)
 
 

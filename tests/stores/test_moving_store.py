@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from jobs import until
+from our_words import OurStoreContract
 from places import JOB, PATIENCE, Spot, World, is_closed, reaching, until_answered
 
 from elasticlib.errors import ConfigError, RendezvousMismatch, StoreRefused, StoreUnavailable
@@ -18,13 +19,13 @@ from elasticlib.stores.failover import MovingStore, Place
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
-from elasticlib.testing import ClientRecipe, StoreContract
+from elasticlib.testing import ClientRecipe
 
 # -- the contract ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before", [1], ids=["two places, first empty"])
-class TestMovingStore(StoreContract):
+class TestMovingStore(OurStoreContract):
     examples = 8
 
     @pytest.fixture
@@ -47,7 +48,7 @@ class TestMovingStore(StoreContract):
 
 
 def test_a_store_without_a_place_is_refused() -> None:
-    with pytest.raises(ConfigError, match="one place at least, got none"):
+    with pytest.raises(ConfigError, match="at least one endpoint, got none"):
         MovingStore([], patience=1.0)
 
 

@@ -6,22 +6,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from our_words import OurStoreContract
 
 from elasticlib.stores.file import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
-from elasticlib.testing import ClientRecipe, StoreContract
+from elasticlib.testing import ClientRecipe
 
 
-class TestMemoryStore(StoreContract):
+class TestMemoryStore(OurStoreContract):
     @pytest.fixture
     def make_store(self) -> Callable[[], Store]:
         return MemoryStore().client
 
 
-class TestFileStore(StoreContract):
+class TestFileStore(OurStoreContract):
     examples = 8
 
     @pytest.fixture
@@ -36,7 +37,7 @@ class TestFileStore(StoreContract):
         )
 
 
-class TestHostedStore(StoreContract):
+class TestHostedStore(OurStoreContract):
     """In the process that serves it, beside a client that comes by a connection."""
 
     @pytest.fixture
@@ -45,7 +46,7 @@ class TestHostedStore(StoreContract):
             yield server.client
 
 
-class TestTcpStore(StoreContract):
+class TestTcpStore(OurStoreContract):
     host = "127.0.0.1"
 
     @pytest.fixture

@@ -55,7 +55,8 @@ def raw(header: object) -> bytes:
 
 
 BAD = {
-    "http": (b"GET / HTTP/1.1\r\n\r\n", "a frame is at most"),
+    "http": (b"GET / HTTP/1.1\r\n\r\n", "(as text 'GET ': the other end speaks HTTP)"),
+    "other text": (b"EHLO me\r\n", "(as text 'EHLO')"),
     "huge length": (struct.pack(">II", 2**32 - 1, 10), "a frame is at most"),
     "huge header": (struct.pack(">II", 100, 2**32 - 1) + b"x" * 96, "does not fit a frame"),
     "no json": (struct.pack(">II", 7, 3) + b"{{{", "header is JSON"),

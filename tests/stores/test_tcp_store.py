@@ -74,14 +74,15 @@ def test_who_does_not_answer_is_named_with_the_seconds() -> None:
     with (
         TcpStore("127.0.0.1", port, connect_timeout=0.2) as store,
         pytest.raises(
-            StoreUnavailable, match=rf"127\.0\.0\.1:{port} was not reached within 0\.2 s.*refused"
+            StoreUnavailable,
+            match=rf"127\.0\.0\.1:{port} could not be reached within 0\.2 s.*refused",
         ),
     ):
         store.get("key")
 
 
 def test_a_host_that_has_no_address_is_named() -> None:
-    named = pytest.raises(StoreUnavailable, match=r"no\.such\.host\.invalid:1 was not reached")
+    named = pytest.raises(StoreUnavailable, match=r"no\.such\.host\.invalid:1 could not be reached")
     with TcpStore("no.such.host.invalid", 1, connect_timeout=0.1) as store, named:
         store.get("key")
 
@@ -118,7 +119,7 @@ def test_what_is_no_store_of_ours_is_named(answer: bytes) -> None:
 
 def test_what_takes_the_connection_and_says_nothing_is_named_with_the_seconds() -> None:
     # The seconds are those that were left for it.
-    named = pytest.raises(StoreTimeout, match=r"but not the handshake, within 0\.[12]\d* s")
+    named = pytest.raises(StoreTimeout, match=r"but no handshake, within 0\.[12]\d* s")
     with answering() as port, TcpStore("127.0.0.1", port, connect_timeout=0.2) as store, named:
         store.get("key")
 
@@ -198,6 +199,8 @@ def test_every_address_of_a_name_is_tried(server: TcpStoreServer) -> None:
     addresses.pop()
     with pytest.raises(ConnectionRefusedError):
         dial("one-address", 1, 10.0, resolve)
+    with pytest.raises(OSError, match=r"no.such.invalid does not resolve .*: check the name"):
+        dial("no.such.invalid", 1, 10.0)
 
 
 def test_a_host_name_will_do_and_the_literal_address_is_known(server: TcpStoreServer) -> None:

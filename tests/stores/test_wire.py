@@ -89,7 +89,7 @@ def test_a_frame_with_a_changed_byte_is_refused_or_another_valid_frame(
         (b"{", "is JSON"),
         (b"\xff\xfe", "is JSON"),
         (b"[" * 100_000, "is JSON"),
-        (b'{"op":"write","id":1,"key":"a","expected":null,"ttl":NaN}', "no number of JSON"),
+        (b'{"op":"write","id":1,"key":"a","expected":null,"ttl":NaN}', "not a JSON number"),
         ({"op": "steal", "id": 1}, "op is one of"),
         ({"op": ["get"], "id": 1}, "op is one of"),
         ({"id": 1, "key": "a"}, "op is one of"),

@@ -10,16 +10,25 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.agent.policy import Need, agreed, decode_need, post_need
+from elasticlib.agent.stopping import Need, agreed, decode_need, post_need
 from elasticlib.clock import monotonic
 from elasticlib.held_folder import is_held
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel, Channels
 from elasticlib.workers.context import Context
-from elasticlib.workers.interface import DRAIN, PREEMPTED, REASONS, RESIZE, Notice, TakenUp
+from elasticlib.workers.interface import (
+    DRAIN,
+    PREEMPTED,
+    REASONS,
+    RESIZE,
+    Heartbeat,
+    Notice,
+    TakenUp,
+)
 from elasticlib.workers.session import Guardian, SharedFolder
 
 
@@ -333,6 +342,89 @@ def test_who_is_to_save_first_is_asked_when_it_has_or_when_others_have(channels:
         assert channels.earliest_stop(now=False) == 2
 
 
+def kept(channels: Channels) -> tuple[Channel, Context]:
+    """A worker that has its first place, and can be kept."""
+    worker = Channel(channels.open(0))
+    channels.give_place(0, {"RANK": "0"})
+    context = Context(worker)
+    context.can_keep()
+    assert context.take_place() == {"RANK": "0"}
+    return worker, context
+
+
+def test_calls_of_an_earlier_group_do_not_count_in_the_next(channels: Channels) -> None:
+    _, context = kept(channels)
+    for _ in range(7):
+        assert context.should_stop() is None
+    channels.leave()
+    assert context.must_leave
+    assert channels.spare() == {}
+    context.leave_group()
+    assert channels.spare() == {0: True}
+    channels.begin()
+    channels.give_place(0, {"RANK": "1"})
+    assert channels.notify(Notice(RESIZE, 10.0)) is True, "it has asked before"
+    assert channels.earliest_stop(now=False) == 1, "whether or not it has taken its place"
+    channels.stop_at(1, Notice(RESIZE, 10.0))
+    assert context.take_place() == {"RANK": "1"}
+    assert not context.must_leave
+    assert channels.earliest_stop(now=False) == 1
+    assert context.should_stop() is not None
+
+
+def test_what_a_worker_has_told_in_an_earlier_group_is_not_told_in_the_next(
+    channels: Channels,
+) -> None:
+    worker, context = kept(channels)
+    for step in range(3):
+        context.step(step, loss=0.5, samples=2)
+        context.kept(step)
+    context.restored(1)
+    context.leave_group()
+    channels.give_place(0, {})
+    assert context.take_place() == {}
+    beat = worker.beat()
+    assert attrs.evolve(beat, at=0.0, alive=0.0, attached=False) == Heartbeat()
+    context.step(3, loss=0.25, samples=2)
+    beat = worker.beat()
+    assert (beat.step, beat.steps, beat.first_step, beat.samples) == (3, 1, 3, 2.0)
+    assert beat.losses is not None
+    assert [(step, loss) for step, _, loss in beat.losses.since(0)] == [(3, 0.25)]
+
+
+def test_one_that_waits_for_an_answer_does_not_when_its_group_is_over(channels: Channels) -> None:
+    _, context = kept(channels)
+    assert context.should_stop() is None
+    assert channels.notify(Notice(RESIZE, 1e9)) is True
+    channels.leave()
+    assert context.should_stop() is None, "at once"
+    assert context.must_leave
+
+
+def test_a_newcomer_is_in_no_group_and_is_asked_nothing_before_it_has_a_place(
+    channels: Channels,
+) -> None:
+    member, _ = kept(channels)
+    newcomer = Context(Channel(channels.open(1, newcomer=True)))
+    assert (channels.spare(), channels.keepers()) == ({1: False}, {0, 1})
+    newcomer.can_keep()
+    newcomer.leave_group()
+    assert channels.spare() == {1: True}
+    assert not newcomer.must_leave
+    member.enter(1)
+    assert channels.notify(Notice(RESIZE, 10.0)) is True
+    assert member.enter(2)
+    assert channels.earliest_stop(now=False) is None
+    member.hold(2)
+    assert channels.earliest_stop(now=False) == 2
+    channels.begin()
+    channels.give_place(1, {"RANK": "1"})
+    assert newcomer.take_place() == {"RANK": "1"}
+    assert newcomer.should_stop() is None, "it was asked when it was in no group"
+    with pytest.raises(OSError, match="a place takes"):
+        channels.give_place(1, {"MASTER_ADDR": "x" * SIZE})
+
+
 def test_nobody_cuts_a_channel_and_nothing_of_it_is_left(channels: Channels) -> None:
     before = os.listdir("/proc/self/fd")
     path = channels.open(0)
@@ -367,3 +459,36 @@ def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) 
     assert calls == ["first", "second", "third"]
     assert context.should_stop() is not None
     assert len(calls) == 3
+
+
+def test_a_worker_that_goes_on_elsewhere_ends_nothing_for_it(path: str) -> None:
+    agent, worker = ends(path)
+    context, called = Context(worker), list[str]()
+    context.on_stop(lambda: called.append("stop"))
+    context.can_keep()
+    agent.give_place({"RANK": "0"})
+    assert context.take_place() == {"RANK": "0"}
+    for reason in (RESIZE, DRAIN):
+        agent.ask(REASONS.index(reason), monotonic() + 60)
+        agent.tell_stop(1, REASONS.index(reason), monotonic() + 60)
+        stop = context.should_stop()
+        assert stop is not None
+        assert stop.reason == reason
+        context.leave_group()
+        agent.give_place({"RANK": "0"})
+        context.take_place()
+    assert called == ["stop"]
+    context.can_keep(False)
+    assert not agent.can_keep
+
+
+def test_a_question_whose_group_is_over_is_answered_with_no(path: str) -> None:
+    agent, worker = ends(path)
+    context = Context(worker)
+    context.can_keep()
+    agent.give_place({})
+    context.take_place()
+    agent.ask(REASONS.index(DRAIN), monotonic() + 60)
+    agent.tell_leave()
+    assert context.should_stop() is None
+    assert context.must_leave

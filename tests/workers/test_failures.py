@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+from jobs import until
 from test_local import Run, shell
 
 from elasticlib.workers.exit import WorkerExit
@@ -82,7 +84,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WorkerExit]:
         ("segfault", -11, ""),
         ("fork raises", 5, ""),
         ("records", 6, "ValueError: recorded"),
-        ("its text raises", 1, "Bad: (its text cannot be had: RuntimeError)"),
+        ("its text raises", 1, "Bad: (its message cannot be shown: RuntimeError)"),
         ("does not compile", 1, "SyntaxError: invalid syntax (0.py, line 1)"),
     ],
 )
@@ -258,6 +260,17 @@ def test_what_died_of_our_own_stop_is_not_told_as_somebody_elses_deed(run: Run) 
     for exit_ in (run.end(), run.end()):
         assert exit_.describe().endswith("was killed by SIGKILL (sent by this agent)")
         assert not exit_.failed
+
+
+def test_a_signal_that_somebody_else_sent_is_not_told_as_ours_after_a_stop(run: Run) -> None:
+    # As scancel's, which reaches the workers while their agent has only asked them to save.
+    run.writing("1", "0").start(shell("trap '' TERM; echo ready; while :; do sleep 1; done"))
+    until("the worker to ignore SIGTERM", lambda: "ready" in run.file("stdout.log"))
+    run.workers.terminate()
+    os.kill(int(run.workers.running()[0].removeprefix("pid ")), signal.SIGKILL)
+    exit_ = run.end()
+    assert exit_.describe().endswith("was killed by SIGKILL (not sent by this agent)")
+    assert not exit_.failed
 
 
 def test_ddp_of_a_script_that_is_through_is_left_alone_as_torch_may_hang_there(

@@ -56,6 +56,24 @@ def test_a_fork_that_cannot_take_over_ends_and_the_server_alone_says_why() -> No
         assert process.wait(60) == 0
 
 
+def test_a_fork_server_whose_agent_has_ended_says_nothing() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    start = Path(fork_server.__file__).with_name("bootstrap.py")
+    command = [sys.executable, "-u", str(start), "", "fork_server", str(theirs.fileno()), ""]
+    environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
+    ours.close()
+    with theirs:
+        done = subprocess.run(
+            command,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_a_fork_server_in_which_threads_were_started_later_forks_no_more(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()

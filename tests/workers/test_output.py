@@ -234,7 +234,7 @@ def test_flags_are_read_as_torchrun_reads_them() -> None:
     ("flags", "sentence"),
     [
         ("--local-ranks-filter 0,x", "ranks are numbers as in 0,3 or 0-7, got '0,x'"),
-        ("--local-ranks-filter 1", "--local-ranks-filter names local rank 1, and there are 1"),
+        ("--local-ranks-filter 1", "--local-ranks-filter names local rank 1, and a node has 1"),
         ("--local-ranks-filter=-1", "--local-ranks-filter: ranks are numbers as in 0,3"),
         ("--duplicate-stdout-filters a", "that is no worker's stdout: add --tee 1"),
         ("--duplicate-stderr-filters a -t 1", "that is no worker's stderr: add --tee 2"),

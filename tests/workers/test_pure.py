@@ -173,7 +173,7 @@ def test_the_local_rank_macro_is_filled_in() -> None:
 
 
 def test_a_node_has_at_least_one_worker() -> None:
-    with pytest.raises(ConfigError, match="at least 1 worker a node, got 0"):
+    with pytest.raises(ConfigError, match="local_world_size is a whole number from 1, got 0"):
         WorkerSpec(Script("x"), 0)
 
 
@@ -277,6 +277,16 @@ def test_what_a_restart_cannot_mend_is_a_failure_at_start(code: int, message: st
     # The same program has been at work before, or was for a while: something else has changed.
     assert kind_of(code, message, first=False) is FailureKind.ORDINARY
     assert kind_of(code, message, uptime=61.0) is FailureKind.ORDINARY
+
+
+@pytest.mark.parametrize(
+    "why", ["StateMismatch: x", "RuntimeError: Error(s) in loading state_dict for L"]
+)
+def test_nor_can_it_mend_a_state_that_is_another_models_however_late_that_is_found(
+    why: str,
+) -> None:
+    assert kind_of(1, why, uptime=600.0) is FailureKind.AT_START
+    assert kind_of(1, why, first=False) is FailureKind.ORDINARY
 
 
 @pytest.mark.parametrize(

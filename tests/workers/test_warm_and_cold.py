@@ -53,8 +53,10 @@ class Runner:
         folder.mkdir()
         self.attempt = 0
         self.ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+        # A torch that another test has imported here may have chosen one.
+        unset = "TORCHINDUCTOR_CACHE_DIR"
         self.workers = LocalWorkers(
-            os.environ,
+            {name: value for name, value in os.environ.items() if name != unset},
             output=OutputPlan(parse_streams("3", "-r")),
             log_dir=str(folder),
             start_method=method,
@@ -252,10 +254,7 @@ def test_workers_have_the_input_of_their_agent(
     assert said[1:] == [said[0]] * 2
 
 
-def test_a_script_may_say_where_torch_compiles_to(
-    warm: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+def test_a_script_may_say_where_torch_compiles_to(warm: Runner, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os; os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', '/tmp')\n"
@@ -276,6 +275,17 @@ def test_a_script_that_was_named_relatively_knows_where_it_is(
     assert expected.out.endswith("True\n")
     assert cold.run(Script("here.py")) == expected
     assert warm.run(Script("here.py")) == expected
+
+
+def test_ps_shows_what_a_worker_runs(warm: Runner, cold: Runner, tmp_path: Path) -> None:
+    look = "import os; os.system(f'ps -o args= -p {os.getpid()}')"
+    (tmp_path / "look.py").write_text(look)
+    for run in (warm.run, cold.run):
+        shown = run(Script(str(tmp_path / "look.py"), ("--epochs", "3"))).out
+        # What this process began as leaves room for the beginning of a longer line.
+        assert shown.split()[:2] == [sys.executable, "-u"]
+        assert "bootstrap" not in shown
+        assert f"{sys.executable} -u {tmp_path}/look.py --epochs 3".startswith(shown.strip())
 
 
 def test_a_module_runs_as_under_python_m(
@@ -373,7 +383,7 @@ def test_a_fork_server_that_was_killed_is_replaced_and_its_worker_is_noticed(
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("import no_such_thing", "--preload mine cannot be imported: ModuleNotFoundError: No mod"),
+        ("import no_such_thing", r"\(--preload\): mine cannot be imported: ModuleNotFoundError"),
         (
             "import threading as t\nt.Thread(target=t.Event().wait, daemon=True).start()",
             "what was imported has started threads",

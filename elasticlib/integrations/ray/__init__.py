@@ -14,7 +14,7 @@ from typing import Any
 
 from ...agent.interface import RunResult
 from ...errors import ConfigError, ElasticError, describe
-from ...launch.config import LaunchConfig
+from ...launch.config import LaunchConfig, naming_fields
 from ...launch.elastic_launch import values_of, with_args
 from ...workers.spec import Entrypoint, Function, entry_name
 from .driver import RayOptions as RayOptions
@@ -104,6 +104,7 @@ def run_job(config: LaunchConfig, entrypoint: Entrypoint, options: RayOptions) -
             ray.shutdown()
 
 
+@naming_fields()
 def check(config: LaunchConfig) -> None:
     """Raises ConfigError for what has no meaning where Ray places and the driver hosts."""
     for field, (taken, why) in _TAKEN.items():

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from ...errors import ConfigError, ElasticError
 from ...launch.arguments import launch_of
+from ...launch.config import in_flags
 from ...launch.console import log_level, start_logging
 from ...launch.elasticrun import leave_error_of
 from ...launch.exit_report import result_text
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
-        sys.stderr.write(f"{_NAME}: error: {error}\n")
+        sys.stderr.write(f"{_NAME}: error: {in_flags(error)}\n")
         return 2
     except ElasticError as error:
         sys.stderr.write(f"{_NAME}: FAILED: {error}\n")

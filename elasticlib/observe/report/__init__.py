@@ -11,11 +11,9 @@ import attrs
 
 from ...errors import ConfigError
 from ..history import History
-from ..reading import read_files
-from ..runs import find_runs
+from ..reading import Name, read_history
 from .page import GENERATOR, fragment, page
 
-Name = str | os.PathLike[str]
 HEAD = 512
 """So many bytes of a report show that it is one."""
 
@@ -67,16 +65,6 @@ def _is_report(path: Path) -> bool:
 
 
 def report(run: Name | Iterable[Name] = "") -> Report:
-    """The report of a run, over or not, from its agents' events.
-
-    Args:
-        run: its id, the folder of its logs, or a file of events; several, such as the files that
-            were fetched from its nodes, are read as one run; empty for this user's newest run here
-            that goes on, or if none does the newest.
-
-    Raises:
-        NoSuchRun: there is none; the error lists what there is.
-        ConfigError: what is there cannot be read, or holds no events.
-    """
-    names = [run] if isinstance(run, (str, os.PathLike)) else list(run)
-    return Report(read_files([path for name in names for path in find_runs(name)]))
+    """The report of a run, over or not, from its agents' events; what `run` may be, and what is
+    raised, is `elasticlib.read_history`'s."""
+    return Report(read_history(run))

@@ -292,20 +292,21 @@ def _notes(course: Course, history: History, power: bool) -> list[Markup]:
 
 def curve_section(history: History) -> Markup:
     """Loss and speed, as far as workers report them, and why they have gaps."""
-    courses = (loss(history), step_rate(history), sample_rate(history))
-    figures = [figure for figure in (chart(course, history) for course in courses) if figure]
+    losses = chart(loss(history), history)
+    speeds = (chart(course, history) for course in (step_rate(history), sample_rate(history)))
+    figures = [figure for figure in (losses, *speeds) if figure]
     if not figures:
         return Markup("")
     parts = [*figures, *_why(gaps(history))]
     charts = element("div", *parts, class_="charts two" if len(parts) > 1 else "charts")
-    return element("section", element("h2", "Loss and speed"), charts)
+    return element("section", element("h2", "Loss and speed" if losses else "Speed"), charts)
 
 
 def _why(found: Sequence[Gap]) -> list[Markup]:
     """The gaps in words."""
     if not found:
         return []
-    said = "Each has the number of the generation that begins there"
+    said = "Bands have the number of the generation that begins there"
     if len(found) > GAPS:
         said += f"; the {GAPS} longest of {count(len(found))}"
     rows = [
@@ -316,5 +317,5 @@ def _why(found: Sequence[Gap]) -> list[Markup]:
         )
         for gap in longest(found)
     ]
-    head = element("h3", "What the bands are")
+    head = element("h3", "Interruptions")
     return [element("div", head, element("p", f"{said}:", class_="soft"), element("ul", *rows))]

@@ -274,7 +274,7 @@ SIGNS: Mapping[str, Sign] = {
     "restored": Sign("M0-5 5 4H-5z", "good", "state restored"),
     "SUCCEEDED": Sign("M-5.5.5-4-1-1.6 1.4 4-4.5 5.5-3-1.6 4.4z", "good", "succeeded"),
     "FAILED": Sign(f"M-5.5-5.5H5.5V5.5H-5.5z{_SMALL_CROSS}", "bad", "node failed"),
-    "PREEMPTED": Sign("M-5-5.5H5L0 2.5zM-5 3.5H5V5.5H-5z", "leave", "drained"),
+    "DRAINED": Sign("M-5-5.5H5L0 2.5zM-5 3.5H5V5.5H-5z", "leave", "drained"),
     "STOPPED": Sign("M-4.5-4.5H4.5V4.5H-4.5z", "leave", "stopped by a signal"),
 }
 

@@ -10,7 +10,7 @@ import itertools
 
 from ...clock import date_of
 from ..history import History, JobState
-from ..wording import count, percentage, plural
+from ..wording import KILLED, LOST_SNAPSHOT, count, percentage, plural
 from .curves import curve_section
 from .drawing import picture
 from .markup import Markup, cut, element, joined, seconds_text, unbroken
@@ -64,23 +64,29 @@ def fragment(history: History) -> str:
     return element("article", element("style", Markup(style())), inner, class_=ROOT)
 
 
-def _word(state: JobState) -> str:
-    return state.value.lower()
+def _word(state: JobState | None) -> str:
+    return KILLED if state is None else state.value.lower()
 
 
 def _header(history: History) -> Markup:
-    state = element("span", picture(history.state.value), _word(history.state), class_="state")
+    sign = "vanished" if history.state is None else history.state.value
+    state = element("span", picture(sign), _word(history.state), class_="state")
     lead = [state, element("span", seconds_text(history.until))]
     if history.goodput is not None:
         lead.append(element("span", f"goodput {unbroken(percentage(history.goodput))}"))
     with contextlib.suppress(OverflowError, OSError, ValueError):  # files may hold any time
         lead.append(element("span", f"began {date_of(history.wall)}", class_="soft"))
+        if history.state is None or not history.state.over:
+            seen = f"last heard of {date_of(history.wall + history.until)}"
+            lead.append(element("span", seen, class_="soft"))
     parts = [
         element("h1", history.run or "a run without an id"),
         element("p", *lead, class_="lead"),
     ]
     if history.reason:
-        parts.append(element("p", cut(history.reason, REASON), class_="reason"))
+        # It is not why a job was killed.
+        last = "the last generation began because: " if history.state is None else ""
+        parts.append(element("p", cut(f"{last}{history.reason}", REASON), class_="reason"))
     if history.cause:
         named = history.cause.items()
         words = ", ".join(f"{name} {value}" for name, value in named if value is not None)
@@ -92,7 +98,9 @@ def _figures(history: History) -> Markup:
     made = history.generations
     redone = sum(generation.cost.redone for generation in made)
     ways = recoveries(history)
-    lost = (seconds_text(lost_seconds(history)), "starts and recoveries") if ways else UNKNOWN
+    stepless = history.goodput is None
+    beside = "and what training lost" if stepless else "starts, recoveries, stalls"
+    lost = (seconds_text(lost_seconds(history)), beside) if ways else UNKNOWN
     steps = [pace.step for pace in history.paces]
     worlds = [generation.world for generation in made]
     sizes = len(set(worlds))
@@ -101,12 +109,12 @@ def _figures(history: History) -> Markup:
         ("Generations", count(len(made)), ""),
         ("Restarts", count(history.restarts), budget),
         ("Failures", count(history.failures), "reported by nodes"),
-        ("Nodes", count(len(history.nodes)), _span(history)),
+        ("Nodes", count(_nodes(history)), _span(history)),
         ("Workers", _sizes(worlds), plural(sizes, "size") if sizes > 4 else ""),
         ("Last step", *((count(max(steps)), "") if steps else UNKNOWN)),
         ("Last checkpoint", *_step(history.saved)),
-        ("Last snapshot", *_step(history.snapshot)),
-        ("Steps redone", count(redone), ""),
+        ("Last snapshot", *_last_snapshot(history)),
+        ("Steps redone", *(UNKNOWN if stepless else (count(redone), ""))),
         ("Time lost", *lost),
     ]
     return element("dl", *(_figure(*one) for one in figures), class_="figures")
@@ -120,6 +128,20 @@ def _figure(name: str, value: str, more: str) -> Markup:
 
 def _step(step: int | None) -> tuple[str, str]:
     return UNKNOWN if step is None else (f"step {count(step)}", "")
+
+
+def _last_snapshot(history: History) -> tuple[str, str]:
+    """It is in the memory of agents, and where these were killed it went with them."""
+    newer = history.snapshot is not None and history.snapshot > (history.saved or 0)
+    if history.state is None and newer:
+        return _step(history.snapshot)[0], LOST_SNAPSHOT
+    return _step(history.snapshot)
+
+
+def _nodes(history: History) -> int:
+    """Machines, or where several agents share one, agents; each launch has agents of its own."""
+    at_a_time = max((generation.nodes for generation in history.generations), default=0)
+    return max(at_a_time, len({node.host for node in history.nodes}))
 
 
 def _span(history: History) -> str:
@@ -147,5 +169,6 @@ def _footer(history: History) -> Markup:
         "footer",
         unread,
         "Times count from the run's first event. Goodput is the share of all time in which steps "
-        "were made that count: neither waiting nor repeating. Point at a band or a sign for more.",
+        "were made that count: neither waiting, stalled nor repeating. Point at a band or a sign "
+        "for more.",
     )

@@ -6,21 +6,14 @@ Where they are many, the longest have bars, and all are summed up by phase.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
-from ..history import Generation, History, Why
-from ..wording import count, median, plural
+from ..history import PHASES, Generation, History, Why
+from ..wording import STEPLESS, count, plural
 from .drawing import THINNEST, Label, box, drawing, inside, swatch, words_at
 from .markup import Markup, element, joined, seconds_text, short
 from .tables import table
 
-PHASES = {
-    "detect": "until an agent knew of it",
-    "stop": "until no worker was left",
-    "rendezvous": "until the next generation was settled",
-    "start": "until the script asked for its state, made a step, or ended without one",
-    "restore": "until the state was restored",
-    "redone": "repeating steps that were done before",
-}
 BARS = 16
 """Recoveries with a bar of their own, at most."""
 LEAST = 0.005
@@ -52,8 +45,11 @@ def recovery_section(history: History) -> Markup:
     said = f"{seconds_text(total)} did not go into steps that count: "
     said += f"{plural(starts, 'start')} and "
     said += plural(len(every) - starts, "recovery", "recoveries")
+    stalled = sum(made.cost.stalled or 0.0 for made in every)
+    said += f", with {seconds_text(stalled)} stalled" if stalled else ""
     if total - known > LEAST:
         said += f"; {seconds_text(total - known)} of it belongs to neither"
+    said += f"; {STEPLESS}" if history.goodput is None else ""
     said += "."
     if len(shown) < len(every):
         rest = seconds_text(known - sum(made.cost.seconds for made in shown))

@@ -24,8 +24,11 @@ LIGHT: Mapping[str, str] = {
     "gone": "#8a2f76",
     "leave": "#7a5a00",
     "curve": "#2c6da4",
+    "area": "#cfe3f5",
+    "shade": ".22",
 }
-"""band-a and band-b are those of generations in turn, on-a and on-b words in them."""
+"""band-a and band-b are those of generations in turn, on-a and on-b words in them; shade: how much
+of the page a gap's band hides."""
 DARK: Mapping[str, str] = {
     "page": "#15181b",
     "ink": "#e9ecee",
@@ -40,6 +43,8 @@ DARK: Mapping[str, str] = {
     "gone": "#e59ad4",
     "leave": "#e3c25c",
     "curve": "#62a8e2",
+    "area": "#24425c",
+    "shade": ".45",
 }
 PHASES: Mapping[str, str] = {
     "detect": "#ffaabb",
@@ -47,6 +52,7 @@ PHASES: Mapping[str, str] = {
     "rendezvous": "#eedd88",
     "start": "#77aadd",
     "restore": "#99ddff",
+    "stalled": "#dddddd",
     "redone": "#bbbb44",
 }
 """The same in both schemes, with dark words on all of them."""
@@ -114,11 +120,11 @@ _RULES = """
 & svg .starting { fill: var(--page); stroke: var(--band-a); stroke-width: 1px }
 & svg text.on-a { fill: var(--on-a) }
 & svg text.on-b { fill: var(--on-b) }
-& svg .area { fill: var(--band-b); opacity: .55 }
+& svg .area { fill: var(--area) }
 & svg .curve { fill: none; stroke: var(--curve); stroke-width: 1.6px; stroke-linejoin: round;
   stroke-linecap: round; vector-effect: non-scaling-stroke }
 & svg .curve.alone { stroke-width: 5px }
-& svg .gap { fill: var(--leave); opacity: .22 }
+& svg .gap { fill: var(--leave); opacity: var(--shade) }
 & svg .gap-failure { fill: var(--bad) }
 & svg .gap-loss { fill: var(--gone) }
 & svg .hover { fill: transparent }

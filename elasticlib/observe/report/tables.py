@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from ..history import History, Mark, NodeStory
+from ..event import Mark
+from ..history import History, NodeStory
 from ..wording import count, plural, some, spans
 from .drawing import picture
 from .markup import Markup, cut, element, joined, seconds_text
@@ -169,7 +170,7 @@ def _node(row: Row) -> list[tuple[str, str]]:
     return [
         ("name", joined(story.host or story.node, element("div", agent, class_="soft"))),
         ("when", count(story.slots)),
-        ("when", seconds_text(story.began)),
+        ("when", seconds_text(round(story.began, 2))),
         ("when", "" if until is None else seconds_text(until)),
         ("reason", _how(row)),
         ("name", element("code", story.folder) if story.folder else ""),
@@ -198,7 +199,7 @@ def settings_section(history: History) -> Markup:
             [("", name), ("", element("code", value))] for name, value in _agreed(values).items()
         ]
         if rows:
-            shown = table(("Name", "Value"), rows)
+            shown = table(("Name", "Value"), rows, cards=False)
             parts.append(element("div", element("h3", title), shown))
     if not parts:
         return Markup("")

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
-from ..history import Generation, History, JobState, Mark, NodeStory, Stay
+from ..event import Mark
+from ..history import Generation, History, JobState, NodeStory, Stay
 from ..wording import count, plural, spans
 from .curves import foot, progress, strip
 from .drawing import (
@@ -60,7 +61,7 @@ IN_ROWS = ("failure", "drain.asked", "lost")
 ENDS = {
     JobState.SUCCEEDED: "succeeded",
     JobState.FAILED: "failed",
-    JobState.PREEMPTED: "drained",
+    JobState.DRAINED: "drained",
     JobState.STOPPED: "stopped",
 }
 
@@ -219,9 +220,9 @@ def row_lane(row: Row, history: History, axis: Axis) -> Lane:
     ended = history.until if story.end is None else story.end.at
     if row.gone is not None:
         ended = row.gone
-    elif story.end is None and history.state.over:
+    elif story.end is None and history.over:
         ended = story.seen
-    end = _end(row, history.state.over)
+    end = _end(row, history.over)
     why = "" if story.end is None else f"{story.end.reason} (exit code {story.end.exit_code})"
     parts = [
         *_names(name, title),
@@ -309,7 +310,9 @@ def _stays(group: Sequence[Stay], made: Mapping[int, Generation], history: Histo
     lasted = _lasted(first.began, group[-1].ended, history)
     if len(group) > 1:
         return f"generations {numbers}, {lasted} in all"
-    ranks = f"ranks {first.ranks[0]} to {first.ranks[1]}"
+    # Not counted one by one: a file may name any number of them.
+    low, high = first.ranks
+    ranks = f"rank {low}" if low == high else f"ranks {low}-{high}"
     words = f"generation {numbers}: node {first.node_rank}, {ranks}, {lasted}"
     generation = made.get(first.generation)
     return words if generation is None else f"{words}; {cut(generation.cause, 120)}"

@@ -2,7 +2,8 @@
 
 A step is 20 ms of sleep, which stands for a GPU's work, and then a small model's gradients, their
 mean over the workers, and SGD with momentum. A step's number decides its batch, so that a step that
-is done again is the same step. Model and optimizer are 2 MiB.
+is done again is the same step. A batch has two parts, one for each of two workers; a worker that
+computes both takes twice as long. Model and optimizer are 2 MiB.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ from pathlib import Path
 import torch
 
 SECONDS = 0.02
-"""Of a step, beside the model and the gradients' mean."""
+"""Of a step with one part of the batch, beside the model and the gradients' mean."""
+PART = 16
+"""Samples in a part of a batch."""
+START = "FIELD_START_SECONDS"
+"""Says, in the environment, how long a script takes to start: for a GPU's context, weights on their
+way to the device, compiled graphs, data loaders."""
 SAVE_EVERY = 10
 """Steps between two checkpoints. Young's rule for the time between them is the square root of twice
 a checkpoint's cost (2 ms) times the time between faults (10 s): 0.2 s, which is ten steps."""
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    time.sleep(float(os.environ.get(START, "0")))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -29,30 +36,34 @@ def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def loss_of(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
-    """Of this rank's part of a step's batch. It takes the step's time."""
-    time.sleep(SECONDS)
-    generator = torch.Generator().manual_seed(2 * step + rank)
-    x = torch.randn(16, 256, generator=generator)
+def loss_of(model: torch.nn.Module, step: int, *parts: int) -> torch.Tensor:
+    """The mean of these parts of a step's batch. It takes the step's time."""
+    time.sleep(SECONDS * len(parts))
+    seeds = (2 * step + part for part in parts)
+    drawn = [torch.randn(PART, 256, generator=torch.Generator().manual_seed(s)) for s in seeds]
+    x = torch.cat(drawn)
     return (model(x) - x.flip(1)).square().mean()
 
 
 class Progress:
     """What a worker tells field.py: that it trains, as which process, and when each step was done.
 
-    A line is written by one system call, so that a kill leaves no half of one.
+    slot: which of the two workers it is, by a number that stays with it and that goes to whoever
+    replaces it. A line is written by one system call, so that a kill leaves no half of one.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._steps = os.open(folder / f"steps.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    def __init__(self, folder: Path, slot: int) -> None:
+        self._steps = os.open(folder / f"steps.{slot}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         # With the time of its start, by which the kernel tells it from a later process of this pid.
         started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        new = folder / f"new.{rank}"
+        new = folder / f"new.{slot}"
         new.write_text(f"{os.getpid()} {started}")
-        new.replace(folder / f"worker.{rank}")
+        new.replace(folder / f"worker.{slot}")
 
-    def done(self, step: int) -> None:
-        os.write(self._steps, f"{step} {time.monotonic():.6f}\n".encode())
+    def done(self, step: int, parts: int = 1) -> None:
+        """A step, of whose batch this worker has computed so many parts."""
+        samples = parts * PART
+        os.write(self._steps, f"{step} {time.monotonic():.6f} {os.getpid()} {samples}\n".encode())
 
 
 class Checkpoints:

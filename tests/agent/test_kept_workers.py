@@ -1,0 +1,322 @@
+"""Workers that outlive their group: kept by their agent, and let in beside them those that are new.
+
+The agents are real, and so are the workers, which use no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of, until
+
+from elasticlib.observe.runs import NodeLogs, find_runs, runs_folder
+
+KEPT = str(PROGRAMS / "kept_worker.py")
+TOGETHER = ("--rdzv-backend=tcp", "--rdzv-id=job", "--nnodes=1:3")
+LEASE = ("--rdzv-conf", "keep_alive_interval=0.3,keep_alive_max_attempt=3,last_call_timeout=0.2")
+Place = dict[str, Any]
+
+
+def begin(job: Job, name: str, *flags: str, worker: tuple[str, ...] = ()) -> Node:
+    """An agent of this node, with two workers."""
+    always = ("--nproc-per-node=2", "--max-restarts=9", "--monitor-interval=0.05")
+    return job.start(
+        name,
+        *job.agent(*always, *flags, program=KEPT, worker=worker),
+        PYTHONPATH=WITHOUT_TORCH,
+    )
+
+
+def join(job: Job, store: str, name: str, *flags: str, worker: tuple[str, ...] = ()) -> Node:
+    """The same, one of several nodes."""
+    return begin(job, name, *TOGETHER, *LEASE, f"--rdzv-endpoint={store}", *flags, worker=worker)
+
+
+def pids(places: list[Place], node: str = "") -> set[int]:
+    return {int(place["pid"]) for place in places if node in ("", place["node"])}
+
+
+def kill(place: Place) -> None:
+    os.kill(int(place["pid"]), signal.SIGKILL)
+
+
+def newcomer(job: Job) -> int:
+    """The first that has said that it is one."""
+    found = until("a newcomer", lambda: sorted(job.folder.glob("newcomer.*")))
+    return int(found[0].suffix[1:])
+
+
+def tell(job: Job, word: str, place: Place) -> None:
+    (job.folder / f"{word}.{place['pid']}").touch()
+
+
+def shown(job: Job) -> dict[int, list[str]]:
+    """The lines of the newest attempt, by rank, as `elasticlib logs` shows them."""
+    (events,) = find_runs(folder=job.temporary / runs_folder().name)
+    logs = NodeLogs(events)
+    found: dict[int, list[str]] = {}
+    for kept in logs.kept(logs.attempts[-1], "out"):
+        if not kept.path.exists():
+            continue
+        found.setdefault(kept.rank, []).extend(kept.path.read_text().splitlines())
+    return found
+
+
+def test_the_survivor_goes_on_in_a_smaller_group_and_the_newcomer_is_let_in(job: Job) -> None:
+    node = begin(job, "one", "--standalone")
+    first = job.settled(2)
+    kill(first[0])
+    smaller = job.settled(1, after=1)
+    assert pids(smaller) == {first[1]["pid"]}
+    assert (smaller[0]["LOCAL_RANK"], smaller[0]["LOCAL_WORLD_SIZE"]) == ("1", "2")
+    assert smaller[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
+    whole = job.settled(2, after=generation_of(smaller))
+    check_one_world(whole)
+    assert whole[1]["pid"] == first[1]["pid"]
+    assert whole[0]["pid"] not in pids(first)
+    assert whole[0]["TORCHELASTIC_RESTART_COUNT"] == "1", "who is let in costs nothing"
+    memory = {Path(place["ELASTICLIB_SNAPSHOTS"]) for place in (*smaller, *whole)}
+    assert len(memory) == 2, "each generation has an era of its own"
+    job.finish()
+    assert node.exit_code() == 0, job.logs
+
+
+def test_what_is_shown_of_a_run_goes_on_with_the_worker_that_was_kept(job: Job) -> None:
+    logs = f"--log-dir={job.folder / 'logs'}"
+    node = begin(job, "one", "--standalone", logs, "--redirects=3", worker=("start", "3"))
+    first = job.settled(2)
+    kill(first[0])
+    job.settled(1, after=1)
+    node.says("generation 2 after")
+    left = {0: ["generation 1", "generation 2"]}
+    until("all lines of the one that is left", lambda: shown(job) == left)
+    job.settled(2, after=2)
+    job.finish()
+    assert node.exit_code() == 0, job.logs
+    one = [f"generation {number}" for number in (1, 2, 3)]
+    assert shown(job) == {0: ["generation 3"], 1: one}
+    (events,) = job.events()
+    began = [e.facts for e in events if e.kind == "worker.began"]
+    assert [(fact["local_rank"], fact["attempt"]) for fact in began] == [
+        *((0, 0), (1, 0)),
+        (1, 0),
+        *((0, 1), (1, 0)),
+    ]
+    trained = [e.facts["seconds"] for e in events if e.kind == "training.began"]
+    assert len(trained) == 3, "in each generation anew"
+    assert all(seconds >= 0 for seconds in trained)
+    failed = [e for e in events if e.kind == "worker.ended" and not e.facts["ok"]]
+    assert [event.rank for event in failed] == [0]
+
+
+def test_survivors_of_all_nodes_go_on_when_one_has_lost_a_worker(job: Job) -> None:
+    store = job.store()
+    nodes = [join(job, store, name, "--nnodes=2:2") for name in ("one", "two")]
+    first = job.settled(4)
+    kill(first[3])
+    smaller = job.settled(3, after=1)
+    check_one_world(smaller)
+    assert pids(smaller) == pids(first[:3])
+    whole = job.settled(4, after=generation_of(smaller))
+    check_one_world(whole)
+    assert pids(first[:3]) < pids(whole)
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0], job.logs
+
+
+def test_workers_of_a_node_go_on_when_another_is_lost_and_when_one_comes(job: Job) -> None:
+    store = job.store()
+    join(job, store, "one")
+    alone = job.settled(2)
+    other = join(job, store, "two")
+    both = job.settled(4, after=1)
+    assert pids(both, "one") == pids(alone)
+    other.kill()
+    left = job.settled(2, after=generation_of(both))
+    assert pids(left) == pids(alone)
+    assert left[0]["TORCHELASTIC_RESTART_COUNT"] == "0", "a loss is not charged"
+    job.finish()
+    assert job.nodes[1].exit_code() == 0, job.logs
+
+
+def test_workers_of_a_node_go_on_when_another_drains(job: Job) -> None:
+    store = job.store()
+    node, other = (join(job, store, name, "--nnodes=1:2") for name in ("one", "two"))
+    both = job.settled(4)
+    other.signal(signal.SIGUSR2)
+    left = job.settled(2, after=generation_of(both))
+    assert pids(left) == pids(both, "one")
+    assert other.exit_code() == 75, job.logs
+    job.finish()
+    assert node.exit_code() == 0, job.logs
+
+
+def test_what_sticks_to_its_group_is_ended_and_the_others_go_on(job: Job) -> None:
+    node = begin(job, "one", "--standalone", "--nproc-per-node=3")
+    first = job.settled(3)
+    tell(job, "stick", first[1])
+    kill(first[0])
+    smaller = job.settled(1, after=1)
+    assert pids(smaller) == {first[2]["pid"]}
+    node.says("still in their group 10 s after it was over, sending SIGTERM")
+    assert job.settled(3, after=generation_of(smaller))[2]["pid"] == first[2]["pid"]
+    job.finish()
+    assert node.exit_code() == 0, job.logs
+
+
+def test_one_that_hangs_is_ended_and_the_others_go_on(job: Job) -> None:
+    node = begin(job, "one", "--standalone", "--hang-timeout=1")
+    first = job.settled(2)
+    os.kill(first[0]["pid"], signal.SIGSTOP)
+    smaller = job.settled(1, after=1)
+    assert pids(smaller) == {first[1]["pid"]}
+    assert not alive(first[0]["pid"])
+    job.settled(2, after=generation_of(smaller))
+    job.finish()
+    assert node.exit_code() == 0, job.logs
+
+
+def test_a_newcomer_that_fails_is_charged_and_the_members_go_on(job: Job) -> None:
+    node = begin(job, "one", "--standalone", worker=("start", "0.5"))
+    first = job.settled(2)
+    kill(first[0])
+    smaller = job.settled(1, after=1)
+    os.kill(newcomer(job), signal.SIGKILL)
+    again = job.settled(1, after=generation_of(smaller))
+    assert pids(again) == pids(smaller)
+    assert again[0]["TORCHELASTIC_RESTART_COUNT"] == "2"
+    whole = job.settled(2, after=generation_of(again))
+    assert whole[1]["pid"] == first[1]["pid"]
+    job.finish()
+    assert node.exit_code() == 0, job.logs
+
+
+def test_newcomers_that_are_starting_outlive_a_regroup_and_are_let_in(job: Job) -> None:
+    node = begin(job, "one", "--standalone", "--nproc-per-node=3", worker=("start", "4"))
+    first = job.settled(3)
+    kill(first[0])
+    smaller = job.settled(2, after=1)
+    starting = newcomer(job)
+    kill(first[1])
+    least = job.settled(1, after=generation_of(smaller))
+    assert pids(least) == {first[2]["pid"]}
+    whole = job.settled(3, after=generation_of(least))
+    assert {starting, first[2]["pid"]} < pids(whole)
+    job.finish()
+    assert node.exit_code() == 0, job.logs
+
+
+def test_all_leave_a_group_that_breaks_while_it_is_to_change_its_size(job: Job) -> None:
+    store = job.store()
+    nodes = [join(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")]
+    first = job.settled(4)
+    kill(first[0])
+    smaller = job.settled(3, after=1)
+    *waiting, broken = smaller
+    for place in waiting:
+        tell(job, "wait", place)
+    tell(job, "stick", broken)
+    for node in nodes:
+        node.says("resize: ")
+    kill(broken)
+    after = job.settled(3, after=generation_of(smaller), seconds=9)
+    assert pids(waiting) < pids(after)
+    for place in waiting:
+        (job.folder / f"wait.{place['pid']}").unlink()
+    job.settled(4, after=generation_of(after))
+    job.finish()
+    assert [node.exit_code() for node in nodes] == [0, 0], job.logs
+
+
+def test_one_who_finds_its_group_broken_need_not_wait_for_the_others(job: Job) -> None:
+    store = job.store()
+    nodes = [join(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")]
+    first = job.settled(4)
+    kill(first[0])
+    smaller = job.settled(3, after=1)
+    for place in smaller:
+        tell(job, "wait", place)
+    for node in nodes:
+        node.says("resize: ")
+    tell(job, "broken", smaller[0])
+    whole = job.settled(4, after=generation_of(smaller), seconds=9)
+    assert pids(smaller) < pids(whole)
+    job.finish()
+    for place in smaller:
+        (job.folder / f"wait.{place['pid']}").unlink()
+    assert [node.exit_code() for node in nodes] == [0, 0], job.logs
+
+
+def test_where_no_worker_is_left_all_are_started(job: Job) -> None:
+    node = begin(job, "one", "--standalone")
+    first = job.settled(2)
+    for place in first:
+        kill(place)
+    second = job.settled(2, after=1)
+    assert not pids(first) & pids(second)
+    job.finish()
+    assert node.exit_code() == 0, job.logs
+
+
+def test_a_spent_budget_ends_all_and_nothing_is_left(job: Job) -> None:
+    node = begin(job, "one", "--standalone", "--max-restarts=1")
+    first = job.settled(2)
+    kill(first[0])
+    whole = job.settled(2, after=2)
+    tell(job, "fail", whole[0])
+    assert node.exit_code() == 1, job.logs
+    node.says("exited with code 1 .*1 of 1 restarts used")
+    job.gone()
+
+
+def test_a_signal_ends_those_that_wait_for_a_place(job: Job) -> None:
+    store = job.store()
+    node, other = (join(job, store, name, "--nnodes=2:2") for name in ("one", "two"))
+    first = job.settled(4)
+    other.kill()
+    node.says("generation 1 after[^$]*1 of at least 2 nodes are here")
+    assert all(alive(pid) for pid in pids(first, "one"))
+    node.signal(signal.SIGTERM)
+    assert node.exit_code() == 128 + signal.SIGTERM, job.logs
+    until("its workers to be gone", lambda: not any(map(alive, pids(first, "one"))))
+
+
+def test_one_that_dies_while_it_waits_for_a_place_is_replaced(job: Job) -> None:
+    store = job.store()
+    slow = ("start", "3")  # a newcomer is not to be let in before all others have begun
+    node, other = (join(job, store, n, "--nnodes=2:2", worker=slow) for n in ("one", "two"))
+    first = job.settled(4)
+    other.kill()
+    node.says("generation 1 after[^$]*1 of at least 2 nodes are here")
+    gone, kept = (place for place in first if place["node"] == "one")
+    kill(gone)
+    join(job, store, "three", "--nnodes=2:2")
+    smaller = job.settled(3, after=1)
+    assert pids(smaller, "one") == {kept["pid"]}
+    whole = job.settled(4, after=generation_of(smaller))
+    assert kept["pid"] in pids(whole)
+    job.finish()
+    assert node.exit_code() == 0, job.logs
+
+
+def test_all_stop_at_the_end_though_a_newcomer_is_still_starting(job: Job) -> None:
+    node = begin(job, "one", "--standalone", worker=("start", "3"))
+    first = job.settled(2)
+    kill(first[0])
+    job.settled(1, after=1)
+    job.finish()
+    assert node.exit_code() == 0, job.logs
+    job.gone()
+
+
+def test_a_drain_saves_and_waits_for_no_newcomer(job: Job) -> None:
+    node = begin(job, "one", "--standalone", worker=("start", "30"))
+    first = job.settled(2)
+    kill(first[0])
+    job.settled(1, after=1)
+    node.signal(signal.SIGUSR2)
+    assert node.exit_code() == 75, job.logs
+    job.gone()

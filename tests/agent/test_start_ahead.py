@@ -1,0 +1,125 @@
+"""Workers that are started before their node is let in, as those of the others are kept at work.
+
+The agents are real, and so are the workers, which use no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from jobs import Job, Node, alive, check_one_world, generation_of, until
+from test_kept_workers import join, kill, pids
+
+SLOW = ("start", "2")
+
+
+def newcomers(job: Job, count: int = 2) -> set[int]:
+    """Those that have said that they are newcomers, once there are so many."""
+
+    def look() -> set[int]:
+        found = {int(path.suffix[1:]) for path in job.folder.glob("newcomer.*")}
+        return found if len(found) >= count else set()
+
+    return until(f"{count} newcomers", look)
+
+
+def pair(job: Job, *flags: str) -> tuple[Node, Node]:
+    """Two nodes that have met, or that may go on alone."""
+    store = job.store()
+    one, two = (join(job, store, name, *flags, worker=SLOW) for name in ("one", "two"))
+    return one, two
+
+
+def test_members_go_on_while_the_workers_of_a_node_that_joins_start(job: Job) -> None:
+    store = job.store()
+    one = join(job, store, "one", worker=SLOW)
+    alone = job.settled(2)
+    two = join(job, store, "two", worker=SLOW)
+    started = newcomers(job)
+    assert job.settled(2) == alone, "there is no other generation before they are ready"
+    both = job.settled(4, after=1)
+    check_one_world(both)
+    assert pids(both, "one") == pids(alone)
+    assert pids(both, "two") == started
+    assert both[0]["TORCHELASTIC_RESTART_COUNT"] == "0"
+    two.says("the job goes on: 2 workers start here before this node joins it")
+    job.finish()
+    assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
+
+
+def test_members_go_on_while_a_node_that_has_lost_all_its_workers_starts_them(job: Job) -> None:
+    one, two = pair(job)
+    first = job.settled(4)
+    for place in first[2:]:
+        kill(place)
+    left = job.settled(2, after=1)
+    assert pids(left) == pids(first[:2])
+    assert left[0]["TORCHELASTIC_RESTART_COUNT"] == "1", "it is charged all the same"
+    whole = job.settled(4, after=generation_of(left))
+    assert pids(first[:2]) < pids(whole)
+    assert pids(whole) - pids(first) <= newcomers(job)
+    assert whole[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
+    job.finish()
+    assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
+
+
+def test_where_all_workers_are_lost_no_node_goes_on_without_the_others(job: Job) -> None:
+    one, two = pair(job)
+    first = job.settled(4)
+    for place in first:
+        kill(place)
+    second = job.settled(4, after=1)
+    check_one_world(second)
+    worlds = {path.name.split(".")[1] for path in job.folder.glob("place.*.json")}
+    assert worlds == {"1", str(generation_of(second))}, "no generation of one node lies between"
+    job.finish()
+    assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
+
+
+def test_workers_that_fail_before_their_node_is_let_in_are_started_again_in_it(job: Job) -> None:
+    store = job.store()
+    one = join(job, store, "one", worker=SLOW)
+    alone = job.settled(2)
+    two = join(job, store, "two", worker=SLOW)
+    started = newcomers(job)
+    for pid in started:
+        os.kill(pid, signal.SIGKILL)
+    both = job.settled(4, after=1)
+    assert pids(both, "one") == pids(alone)
+    assert not pids(both) & started
+    assert both[0]["TORCHELASTIC_RESTART_COUNT"] == "0", "the job has lost nothing"
+    job.finish()
+    assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR2, 75)])
+def test_a_signal_ends_those_that_are_started_before_their_node_was_ever_in(
+    job: Job, number: int, code: int
+) -> None:
+    store = job.store()
+    one = join(job, store, "one")
+    alone = job.settled(2)
+    two = join(job, store, "two", worker=("start", "30"))
+    started = newcomers(job)
+    two.signal(number)
+    assert two.exit_code() == code, job.logs
+    until("its workers to be gone", lambda: not any(map(alive, started)))
+    assert job.settled(2) == alone
+    job.finish()
+    assert one.exit_code() == 0, job.logs
+
+
+def test_a_spare_node_has_its_workers_ready(job: Job) -> None:
+    store = job.store()
+    one = join(job, store, "one", "--nnodes=1:1")
+    first = job.settled(2)
+    two = join(job, store, "two", "--nnodes=1:1")
+    ready = newcomers(job)
+    one.kill()
+    second = job.settled(2, after=1)
+    assert pids(second) == ready
+    assert not pids(first) & ready
+    job.finish()
+    assert two.exit_code() == 0, job.logs

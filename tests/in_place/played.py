@@ -1,0 +1,219 @@
+"""An agent as a test plays it, with real workers: it gives places, tells of ends, and kills.
+
+with Agent(tmp_path) as agent:
+    agent.start(train, 3)
+    agent.until("ten steps", lambda: agent.steps() >= 10)
+    agent.kill(2)
+    agent.regroup([0, 1])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from jobs import until
+from ports import free_port
+
+from elasticlib.workers.channel import VARIABLE, Channel
+from elasticlib.workers.interface import REASONS
+from elasticlib.workers.spec import SNAPSHOTS
+
+RESIZE = REASONS.index("resize")
+MORE = 15
+"""Steps that workers make when a test has done all that it does: more than they are apart."""
+_METHOD = multiprocessing.get_context("forkserver")
+_METHOD.set_forkserver_preload(["training", "torch._dynamo", "torch.distributed.nn"])
+
+
+class Agent:
+    """One node's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.generation = 0
+        self.channels: list[Channel] = []
+        self.processes: list[Any] = []
+        self._stores: list[Any] = []
+        # Its socket goes with the other temporary files, which is before multiprocessing ends.
+        multiprocessing.current_process()._config.setdefault("tempdir", tempfile.gettempdir())
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for channel in self.channels:
+            channel.close()
+
+    def start(self, work: Callable[..., None], count: int, *args: Any) -> None:
+        """The first group: members have their places as they begin."""
+        self._begin_generation()
+        for rank in range(count):
+            self._start(work, rank, self._place(rank, count), args, place=True)
+
+    def start_newcomer(self, work: Callable[..., None], *args: Any) -> int:
+        """A worker without a place; its number."""
+        number = len(self.processes)
+        self._start(work, number, self._place(number, number + 1), args, place=False)
+        return number
+
+    def _start(
+        self,
+        work: Callable[..., None],
+        number: int,
+        variables: dict[str, str],
+        args: tuple[Any, ...],
+        *,
+        place: bool,
+    ) -> None:
+        channel = Channel.made()
+        if place:
+            channel.give_place(variables)
+        environment = {
+            VARIABLE: channel.path,
+            "LOCAL_RANK": str(number),
+            "ELASTICLIB_LOCAL_RANK": str(number),
+            "TORCHELASTIC_RUN_ID": "run",
+            "ELASTICLIB_INCARNATION": "launch",
+            **variables,
+        }
+        process = _METHOD.Process(
+            target=_run, args=(work, str(self.folder), environment, number, args), daemon=True
+        )
+        process.start()
+        channel.assign(process.pid)
+        self.channels.append(channel)
+        self.processes.append(process)
+
+    def _begin_generation(self) -> None:
+        self.generation += 1
+        self._stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        (self.folder / "memory" / str(self.generation)).mkdir(parents=True)
+
+    def _place(self, rank: int, world: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._stores[-1].port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "ELASTICLIB_GENERATION": str(self.generation),
+            SNAPSHOTS: str(self.folder / "memory" / str(self.generation)),
+        }
+
+    def kill(self, number: int) -> None:
+        self.processes[number].kill()
+        self.processes[number].join()
+
+    def tell_leave(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.channels[number].tell_leave()
+
+    def regroup(self, numbers: Sequence[int], *, told: bool = True) -> float:
+        """These are the next group, in this order: seconds until all were out."""
+        began = time.monotonic()
+        if told:
+            self.tell_leave(numbers)
+        self.until_out(numbers)
+        out = time.monotonic() - began
+        self.give_places(numbers)
+        return out
+
+    def give_places(self, numbers: Sequence[int], *, reachable: bool = True) -> None:
+        """reachable: whether the store is where they are to meet."""
+        self._begin_generation()
+        if not reachable:
+            del self._stores[-1]
+            self._stores.append(SimpleNamespace(port=free_port()))
+        for rank, number in enumerate(numbers):
+            self.channels[number].give_place(self._place(rank, len(numbers)))
+
+    def ask_for_resize(self, numbers: Sequence[int]) -> None:
+        """Have all of them leave after the same step."""
+        channels = [self.channels[number] for number in numbers]
+        deadline = time.monotonic() + 30
+        for channel in channels:
+            channel.ask(RESIZE, deadline)
+        call = 0
+        for channel in channels:
+            until("it is in no call", lambda c=channel: c.earliest_stop() is not None)
+            call = max(call, channel.earliest_stop() or 0)
+        for channel in channels:
+            channel.tell_stop(call, RESIZE, deadline)
+
+    def until_out(self, numbers: Sequence[int]) -> None:
+        """Until these are in no group, and wait for a place."""
+
+        def look(number: int) -> bool:
+            assert self.processes[number].is_alive(), f"worker {number} has ended"
+            return self.channels[number].is_out
+
+        for number in numbers:
+            until(f"worker {number} is out", partial(look, number))
+
+    def lines(self, number: int) -> list[dict[str, Any]]:
+        """What a worker has written down."""
+        with contextlib.suppress(FileNotFoundError):
+            text = (self.folder / f"worker-{number}.jsonl").read_text()
+            return [json.loads(line) for line in text.splitlines(keepends=True) if "\n" in line]
+        return []
+
+    def steps(self, numbers: Sequence[int]) -> int:
+        """The last step that all of these have committed."""
+        return min(
+            max((line["step"] for line in self.lines(n) if "step" in line), default=0)
+            for n in numbers
+        )
+
+    def until_step(self, numbers: Sequence[int], step: int) -> None:
+        until(f"workers {numbers} at step {step}", lambda: self.steps(numbers) >= step)
+
+    def until_applied(self, number: int, step: int) -> None:
+        """Until its optimizer has done this step."""
+
+        def look() -> bool:
+            return any(line.get("applied", 0) >= step for line in self.lines(number))
+
+        until(f"worker {number} has applied step {step}", look)
+
+    def wait(self, numbers: Sequence[int]) -> None:
+        """Until these have come to the end of their training."""
+        last = self.folder / "last"
+        if not last.exists():
+            made = [line.get("step", 0) for n in numbers for line in self.lines(n)]
+            (self.folder / "new").write_text(str(max(made, default=0) + MORE))
+            os.replace(self.folder / "new", last)
+        for number in numbers:
+            self.processes[number].join(60)
+            assert self.processes[number].exitcode == 0, f"worker {number}"
+
+
+def _run(
+    work: Callable[..., None],
+    folder: str,
+    environment: dict[str, str],
+    number: int,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **environment})
+    work(Path(folder), number, *args)
+
+
+def write_down(folder: Path, number: int, **line: Any) -> None:
+    """Out of the process when it returns."""
+    with open(folder / f"worker-{number}.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")

@@ -1,0 +1,54 @@
+"""A compiled model on a device, in a loop that outlives its groups."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from played import write_down
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from training import BATCH, Job, is_last
+
+import elasticlib
+
+
+def train_compiled(folder: Path, number: int, device: str, backend: str) -> None:
+    """Writes down at each step which process it is, how often the model was compiled until then,
+    and how much of the device's memory it holds."""
+    elasticlib.init_process_group(backend)
+    job = Job(logical=False)
+    model = job.model.to(device)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    loop = elasticlib.steps(job.batches, job.state, epochs=1000)
+    for attempt in loop:
+        with attempt as indices:
+            if attempt.new_group:
+                parallel = DistributedDataParallel(compiled)
+            job.optimizer.zero_grad()
+            # Of one shape whatever the world size, as shapes are what a model is compiled for.
+            rows = (indices * BATCH)[:BATCH]
+            x, y = job.x[rows].to(device), job.y[rows].to(device)
+            mse_loss(parallel(x), y).backward()
+            job.optimizer.step()
+        if attempt.committed:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            held = torch.cuda.memory_allocated() if device == "cuda" else 0
+            group = int(os.environ["ELASTICLIB_GENERATION"])
+            write_down(
+                folder,
+                number,
+                step=attempt.step,
+                pid=os.getpid(),
+                graphs=graphs,
+                held=held,
+                group=group,
+                world=dist.get_world_size(),
+            )
+        if is_last(folder, loop.step):
+            break
+    write_down(folder, number, ended=nn.utils.parameters_to_vector(model.parameters()).tolist())

@@ -1,0 +1,110 @@
+"""Seeded kills of a job whose workers outlive their groups: those that are left go on as the same
+processes, each sample is used once, nothing committed is lost, and no bit of the weights differs.
+
+`pytest tests/in_place/test_kills.py --kills 160` plays 200 of them, 40 in each shape; each number
+draws others.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import attrs
+import pytest
+from in_place_runs import Training, Worker, kill, needs_newest, pids, undisturbed
+from jobs import Job, until
+from processes import alive
+
+pytestmark = [needs_newest, pytest.mark.faults]
+
+
+@attrs.frozen
+class Shape:
+    """Nodes, and workers on each. Workers are killed; or a node with all its workers, for which
+    another node comes."""
+
+    nodes: int
+    workers: int
+    kills_nodes: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.workers
+
+    @property
+    def pace(self) -> float:
+        """Seconds by which a step takes longer while there are kills."""
+        return 0.2 if self.kills_nodes else 0.05
+
+
+SHAPES = {
+    "five workers": Shape(1, 5),
+    "two workers": Shape(1, 2),
+    "three nodes, killed": Shape(3, 1, kills_nodes=True),
+    "two nodes of two": Shape(2, 2),
+    "two nodes of two, killed": Shape(2, 2, kills_nodes=True),
+}
+BY_DAY = 2
+"""The first so many of them are played each day."""
+
+
+class Storm:
+    """The job of a shape, and what is done to it."""
+
+    def __init__(self, job: Job, shape: Shape, turns: int, seed: str) -> None:
+        self.training = Training(job, "storm", 10 + 3 * turns)
+        self.shape, self.dice = shape, random.Random(seed)
+        meet: tuple[str, ...] = ("--standalone",)
+        if shape.nodes > 1:
+            size = ("--nnodes", f"1:{shape.nodes}", "--rdzv-conf", "last_call_timeout=0.3")
+            meet = (*size, "--rdzv-endpoint", job.store())
+        self._flags = (*meet, "--rdzv-id", "storm", "--nproc-per-node", str(shape.workers))
+        self._started = 0
+        self.training.pace(shape.pace)
+        for _ in range(shape.nodes):
+            self.add_node()
+
+    def add_node(self) -> None:
+        self._started += 1
+        self.training.start(f"node{self._started}", *self._flags)
+
+    def disturb(self, before: list[Worker]) -> set[int]:
+        """Kill some of those who are at work; the processes that are to go on."""
+        time.sleep(self.dice.uniform(0.0, 2 * self.shape.pace))
+        if self.shape.kills_nodes:
+            lost = self.dice.choice(sorted({worker.node for worker in before}))
+            self.training.nodes.pop(lost).kill()
+            gone = pids(worker for worker in before if worker.node == lost)
+            until("its workers to be gone", lambda: not any(map(alive, gone)))
+            self.add_node()
+            return pids(before) - gone
+        # Most often one; now and then others a moment later, while the group is mended.
+        one = self.dice.random() < 0.7
+        victims = self.dice.sample(before, 1 if one else self.dice.randint(1, len(before) - 1))
+        for victim in victims:
+            kill(victim)
+            time.sleep(self.dice.uniform(0.0, 0.1))
+        return pids(before) - pids(victims)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if place < BY_DAY else pytest.mark.long)
+        for place, name in enumerate(SHAPES)
+    ],
+)
+def test_who_is_left_goes_on_and_nothing_is_lost(job: Job, kills: int, name: str) -> None:
+    turns = max(1, kills // 4)
+    storm = Storm(job, SHAPES[name], turns, f"{turns} {name}")
+    training, step = storm.training, 0
+    for _ in range(turns):
+        before = training.at_work(storm.shape.world, step + storm.dice.randint(0, 3))
+        survivors = storm.disturb(before)
+        step = training.last_step
+        after = training.at_work(storm.shape.world, step)
+        assert survivors <= pids(after), job.logs
+    assert training.ends() == undisturbed(job, training.epochs)
+    training.check_nothing_is_lost()

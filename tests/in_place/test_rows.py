@@ -1,0 +1,202 @@
+"""What becomes of workers that outlive their groups, fault by fault: rows of
+docs/what_happens_when.md."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from in_place_runs import (
+    IN_PLACE,
+    Training,
+    Worker,
+    kill,
+    needs_newest,
+    pids,
+    undisturbed,
+)
+from jobs import Job, until
+from processes import alive
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
+
+EPOCHS = 20
+"""220 steps."""
+PACE = 0.05
+
+
+def one_node(job: Job, workers: int, *flags: str, epochs: int = EPOCHS) -> Training:
+    training = Training(job, "run", epochs)
+    training.pace(PACE)
+    size = ("--nproc-per-node", str(workers))
+    training.start("node", "--standalone", "--rdzv-id", "run", *size, *flags)
+    return training
+
+
+class Nodes:
+    """Some nodes of two workers that meet in a store of its own process."""
+
+    def __init__(self, job: Job, nodes: int = 2) -> None:
+        self.training = Training(job, "run", EPOCHS)
+        self.port = job.hold_port()
+        self._meet = ("--rdzv-endpoint", job.store(at=self.port), "--rdzv-id", "run")
+        self.training.pace(PACE)
+        for number in range(nodes):
+            self.start(f"node{number}")
+
+    def start(self, name: str) -> None:
+        size = ("--nnodes", "1:3", "--nproc-per-node", "2")
+        quick = ("--rdzv-conf", "last_call_timeout=0.3")
+        self.training.start(name, *self._meet, *size, *quick)
+
+
+def of_node(workers: list[Worker], name: str) -> set[int]:
+    return pids(worker for worker in workers if worker.node == name)
+
+
+@needs_newest
+def test_all_workers_killed_while_the_group_is_mended_come_back_from_the_agents_memory(
+    job: Job,
+) -> None:
+    training = one_node(job, 3)
+    before = training.at_work(3, 5)
+    kill(before[0])
+    time.sleep(0.02)
+    kill(*before[1:])
+    until("all to be dead", lambda: not any(alive(worker.pid) for worker in before))
+    step = training.last_step
+    after = training.at_work(3)
+    assert not pids(before) & pids(after)
+    # A step may have been committed by one worker, which was not the one that kept it.
+    assert min(worker.committed[0][0] for worker in after) >= step
+    assert training.ends() == undisturbed(job, EPOCHS)
+    training.check_nothing_is_lost()
+    assert training.sources() == {"memory"}
+
+
+@needs_newest
+def test_a_second_worker_that_dies_while_the_group_is_mended_takes_no_other_along(
+    job: Job,
+) -> None:
+    training = one_node(job, 3)
+    for moment in (0.0, 0.01, 0.03, 0.06):
+        before = training.at_work(3, training.last_step + 2)
+        kill(before[0])
+        time.sleep(moment)
+        kill(before[1])
+        after = training.at_work(3, training.last_step)
+        assert before[2].pid in pids(after), job.logs
+    assert training.ends() == undisturbed(job, EPOCHS)
+    training.check_nothing_is_lost()
+
+
+@needs_newest
+def test_a_worker_that_is_stopped_in_a_collective_is_replaced_and_the_others_go_on(
+    job: Job,
+) -> None:
+    training = one_node(job, 3, "--hang-timeout", "3")
+    before = training.at_work(3, 5)
+    os.kill(before[1].pid, signal.SIGSTOP)
+    after = training.at_work(3, training.last_step)
+    assert pids(before) - pids(after) == {before[1].pid}, job.logs
+    assert not alive(before[1].pid)
+    assert training.ends() == undisturbed(job, EPOCHS)
+    training.check_nothing_is_lost()
+
+
+@needs_newest
+def test_nodes_come_and_go_and_the_workers_of_the_others_stay(job: Job) -> None:
+    nodes = Nodes(job)
+    training = nodes.training
+    two = training.at_work(4, 3)
+    nodes.start("node2")  # joins
+    three = training.at_work(6, training.last_step)
+    assert pids(two) <= pids(three), job.logs
+    leaves = training.nodes.pop("node1")
+    leaves.signal(signal.SIGUSR2)  # is drained
+    assert leaves.exit_code() == 75, leaves.text
+    two = training.at_work(4, training.last_step)
+    assert pids(three) - pids(two) == of_node(three, "node1"), job.logs
+    training.nodes.pop("node2").kill()
+    one = training.at_work(2, training.last_step)
+    assert pids(one) == of_node(two, "node0"), job.logs
+    nodes.start("node2")  # returns
+    two = training.at_work(4, training.last_step)
+    assert pids(one) <= pids(two), job.logs
+    assert training.ends() == undisturbed(job, EPOCHS)
+    training.check_nothing_is_lost()
+
+
+@needs_newest
+def test_a_store_that_is_lost_while_the_group_is_mended_holds_it_up_until_it_is_back(
+    job: Job,
+) -> None:
+    nodes = Nodes(job)
+    training = nodes.training
+    before = training.at_work(4, 5)
+    store = next(node for node in job.nodes if node.name == "store")
+    store.kill()
+    kill(before[0])
+    time.sleep(1.0)
+    step = training.last_step
+    job.store(at=nodes.port)
+    after = training.at_work(4, step)
+    assert pids(before) - pids(after) == {before[0].pid}, job.logs
+    assert training.ends() == undisturbed(job, EPOCHS)
+    training.check_nothing_is_lost()
+
+
+@needs_newest
+def test_a_node_and_a_worker_of_the_other_are_lost_at_once(job: Job) -> None:
+    nodes = Nodes(job)
+    training = nodes.training
+    before = training.at_work(4, 5)
+    kill(next(worker for worker in before if worker.node == "node0"))
+    training.nodes.pop("node1").kill()
+    nodes.start("node2")
+    after = training.at_work(4, training.last_step)
+    assert len(pids(before) & pids(after)) == 1, job.logs
+    assert training.ends() == undisturbed(job, EPOCHS)
+    training.check_nothing_is_lost()
+
+
+@needs_newest
+def test_an_error_of_the_scripts_own_is_raised_and_charged_and_the_others_go_on(job: Job) -> None:
+    training = one_node(job, 2)
+    before = training.at_work(2, 5)
+    (training.folder / "raise").touch()
+    training.nodes["node"].says("an error of the script's own")
+    (training.folder / "raise").unlink()
+    after = training.at_work(2, training.last_step)
+    assert len(pids(before) & pids(after)) == 1, job.logs
+    assert training.ends() == undisturbed(job, EPOCHS)
+    training.check_nothing_is_lost()
+
+
+@needs_newest
+def test_a_job_that_is_told_to_end_saves_the_step_at_which_all_stop(job: Job) -> None:
+    training = one_node(job, 2)
+    before = training.at_work(2, 5)
+    kill(before[0])
+    training.at_work(2, training.last_step)  # of which one has been in two groups
+    node = training.nodes["node"]
+    node.signal(signal.SIGTERM)
+    assert node.exit_code() == 75, node.text
+    assert node.text.count("stopped: ") == 2, node.text
+    stopped = training.last_step
+    assert {worker.step for worker in training.workers()} >= {stopped}
+    assert training.saved() == stopped
+
+
+@pytest.mark.skipif(IN_PLACE, reason="of an older torch")
+def test_where_torch_cannot_mend_a_group_the_same_script_is_started_anew(job: Job) -> None:
+    training = one_node(job, 2)
+    before = training.at_work(2, 5)
+    kill(before[0])
+    after = training.at_work(2, training.last_step)
+    assert not pids(before) & pids(after)
+    assert training.ends() == undisturbed(job, EPOCHS)
+    training.check_nothing_is_lost()
+    assert training.sources() == {"memory"}

@@ -1,0 +1,154 @@
+"""The loop of attempts in a group that is formed once, as on an older torch or without an agent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import nn
+from torch.utils.data import DataLoader
+from training import Job
+
+import elasticlib
+from elasticlib import CheckpointManager, ElasticBatchSampler, ElasticDistributedSampler
+from elasticlib.errors import ConfigError
+
+
+def batches(samples: int = 10, batch: int = 4) -> ElasticBatchSampler:
+    sampler = ElasticDistributedSampler(range(samples), 1, 0, shuffle=False, tail="exact")
+    return ElasticBatchSampler(sampler, batch)
+
+
+def test_each_batch_of_each_epoch_is_one_step() -> None:
+    seen = []
+    loop = elasticlib.steps(batches(), {}, epochs=2)
+    for attempt in loop:
+        with attempt as indices:
+            seen.append((attempt.step, attempt.epoch, attempt.new_group, indices))
+        assert attempt.committed
+    first, second, third = [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]
+    assert seen == [
+        *((1, 0, True, first), (2, 0, False, second), (3, 0, False, third)),
+        *((4, 1, False, first), (5, 1, False, second), (6, 1, False, third)),
+    ]
+    assert (loop.step, loop.stopped) == (6, None)
+
+
+def test_a_job_goes_on_where_its_last_step_was_saved(tmp_path: Path) -> None:
+    def run(until: int) -> list[int]:
+        counts, seen = {"n": 0}, list[int]()
+        with CheckpointManager(tmp_path) as manager:
+            loop = elasticlib.steps(batches(), {"counts": counts}, manager=manager, save_every=1)
+            for attempt in loop:
+                with attempt as indices:
+                    counts["n"] += 1
+                    seen += indices
+                if attempt.step == until:
+                    break
+        assert counts["n"] == loop.step
+        return seen
+
+    assert run(2) + run(3) == [*range(10)]
+
+
+def test_the_last_step_is_saved_without_being_asked_for(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for attempt in elasticlib.steps(batches(), {"n": 1}, manager=manager):
+            with attempt:
+                attempt.report(loss=0.5, samples=4, metrics={"loss": 0.5})
+        manager.wait()
+        assert manager.steps() == [3]
+
+
+def fails_in_its_second_step(loop: elasticlib.Steps) -> None:
+    for attempt in loop:
+        with attempt:
+            _ = 1 / (2 - attempt.step)
+
+
+def test_an_error_of_the_script_is_raised_and_its_step_not_counted() -> None:
+    loop = elasticlib.steps(batches(), {})
+    with pytest.raises(ZeroDivisionError):
+        fails_in_its_second_step(loop)
+    assert loop.step == 1
+
+
+def test_a_loader_is_made_for_each_epoch() -> None:
+    made, seen = [], list[int]()
+
+    def loader(drawn: Any) -> DataLoader[Any]:
+        made.append(len(drawn))
+        return DataLoader(torch.arange(10), batch_sampler=drawn)  # type: ignore[arg-type]
+
+    for attempt in elasticlib.steps(batches(), {}, epochs=2, loader=loader):
+        with attempt as numbers:
+            seen += numbers.tolist()
+    assert made == [3, 3]
+    assert seen == [*range(10), *range(10)]
+
+
+def test_attempts_are_entered_once() -> None:
+    with pytest.raises(ConfigError, match="is to be entered"):
+        for _ in elasticlib.steps(batches(), {}):
+            pass
+    for attempt in elasticlib.steps(batches(), {}):
+        with attempt:
+            pass
+        with pytest.raises(ConfigError, match="was entered already"):
+            attempt.__enter__()
+
+
+def test_what_cannot_be_asked_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match="takes an ElasticBatchSampler, got a range"):
+        elasticlib.steps(range(3), {})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="save_every >= 0, got -1"):
+        elasticlib.steps(batches(), {}, save_every=-1)
+    with pytest.raises(ConfigError, match="undo"):
+        elasticlib.steps(batches(), {}, undo="redo")  # type: ignore[arg-type]
+
+
+def sharded_is_refused() -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(2, 2)
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+    with pytest.raises(ConfigError, match="the state has sharded tensors") as refused:
+        elasticlib.steps(batches(), {"model": model})
+    return str(refused.value)
+
+
+def test_a_sharded_state_is_refused(ranks: Ranks) -> None:
+    ranks.run(sharded_is_refused, 2)
+
+
+def shares(logical: bool) -> list[list[int]]:
+    job, seen = Job(logical=logical), []
+    for attempt in elasticlib.steps(job.batches, job.state, logical=job.logical):
+        with attempt as indices:
+            seen.append(indices)
+    return seen
+
+
+@pytest.mark.parametrize("logical", [False, True])
+def test_each_worker_has_its_share_of_each_batch(ranks: Ranks, logical: bool) -> None:
+    one, other = ranks.run(shares, 2, logical)
+    [whole] = ranks.run(shares, 1, logical)
+    for mine, theirs, batch in zip(one, other, whole, strict=True):
+        assert sorted(mine + theirs) == sorted(batch)
+        assert len(mine) in (3, 4, 5)
+
+
+def starts_a_group() -> tuple[int, bool]:
+    elasticlib.init_process_group("gloo")
+    dist.barrier()
+    found = dist.get_world_size(), dist.is_initialized()
+    dist.destroy_process_group()
+    return found
+
+
+def test_without_an_agent_a_group_is_torchs(ranks: Ranks) -> None:
+    assert ranks.run(starts_a_group, 2, launched=True) == [(2, True), (2, True)]

@@ -1,0 +1,174 @@
+"""A step is cut at each operation that it does: it is undone to the bit, or known not to be."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elasticlib.checkpoint.state import values_of
+from elasticlib.in_place.undo import Undo
+
+
+class Cut(Exception):
+    """A peer was lost."""
+
+
+class CutAt(TorchDispatchMode):
+    """Ends what runs in it right before one of its operations, or counts them."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()
+        self._at, self.count = at, 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if self.count == self._at:
+            raise Cut(function)
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class OldFashioned(torch.optim.SGD):
+    """Writes behind autograd's back, as optimizers used to."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad.data, alpha=-group["lr"])
+
+
+class Training:
+    """With all that a step may change."""
+
+    def __init__(self, kind: str, steps: int = 0) -> None:
+        torch.manual_seed(1)
+        random.seed(1)
+        layers = (nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.model = nn.Sequential(*layers)
+        parameters = self.model.parameters()
+        self.optimizer: torch.optim.Optimizer = {
+            "adam": lambda: torch.optim.AdamW(parameters, foreach=False),
+            "foreach": lambda: torch.optim.AdamW(parameters, foreach=True),
+            "data": lambda: OldFashioned(parameters, lr=0.1),
+        }[kind]()
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.average = torch.zeros(())
+        self.counts = {"steps": 0, "seen": [0]}
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "average": self.average,
+            "counts": self.counts,
+        }
+        for _ in range(steps):
+            self.step()
+
+    def step(self) -> None:
+        out = self.model(torch.randn(5, 3) + random.random())
+        self.average.mul_(0.9).add_(out.detach().mean())
+        self.counts["seen"].append(1)  # type: ignore[attr-defined]
+        out.square().sum().backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.counts["steps"] += 1  # type: ignore[operator]
+
+    def now(self) -> Any:
+        values = copy.deepcopy(values_of(self.state))
+        return values, torch.get_rng_state(), random.getstate()
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", ["adam", "foreach", "data"])
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_step_cut_anywhere_is_undone_or_said_not_to_be(
+    kind: str, before: int, whole: bool
+) -> None:
+    expected = Training(kind, before)
+    began = expected.now()
+    with CutAt() as counted:
+        expected.step()
+    after = expected.now()
+    for at in range(0, counted.count, 7 if whole else 1):
+        training = Training(kind, before)
+        undo = Undo(training.state, whole=whole)
+        undo.begin()
+        with pytest.raises(Cut), CutAt(at):
+            training.step()
+        undone = undo.back()
+        undo.close()
+        if undone:
+            assert same(training.now(), began), f"cut before operation {at}"
+            assert all(one.grad is None for one in training.model.parameters())
+            training.step()
+            assert same(training.now(), after), f"cut before operation {at}"
+        else:
+            assert not whole
+            assert training.optimizer.state or kind == "data"
+
+
+def test_only_a_step_whose_optimizer_had_begun_cannot_be_undone() -> None:
+    training = Training("adam")
+    undo = Undo(training.state)
+    undo.begin()
+    training.model(torch.randn(5, 3)).sum().backward()
+    assert undo.back()
+    undo.begin()
+    training.model(torch.randn(5, 3)).sum().backward()
+    training.optimizer.step()
+    assert not undo.back()
+    undo.begin()
+    with torch.no_grad():
+        next(training.model.parameters()).add_(1)
+    assert not undo.back()
+
+
+def test_buffers_that_stay_are_copied_once() -> None:
+    training = Training("adam")
+    undo = Undo(training.state)
+    undo.begin()
+    first = undo._buffers
+    undo.begin()
+    assert all(undo._buffers[key] is kept for key, kept in first.items())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_does_not_stand_at_the_top_is_undone_too(whole: bool) -> None:
+    training = Training("adam", 1)
+    undo = Undo({"all": training.state}, whole=whole)
+    undo.begin()
+    began = training.now()
+    training.model(torch.randn(5, 3)).sum().backward()
+    training.optimizer.step()
+    assert undo.back()
+    assert same(training.now()[0], began[0])
+    assert all(one.grad is None for one in training.model.parameters())
+
+
+def test_a_scaler_may_unscale_again() -> None:
+    training, scaler = Training("adam", 1), torch.amp.GradScaler("cpu")
+    undo = Undo({**training.state, "scaler": scaler})
+    for _ in range(2):
+        undo.begin()
+        scaler.scale(training.model(torch.randn(5, 3)).sum()).backward()
+        scaler.unscale_(training.optimizer)
+        assert undo.back()

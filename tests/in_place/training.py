@@ -1,0 +1,172 @@
+"""Small trainings that outlive their groups."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from played import write_down
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import elasticlib
+from elasticlib import ElasticBatchSampler, ElasticDistributedSampler, LogicalWorkers
+
+SAMPLES, BATCH, EPOCHS = 240, 8, 100
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 4, generator=generator)
+    return x, x.sum(1, keepdim=True)
+
+
+def digest(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        found.update(bytes(tensor.cpu().contiguous().view(-1).view(torch.uint8).tolist()))
+    return found.hexdigest()
+
+
+class Job:
+    """A model, its optimizer and its batches."""
+
+    def __init__(self, *, logical: bool = True) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.logical = LogicalWorkers(self.model, 6) if logical else None
+        self.x, self.y = data()
+        sampler = ElasticDistributedSampler(range(SAMPLES), 1, 0, tail="exact")
+        self.batches = ElasticBatchSampler(sampler, BATCH)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+
+
+def is_last(folder: Path, step: int) -> bool:
+    """Whether the test, having done all that it does, wants no more steps than this one."""
+    last = folder / "last"
+    return last.exists() and step >= int(last.read_text())
+
+
+def train(folder: Path, number: int, pause: float = 0.0, saves: bool = True) -> None:
+    """By logical workers: equal weights whatever becomes of the group."""
+    elasticlib.init_process_group("gloo")
+    job = Job()
+    assert job.logical is not None
+    with elasticlib.CheckpointManager(folder / "checkpoints") as manager:
+        loop = elasticlib.steps(
+            job.batches,
+            job.state,
+            manager=manager if saves else None,
+            epochs=EPOCHS,
+            logical=job.logical,
+        )
+        for attempt in loop:
+            with attempt as indices:
+                world = dist.get_world_size()
+                total = job.batches.samples
+                first = job.logical.samples(total).start
+                for worker in job.logical.step(attempt.step):
+                    mine = worker.samples(total)
+                    if mine:
+                        own = indices[mine.start - first : mine.stop - first]
+                        out = job.model(job.x[own])
+                        (mse_loss(out, job.y[own], reduction="sum") / total).backward()
+                time.sleep(pause)
+                job.logical.reduce()
+                job.optimizer.step()
+                attempt.report(samples=len(indices))
+            if attempt.committed:
+                write_down(folder, number, step=attempt.step, indices=indices, world=world)
+            if is_last(folder, loop.step):
+                break
+        write_down(folder, number, digest=digest(job.model), steps=loop.step)
+
+
+def train_in_parallel(folder: Path, number: int, pause: float = 0.0) -> None:
+    """By DistributedDataParallel, without a manager."""
+    elasticlib.init_process_group("gloo")
+    job = Job(logical=False)
+    loop = elasticlib.steps(job.batches, job.state, epochs=EPOCHS)
+    for attempt in loop:
+        with attempt as indices:
+            if attempt.new_group:
+                parallel = DistributedDataParallel(job.model)
+            world = dist.get_world_size()
+            job.optimizer.zero_grad()
+            weight = job.batches.plan().per_sample
+            out = parallel(job.x[indices])
+            (weight * mse_loss(out, job.y[indices], reduction="sum")).backward()
+            job.optimizer.step()
+            time.sleep(pause)
+        if attempt.committed:
+            write_down(folder, number, step=attempt.step, indices=indices, world=world)
+        if is_last(folder, loop.step):
+            break
+    write_down(folder, number, digest=digest(job.model))
+
+
+def train_with_a_late_error(folder: Path, number: int, undo: Any, pause: float = 0.0) -> None:
+    """The loss is added up behind the optimizer's step, where a lost peer is seen too late."""
+    elasticlib.init_process_group("gloo")
+    job = Job(logical=False)
+    with elasticlib.CheckpointManager(folder / "checkpoints") as manager:
+        loop = elasticlib.steps(job.batches, job.state, manager=manager, epochs=1, undo=undo)
+        for attempt in loop:
+            with attempt as indices:
+                job.optimizer.zero_grad()
+                weight = job.batches.plan().per_sample / dist.get_world_size()
+                out = job.model(job.x[indices])
+                loss = weight * mse_loss(out, job.y[indices], reduction="sum")
+                loss.backward()
+                for parameter in job.model.parameters():
+                    dist.all_reduce(parameter.grad)
+                job.optimizer.step()
+                write_down(folder, number, applied=attempt.step)
+                time.sleep(pause)
+                dist.all_reduce(loss.detach())
+            if attempt.committed:
+                world = dist.get_world_size()
+                write_down(folder, number, step=attempt.step, indices=indices, world=world)
+    weights = [value for one in job.model.parameters() for value in one.flatten().tolist()]
+    write_down(folder, number, digest=digest(job.model), weights=weights)
+
+
+def train_sharded(folder: Path, number: int, pause: float = 0.0) -> None:
+    """By FSDP2: the state is made anew in each group, and restored from the parts in memory."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    elasticlib.init_process_group("gloo")
+    job = Job(logical=False)
+
+    def make() -> dict[str, Any]:
+        made = Job(logical=False)
+        fully_shard(made.model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+        optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-2)
+        return {"model": made.model, "optimizer": optimizer}
+
+    with elasticlib.CheckpointManager(folder / "checkpoints") as manager:
+        loop = elasticlib.steps(job.batches, make, manager=manager, epochs=EPOCHS, save_every=7)
+        for attempt in loop:
+            with attempt as indices:
+                model, optimizer = attempt.state["model"], attempt.state["optimizer"]
+                optimizer.zero_grad()
+                weight = job.batches.plan().per_sample
+                out = model(job.x[indices])
+                (weight * mse_loss(out, job.y[indices], reduction="sum")).backward()
+                optimizer.step()
+                time.sleep(pause)
+            if attempt.committed:
+                world = dist.get_world_size()
+                write_down(folder, number, step=attempt.step, indices=indices, world=world)
+            if is_last(folder, loop.step):
+                break
+        whole = [one.full_tensor().flatten().tolist() for one in loop.state["model"].parameters()]
+    write_down(folder, number, weights=[value for values in whole for value in values])

@@ -1,0 +1,92 @@
+"""A training of logical workers in the form of `elasticlib.steps`, which takes its time over steps.
+
+`in_place_training.py FOLDER EPOCHS SAMPLES BATCH`. Before it takes part in a step, a worker writes
+to FOLDER/trace.* which samples it uses, as `traces.survey` reads it; once the step is committed, a
+line to FOLDER/committed.NODE.LOCAL_RANK.PID. While FOLDER/pace is there, each step takes so many
+seconds longer, at another place in each, and far longer in the second half of the run, so that
+it does not come to its end; FOLDER/raise makes rank 0 raise an error of its own.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import elasticlib
+from elasticlib.examples.train_text import sha256_of, write_down
+
+folder = Path(sys.argv[1])
+EPOCHS, SAMPLES, BATCH = map(int, sys.argv[2:])
+LOGICAL = 6  # the most workers that there may be
+torch.set_num_threads(1)
+elasticlib.init_process_group("gloo")
+torch.manual_seed(0)
+inputs, targets = torch.randn(SAMPLES, 16), torch.randn(SAMPLES, 1)
+layers = (torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1))
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
+logical = elasticlib.LogicalWorkers(model, LOGICAL)
+# Logical workers find their samples in the whole batch, of which each rank has its own.
+sampler = elasticlib.ElasticDistributedSampler(inputs, 1, 0, tail="exact")
+batches = elasticlib.ElasticBatchSampler(sampler, BATCH)
+state = {"model": model, "optimizer": optimizer, "rates": rates}
+state |= {"sampler": sampler, "logical": logical}
+
+
+def pause(at: int, step: int) -> None:
+    """The step's, if it comes at this place in it."""
+    pace = folder / "pace"
+    if at == step % 4 and pace.exists():
+        done = step * BATCH / (EPOCHS * SAMPLES)
+        time.sleep(2.0 if done > 0.75 else 0.5 if done > 0.5 else float(pace.read_text()))
+
+
+def train(step: int, indices: list[int]) -> torch.Tensor:
+    whole, share = batches.samples, torch.zeros(())
+    first = logical.samples(whole).start
+    for worker in logical.step(step):
+        places = worker.samples(whole)
+        mine = indices[places.start - first : places.stop - first]
+        if mine:
+            loss = (model(inputs[mine]) - targets[mine]).square().sum() / whole
+            loss.backward()
+            share += loss.detach()
+    pause(1, step)
+    logical.reduce()
+    pause(2, step)
+    optimizer.step()
+    rates.step()
+    return share
+
+
+own = folder / f"committed.{os.environ.get('NODE')}.{os.environ['LOCAL_RANK']}.{os.getpid()}"
+committed = own.open("a", buffering=1)
+with elasticlib.CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
+    attempts = elasticlib.steps(
+        batches, state, manager=manager, epochs=EPOCHS, logical=logical, save_every=25
+    )
+    for attempt in attempts:
+        with attempt as indices:
+            step, world = attempt.step, dist.get_world_size()
+            if attempt.new_group:
+                write_down(f"{folder}/trace", resumed=step - 1, at=time.time())
+            used = {"epoch": attempt.epoch, "indices": indices, "world_size": world}
+            write_down(f"{folder}/trace", step=step, **used)
+            pause(0, step)
+            if dist.get_rank() == 0 and (folder / "raise").exists():
+                raise ValueError("an error of the script's own")
+            attempt.report(loss=float(train(step, indices)), samples=len(indices))
+            pause(3, step)
+        if attempt.committed:
+            generation = int(os.environ["ELASTICLIB_GENERATION"])
+            print(json.dumps([step, generation, world]), file=committed)
+if attempts.stopped:
+    print(f"stopped: {attempts.stopped.reason}", flush=True)
+elif dist.get_rank() == 0:
+    print(f"done: steps {attempts.step} weights sha256 {sha256_of(model)}", flush=True)
+dist.destroy_process_group()

@@ -1,0 +1,29 @@
+"""What our own stores say of what they refuse, in the same words, beside the contract of all."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticlib.errors import ConfigError, LeaseLost, StoreUnavailable
+from elasticlib.testing import StoreContract
+from elasticlib.testing.store_contract import Connect
+
+
+class OurStoreContract(StoreContract):
+    def test_what_is_refused_is_named(self, connect: Connect) -> None:
+        store, other = connect(), connect()
+        with pytest.raises(ConfigError, match="a key is 1 to 1024 bytes"):
+            store.get("")
+        with pytest.raises(ConfigError, match="ttl is a positive, finite number"):
+            store.set("key", b"", ttl=0.0)
+        lease = store.set("lease", b"mine", ttl=1000.0)
+        with pytest.raises(LeaseLost, match=r"'lease'.*another client"):
+            other.refresh("lease", lease.version)
+        plain = other.set("lease", b"plain")
+        with pytest.raises(LeaseLost, match=str(lease.version)):
+            store.refresh("lease", lease.version)
+        with pytest.raises(LeaseLost, match=r"no lease|client"):
+            store.refresh("lease", plain.version)
+        store.close()
+        with pytest.raises(StoreUnavailable, match="closed"):
+            store.get("key")
