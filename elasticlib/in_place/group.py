@@ -152,6 +152,7 @@ class Group:
         on_gpu = "nccl" in dist.get_backend_config()
         group = _c10d.distributed_c10d._get_default_group()
         self._gpu = group._get_backend(torch.device("cuda")) if on_gpu else None
+        _forget_plans()  # what it imports keeps no other member waiting then
         # Before that all have the same handle.
         self._reconfigure(secrets.randbits(62), [self._handle()])
 

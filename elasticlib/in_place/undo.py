@@ -166,10 +166,11 @@ def _generators() -> Iterator[Callable[[], object]]:
     yield lambda: torch.set_rng_state(state)
     drawn = random.getstate()
     yield lambda: random.setstate(drawn)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        arrays = numpy.random.get_state()
-        yield lambda: numpy.random.set_state(arrays)
+    # numpy imports it when it is first asked for it, and torch never asks.
+    arrays = sys.modules.get("numpy.random")
+    if arrays is not None:
+        of_arrays = arrays.get_state()
+        yield lambda: arrays.set_state(of_arrays)
     if torch.cuda._initialized:
         on_gpu = torch.cuda.get_rng_state()
         yield lambda: torch.cuda.set_rng_state(on_gpu)

@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("elasticlib.workers")
 
 TORCH = ("torch", "torch.distributed.nn", "torch.nn.parallel", "torch.utils.data")
-LATER = ("torch._dynamo",)
-"""The first optimizer of a program imports it, which takes as long as torch itself does. The first
-workers are not kept waiting for it: it is imported once nobody has asked for a worker for so long:
+LATER = ("elasticlib.in_place.steps", "torch.distributed.tensor.debug", "torch._dynamo")
+"""What scripts use of elasticlib, a fifth of a second; what a worker needs to join others that go
+on; and what the first optimizer of a program imports, which takes as long as torch itself does. The
+first workers are not kept waiting for them: they are imported once nobody has asked for a worker
+for so long:
 """
 IDLE_SECONDS = 1.0
 UNASKED_SECONDS = 10.0
@@ -153,8 +155,8 @@ def _import_all(folder: str, preload: Sequence[str]) -> str:
 def _import_these(modules: Sequence[str]) -> str:
     """Why no worker should be forked any more; nothing is wrong where some of them are missing."""
     for module in modules:
-        # An older torch, or none: its workers import what there is.
-        with contextlib.suppress(ImportError):
+        # An older torch, a broken one, or none: its workers import what there is.
+        with contextlib.suppress(Exception):
             importlib.import_module(module)
     return _unclean()
 

@@ -11,9 +11,10 @@ as long as a GPU's context, weights on their way to the device and compiled grap
 
 **Samples kept** are those of the steps that count when the time is over, as a share of those on
 which two plain processes train in as many seconds without a launcher, checkpoints or kills; that is
-measured just before. A step that is done again counts once, and one that a single worker did on
-half of the batch counts half. A worker that does the whole batch alone takes twice as long over it.
-A **pause** is the longest time without a step between one kill and the next.
+measured just before and just after, and the mean of both is taken. A step that is done again counts
+once, and one that a single worker did on half of the batch counts half. A worker that does the
+whole batch alone takes twice as long over it. A **pause** is the longest time without a step
+between one kill and the next.
 
 Where the other worker goes on when one is killed, its **stall** is the longest time between two of
 its steps from one kill to the next, the step itself included. What a **newcomer costs** it is by
@@ -66,8 +67,8 @@ TRAINERS = HERE / "trainers"
 README, PAGE, KEPT = (ROOT / name for name in ("README.md", "docs/field.md", "docs/field.json"))
 TO_START = 120.0
 """Seconds within which a launcher's first step must be done."""
-UNDISTURBED = 20.0
-"""Seconds of the run with which all are compared."""
+UNDISTURBED = 15.0
+"""Seconds of each of the runs with which all are compared."""
 BATCH = 2 * PART
 SLOW = 5.0
 """Seconds that a script may take to start, in the tables' last column."""
@@ -143,7 +144,8 @@ LAUNCHERS = (
     Launcher(
         "elasticrun",
         "**elasticrun**",
-        "`--max-restarts 1000`; each step is kept in the agent's memory, each tenth is saved",
+        "`--max-restarts 1000`; each step is kept in the agent's memory, and each 500th saved, for "
+        "when the machine is lost",
         "elasticlib",
         elasticrun,
     ),
@@ -152,7 +154,7 @@ LAUNCHERS = (
         "**elasticrun, in place**",
         "the same flags, and `elasticlib.steps` on torch 2.14 or newer: the other worker goes on, "
         "and does whole batches until the next is there; each tenth step is kept in the agent's "
-        "memory and saved, for when both are lost",
+        "memory, for when both are lost, and each 500th saved, for when the machine is",
         "elasticlib",
         in_place,
     ),
@@ -178,7 +180,7 @@ LAUNCHERS = (
         "torchft",
         "two replicas of one worker, each under a torchrun that restarts it; the lighthouse waits "
         "0.1 s for stragglers and 1 s for heartbeats; a replica that is alone makes its steps on "
-        "half of the batch",
+        "half of the batch; no checkpoints, as the other replica has the state",
         "torchft-nightly",
         torchft,
     ),
@@ -568,9 +570,7 @@ def version_of(package: str, python: str) -> str:
     return done.stdout.strip()
 
 
-def measure_one(
-    launcher: Launcher, start: float, given: argparse.Namespace, rate: float
-) -> Outcome | None:
+def measure_one(launcher: Launcher, start: float, given: argparse.Namespace) -> Outcome | None:
     python = given.python.get(launcher.name, sys.executable)
     name, version = key(launcher.name, start), version_of(launcher.package, python)
     if not version:
@@ -579,6 +579,7 @@ def measure_one(
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     load = round(os.getloadavg()[0], 2)
     outcome = Outcome(version, today, load, machine(), given.seconds, given.every, start=start)
+    before = plain_rate(given)
     port, variables = free_port(), {**launcher.variables, START: str(start)}
     print(f"{name} {version}: {given.seconds:g} s", flush=True)
     with running(lambda folder: launcher.commands(python, port, folder), variables) as job:
@@ -592,7 +593,14 @@ def measure_one(
                 given.logs.mkdir(parents=True, exist_ok=True)
                 text = (job.folder / "log").read_bytes()
                 (given.logs / f"{name}.log").write_bytes(text)
+    rate = statistics.mean((before, plain_rate(given)))
     return attrs.evolve(outcome, possible=round(rate * given.seconds, 1), **found)
+
+
+def plain_rate(given: argparse.Namespace) -> float:
+    rate = undisturbed(min(UNDISTURBED, given.seconds))
+    print(f"undisturbed: {rate:.1f} steps a second", flush=True)
+    return rate
 
 
 def arguments() -> argparse.Namespace:
@@ -633,11 +641,8 @@ def main() -> int:
     file = given.json or (KEPT if given.quote else None)
     outcomes = read(file) if file else {}
     chosen = [launcher for launcher in LAUNCHERS if launcher.name in given.only]
-    rate = undisturbed(min(UNDISTURBED, given.seconds)) if chosen else 0.0
-    if chosen:
-        print(f"undisturbed: {rate:.1f} steps a second", flush=True)
     for start, launcher in itertools.product(given.starts, chosen):
-        outcome = measure_one(launcher, start, given, rate)
+        outcome = measure_one(launcher, start, given)
         if outcome is not None:
             outcomes[key(launcher.name, start)] = outcome
             if file is not None:

@@ -1,12 +1,12 @@
-"""`elastic.py FOLDER`: with elasticlib. Each step is kept in the agent's memory, and each tenth is
-saved, as often as under the others."""
+"""`elastic.py FOLDER`: with elasticlib. Each step is kept in the agent's memory, from which all
+resume when a worker is lost; the disk is for when the machine is."""
 
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from work import SAVE_EVERY, Progress, loss_of, make
+from work import SELDOM, Progress, loss_of, make
 
 from elasticlib import CheckpointManager
 
@@ -24,6 +24,6 @@ with CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
         optimizer.step()
         step += 1
         manager.snapshot(step, state)
-        if step % SAVE_EVERY == 0:
+        if step % SELDOM == 0:
             manager.save(step, state)
         progress.done(step)

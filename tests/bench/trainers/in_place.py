@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from work import PART, SAVE_EVERY, Progress, loss_of, make
+from work import PART, SAVE_EVERY, SELDOM, Progress, loss_of, make
 
 import elasticlib
 from elasticlib import CheckpointManager, ElasticBatchSampler, ElasticDistributedSampler
@@ -21,8 +21,9 @@ batches = ElasticBatchSampler(sampler, 2 * PART)
 state = {"model": model, "optimizer": optimizer, "sampler": sampler}
 with CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
     progress = Progress(folder, slot)
-    # The other worker has each step. Memory and disk are for when both are lost.
-    often = {"snapshot_every": SAVE_EVERY, "save_every": SAVE_EVERY}
+    # The other worker has each step. The agent's memory is for when both are lost, and the disk for
+    # when the machine is.
+    often = {"snapshot_every": SAVE_EVERY, "save_every": SELDOM}
     for attempt in elasticlib.steps(batches, state, manager=manager, **often):
         with attempt:
             if attempt.new_group:

@@ -24,6 +24,8 @@ way to the device, compiled graphs, data loaders."""
 SAVE_EVERY = 10
 """Steps between two checkpoints. Young's rule for the time between them is the square root of twice
 a checkpoint's cost (2 ms) times the time between faults (10 s): 0.2 s, which is ten steps."""
+SELDOM = 500
+"""The same where a checkpoint is for the loss of the machine alone."""
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
