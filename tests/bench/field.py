@@ -433,7 +433,9 @@ def survivors(
         for pid, done in of_process.items():
             since = sum(one.at <= begin for one in done)
             within = done[max(0, since - 1) : sum(one.at < until for one in done)]
-            if pid == victim or not since or len(within) < 2:
+            # A worker that is stopped for the loss of another may have had a step to end first.
+            went_on = within and within[-1].at > (begin + until) / 2
+            if pid == victim or not since or len(within) < 2 or not went_on:
                 continue
             gaps = [(b.at - a.at, a, b) for a, b in itertools.pairwise(within)]
             usual = statistics.median(gap for gap, _, _ in gaps)
