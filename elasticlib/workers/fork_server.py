@@ -155,8 +155,8 @@ def _import_all(folder: str, preload: Sequence[str]) -> str:
 def _import_these(modules: Sequence[str]) -> str:
     """Why no worker should be forked any more; nothing is wrong where some of them are missing."""
     for module in modules:
-        # An older torch, a broken one, or none: its workers import what there is.
-        with contextlib.suppress(Exception):
+        # An older torch, or none: its workers import what there is.
+        with contextlib.suppress(ImportError):
             importlib.import_module(module)
     return _unclean()
 

@@ -80,6 +80,8 @@ def test_a_stall_is_of_a_worker_that_goes_on_and_a_newcomer_costs_its_first_step
     assert joins == [pytest.approx(0.9 - 0.75)]
     # Where all are started anew, nobody is there that has stalled.
     assert field.survivors(STEPS, [(1.1, 7)], 2.0) == ([], [])
+    ends_its_step = {".1": done(8, (1, 0.5), (2, 1.0), (3, 1.2))}
+    assert field.survivors(ends_its_step, [(1.1, 7)], 5.0) == ([], [])
 
 
 def test_the_table_has_a_row_for_each_launcher_and_says_what_was_not_measured() -> None:
