@@ -406,9 +406,9 @@ class Output:
     """The streams of one worker, opened before there is a process.
 
     stderr is read here even if it only goes to a file or passes through, so that its last lines are
-    known; they are kept in memory, because the file may be on a full disk. If the agent's own stderr
-    is a terminal, the worker gets the terminal itself: progress bars and colours ask for one, and
-    the reader has seen those lines.
+    known; they are kept in memory, because the file may be on a full disk. If the agent's own
+    stderr is a terminal, the worker gets the terminal itself: progress bars and colours ask for
+    one, and the reader has seen those lines.
 
     Raises:
         OSError: a file or a pipe cannot be opened.

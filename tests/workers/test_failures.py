@@ -225,7 +225,7 @@ def test_who_leaves_by_an_exit_code_is_named_before_the_peers_that_notice_it(
 def test_last_lines_of_stderr_are_known_although_its_file_is_on_a_full_disk(run: Run) -> None:
     full = "/dev/full"
     places = Places(full, files={Streams.OUT: full, Streams.ERR: full})
-    run.writing("3", "0", ask=lambda environments, plan: {0: places})
+    run.writing("3", "0", ask=lambda *_: {0: places})
     run.start(shell("seq 1 100000 >&2; echo 'the true cause' >&2; exit 3"))
     exit_ = run.end()
     assert exit_.tail.endswith("100000\nthe true cause")
