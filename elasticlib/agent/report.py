@@ -314,7 +314,7 @@ class Report:
         )
         self._last_look()
         if self.saved is not None:
-            self._tell("saved", step=self.saved)
+            self._tell("saved", step=self.saved, count=1)
         self._tell(
             "run.ended",
             state=result.state.value,

@@ -96,8 +96,14 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "samples_per_second": "of this node's workers together, since the line before; null if "
         "not known",
     },
-    "snapshot": {"step": "the newest that this node's workers keep whole in its memory"},
-    "saved": {"step": "of the checkpoint that became durable"},
+    "snapshot": {
+        "step": "the newest that this node's workers keep whole in its memory",
+        "count": "snapshots since the line before, this one included",
+    },
+    "saved": {
+        "step": "of the newest checkpoint that became durable",
+        "count": "checkpoints since the line before, this one included",
+    },
     "run.ended": {
         "state": "succeeded, failed, stopped or drained",
         "reason": "in words",

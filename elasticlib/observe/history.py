@@ -268,8 +268,8 @@ class History:
     wall: seconds since 1970 at 0. until: the last event of all. state: of the job: its end, or
     what it was doing last; None where its agents ended without a word. unread: lines of the files
     that could not be read; left_out: marks and paces that are not here, as there were so many that
-    evenly spread ones stand for them. kept: how many steps were `saved` and in a `snapshot`, where
-    marks of these were left out.
+    evenly spread ones stand for them. kept: how many checkpoints were `saved` and how many times a
+    `snapshot` was taken; the marks are a sample of them.
     """
 
     run: str

@@ -373,6 +373,7 @@ class Channel:
             restored=self._restored(),
             restores=words[_RESTORES],
             snapshot=words[_SNAPSHOT] if words[_SNAPSHOTS] else NOTHING,
+            snapshots=words[_SNAPSHOTS],
             loss=seconds[_LOSS] if words[_LOSSES] else None,
             losses=self._losses(),
             samples=seconds[_SAMPLES],
