@@ -74,6 +74,11 @@ class Published:
         """Seconds for which the state has lasted by now."""
         return round(self.state_seconds + (self.age or 0.0), 3)
 
+    @property
+    def up(self) -> float:
+        """Seconds since the node's agent began, as of now."""
+        return round(self.up_seconds + (self.age or 0.0), 3)
+
     @classmethod
     def at(cls, now: float, status: NodeStatus, **known: float | None) -> Published:
         """now: by the clock that the status has its times from."""
