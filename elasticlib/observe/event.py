@@ -39,6 +39,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "generation.began": {
         "seconds": "from the end of the last workers, or from the run's beginning",
+        "imports": "seconds of these until the node had imported torch and what else it needs to "
+        "start workers, and asked for a place; 0 after its first rendezvous",
         "attempt": "how often this agent had started its workers before, as in attempt_N",
         "node_rank": "this node's, among the nodes",
         "nodes": "how many there are",

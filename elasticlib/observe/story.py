@@ -229,6 +229,7 @@ def begun(event: Event, sought: float | None) -> NodeGeneration:
         cause=event.text("cause"),
         why=next((why for why in Why if why.value == event.text("why")), None),
         sought=None if sought is None else min(sought, event.at),
+        imports=event.seconds("imports") or 0.0,
     )
 
 
