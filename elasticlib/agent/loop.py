@@ -374,6 +374,7 @@ class ElasticAgent:
         match news:
             case Prepared(others_keep):
                 self._prepared = True
+                self._report.prepared()
                 self._slots.heard(others_keep=others_keep)
                 if self._now.state is State.JOINING:
                     self._join()

@@ -115,7 +115,7 @@ class Report:
         self._guard = Guard(journal)
         self._clock = clock
         self._steps: StepWatch | None = None
-        self._idle_since = self._began_at = self._stopping_at = clock()
+        self._idle_since = self._began_at = self._stopping_at = self._prepared_at = clock()
         self._why, self._planned = "waiting for its first generation", False
         self._silent_since: float | None = None
         self._group: WorkerGroup | None = None
@@ -146,6 +146,10 @@ class Report:
         self._last_look()
         self._tell("rendezvous.began", why=self._why, planned=self._planned)
 
+    def prepared(self) -> None:
+        """All imports that workers need are done, and the node asks for its first place."""
+        self._prepared_at = self._clock()
+
     def starting_ahead(self, group: WorkerGroup) -> None:
         """The workers are about to start that wait for a place in the job."""
         count = len(group.newcomers)
@@ -159,17 +163,20 @@ class Report:
         self._group, self._began_at = group, self._clock()
         self._exits, self._without_exit, self.failed_elsewhere = {}, None, False
         waited = self._began_at - self._idle_since
+        imports = max(0.0, self._prepared_at - self._idle_since)
         first, last = group.workers[0], group.workers[-1]
         ranks = ranks_of(range(first.rank, last.rank + 1))
+        importing = f"{imports:.2f} s of imports and " if imports else ""
         log.info(
             "%s",
-            f"generation {info.generation} after {waited:.2f} s of rendezvous: node {info.rank} of "
-            f"{info.world_size}, {ranks} of {first.world_size}, "
+            f"generation {info.generation} after {importing}{waited - imports:.2f} s of "
+            f"rendezvous: node {info.rank} of {info.world_size}, {ranks} of {first.world_size}, "
             f"{group.restarts} of {group.max_restarts} restarts; {info.cause}",
         )
         self._tell(
             "generation.began",
             seconds=round(waited, 6),
+            imports=round(imports, 6),
             attempt=group.attempt,
             node_rank=info.rank,
             nodes=info.world_size,
@@ -314,7 +321,7 @@ class Report:
         )
         self._last_look()
         if self.saved is not None:
-            self._tell("saved", step=self.saved)
+            self._tell("saved", step=self.saved, count=1)
         self._tell(
             "run.ended",
             state=result.state.value,

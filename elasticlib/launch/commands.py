@@ -140,7 +140,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="FILE",
-        help="where to write it, - for the standard output; RUN.html by default",
+        help="file to write, - for the standard output (default: RUN.html in the current folder); "
+        "its full path is printed",
     )
     parser.set_defaults(run=_write_report)
 

@@ -39,7 +39,6 @@ TCP_BACKENDS = ("tcp", "c10d", "static")
 OBSERVE_FLAG = "--observe-port"
 HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 LOOPBACK = "127.0.0.1"
-EVERYWHERE = "::"
 
 
 def _key(default: Any, rule: str, read: Callable[[str], Any]) -> Any:
@@ -280,16 +279,16 @@ def read_port(text: str, name: str, host: str) -> tuple[str, int]:
 
 
 def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where torch's variable has health checks answered, if it says so.
+    """Return the address for health checks that torch's variable asks for, or None.
 
-    At all addresses, of IPv4 as well: the probe comes from outside, as Kubernetes' does, which asks
-    a pod's own address.
+    Without a host it is the loopback address, as for --observe-port. A probe from another machine,
+    such as the kubelet's, needs the host in the variable: `0.0.0.0:PORT` or `[::]:PORT`.
 
     Raises:
-        ConfigError: it is no port.
+        ConfigError: the variable is not `[HOST:]PORT`.
     """
     text = environment.get(HEALTH_VARIABLE, "").strip()
-    return None if text in ("", "0") else read_port(text, HEALTH_VARIABLE, EVERYWHERE)
+    return None if text in ("", "0") else read_port(text, HEALTH_VARIABLE, LOOPBACK)
 
 
 @attrs.frozen

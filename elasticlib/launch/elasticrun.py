@@ -38,10 +38,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         save and leave. ConfigError: the command line cannot work. SystemExit: argparse's usage
         errors, and the code of --dry-run or of --help.
     """
-    from .elastic_launch import values_of
-
     ended = _carry_out(sys.argv[1:] if argv is None else argv)
     if ended.result is not None:
+        from .elastic_launch import values_of
+
         values_of(ended.name, ended.result)
     elif ended.code:
         raise SystemExit(ended.code)
@@ -78,6 +78,11 @@ def _carry_out(argv: Sequence[str]) -> _Ended:
 
 
 def _run(argv: Sequence[str]) -> _Ended:
+    # This forks in a container's process 1, so it comes before anything can import torch, whose
+    # threads would not survive the fork: reading `--nproc-per-node auto` does.
+    reaped = stand_in()
+    if reaped is not None:
+        return _Ended(reaped)
     line = read(argv)
     # What is imported from here on --help and usage errors have not waited for.
     from .arguments import launch_of
@@ -88,9 +93,6 @@ def _run(argv: Sequence[str]) -> _Ended:
         HELD.keep(config.supervision.agent.drain_signals)
     if launch.settings["dry_run"]:
         return _Ended(_show_plan(launch))
-    reaped = stand_in()
-    if reaped is not None:
-        return _Ended(reaped)
     level = log_level(os.environ.get("LOGLEVEL", "INFO"))
     start_logging(level, "%(asctime)s elasticrun: %(message)s")
     for note in launch.settings.notes:

@@ -50,8 +50,13 @@ def summary_lines(sums: Sums) -> Iterator[str]:
     """What a run came to on this node: one line, and some more if there was anything to lose."""
     count = sums.generations
     said = [f"{duration(sums.seconds)} in {plural(count, 'generation')}"]
+    launch = sums.launch
     if sums.first_step is not None:
-        said.append(f"the first step done after {duration(sums.first_step)}")
+        parts = f" ({_phases(launch)})" if launch.phases else ""
+        said.append(f"the first step done after {duration(sums.first_step)}{parts}")
+    elif launch.rendezvous is not None:
+        waited = Cost(imports=launch.imports, rendezvous=launch.rendezvous)
+        said.append(f"the first workers started after {_phases(waited)}")
     if sums.goodput is not None:
         said.append(f"goodput {percentage(sums.goodput)} on this node")
     if sums.saved is not None:
@@ -75,7 +80,8 @@ def _generation(made: Generation, *, stepless: bool) -> str:
         cause = f"{cause[:LONGEST_CAUSE]}..."
     cost = f"{duration(made.cost.seconds)} lost"
     if stepless:
-        waited = (made.cost.stop or 0.0) + (made.cost.rendezvous or 0.0)
+        phases = (made.cost.stop, made.cost.imports, made.cost.rendezvous)
+        waited = sum(seconds or 0.0 for seconds in phases)
         cost = f"workers started after {duration(waited)}"
     return f"  generation {made.number} {made.why.words}, {cost}{cause and ': '}{cause}"
 

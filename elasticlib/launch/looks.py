@@ -48,7 +48,6 @@ from .addresses import (
     why_not_served,
 )
 from .config import (
-    EVERYWHERE,
     HEALTH_VARIABLE,
     OBSERVE_FLAG,
     TCP_BACKENDS,
@@ -194,7 +193,7 @@ def look_at_ports(config: LaunchConfig, environment: Mapping[str, str]) -> Itera
         yield Finding(HEALTH_VARIABLE, False, str(error))
     for name, where in asked.items():
         if where is not None:
-            why = why_not_served([where[0], *["0.0.0.0"] * (where[0] == EVERYWHERE)], where[1])
+            why = why_not_served([where[0]], where[1])
             said = "can be served" if why is None else f"cannot be served: {why}"
             # The launch goes on without torch's, which several launches may share.
             bad = False if name == OBSERVE_FLAG else None

@@ -22,9 +22,9 @@ from ..agent.loop import ElasticAgent
 from ..clock import monotonic
 from ..errors import ConfigError
 from ..observe.event import Event
+from ..observe.http_server import HttpResponse, HttpServer, Pages, text_response
 from ..observe.journal import FILE, NodeJournal, View
 from ..observe.metrics import CONTENT, Exposition, Moment
-from ..observe.port import ObservePort, Page, plain
 from ..observe.published import Published, Publisher
 from ..observe.runs import RunRecord, remove_old
 from ..observe.stacks import Answerer, Stacks
@@ -235,13 +235,13 @@ class Observed:
     """
 
     def __init__(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
-        self._ports: list[tuple[ObservePort, tuple[str, ...]]] = []
+        self._servers: list[tuple[HttpServer, tuple[str, ...]]] = []
         checked = health_port(environment)
         if config.observed_at is not None:
             self._open(OBSERVE_FLAG, config.observed_at, (HEALTH, STATUS, METRICS))
         if checked is not None:
             try:
-                # Health alone: it is open to all who reach this machine, and need know no more.
+                # Only the health page, because probes from other machines need no more.
                 self._open(HEALTH_VARIABLE, checked, (HEALTH, "/"))
             except ConfigError as error:
                 # Other launches on this machine may have the variable, too: the first has the port.
@@ -250,30 +250,30 @@ class Observed:
     def _open(self, name: str, where: tuple[str, int], paths: tuple[str, ...]) -> None:
         host, number = where
         try:
-            port = ObservePort(host, number)
+            server = HttpServer(host, number)
         except OSError as error:
             why = error.strerror or str(error)
             other = ", or 0 for any that is free" if name == OBSERVE_FLAG else ""
             raise ConfigError(
                 f"{name}: {host}, port {number}, cannot be served ({why}): give another port{other}"
             ) from error
-        self._ports.append((port, paths))
+        self._servers.append((server, paths))
 
     def begin(self, agent: ElasticAgent, journal: NodeJournal) -> None:
         """Answer from now on."""
-        if not self._ports:
+        if not self._servers:
             return
         pages = _pages(agent, journal)
-        for port, paths in self._ports:
-            port.begin({path: pages[path] for path in paths})
-            log.info("observed at http://%s%s", port.address, ", ".join(paths))
+        for server, paths in self._servers:
+            server.start({path: pages[path] for path in paths})
+            log.info("observed at http://%s%s", server.address, ", ".join(paths))
 
     def close(self) -> None:
-        for port, _ in self._ports:
-            port.close()
+        for server, _ in self._servers:
+            server.close()
 
 
-def _pages(agent: ElasticAgent, journal: NodeJournal) -> Mapping[str, Callable[[], Page]]:
+def _pages(agent: ElasticAgent, journal: NodeJournal) -> Pages:
     """What makes each page, by its path."""
     known = versions()
 
@@ -281,14 +281,14 @@ def _pages(agent: ElasticAgent, journal: NodeJournal) -> Mapping[str, Callable[[
         status = journal.status(agent.workers.beats())
         return status, judge(status.state, status.reason, agent.silent())
 
-    def health() -> Page:
+    def health() -> HttpResponse:
         _, found = now()
-        return plain(200 if found.good else 503, found.sentence)
+        return text_response(200 if found.good else 503, found.sentence)
 
-    def status() -> Page:
+    def status() -> HttpResponse:
         published = Published.at(monotonic(), now()[0], loop_silent=agent.silent())
         text = json.dumps(document_of_node(published), indent=2)
-        return Page(200, "application/json", text.encode() + b"\n")
+        return HttpResponse(200, "application/json", text.encode() + b"\n")
 
     def moment() -> Moment:
         status, found = now()
@@ -304,7 +304,7 @@ def _pages(agent: ElasticAgent, journal: NodeJournal) -> Mapping[str, Callable[[
 
     exposition = Exposition(moment)
 
-    def metrics() -> Page:
-        return Page(200, CONTENT, exposition.text().encode(errors="backslashreplace"))
+    def metrics() -> HttpResponse:
+        return HttpResponse(200, CONTENT, exposition.text().encode(errors="backslashreplace"))
 
     return {"/": health, HEALTH: health, STATUS: status, METRICS: metrics}

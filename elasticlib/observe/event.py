@@ -39,6 +39,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "generation.began": {
         "seconds": "from the end of the last workers, or from the run's beginning",
+        "imports": "seconds of these until the node had imported torch and what else it needs to "
+        "start workers, and asked for a place; 0 after its first rendezvous",
         "attempt": "how often this agent had started its workers before, as in attempt_N",
         "node_rank": "this node's, among the nodes",
         "nodes": "how many there are",
@@ -96,8 +98,14 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "samples_per_second": "of this node's workers together, since the line before; null if "
         "not known",
     },
-    "snapshot": {"step": "the newest that this node's workers keep whole in its memory"},
-    "saved": {"step": "of the checkpoint that became durable"},
+    "snapshot": {
+        "step": "the newest that this node's workers keep whole in its memory",
+        "count": "snapshots since the line before, this one included",
+    },
+    "saved": {
+        "step": "of the newest checkpoint that became durable",
+        "count": "checkpoints since the line before, this one included",
+    },
     "run.ended": {
         "state": "succeeded, failed, stopped or drained",
         "reason": "in words",

@@ -81,6 +81,7 @@ def job_state(members: Sequence[Part], others: Sequence[Part] = ()) -> JobState 
 PHASES: Mapping[str, str] = {
     "detect": "until an agent knew of it",
     "stop": "until no worker was left",
+    "imports": "until the node had imported torch and what else it needs to start workers",
     "rendezvous": "until the next generation was settled",
     "start": "until the script asked for its state, made a step, or ended without one",
     "restore": "until the state was restored",
@@ -102,6 +103,7 @@ class Cost:
 
     detect: float | None = None
     stop: float | None = None
+    imports: float | None = None
     rendezvous: float | None = None
     start: float | None = None
     restore: float | None = None
@@ -155,6 +157,7 @@ class NodeGeneration:
     cause: str = ""
     why: Why | None = None
     sought: float | None = None
+    imports: float = 0.0  # seconds of imports between `sought` and `began`
     trouble: float | None = None
     over: float | None = None
     gone: float | None = None
@@ -268,8 +271,8 @@ class History:
     wall: seconds since 1970 at 0. until: the last event of all. state: of the job: its end, or
     what it was doing last; None where its agents ended without a word. unread: lines of the files
     that could not be read; left_out: marks and paces that are not here, as there were so many that
-    evenly spread ones stand for them. kept: how many steps were `saved` and in a `snapshot`, where
-    marks of these were left out.
+    evenly spread ones stand for them. kept: how many checkpoints were `saved` and how many times a
+    `snapshot` was taken; the marks are a sample of them.
     """
 
     run: str
@@ -421,8 +424,14 @@ class Ledger:
             sought = launched
             if sought is None:
                 sought = min((x.sought for x in lives if x.sought is not None), default=None)
-            waited = None if sought is None else max(0.0, began - sought)
-            return Cost(rendezvous=waited, start=start, restore=restore)
+            waited = 0.0 if sought is None else max(0.0, began - sought)
+            imports = min(waited, max(life.imports for life in lives))
+            return Cost(
+                imports=imports or None,
+                rendezvous=None if sought is None else waited - imports,
+                start=start,
+                restore=restore,
+            )
         known, gone = min(end.known, began), min(end.gone, began)
         return Cost(
             detect=known - min(end.fault, known) if end.silent else None,

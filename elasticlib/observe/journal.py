@@ -62,19 +62,27 @@ class View(abc.ABC):
 
 class Guard:
     """Calls a part whose failures must not be felt: one that raises is named once in the log, and
-    is called no more."""
+    is called no more. Events that a slow part has no room for are counted, and the log says how
+    many they were.
 
-    def __init__(self, part: object) -> None:
+    Args:
+        part: receives the events; the log names its type.
+        waiting: limit on the events that wait for a part that is not prompt.
+    """
+
+    def __init__(self, part: object, *, waiting: int = 10_000) -> None:
         self._name = type(part).__name__
         self._broken = False
-        self._aside = Aside("agent-view", self._broke)
+        self._dropped = 0
+        self._aside = Aside("agent-view", self._broke, waiting=waiting)
 
     def call(self, work: Callable[[], object], *, prompt: bool) -> None:
         """prompt: now, else in a thread of its own, as it may wait."""
         if self._broken:
             return
         if not prompt:
-            self._aside.call(work)
+            if not self._aside.call(work):
+                self._dropped += 1
             return
         try:
             work()
@@ -90,6 +98,8 @@ class Guard:
         """Nothing more will be called; returns when all has been, or after some seconds."""
         if not self._aside.close(CLOSE_SECONDS):
             log.warning("%s did not take all events within %g s", self._name, CLOSE_SECONDS)
+        if self._dropped:
+            log.warning("%s was too slow for %d events, which it lacks", self._name, self._dropped)
 
 
 class NodeJournal(Journal):
@@ -133,9 +143,9 @@ class NodeJournal(Journal):
         self._clock = clock
         self._file = Aside("journal", _broke, waiting=waiting)
         self._retry = retry
-        # Each is written by one thread alone: by who tells, and by who writes.
-        self._dropped = 0
-        self._failed = self._counted = 0
+        # The thread that tells events owns the first two counts, the one that writes the others.
+        self._told = self._dropped = 0
+        self._kept = self._failed = self._counted = 0
         self._last: Event | None = None
 
     @property
@@ -151,7 +161,10 @@ class NodeJournal(Journal):
         self.on_event()
         for view, guard in self._views:
             guard.call(partial(view.hear, event), prompt=view.prompt)
-        if self.path and not self._file.call(partial(self._write, event)):
+        if not self.path:
+            return
+        self._told += 1
+        if not self._file.call(partial(self._write, event)):
             self._dropped += 1
 
     def status(self, heartbeats: Mapping[int, Heartbeat]) -> NodeStatus:
@@ -165,6 +178,11 @@ class NodeJournal(Journal):
         if self._last is not None:
             self._file.call(partial(self._written, b"", self._last))
         self._file.close(CLOSE_SECONDS)
+        if self._kept < self._told:
+            log.warning(
+                "%d of %d events of this run are missing from %s: its disk was full or too slow",
+                *(self._told - self._kept, self._told, self.path),
+            )
 
     def _write(self, event: Event) -> None:
         self._last = event
@@ -173,6 +191,7 @@ class NodeJournal(Journal):
             if not self._file.rest(self._retry):
                 self._failed += 1
                 return
+        self._kept += 1
 
     def _written(self, line: bytes, at: Event) -> bool:
         """Whether the line is in the file, behind the number of the events lost before it."""

@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from ..clock import Clock, monotonic, wall
-from ..errors import StoreError
+from ..errors import StoreTimeout, StoreUnavailable, describe
 from ..rendezvous.layout import Keys
 from ..stores.interface import Store
 from ..threads import helper
@@ -73,6 +73,11 @@ class Published:
     def lasted(self) -> float:
         """Seconds for which the state has lasted by now."""
         return round(self.state_seconds + (self.age or 0.0), 3)
+
+    @property
+    def up(self) -> float:
+        """Seconds since the node's agent began, as of now."""
+        return round(self.up_seconds + (self.age or 0.0), 3)
 
     @classmethod
     def at(cls, now: float, status: NodeStatus, **known: float | None) -> Published:
@@ -184,15 +189,19 @@ class StatusReader:
 
 
 class Turning(abc.ABC):
-    """Takes one turn after another in a thread, from `with` to its end. Whatever goes wrong in one
-    never affects the job: it is said once, and tried again. The store is closed by who made it, and
-    then at the latest the thread ends.
+    """Takes one turn after another in a thread, from `with` to its end. Failures never affect the
+    job: the first one is logged as a warning, and the turn is tried again. An unreachable store is
+    logged at DEBUG only, because the agent reports it. The store is closed by its owner, and then
+    at the latest the thread ends.
 
-    name: of the thread. what: is lacking where a turn fails. retry: seconds until the next try.
+    Args:
+        name: name of the thread.
+        consequence: what does not work while turns fail, as a part of a sentence.
+        retry: seconds until the next try.
     """
 
-    def __init__(self, name: str, what: str, retry: float) -> None:
-        self._what, self._retry = what, retry
+    def __init__(self, name: str, consequence: str, retry: float) -> None:
+        self._consequence, self._retry = consequence, retry
         self._over, self._woken = False, threading.Event()
         self._thread = helper(self._run, name)
 
@@ -213,15 +222,16 @@ class Turning(abc.ABC):
         self._woken.set()
 
     def _run(self) -> None:
-        failures = 0
+        has_warned = False
         while not self._over:
             try:
-                pause, failures = self._turn(), 0
+                pause = self._turn()
             except Exception as error:
-                failures, pause = failures + 1, self._retry
-                level = logging.DEBUG if isinstance(error, StoreError) else logging.WARNING
-                level = level if failures == 1 else logging.DEBUG
-                log.log(level, "no %s: %s", self._what, error)
+                pause, level = self._retry, logging.DEBUG
+                if not has_warned and not isinstance(error, StoreUnavailable | StoreTimeout):
+                    has_warned, level = True, logging.WARNING
+                what, why = self._consequence, describe(error)
+                log.log(level, "%s: %s; trying again every %g s", what, why, self._retry)
             self._woken.wait(pause)
             self._woken.clear()
 
@@ -241,7 +251,7 @@ class Publisher(Turning):
         *,
         clock: Clock = monotonic,
     ) -> None:
-        super().__init__("agent-status", "status", RETRY_SECONDS)
+        super().__init__("agent-status", "elasticlib status cannot show this node", RETRY_SECONDS)
         self._store = store
         self._key = f"{beside(run_id, 'status')}{node_id}"
         self._look = look

@@ -230,7 +230,6 @@ class _Job:
         last, state = self._last()
         logs = [agent.log for agent in self._agents]
         limits = [life.max_restarts for lives in self._lives.values() for life in lives]
-        kept = {kind: self._kept(kind) for kind in ("saved", "snapshot")}
         return History(
             run=logs[0].status.run,
             wall=self._wall,
@@ -248,7 +247,7 @@ class _Job:
             saved=self._newest([log.saved for log in logs]),
             snapshot=self._newest([log.snapshot for log in logs]),
             left_out=sum(log.left_out for log in logs),
-            kept={kind: n for kind, n in kept.items() if any(log.thinned(kind) for log in logs)},
+            kept={kind: self._kept(kind) for kind in ("saved", "snapshot")},
         )
 
     def _generations(self) -> tuple[Generation, ...]:
@@ -270,7 +269,7 @@ class _Job:
         return tuple(found)
 
     def _kept(self, kind: str) -> int:
-        """How many steps; each node of a generation may report the same."""
+        """Count checkpoints or snapshots; each node of a generation may report the same ones."""
         return sum(max(getattr(x, kind) for x in lives) for lives in self._lives.values())
 
     def _stays(self, generations: Sequence[Generation], over: bool) -> tuple[Stay, ...]:

@@ -84,15 +84,14 @@ class RunRecord:
         check_own(folder)
         folder.chmod(0o700)
         new = Path(tempfile.mkdtemp(prefix=NEW, dir=folder))
-        try:
-            self._lock = FolderLock(new)
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, new, ignore_errors=True)
+            self._lock = undo.enter_context(contextlib.closing(FolderLock(new)))
             if events is not None:
                 (new / EVENTS).symlink_to(events.absolute())
             self.path = folder / f"{_safe(run_id)}_{new.name.removeprefix(NEW)}"
             new.rename(self.path)
-        except OSError:
-            shutil.rmtree(new, ignore_errors=True)
-            raise
+            undo.pop_all()
         self.events = events or self.path / EVENTS
 
     def close(self) -> None:

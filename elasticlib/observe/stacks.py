@@ -272,7 +272,9 @@ class Answerer(Turning):
         *,
         look_every: float = 0.0,
     ) -> None:
-        super().__init__("agent-answers", "answers", RETRY_SECONDS)
+        super().__init__(
+            "agent-answers", "elasticlib stacks gets no answer from this node", RETRY_SECONDS
+        )
         self._store = store
         self._keys = QuestionKeys(run_id)
         self._me = node_id

@@ -178,6 +178,11 @@ class JobStatus:
         return "events" if self.age is not None else "store" if self.unanswered else "nodes"
 
     @property
+    def up(self) -> float | None:
+        """Seconds since the first of the agents began whose status is known."""
+        return max((n.published.up for n in self.nodes if n.published is not None), default=None)
+
+    @property
     def step(self) -> int | None:
         """The smallest of all workers' last steps."""
         return min(self._values("step"), default=None)
@@ -423,6 +428,7 @@ FIELDS: Mapping[str, str] = {
     "job's store holds; events: it is what was written down on this machine",
     "age": "seconds since the newest event, where the source is events; else null",
     "since": "seconds for which the state has lasted, null if not known",
+    "up": "seconds since the first of its agents began, null if not known",
     "generation": "the number of the settled membership, 0 before the first",
     "minimum": "of nodes (--nnodes), null if not known",
     "maximum": "of nodes, null if not known",
@@ -518,7 +524,7 @@ def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
         "healthy": health.good,
         "health": health.sentence,
         "since": published.lasted,
-        "up": round(published.up_seconds + (published.age or 0.0), 3),
+        "up": published.up,
         "heard": published.heard,
         "pid": status.pid,
         "workers": [attrs.asdict(worker) for worker in status.workers],
@@ -545,7 +551,10 @@ def headline(status: JobStatus) -> list[str]:
     killed = status.killed
     state = "not answering, or no longer there" if status.state is None else status.state.value
     lasted = "" if status.since is None else f" for {duration(status.since)}"
-    lines = [f"{status.run}: {KILLED if killed else state}{lasted}"]
+    began = (
+        f", started {duration(status.up)} ago" if _is_live(status) and status.up is not None else ""
+    )
+    lines = [f"{status.run}: {KILLED if killed else state}{lasted}{began}"]
     if status.age is not None:
         over = status.state is not None and status.state.over
         said = "from its events" if over or killed else "nobody answered; from its events"
@@ -565,6 +574,10 @@ def headline(status: JobStatus) -> list[str]:
     return [visible_line(line) for line in lines]
 
 
+def _is_live(status: JobStatus) -> bool:
+    return status.age is None and status.state is not None and not status.state.over
+
+
 def _facts(status: JobStatus) -> list[str]:
     least = "" if status.minimum is None else f" (of {status.minimum} to {status.maximum})"
     here = sum(node.lives for node in status.nodes)
@@ -575,7 +588,7 @@ def _facts(status: JobStatus) -> list[str]:
     budget = "" if status.max_restarts is None else f" of {status.max_restarts}"
     first = [f"generation {status.generation}", nodes, plural(status.world, "worker")]
     lines = [", ".join([*first, f"{status.restarts}{budget} restarts"])]
-    live = status.age is None and status.state is not None and not status.state.over
+    live = _is_live(status)
     speed = None if status.per_second is None else rate(status.per_second)
     values = {
         "step": status.step,

@@ -70,8 +70,8 @@ class StepWatch:
     restores: int = 0
     trained: float | None = None
     steps: Look | None = None
-    saved: int = NOTHING
-    snapshot: int = NOTHING
+    saves: int = 0  # checkpoints and snapshots that the events have counted
+    snapshots: int = 0
 
     def look(
         self, now: float, beats: Mapping[int, Heartbeat], *, final: bool = False
@@ -117,16 +117,19 @@ class StepWatch:
         if now.step != NOTHING and (before is None or now.step != before.step):
             watch = attrs.evolve(watch, steps=now)
             found.append(("steps", _steps(before, now)))
-        kept = [beat.snapshot for beat in now.beats.values() if beat.snapshot != NOTHING]
-        # Of a state in parts each worker keeps its own, and it is whole once the last of them has.
-        snapshot = min(kept, default=NOTHING)
-        saved = max((beat.saved for beat in now.beats.values()), default=NOTHING)
-        if snapshot not in (NOTHING, watch.snapshot):
-            watch = attrs.evolve(watch, snapshot=snapshot)
-            found.append(("snapshot", {"step": snapshot}))
-        if saved not in (NOTHING, watch.saved):
-            watch = attrs.evolve(watch, saved=saved)
-            found.append(("saved", {"step": saved}))
+        # Each worker keeps its part of a sharded state, so a snapshot is complete once the last
+        # worker has kept its part. A checkpoint is complete when any worker says so.
+        kept = [beat for beat in now.beats.values() if beat.snapshots]
+        snapshots = min((beat.snapshots for beat in kept), default=0)
+        if snapshots > watch.snapshots:
+            facts = {"step": min(b.snapshot for b in kept), "count": snapshots - watch.snapshots}
+            watch = attrs.evolve(watch, snapshots=snapshots)
+            found.append(("snapshot", facts))
+        saves = max((beat.saves for beat in now.beats.values()), default=0)
+        if saves > watch.saves:
+            step = max(beat.saved for beat in now.beats.values())
+            found.append(("saved", {"step": step, "count": saves - watch.saves}))
+            watch = attrs.evolve(watch, saves=saves)
         return watch, found
 
 

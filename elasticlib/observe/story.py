@@ -210,7 +210,7 @@ _IN_STATE = (
     *("run.began", "rendezvous.began", "generation.began", "failure"),
     *("stopping", "drain.asked", "run.ended"),
 )
-_IN_NO_GENERATION = ("run.began", "generation.began", "saved", "snapshot", "lost")
+_IN_NO_GENERATION = ("run.began", "generation.began", "lost")
 
 
 def begun(event: Event, sought: float | None) -> NodeGeneration:
@@ -229,6 +229,7 @@ def begun(event: Event, sought: float | None) -> NodeGeneration:
         cause=event.text("cause"),
         why=next((why for why in Why if why.value == event.text("why")), None),
         sought=None if sought is None else min(sought, event.at),
+        imports=event.seconds("imports") or 0.0,
     )
 
 
@@ -236,7 +237,8 @@ def amended(generation: NodeGeneration, event: Event) -> NodeGeneration:
     """The same once this has happened in it; a kind that says nothing of it changes nothing."""
     at = event.at
     if event.kind in ("saved", "snapshot"):
-        return attrs.evolve(generation, **{event.kind: getattr(generation, event.kind) + 1})
+        total = getattr(generation, event.kind) + (event.count("count") or 0)
+        return attrs.evolve(generation, **{event.kind: total})
     silent = event.seconds("silent")
     if event.kind in ("training.began", "steps"):
         return _worked(generation, event, at, silent or 0.0)
@@ -366,7 +368,6 @@ class AgentLog:
         self.failures = 0
         self._keep = keep
         self._marks: dict[tuple[str, int], Thinned[Mark]] = {}
-        self._highest: dict[str, int] = {}
         self._clocks: Thinned[float] = Thinned(64)
         self._sought: float | None = None
 
@@ -387,10 +388,6 @@ class AgentLog:
         many: list[Thinned[Any]] = [self.paces, self.losses, *self._marks.values()]
         return sum(kept.left_out for kept in many)
 
-    def thinned(self, kind: str) -> bool:
-        """Whether there were too many of this kind for all to be in `marks`."""
-        return any(of == kind and marks.left_out for (of, _), marks in self._marks.items())
-
     def fold(self, event: Event) -> None:
         """Once this has happened, too. What has no time or no generation that can be is passed
         over."""
@@ -410,12 +407,9 @@ class AgentLog:
         elif event.kind == "rendezvous.began":
             self._sought = event.at
         step = event.count("step")
-        is_new = event.kind not in _IN_NO_GENERATION
         if event.kind in ("saved", "snapshot") and step is not None:
             setattr(self, event.kind, (event.at, step))
-            is_new = step > self._highest.get(event.kind, -1)
-            self._highest[event.kind] = max(step, self._highest.get(event.kind, -1))
-        if is_new:
+        if event.kind not in _IN_NO_GENERATION:
             self._amend(event)
         self._mark(event, step)
 

@@ -175,10 +175,18 @@ class Channel:
     def tell_step(
         self, step: int, now: float, loss: float | None = None, samples: float | None = None
     ) -> None:
-        """samples: besides those of earlier steps."""
+        """Count a step, unless it is the last one again; its loss and samples are added then."""
         words, seconds = self._words, self._seconds
         if samples is not None:
             seconds[_SAMPLES] += samples
+        seconds[_ALIVE_AT] = now
+        if not words[_STEPS] or words[_STEP] != step:
+            self._count_step(step, now)
+        if loss is not None:
+            self._tell_loss(step, now, loss)
+
+    def _count_step(self, step: int, now: float) -> None:
+        words, seconds = self._words, self._seconds
         count = words[_STEPS]
         if count:
             seconds[_DURATIONS + count % RECENT] = now - seconds[_STEPPED_AT]
@@ -186,10 +194,8 @@ class Channel:
             words[_FIRST_STEP] = step
             seconds[_FIRST_AT] = now
         words[_STEP] = step
-        seconds[_STEPPED_AT] = seconds[_ALIVE_AT] = now
+        seconds[_STEPPED_AT] = now
         words[_STEPS] = count + 1
-        if loss is not None:
-            self._tell_loss(step, now, loss)
 
     def _tell_loss(self, step: int, now: float, loss: float) -> None:
         words, seconds = self._words, self._seconds
@@ -367,6 +373,7 @@ class Channel:
             restored=self._restored(),
             restores=words[_RESTORES],
             snapshot=words[_SNAPSHOT] if words[_SNAPSHOTS] else NOTHING,
+            snapshots=words[_SNAPSHOTS],
             loss=seconds[_LOSS] if words[_LOSSES] else None,
             losses=self._losses(),
             samples=seconds[_SAMPLES],

@@ -110,6 +110,9 @@ class Context:
     def step(self, step: int, *, loss: float | None = None, samples: float | None = None) -> None:
         """Report that this step is done, as a sign of life and of progress.
 
+        A second report of the same step, as of a loss that is known later, adds its loss and its
+        samples; it is a sign of life, and does not count as another step.
+
         Args:
             loss: of this step, any number, shown in status and report. Reading one on a GPU waits
                 for the GPU, as `item()` does.

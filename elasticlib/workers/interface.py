@@ -91,8 +91,8 @@ class Heartbeat:
     dumps: whether it writes its stacks where it is asked to. attached: whether it has asked for
     its context at all. first_step, first_at: the first step that it reported, and when; NOTHING
     and 0.0 before. restored: the state that it took up last; restores: how many it did. snapshot:
-    the step of the last one kept, or NOTHING. loss: the last reported, and losses those before it;
-    samples: all of them.
+    the step of the last one kept, or NOTHING; snapshots: how many. loss: the last reported, and
+    losses those before it; samples: all of them.
     """
 
     step: int = NOTHING
@@ -109,6 +109,7 @@ class Heartbeat:
     restored: TakenUp | None = None
     restores: int = 0
     snapshot: int = NOTHING
+    snapshots: int = 0
     loss: float | None = None
     losses: Losses | None = None
     samples: float = 0.0

@@ -31,7 +31,6 @@ from typing import IO, TYPE_CHECKING, Any
 import attrs
 
 from ..errors import ConfigError, WorkerStartError
-from ..foreign import opened
 from ..threads import helper
 from .spec import Worker
 
@@ -406,9 +405,10 @@ class Pipe:
 class Output:
     """The streams of one worker, opened before there is a process.
 
-    stderr is read here even where it only passes through, so that its last lines are known. Where
-    ours is a terminal the worker gets that itself: progress bars and colours ask for one, and the
-    reader has seen those lines.
+    stderr is read here even if it only goes to a file or passes through, so that its last lines are
+    known; they are kept in memory, because the file may be on a full disk. If the agent's own
+    stderr is a terminal, the worker gets the terminal itself: progress bars and colours ask for
+    one, and the reader has seen those lines.
 
     Raises:
         OSError: a file or a pipe cannot be opened.
@@ -438,6 +438,10 @@ class Output:
         file = None if path is None else open(path, "ab", buffering=0)  # noqa: SIM115
         if file is not None and stream & places.tee:
             return self._piped(stream, *self._teed(stream, self._ours.enter_context(file)))
+        if file is not None and stream is Streams.ERR:
+            # The agent writes this file, so that it knows the last lines although the disk is full.
+            sink = FileSink(self._ours.enter_context(file))
+            return self._piped(stream, sink.take, sink.close)
         if file is not None:
             return self._theirs.enter_context(file).fileno()
         shown = bool(stream & places.shown)
@@ -514,18 +518,7 @@ class Output:
         return end_within(self._pipes, seconds)
 
     def tail(self) -> str:
-        """The last lines of stderr, as far as they passed by here or stand in a file."""
-        path = self._places.files.get(Streams.ERR)
-        if path is not None and not Streams.ERR & self._places.tee:
-            tail = Tail()
-            try:
-                # By now its worker may have put something else there.
-                with opened(path) as handle:
-                    size = os.fstat(handle).st_size
-                    tail.feed(os.pread(handle, TAIL_BYTES + 1, max(0, size - TAIL_BYTES - 1)))
-            except OSError:
-                return ""
-            return tail.text()
+        """Return the last lines of stderr, or nothing where the worker has a terminal for it."""
         return self._tail.text()
 
 

@@ -266,6 +266,21 @@ def test_as_process_1_it_reaps_orphans_and_takes_no_end_from_its_agent(job: Job)
 
 
 @pytest.mark.skipif(_lacks_spaces(), reason="no process namespaces here")
+def test_process_1_forks_before_torch_is_imported(job: Job) -> None:
+    run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
+    # To count the processors, `auto` asks torch, while the command line is read.
+    script = ("--nproc-per-node", "auto", "--no-python", "sh", "-c", ORPHANS, str(job.folder))
+    outside = job.start("a", *run, *script)
+    until("the worker", (job.folder / "up").exists)
+    (first,) = children(outside.pid)
+    maps, status = (Path(f"/proc/{first}/{name}").read_text() for name in ("maps", "status"))
+    assert "libtorch" not in maps
+    assert re.search(r"^Threads:\s+1$", status, re.MULTILINE)
+    job.finish()
+    assert outside.exit_code() == 1
+
+
+@pytest.mark.skipif(_lacks_spaces(), reason="no process namespaces here")
 def test_as_process_1_it_passes_a_drain_on_and_ends_with_its_code(job: Job) -> None:
     run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
     outside = job.start("a", *run, WORKER, str(job.folder), PYTHONPATH=WITHOUT_TORCH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from elasticlib import ElasticDistributedSampler
 from elasticlib.errors import ConfigError
+from elasticlib.workers.channel import Channel
+from elasticlib.workers.context import Context
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's code
 
@@ -184,6 +187,45 @@ def test_a_trainer_that_stops_saves_once_and_evaluates_nothing(stopped_trainer: 
 def test_a_trainers_loss_is_told_as_it_is_logged(stopped_trainer: Told) -> None:
     assert stopped_trainer.losses == stopped_trainer.logged
     assert list(stopped_trainer.losses) == [1, 2]
+
+
+def test_trainer_that_logs_each_step_reports_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    import elasticlib.integrations.transformers as ours
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": ((self.layer(x) - labels) ** 2).mean()}
+
+    agent = Channel.made()
+    with contextlib.closing(agent):
+        monkeypatch.setattr(ours, "context", lambda: worker)
+        worker = Context(Channel(agent.path))
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            use_cpu=True,
+            max_steps=5,
+            per_device_train_batch_size=2,
+            save_strategy="no",
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        data = [{"x": torch.ones(1) * i, "labels": torch.ones(1)} for i in range(16)]
+        transformers.Trainer(
+            Model(), arguments, train_dataset=data, callbacks=[ours.ElasticCallback()]
+        ).train()
+        beat = agent.beat()
+    assert (beat.step, beat.steps, len(beat.durations)) == (5, 5, 4)
+    assert beat.loss is not None
 
 
 def test_a_checkpoint_that_was_torn_as_it_was_saved_again_is_passed_over(

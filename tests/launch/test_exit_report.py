@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 
 import pytest
-from jobs import WITHOUT_TORCH, Job
+from distributions import path_with
+from jobs import PROGRAMS, WITHOUT_TORCH, Job
 
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.elastic_launch import _elsewhere
@@ -58,10 +60,26 @@ def test_a_run_that_lost_nothing_says_it_in_three_lines(job: Job) -> None:
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, LOGLEVEL="ERROR")
     assert agent.exit_code() == 0
     first, places, last = agent.text.splitlines()
-    assert first.endswith("s in 1 generation")
+    assert " s in 1 generation, the first workers started after imports " in first
     assert places.startswith("events in ")
     assert places.endswith("events.jsonl; more: elasticlib report calm")
     assert last == "elasticrun: SUCCEEDED: 1 node done"
+
+
+def test_import_of_torch_is_not_counted_as_rendezvous(job: Job) -> None:
+    torch = job.folder / "slow" / "torch"
+    shutil.copytree(PROGRAMS / "stub_torch" / "torch", torch)
+    with (torch / "__init__.py").open("a") as module:
+        module.write("\nimport time; time.sleep(3)\n")
+    job.finish()
+    command = job.agent("--standalone", "--start-method", "warm")
+    agent = job.start("a", *command, PYTHONPATH=path_with(torch.parent))
+    assert agent.exit_code() == 0
+    found = agent.says(r"generation 1 after (\S+) s of imports and (\S+) s of rendezvous")
+    assert float(found.group(1)) > 2
+    (began,) = (e for e in job.events()[0] if e.kind == "generation.began")
+    assert 2 < began.facts["imports"] <= began.facts["seconds"]
+    assert re.search(r"the first workers started after imports \d.* s, rendezvous ", agent.text)
 
 
 def test_a_run_without_events_names_no_report(job: Job) -> None:
@@ -70,5 +88,5 @@ def test_a_run_without_events_names_no_report(job: Job) -> None:
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, LOGLEVEL="ERROR")
     assert agent.exit_code() == 0
     first, last = agent.text.splitlines()
-    assert first.endswith("s in 1 generation")
+    assert " s in 1 generation" in first
     assert last == "elasticrun: SUCCEEDED: 1 node done"

@@ -120,14 +120,27 @@ def test_an_agent_whose_loop_is_stuck_is_not_well_until_it_turns_again(job: Job)
     assert agent.exit_code() == 0
 
 
-def test_torchs_variable_opens_health_alone_at_all_addresses(job: Job) -> None:
+@pytest.mark.parametrize(
+    ("host", "addresses"),
+    [
+        ("", ["127.0.0.1"]),
+        ("0.0.0.0:", ["127.0.0.1", "127.0.0.2"]),
+        ("[::]:", ["127.0.0.1", "127.0.0.2", "[::1]"]),
+    ],
+)
+def test_health_port_serves_health_alone_and_only_at_the_addresses_asked_for(
+    job: Job, host: str, addresses: list[str]
+) -> None:
     port = str(free_port("0.0.0.0"))
-    agent = started(job, TORCHELASTIC_HEALTH_CHECK_PORT=port)
+    agent = started(job, TORCHELASTIC_HEALTH_CHECK_PORT=f"{host}{port}")
     agent.says(rf"observed at http://\S+:{port}/healthz, /")
-    for path in ("/", "/healthz"):
-        assert get(f"127.0.0.2:{port}", path)[0] == 200
-        if socket.has_dualstack_ipv6():
-            assert get(f"[::1]:{port}", path)[0] == 200
+    for address in ("127.0.0.1", "127.0.0.2", "[::1]"):
+        for path in ("/", "/healthz"):
+            if address in addresses:
+                assert get(f"{address}:{port}", path)[0] == 200
+            else:
+                with pytest.raises(urllib.error.URLError, match="refused"):
+                    get(f"{address}:{port}", path)
     for path in ("/metrics", "/status.json"):
         assert get(f"127.0.0.1:{port}", path)[0] == 404
     # Before it has workers nobody may listen for signals yet.
@@ -175,6 +188,7 @@ def test_ports_are_read_with_and_without_a_host() -> None:
     assert LaunchConfig(observe_port="[::1]:9400").observe_port == "[::1]:9400"
     assert LaunchConfig().observe_port is None
     found = health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "8080"})
-    assert found == ("::", 8080)
+    assert found == ("127.0.0.1", 8080)
+    assert health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "0.0.0.0:8080"}) == ("0.0.0.0", 8080)
     assert health_port({}) is None
     assert health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": "0"}) is None

@@ -13,7 +13,8 @@ from jobs import PROGRAMS, WITHOUT_TORCH, Job, left_in, until
 
 from elasticlib.observe.event import KINDS, Event, decode
 from elasticlib.observe.history import JobState
-from elasticlib.observe.report import report
+from elasticlib.observe.reading import read_history
+from elasticlib.observe.report import fragment, report
 from elasticlib.observe.runs import find_runs, runs_folder
 from elasticlib.observe.story import NodeStatus, after
 
@@ -86,6 +87,27 @@ def test_a_job_that_lost_a_worker_has_told_of_it_and_of_what_followed(job: Job) 
     assert of(events, "steps", 2)[-1]["loss"] == 1 / (done[-1] + 1)
     fold(events)
     found_by_every_name(job)
+
+
+def test_report_counts_each_checkpoint_and_snapshot_however_fast_they_come(job: Job) -> None:
+    script = job.folder / "quick.py"
+    script.write_text(
+        "import elasticlib\n"
+        "context = elasticlib.context()\n"
+        "for step in range(384):\n"
+        "    context.step(step)\n"
+        "    context.kept(step)\n"
+        "    if step % 32 == 31: context.saved(step)\n"
+    )
+    command = job.agent("--standalone", "--nproc-per-node", "2", program=str(script))
+    agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
+    assert agent.exit_code() == 0, agent.text
+    (run,) = (job.temporary / runs_folder().name).iterdir()
+    history = read_history(str(run / "events.jsonl"))
+    assert history.kept == {"saved": 12, "snapshot": 384}
+    text = fragment(history)
+    assert "Checkpoints: 12<" in text
+    assert "Snapshots in memory: 384<" in text
 
 
 def fold(events: list[Event]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
+
+import pytest
 
 from elasticlib.clock import monotonic
 from elasticlib.observe.event import Event, decode
-from elasticlib.observe.journal import CLOSE_SECONDS, NodeJournal, appended
+from elasticlib.observe.journal import CLOSE_SECONDS, Guard, NodeJournal, View, appended
 
 
 def read(path: Path) -> list[Event]:
@@ -62,6 +65,53 @@ def test_a_disk_that_never_answers_is_not_waited_for(
     # Let its thread go.
     with path.open("rb"):
         pass
+
+
+@pytest.mark.parametrize("disk", ["full", "slow"])
+def test_events_that_no_disk_took_are_counted_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, disk: str
+) -> None:
+    path = tmp_path / "events.jsonl"
+    if disk == "full":
+        path = Path("/dev/full")
+    else:
+        os.mkfifo(path)  # without a reader, opening it for writing blocks
+    journal = NodeJournal("job", "node", path, waiting=8)
+    for _ in range(100):
+        journal.tell("failure", reason="x")
+    journal.close()
+    said = f"100 of 100 events of this run are missing from {path}: its disk was full or too slow"
+    assert said in caplog.text
+    if disk == "slow":
+        with path.open("rb"):  # lets the thread of the journal end
+            pass
+
+
+def test_events_that_a_slow_view_has_no_room_for_are_counted_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(View):
+        def __init__(self) -> None:
+            self.heard: list[Event] = []
+
+        def hear(self, event: Event) -> None:
+            self.heard.append(event)
+            entered.set()
+            assert go_on.wait(60)
+
+    view = Slow()
+    guard = Guard(view, waiting=8)
+    event = Event("failure", "job", "node", 1, 0.0, 0.0)
+    guard.call(partial(view.hear, event), prompt=False)
+    assert entered.wait(60)
+    for _ in range(20):
+        guard.call(partial(view.hear, event), prompt=False)
+    go_on.set()
+    guard.settle()
+    assert len(view.heard) == 9
+    assert "Slow was too slow for 12 events, which it lacks" in caplog.text
 
 
 def test_what_a_full_disk_did_not_take_is_counted_when_it_takes_again(

@@ -24,7 +24,16 @@ from elasticlib.observe.status import document_of_node
 from elasticlib.observe.story import BUCKETS, AgentLog, Durations, Story, Sums
 
 Told = tuple[float, str, dict[str, Any]]
-PHASES = ("detect", "stop", "rendezvous", "start", "restore", "stalled", "redone_seconds")
+PHASES = (
+    "detect",
+    "stop",
+    "imports",
+    "rendezvous",
+    "start",
+    "restore",
+    "stalled",
+    "redone_seconds",
+)
 
 
 def folded(*events: Told) -> Sums:

@@ -64,22 +64,28 @@ QUIET = Heartbeat(attached=True)
         ),
         ((0.0, {0: beat(5)}), (10.0, {0: beat(5)}), []),
         (
-            (0.0, {0: beat(5, saved=4)}),
-            (10.0, {0: beat(5, saved=5), 1: QUIET}),
-            [("saved", {"step": 5})],
+            (0.0, {0: beat(5, saved=1, saves=1)}),
+            (10.0, {0: beat(5, saved=5, saves=5), 1: QUIET}),
+            [("saved", {"step": 5, "count": 4})],
         ),
-        # Who has saved is gone, and what is saved is not.
-        ((0.0, {0: beat(5, saved=5), 1: beat(5)}), (10.0, {1: beat(5)}), []),
-        # A state in parts is whole once the last has its own.
+        # The worker that saved has ended; its checkpoint still exists.
+        ((0.0, {0: beat(5, saved=5, saves=1), 1: beat(5)}), (10.0, {1: beat(5)}), []),
+        # A sharded snapshot is complete once the last worker has kept its part.
         (
-            (0.0, {0: beat(5, snapshot=4), 1: beat(5, snapshot=4)}),
-            (10.0, {0: beat(5, snapshot=5), 1: beat(5, snapshot=4)}),
+            (0.0, {n: beat(5, snapshot=4, snapshots=2) for n in (0, 1)}),
+            (
+                10.0,
+                {
+                    0: beat(5, snapshot=5, snapshots=3),
+                    1: beat(5, snapshot=4, snapshots=2),
+                },
+            ),
             [],
         ),
         (
-            (0.0, {0: beat(5, snapshot=4), 1: QUIET}),
-            (10.0, {0: beat(5, snapshot=5), 1: QUIET}),
-            [("snapshot", {"step": 5})],
+            (0.0, {0: beat(5, snapshot=4, snapshots=4), 1: QUIET}),
+            (10.0, {0: beat(5, snapshot=97, snapshots=97), 1: QUIET}),
+            [("snapshot", {"step": 97, "count": 93})],
         ),
         # Of several losses the lowest rank's; of samples all.
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable
 
 import attrs
@@ -34,6 +35,7 @@ from elasticlib.rendezvous.layout import Keys, encode_shard, encode_state
 from elasticlib.rendezvous.layout import encode as encode_record
 from elasticlib.rendezvous.ranks import deal_shards
 from elasticlib.stores.interface import Entry, Store
+from elasticlib.stores.keyspace import Limits as StoreLimits
 from elasticlib.stores.memory import MemoryStore
 
 COUNTS = st.integers(0, 10**6)
@@ -316,3 +318,25 @@ def test_a_store_that_is_away_ends_no_publishing() -> None:
         store.away = False
         publisher.wake()
         until("its status", lambda: store.written, 20.0)
+
+
+def test_store_that_rejects_the_status_of_a_node_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    looks: list[int] = []
+
+    def look() -> Published:
+        looks.append(1)
+        return Published(NodeStatus("job", "id0"), 1.0, 2.0)
+
+    store = MemoryStore(limits=StoreLimits(value_bytes=16))
+    with Publisher(store, "job", "id0", look) as publisher:
+        until("the warning", lambda: "cannot show this node" in caplog.text)
+        publisher.wake()
+        until("another try", lambda: len(looks) > 1)
+        publisher.wake()
+        until("a third one, after the second was logged", lambda: len(looks) > 2)
+    (warning,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
+    assert "elasticlib status cannot show this node: a value is at most 16 bytes" in (
+        warning.getMessage()
+    )

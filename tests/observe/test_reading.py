@@ -419,23 +419,23 @@ def test_a_week_is_thinned_and_says_so() -> None:
 
 def test_many_marks_of_one_kind_leave_out_none_of_another_and_are_counted() -> None:
     """Two workers end again and again, always in the same order; both nodes tell of each step
-    that is saved, and twice."""
+    that is saved, of three at a time."""
     one, two = Agent("n1").launch(0.0), Agent("n2").launch(0.0)
     for rank, agent in enumerate((one, two)):
         agent.begin(1.0, 1, rank=rank, nodes=2)
         for at in range(2, 604):
-            agent.tell(at, "saved", step=at - at % 2)
+            agent.tell(at, "saved", step=at, count=3)
     for at in range(2, 2004):
         for place in (0, 1) if at % 4 == 0 else ():
             one.tell(at, "worker.ended", place, local_rank=place, code=1, ok=False, how="code 1")
         one.tell(at, "failure", reason="rank 0 exited").tell(at, "restored", step=at, source="disk")
     history = history_of(files(one, two))
-    assert (history.failures, history.kept) == (2002, {"saved": 301})
+    assert (history.failures, history.kept) == (2002, {"saved": 1806, "snapshot": 0})
     kinds = {kind: [m for m in history.marks if m.kind == kind] for kind in ("failure", "restored")}
     assert [len(marks) for marks in kinds.values()] == [1002, 1002]
     assert {m.rank for m in history.marks if m.kind == "worker.ended"} == {0, 1}
     words = fragment(history)
-    assert "Checkpoints: 301" in words
+    assert "Checkpoints: 1,806" in words
     assert "counted together. Of so many, 1,002 evenly spread ones are counted." in words
 
 

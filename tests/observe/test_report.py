@@ -84,15 +84,22 @@ def test_a_process_of_this_machine_that_is_gone_has_ended_wherever_its_events_li
         assert report(path).history.state is wanted
 
 
-def test_without_a_name_for_it_a_report_is_named_after_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flags", "name"), [((), "_a_b_job.html"), (("-o", "run.html"), "run.html")]
+)
+def test_report_prints_the_full_path_of_its_file_which_is_named_after_the_run_by_default(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    name: str,
 ) -> None:
     (path, _) = write_run(tmp_path, ended=False)
     path.write_bytes(path.read_bytes().replace(b'"run":"job"', b'"run":"../a b/job"'))
     monkeypatch.chdir(tmp_path)
-    assert main(["report", str(path)]) == 0
-    assert capsys.readouterr().out == "_a_b_job.html\n"
-    assert "running" in (tmp_path / "_a_b_job.html").read_text()
+    assert main(["report", str(path), *flags]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / name}\n"
+    assert "running" in (tmp_path / name).read_text()
 
 
 def test_a_report_goes_to_the_standard_output(

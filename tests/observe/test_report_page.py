@@ -408,3 +408,47 @@ def luminance(colour: str) -> float:
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+class Counted(float):
+    """A time that counts how often times are compared."""
+
+    count = 0
+
+    def __lt__(self, other: float) -> bool:
+        Counted.count += 1
+        return float(self) < float(other)
+
+    def __le__(self, other: float) -> bool:
+        Counted.count += 1
+        return float(self) <= float(other)
+
+    def __gt__(self, other: float) -> bool:
+        Counted.count += 1
+        return float(self) > float(other)
+
+    def __ge__(self, other: float) -> bool:
+        Counted.count += 1
+        return float(self) >= float(other)
+
+
+def comparisons_of(generations: int) -> int:
+    """Count the comparisons of times while the failures of so many generations are listed."""
+    stays, marks = [], []
+    for number in range(1, generations + 1):
+        began = Counted(10 * number)
+        stays.append(Stay("n1", number, 0, (0, 1), began=began, ended=Counted(began + 9)))
+        for rank in (0, 1):
+            at = Counted(began + 5 + rank)
+            marks.append(Mark(at, "worker.ended", "n1", "exited with code 1", rank=rank))
+        marks.append(Mark(Counted(began + 8), "failure", "n1", "rank 0 exited"))
+    Counted.count = 0
+    history = History("job", 0.0, 10.0, None, stays=tuple(stays), marks=tuple(marks))
+    found = failures(history)
+    assert [one.generation for one in found] == list(range(1, generations + 1))
+    assert {one.workers for one in found} == {(0, 1)}
+    return Counted.count
+
+
+def test_time_to_list_failures_does_not_grow_with_the_square_of_the_generations() -> None:
+    assert comparisons_of(800) < 3 * comparisons_of(400)

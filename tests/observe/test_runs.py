@@ -355,3 +355,11 @@ def test_a_run_whose_lock_file_a_cleaner_removed_lives_and_keeps_its_events(tmp_
     assert find_runs("job", folder=folder) == [record.events]
     record.close()
     assert not is_living(record.path)
+
+
+def test_record_that_cannot_be_made_leaves_no_open_descriptor_and_no_folder(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="too long"):
+        RunRecord("job", Path("x" * 5000), folder=tmp_path)
+    assert os.listdir("/proc/self/fd") == before
+    assert not list(tmp_path.iterdir())

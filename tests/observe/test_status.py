@@ -130,7 +130,7 @@ def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
     assert [node.host for node in found.spares] == ["h2"]
     assert [node.host for node in found.silent] == ["h2"]
     text = "\n".join(headline(found))
-    assert "job: RUNNING for 1.5 s" in text
+    assert "job: RUNNING for 1.5 s, started 9.5 s ago" in text
     assert "generation 1, 2 nodes (of 2 to 3), 4 workers, 0 of 4 restarts" in text
     assert "step 10, steps/s 4, checkpoint 8" in text
     assert "spares: h2" in text

@@ -94,7 +94,8 @@ def test_a_run_of_weeks_takes_no_more_room_than_one_of_minutes() -> None:
 def test_the_lines_say_what_was_lost_and_of_what() -> None:
     lines = list(summary_lines(summed(many(3).events)))
     assert lines == [
-        "40 s in 3 generations, the first step done after 3.0 s, goodput 67.5 % on this node",
+        "40 s in 3 generations, the first step done after 3.0 s (rendezvous 1.0 s, start 1.5 s, "
+        "restore 0.50 s), goodput 67.5 % on this node",
         "  generation 2 after a failure, 4.0 s lost: n1: rank 0 raised",
         "  generation 3 after a loss, 5.0 s lost: n2 left",
         "  lost on this node: detect 1.0 s, stop 1.0 s, rendezvous 1.0 s, start 3.0 s, "
@@ -106,7 +107,7 @@ def test_where_no_steps_are_told_it_is_said_that_nobody_knows_what_was_lost() ->
     agent = Agent("n1").launch(0.0).begin(1.0, 1, nodes=2).stop(9.0, 9.5)
     agent.begin(10.0, 2, cause="n2 left", why="loss").succeed(20.0)
     assert list(summary_lines(summed(agent.events))) == [
-        "20 s in 2 generations",
+        "20 s in 2 generations, the first workers started after rendezvous 1.0 s",
         "  generation 2 after a loss, workers started after 1.0 s: n2 left",
         "  lost on this node: stop 0.50 s, rendezvous 0.50 s; what training lost is not known, as "
         "no worker reported a step (context().step)",
@@ -136,4 +137,22 @@ def test_a_stall_is_lost_in_a_single_generation_too() -> None:
 def test_a_run_that_lost_nothing_is_one_line() -> None:
     agent = Agent("n1").launch(0.0).begin(2.0, 1).tell(5.0, "saved", step=4).succeed(70.0)
     (line,) = summary_lines(summed(agent.events))
-    assert line == "1 min 10 s in 1 generation, last checkpoint of step 4"
+    assert line == (
+        "1 min 10 s in 1 generation, the first workers started after rendezvous 2.0 s, "
+        "last checkpoint of step 4"
+    )
+
+
+def test_time_of_imports_before_the_first_start_is_told_apart_from_its_rendezvous() -> None:
+    agent = Agent("n1").launch(0.0).begin(23.7, 1, imports=23.5).train(25.0, 1).succeed(70.0)
+    (line,) = summary_lines(summed(agent.events))
+    assert "done after 25 s (imports 24 s, rendezvous 0.20 s, start 1.3 s)" in line
+    cost = history_of({"n1": agent.events}).generations[0].cost
+    assert (cost.imports, cost.rendezvous) == (23.5, pytest.approx(0.2))
+
+
+def test_imports_of_a_job_are_those_of_its_slowest_node() -> None:
+    one = Agent("n1").launch(0.0).begin(10.0, 1, nodes=2, imports=2.0)
+    two = Agent("n2").launch(1.0).begin(10.0, 1, nodes=2, rank=1, imports=8.0)
+    (made,) = history_of({"n1": one.events, "n2": two.events}).generations
+    assert (made.cost.imports, made.cost.rendezvous) == (8.0, 2.0)

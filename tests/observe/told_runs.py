@@ -50,6 +50,7 @@ class Agent:
         restarts: int = 0,
         cause: str = START,
         why: str | None = None,
+        imports: float = 0.0,
     ) -> Agent:
         """why: as the rendezvous tells it; None: it does not."""
         self.generation = generation
@@ -58,6 +59,7 @@ class Agent:
             at,
             "generation.began",
             seconds=1.0,
+            imports=imports,
             node_rank=rank,
             nodes=nodes,
             ranks=[first, last],

@@ -86,6 +86,16 @@ def test_what_a_training_loop_tells_besides_is_there_for_its_agent(path: str) ->
     assert state.ended - state.began == pytest.approx(0.5)
 
 
+def test_step_that_is_reported_again_counts_once_and_adds_its_loss_and_samples(path: str) -> None:
+    agent, worker = ends(path)
+    for step in range(3):
+        worker.tell_step(step, now=10.0 * step, samples=2)
+        worker.tell_step(step, now=10.0 * step + 1, loss=float(step), samples=3)
+    beat = agent.beat()
+    assert (beat.step, beat.steps, beat.durations) == (2, 3, (10.0, 10.0))
+    assert (beat.at, beat.alive, beat.loss, beat.samples) == (20.0, 21.0, 2.0, 15.0)
+
+
 @pytest.mark.parametrize(
     ("source", "seconds"), [("tape", 0.0), ("disk", -1.0), ("disk", float("nan"))]
 )

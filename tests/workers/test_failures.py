@@ -16,7 +16,7 @@ from jobs import until
 from test_local import Run, shell
 
 from elasticlib.workers.exit import WorkerExit
-from elasticlib.workers.output import TAIL_BYTES, TAIL_LINES
+from elasticlib.workers.output import TAIL_BYTES, TAIL_LINES, Places, Streams
 from elasticlib.workers.spec import Function, Script
 
 BOOTSTRAP = Path(__file__).parents[2] / "elasticlib" / "workers" / "bootstrap.py"
@@ -220,6 +220,16 @@ def test_who_leaves_by_an_exit_code_is_named_before_the_peers_that_notice_it(
     assert "exits with code 3 and is still exiting; rank 1" in follower.describe()
     assert (first.rank, first.returncode, first.message, first.after) == (0, 3, "", None)
     assert not list(attempt.glob("*/*.exit"))
+
+
+def test_last_lines_of_stderr_are_known_although_its_file_is_on_a_full_disk(run: Run) -> None:
+    full = "/dev/full"
+    places = Places(full, files={Streams.OUT: full, Streams.ERR: full})
+    run.writing("3", "0", ask=lambda *_: {0: places})
+    run.start(shell("seq 1 100000 >&2; echo 'the true cause' >&2; exit 3"))
+    exit_ = run.end()
+    assert exit_.tail.endswith("100000\nthe true cause")
+    assert exit_.describe().endswith("exited with code 3: the true cause")
 
 
 @pytest.mark.parametrize("way", ["through", "file", "tee", "hidden"])

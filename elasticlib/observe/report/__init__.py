@@ -30,13 +30,15 @@ class Report:
         return page(self.history)
 
     def save(self, path: Name) -> Path:
-        """Write the page there, aside first, so that a reader never sees half of it.
+        """Write the page to a file and return the absolute path of the file.
+
+        The page is written to a temporary name first, so that a reader never sees half of it.
 
         Raises:
             ConfigError: a file is there that is no report; it stays as it is.
             OSError: it cannot be written.
         """
-        given, wanted = Path(path), Path(os.path.realpath(path))
+        given, wanted = Path(os.path.abspath(path)), Path(os.path.realpath(path))
         text = self.html().encode()
         if wanted.exists() and not wanted.is_file():
             with open(wanted, "wb") as there:  # a pipe or a terminal

@@ -49,6 +49,7 @@ DARK: Mapping[str, str] = {
 PHASES: Mapping[str, str] = {
     "detect": "#ffaabb",
     "stop": "#ee8866",
+    "imports": "#ccbbdd",
     "rendezvous": "#eedd88",
     "start": "#77aadd",
     "restore": "#99ddff",

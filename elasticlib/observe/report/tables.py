@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import attrs
 
 from ..event import Mark
-from ..history import History, NodeStory
+from ..history import History, NodeStory, Stay
 from ..wording import count, plural, some, spans
 from .drawing import picture
 from .markup import Markup, cut, element, joined, seconds_text
@@ -39,22 +40,28 @@ class Failure:
 
 
 def failures(history: History) -> list[Failure]:
-    """An agent reports a failure without a rank, after its workers' ends."""
+    """Return the failures in order of time, each with its generation and the ranks that failed.
+
+    An agent reports a failure without a rank, after the ends of its workers. So the ranks are those
+    of the workers that ended since the node's generation began.
+    """
     names = {story.node: story.host or story.node for story in history.nodes}
-    stays: dict[str, list[tuple[float, int | None]]] = {}
-    for stay in history.stays:
-        stays.setdefault(stay.node, []).append((stay.began, stay.generation))
-    found, ended = [], dict[str, list[Mark]]()
+    coming: dict[str, list[Stay]] = {}  # generations of each node, the next one last
+    for stay in sorted(history.stays, key=attrgetter("began", "generation"), reverse=True):
+        coming.setdefault(stay.node, []).append(stay)
+    found, generations, ended = [], dict[str, int](), dict[str, set[int]]()
     for mark in history.marks:
-        if mark.kind == "worker.ended":
-            ended.setdefault(mark.node, []).append(mark)
+        stays = coming.get(mark.node, [])
+        while stays and stays[-1].began <= mark.at:
+            generations[mark.node] = stays.pop().generation
+            ended.pop(mark.node, None)
+        if mark.kind == "worker.ended" and mark.rank is not None:
+            ended.setdefault(mark.node, set()).add(mark.rank)
         elif mark.kind == "failure":
-            before = [stay for stay in stays.get(mark.node, ()) if stay[0] <= mark.at]
-            began, number = max(before, default=(0.0, None))
-            workers = {one.rank for one in ended.get(mark.node, ()) if one.at >= began}
-            ranks = workers if mark.rank is None else {mark.rank}
-            known = tuple(sorted(rank for rank in ranks if rank is not None))
-            found.append(Failure(mark, number, names.get(mark.node, mark.node), known))
+            ranks = ended.get(mark.node, ()) if mark.rank is None else (mark.rank,)
+            name = names.get(mark.node, mark.node)
+            workers = tuple(sorted(ranks))
+            found.append(Failure(mark, generations.get(mark.node), name, workers))
     return found
 
 

@@ -384,7 +384,7 @@ def _kept(marks: Iterable[Mark]) -> dict[str, list[Mark]]:
 
 
 def _kept_lane(kind: str, marks: Sequence[Mark], history: History, axis: Axis) -> Lane:
-    words = f"{KEPT[kind]}: {count(max(len(marks), history.kept.get(kind, 0)))}"
+    words = f"{KEPT[kind]}: {count(history.kept.get(kind, len(marks)))}"
     parts = [left_words(words, 14)]
     for group in together(marks, lambda mark: axis(mark.at), KEPT_APART):
         steps = [count(mark.step or 0) for mark in group]
