@@ -36,6 +36,7 @@ from .restore import DiskSource, Restored, restore_from
 from .sharded import lay_out_part
 from .snapshots import SnapshotMemory, agent_memory
 from .state import MapLocation, check_names, take_shards, values_of
+from .state_dicts import reject_state_dicts
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -216,6 +217,7 @@ class CheckpointManager:
         self._wait_for_last()
         if memory := vars(self).get("_memory"):
             memory.give_back_unused()
+        reject_state_dicts(state)
         plain, shards = take_shards(values_of(state))
         if not shards and not self.writes:
             save = OthersSave(step, number, self._outcomes, self._reader)
@@ -296,6 +298,7 @@ class CheckpointManager:
         """
         check_step(step)
         self._must_be_open()
+        reject_state_dicts(state)
         made = self._memory.snapshot(step, state) if self._memory else None
         if made is not None:
             self.stall = made.seconds
@@ -459,6 +462,7 @@ class CheckpointManager:
         # Whoever shares an agent's memory is on one node.
         node = rank_info.host if memory is None else f"{rank_info.host}:{memory.folder}"
         names = check_names(state)
+        reject_state_dicts(names)
         agreed = restore_from(sources, names, self._group, node=node, step=step, strict=strict)
         found = Restored(agreed.step, agreed.source, agreed.passed_over)
         if step is not None and not found:

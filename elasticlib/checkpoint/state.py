@@ -58,7 +58,7 @@ def is_named_tuple(kind: type) -> bool:
     return isinstance(inspect.getattr_static(kind, "_fields", None), tuple)
 
 
-def _is_container(kind: type) -> bool:
+def is_container(kind: type) -> bool:
     # Nearly all parts of a state are no containers, and there may be many thousands.
     return kind in _CONTAINERS or is_named_tuple(kind)
 
@@ -67,7 +67,7 @@ def parts_of(value: Any) -> Mapping[Any, Any]:
     """What is in a container, by its keys or indices; of anything else nothing."""
     if type(value) in _MAPPINGS:
         return cast("Mapping[Any, Any]", value)
-    return dict(enumerate(value)) if _is_container(type(value)) else _NOTHING
+    return dict(enumerate(value)) if is_container(type(value)) else _NOTHING
 
 
 def _with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
@@ -207,7 +207,7 @@ class Walk:
         Raises:
             CheckpointError: it contains itself, or is nested too deeply, or too large.
         """
-        if not _is_container(type(value)):
+        if not is_container(type(value)):
             return self.leaf(way, value)
         key = id(value)
         if key in self._above:
@@ -588,7 +588,7 @@ class _Fit:
             return partial(self._load, old, holder, new, way)
         if is_array(old):
             return self._into_array(old, new, way)
-        if _is_container(type(old)):
+        if is_container(type(old)):
             return self._into_container(old, new, way)
         if old is not None and not _is_leaf(old):
             self.unfit.append(f"{spoken(way)} is {with_article(old)}, which has no load_state_dict")
