@@ -112,16 +112,32 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
 
 
-def ddp_hint(names: Collection[object], saved: object) -> str:
-    """What to do where `module.` alone tells a model's parameters from the saved ones; or ''."""
+def wrapper_hint(names: Collection[object], saved: object) -> str:
+    """Return what to do where only the prefix of a wrapper (DistributedDataParallel, torch.compile)
+    distinguishes a model's parameters from the saved ones, or ''."""
     if not names or not isinstance(saved, Mapping):
         return ""
+    if hint := _compile_hint({*map(str, names)}, {*map(str, saved)}):
+        return hint
     plain = {str(name).removeprefix("module.") for name in names}
     if plain.isdisjoint(names) and plain <= set(saved):
         return " (saved without DistributedDataParallel? Put model.module into the state)"
     if all(f"module.{name}" in saved for name in names):
         return " (saved with DistributedDataParallel? There put model.module into the state)"
     return ""
+
+
+def _compile_hint(names: set[str], saved: set[str]) -> str:
+    prefix = "_orig_mod."
+    alike = {name.replace(prefix, "") for name in names} <= {
+        name.replace(prefix, "") for name in saved
+    }
+    if not alike or names <= saved:
+        return ""
+    remedy = "put model._orig_mod into the state, or use model.compile(), which keeps the names)"
+    if any(prefix in name for name in names):
+        return f" (saved without torch.compile? Then {remedy}"
+    return f" (saved with torch.compile? Restore into torch.compile(model); there, {remedy}"
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

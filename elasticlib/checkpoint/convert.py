@@ -100,8 +100,21 @@ def write(target: str, state: object, form: str, step: int | None = None) -> lis
         _write_torch_save(Path(target), state)
         return []
     with CheckpointManager(target) as manager:
-        manager.save(present(step, "a step"), state).wait()
+        manager.save(present(step, "a step"), _Values(state)).wait()
     return []
+
+
+class _Values:
+    """A state that was read, as an object: its optimizers' state dicts are all that there is."""
+
+    def __init__(self, state: object) -> None:
+        self._state = state
+
+    def state_dict(self) -> object:
+        return self._state
+
+    def load_state_dict(self, state: object) -> None:
+        self._state = state
 
 
 # -- torch.save -----------------------------------------------------------------------------------

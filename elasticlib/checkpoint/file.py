@@ -101,7 +101,8 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
 
 
 def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> Path | None:
-    """The newest complete checkpoint in `folder`, by the numbers in the names, or None.
+    """The newest complete checkpoint in `folder`, by the numbers in the names, or None if there is
+    no file of such a name.
 
     Every byte of the chosen file has been checked. A newer one that is damaged is passed over,
     and the logger `elasticlib.checkpoint` warns why.
@@ -109,7 +110,12 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
     Args:
         folder: where to look; it need not exist.
         pattern: which names are checkpoints, as a glob.
+
+    Raises:
+        CheckpointError: there are such files, and none of them is a complete checkpoint. A training
+            that started over would replace them.
     """
+    newest_error: Exception | None = None
     names = [path.name for path in Path(folder).glob(pattern) if not target_of(path.name)]
     for name in sorted(names, key=_natural_key, reverse=True):
         path = Path(folder, name)
@@ -121,8 +127,14 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
                     _check_pack(file, path, _head(file, path))
         except (CheckpointError, OSError) as error:
             log.warning("checkpoint skipped: %s", error)
+            newest_error = newest_error or error
         else:
             return path
+    if newest_error is not None:
+        raise CheckpointError(
+            f"none of the {len(names)} files {pattern} in {os.fspath(folder)} is a complete "
+            f"checkpoint: {newest_error}. To start over, move them away"
+        ) from newest_error
     return None
 
 

@@ -288,8 +288,8 @@ def select(
     just: int | None = None,
     metrics: Metrics = MappingProxyType({}),
 ) -> Selection:
-    """Which of these checkpoints to keep. Those UNREAD stay, and are not counted: what is whole
-    does not go in their place.
+    """Which of these checkpoints to keep. Those UNREAD stay, and so do those BAD that are newer
+    than all that are GOOD. Neither are counted: what is whole does not go in their place.
 
     Args:
         found: the steps that there are, and how each is.
@@ -304,7 +304,10 @@ def select(
     good = [step for step in steps if health[step] is Health.GOOD]
     if not good:
         return Selection(tuple(steps), (), "none is known to be good")
-    kept = {*usable[-retention.last :], good[-1], *unread}
+    # A damaged checkpoint stays until a newer good one exists: it may be the only trace of steps
+    # that were trained, and a person may be able to repair it.
+    damaged = [step for step in steps if health[step] is Health.BAD and step > good[-1]]
+    kept = {*usable[-retention.last :], good[-1], *unread, *damaged}
     if retention.every:
         kept |= {step for step in usable if step % retention.every == 0}
     if retention.best:
@@ -634,8 +637,9 @@ class CheckpointFolder:
         """What `take` gives for the first of these that it does not raise for.
 
         Raises:
-            FileNotFoundError: there is none. Unreadable: an earlier one may be whole, and to take
-                a later one in its place would be a loss.
+            FileNotFoundError: there is none. CheckpointCorrupt: there are some, and `take` raised
+                for all of them. Unreadable: an earlier one may be whole, and to take a later one
+                in its place would be a loss.
         """
         self.passed_over = {}
         for found in candidates:
@@ -646,6 +650,11 @@ class CheckpointFolder:
             except CheckpointError as error:
                 self.passed_over[found.step] = str(error)
                 log.warning("checkpoint skipped: %s", error)
+        if self.passed_over:
+            raise CheckpointCorrupt(
+                f"none of the checkpoints in {self.place.name} can be used: "
+                + "; ".join(self.passed_over.values())
+            )
         raise FileNotFoundError(f"there is no complete checkpoint in {self.place.name}")
 
     def _only(self, step: int) -> Found:

@@ -32,10 +32,11 @@ from .folder import CheckpointFolder, Retention, Selection, check_step, open_pla
 from .pack import Layout, fill, lay_out
 from .peers import MEMORY, Agreed, Peers, Source
 from .place import LocalPlace, Place, RemotePlace, new_memory
-from .restore import DiskSource, Restored, restore_from
+from .restore import DiskSource, IfUnusable, Restored, restore_from
 from .sharded import lay_out_part
 from .snapshots import SnapshotMemory, agent_memory
 from .state import MapLocation, check_names, take_shards, values_of
+from .state_dicts import reject_state_dicts
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -216,6 +217,7 @@ class CheckpointManager:
         self._wait_for_last()
         if memory := vars(self).get("_memory"):
             memory.give_back_unused()
+        reject_state_dicts(state)
         plain, shards = take_shards(values_of(state))
         if not shards and not self.writes:
             save = OthersSave(step, number, self._outcomes, self._reader)
@@ -296,6 +298,7 @@ class CheckpointManager:
         """
         check_step(step)
         self._must_be_open()
+        reject_state_dicts(state)
         made = self._memory.snapshot(step, state) if self._memory else None
         if made is not None:
             self.stall = made.seconds
@@ -416,7 +419,12 @@ class CheckpointManager:
     # -- loading ------------------------------------------------------------------------------
 
     def restore(
-        self, state: dict[str, Any], step: int | None = None, *, strict: bool = True
+        self,
+        state: dict[str, Any],
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        if_unusable: IfUnusable = "raise",
     ) -> Restored:
         """Bring `state` to the newest one that is whole over all ranks; to be called by all.
 
@@ -431,6 +439,9 @@ class CheckpointManager:
             step: restore this step and no other. Newer ones are not deleted: the next `restore`
                 without a step takes the newest.
             strict: whether names of `state` itself that only one side has are an error.
+            if_unusable: what to do without a `step` if there are checkpoints and all of them are
+                damaged. "raise" raises CheckpointCorrupt, so that no training starts over
+                unnoticed and replaces them. "start_over" restores nothing.
 
         Returns:
             Which step it was, and where it came from. It is false, and nothing was changed, if
@@ -459,7 +470,9 @@ class CheckpointManager:
         # Whoever shares an agent's memory is on one node.
         node = rank_info.host if memory is None else f"{rank_info.host}:{memory.folder}"
         names = check_names(state)
-        agreed = restore_from(sources, names, self._group, node=node, step=step, strict=strict)
+        reject_state_dicts(names)
+        options: Any = {"step": step, "strict": strict, "if_unusable": if_unusable}
+        agreed = restore_from(sources, names, self._group, node=node, **options)
         found = Restored(agreed.step, agreed.source, agreed.passed_over)
         if step is not None and not found:
             raise self._not_restored(step, found, sources)
@@ -499,17 +512,18 @@ class CheckpointManager:
             map_location: where tensors go that are not sharded, as `torch.load` takes it.
 
         Raises:
-            FileNotFoundError: there is none. CheckpointCorrupt: that of `step` is damaged.
-            CheckpointError: it cannot be read. StateMismatch: `like` is another kind of state.
+            FileNotFoundError: there is none. CheckpointCorrupt: that of `step` is damaged, or all
+            are. CheckpointError: it cannot be read. StateMismatch: `like` is another kind of state.
         """
         return self._reader.load(step, like=like, map_location=map_location)
 
     def latest(self) -> int | None:
         """The step of the newest whole checkpoint, every byte of which this manager has written or
-        checked; or None. What was damaged since then, `verify` and `load` find.
+        checked; None if there is no checkpoint. What was damaged since then, `verify` and `load`
+        find.
 
         Raises:
-            CheckpointError: a newer one cannot be read.
+            CheckpointError: a newer one cannot be read, or there are some and all are damaged.
         """
         return self._reader.latest()
 
@@ -523,7 +537,7 @@ class CheckpointManager:
 
         Raises:
             ConfigError: nobody has said by what. CheckpointError: one cannot be read, which may be
-                better.
+                better, or all that have the metric are damaged.
         """
         rule = self._retention if by is None else Retention(best=_with_count(by))
         if rule.best is None:

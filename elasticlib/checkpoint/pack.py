@@ -23,8 +23,10 @@ import contextlib
 import enum
 import json
 import math
+import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import attrs
@@ -80,6 +82,8 @@ _ENTRY_DTYPES = {dtype_named(name): entry for entry, name in DTYPES.items()}
 MAX_INT_BITS = 8192
 """Python reads no integers of many more digits from text; longer ones are written in hex."""
 
+_NAN_OF_JSON = struct.pack(">d", math.nan)
+
 _PLAIN = (type(None), bool, float, str)
 _MAPPINGS = {kind: name for name, kind in MAPPINGS.items()}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
@@ -99,10 +103,39 @@ def _from_text(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
+def _encode_float(value: float) -> float | dict[str, str]:
+    """Encode a float so that it keeps its bits: JSON has one NaN, and Python has 2**53 of them."""
+    if not math.isnan(value) or struct.pack(">d", value) == _NAN_OF_JSON:
+        return value
+    return {"nan": struct.pack(">d", value).hex()}
+
+
+def _decode_float(encoded: Any) -> float:
+    return _decode_nan(encoded["nan"]) if isinstance(encoded, dict) else encoded
+
+
+def _decode_nan(pattern: str) -> float:
+    return float(struct.unpack(">d", bytes.fromhex(pattern))[0])
+
+
+@cache
+def _is_copyable(dtype: torch.dtype) -> bool:
+    """Return whether torch can copy elements of this dtype; it cannot copy uint4, for example."""
+    try:
+        torch.empty(1, dtype=dtype).copy_(torch.empty(1, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
 _LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     bytes: ("bytes", _to_text, _from_text),
     bytearray: ("bytearray", _to_text, lambda text: bytearray(_from_text(text))),
-    complex: ("complex", lambda v: [v.real, v.imag], lambda parts: complex(*parts)),
+    complex: (
+        "complex",
+        lambda v: [_encode_float(v.real), _encode_float(v.imag)],
+        lambda parts: complex(*map(_decode_float, parts)),
+    ),
     range: ("range", lambda v: [v.start, v.stop, v.step], lambda ends: range(*ends)),
     torch.Size: ("size", list, torch.Size),
     torch.dtype: ("dtype", name_of, dtype_named),
@@ -134,7 +167,7 @@ class _Encoder(Walk):
     def leaf(self, way: Way, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
-            return value
+            return _encode_float(value) if kind is float else value
         if kind is int:
             return value if value.bit_length() <= MAX_INT_BITS else {"int": hex(value)}
         if isinstance(value, torch.Tensor):
@@ -190,10 +223,20 @@ class _Encoder(Walk):
                 f"{spoken(way)} is a {full_name(tensor)}: a subclass of torch.Tensor is not saved "
                 "as it is"
             )
+        if tensor.is_nested:
+            raise CheckpointError(
+                f"{spoken(way)} is a nested tensor, which is not saved: save the list of its "
+                "tensors, tensor.unbind()"
+            )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise CheckpointError(
                 f"{spoken(way)} is a tensor without plain elements ({tensor.layout}, "
                 f"{tensor.device})"
+            )
+        if not _is_copyable(tensor.dtype):
+            raise CheckpointError(
+                f"{spoken(way)} is a tensor of {name_of(tensor.dtype)}, which torch cannot copy: "
+                "save its bytes, tensor.view(torch.uint8)"
             )
         # Nearly all want no gradient, and each new tensor takes its time.
         plain = tensor.detach() if tensor.requires_grad else tensor
@@ -302,6 +345,7 @@ class _Decoder:
 
 _READ: dict[str, Callable[[Any], Any]] = {
     "int": lambda text: int(text, 16),
+    "nan": _decode_nan,
     **{name: read for name, _, read in _LEAVES.values()},
 }
 _ITEMS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {

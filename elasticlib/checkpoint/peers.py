@@ -602,6 +602,12 @@ class Search:
         damaged = (one.why for one in self._troubles if one.step >= step and not one.unread)
         return (*self._reasons, *dict.fromkeys(damaged))
 
+    @property
+    def saw_checkpoints(self) -> bool:
+        """Whether any rank reached a checkpoint on a disk, whether or not it can be used."""
+        held = (held for inventory in self._inventories for held in inventory)
+        return bool(self._troubles) or any(one.kind in (DISK, SHARDED_DISK) for one in held)
+
     def choose(self) -> Plan | None:
         """What all go on from, as far as is known by now.
 

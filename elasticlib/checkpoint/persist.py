@@ -437,11 +437,12 @@ class Persisting:
         for found in self._folder.found():
             if found.step < state.step:
                 return False
-            # Of a sharded state this only decides whether something is lost, and to read all its
-            # parts on each node takes longer than a node has that is about to go.
+            # A sharded checkpoint of the same step is not read: to read all its parts on each
+            # node takes longer than a node has that is about to go. A later one is read, because
+            # training has gone back behind it, and then it may be damaged.
             with contextlib.suppress(CheckpointError):  # rather once too often
                 if found.manifest:
-                    if not state.sharded:
+                    if not state.sharded or found.step > state.step:
                         self._folder.check(found.manifest)
                     return True
         return False

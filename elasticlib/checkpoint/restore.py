@@ -12,13 +12,13 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
 import attrs
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError, Unreadable, present
+from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, Unreadable, present
 from .folder import CheckpointFolder, Health, Manifest
 from .pack import lay_out, unpack
 from .peers import (
@@ -42,6 +42,10 @@ from .state import Form, bare, bits_of, fit, form_of, unexpanded
 
 log = logging.getLogger("elasticlib.checkpoint")
 
+
+IfUnusable: TypeAlias = Literal["raise", "start_over"]
+"""What `restore` does if there are checkpoints and none of them can be used."""
+_SHOWN_REASONS = 3
 
 _FROM = {
     "memory": "from this node's memory",
@@ -190,6 +194,7 @@ def restore_from(
     node: str = "",
     step: int | None = None,
     strict: bool = True,
+    if_unusable: IfUnusable = "raise",
 ) -> Agreed:
     """Bring `state` to the newest state that is whole over all ranks, on all of them.
 
@@ -217,16 +222,23 @@ def restore_from(
         step: this one and no other, by default the newest. All ranks ask for the same.
         strict: whether a name that is only in `state`, or was only saved, is an error on all
             ranks; else such names are left alone.
+        if_unusable: "raise" raises CheckpointCorrupt if there are checkpoints on a disk and
+            neither one of them nor a snapshot can be used; "start_over" changes nothing then.
+            Does not matter if `step` is given.
 
     Raises:
-        ConfigError: `group` is of some ranks and moves no CPU tensors, or is not this rank's.
+        ConfigError: `group` is of some ranks and moves no CPU tensors, or is not this rank's; or
+            `if_unusable` is neither of the two.
         StateMismatch: what was saved does not fit into `state`.
+        CheckpointCorrupt: see `if_unusable`; on all ranks.
         CheckpointError: on some rank a source could not say what it holds, an object could not
             load its state, or memory ran out, or ranks ask for different steps; on all ranks
             alike, naming the rank.
         RuntimeError: of torch: a peer is gone, or the group's timeout is over, within which the
             slowest rank must have read its pack.
     """
+    if if_unusable not in get_args(IfUnusable):
+        raise ConfigError(f'if_unusable must be "raise" or "start_over", got {if_unusable!r}')
     with peers_of(group) as peers:
         search, taken = Search(peers, sources), None
         try:
@@ -237,6 +249,8 @@ def restore_from(
             if taken is not None:
                 put, agreed = taken
                 peers.all_do(put, f"failed to restore step {agreed.step}")
+            elif step is None and if_unusable == "raise" and search.saw_checkpoints:
+                raise _unusable(search.passed_over(0))
             else:
                 agreed = Agreed(0, "", -1, peers.rank)
         finally:
@@ -248,6 +262,17 @@ def restore_from(
             log.warning("skipped: %s", sentence)
         log.info("restored step %s", agreed.step if taken else "0: there is nothing to restore")
     return attrs.evolve(agreed, passed_over=passed_over)
+
+
+def _unusable(reasons: Sequence[str]) -> CheckpointCorrupt:
+    shown = "; ".join(reasons[:_SHOWN_REASONS])
+    more = len(reasons) - _SHOWN_REASONS
+    return CheckpointCorrupt(
+        f"there are checkpoints, and none of them can be used: {shown}"
+        + (f" (and {more} more)" if more > 0 else "")
+        + '. To train from the start instead, call restore(state, if_unusable="start_over"), or '
+        "move these checkpoints away"
+    )
 
 
 def _fetch_pack(

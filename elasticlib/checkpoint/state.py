@@ -14,15 +14,17 @@ import math
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache, partial
+from itertools import chain
 from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
+from torch.nn.parameter import is_lazy
 from torch.serialization import default_restore_location
 
-from ..errors import CheckpointError, StateMismatch, Unreadable, ddp_hint, describe
+from ..errors import CheckpointError, StateMismatch, Unreadable, describe, wrapper_hint
 from ..foreign import with_article
 
 Way: TypeAlias = tuple[Any, ...]
@@ -47,6 +49,8 @@ _LEAVES = {
 }
 _NOTHING: dict[Any, Any] = {}
 
+MAX_KEY_BITS = 8192  # Python refuses to write integers of more than 4300 digits as text.
+
 
 # -- containers ------------------------------------------------------------------------------------
 
@@ -58,7 +62,7 @@ def is_named_tuple(kind: type) -> bool:
     return isinstance(inspect.getattr_static(kind, "_fields", None), tuple)
 
 
-def _is_container(kind: type) -> bool:
+def is_container(kind: type) -> bool:
     # Nearly all parts of a state are no containers, and there may be many thousands.
     return kind in _CONTAINERS or is_named_tuple(kind)
 
@@ -67,7 +71,7 @@ def parts_of(value: Any) -> Mapping[Any, Any]:
     """What is in a container, by its keys or indices; of anything else nothing."""
     if type(value) in _MAPPINGS:
         return cast("Mapping[Any, Any]", value)
-    return dict(enumerate(value)) if _is_container(type(value)) else _NOTHING
+    return dict(enumerate(value)) if is_container(type(value)) else _NOTHING
 
 
 def _with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
@@ -207,7 +211,7 @@ class Walk:
         Raises:
             CheckpointError: it contains itself, or is nested too deeply, or too large.
         """
-        if not _is_container(type(value)):
+        if not is_container(type(value)):
             return self.leaf(way, value)
         key = id(value)
         if key in self._above:
@@ -234,6 +238,11 @@ class Walk:
 
 
 class _Gathering(Walk):
+    def node(self, way: Way, value: Any, parts: Mapping[Any, Any]) -> Any:
+        for key in parts if type(value) in _MAPPINGS else ():
+            _check_key(way, key)
+        return super().node(way, value, parts)
+
     def leaf(self, way: Way, value: Any) -> Any:
         if isinstance(value, torch.Tensor | int | float | str | None):
             return value
@@ -248,6 +257,19 @@ class _Gathering(Walk):
                 f"{describe(error)}"
             ) from error
         return self.walk(given, way)
+
+
+def _check_key(way: Way, key: object) -> None:
+    """Raise CheckpointError if messages and files cannot contain this key, because it is or
+    contains too large an integer."""
+    if isinstance(key, tuple):
+        for part in key:
+            _check_key(way, part)
+    elif isinstance(key, int) and key.bit_length() > MAX_KEY_BITS:
+        raise CheckpointError(
+            f"{spoken(way)} has an integer of {key.bit_length()} bits as a key, and keys have at "
+            f"most {MAX_KEY_BITS} bits: use a string as the key"
+        )
 
 
 def values_of(state: object) -> Any:
@@ -521,6 +543,7 @@ def fit(
     plan = _Fit()
     both = [name for name in state if name in found]
     steps = {name: plan.make(state[name], found[name], (name,)) for name in both}
+    plan.check_shared_memory()
     if plan.unfit:
         more = f" (and {len(plan.unfit) - 3} more like this)" if len(plan.unfit) > 3 else ""
         raise StateMismatch("; ".join(plan.unfit[:3]) + more)
@@ -564,6 +587,76 @@ class Copies:
         return viewed(known, offset, form, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
+_ON_META = (
+    "on the meta device, which has no memory to restore into: call model.to_empty(device=...) first"
+)
+
+
+@attrs.frozen(eq=False)
+class _Write:
+    """A tensor that a restore fills, and the saved one that it is filled from."""
+
+    way: Way
+    target: torch.Tensor
+    source: torch.Tensor
+
+    @property
+    def begin(self) -> int:
+        """The first byte of the target, counted from the start of its storage."""
+        return int(self.target.storage_offset()) * self.target.element_size()
+
+    @property
+    def end(self) -> int:
+        """The end of the target's last byte."""
+        return self.begin + form_of(self.target).extent * self.target.element_size()
+
+
+def _overlapping(writes: list[_Write]) -> Iterator[list[_Write]]:
+    """Group writes into one storage by the ranges of memory that they overlap in."""
+    group: list[_Write] = []
+    for write in sorted(writes, key=lambda write: write.begin):
+        if group and write.begin >= max(one.end for one in group):
+            yield group
+            group = []
+        group.append(write)
+    yield group
+
+
+def _are_compatible(writes: list[_Write]) -> bool:
+    """Return whether each target has the values of its source once all of them are written.
+
+    Args:
+        writes: into overlapping memory of one storage.
+    """
+    first = writes[0]
+    if all(_is_same_memory(one, first) for one in writes[1:]):
+        return True
+    # Try it with other memory of the same layout.
+    item = max(one.target.element_size() for one in writes)
+    begin = first.begin // item * item
+    memory = torch.empty(max(one.end for one in writes) - begin, dtype=torch.uint8)
+    views = []
+    for one in writes:
+        offset = (one.begin - begin) // one.target.element_size()
+        views.append(bare(memory.untyped_storage(), offset, form_of(one.target)))
+        once = unexpanded(views[-1])
+        once.copy_(one.source[tuple(slice(n) for n in once.shape)])
+    return all(
+        torch.equal(bits_of(view), bits_of(one.source.to("cpu", view.dtype)))
+        for view, one in zip(views, writes, strict=True)
+    )
+
+
+def _is_same_memory(one: _Write, other: _Write) -> bool:
+    """Return whether two writes have the same source, or sources that shared memory, and the same
+    target."""
+
+    def place(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor.device, tensor.data_ptr(), form_of(tensor)
+
+    return place(one.target) == place(other.target) and place(one.source) == place(other.source)
+
+
 _TORCHS_MISFITS = ("Error(s) in loading state_dict", "loaded state dict ")
 """How torch's modules and optimizers begin to say that a state is another's."""
 
@@ -577,6 +670,7 @@ class _Fit:
     def __init__(self) -> None:
         self.unfit: list[str] = []
         self._copies = Copies()
+        self._writes: list[_Write] = []
 
     def make(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
         """What puts `new` where `old` stands, and returns what is to stand there then: `old` itself
@@ -585,10 +679,11 @@ class _Fit:
             return self._into_tensor(old, new, way)
         holder = holder_of(old)
         if holder is not None:
+            self._look_into(old, new, way)
             return partial(self._load, old, holder, new, way)
         if is_array(old):
             return self._into_array(old, new, way)
-        if _is_container(type(old)):
+        if is_container(type(old)):
             return self._into_container(old, new, way)
         if old is not None and not _is_leaf(old):
             self.unfit.append(f"{spoken(way)} is {with_article(old)}, which has no load_state_dict")
@@ -606,9 +701,13 @@ class _Fit:
     def _into_tensor(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
         if _shape_of(old) != _shape_of(new):
             self.unfit.append(f"{spoken(way)} is {_shape_of(old)}, and {_shape_of(new)} was saved")
+        elif old.device.type == "meta":
+            self.unfit.append(f"{spoken(way)} is {_ON_META}")
         elif not _is_alike_where(local_of(old), local_of(new)):
             what = f"{_shape_of(old)} that is expanded"
             self.unfit.append(f"{spoken(way)} is {what}, and what was saved is not")
+        else:
+            self._note_write(way, old, new)
 
         def copy() -> Any:
             target = unexpanded(local_of(old))
@@ -616,6 +715,45 @@ class _Fit:
             return old
 
         return copy
+
+    def _look_into(self, old: Any, new: Any, way: Way) -> None:
+        """Check the tensors that a module or an optimizer will load its state into."""
+        if isinstance(old, torch.optim.Optimizer):
+            parameters = (one for group in old.param_groups for one in group["params"])
+            if any(one.device.type == "meta" for one in parameters):
+                self.unfit.append(f"{spoken(way)} has parameters {_ON_META}")
+        if not isinstance(old, torch.nn.Module) or not isinstance(new, Mapping):
+            return
+        targets = [*old.named_parameters(remove_duplicate=False)]
+        for name, target in [*targets, *old.named_buffers(remove_duplicate=False)]:
+            source = new.get(name)
+            if is_lazy(target):
+                continue
+            if isinstance(source, torch.Tensor) and target.device.type == "meta":
+                self.unfit.append(f"{spoken((*way, name))} is {_ON_META}")
+            elif isinstance(source, torch.Tensor) and source.shape == target.shape:
+                self._note_write((*way, name), target, source)
+
+    def _note_write(self, way: Way, target: torch.Tensor, source: torch.Tensor) -> None:
+        if target.numel() and not is_sharded_kind(target) and not is_sharded_kind(source):
+            self._writes.append(_Write(way, target, source))
+
+    def check_shared_memory(self) -> None:
+        """Find tensors that share memory here, were separate when they were saved, and had other
+        values then: the one that is restored last would overwrite the others."""
+        storages: dict[tuple[torch.device, int], list[_Write]] = {}
+        for write in self._writes:
+            key = (write.target.device, write.target.untyped_storage().data_ptr())
+            storages.setdefault(key, []).append(write)
+        for writes in chain.from_iterable(map(_overlapping, storages.values())):
+            with torch.no_grad():
+                compatible = len(writes) == 1 or _are_compatible(writes)
+            if not compatible:
+                names = " and ".join(spoken(write.way) for write in writes[:3])
+                self.unfit.append(
+                    f"{names} share memory, and tensors with other values were saved under these "
+                    "names: tie them in the same way as when they were saved"
+                )
 
     def _into_array(self, old: Any, new: Any, way: Way) -> Callable[[], Any]:
         about = f"a NumPy array of {old.shape} {old.dtype}"
@@ -642,7 +780,7 @@ class _Fit:
             self.unfit.append(f"{spoken(way)} is {what}")
         mine, theirs = parts_of(old), parts_of(new)
         tensors = [key for key, part in mine.items() if isinstance(part, torch.Tensor)]
-        if hint := ddp_hint(tensors, theirs):
+        if hint := wrapper_hint(tensors, theirs):
             self.unfit.append(f"{spoken(way)} has other names than were saved{hint}")
         for key, part in mine.items():
             if key not in theirs and holder_of(part) is not None:
@@ -671,7 +809,7 @@ class _Fit:
             kind = StateMismatch if misfit else CheckpointError
             what = f"{spoken(way)}, {with_article(old)}, could not load its state"
             names = dict(old.named_parameters()) if isinstance(old, torch.nn.Module) else ()
-            raise kind(f"{what}: {describe(error).rstrip()}{ddp_hint(names, new)}") from error
+            raise kind(f"{what}: {describe(error).rstrip()}{wrapper_hint(names, new)}") from error
         return old
 
 
@@ -679,6 +817,8 @@ def _shape_of(value: Any) -> str:
     """In words, what a tensor must have in common with another to be copied into it."""
     if not isinstance(value, torch.Tensor):
         return with_article(value)
+    if value.is_nested:
+        return "a nested tensor"
     cut = f" sharded as {list(getattr(value, 'placements', ()))}" if is_sharded_kind(value) else ""
     return f"a tensor of {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{cut}"
 

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, Sampler, default_collate
 from ..errors import ConfigError
 from .deal import Position, Tail, check_int, check_one_of, share_of
 from .permutation import order_of, runs_of
-from .sampler import ElasticDistributedSampler, JobIterable
+from .sampler import ElasticDistributedSampler, JobIterable, _warn
 
 
 @attrs.frozen
@@ -275,9 +275,11 @@ class ElasticBatchSampler(JobIterable, Sampler[list[int]]):
         """
         position = self.progress.position
         samples = min(self.global_batch, self._end(position) - position.consumed)
-        self.progress.advance(samples)
+        # The whole batch is counted, also beyond the end: a surplus shows a wrong count.
+        self.progress.advance(self.global_batch)
         if self._over(self.progress.position):  # a dropped tail is not for another batch size
-            self.progress.advance(position.length)
+            self.progress.finish_epoch()
+        _warn(self.progress.excess())
         return samples
 
     def _share(self, samples: int) -> range:

@@ -63,6 +63,18 @@ class Progress:
         self._guessed = False
         self._account: Literal["nobody's", "advance's", "a loader's", "warned of"] = "nobody's"
         """Who counts what was trained on; "warned of": nobody does, and the user knows."""
+        self._cursor: Cursor | None = None
+        """Of the iterator that began last, to compare what it drew with what is counted."""
+        self._counted = False
+        """Whether this process has counted samples of the present epoch."""
+        self._surplus = self._largest_count = 0
+        """Samples of the present epoch that were counted beyond its end; the largest count."""
+        self._warned: set[str] = set()
+        """The kinds of wrong counts that were reported: each is reported once."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An iterator can be neither copied nor pickled.
+        return {**vars(self), "_cursor": None}
 
     def next_to_count(self, over: Over) -> Position:
         """Where the next sample to be counted stands."""
@@ -82,9 +94,57 @@ class Progress:
         """An iterator begins: where."""
         start = self.next_to_draw(over)
         self._guessed |= self._drawn_out
+        if start.epoch != self.position.epoch:
+            self._forget_counts()
         self.position, self._fresh = start, False
         self.drawn, self._asked = 0, None
         return start
+
+    def track(self, cursor: Cursor) -> None:
+        """Compare what this iterator draws with what is counted from now on."""
+        self._cursor = cursor
+
+    def miscount(self) -> str:
+        """Return what to warn of when the last iterator is given up: if it has run out, and far
+        fewer samples were counted than it drew. Empty if there is nothing to warn of."""
+        cursor, self._cursor = self._cursor, None
+        return self._once("miscount", cursor.miscount() if cursor is not None else "")
+
+    def emptiness(self, over: Over) -> str:
+        """Return what to warn of if an iterator that begins now is empty, because this process has
+        counted all samples of the epoch; else an empty string."""
+        position = self.position
+        if self._named is None or not self._counted or not over(position):
+            return ""
+        return self._once(
+            "empty",
+            f"epoch {position.epoch} is empty: all of its {position.length} samples were counted"
+            " before, and the next epoch does not begin by itself after set_epoch() was called."
+            " Call set_epoch(epoch) before each epoch",
+        )
+
+    def excess(self) -> str:
+        """Return what to warn of if far more samples were counted than the epoch has; else an empty
+        string. A last batch that is smaller than it is counted is no reason to warn."""
+        if self._surplus < max(1, 2 * self._largest_count):
+            return ""
+        position = self.position
+        counted = position.length + self._surplus
+        return self._once(
+            "excess",
+            f"advance() counted {counted} samples of epoch {position.epoch}, which has"
+            f" {position.length}: a run that is resumed in an epoch passes over samples. Count each"
+            " batch once, as batch_size * world_size on every rank",
+        )
+
+    def _once(self, kind: str, message: str) -> str:
+        if not message or kind in self._warned:
+            return ""
+        self._warned.add(kind)
+        return message
+
+    def _forget_counts(self) -> None:
+        self._counted, self._surplus, self._largest_count = False, 0, 0
 
     def kept(self) -> None:
         """A loader keeps the position of what was drawn with its own state: nobody has to count."""
@@ -117,8 +177,19 @@ class Progress:
                 " its end and nothing was counted; now samples are. Call set_epoch() before each"
                 " epoch, or look at the order through another sampler"
             )
-        self.position = advance(self.position, count)
+        before, self.position = self.position, advance(self.position, count)
         self._fresh, self._account = False, "advance's"
+        count = int(count)
+        if count:
+            self._counted = True
+            self._surplus += before.consumed + count - self.position.consumed
+            self._largest_count = max(self._largest_count, count)
+            if self._cursor is not None:
+                self._cursor.add_count(count)
+
+    def finish_epoch(self) -> None:
+        """Go to the end of the epoch, whose remaining samples are left out."""
+        self.position = attrs.evolve(self.position, consumed=self.position.length)
 
     def set_epoch(self, epoch: int) -> None:
         epoch = check_int("epoch", epoch)
@@ -126,6 +197,8 @@ class Progress:
             raise ConfigError(f"need epoch >= 0, got {epoch}")
         stays = self._fresh or epoch == self.position.epoch
         consumed = self.position.consumed if stays else 0
+        if not stays:
+            self._forget_counts()
         self.position = attrs.evolve(self.position, epoch=epoch, consumed=consumed)
         self._fresh, self._named = False, epoch
 
@@ -161,14 +234,23 @@ class Progress:
     def _go_to(self, position: Position) -> None:
         """Stand at `position`; what was drawn before says nothing about it."""
         self.position, self._fresh = position, False
-        self.ran_out, self._guessed = None, False
+        self.ran_out, self._guessed, self._cursor = None, False, None
+        self._forget_counts()
 
 
 class Cursor:
-    """What an iterator has been given, list by list, and how far it has come in that."""
+    """What an iterator has been given, list by list, and how far it has come in that.
+
+    It also compares what was drawn with what `advance` counts meanwhile. A loader draws ahead of
+    the training by a number of batches that is constant after the first one, so only what is drawn
+    and counted after the first count is compared: a training that stops within an epoch has
+    counted as many samples as were drawn, however far its loader draws ahead.
+    """
 
     def __init__(self, source: JobIterable, start: Position) -> None:
         self._source, self._ran_out = source, False
+        self._drawn_at_first: int | None = None
+        self._counted = self._first_count = self._largest_count = 0
         self._begin(start)
 
     def _begin(self, start: Position) -> None:
@@ -178,8 +260,36 @@ class Cursor:
 
     def state_dict(self) -> dict[str, Any]:
         self._source.progress.kept()
+        return encode(advance(self._start, self._drawn))
+
+    @property
+    def _drawn(self) -> int:
+        """How many samples all ranks have drawn while this iterator yielded what it did."""
         yielded = self._given - length_hint(self._current)
-        return encode(advance(self._start, yielded * self._source._stride))
+        return yielded * self._source._stride
+
+    def add_count(self, count: int) -> None:
+        """Note that `advance` has counted `count` samples more."""
+        if self._drawn_at_first is None:
+            self._drawn_at_first, self._first_count = self._drawn, count
+        self._counted += count
+        self._largest_count = max(self._largest_count, count)
+
+    def miscount(self) -> str:
+        """Return what to warn of if it has run out and too few samples were counted, or ''."""
+        if not self._ran_out or self._drawn_at_first is None:
+            return ""
+        drawn, start = min(self._drawn, self._start.length - self._start.consumed), self._start
+        missing = (drawn - self._drawn_at_first) - (self._counted - self._first_count)
+        # A last batch that is dropped, or that a training stops at, may be missing.
+        if missing < 2 * self._largest_count:
+            return ""
+        return (
+            f"advance() counted {self._counted} of the {drawn} samples of epoch {start.epoch} that"
+            " all ranks drew together: a run that is resumed in an epoch repeats samples, and an"
+            " epoch that begins without set_epoch() is too short. Call advance(batch_size *"
+            " world_size) after each step, on every rank"
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._ran_out:
@@ -246,7 +356,11 @@ class JobIterable:
 
     def __iter__(self) -> ElasticIterator[Any]:
         """This rank's items from the present position to the epoch's end."""
-        cursor = Cursor(self, self.progress.begin(self._over))
+        _warn(self.progress.miscount())
+        start = self.progress.begin(self._over)
+        _warn(self.progress.emptiness(self._over))
+        cursor = Cursor(self, start)
+        self.progress.track(cursor)
         iterator = cast("ElasticIterator[Any]", ElasticIterator.from_iterable(cursor.lists()))
         iterator.cursor = cursor
         return iterator
@@ -265,6 +379,8 @@ class JobIterable:
         Raises:
             ConfigError: `epoch` is negative, or no integer.
         """
+        if epoch != self.position.epoch:
+            _warn(self.progress.miscount())
         self.progress.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -298,6 +414,12 @@ class JobIterable:
             ConfigError: `on_mismatch` cannot be.
         """
         self.progress.load(state, on_mismatch)
+
+
+def _warn(message: str) -> None:
+    """Warn the caller of the sampler's method that calls this, if there is something to say."""
+    if message:
+        warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _asker() -> tuple[str, int]:
@@ -432,7 +554,7 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
     def epoch(self, epoch: int) -> None:
         # torch's constructor assigns the 0 that stands there already: nobody has named an epoch.
         if hasattr(self, "tail"):
-            self.progress.set_epoch(epoch)
+            self.set_epoch(epoch)
 
     @property
     def _stride(self) -> int:
@@ -464,13 +586,15 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
         """Count `global_batch` more samples, over all ranks together, as trained on.
 
         Past the end of the epoch it stays at the end, so the last, smaller batch may be counted
-        as a full one.
+        as a full one. Warns, once, if far more samples are counted than the epoch has. At the end
+        of an epoch, `set_epoch` or the next iterator warns if far fewer were counted than drawn.
 
         Raises:
             ConfigError: `global_batch` is negative, or no integer; or epochs have begun by
                 themselves because nobody counted.
         """
         self.progress.advance(global_batch)
+        _warn(self.progress.excess())
 
 
 def _epoch_of(weights: Tensor, epoch_size: int | None) -> int:

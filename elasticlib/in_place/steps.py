@@ -32,6 +32,7 @@ from ..checkpoint.peers import givers, peers_of
 from ..checkpoint.place import new_memory
 from ..checkpoint.snapshots import is_cut
 from ..checkpoint.state import changed, check_names, fit, values_of
+from ..checkpoint.state_dicts import reject_state_dicts
 from ..clock import monotonic
 from ..data.batches import ElasticBatchSampler
 from ..data.deal import check_int, check_one_of
@@ -231,6 +232,7 @@ class Steps:
     def _take(self, state: State) -> None:
         """This is the state from now on, with where the batches stand."""
         parts = dict(check_names(state))
+        reject_state_dicts(parts)
         if not any(
             part is self._batches or part is self._batches.sampler for part in parts.values()
         ):

@@ -30,6 +30,10 @@ REPORT_SECONDS = 5.0
 REDRAW_SECONDS = 0.2
 HEAD = ("STEP", "SIZE", "SAVED", "AGE", "WORLD", "METRICS", "BY", "STATE")
 
+COMPLETE, VERIFIED = "complete", "verified"
+"""The state of a checkpoint whose files are all there with their sizes, and of one every byte of
+which was read and compared with its checksum."""
+
 FORMS = ("folder", "torch", "dcp")
 """What `convert` writes: our folder of checkpoints, a file of torch.save, a folder of DCP's."""
 
@@ -37,7 +41,12 @@ FORMS = ("folder", "torch", "dcp")
 def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     parser.description = "What a CheckpointManager has saved in a folder, or below an fsspec URL."
     acts = parser.add_subparsers(required=True, metavar="ACTION")
-    _add(acts, "ls", _list, "list the checkpoints, judged by their manifests and sizes")
+    _add(
+        acts,
+        "ls",
+        _list,
+        "list the checkpoints, judged by their manifests and sizes; verify reads them as well",
+    )
     verify = _add(
         acts, "verify", _verify, "read every byte of them; the exit status is 1 if one is damaged"
     )
@@ -127,7 +136,7 @@ def _answered(name: str, act: Callable[[], int]) -> int:
 
 
 def _list(chosen: argparse.Namespace) -> int:
-    _print(chosen, _folder(chosen).found(), range(len(HEAD)))
+    _print(chosen, _folder(chosen).found(), range(len(HEAD)), COMPLETE)
     return 0
 
 
@@ -137,16 +146,23 @@ def _verify(chosen: argparse.Namespace) -> int:
     total = sum(one.manifest.size for one in found if one.manifest)
     with Progress("verified", total) as progress:
         checked = [folder.verified(one, progress.seen) for one in found]
-    _print(chosen, checked, (0, 1, -1))
+    _print(chosen, checked, (0, 1, -1), VERIFIED)
     return int(any(one.flaw for one in checked))
 
 
-def _print(chosen: argparse.Namespace, found: Sequence[Found], columns: Sequence[int]) -> None:
-    """What was found, as a document or as a table of these columns."""
+def _print(
+    chosen: argparse.Namespace, found: Sequence[Found], columns: Sequence[int], intact: str
+) -> None:
+    """Print checkpoints as a document or as a table of these columns.
+
+    Args:
+        intact: the state of those without a flaw, `COMPLETE` or `VERIFIED`.
+    """
     if chosen.json:
-        print(json.dumps([_fields(one) for one in found], indent=1))
+        print(json.dumps([_fields(one, intact) for one in found], indent=1))
     elif found:
-        head, *rows = [[row[at] for at in columns] for row in (HEAD, *map(_row, found))]
+        table = (HEAD, *(_row(one, intact) for one in found))
+        head, *rows = [[row[at] for at in columns] for row in table]
         show(Table(head, rows))
     else:
         print(f"no checkpoints in {chosen.dir}")
@@ -283,9 +299,10 @@ class Progress:
         print(text, end="", file=self._stream, flush=True)
 
 
-def _fields(one: Found) -> dict[str, Any]:
-    made = one.manifest
-    fields: dict[str, Any] = {"step": one.step, "whole": not one.flaw, "flaw": one.flaw}
+def _fields(one: Found, intact: str = COMPLETE) -> dict[str, Any]:
+    made, flawed = one.manifest, "unreadable" if one.unread else "damaged"
+    status = flawed if one.flaw else intact
+    fields: dict[str, Any] = {"step": one.step, "status": status, "flaw": one.flaw}
     if made is not None:
         fields |= {"bytes": made.size, "parts": made.parts, "saved_at": made.saved_at}
         fields |= {"run": made.run, "generation": made.generation}
@@ -293,8 +310,8 @@ def _fields(one: Found) -> dict[str, Any]:
     return fields
 
 
-def _row(one: Found) -> tuple[str, ...]:
-    made, state = one.manifest, one.trouble.removeprefix("is ") if one.flaw else "whole"
+def _row(one: Found, intact: str = COMPLETE) -> tuple[str, ...]:
+    made, state = one.manifest, one.trouble.removeprefix("is ") if one.flaw else intact
     if made is None:
         return (str(one.step), *"------", state)
     much = size(made.size) + (f" in {made.parts} parts" if made.parts else "")

@@ -34,7 +34,7 @@ Part: TypeAlias = "str | Table"
 T = TypeVar("T")
 
 _STYLES = {
-    **dict.fromkeys(("RUNNING", "SUCCEEDED", "ok", "whole"), "green"),
+    **dict.fromkeys(("RUNNING", "SUCCEEDED", "ok", "complete", "verified"), "green"),
     **dict.fromkeys(("FAILED", "BAD"), "bold red"),
     **dict.fromkeys(("gone", "no status"), "red"),
     **dict.fromkeys(("RENDEZVOUS", "WAITING", "RESTARTING", "RESIZING", "DRAINING"), "yellow"),

@@ -145,7 +145,8 @@ def restore(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     if run.get("fragile"):
         own["fragile"] = Fragile(rank == run["fragile"])
     before = own.get("w"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    options = {"node": f"node{run.get('nodes', range(9))[rank]}", "strict": run.get("strict", True)}
+    options = {"node": f"node{run.get('nodes', range(9))[rank]}"}
+    options |= {name: run[name] for name in ("strict", "if_unusable") if name in run}
     if run.get("noisy"):
         dist.irecv = Noisy
     peers.CHUNK_BYTES = run.get("chunk", 1 << 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from managers import Gated
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.errors import CheckpointError
+from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 
 def sharded_layers(mesh: DeviceMesh, *, bias: bool = True) -> torch.nn.Module:
@@ -105,7 +106,7 @@ def save_and_fail(folder: Path) -> str:
         return fail_on_one(manager, place, state)
 
 
-def load_beside_damage(folder: Path) -> int | None:
+def load_beside_damage(folder: Path) -> str | None:
     """What is whole for a rank that has loaded its share of a checkpoint; the other is damaged."""
     state = trained()
     with CheckpointManager(folder / "checkpoints") as manager:
@@ -117,7 +118,9 @@ def load_beside_damage(folder: Path) -> int | None:
         other.write_bytes(data)
         with CheckpointManager(folder / "checkpoints") as manager:
             manager.load(like=state)
-            return manager.latest()
+            with pytest.raises(CheckpointCorrupt):
+                manager.latest()
+            return "damaged"
     return None
 
 

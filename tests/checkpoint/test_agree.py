@@ -69,9 +69,23 @@ def test_what_is_damaged_on_its_only_holder_is_passed_over_by_all(together: Play
     assert one(found, "step") == 10
     assert one(found, "values") == [1.0]
     assert one(found, "passed_over") == ["rank 1's step 20 (disk, step-20): step-20 is damaged"]
-    found = together([[[10, 1.0, {"damage": True}]], [[10, 1.0, {"damage": True}]]])
-    assert one(found, "step") == 0
+
+
+def test_all_ranks_raise_if_all_checkpoints_are_damaged_and_no_snapshot_is_there(
+    together: Play,
+) -> None:
+    damaged = [10, 1.0, {"damage": True}]
+    error = one(together([[damaged], []]), "error")
+    assert error.startswith("CheckpointCorrupt: there are checkpoints, and none of them can be us")
+    assert "rank 0's step 10" in error
+    found = together([[damaged], [damaged]], if_unusable="start_over")
+    assert (one(found, "step"), one(found, "n")) == (0, 0)
     assert len(one(found, "passed_over")) == 2
+    found = together([[damaged], [[5, 0.5, {"kind": "memory"}]]])
+    assert one(found, "step") == 5
+    # Snapshots end with their agents anyway: without them there is nothing to protect.
+    found = together([[[10, 1.0, {"damage": True, "kind": "memory"}]], []])
+    assert one(found, "step") == 0
 
 
 def test_whose_copy_is_damaged_is_sent_anothers(together: Play) -> None:

@@ -272,9 +272,12 @@ def test_latest_falls_back_past_damage_and_says_why(tmp_path, caplog):
         assert why in message
 
 
-def test_latest_is_none_when_none_is_whole(tmp_path):
+def test_latest_raises_if_there_are_files_and_none_is_a_complete_checkpoint(tmp_path):
     (tmp_path / "a.pt").write_bytes(b"PK")
-    assert latest_checkpoint(tmp_path) is None
+    torch.save({"step": 10}, tmp_path / "step-10.pt")
+    with pytest.raises(CheckpointError, match=r"none of the 2 files \*\.pt in .*step-10\.pt is"):
+        latest_checkpoint(tmp_path)
+    assert latest_checkpoint(tmp_path, "epoch-*.pt") is None
 
 
 def test_leftovers_are_never_latest_and_go_with_the_next_save_of_their_path(tmp_path):

@@ -139,8 +139,72 @@ def test_a_damaged_one_is_no_reason_to_delete_the_good_one_before_it(tmp_path: P
         (path,) = (tmp_path / f"step-{step:010d}").glob("state.*")
         path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with CheckpointManager(tmp_path, keep_last=1) as manager:
-        assert manager.prune().kept == (1,)
+        assert manager.prune().kept == (1, 2, 3)
         assert manager.load()["step"] == 1
+        # The damaged ones stay until a newer good one has replaced them.
+        manager.save(4, state(4)).wait()
+        assert manager.steps() == [4]
+
+
+def damage_data(folder: Path) -> None:
+    (path,) = folder.glob("state.*")
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+
+
+def truncate_data(folder: Path) -> None:
+    (path,) = folder.glob("state.*")
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def damage_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"step"', b'"stop"'))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "fence.json"
+    }
+
+
+@pytest.mark.parametrize("damage", [damage_data, truncate_data, damage_manifest])
+def test_restore_raises_if_there_are_checkpoints_and_none_is_usable(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    saved(tmp_path, 100, 200).close()
+    for folder in tmp_path.glob("step-*"):
+        damage(folder)
+    before = contents(tmp_path)
+    with CheckpointManager(tmp_path, keep_last=1) as manager:
+        mine = state(0)
+        with pytest.raises(CheckpointCorrupt) as refused:
+            manager.restore(mine)
+        message = str(refused.value)
+        assert message.startswith("there are checkpoints, and none of them can be used: ")
+        assert "step-0000000100" in message or "step 100" in message
+        assert 'restore(state, if_unusable="start_over")' in message
+        for call in (manager.load, manager.latest):
+            with pytest.raises(CheckpointCorrupt, match=r"none of the checkpoints in .* can be u"):
+                call()
+        assert contents(tmp_path) == before
+
+        found = manager.restore(mine, if_unusable="start_over")
+        assert (found.found, len(found.passed_over)) == (False, 2)
+        assert mine["w"].tolist() == [0, 0, 0]
+        manager.save(1, state(1)).wait()
+        manager.save(2, state(2)).wait()
+        assert contents(tmp_path).items() >= before.items()  # newer steps are not pruned
+        assert manager.restore(mine).step == 2
+
+
+def test_restore_rejects_an_unknown_value_of_if_unusable(tmp_path: Path) -> None:
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(ConfigError, match=r"if_unusable must be .*, got 'ignore'"),
+    ):
+        manager.restore(state(0), if_unusable="ignore")  # type: ignore[arg-type]
 
 
 def test_save_returns_before_anything_is_written_and_the_next_one_waits(tmp_path: Path) -> None:

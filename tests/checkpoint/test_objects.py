@@ -246,3 +246,94 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(
         save_checkpoint(tmp_path / "a.pt", {"a": torch.ones(2), "held": held})
     assert said in str(refused.value)
     assert not [one for one in tmp_path.rglob("*") if one.suffix in (".pack", ".pt", ".json")]
+
+
+def optimizer_with_momentum() -> torch.optim.Optimizer:
+    optimizer = Schedule("StepLR").optimizer
+    optimizer.param_groups[0].update(momentum=0.9)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    optimizer.step()
+    return optimizer
+
+
+STATE_DICTS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "optimizer before its first step": (
+        "an optimizer",
+        lambda: torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]).state_dict(),
+    ),
+    "optimizer after a step": ("an optimizer", lambda: optimizer_with_momentum().state_dict()),
+    "optimizer, parameters by name": (
+        "an optimizer",
+        lambda: {
+            "state": {"weight": {"step": torch.tensor(1.0)}},
+            "param_groups": [{"lr": 0.1, "params": ["weight"]}],
+        },
+    ),
+    **{
+        kind: ("a learning-rate scheduler", lambda kind=kind: Schedule(kind).scheduler.state_dict())
+        for kind in SCHEDULERS
+    },
+    "GradScaler": ("a gradient scaler", lambda: scaler(3).state_dict()),
+}
+
+
+@pytest.mark.parametrize("kind", STATE_DICTS)
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.optim.lr_scheduler")
+def test_state_dict_given_instead_of_its_object_is_rejected(tmp_path: Path, kind: str) -> None:
+    owner, make = STATE_DICTS[kind]
+    model = torch.nn.Linear(1, 1)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": model, "more": [1]}).wait()
+        state = {"model": model.state_dict(), "more": [make()]}
+        calls: list[Callable[[], object]] = [
+            lambda: manager.save(2, state),
+            lambda: manager.snapshot(2, state),
+            lambda: manager.restore(state),
+        ]
+        for call in calls:
+            with pytest.raises(CheckpointError) as rejected:
+                call()
+            message = str(rejected.value)
+            assert f"state['more'][0] is the state_dict() of {owner}, which is a copy" in message
+            assert f"Put the {owner.split(' ', 1)[1]} itself there" in message
+        assert manager.steps() == [1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"state": {}, "param_groups": []},
+        {"state": "running", "param_groups": ["a", "b"]},
+        {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}], "step": 1},
+        {"last_epoch": 3, "base_lrs": [0.1], "gamma": 0.5},
+        {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 10},
+    ],
+)
+def test_dict_that_only_resembles_a_state_dict_is_saved_and_restored(
+    tmp_path: Path, value: dict[str, Any]
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"mine": value}).wait()
+        state: dict[str, Any] = {"mine": {}}
+        assert manager.restore(state)
+        assert state == {"mine": value}
+
+
+def test_object_may_hold_the_state_dicts_of_the_objects_it_wraps(tmp_path: Path) -> None:
+    class Wrapper:
+        def __init__(self) -> None:
+            self.schedule = Schedule("StepLR")
+
+        def state_dict(self) -> dict[str, Any]:
+            return {name: part.state_dict() for name, part in self.schedule.state().items()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            for name, part in self.schedule.state().items():
+                part.load_state_dict(state[name])
+
+    saved, fresh = Wrapper(), Wrapper()
+    saved.schedule.play(3)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"wrapper": saved}).wait()
+        assert manager.restore({"wrapper": fresh})
+    assert fresh.state_dict() == saved.state_dict()

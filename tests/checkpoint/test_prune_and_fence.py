@@ -53,7 +53,7 @@ def best(steps: list[int], metrics: dict[int, dict[str, float]], retention: Rete
 
 
 @given(found, retentions, st.none() | st.integers(0, 40), measured)
-def test_the_last_good_one_the_newest_few_and_the_best_always_stay(
+def test_the_last_good_one_the_newest_few_the_best_and_newer_damaged_ones_always_stay(
     health: dict[int, Health],
     retention: Retention,
     just: int | None,
@@ -75,7 +75,9 @@ def test_the_last_good_one_the_newest_few_and_the_best_always_stay(
     assert just not in chosen.deleted
     assert best(usable, metrics, retention) <= set(chosen.kept)
     if good:
-        wanted = {*usable[-retention.last :], max(good), just, *unread}
+        damaged = {step for step in health if health[step] is Health.BAD and step > max(good)}
+        assert damaged <= set(chosen.kept)
+        wanted = {*usable[-retention.last :], max(good), just, *unread, *damaged}
         wanted |= best(usable, metrics, retention)
         assert all(
             step in wanted or (retention.every and step % retention.every == 0)

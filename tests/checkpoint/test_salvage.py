@@ -102,6 +102,18 @@ def test_agents_write_the_newest_step_that_all_hold_and_any_number_of_ranks_read
         assert job.restored(world) == (2, states[2])
 
 
+def test_final_save_is_not_skipped_because_of_a_damaged_later_checkpoint(job: Job) -> None:
+    states = job.leaves([3, 3, 3, 3])
+    with CheckpointManager(job.folder / "checkpoints") as manager:
+        manager.save(9, {"w": torch.ones(10)})
+    (path,) = (job.folder / "checkpoints").glob("*/state.*")
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    assert job.finish(0, 1) == ["", ""]
+    assert CheckpointManager(job.folder / "checkpoints").steps() == [3, 9]
+    shutil.rmtree(path.parent)
+    assert job.restored(3) == (3, states[3])
+
+
 def test_a_node_that_stays_writes_its_parts_for_one_that_leaves(job: Job) -> None:
     states = job.leaves([3, 3, 3, 3])
     said = job.finish(0, 1, leaves=(True, False))

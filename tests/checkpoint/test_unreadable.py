@@ -72,7 +72,7 @@ def test_a_file_of_which_fewer_bytes_come_than_it_has_is_damaged(tmp_path: Path)
     data = tmp_path / data_of(tmp_path, 1)
     size = data.stat().st_size
     assert why == f"{data.name} has {size - 3} of {size} bytes"
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(CheckpointCorrupt, match="none of the checkpoints in"):
         manager.load()
 
 

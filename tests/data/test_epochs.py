@@ -100,7 +100,8 @@ def test_where_epochs_are_named_none_begins_by_itself():
     sampler.set_epoch(0)
     assert list(sampler) == list(sampler)
     sampler.advance(10)
-    assert list(sampler) == []
+    with pytest.warns(UserWarning, match="epoch 0 is empty"):
+        assert list(sampler) == []
     assert len(sampler) == 0
     assert sampler.epoch == 0
 

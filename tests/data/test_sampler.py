@@ -179,7 +179,8 @@ def test_advance_stops_at_the_end_and_never_goes_back():
     sampler.advance(8)
     sampler.advance(8)
     assert sampler.state_dict()["consumed"] == 10
-    assert list(sampler) == []
+    with pytest.warns(UserWarning, match="epoch 0 is empty"):
+        assert list(sampler) == []
     with pytest.raises(ConfigError, match=r"count.*got -2"):
         sampler.advance(-2)
 

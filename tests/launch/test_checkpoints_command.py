@@ -48,26 +48,40 @@ def test_a_list_shows_each_one_and_the_cut_one_as_damaged(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["STEP", "SIZE", "SAVED", "AGE", "WORLD", "METRICS", "BY", "STATE"]
     date, age = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", r"(?:under )?[\d.]+ s"
-    row = rf"10    2.9 KiB  {date}  {age}  4      loss=0.1 top1=77  job7 generation 2  whole"
+    row = rf"10    2.9 KiB  {date}  {age}  4      loss=0.1 top1=77  job7 generation 2  complete"
     assert re.fullmatch(row, lines[1])
     assert lines[2].endswith(f"damaged: {path.name} should have 3000 bytes, and has 100")
     assert main(["checkpoints", "ls", str(folder), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [(row["step"], row["whole"]) for row in rows] == [(10, True), (9, False), (8, True)]
+    states = [(row["step"], row["status"]) for row in rows]
+    assert states == [(10, "complete"), (9, "damaged"), (8, "complete")]
     assert rows[0]["bytes"] == 3000
     assert (rows[0]["world"], rows[0]["metrics"]) == (4, {"loss": 0.1, "top1": 77.0})
     assert (rows[2]["world"], rows[2]["metrics"]) == (None, {})
+
+
+def test_only_verify_says_verified_and_ls_says_complete_of_bytes_that_it_does_not_read(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(folder, 9)
+    for act, good, flawed in (("ls", "complete", "complete"), ("verify", "verified", "damaged")):
+        main(["checkpoints", act, str(folder)])
+        lines = capsys.readouterr().out.splitlines()[1:]
+        assert [good in line for line in lines] == [True, flawed == good, True]
+        main(["checkpoints", act, str(folder), "--json"])
+        rows = json.loads(capsys.readouterr().out)
+        assert [row["status"] for row in rows] == [good, flawed, good]
 
 
 def test_verify_ends_with_1_and_names_what_is_damaged(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["checkpoints", "verify", str(folder)]) == 0
-    assert capsys.readouterr().out.count("whole") == 3
+    assert capsys.readouterr().out.count("verified") == 3
     damage(folder, 9)
     assert main(["checkpoints", "verify", str(folder), "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)
-    assert [row["step"] for row in rows if not row["whole"]] == [9]
+    assert [row["step"] for row in rows if row["status"] == "damaged"] == [9]
     assert main(["checkpoints", "verify", str(folder)]) == 1
     assert re.search(r"^9 .*damaged: state.* should have CRC-32", capsys.readouterr().out, re.M)
     assert main(["checkpoints", "verify", str(folder), "--step", "10"]) == 0
@@ -75,20 +89,20 @@ def test_verify_ends_with_1_and_names_what_is_damaged(
     assert "there is no checkpoint" in capsys.readouterr().err
 
 
-def test_prune_deletes_what_it_says_and_never_the_last_whole_one(
+def test_prune_deletes_what_it_says_and_never_the_last_good_one_or_newer_damaged_ones(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(folder, 10)
     prune = ["checkpoints", "prune", str(folder), "--keep-last", "1", "--keep-every", "4"]
     assert main([*prune, "--dry-run"]) == 0
-    assert capsys.readouterr().out == "would delete 10; kept 8, 9\n"
+    assert capsys.readouterr().out == "would delete none; kept 8, 9, 10\n"
     assert len(list(folder.glob("step-*"))) == 3
     assert main([*prune[:-2], "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"kept": [9], "deleted": [8, 10]}
+    assert json.loads(capsys.readouterr().out) == {"kept": [9, 10], "deleted": [8]}
     damage(folder, 9)
     assert main(prune) == 1
     assert "nothing goes: none is known to be good" in capsys.readouterr().err
-    assert len(list(folder.glob("step-*"))) == 1
+    assert len(list(folder.glob("step-*"))) == 2
 
 
 def test_prune_keeps_the_best_by_a_metric(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,211 @@
+"""A sampler warns if `advance` counts other samples than were drawn, and only then."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
+
+# The loader wants workers forked from a process that has threads: python 3.12 warns of that.
+forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+torchdata = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+
+def sampler_of(n: int = 96, world: int = 2, **options: Any) -> ElasticDistributedSampler:
+    return ElasticDistributedSampler(range(n), world, 0, **options)
+
+
+def prefetched(items: Any, batch: int, lead: int) -> Iterator[list[int]]:
+    """Batches as a loader gives them out that has drawn `lead` batches more than it gave out."""
+    drawn: Iterator[list[int]] = iter(lambda: list(itertools.islice(source, batch)), [])
+    source, queue = iter(items), deque[list[int]]()
+    for indices in drawn:
+        queue.append(indices)
+        if len(queue) > lead:
+            yield queue.popleft()
+    yield from queue
+
+
+@forks
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("names_epochs", [True, False])
+def test_count_without_the_world_size_is_reported_at_the_end_of_the_epoch(
+    workers: int, names_epochs: bool
+) -> None:
+    sampler = sampler_of()
+    loader = DataLoader(range(96), 2, sampler=sampler, num_workers=workers)
+    if names_epochs:
+        sampler.set_epoch(0)
+    for _ in loader:
+        sampler.advance(2)
+    message = (
+        r"advance\(\) counted 48 of the 96 samples of epoch 0 that all ranks drew together.*"
+        r"advance\(batch_size \* world_size\)"
+    )
+    with pytest.warns(UserWarning, match=message) as caught:
+        sampler.set_epoch(1) if names_epochs else iter(sampler)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_count_that_is_twice_too_large_is_reported_as_soon_as_the_epoch_is_exceeded(
+    batched: bool,
+) -> None:
+    sampler = sampler_of()
+    batches = ElasticBatchSampler(sampler, 8)
+    sampler.set_epoch(0)
+
+    def train() -> None:
+        for _ in range(12):
+            if batched:
+                batches.advance()
+                batches.advance()
+            else:
+                sampler.advance(16)
+
+    with pytest.warns(UserWarning, match=r"counted \d+ samples of epoch 0, which has 96"):
+        train()
+    assert sampler.position.consumed == 96
+
+
+def test_empty_epoch_is_reported_if_its_samples_were_used_before() -> None:
+    sampler = sampler_of()
+    sampler.set_epoch(0)
+    for _ in DataLoader(range(96), 2, sampler=sampler):
+        sampler.advance(4)
+    with pytest.warns(UserWarning, match=r"epoch 0 is empty: all of its 96 samples .*set_epoch\("):
+        assert list(sampler) == []
+    assert list(sampler) == []  # the warning comes once
+
+
+@given(
+    n=st.integers(1, 60),
+    world=st.integers(1, 4),
+    batch=st.integers(1, 5),
+    lead=st.integers(0, 6),
+    accumulate=st.integers(1, 3),
+    stop=st.integers(1, 70),
+    tail=st.sampled_from(["pad", "drop", "exact"]),
+    drop_last=st.booleans(),
+    names_epochs=st.booleans(),
+)
+def test_right_counts_are_never_reported(
+    *,
+    n: int,
+    world: int,
+    batch: int,
+    lead: int,
+    accumulate: int,
+    stop: int,
+    tail: Any,
+    drop_last: bool,
+    names_epochs: bool,
+) -> None:
+    """However far the loader draws ahead, and wherever a rank stops within the epoch."""
+    sampler = sampler_of(n, world, tail=tail)
+    for epoch in range(2):
+        if names_epochs:
+            sampler.set_epoch(epoch)
+        uncounted = 0
+        for step, indices in enumerate(prefetched(sampler, batch, lead)):
+            if step == stop or (drop_last and len(indices) < batch):
+                break
+            uncounted += batch * world
+            if (step + 1) % accumulate == 0:
+                sampler.advance(uncounted)
+                uncounted = 0
+
+
+@given(
+    n=st.integers(1, 60),
+    world=st.integers(1, 4),
+    batch=st.integers(1, 20),
+    lead=st.integers(0, 6),
+    stop=st.integers(1, 70),
+    tail=st.sampled_from(["pad", "drop", "exact"]),
+)
+def test_right_counts_of_a_batch_sampler_are_never_reported(
+    *, n: int, world: int, batch: int, lead: int, stop: int, tail: Any
+) -> None:
+    batches = ElasticBatchSampler(sampler_of(n, world, tail=tail), batch)
+    for epoch in range(2):
+        batches.set_epoch(epoch)
+        for step, _ in enumerate(prefetched(batches, 1, lead)):
+            batches.advance()
+            if step == stop:
+                break
+
+
+@forks
+@torchdata
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [3, 22, None])
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("make", [DataLoader, StatefulDataLoader])
+def test_loaders_of_torch_that_are_counted_right_are_not_reported(
+    make: Callable[..., Any], counts: bool, stop: int | None, workers: int
+) -> None:
+    sampler = sampler_of()
+    loader = make(range(96), 2, sampler=sampler, num_workers=workers)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for _ in itertools.islice(loader, stop):
+            if counts:
+                sampler.advance(4)
+
+
+@torchdata
+def test_loader_that_goes_on_from_its_state_is_not_reported() -> None:
+    state, trained = None, 0
+    for steps in (9, 20):
+        sampler = sampler_of()
+        loader = StatefulDataLoader(range(96), 2, sampler=sampler)
+        if state is not None:
+            loader.load_state_dict(state)
+        for _ in itertools.islice(loader, steps):
+            sampler.advance(4)
+            trained += 1
+        state = loader.state_dict()
+    sampler.set_epoch(1)
+    assert trained == 24
+
+
+def test_epoch_that_is_resumed_at_its_end_is_not_reported() -> None:
+    saved = sampler_of()
+    saved.set_epoch(0)
+    saved.advance(96)
+    resumed = sampler_of()
+    resumed.load_state_dict(saved.state_dict())
+    lengths = []
+    for epoch in range(resumed.epoch, 2):
+        resumed.set_epoch(epoch)
+        lengths.append(len(list(resumed)))
+    assert lengths == [0, 48]
+
+
+def test_order_that_is_looked_at_before_training_is_not_reported() -> None:
+    sampler = sampler_of()
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        for _ in range(0, len(order), 4):
+            sampler.advance(8)
+
+
+def test_sampler_that_is_iterated_can_be_copied() -> None:
+    sampler = sampler_of()
+    for _ in itertools.islice(sampler, 3):
+        sampler.advance(2)
+    for other in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
+        assert list(other) == list(sampler)
