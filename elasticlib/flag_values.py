@@ -16,8 +16,8 @@ NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
 TORCHRUN_ONLY = {
     "logs_specs": "choose where output goes with --log-dir, --redirects, --tee and "
     "--local-ranks-filter",
-    "event_log_handler": "elasticlib writes events of its own to events.jsonl; read them with "
-    "`elasticlib report` or elasticlib.read_history",
+    "event_log_handler": "read the events in events.jsonl with `elasticlib report` or "
+    "elasticlib.read_history",
 }
 """Flags of torchrun, and fields of its LaunchConfig, that elasticlib does not implement: what to
 use instead."""

@@ -11,7 +11,7 @@ import argparse
 import enum
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .._version import __version__
@@ -51,7 +51,7 @@ class Flag(NamedTuple):
     default: Any = None
     kind: Callable[[Any], Any] = str
     shown: str | None = None
-    choices: Collection[str] | None = None
+    choices: Sequence[str] | None = None
     own: bool = False
     variable: str | None = None
 
@@ -92,7 +92,6 @@ class Flag(NamedTuple):
         names = [name.rstrip(",") for name in self.spec.split(" ") if name.startswith("-")]
         how: dict[str, Any] = {"action": "store_true"}
         if not self.switch:
-            # With a metavar argparse does not read through the choices, and so all metadata.
             how = {"choices": self.choices, "metavar": self.spec.rpartition(" ")[2]}
             how |= {"action": "append"} if self.kind is list else {"type": self.kind}
         shown = self.shown
