@@ -14,7 +14,7 @@ INTEGRATIONS := tests/integrations
 VENV_NEWEST := .venv-newest
 STAMP_NEWEST := $(VENV_NEWEST)/installed
 NEWEST := tests/newest
-# What can differ there: what is saved and dealt with torch's own, its names, flags and plug-ins, and
+# What can differ there: what is saved and dealt with torch's own, its names and flags, and
 # one job that loses workers. NEWEST_TESTS=tests runs all.
 NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_agree.py \
 	tests/checkpoint/test_file.py tests/checkpoint/test_sharded_checkpoints.py \
@@ -22,9 +22,8 @@ NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_agree.py
 	tests/examples/test_in_place.py \
 	tests/faults/test_recovery.py tests/logical/test_logical_workers.py \
 	tests/launch/test_coming_from_torchrun_page.py tests/launch/test_torch_fields.py \
-	tests/launch/test_torchrun_plug.py tests/launch/test_torchruns_flags.py \
-	tests/launch/test_torchruns_plugs.py tests/launch/test_torchruns_promises.py \
-	tests/in_place tests/workers tests/test_coming_from_torch.py tests/test_torch_names.py
+	tests/launch/test_torchruns_flags.py tests/launch/test_torchruns_promises.py \
+	tests/in_place tests/workers tests/test_coming_from_torch.py
 # What a user has who installs elasticlib and nothing else: no NumPy, above all. And what tests need.
 VENV_BARE := .venv-bare
 STAMP_BARE := $(VENV_BARE)/installed

@@ -9,12 +9,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
 
 log = logging.getLogger("elasticlib")
-
-Result = TypeVar("Result")
-LOOK_SECONDS = 0.05
 
 
 def helper(
@@ -34,29 +30,6 @@ def helper(
                 broke(sentence)
 
     return threading.Thread(target=run, name=name, daemon=True)
-
-
-def call_watched(act: Callable[[], Result], name: str, look: Callable[[], object]) -> Result:
-    """What `act` returns or raises, in a thread of this name. `look` is called over and over
-    meanwhile: if it raises, the call, which cannot be cancelled, is left to itself."""
-    results: list[Result] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(act())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = helper(call, name)
-    thread.start()
-    thread.join(LOOK_SECONDS)
-    while thread.is_alive():
-        look()
-        thread.join(LOOK_SECONDS)
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 class Aside:

@@ -120,7 +120,6 @@ FIRST = (
     "test_kubernetes.py",
     "test_frameworks.py",
     "test_ray.py",
-    "test_plugs.py",
     "test_slurm.py",
     "test_imagenet.py",
     "test_start_page.py",

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import redis
-from distributions import install, path_with
 from jobs import Job, check_one_world, until
+from modules import path_with, with_module
 from pages import blocks_of, by_name, check_suite_passes
 from redis_server import RedisServer, needs_redis
 
@@ -52,18 +52,13 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder in which the page's distribution is installed."""
-    # A name in TOML with the dots of its group quoted, which is all that INI reads differently.
-    project = configparser.ConfigParser()
-    project.read_string(FILES["pyproject.toml"])
-    points = project['project.entry-points."elasticlib.rendezvous"']
-    targets = {name: target.strip('"') for name, target in points.items()}
-    return install(tmp_path / "site", MODULE, FILES[f"{MODULE}.py"], **targets)
+    """A folder with the page's module."""
+    return with_module(tmp_path / "site", MODULE, FILES[f"{MODULE}.py"])
 
 
 @pytest.fixture
 def module(site: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The page's module, imported from where it is installed."""
+    """The page's module, imported from its folder."""
     monkeypatch.syspath_prepend(site)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     return importlib.import_module(MODULE)
@@ -83,7 +78,7 @@ def connect(module: Any, server: RedisServer) -> Iterator[Connect]:
 
 
 def test_every_block_of_the_page_is_known_to_a_test() -> None:
-    assert set(FILES) == {f"{MODULE}.py", SUITE, "pyproject.toml"}
+    assert set(FILES) == {f"{MODULE}.py", SUITE}
     assert len(BLOCKS) == len(FILES) + 5
 
 
@@ -171,7 +166,7 @@ def test_what_the_page_does_not_know_it_refuses(module: Any, tmp_path: Path) -> 
     del module
     secret = tmp_path / "secret"
     secret.write_text("word\n")
-    place = {"run_id": "job", "rdzv_backend": "redis", "rdzv_endpoint": "h:1"}
+    place = {"run_id": "job", "rdzv_backend": f"{MODULE}:open_redis", "rdzv_endpoint": "h:1"}
     good = LaunchConfig(**place, rdzv_configs={"password_file": str(secret)})
     open_meeting(good).close()
     with pytest.raises(ConfigError, match="takes password_file, not database"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributions import path_with
+from modules import path_with
 from pages import blocks_of, by_name, check_suite_passes
 
 from elasticlib import ElasticAgent, FileStore, WorkerState, read_history

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -18,74 +18,19 @@ import attrs
 from ..agent.options import DRAIN_SIGNALS, SIGNALS
 from ..endpoint import is_any_port_here
 from ..errors import ConfigError
+from ..flag_values import NUMA_BINDINGS, TORCHRUN_ONLY
 from ..signals import as_signal, read_signals
-from ..workers.cpu import BINDINGS
 from ..workers.output import StreamChoice, Streams
 from ..workers.spec import WorkerState
-from . import TIMER_FILE, TORCH_C10D, TORCHS_TIMEOUT
-from .logs import check_name
-from .logs import open_logs_specs as open_logs_specs
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult
-    from ..launch.backends import BackendRequest
     from ..launch.config import LaunchConfig
-    from ..observe.journal import View
-    from ..rendezvous.interface import RendezvousHandler
-    from ..workers.processes import TimerServer
 
-# -- names of --rdzv-backend ----------------------------------------------------------------------
-
-_C10D_KEYS = frozenset(
-    {
-        *("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout"),
-        *("keep_alive_interval", "keep_alive_max_attempt", "read_timeout", "store_type", "is_host"),
-    }
-)
-
-
-def check_beside_torchs(config: LaunchConfig) -> None:
-    """Refuse what a handler of torch's kind would silently leave out.
-
-    Raises:
-        ConfigError: a flag, or for torch's own handler a key of --rdzv-conf, that has no meaning.
-    """
-    backend, supervision = config.rdzv_backend, config.supervision
-    defaults = type(supervision)()
-    given = {
-        "--topology": bool(config.topology),
-        "--spares": config.spares is not None,
-        "--node-rank": config.node_rank is not None,
-        "--store-grace": config.store_grace != type(config)().store_grace,
-        "--snapshot-replicas": supervision.agent.snapshot_replicas > 0,
-    }
-    for name in ("restart_window", "restart_backoff"):
-        flag = f"--{name.replace('_', '-')}"
-        given[flag] = getattr(supervision, name) != getattr(defaults, name)
-    refused = [flag for flag, is_given in given.items() if is_given]
-    if refused:
-        raise ConfigError(
-            f"{', '.join(refused)}: {backend}, a handler of torch's kind, cannot do that; "
-            "elasticlib's own backends can"
-        )
-    if backend == TORCH_C10D:
-        _check_c10d(config)
-
-
-def _check_c10d(config: LaunchConfig) -> None:
-    if not config.rdzv_endpoint:
-        raise ConfigError(f"--rdzv-backend {TORCH_C10D} needs an --rdzv-endpoint")
-    unknown = sorted(set(config.rdzv_configs) - _C10D_KEYS)
-    if unknown:
-        raise ConfigError(
-            f"--rdzv-conf {', '.join(unknown)}: torch's c10d handler would ignore that; it takes "
-            f"{', '.join(sorted(_C10D_KEYS))}"
-        )
-
+TORCH_DEFAULT_TIMEOUT_S = 900  # torch writes it into rdzv_configs as `timeout` unless it is given
 
 # -- fields of LaunchConfig -----------------------------------------------------------------------
 
-EVENT_LOG_HANDLERS = ("null", "console")
 LOGS_SPECS = ("torch.distributed.elastic.multiprocessing.api", "DefaultLogsSpecs")
 
 
@@ -105,12 +50,13 @@ def plain_values(config: LaunchConfig) -> dict[str, Any]:
     if config.metrics_cfg:
         raise ConfigError(
             "metrics_cfg has no effect in torch either, and is refused here: leave it empty and "
-            "call elasticlib.metrics.configure(handler), or give an observe_port; "
-            f"got {dict(config.metrics_cfg)!r}"
+            f"give an observe_port; got {dict(config.metrics_cfg)!r}"
         )
-    name = config.event_log_handler
-    if name not in EVENT_LOG_HANDLERS:
-        raise ConfigError(f"--event-log-handler is {' or '.join(EVENT_LOG_HANDLERS)}, got {name!r}")
+    if config.event_log_handler != "null":
+        raise ConfigError(
+            f"event_log_handler must be 'null', got {config.event_log_handler!r}: "
+            f"{TORCHRUN_ONLY['event_log_handler']}"
+        )
     return {**_meeting(config), **_logs(config), **_binding(config), **_signals(config)}
 
 
@@ -146,16 +92,11 @@ def _logs(config: LaunchConfig) -> dict[str, Any]:
     specs = config.logs_specs
     if specs is None:
         return {}
-    if isinstance(specs, str):
-        check_name(specs)
-        return {}
-    # By name, as torch is not imported for this. A subclass may do anything with the files.
+    # The class is compared by name, because torch is not imported for this.
     if (type(specs).__module__, type(specs).__qualname__) != LOGS_SPECS:
-        if callable(getattr(specs, "reify", None)):
-            return {}
         raise ConfigError(
-            "logs_specs is one of torch's LogsSpecs, or the name of an entry point of "
-            f"torchrun.logs_specs, got {specs!r}"
+            f"logs_specs must be torch's DefaultLogsSpecs or None, got {specs!r}: "
+            f"{TORCHRUN_ONLY['logs_specs']}"
         )
     found = {
         "log_dir": specs.root_log_dir,
@@ -167,7 +108,6 @@ def _logs(config: LaunchConfig) -> dict[str, Any]:
         if found["redirects"].any or found["tee"].any:
             raise ConfigError(f"logs_specs sends output to files, and its log_dir is {os.devnull}")
         found["log_dir"] = None
-    # From here on it is ours to say where output goes.
     return {"logs_specs": None, **_once(config, "logs_specs", found)}
 
 
@@ -182,10 +122,10 @@ def _binding(config: LaunchConfig) -> dict[str, Any]:
         return {}
     mode = getattr(config.numa_options, "affinity_mode", None)
     name = getattr(mode, "value", mode)
-    if name not in BINDINGS:
+    if name not in NUMA_BINDINGS:
         raise ConfigError(
             "numa_options is torch's NumaOptions with an affinity_mode of "
-            f"{', '.join(BINDINGS)}, got {config.numa_options!r}"
+            f"{', '.join(NUMA_BINDINGS)}, got {config.numa_options!r}"
         )
     return _once(config, "numa_options", {"numa_binding": name})
 
@@ -240,7 +180,7 @@ def ours(config: Any, kind: type[LaunchConfig]) -> LaunchConfig:
         if values.pop(name) != names[name].default:
             raise ConfigError(f"elasticlib does not know the field {name} of torch's LaunchConfig")
     conf = dict(values["rdzv_configs"])
-    if "join_timeout" in conf and conf.get("timeout") == TORCHS_TIMEOUT:
+    if "join_timeout" in conf and conf.get("timeout") == TORCH_DEFAULT_TIMEOUT_S:
         del conf["timeout"]  # torch has put it there, and its c10d does not read it
     values["rdzv_configs"] = conf
     return kind(**values)
@@ -253,6 +193,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "are not looked for; --hang-timeout finds those that make no steps",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "workers never share a store with the rendezvous, and "
     "theirs is served by their agent",
+    "TORCHELASTIC_ENABLE_FILE_TIMER": "elasticlib does not watch torch's file timers; "
+    "--hang-timeout finds workers that make no steps",
 }
 """Variables that torchrun heeds and elasticrun does not, and why; none of them is an error."""
 
@@ -260,13 +202,11 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 @attrs.frozen(kw_only=True)
 class TorchrunOptions:
     """python: the interpreter of scripts and modules, None for the agent's own. use_libuv: which of
-    torch's two servers the workers' store is. timer_file: where the agent listens to the timers
-    that its workers set, empty for a file of its own, None where it does not.
+    torch's two servers the workers' store is.
     """
 
     python: str | None = None
     use_libuv: bool = True
-    timer_file: str | None = None
 
 
 def read_torchrun_variables(
@@ -280,11 +220,11 @@ def read_torchrun_variables(
         ConfigError: one of them cannot work.
     """
     found: dict[str, Any] = {}
-    notes = [
+    notes = tuple(
         f"{name}={environment[name]} has no effect: {why}"
         for name, why in WITHOUT_EFFECT.items()
         if environment.get(name, "") not in ("", "0")
-    ]
+    )
     name = environment.get("PYTHON_EXEC")
     if name and python:
         found["python"] = shutil.which(name)
@@ -292,21 +232,9 @@ def read_torchrun_variables(
             raise ConfigError(
                 f"PYTHON_EXEC is the interpreter of the workers, and {name!r} is no program here"
             )
-    found["use_libuv"] = wants_libuv(environment)
-    pipe = environment.get(TIMER_FILE, "")
-    if environment.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
-        found["timer_file"] = pipe
-    elif pipe:
-        notes.append(
-            f"{TIMER_FILE}={pipe} has no effect, and workers do not see it: nobody "
-            "listens there without TORCHELASTIC_ENABLE_FILE_TIMER=1"
-        )
-    return found, tuple(notes)
-
-
-def wants_libuv(environment: Mapping[str, str]) -> bool:
-    """As torch reads it: whatever is not 1 asks for the other server."""
-    return environment.get("USE_LIBUV", "1") == "1"
+    # As torch reads it: whatever is not 1 asks for the other server.
+    found["use_libuv"] = environment.get("USE_LIBUV", "1") == "1"
+    return found, notes
 
 
 # -- shapes of a run, each imported when it is needed ----------------------------------------------
@@ -326,31 +254,3 @@ def values_of(name: str, result: RunResult) -> dict[int, Any]:
         said = f"{name}: {result.state.value}: {result.reason}"
         raise SignalException(said, as_signal(result.signal), result)
     raise ChildFailedError(name, failures_of(result.failures), result)
-
-
-def torch_views(config: LaunchConfig, name: str, handler: RendezvousHandler) -> Iterator[View]:
-    """What shows this node's events in torch's shapes; name: of what is run."""
-    from .views import PutMetrics, TorchsEvents
-
-    yield PutMetrics(config.role)
-    if config.event_log_handler == "console":
-        yield TorchsEvents(name, config.role, handler)
-
-
-def find_timers(config: LaunchConfig) -> TimerServer | None:
-    """What keeps the timers of torch's `FileTimerClient`, if workers are to have it."""
-    from .timers import TimerServer
-
-    path = config.torchrun.timer_file
-    return None if path is None else TimerServer(path)
-
-
-def open_from_torch(name: str, request: BackendRequest) -> RendezvousHandler:
-    """The handler that torchrun would have under that name, as ours.
-
-    Raises:
-        Exception: whatever the handler, or torch's registry, raises.
-    """
-    from .from_torch import open_from_torch
-
-    return open_from_torch(name, request)

@@ -121,7 +121,7 @@ def _config(settings: Settings, environment: Mapping[str, str]) -> tuple[LaunchC
         }
     )
     conf = config.rdzv_configs
-    if {"timeout", "join_timeout"} <= set(conf) and not config.of_torch:
+    if {"timeout", "join_timeout"} <= set(conf):
         said = f"--rdzv-conf timeout={conf['timeout']} is ignored"
         notes = (*notes, f"{said}: join_timeout={conf['join_timeout']} goes before it")
     return config, settings.noted(*notes)

@@ -1,5 +1,7 @@
-"""What stands behind a name of --rdzv-backend that is not elasticlib's own store server or folder:
-an entry point, torch's own handler, or etcd.
+"""Rendezvous backends other than elasticlib's own store server or folder: a user's, or etcd.
+
+A user's backend is named as `package.module:function`. The module is imported when a launch, or a
+command that asks about a run, opens it, and never before.
 
 etcd's place is read from --rdzv-endpoint and the keys of --rdzv-conf. Each key has the spellings of
 torch's two etcd backends, and belongs to these backends alone; what contradicts another flag is
@@ -8,29 +10,23 @@ refused by name. Files are read when the store is opened.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from functools import partial
+import importlib
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..compat import TORCH_C10D, registered_with_torch
-from ..compat.launching import open_from_torch
-from ..errors import ConfigError, describe
+from ..errors import ConfigError, describe, did_you_mean
 from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.interface import RendezvousHandler
 from ..stores.interface import Store
 from .addresses import is_loopback, outward_address, resolve, source_address
-from .backend_names import ETCD_BACKENDS, OUR_BACKENDS, is_torchs, registered
+from .flags import ETCD_BACKENDS, OUR_BACKENDS
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from ..stores.etcd import EtcdStore, Member
-
-log = logging.getLogger("elasticlib.launch")
 
 
 @attrs.frozen(kw_only=True)
@@ -41,8 +37,7 @@ class BackendRequest:
     options: the keys of --rdzv-conf that are not elasticlib's own, as text; a backend refuses
     those that it does not know by a ConfigError. timeout: seconds within which a store's call ends.
     node, limits, timing: what a handler of its own needs beside these; over a store that is
-    returned the dynamic handler is put, and it is closed after that one has left. use_libuv: which
-    of torch's two servers the workers' store is to be.
+    returned the dynamic handler is put, and it is closed after that one has left.
     """
 
     endpoint: str
@@ -52,52 +47,49 @@ class BackendRequest:
     node: Node
     limits: Limits
     timing: Timing
-    use_libuv: bool = True
+
+
+_USERS_BACKEND = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def check_backend(name: str) -> None:
+    """Raise ConfigError for what cannot be the name of a backend; nothing is imported."""
+    if name not in OUR_BACKENDS and not _USERS_BACKEND.fullmatch(name):
+        raise ConfigError(
+            f"--rdzv-backend must be one of {', '.join(OUR_BACKENDS)}, or package.module:function "
+            f"for a backend of your own, got {name!r}{did_you_mean(name, OUR_BACKENDS)}"
+        )
 
 
 def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandler:
-    """What the entry point of that name opens, or torch's own handler.
+    """Import the function that a user's backend is named by, and return what it opens.
 
     Raises:
-        ConfigError: it cannot be loaded, breaks, or returns something else; or there are several.
+        ConfigError: it cannot be imported, fails, or returns something else.
     """
-    load: Callable[[], Callable[[BackendRequest], object]]
-    if is_torchs(name):
-        theirs = registered_with_torch().get(name)
-        origin = name if theirs is None else _described(theirs)
-        load = partial(partial, open_from_torch, name)
-    else:
-        found = registered().get(name, [])
-        if len(found) != 1:
-            rivals = ", ".join(map(_described, found)) or "none"
-            raise ConfigError(f"--rdzv-backend {name} needs one entry point, there are: {rivals}")
-        origin, load = _described(found[0]), found[0].load
+    module, _, path = name.partition(":")
     try:
-        opened = load()(request)
+        function: Any = importlib.import_module(module)
+        for attribute in path.split("."):
+            function = getattr(function, attribute)
+    except Exception as error:
+        raise ConfigError(
+            f"--rdzv-backend {name} cannot be imported: {describe(error)}; the module must be "
+            "installed, or its folder be in PYTHONPATH"
+        ) from error
+    try:
+        opened = function(request)
     except ConfigError:
         raise
     except Exception as error:
-        # Anything may be wrong in code that is not ours, and the user must learn in whose it is.
-        raise ConfigError(f"--rdzv-backend {origin} failed: {describe(error)}") from error
+        # The user's own code may raise anything, and the message must say whose code failed.
+        raise ConfigError(f"--rdzv-backend {name} failed: {describe(error)}") from error
     if not isinstance(opened, (Store, RendezvousHandler)):
         raise ConfigError(
-            f"--rdzv-backend {origin} must return a Store or a RendezvousHandler, "
+            f"--rdzv-backend {name} must return a Store or a RendezvousHandler, "
             f"got {type(opened).__name__}"
         )
     return opened
-
-
-def warn_of_shadows() -> None:
-    """Say of each entry point that bears a name of ours that it is ignored."""
-    found = registered()
-    for name in (*OUR_BACKENDS, TORCH_C10D):
-        for point in found.get(name, ()):
-            log.warning("%s is ignored: elasticlib has a backend of that name", _described(point))
-
-
-def _described(point: EntryPoint) -> str:
-    origin = f" ({point.dist.name})" if point.dist is not None else ""
-    return f"{point.name} = {point.value}{origin}"
 
 
 # -- etcd ------------------------------------------------------------------------------------------

@@ -17,18 +17,16 @@ from typing import Any
 import attrs
 
 from ..agent.options import AgentOptions
-from ..compat import our_name
-from ..compat.launching import TorchrunOptions, check_beside_torchs, plain_values, texts
+from ..compat.launching import TorchrunOptions, plain_values, texts
 from ..endpoint import port_of, split_endpoint
 from ..errors import ConfigError
+from ..flag_values import NUMA_BINDINGS
 from ..rendezvous.document import Limits, Timing
-from ..workers.cpu import BINDINGS
 from ..workers.output import OutputPlan, StreamChoice, Streams
 from ..workers.spec import check_start
-from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS, is_torchs
-from .backends import ETCD_KEYS, EtcdPlace, check_etcd_keys, read_etcd_place
+from .backends import ETCD_KEYS, EtcdPlace, check_backend, check_etcd_keys, read_etcd_place
 from .endpoints import check_endpoints, check_local_addr, parts_of
-from .flags import DEFAULTS, REQUEUES
+from .flags import DEFAULTS, ETCD_BACKENDS, OUR_BACKENDS, REQUEUES
 
 LONGEST = 1e6
 """Seconds: more than eleven days is taken for a mistake, and threads cannot wait for ever."""
@@ -296,15 +294,15 @@ class LaunchConfig:
     """One node's part in a job: torch's fields, in torch's order, and by keyword ours.
 
     rdzv_endpoint: `host:port`, or `host:port,host:port` for places to go on to when the first is
-    lost; a folder for the file backend, `host:port,host:port` for etcd, what a backend of another
-    distribution takes, or empty for one node alone. rdzv_configs: the keys of --rdzv-conf;
+    lost; a folder for the file backend, `host:port,host:port` for etcd, what a backend of your own
+    takes, or empty for one node alone. rdzv_backend: a name of ours, or `package.module:function`,
+    which is called with a `BackendRequest`. rdzv_configs: the keys of --rdzv-conf;
     rdzv_timeout: another name for its `timeout`, unless -1. run_id: a node alone is given one for
     an empty one. start_method: `warm` (also `fork` and `forkserver`) or `spawn`.
     log_line_prefix_template: how each line of `tee` begins, with `${role_name}`, `${rank}`,
     `${local_rank}` and `${hostname}` filled in. What torch's DefaultLogsSpecs, numa_options and
-    signals_to_handle say is found in our own fields, too; logs_specs may be another of torch's
-    kind, or the name of an entry point of `torchrun.logs_specs`. event_log_handler: `null`, or
-    `console` for an event a line.
+    signals_to_handle say is found in our own fields, too. event_log_handler, metrics_cfg: have no
+    effect, and are refused if they say something.
     virtual_local_rank: each worker sees its own GPU alone, as device 0. shutdown_timeout: seconds
     between SIGTERM and SIGKILL; None: what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
 
@@ -325,7 +323,7 @@ class LaunchConfig:
     run_id: str = "none"
     role: str = "default_role"
     rdzv_endpoint: str = ""
-    rdzv_backend: str = attrs.field(default="tcp", converter=our_name)
+    rdzv_backend: str = "tcp"
     rdzv_configs: Mapping[str, Any] = attrs.field(factory=dict)
     rdzv_timeout: float = -1
     max_restarts: int = 3
@@ -334,7 +332,7 @@ class LaunchConfig:
     log_line_prefix_template: str | None = None
     metrics_cfg: Mapping[str, str] = attrs.field(factory=dict)
     local_addr: str | None = None
-    event_log_handler: str = DEFAULTS["event_log_handler"]
+    event_log_handler: str = "null"
     numa_options: Any = None
     signals_to_handle: str | None = None
     duplicate_stdout_filters: tuple[str, ...] = attrs.field(default=(), converter=texts)
@@ -369,12 +367,11 @@ class LaunchConfig:
 
     def _refusals(self) -> Iterator[str]:
         """Why this cannot work, as far as no machine is looked at; some reasons are raised."""
-        if self.rdzv_backend not in BACKENDS:
-            yield f"--rdzv-backend is one of {', '.join(BACKENDS)}, got {self.rdzv_backend!r}"
+        check_backend(self.rdzv_backend)
         yield from self._refused_numbers()
         yield from self._refused_output()
-        if self.numa_binding not in (None, *BINDINGS):
-            yield f"--numa-binding is one of {', '.join(BINDINGS)}, got {self.numa_binding!r}"
+        if self.numa_binding not in (None, *NUMA_BINDINGS):
+            yield f"--numa-binding is one of {', '.join(NUMA_BINDINGS)}, got {self.numa_binding!r}"
         yield from self._refused_place()
         # Made for their errors, so that a bad value is named before anything starts.
         _ = (self.options, self.limits, self.timing, self.observed_at)
@@ -386,8 +383,6 @@ class LaunchConfig:
             check_endpoints(self.rdzv_endpoint, is_host=is_host, quorum=quorum)
         if self.rdzv_backend == "static":
             yield from self._refused_static()
-        if self.of_torch:
-            check_beside_torchs(self)
         if (elsewhere or self.rdzv_backend in ETCD_BACKENDS) and self.run_id == "none":
             said = f"the {self.rdzv_backend} backend may hold several jobs"
             yield f"{said}: name each job with its own --rdzv-id"
@@ -487,7 +482,7 @@ class LaunchConfig:
     @property
     def alone(self) -> bool:
         """Whether this node needs nobody, and no place to meet."""
-        return not self.rdzv_endpoint and not self.of_torch
+        return not self.rdzv_endpoint
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -496,18 +491,13 @@ class LaunchConfig:
 
     @property
     def foreign(self) -> bool:
-        """Whether the backend is of another distribution."""
+        """Whether the backend is the user's own."""
         return self.rdzv_backend not in OUR_BACKENDS
-
-    @property
-    def of_torch(self) -> bool:
-        """Whether the handler is of torch's kind, to which all of --rdzv-conf belongs."""
-        return is_torchs(self.rdzv_backend)
 
     @property
     def foreign_options(self) -> dict[str, str]:
         """The keys of --rdzv-conf that are not ours to read."""
-        ours: set[str] = set() if self.of_torch else {*_READERS, "timeout"}
+        ours = {*_READERS, "timeout"}
         return {key: str(value) for key, value in self.rdzv_configs.items() if key not in ours}
 
     @property

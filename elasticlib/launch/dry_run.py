@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from ..compat import TIMER_FILE
 from ..observe.wording import plural
 from ..rendezvous.document import Node
 from ..rendezvous.ranks import deal_seats
@@ -143,15 +142,12 @@ def _environments(launch: Launch, inherited: Mapping[str, str]) -> list[dict[str
         master_port=0,
         max_restarts=config.max_restarts,
     )
-    own = dict(_OWN)
-    if config.torchrun.timer_file is not None:
-        own[TIMER_FILE] = config.torchrun.timer_file or "a pipe of its agent's"
     found = []
     for worker in group.workers:
         environment = worker_environment(
             group, worker, inherited, error_file="", cores=count_cores()
         )
-        found.append({**environment, **_PLACE, **own, **({} if fixed else _unsettled(launch))})
+        found.append({**environment, **_PLACE, **_OWN, **({} if fixed else _unsettled(launch))})
     return found
 
 

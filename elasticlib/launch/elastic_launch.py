@@ -20,7 +20,7 @@ from ..agent.interface import Memory, RunResult
 from ..agent.loop import ElasticAgent, LocalElasticAgent
 from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.replicas import SnapshotKeeper, Stores
-from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables, torch_views
+from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables
 from ..compat.launching import values_of as values_of
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
@@ -44,7 +44,7 @@ from .config import TCP_BACKENDS, LaunchConfig, check_seconds, naming_fields
 from .endpoints import read_secret
 from .exit_report import summary, write_failure
 from .flags import FLAGS
-from .observed import Observed, RestoreHint, answering, kept_logs, open_journal
+from .observed import Observed, answering, kept_logs, open_journal
 from .own_workers import check_machine, local_workers, spec_of
 from .process import HELD, HeldSignals
 from .rendezvous_setup import Meeting, open_meeting
@@ -138,9 +138,8 @@ def run_node(
         stack.callback(meeting.close)
         check_requeue(requeue, meeting, config.rdzv_backend)
         observed = stack.enter_context(contextlib.closing(Observed(config, os.environ)))
-        views = (RestoreHint(), *torch_views(config, entry_name(entrypoint), meeting.handler))
         journal = stack.enter_context(
-            open_journal(config, runners, meeting.me, endpoint=meeting.serves_at, views=views)
+            open_journal(config, runners, meeting.me, endpoint=meeting.serves_at)
         )
         shown = f": elasticlib status {shlex.quote(journal.found_by)} shows it{_elsewhere(config)}"
         log.info("run %s begins%s", config.run_id, shown if journal.found_by else "")

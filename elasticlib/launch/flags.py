@@ -11,18 +11,20 @@ import argparse
 import enum
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .._version import __version__
 from ..errors import ConfigError, did_you_mean
-from ..flag_values import DRAIN_EXIT_CODE, GRACE, STORE_GRACE
-from ..workers.cpu import BINDINGS
-from .backend_names import BACKENDS
+from ..flag_values import DRAIN_EXIT_CODE, GRACE, NUMA_BINDINGS, STORE_GRACE, TORCHRUN_ONLY
 
 PREFIX = "PET_"
 MASTER_PORT = 29500
 REQUEUES = ("none", "slurm")
+SCHEDULERS = ("none", "auto", "slurm", "skypilot")
+ETCD_BACKENDS = ("etcd", "etcd-v2")
+"""The second is torch's name for a backend that spoke etcd's version 2; here it speaks 3 too."""
+OUR_BACKENDS = ("tcp", "c10d", "file", "static", *ETCD_BACKENDS)
 OWN = "[+]"
 """Marks in --help the flags that torchrun does not have."""
 
@@ -49,7 +51,7 @@ class Flag(NamedTuple):
     default: Any = None
     kind: Callable[[Any], Any] = str
     shown: str | None = None
-    choices: Collection[str] | None = None
+    choices: Sequence[str] | None = None
     own: bool = False
     variable: str | None = None
 
@@ -90,7 +92,6 @@ class Flag(NamedTuple):
         names = [name.rstrip(",") for name in self.spec.split(" ") if name.startswith("-")]
         how: dict[str, Any] = {"action": "store_true"}
         if not self.switch:
-            # With a metavar argparse does not read through the choices, and so all metadata.
             how = {"choices": self.choices, "metavar": self.spec.rpartition(" ")[2]}
             how |= {"action": "append"} if self.kind is list else {"type": self.kind}
         shown = self.shown
@@ -167,8 +168,8 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
     "where nodes meet": (
         Flag(
             "--rdzv-backend NAME",
-            "meet through this kind of store: %(choices)s (c10d means tcp, etcd-v2 means etcd)",
-            choices=BACKENDS,
+            f"meet through this kind of store: {', '.join(OUR_BACKENDS)} (c10d means tcp, etcd-v2 "
+            "means etcd), or through your own: package.module:function",
             shown="tcp, or static with --master-addr",
         ),
         Flag(
@@ -201,9 +202,9 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         ),
         _Own(
             "--from-env NAME",
-            "take settings that are not given from a scheduler's variables: none, auto, slurm, "
-            "skypilot, or the name of a plug-in",
+            "take settings that are not given from a scheduler's variables: %(choices)s",
             "none",
+            choices=SCHEDULERS,
         ),
         _Own(
             "--store-grace SECONDS",
@@ -325,10 +326,6 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             )
             for stream in ("stdout", "stderr")
         ),
-        Flag(
-            "--logs-specs NAME",
-            "entry point in the group torchrun.logs_specs that decides where output goes",
-        ),
     ),
     "watching the job": (
         _Own(
@@ -336,18 +333,14 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             "serve /healthz, /status.json and /metrics at PORT (0: any free one, which is logged). "
             "HOST is 127.0.0.1 by default; give 0.0.0.0 for probes from other machines",
         ),
-        Flag(
-            "--event-log-handler NAME",
-            "console: write torchrun's events to stderr, one JSON object per line",
-            "null",
-        ),
     ),
     "GPUs and processors": (
         Flag("--virtual-local-rank", "show each worker only its own GPU, and LOCAL_RANK 0", False),
         Flag(
             "--numa-binding NAME",
-            "bind each worker to processors near the GPU of its local rank: %(choices)s",
-            choices=BINDINGS,
+            "bind each worker to CPUs near the GPU of its local rank, as torch.numa chooses them: "
+            "%(choices)s",
+            choices=NUMA_BINDINGS,
         ),
     ),
     "before the start": (
@@ -362,6 +355,18 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
 FLAGS: Mapping[str, Flag] = {flag.dest: flag for rows in GROUPS.values() for flag in rows}
 DEFAULTS: Mapping[str, Any] = {dest: flag.default for dest, flag in FLAGS.items()}
 """The one place of each; `LaunchConfig` reads its own here."""
+
+
+_NOT_IMPLEMENTED = "elasticlib does not implement this flag of torchrun"
+
+
+class _TorchrunOnly(argparse.Action):
+    """Refuses a flag of torchrun that elasticlib does not implement; const: what to use instead."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: object, _value: object, flag: str | None = None
+    ) -> None:
+        parser.error(f"{flag}: {_NOT_IMPLEMENTED}; {self.const}")
 
 
 class _PrintCompletion(argparse.Action):
@@ -410,6 +415,8 @@ class Parser(argparse.ArgumentParser):
     def _names(self) -> Iterator[str]:
         """Its long flags and commands, and the flags of commands whose arguments are known."""
         for action in self._actions:
+            if isinstance(action, _TorchrunOnly):
+                continue
             yield from (name for name in action.option_strings if re.match("--[^_]+$", name))
             if isinstance(action, argparse._SubParsersAction):
                 for name, parser in action.choices.items():
@@ -437,6 +444,9 @@ def build_parser() -> Parser:
         group = parser.add_argument_group(title)
         for flag in rows:
             flag.add_to(group)
+    for dest, instead in TORCHRUN_ONLY.items():
+        spellings = dict.fromkeys((f"--{dest.replace('_', '-')}", f"--{dest}"))
+        parser.add_argument(*spellings, action=_TorchrunOnly, const=instead, help=argparse.SUPPRESS)
     group.add_argument("-h", "--help", action="help", help="show this help and exit")
     version = f"elasticlib {__version__}"
     group.add_argument(
@@ -499,6 +509,10 @@ def read_variables(environment: Mapping[str, str]) -> tuple[Layer, tuple[str, ..
     Raises:
         ConfigError: one cannot be read.
     """
+    for dest, instead in TORCHRUN_ONLY.items():
+        name = PREFIX + dest.upper()
+        if environment.get(name):
+            raise ConfigError(f"{name}: {_NOT_IMPLEMENTED}; {instead}")
     own = {PREFIX + dest.upper(): flag for dest, flag in FLAGS.items()}
     # Kubeflow's older operators write it so, and torchrun ignores it.
     others = {f"{PREFIX}N_PROC_PER_NODE": FLAGS["nproc_per_node"]}

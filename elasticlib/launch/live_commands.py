@@ -17,7 +17,6 @@ from pathlib import Path
 import attrs
 
 from ..clock import monotonic, wall
-from ..compat import our_name
 from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import (
     ConfigError,
@@ -58,11 +57,11 @@ from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_OURS
 from ..workers.output import parse_ranks
 from .addresses import resolve
-from .backend_names import BACKENDS, ETCD_BACKENDS, OUR_BACKENDS
-from .backends import check_etcd_keys, read_etcd_place
+from .backends import check_backend, check_etcd_keys, read_etcd_place
 from .command_tools import Part, Table, complain, show, shown_in_place, typed
 from .config import TCP_BACKENDS, LaunchConfig, read_options, read_pairs
 from .endpoints import parts_of, read_secret
+from .flags import ETCD_BACKENDS, OUR_BACKENDS
 
 LONGEST_TIMEOUT = 30.0
 EVERY_SECONDS = 1.0
@@ -103,10 +102,9 @@ def _add_target(parser: argparse.ArgumentParser, timeout: float) -> None:
     parser.add_argument("--rdzv-id", default="", help="at an ENDPOINT: the job, if it has several")
     parser.add_argument(
         "--rdzv-backend",
-        type=our_name,
-        choices=BACKENDS,
         metavar="NAME",
-        help="RUN|ENDPOINT is what --rdzv-endpoint was, of this backend: %(choices)s (default tcp)",
+        help="RUN|ENDPOINT is what --rdzv-endpoint was, of this backend: "
+        f"{', '.join(OUR_BACKENDS)} or package.module:function (default tcp)",
     )
     parser.add_argument(
         "--rdzv-conf", default="", metavar="K=V,...", help="as for elasticrun: how to reach a store"
@@ -150,6 +148,7 @@ def find_target(chosen: argparse.Namespace) -> Target:
         except NoSuchRun:
             if not _is_endpoint(chosen.named):
                 raise
+    check_backend(target.backend)
     if target.backend in OUR_BACKENDS:  # for their errors, of what was given here
         check_etcd_keys(target.backend, conf)
         read_options(conf)

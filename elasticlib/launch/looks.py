@@ -25,7 +25,6 @@ import attrs
 
 from .._version import versions
 from ..agent.options import DRAIN_SIGNALS, SIGNALS
-from ..compat import TIMER_FILE
 from ..endpoint import join_endpoint
 from ..errors import ConfigError, ElasticError, StoreError, StoreRefused
 from ..held_folder import is_held
@@ -33,7 +32,8 @@ from ..observe.wording import size
 from ..stores.secret import VARIABLE as SECRET
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_OURS
-from ..workers.cpu import CGROUPS, MEMBERSHIP, bindings, count_cores, groups
+from ..workers.cpu import CGROUPS, MEMBERSHIP, count_cores, groups
+from ..workers.numa import numa_cpu_sets
 from ..workers.session import SHARED_MEMORY
 from ..workers.spec import Command, Entrypoint, Module, check_preload, own_device
 from .addresses import (
@@ -132,24 +132,17 @@ def look_at_flags(config: LaunchConfig, environment: Mapping[str, str]) -> Itera
     """What a launch would be refused for, and where it would write."""
     if config.log_dir is not None:
         yield writable("--log-dir", config.log_dir)
-    path = config.torchrun.timer_file
-    folder = os.path.dirname(os.path.abspath(path)) if path else ""
-    if path and not os.path.isdir(folder):
-        yield Finding(TIMER_FILE, False, f"no pipe can be made at {path}: there is no {folder}")
-    elif path:
-        yield writable(TIMER_FILE, folder)
     if config.virtual_local_rank:
         yield from _tried(
             "--virtual-local-rank",
             lambda: own_device(config.nproc_per_node - 1, environment),
             "the last worker's GPU is {}",
         )
-    workers, visible = config.nproc_per_node, environment.get("CUDA_VISIBLE_DEVICES")
     if config.numa_binding is not None:
-        name = config.numa_binding
+        name, workers = config.numa_binding, config.nproc_per_node
         yield from _tried(
             "--numa-binding",
-            lambda: bindings(name, workers, visible),
+            lambda: numa_cpu_sets(name, workers, environment),
             "workers are bound to processors near their GPUs",
         )
     level = environment.get("LOGLEVEL", "INFO")

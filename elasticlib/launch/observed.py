@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -65,7 +65,6 @@ def open_journal(
     node: str,
     *,
     endpoint: str = "",
-    views: Iterable[View] = (),
 ) -> Iterator[NodeJournal]:
     """The node's events, begun with what the launch is, and in a file if they are to be kept.
     endpoint: where this node serves the job's store, if it does."""
@@ -74,7 +73,7 @@ def open_journal(
         path, found_by = None, ""
         if config.events:
             path, found_by = _place(stack, config.run_id, logs)
-        journal = NodeJournal(config.run_id, node, path, views=views, found_by=found_by)
+        journal = NodeJournal(config.run_id, node, path, views=[RestoreHint()], found_by=found_by)
         stack.callback(journal.close)
         journal.tell(
             "run.began",

@@ -12,11 +12,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-import attrs
-
-from ..compat.launching import find_timers, may_go_unbound, open_logs_specs
+from ..compat.launching import may_go_unbound
 from ..errors import ConfigError, ElasticError
-from ..workers.cpu import bindings
+from ..workers.numa import numa_cpu_sets
 from ..workers.processes import LocalWorkers
 from ..workers.spec import Entrypoint, WorkerSpec, check_preload, own_device
 from .config import LaunchConfig
@@ -61,9 +59,9 @@ def check_machine(
 
 def local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> LocalWorkers:
     """Processes of this machine, as a launch has them."""
-    found = LocalWorkers(
+    return LocalWorkers(
         environment,
-        output=attrs.evolve(config.output, ask=open_logs_specs(config)),
+        output=config.output,
         log_dir=config.log_dir,
         run_id=config.run_id,
         python=config.torchrun.python or sys.executable,
@@ -72,18 +70,13 @@ def local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> Local
         start_method=config.start_method,
         preload=config.preload,
     )
-    timers = find_timers(config)
-    if timers is not None:
-        found.serve_timers(timers)
-    return found
 
 
 def _processors(config: LaunchConfig, environment: Mapping[str, str]) -> Sequence[frozenset[int]]:
     if config.numa_binding is None:
         return ()
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
     try:
-        return bindings(config.numa_binding, config.nproc_per_node, visible)
+        return numa_cpu_sets(config.numa_binding, config.nproc_per_node, environment)
     except ConfigError as error:
         if not may_go_unbound(config):
             raise

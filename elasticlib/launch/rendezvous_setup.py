@@ -23,7 +23,7 @@ from ..stores.file import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_server import TcpStoreServer
 from .addresses import outward_address
-from .backends import BackendRequest, open_backend, warn_of_shadows
+from .backends import BackendRequest, open_backend
 from .config import TCP_BACKENDS, LaunchConfig
 from .store_host import TcpMeetingPlace, TorchFront, address_towards, served_here
 
@@ -34,7 +34,7 @@ log = logging.getLogger("elasticlib.launch")
 class Meeting:
     """What is open while the node `me` takes part in a job.
 
-    store: None where the handler is another distribution's, which looks after its own.
+    store: None where a backend of the user's own opened a handler, which has its own store.
     """
 
     handler: RendezvousHandler
@@ -139,7 +139,6 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
     server: TcpStoreServer | None = None
     find_front: Callable[[], TorchFront | None] | None = None
     node = _node(config, config.local_addr or "")
-    warn_of_shadows()
     if secret is not None and config.rdzv_backend not in TCP_BACKENDS:
         log.warning("the secret is not used: it is not for %s", config.rdzv_backend)
     if config.foreign:
@@ -174,7 +173,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
 
 
 def open_to_look(config: LaunchConfig, timeout: float) -> Store:
-    """The store of another distribution's backend, for a reader that is no node of the job.
+    """The store of a user's own backend, for a reader that is no node of the job.
 
     timeout: seconds within which a call ends.
 
@@ -182,11 +181,10 @@ def open_to_look(config: LaunchConfig, timeout: float) -> Store:
         ConfigError: there is none, or it cannot be opened.
         StoreUnavailable: the backend keeps its store to itself.
     """
-    if not config.of_torch:
-        request = attrs.evolve(_request(config, _node(config, "")), timeout=timeout)
-        opened = open_backend(config.rdzv_backend, request)
-        if isinstance(opened, Store):
-            return opened
+    request = attrs.evolve(_request(config, _node(config, "")), timeout=timeout)
+    opened = open_backend(config.rdzv_backend, request)
+    if isinstance(opened, Store):
+        return opened
     raise StoreUnavailable(
         f"--rdzv-backend {config.rdzv_backend} keeps its store to itself, so its nodes cannot be "
         "asked: only their events can be read, on their machines"
@@ -202,7 +200,6 @@ def _request(config: LaunchConfig, node: Node) -> BackendRequest:
         node=attrs.evolve(node, address=node.address or outward_address()),
         limits=config.limits,
         timing=config.timing,
-        use_libuv=config.torchrun.use_libuv,
     )
 
 

@@ -1,10 +1,9 @@
-"""Which scheduler started this node, and what its variables say of the job: Slurm (tried on 22.05),
-SkyPilot, and those of other distributions.
+"""Which scheduler started this node, and what its variables say of the job: Slurm (tried on 22.05)
+and SkyPilot.
 
 A detector is a function of the environment: None where it is not that scheduler's, else a `Job`:
 settings by name (`nnodes`, `rdzv_endpoint`, ...), each as text, as on the command line, with the
-name of the variable it is from. Other distributions register theirs in the entry-point group
-`elasticlib.cluster`. All here is pure.
+name of the variable it is from. All here is pure.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from itertools import product
 from math import prod
 
 from ..endpoint import join_endpoint
-from ..errors import ConfigError, describe, did_you_mean
+from ..errors import ConfigError
 
-GROUP = "elasticlib.cluster"
 Job = Mapping[str, tuple[str, str]]
 Detector = Callable[[Mapping[str, str]], "Job | None"]
 
@@ -36,48 +34,24 @@ _NO_STEP = 0xFFFFFFF0
 def read_cluster(name: str, environment: Mapping[str, str]) -> tuple[str, Job]:
     """The scheduler's name and what it says; `none` where `auto` finds none.
 
+    name: `none`, `auto` or the name of a scheduler.
+
     Raises:
-        ConfigError: there is none of this name, it did not start this process, or its detector is
-            broken.
+        ConfigError: it did not start this process, or its variables contradict each other.
     """
     if name == "none":
         return "none", {}
-    # The metadata of distributions is read only where ours do not do.
-    others = [] if name in OURS else sorted(set(_registered()) - {"none", "auto", *OURS})
-    names = (*OURS, *others)
-    if name not in ("auto", *names):
-        known = ("none", "auto", *names)
-        near = did_you_mean(name, known)
-        raise ConfigError(f"--from-env is one of {', '.join(known)}, got {name!r}{near}")
-    for candidate in names if name == "auto" else (name,):
-        job = _detect(candidate, environment)
+    for candidate in OURS if name == "auto" else (name,):
+        job = OURS[candidate](environment)
         if job is not None:
             return candidate, job
     if name == "auto":
         return "none", {}
-    needed = {"slurm": "SLURM_JOB_ID", "skypilot": "SKYPILOT_NODE_IPS"}.get(name)
-    why = f": {needed} is not set" if needed else ", by its environment"
+    needed = {"slurm": "SLURM_JOB_ID", "skypilot": "SKYPILOT_NODE_IPS"}[name]
     raise ConfigError(
-        f"--from-env {name}: this is not a job of {name}{why}; "
+        f"--from-env {name}: this is not a job of {name}: {needed} is not set; "
         "start elasticrun in one of its jobs, or leave the flag out"
     )
-
-
-def _detect(name: str, environment: Mapping[str, str]) -> Job | None:
-    if name in OURS:
-        return OURS[name](environment)
-    try:
-        return _registered()[name]()(environment)
-    except Exception as error:
-        # Anything may be wrong in code that is not ours, and the user must learn in whose.
-        raise ConfigError(f"--from-env {name} failed: {describe(error)}") from error
-
-
-def _registered() -> dict[str, Callable[[], Detector]]:
-    # Imported here: it costs as much as half of `elasticrun --help`.
-    from importlib.metadata import entry_points
-
-    return {point.name: point.load for point in entry_points(group=GROUP)}
 
 
 # Slurm

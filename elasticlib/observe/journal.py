@@ -48,12 +48,7 @@ class Journal(abc.ABC):
 
 
 class View(abc.ABC):
-    """Hears the events of a node, by the same rules."""
-
-    @property
-    def prompt(self) -> bool:
-        """Whether `hear` does not wait just now."""
-        return False
+    """Hears the events of a node, in a thread of its own; one that raises is called no more."""
 
     @abc.abstractmethod
     def hear(self, event: Event) -> None:
@@ -160,7 +155,7 @@ class NodeJournal(Journal):
         self._fold.call(partial(self.story.fold, event), prompt=True)
         self.on_event()
         for view, guard in self._views:
-            guard.call(partial(view.hear, event), prompt=view.prompt)
+            guard.call(partial(view.hear, event), prompt=False)
         if not self.path:
             return
         self._told += 1

@@ -150,9 +150,7 @@ class OutputPlan:
     ranks: the local ranks whose output is shown at all, None for all of them. stdout_needles,
     stderr_needles: lines of shown streams of `tee` with one of these in it are written to a file
     of the attempt, too. template: what stands before each shown line of `tee`, with
-    `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}` filled in. ask: says in place of
-    the rest what is written to which file and shown, by local rank, given the workers'
-    environments, which it may change (see `compat/logs.py`).
+    `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}` filled in.
     """
 
     redirect: StreamChoice = attrs.field(factory=StreamChoice)
@@ -161,7 +159,6 @@ class OutputPlan:
     stdout_needles: tuple[str, ...] = ()
     stderr_needles: tuple[str, ...] = ()
     template: str | None = None
-    ask: Callable[[dict[int, dict[str, str]], OutputPlan], dict[int, Places]] | None = None
 
     @property
     def any(self) -> bool:

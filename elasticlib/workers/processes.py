@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -32,7 +32,7 @@ from .fork_server import Forked, ForkServer, ForkServerGone, ForkServerUnfit, ha
 from .hooks import FinalMessage, final_message, forget_exit
 from .interface import Heartbeat, Notice, Workers
 from .loop import Loop
-from .output import ERROR_FILE, Output, OutputPlan, Places, Writers
+from .output import Output, OutputPlan, Writers
 from .run_program import read_result, write_payload
 from .session import Guardian, RunFolder, SharedFolder, signals_blocked
 from .spec import (
@@ -65,20 +65,6 @@ PATIENCE, LEAST_PATIENCE = 0.5, 0.02
 """Seconds for the output of all workers of one start to be shown, and of each of them."""
 RESULT = "result.pickle"
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
-
-
-class TimerServer(Protocol):
-    """What keeps the timers that workers set for themselves; see `compat/timers.py`."""
-
-    VARIABLE: str
-    """Names the file that workers write to, in their environment."""
-    path: str
-
-    def open(self, loop: Loop, guardian: Guardian, leaders: Callable[[], Iterable[int]]) -> None:
-        """Before each start. leaders: the sessions whose processes may be signalled, just now."""
-
-    def close(self) -> None:
-        """Leave nothing behind."""
 
 
 @attrs.define
@@ -314,9 +300,7 @@ class LocalWorkers(Workers):
         self._loop = Loop()
         self._writers = Writers()
         self._guardian = Guardian(began=self._watch_guardian)
-        # If something else decides where output goes, ours is a temporary folder for our own use.
-        log_dir = log_dir if self._output.ask is None else None
-        kept = log_dir is not None or (self._output.any and self._output.ask is None)
+        kept = log_dir is not None or self._output.any
         self._folder = RunFolder(self._guardian, log_dir, run_id, kept=kept)
         self._launcher = Launcher(
             self._guardian,
@@ -337,15 +321,6 @@ class LocalWorkers(Workers):
         self._kills: int | None = None
         self._late: list[Output] = []
         self._patience = PATIENCE
-        self._timers: TimerServer | None = None
-
-    def serve_timers(self, server: TimerServer) -> None:
-        """Before the first start: workers may set timers by torch's `FileTimerClient`, and are sent
-        the signal they asked for when one runs out."""
-        self._timers = server
-
-    def _leaders(self) -> list[int]:
-        return [process.pid for process in dict(self._processes).values()]
 
     def _watch_guardian(self, pid: int) -> None:
         replace = self._guardian.replace
@@ -391,17 +366,13 @@ class LocalWorkers(Workers):
         self._channels.begin()
         self._kills = oom_kills()
         worker = everyone[0]
-        if self._timers is not None:
-            self._timers.open(self._loop, self._guardian, self._leaders)
         try:
             for worker in group.workers:
                 if worker.local_rank in self._processes:
                     self._keep(group, worker)
             new = [one for one in everyone if one.local_rank not in self._processes]
-            environments, places = self._lay_out(group, new)
             for worker in new:
-                local = worker.local_rank
-                self._spawn(group, worker, environments[local], places[local], ended)
+                self._spawn(group, worker, ended)
         except OSError as error:
             raise WorkerStartError(
                 f"cannot start the worker of rank {worker.rank}: {error}"
@@ -428,37 +399,13 @@ class LocalWorkers(Workers):
         environment[SNAPSHOTS] = str(self.memory.era(group.attempt))
         return environment
 
-    def _lay_out(
-        self, group: WorkerGroup, workers: Iterable[Worker]
-    ) -> tuple[dict[int, dict[str, str]], dict[int, Places]]:
-        """Each worker's environment, and where its output goes."""
-        folders = {w.local_rank: str(self._folder.of(group.attempt, w.local_rank)) for w in workers}
-        environments = {
-            worker.local_rank: self._environment_of(
-                group, worker, f"{folders[worker.local_rank]}/{ERROR_FILE}"
-            )
-            for worker in workers
-        }
-        if self._output.ask is not None:
-            return environments, self._output.ask(environments, self._output)
-        return environments, {
-            local: self._output.places(local, folder) for local, folder in folders.items()
-        }
-
-    def _spawn(
-        self,
-        group: WorkerGroup,
-        worker: Worker,
-        environment: dict[str, str],
-        places: Places,
-        ended: Callable[[int], None],
-    ) -> None:
+    def _spawn(self, group: WorkerGroup, worker: Worker, ended: Callable[[int], None]) -> None:
         local = worker.local_rank
         folder = self._folder.of(group.attempt, local)
+        places = self._output.places(local, str(folder))
+        environment = self._environment_of(group, worker, places.error_file)
         newcomer = worker in group.newcomers
         environment[CHANNEL] = self._channels.open(local, newcomer=newcomer)
-        if self._timers is not None:
-            environment[self._timers.VARIABLE] = self._timers.path
         if not newcomer:
             self._give_place(local, environment)
         what = program(group.spec.entrypoint, local, folder)
@@ -644,8 +591,6 @@ class LocalWorkers(Workers):
             output.close(max(0.0, deadline - monotonic()))
         self._late.clear()
         self._channels.close_all()
-        if self._timers is not None:
-            self._timers.close()
         self.memory.remove()
         self._launcher.close()
         self._folder.remove()

@@ -40,7 +40,6 @@ environment."""
 KEPT_FROM_WORKERS = frozenset(
     {
         SECRET,
-        "TORCHELASTIC_TIMER_FILE",
         "TORCHELASTIC_SIGNALS_TO_HANDLE",
         "TORCHELASTIC_HEALTH_CHECK_PORT",
         "PET_OBSERVE_PORT",

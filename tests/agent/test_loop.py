@@ -17,9 +17,9 @@ from elasticlib import WorkerState
 from elasticlib.agent.hang import HangLimits
 from elasticlib.agent.options import AgentOptions
 from elasticlib.clock import monotonic
-from elasticlib.compat.views import TorchsEvents
 from elasticlib.errors import ConfigError
-from elasticlib.observe.journal import Journal, NodeJournal
+from elasticlib.observe.event import Event
+from elasticlib.observe.journal import Journal, NodeJournal, View
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.interface import Heartbeat, Notice
 
@@ -157,28 +157,35 @@ def test_a_thread_that_a_handler_ends_ends_the_run_with_its_words() -> None:
     assert "SystemExit: the handler leaves" in result.reason
 
 
+class FaultyView(View):
+    """Raises on the first event, or blocks until it is released."""
+
+    def __init__(self, raises: bool) -> None:
+        self.raises = raises
+        self.events: list[Event] = []
+        self.released = threading.Event()
+
+    def hear(self, event: Event) -> None:
+        self.events.append(event)
+        if self.raises:
+            raise ZeroDivisionError("a view of mine")
+        self.released.wait(60)
+
+
 @pytest.mark.parametrize("raises", [True, False])
-def test_torchs_events_that_nobody_takes_hold_up_nothing(
+def test_a_view_of_a_journal_that_raises_or_blocks_does_not_hold_up_the_run(
     raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    workers, free, lines = OneWorker(), threading.Event(), []
-
-    def write(line: str) -> None:
-        lines.append(line)
-        if raises:
-            raise ZeroDivisionError("a console of mine")
-        free.wait(60)
-
-    view = TorchsEvents("none", "trainer", LoneNode(), write)
+    workers, view = OneWorker(), FaultyView(raises)
     journal = NodeJournal("run", "n-1", views=[view])
     with running(workers, journal=journal) as run:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
         journal.close()
-        free.set()
-    told = [record for record in caplog.records if "TorchsEvents" in record.getMessage()]
-    assert len(told) == 1
-    assert len(lines) == 1 or not raises
+        view.released.set()
+    messages = [record for record in caplog.records if "FaultyView" in record.getMessage()]
+    assert len(messages) == 1
+    assert len(view.events) == 1 or not raises
 
 
 class Stepping(OneWorker):

@@ -55,11 +55,6 @@ ALL = (
         quick="--nodes 8 --torch-up-to 8 --apart 8 --processes 2 --standing 8 --idle 1 --repeat 1",
         limit=420,
     ),
-    Benchmark(
-        "plugs",
-        quick="--backends el-file --stories host",
-        limit=480,
-    ),
     Benchmark("context", quick="--calls 10000 --repeat 2"),
     Benchmark("events", quick="--repeat 1 --rest 2 --rests 1", limit=240),
     Benchmark("sampler", quick="--lengths 1000000 --worlds 1 --repeat 1", limit=180),

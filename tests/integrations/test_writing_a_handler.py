@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import os
 import re
 import shlex
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributions import install, path_with
 from jobs import Job, check_one_world
+from modules import path_with, with_module
 from pages import blocks_of, by_name, run_suite
 
 TEXT, BLOCKS = blocks_of("writing_a_handler.md")
@@ -39,16 +38,12 @@ pytestmark = pytest.mark.faults
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder in which the page's distribution is installed."""
-    project = configparser.ConfigParser()
-    project.read_string(FILES["pyproject.toml"])
-    points = project['project.entry-points."elasticlib.rendezvous"']
-    targets = {name: target.strip('"') for name, target in points.items()}
-    return install(tmp_path / "site", MODULE, FILES[f"{MODULE}.py"], **targets)
+    """A folder with the page's module."""
+    return with_module(tmp_path / "site", MODULE, FILES[f"{MODULE}.py"])
 
 
 def test_every_block_of_the_page_is_known_to_a_test() -> None:
-    assert set(FILES) == {f"{MODULE}.py", SUITE, "pyproject.toml"}
+    assert set(FILES) == {f"{MODULE}.py", SUITE}
     assert len(BLOCKS) == len(FILES) + 1
 
 

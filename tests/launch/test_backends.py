@@ -1,24 +1,21 @@
-"""Backends of other distributions: found by metadata, loaded when asked for, and told apart."""
+"""Backends of users, named as package.module:function: imported when they are opened."""
 
 from __future__ import annotations
 
-import logging
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 import pytest
-from distributions import install, path_with
 from jobs import Job, check_one_world
+from modules import path_with, with_module
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
-from elasticlib.launch.backend_names import OUR_BACKENDS
 from elasticlib.launch.commands import main
 from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.flags import OUR_BACKENDS
 from elasticlib.launch.rendezvous_setup import open_meeting
 
 CODE = """
@@ -51,19 +48,8 @@ PLACE = ("--rdzv-endpoint", "somewhere", "--rdzv-id", "job")
 
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of this process's path, with a distribution of several backends."""
-    folder = install(
-        tmp_path / "site",
-        "shelf",
-        CODE,
-        shelf="shelf:open_store",
-        whole="shelf:open_handler",
-        nothing="shelf:open_nothing",
-        badly="shelf:open_badly",
-        missing="shelf:no_such_name",
-        gone="no_such_module:open",
-        tcp="shelf:open_store",
-    )
+    """A folder on this process's import path with a module of several backends."""
+    folder = with_module(tmp_path / "site", "shelf", CODE)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "shelf", raising=False)
     return folder
@@ -79,18 +65,23 @@ def config(backend: str, folder: Path, **conf: object) -> LaunchConfig:
     )
 
 
-def test_a_registered_name_is_taken_and_its_code_is_not_imported_before(shelf: Path) -> None:
-    parsed, _ = parse(["--rdzv-backend", "shelf", *PLACE, "--no-python", "true"])
-    assert parsed.rdzv_backend == "shelf"
-    assert "shelf" not in sys.modules
-    with pytest.raises(ConfigError, match=f"one of {', '.join(OUR_BACKENDS)}, badly, .*got 'zk'"):
-        config("zk", shelf)
+def test_a_users_backend_is_named_by_its_function_and_not_imported_before_it_is_opened(
+    shelf: Path,
+) -> None:
+    parsed, _ = parse(["--rdzv-backend", "shelf:open_store", *PLACE, "--no-python", "true"])
+    assert parsed.rdzv_backend == "shelf:open_store"
+    environment = {"PET_RDZV_BACKEND": "pack.shelf:Shelf.open"}
+    from_variable, _ = parse([*PLACE, "--no-python", "true"], environment)
+    assert from_variable.rdzv_backend == "pack.shelf:Shelf.open"
+    for name in ("zk", "shelf:", ":open", "a..b:open", "shelf:open store", "1a:open"):
+        with pytest.raises(ConfigError, match=f"one of {', '.join(OUR_BACKENDS)}, or package.mod"):
+            config(name, shelf)
     assert "shelf" not in sys.modules
 
 
 def test_a_backend_is_told_all_that_it_may_need(shelf: Path) -> None:
     given = {"join_timeout": "7", "keep_alive_interval": 0.5, "colour": "red", "user": 5}
-    meeting = open_meeting(config("shelf", shelf, **given))
+    meeting = open_meeting(config("shelf:open_store", shelf, **given))
     (request,) = sys.modules["shelf"].asked
     meeting.close()
     assert (request.endpoint, request.run_id) == (str(shelf / "meeting"), "job")
@@ -98,11 +89,11 @@ def test_a_backend_is_told_all_that_it_may_need(shelf: Path) -> None:
     assert (request.timing.join, request.timing.refresh, request.timeout) == (7.0, 0.5, 5.0)
     assert (request.limits.min_nodes, request.node.slots) == (1, 3)
     assert request.node.address
-    assert meeting.handler.get_backend() == "shelf"
+    assert meeting.handler.get_backend() == "shelf:open_store"
 
 
 def test_a_whole_handler_is_used_as_it_is(shelf: Path) -> None:
-    meeting = open_meeting(config("whole", shelf))
+    meeting = open_meeting(config("shelf:open_handler", shelf))
     assert meeting.store is None
     assert meeting.handler.get_backend() == "whole"
     assert meeting.handler.shutdown()
@@ -112,9 +103,9 @@ def test_a_whole_handler_is_used_as_it_is(shelf: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "code", "sentence"),
     [
-        ("shelf", 4, "no job 'job' is there (yet)"),
-        ("whole", 4, "--rdzv-backend whole keeps its store to itself"),
-        ("torch-c10d", 4, "--rdzv-backend torch-c10d keeps its store to itself"),
+        ("shelf:open_store", 4, "no job 'job' is there (yet)"),
+        ("shelf:open_handler", 4, "--rdzv-backend shelf:open_handler keeps its store to itself"),
+        ("zk", 2, "--rdzv-backend must be one of tcp,"),
     ],
 )
 def test_a_job_in_anothers_store_is_asked_by_the_same_name(
@@ -128,45 +119,25 @@ def test_a_job_in_anothers_store_is_asked_by_the_same_name(
 @pytest.mark.parametrize(
     ("backend", "sentence"),
     [
-        ("nothing", r"nothing = shelf:open_nothing \(shelf\) must return a Store or .*, got str"),
-        ("badly", r"badly = shelf:open_badly \(shelf\) failed: AttributeError: .*no_such_thing"),
-        ("missing", r"missing = shelf:no_such_name \(shelf\) failed: AttributeError"),
-        ("gone", r"gone = no_such_module:open \(shelf\) failed: ModuleNotFoundError"),
+        ("shelf:open_nothing", "must return a Store or a RendezvousHandler, got str"),
+        ("shelf:open_badly", "failed: AttributeError: .*no_such_thing"),
+        ("shelf:no_such_name", "cannot be imported: AttributeError: .*no_such_name"),
+        ("no_such_module:open", "cannot be imported: ModuleNotFoundError: .*in PYTHONPATH"),
     ],
 )
 def test_a_backend_that_breaks_is_named(shelf: Path, backend: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=f"backend {backend} {sentence}"):
         open_meeting(config(backend, shelf))
 
 
 def test_what_a_backend_refuses_is_refused_in_its_words(shelf: Path) -> None:
     with pytest.raises(ConfigError, match=r"^shelf has no option size$"):
-        open_meeting(config("shelf", shelf, size="7"))
-
-
-def test_a_name_that_two_distributions_register_is_refused(shelf: Path) -> None:
-    install(shelf, "other", CODE, shelf="other:open_store")
-    with pytest.raises(ConfigError, match=r"there are: shelf = \w+:open_store \(\w+\), shelf = "):
-        open_meeting(config("shelf", shelf))
-
-
-@pytest.mark.usefixtures("shelf")
-def test_our_own_name_stays_ours_and_the_other_is_told_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        meeting = open_meeting(LaunchConfig(run_id="job"))
-    meeting.close()
-    assert meeting.server is not None
-    assert "shelf" not in sys.modules
-    assert caplog.messages == [
-        "tcp = shelf:open_store (shelf) is ignored: elasticlib has a backend of that name"
-    ]
+        open_meeting(config("shelf:open_store", shelf, size="7"))
 
 
 REFUSED: list[tuple[Callable[[LaunchConfig], LaunchConfig], str]] = [
-    (lambda c: attrs.evolve(c, rdzv_endpoint=""), "shelf needs an rdzv_endpoint"),
-    (lambda c: attrs.evolve(c, run_id="none"), "shelf backend may hold .* own run_id"),
+    (lambda c: attrs.evolve(c, rdzv_endpoint=""), "shelf:open_store needs an rdzv_endpoint"),
+    (lambda c: attrs.evolve(c, run_id="none"), "shelf:open_store backend may hold .* own run_id"),
     (lambda c: attrs.evolve(c, rdzv_configs={"is_host": "1"}), "is_host means the store at a tcp"),
     (lambda c: attrs.evolve(c, rdzv_configs={"join_timeout": "x"}), "join_timeout is a positive"),
     (lambda c: attrs.evolve(c, rdzv_backend="file", rdzv_configs={"colour": "red"}), "no key 'col"),
@@ -177,38 +148,15 @@ REFUSED: list[tuple[Callable[[LaunchConfig], LaunchConfig], str]] = [
 def test_what_cannot_work_is_refused_beside_another_backend_too(
     shelf: Path, spoil: Callable[[LaunchConfig], LaunchConfig], sentence: str
 ) -> None:
-    good = config("shelf", shelf)
+    good = config("shelf:open_store", shelf)
     with pytest.raises(ConfigError, match=sentence):
         spoil(good)
 
 
 @pytest.mark.faults
-def test_the_help_lists_it_and_a_mistake_does_too(shelf: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": path_with(shelf)}
-
-    def told(*flags: str) -> tuple[int, str]:
-        command = [sys.executable, "-X", "importtime", "-m", "elasticlib.launch", *flags]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
-        loaded = [line for line in done.stderr.splitlines() if line.endswith("| shelf")]
-        assert not loaded
-        return done.returncode, done.stdout + done.stderr
-
-    code, text = told("--help")
-    assert code == 0
-    assert "badly, gone, missing, nothing, shelf, whole" in " ".join(text.split())
-    code, text = told("--rdzv-backend", "zk", "--no-python", "true")
-    assert code == 2
-    assert "shelf" in text.rpartition("invalid choice")[2]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("backend", ["shelf", "whole"])
+@pytest.mark.parametrize("backend", ["shelf:open_store", "shelf:open_handler"])
 def test_two_nodes_run_a_job_through_it(job: Job, tmp_path: Path, backend: str) -> None:
-    site = install(
-        tmp_path / "site", "shelf", CODE, shelf="shelf:open_store", whole="shelf:open_handler"
-    )
+    site = with_module(tmp_path / "site", "shelf", CODE)
     place = ("--rdzv-backend", backend, "--rdzv-endpoint", str(tmp_path / "meeting"))
     flags = ("--nnodes", "2", "--rdzv-id", "job", *place)
     nodes = [job.run(name, *flags, PYTHONPATH=path_with(site)) for name in "ab"]

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from elasticlib import Node
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import Launch, read_launch
+from elasticlib.launch.flags import SCHEDULERS
 from elasticlib.launch.requeue import Requeue, decide, find_requeue
 from elasticlib.launch.schedulers import (
     MOST,
+    OURS,
     PORTS,
     expand_nodelist,
     read_skypilot,
@@ -178,6 +180,10 @@ def test_skypilots_task_is_the_run_over_all_recoveries(script: str) -> None:
     elsewhere = {**SKY, "SKYPILOT_NODE_IPS": "10.9.9.9\n10.9.9.8", "SKYPILOT_NODE_RANK": "0"}
     recovered = launch(script, "", elsewhere).config
     assert (recovered.run_id, recovered.rdzv_endpoint) == (config.run_id, f"10.9.9.9:{port}")
+
+
+def test_each_scheduler_has_a_name_of_the_flag() -> None:
+    assert ("none", "auto", *OURS) == SCHEDULERS
 
 
 def test_nothing_is_said_elsewhere_and_slurm_is_asked_first(script: str) -> None:

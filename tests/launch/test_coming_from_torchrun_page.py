@@ -20,6 +20,7 @@ from elasticlib import (
     worker_environment,
 )
 from elasticlib.errors import ConfigError
+from elasticlib.flag_values import TORCHRUN_ONLY
 from elasticlib.launch.arguments import read_launch
 
 TEXT, BLOCKS = blocks_of("coming_from_torchrun.md")
@@ -30,7 +31,6 @@ LINES = [line for name, code in BLOCKS if name == "sh" for line in code.splitlin
 OTHER = {
     "--rdzv-conf": "--rdzv-conf colour=red SCRIPT",
     "--standalone": "--standalone --rdzv-endpoint h:1 SCRIPT",
-    "--event-log-handler": "--event-log-handler mine SCRIPT",
     "--redirects": "--redirects 5:3 SCRIPT",
     "--tee": "--tee 5:3 SCRIPT",
     "--local-ranks-filter": "--local-ranks-filter 5 SCRIPT",
@@ -41,6 +41,7 @@ OTHER = {
     "--signals-to-handle": "--signals-to-handle SIGSEGV SCRIPT",
 }
 """What torchrun's parser takes and we refuse, of each flag of which the page says so."""
+ABSENT = {f"--{dest.replace('_', '-')}" for dest in TORCHRUN_ONLY}
 NEWEST = {"--log-line-prefix-template", "--print-completion"}
 """Flags that torch 2.15 has brought, which the installed torchrun may not have."""
 MORE = {
@@ -72,7 +73,8 @@ def test_the_page_has_each_flag_of_torchrun_once_and_no_other() -> None:
         if action.option_strings and action.dest != "help"
     }
     assert sorted(flag for flag, _ in ROWS) == sorted(flags | NEWEST)
-    assert {word for _, word in ROWS} == {"same", "more", "other"}
+    assert {word for _, word in ROWS} == {"same", "more", "other", "absent"}
+    assert {flag for flag, word in ROWS if word == "absent"} == ABSENT
     assert {flag for flag, word in ROWS if word == "other"} == set(OTHER)
     assert {flag for flag, word in ROWS if word == "more"} == set(MORE)
 
@@ -108,8 +110,7 @@ def test_the_page_has_each_variable_that_torchruns_sources_read() -> None:
     # torch passes them on; and a worker's own server is its own affair.
     workers_own = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TORCH_WORKER_SERVER_SOCKET"}
     workers_own |= read - told_where(dict.fromkeys(read, "1"))
-    ours = {*VARIABLES, "TORCHELASTIC_TIMER_FILE"}
-    assert read - told - workers_own <= ours
+    assert read - told - workers_own <= set(VARIABLES)
     assert set(VARIABLES) <= read | {"PYTHON_EXEC"}
 
 
@@ -117,18 +118,9 @@ def test_the_page_has_each_variable_that_torchruns_sources_read() -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_variable_without_effect_is_named_and_no_other(name: str) -> None:
     values = {"PYTHON_EXEC": "python3", "LOGLEVEL": "INFO"}
-    variables = {name: values.get(name, "1")}
-    if name == "TORCHELASTIC_TIMER_FILE":
-        variables["TORCHELASTIC_ENABLE_FILE_TIMER"] = "1"
-    notes = read_launch(["train.py"], variables).settings.notes
+    notes = read_launch(["train.py"], {name: values.get(name, "1")}).settings.notes
     warned = VARIABLES[name].startswith("a warning")
     assert [note.split(" ")[0] for note in notes] == [f"{name}=1"] * warned
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_timer_file_that_nobody_listens_to_is_named() -> None:
-    (note,) = read_launch(["train.py"], {"TORCHELASTIC_TIMER_FILE": "/x"}).settings.notes
-    assert note.startswith("TORCHELASTIC_TIMER_FILE=/x has no effect, and workers do not see it")
 
 
 @pytest.mark.usefixtures("folder")

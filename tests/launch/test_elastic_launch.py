@@ -250,17 +250,14 @@ elastic_launch(LaunchConfig(max_restarts=0, start_method="spawn"), "sh")("-c", s
 
 
 def test_variables_of_torchs_agent_are_heeded_without_a_command_line(tmp_path: Path) -> None:
-    pipe, told = tmp_path / "timers", tmp_path / "told"
+    told = tmp_path / "told"
     variables = {
-        "TORCHELASTIC_ENABLE_FILE_TIMER": "1",
-        "TORCHELASTIC_TIMER_FILE": str(pipe),
         "USE_LIBUV": "0",
         "PYTHONPATH": WITHOUT_TORCH,
         "STUB_TORCH_TOLD": str(told),
     }
-    worker = f'test -p {pipe} && test "$TORCHELASTIC_TIMER_FILE" = {pipe}'
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCHES, worker],
+        [sys.executable, "-c", LAUNCHES, "true"],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,

@@ -101,7 +101,7 @@ def test_torchs_record_names_the_cause_last_on_the_screen(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--numa-binding node", "--numa-binding node binds each worker near its GPU"),
+        ("--numa-binding node", "--numa-binding node: torch.numa cannot bind 2 workers"),
         ("--virtual-local-rank", "local rank 1 has none: CUDA_VISIBLE_DEVICES=0"),
     ],
 )
@@ -111,7 +111,7 @@ def test_what_this_machine_cannot_give_is_refused_before_anything_starts(
     more = ("--nproc-per-node", "2", "--no-python", "touch", str(tmp_path / "started"))
     done = run(*RUN, *flags.split(), *more, CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 2
-    assert sentence in done.stderr or "which is none of the 0 GPUs" in done.stderr
+    assert sentence in done.stderr
     assert not (tmp_path / "started").exists()
 
 

@@ -7,13 +7,13 @@ import os
 import re
 import signal
 import socket
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributions import install, path_with
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, until
 from ports import free_port
 
@@ -29,14 +29,23 @@ pytestmark = pytest.mark.faults
 TALKER = str(PROGRAMS / "talking_worker.py")
 FLAGS = ("--standalone", "--nproc-per-node", "2", "--start-method", "spawn")
 STUCK = """
-import os
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+import os, sys
 
-class Stuck(DefaultLogsSpecs):
-    def reify(self, envs):
-        if envs[0]["TORCHELASTIC_RESTART_COUNT"] == "1":
-            open(os.environ["GATE"]).read()  # until somebody writes there
-        return super().reify(envs)
+from elasticlib import LocalWorkers
+from elasticlib.launch.arguments import parse
+from elasticlib.launch.console import start_logging
+from elasticlib.launch.elastic_launch import run_node
+
+class StuckWorkers(LocalWorkers):
+    def start(self, group, ended):
+        if group.attempt == 1:
+            open(os.environ["GATE"]).read()  # until the test writes there
+        super().start(group, ended)
+
+start_logging("INFO", "%(message)s")
+config, entrypoint = parse(sys.argv[1:])
+workers = StuckWorkers(os.environ, start_method="spawn")
+sys.exit(run_node(config, entrypoint, workers).exit_code)
 """
 
 
@@ -97,16 +106,13 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
 
 @pytest.mark.long
 def test_an_agent_whose_loop_is_stuck_is_not_well_until_it_turns_again(job: Job) -> None:
-    folder = install(
-        job.folder / "site", "stuck", STUCK, group="torchrun.logs_specs", stuck="stuck:Stuck"
-    )
     gate = job.folder / "gate"
     os.mkfifo(gate)
-    output = ("--logs-specs", "stuck", "--log-dir", str(job.folder / "logs"))
+    flags = (*FLAGS, "--observe-port", "0", "--max-restarts", "1")
     agent = job.start(
         "a",
-        *job.agent(*FLAGS, *output, "--observe-port", "0", "--max-restarts", "1", program=TALKER),
-        PYTHONPATH=path_with(folder),
+        *(sys.executable, "-c", STUCK, *flags, TALKER, str(job.folder)),
+        PYTHONPATH=WITHOUT_TORCH,
         GATE=str(gate),
     )
     address = agent.says(r"observed at http://(127\.0\.0\.1:\d+)/healthz").group(1)

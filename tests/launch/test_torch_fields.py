@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 import pytest
+from jobs import WITHOUT_TORCH
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher import LaunchConfig as TorchConfig
 from torch.distributed.launcher import elastic_launch as torch_launch
@@ -23,7 +24,7 @@ from elasticlib.compat.launching import ours
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import read_launch
 from elasticlib.launch.elastic_launch import shutdown_seconds
-from elasticlib.launch.own_workers import _processors
+from elasticlib.launch.own_workers import local_workers
 from elasticlib.workers.spec import Function, Script, WorkerSpec
 
 # On this machine no worker could be bound, so these never go further than the config.
@@ -140,24 +141,19 @@ def test_torchs_variable_says_how_long_a_stop_may_take(monkeypatch: pytest.Monke
 
 
 def test_workers_that_cannot_be_bound_run_all_the_same_where_that_is_asked_for(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ConfigError, match="--numa-binding node binds each worker near its GPU"):
-        _processors(LaunchConfig(numa_options=NODE), {})
+    # The stub of torch has no torch.numa.
+    environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
+    with pytest.raises(ConfigError, match=r"node: torch\.numa cannot bind 1 workers"):
+        local_workers(LaunchConfig(numa_options=NODE), environment)
     anywhere = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
-    assert _processors(LaunchConfig(numa_options=anywhere), {}) == ()
+    local_workers(LaunchConfig(numa_options=anywhere), environment).close()
     assert "workers run on any processors: --numa-binding node" in caplog.text
 
 
-class Elsewhere(DefaultLogsSpecs):
+class CustomLogsSpecs(DefaultLogsSpecs):
     """A class of the user's own, which may send the files anywhere."""
-
-
-def test_specs_of_ones_own_class_say_where_output_goes() -> None:
-    specs = Elsewhere(os.devnull)
-    assert LaunchConfig(1, 1, 1, specs).logs_specs is specs
-    assert LaunchConfig(1, 1, 1, DefaultLogsSpecs(os.devnull)).logs_specs is None
 
 
 SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
@@ -167,9 +163,12 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
     ("fields", "sentence"),
     [
         ({"metrics_cfg": {"a": "b"}}, "metrics_cfg has no effect in torch either"),
-        ({"event_log_handler": "syslog"}, "event_log_handler is null or console, got 'syslog'"),
-        ({"logs_specs": 3}, "logs_specs is one of torch's LogsSpecs, or the name .* got 3"),
-        ({"logs_specs": "nobodys"}, "logs_specs names an entry point .* got 'nobodys'"),
+        ({"event_log_handler": "console"}, "event_log_handler must be 'null', got 'console': "),
+        ({"logs_specs": 3}, "logs_specs must be torch's DefaultLogsSpecs or None, got 3: "),
+        (
+            {"logs_specs": CustomLogsSpecs(os.devnull)},
+            "must be torch's DefaultLogsSpecs .* with log_dir, redirects, tee and local_ranks",
+        ),
         (
             {"logs_specs": DefaultLogsSpecs(os.devnull, tee=Std.ALL)},
             "logs_specs sends output to files, and its log_dir is /dev/null",

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed.run as torchrun
 
+from elasticlib.errors import ConfigError
+from elasticlib.flag_values import TORCHRUN_ONLY
 from elasticlib.launch.arguments import read_launch
 from elasticlib.launch.flags import FLAGS, OWN, PREFIX, build_parser
 
@@ -35,7 +37,6 @@ OTHER_DEFAULTS = {
     "signals_to_handle": (None, "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
     # torch's default is in its LaunchConfig.
     "shutdown_timeout": (30.0, None),
-    "event_log_handler": ("null", "null"),
 }
 
 
@@ -43,7 +44,7 @@ def is_switch(action: argparse.Action) -> bool:
     return action.nargs == 0
 
 
-@pytest.mark.parametrize("dest", sorted(ACTIONS))
+@pytest.mark.parametrize("dest", sorted(ACTIONS.keys() - TORCHRUN_ONLY.keys()))
 def test_each_flag_of_torchrun_is_here_in_all_its_spellings(dest: str) -> None:
     theirs, parser = ACTIONS[dest], OURS
     for spelling in theirs.option_strings:
@@ -74,7 +75,6 @@ VALUES = {
     "max_restarts": "2",
     "monitor_interval": "0.5",
     "start_method": "forkserver",
-    "event_log_handler": "console",
     "redirects": "0:1",
     "tee": "3",
     "local_ranks_filter": "0",
@@ -82,7 +82,6 @@ VALUES = {
     "duplicate_stderr_filters": "a",
     "node_rank": "0",
     "master_port": "1",
-    "logs_specs": "default",
     "numa_binding": "node",
     "signals_to_handle": "SIGTERM,SIGUSR1",
     "shutdown_timeout": "4",
@@ -94,7 +93,26 @@ BESIDE = {"nnodes": "1:3", "rdzv_endpoint": "h:1", "nproc_per_node": "2", "tee":
 ELSEWHERE = {"standalone": {}, "master_addr": {"nnodes": "2"}, "master_port": {"nnodes": "2"}}
 
 
-@pytest.mark.parametrize("dest", sorted(ACTIONS))
+@pytest.mark.parametrize("dest", sorted(TORCHRUN_ONLY))
+def test_a_flag_of_torchrun_that_is_not_implemented_is_refused_with_what_to_use(
+    dest: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dest not in FLAGS
+    refusal = f": elasticlib does not implement this flag of torchrun; {TORCHRUN_ONLY[dest]}"
+    for spelling in ACTIONS[dest].option_strings:
+        for words in ([spelling, "null", script], [f"{spelling}=null", script], [spelling, "null"]):
+            with pytest.raises(SystemExit) as ended:
+                read_launch(words, {})
+            assert ended.value.code == 2
+            assert f"error: {spelling}{refusal}\n" in capsys.readouterr().err
+        assert spelling not in OURS.format_help()
+    variable = PREFIX + dest.upper()
+    with pytest.raises(ConfigError, match=re.escape(variable + refusal)):
+        read_launch([script], {variable: "null"})
+    assert read_launch([script], {variable: ""}).config
+
+
+@pytest.mark.parametrize("dest", sorted(ACTIONS.keys() - TORCHRUN_ONLY.keys()))
 def test_a_flag_says_what_its_variable_says(dest: str, script: str) -> None:
     flag, variable = ACTIONS[dest].option_strings[-1], PREFIX + dest.upper()
     beside = ELSEWHERE.get(dest, {**BESIDE, dest: ""})
@@ -103,10 +121,7 @@ def test_a_flag_says_what_its_variable_says(dest: str, script: str) -> None:
     value = "" if is_switch(ACTIONS[dest]) else VALUES.get(dest, "word")
     told = read_launch([*line, flag, *filter(None, [value]), program], {}).settings
     theirs = read_launch([*line, program], {variable: value}).settings
-    assert theirs[dest] == told[dest] != FLAGS[dest].default or dest in (
-        "logs_specs",
-        "role",
-    )
+    assert theirs[dest] == told[dest] != FLAGS[dest].default or dest == "role"
     assert theirs.found[dest].origin == variable
 
 

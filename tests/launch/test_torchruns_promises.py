@@ -75,7 +75,7 @@ def restarted(place: Path) -> Ran:
     return Ran(
         place / "restarted",
         *("--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-id", "job", "-r", "3"),
-        *("--log-dir", str(place / "logs"), "--event-log-handler", "console", "--role", "trainer"),
+        *("--log-dir", str(place / "logs"), "--role", "trainer"),
         *("--start-method", "fork", PROGRAM),
         args=("0:1:raise", "1:0:3", "--rank=${local_rank}", "--nproc-per-node=9"),
         PYTHON_EXEC=str(place / "python"),
@@ -193,29 +193,6 @@ def test_the_workers_store_is_served_without_libuv_if_asked(
     assert (restarted.code, spent.code) == (0, 1)
     told = [json.loads((place / name).read_text())["use_libuv"] for name in ("with", "without")]
     assert told == [True, False]
-
-
-def test_events_on_the_console_tell_of_every_attempt_in_torchs_shape(restarted: Ran) -> None:
-    lines = [line for line in restarted.err.splitlines() if line.startswith("{")]
-    events = [json.loads(line) for line in lines]
-    assert {tuple(event) for event in events} == {("name", "source", "timestamp", "metadata")}
-    agent = [e["metadata"]["state"] for e in events if e["source"] == "AGENT"]
-    assert agent == ["RENDEZVOUS"] * 3 + ["SUCCEEDED"]
-    said = [
-        (e["metadata"]["agent_restarts"], e["metadata"]["state"], e["metadata"]["global_rank"])
-        for e in events
-        if e["source"] == "WORKER"
-    ]
-    assert sorted(said) == sorted(
-        [
-            *((restart, "START", rank) for restart in range(3) for rank in range(2)),
-            *((0, "FAILED", 1), (0, "TERMINATED", 0), (1, "FAILED", 0), (1, "TERMINATED", 1)),
-            *((2, "SUCCEEDED", 0), (2, "SUCCEEDED", 1)),
-        ]
-    )
-    failed = next(e["metadata"] for e in events if e["metadata"]["state"] == "FAILED")
-    assert json.loads(failed["raw_error"])["message"] == "ValueError: the loss is not finite"
-    assert json.loads(failed["metadata"])["exit_code"] == 1
 
 
 @pytest.fixture(scope="module")

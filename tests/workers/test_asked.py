@@ -13,7 +13,6 @@ from jobs import alive
 from processes import children
 from test_local import Run, poll, shell
 
-from elasticlib.compat.timers import TimerServer
 from elasticlib.workers import bootstrap
 from elasticlib.workers.interface import DRAIN, Notice
 from elasticlib.workers.session import Guardian
@@ -78,13 +77,6 @@ def test_workers_that_are_notified_stop_at_the_call_that_is_named(run: Run) -> N
     assert [(end.returncode, end.failed) for end in ends] == [(7, False)] * 2
     # They step after each call but the one that stops them.
     assert {beat.step for beat in workers.last_beats().values()} == {call - 1}
-
-
-def test_a_worker_whose_timer_runs_out_is_sent_the_signal_that_it_asked_for(run: Run) -> None:
-    run.workers.serve_timers(TimerServer(""))
-    said = '{\\"pid\\": $$, \\"scope_id\\": \\"step\\", \\"expiration_time\\": 1, \\"signal\\": 12}'
-    run.start(shell(f'echo "{said}" > "$TORCHELASTIC_TIMER_FILE"; exec sleep 600'))
-    assert run.end().signal == "SIGUSR2"
 
 
 def test_a_guardian_whose_agent_goes_on_is_replaced_when_it_is_killed(run: Run) -> None:

@@ -12,7 +12,6 @@ import threading
 import pytest
 from test_local import Run, poll, shell
 
-from elasticlib.compat.timers import TimerServer
 from elasticlib.errors import WorkerStartError
 from elasticlib.workers import session
 
@@ -93,8 +92,7 @@ def test_workers_that_are_closed_leave_no_thread_and_no_open_file(run: Run) -> N
         return names
 
     before = held()
-    run.writing("0", "3").workers.serve_timers(TimerServer(""))
-    run.start(shell("echo out; echo err >&2"), count=2)
+    run.writing("0", "3").start(shell("echo out; echo err >&2"), count=2)
     assert all(run.end().ok for _ in range(2))
     assert "workers-loop" in held()
     run.workers.close()

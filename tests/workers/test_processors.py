@@ -1,20 +1,41 @@
-"""Processors near each worker's GPU, read off the kernel's files; and how many there are."""
+"""Which CPUs a worker runs on: NUMA binding through torch.numa, and how many there are."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from modules import path_with
 from test_local import Run
+from torch.numa import binding
 
 from elasticlib.errors import ConfigError
-from elasticlib.workers.cpu import BINDINGS, Machine, bindings, count_cores
+from elasticlib.flag_values import NUMA_BINDINGS
+from elasticlib.workers.cpu import count_cores
+from elasticlib.workers.numa import ask_torch, numa_cpu_sets
 from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import Function
 
-EIGHT = frozenset(range(8))
+NODE_0_CPUS = "/sys/devices/system/node/node0/cpulist"
+FAKE_TORCH_NUMA = """
+import enum
+
+class AffinityMode(enum.Enum):
+    NODE = "node"
+
+class NumaOptions:
+    def __init__(self, affinity_mode):
+        self.affinity_mode = affinity_mode
+
+def _get_validated_logical_cpus_to_bind_to(*, gpu_index, numa_options):
+    assert numa_options.affinity_mode is AffinityMode.NODE
+    if gpu_index > 1:
+        raise RuntimeError(f"no GPU {gpu_index}")
+    return {2 * gpu_index, 2 * gpu_index + 1}
+"""
 
 
 def write(path: Path, text: str) -> None:
@@ -23,63 +44,43 @@ def write(path: Path, text: str) -> None:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Two sockets of two NUMA nodes each, of two processors; GPUs on nodes 0, 0, 1 and 3."""
-    cpus = tmp_path / "sys/devices/system/cpu"
-    for node in range(4):
-        write(
-            tmp_path / f"sys/devices/system/node/node{node}/cpulist", f"{node * 2}-{node * 2 + 1}"
-        )
-    for cpu in range(8):
-        write(cpus / f"cpu{cpu}/topology/physical_package_id", str(cpu // 4))
-        write(cpus / f"cpu{cpu}/topology/thread_siblings_list", str(cpu))
-        for index, (kind, level, shared) in enumerate(
-            [("Data", 1, cpu), ("Instruction", 9, cpu), ("Unified", 3, cpu)]
-        ):
-            folder = cpus / f"cpu{cpu}/cache/index{index}"
-            for name, value in (("type", kind), ("level", level), ("shared_cpu_list", shared)):
-                write(folder / name, f"{value}\n")
-    for number, node in enumerate([0, 0, 1, 3]):
-        gpu = f"0000:{number}A:00.0"
-        text = f"Model: \t H\nGPU UUID: \t GPU-{number}abc-def\n"
-        write(tmp_path / f"proc/driver/nvidia/gpus/{gpu}/information", text)
-        write(tmp_path / f"sys/bus/pci/devices/{gpu.lower()}/numa_node", f"{node}\n")
-    return tmp_path
+def fake_torch(tmp_path: Path) -> dict[str, str]:
+    """An environment in which torch.numa knows two GPUs."""
+    write(tmp_path / "torch/__init__.py", '__version__ = "2.13.0"\n')
+    write(tmp_path / "torch/numa/__init__.py", "")
+    write(tmp_path / "torch/numa/binding.py", FAKE_TORCH_NUMA)
+    return {**os.environ, "PYTHONPATH": path_with(tmp_path)}
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("node", [{0, 1}, {0, 1}, {2, 3}, {6, 7}]),
-        ("socket", [{0, 1, 2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}, {4, 5, 6, 7}]),
-        ("exclusive", [{0}, {1}, {2, 3}, {6, 7}]),
-        ("core-complex", [{0}, {1}, {2}, {6}]),
-    ],
-)
-def test_each_binding_is_near_the_gpu(root: Path, name: str, near: list[set[int]]) -> None:
-    machine = Machine(root, EIGHT)
-    nodes = [machine.node_of(gpu) for gpu in machine.visible(None)]
-    assert [machine.near(name, nodes, index) for index in range(4)] == near
+def test_workers_are_bound_to_the_cpus_that_torch_numa_chooses(fake_torch: dict[str, str]) -> None:
+    assert numa_cpu_sets("node", 2, fake_torch) == (frozenset({0, 1}), frozenset({2, 3}))
 
 
-def test_a_worker_is_bound_near_the_gpu_that_it_sees(root: Path) -> None:
-    machine = Machine(root, EIGHT)
-    every = machine.visible(None)
-    assert machine.visible("3, 1") == [every[3], every[1]]
-    assert machine.visible("GPU-2abc") == [every[2]]
-    for strange in ("7", "GPU-", "MIG-2abc", "GPU-9"):
-        with pytest.raises(ConfigError, match="which is none of the 4 GPUs"):
-            machine.visible(strange)
+def test_the_reason_of_torch_numa_is_in_the_error(fake_torch: dict[str, str]) -> None:
+    rule = "--numa-binding node: torch.numa cannot bind 3 workers .*: RuntimeError: no GPU 2"
+    with pytest.raises(ConfigError, match=rule):
+        numa_cpu_sets("node", 3, fake_torch)
 
 
-def test_what_the_kernel_does_not_say_is_refused_and_not_guessed(root: Path) -> None:
-    with pytest.raises(ConfigError, match=r"of 5 workers 1 have none: the kernel lists 4"):
-        bindings("node", 5, None, root)
-    with pytest.raises(ConfigError, match=r"of 1 workers 1 have none: the kernel lists 0"):
-        bindings("node", 1, "", root)
-    (root / "sys/devices/system/node/node0/cpulist").unlink()
-    with pytest.raises(ConfigError, match="does not say which processors are near a GPU"):
-        bindings("node", 1, None, root)
+def test_a_torch_without_torch_numa_is_refused_with_its_version(
+    tmp_path: Path, fake_torch: dict[str, str]
+) -> None:
+    shutil.rmtree(tmp_path / "torch/numa")
+    with pytest.raises(ConfigError, match=r"torch 2\.13\.0 does not have torch\.numa: use a newer"):
+        numa_cpu_sets("node", 1, fake_torch)
+
+
+def test_the_installed_torch_is_asked_in_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU on NUMA node 0 is all that is not real."""
+    write(tmp_path / "numactl", "#!/bin/sh\n")
+    (tmp_path / "numactl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (finds_node,) = [name for name in vars(binding) if name.startswith("_get_numa_node_index_for")]
+    monkeypatch.setattr(binding, finds_node, lambda **_: 0)
+    cpus = binding._get_set_of_int_from_ranges_str(Path(NODE_0_CPUS).read_text())
+    assert ask_torch("node", 2) == [sorted(cpus & os.sched_getaffinity(0))] * 2
 
 
 def processors() -> list[int]:
@@ -120,5 +121,5 @@ def test_a_containers_quota_counts_as_well(
     assert count_cores(tmp_path) == min(cores, len(os.sched_getaffinity(0)))
 
 
-def test_torchs_bindings_are_ours() -> None:
-    assert BINDINGS == ("node", "socket", "exclusive", "core-complex")
+def test_the_bindings_are_those_of_the_installed_torch() -> None:
+    assert tuple(mode.value for mode in binding.AffinityMode) == NUMA_BINDINGS

@@ -132,7 +132,6 @@ def test_what_a_pod_says_of_ranks_is_overruled_and_other_settings_stay() -> None
 
 def test_what_an_outer_launcher_told_this_agent_is_not_told_to_its_workers() -> None:
     outer = dict.fromkeys(TOLD, "outer") | {
-        "TORCHELASTIC_TIMER_FILE": "/outer",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
         # Ports that the agent has, and that a launch within a worker would be refused.
         "TORCHELASTIC_HEALTH_CHECK_PORT": "8080",
