@@ -110,10 +110,24 @@ def test_one_node_at_port_0_of_its_own_meets_nobody() -> None:
         LaunchConfig(1, 2, rdzv_endpoint="localhost:0")
 
 
-def test_an_empty_run_id_is_a_new_one_for_a_node_alone_and_refused_for_others() -> None:
-    drawn = {LaunchConfig(run_id="").run_id for _ in range(2)}
+@pytest.mark.parametrize(
+    "place",
+    [
+        {},
+        {"rdzv_endpoint": "node0:29400"},
+        {"rdzv_endpoint": "node0:29400,node1:29400"},
+        {"rdzv_endpoint": "node0:29400", "rdzv_backend": "static", "node_rank": 0},
+        {"rdzv_endpoint": "a/folder", "rdzv_backend": "file"},
+    ],
+)
+def test_a_single_node_with_an_empty_run_id_draws_a_new_one(place: dict[str, Any]) -> None:
+    drawn = {LaunchConfig(run_id="", **place).run_id for _ in range(2)}
     assert len(drawn) == 2
-    with pytest.raises(ConfigError, match="run_id is a name of 1 to 256 bytes"):
+    assert "none" not in drawn
+
+
+def test_several_nodes_with_an_empty_run_id_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"run_id is a name of 1 to 256 bytes, got ''"):
         LaunchConfig(1, 2, run_id="", rdzv_endpoint="node0")
 
 
