@@ -24,7 +24,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import read_launch
 from elasticlib.launch.elastic_launch import shutdown_seconds
 from elasticlib.launch.own_workers import _processors
-from elasticlib.workers.spec import Function, Script, WorkerSpec
+from elasticlib.workers.spec import Command, Function, Module, Script, WorkerSpec
 
 # On this machine no worker could be bound, so these never go further than the config.
 NODE = NumaOptions(affinity_mode=AffinityMode.NODE)
@@ -247,9 +247,16 @@ def test_what_cannot_be_heeded_is_refused(fields: dict[str, Any], sentence: str)
         (lambda: WorkerSpec(print), "entrypoint is a Script, Module, Command or Function, got"),
         (
             lambda: Script("x.py", "--a 1"),
-            "args are a tuple, one item for each argument, got .*'--a 1'",
+            r"args must be a tuple or a list, .* got '--a 1': give \('--a', '1'\)$",
         ),
-        (lambda: Function(print, "abc"), "args are a tuple"),
+        (lambda: Script("x.py", b"ab"), r"args must be a tuple or a list, .* got b'ab'"),
+        (lambda: Function(print, "abc"), r"args must be a tuple or a list, .* got 'abc'"),
+        (lambda: Function(print, 4), r"args must be a tuple or a list, .* got 4: give \(4,\)$"),
+        (lambda: Function(print, None), r"args must be a tuple or a list, .* got None"),
+        (lambda: Function(print, {"a": 1}), r"args must be a tuple or a list, .* got {'a': 1}"),
+        (lambda: Module("m", 4), r"args must be a tuple or a list, .* got 4: give \('4',\)$"),
+        (lambda: Command("true", 4), r"args must be a tuple or a list, .* got 4: give \('4',\)$"),
+        (lambda: Script("-"), "cannot be standard input or another open file descriptor, got '-'"),
         (lambda: LocalWorkers({}, start_method="x"), r"start_method \(--start-method\) is one of"),
         (lambda: LaunchConfig(start_method="x"), "^start_method is one of"),
     ],
