@@ -23,7 +23,12 @@ from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, pres
 from ..observe.journal import Journal
 from ..rendezvous.decide import NOT_RETRIED
 from ..rendezvous.document import Change, ChangeKind
-from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInfo
+from ..rendezvous.interface import (
+    FailureKind,
+    RendezvousHandler,
+    RendezvousInfo,
+    check_restart_budget,
+)
 from ..signals import signal_name
 from ..threads import helper
 from ..workers.exit import WorkerExit, classify
@@ -112,7 +117,9 @@ class ElasticAgent:
         spec: what to run.
         handler: the rendezvous; shut down when the run is over.
         workers: runs the workers; closed when the run is over.
-        max_restarts: the budget, if the handler does not count restarts for the job.
+        max_restarts: how many restarts this agent allows after failures, if the handler does not
+            count restarts for the whole job. The default is 0, or the handler's own number. A
+            number that contradicts the handler's is a `ConfigError`.
         ladder: how workers are stopped, on every path.
         interval: seconds between polls of a handler that cannot report changes.
         options: which signals it heeds, and how long workers may save.
@@ -129,7 +136,7 @@ class ElasticAgent:
         handler: RendezvousHandler,
         workers: Workers,
         *,
-        max_restarts: int = 0,
+        max_restarts: int | None = None,
         ladder: Ladder | None = None,
         interval: float = 0.1,
         options: AgentOptions | None = None,
@@ -141,6 +148,9 @@ class ElasticAgent:
         self._spec = spec
         self._handler = handler
         self._memory = memory
+        if max_restarts is not None and max_restarts < 0:
+            raise ConfigError(f"max_restarts must be at least 0, got {max_restarts}")
+        handler.check_agent(slots=spec.local_world_size, max_restarts=max_restarts)
         self._max_restarts = max_restarts
         self._options = options or AgentOptions()
         self._ladder = ladder or Ladder()
@@ -158,6 +168,7 @@ class ElasticAgent:
         self._stopping: Stopping | None = None
         self._watch: hang.HangWatch | None = None
         self._attempt = self._started = self._own_restarts = 0
+        self._has_run = False
         self._started_in: dict[int, int] = {}
         """The start of workers in which each of them was begun, by its local rank."""
         self._prepared = self._notified = self._said_unseen = False
@@ -204,8 +215,17 @@ class ElasticAgent:
         """Take part in the job until it is over for this node. A failure of the job is in the
         result, and does not raise.
 
-        Once in an agent's life: what it holds is freed at the end.
+        An agent runs once, because it closes its handler and its workers at the end.
+
+        Raises:
+            ElasticError: `run` was called before.
         """
+        if self._has_run:
+            raise ElasticError(
+                "ElasticAgent.run was called again, but an agent runs once: create a new "
+                "ElasticAgent, handler and workers for another run"
+            )
+        self._has_run = True
         cause = None
         self._turns()
         self._report.began()
@@ -417,6 +437,7 @@ class ElasticAgent:
         return policy.JoinEnded(Outcome(WorkerState.FAILED, describe(error)))
 
     def _settle(self, info: RendezvousInfo) -> Event:
+        check_restart_budget(self._max_restarts, info.max_restarts)
         self._info = info
         members = self._slots.members(info.seat)
         return policy.Settled(members, frozenset(range(self._spec.local_world_size)) - members)
@@ -567,15 +588,20 @@ class ElasticAgent:
             master_addr=store.master_addr,
             master_port=store.master_port,
             restarts=info.restarts + self._own_restarts,
-            # The job's where its rendezvous keeps one, else our own.
-            max_restarts=self._max_restarts if info.max_restarts is None else info.max_restarts,
+            # The job's budget if its rendezvous keeps one, else this agent's own.
+            max_restarts=self._own_budget if info.max_restarts is None else info.max_restarts,
             use_agent_store=self._handler.use_agent_store,
             attempt=self._started,
             incarnation=info.incarnation,
         )
 
+    @property
+    def _own_budget(self) -> int:
+        """The restarts that this agent allows if the rendezvous keeps no budget for the job."""
+        return self._max_restarts or 0
+
     def _report_failure(self, failure: policy.ReportFailure) -> None:
-        reason, budget = failure.reason, self._max_restarts
+        reason, budget = failure.reason, self._own_budget
         self._report.failure(failure)
         if self._handler.report_failure_as(failure.kind, reason):
             return

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import attrs
 
+from ..errors import ConfigError
 from ..stores.interface import Store
 from .document import Change as Change
 from .document import ChangeKind as ChangeKind
@@ -65,6 +66,24 @@ class RendezvousInfo:
         return self.seat.nodes
 
 
+def check_restart_budget(of_agent: int | None, of_job: int | None) -> None:
+    """Reject a restart budget of an agent that contradicts the job's.
+
+    Args:
+        of_agent: The `max_restarts` that the agent was given; None if it was given none.
+        of_job: The budget that the rendezvous keeps for the job; None if it keeps none.
+
+    Raises:
+        ConfigError: Both are given, and they differ.
+    """
+    if None not in (of_agent, of_job) and of_agent != of_job:
+        raise ConfigError(
+            f"the agent has max_restarts={of_agent}, but its rendezvous handler counts restarts "
+            f"for the whole job and has max_restarts={of_job}: leave out the agent's, or give "
+            "both the same number"
+        )
+
+
 class RendezvousHandler(abc.ABC):
     """Brings the nodes of a job together, as often as their number changes."""
 
@@ -75,6 +94,19 @@ class RendezvousHandler(abc.ABC):
     @abc.abstractmethod
     def get_run_id(self) -> str:
         """The id that all nodes of the job were given."""
+
+    def check_agent(self, *, slots: int, max_restarts: int | None) -> None:  # noqa: B027 - optional
+        """Reject an agent whose settings contradict this handler's own.
+
+        Each `ElasticAgent` calls this once, before anything starts. The default accepts all.
+
+        Args:
+            slots: The number of workers that the agent starts.
+            max_restarts: The restart budget that the agent was given; None if it was given none.
+
+        Raises:
+            ConfigError: The settings contradict each other.
+        """
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
         """Do what takes its time and needs no other node, such as a long import.

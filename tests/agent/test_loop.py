@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -13,12 +13,23 @@ import pytest
 from jobs import until
 from lone_agent import LoneNode, OneWorker, running
 
-from elasticlib import WorkerState
+from elasticlib import (
+    Command,
+    DynamicRendezvousHandler,
+    ElasticAgent,
+    Limits,
+    MemoryStore,
+    Node,
+    RendezvousHandler,
+    StaticRendezvousHandler,
+    WorkerSpec,
+    WorkerState,
+)
 from elasticlib.agent.hang import HangLimits
 from elasticlib.agent.options import AgentOptions
 from elasticlib.clock import monotonic
 from elasticlib.compat.views import TorchsEvents
-from elasticlib.errors import ConfigError
+from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.observe.journal import Journal, NodeJournal
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.interface import Heartbeat, Notice
@@ -48,6 +59,66 @@ def test_a_loop_that_stands_still_is_silent_until_it_turns_and_one_that_is_done_
         assert run.result().state is WorkerState.SUCCEEDED
         now[0] = 9000.0
         assert run.agent.silent() == 0.0
+
+
+def test_an_agent_that_is_running_or_has_run_cannot_run_again() -> None:
+    workers = OneWorker()
+    with running(workers) as run:
+        with pytest.raises(ElasticError, match="an agent runs once"):
+            run.agent.run()
+        assert workers.running(), "the run that is under way goes on"
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+        with pytest.raises(ElasticError, match="create a new ElasticAgent, handler and workers"):
+            run.agent.run()
+    assert workers.starts == 1
+
+
+NODE = Node("n-1", "n", "127.0.0.1", slots=2)
+
+
+@pytest.mark.parametrize("given", [None, 0, 3])
+@pytest.mark.parametrize(
+    "make_handler",
+    [
+        lambda: DynamicRendezvousHandler(MemoryStore(), "j", NODE, Limits(1, 1, max_restarts=3)),
+        lambda: StaticRendezvousHandler(
+            MemoryStore(), "j", attrs.evolve(NODE, hint=0), 1, max_restarts=3
+        ),
+    ],
+)
+def test_a_budget_that_contradicts_the_handlers_is_rejected_before_anything_starts(
+    given: int | None, make_handler: Callable[[], RendezvousHandler]
+) -> None:
+    spec = WorkerSpec(Command("none"), 2)
+    if given in (None, 3):
+        ElasticAgent(spec, make_handler(), OneWorker(), max_restarts=given)
+        return
+    with pytest.raises(ConfigError, match=r"max_restarts=0, .* max_restarts=3: leave out"):
+        ElasticAgent(spec, make_handler(), OneWorker(), max_restarts=given)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_number_of_workers_that_contradicts_the_handlers_slots_is_rejected(workers: int) -> None:
+    handler = DynamicRendezvousHandler(MemoryStore(), "j", NODE, Limits(1, 1))
+    spec = WorkerSpec(Command("none"), workers)
+    with pytest.raises(ConfigError, match=rf"slots=2, .* local_world_size={workers}: give both"):
+        ElasticAgent(spec, handler, OneWorker())
+
+
+def test_a_budget_that_contradicts_that_of_a_generation_ends_the_run_with_both_numbers() -> None:
+    workers = OneWorker()
+    workers.up.set()
+    with running(workers, LoneNode(max_restarts=0), max_restarts=2) as run:
+        result = run.result()
+    assert (result.state, workers.starts) == (WorkerState.FAILED, 0)
+    assert "max_restarts=2" in result.reason
+    assert "max_restarts=0" in result.reason
+
+
+def test_a_negative_budget_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="max_restarts must be at least 0, got -1"):
+        ElasticAgent(WorkerSpec(Command("none")), LoneNode(), OneWorker(), max_restarts=-1)
 
 
 class Raises(Journal):
