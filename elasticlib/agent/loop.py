@@ -363,6 +363,8 @@ class ElasticAgent:
                 self._said_unseen = True
                 log.warning("%s", unseen)
         self._carry_out(commands)
+        if self._now.state is State.JOINING:
+            self._waiter.remind(now, self._report.why)
         self._report_slots()
         self._report.look()
 
@@ -434,7 +436,12 @@ class ElasticAgent:
             self._report.heard(change)
             return policy.JoinEnded(policy.end_of_job(change))
         self._report.deserted = getattr(error, "lost", False)
-        return policy.JoinEnded(Outcome(WorkerState.FAILED, describe(error)))
+        reason = describe(error)
+        if self._info is not None and not self._report.deserted:
+            # Otherwise only a timeout would be reported, and not the failure that led to it.
+            why = self._report.why
+            reason = f"{why}; then this node could not join another generation: {reason}"
+        return policy.JoinEnded(Outcome(WorkerState.FAILED, reason))
 
     def _settle(self, info: RendezvousInfo) -> Event:
         check_restart_budget(self._max_restarts, info.max_restarts)
@@ -512,7 +519,7 @@ class ElasticAgent:
             self._react(policy.OthersGoOn(frozenset(everyone)))
         self._report_slots()
         if not self._handler.join(hears):
-            self._waiter.join(self._attempt)
+            self._waiter.join(self._attempt, self._clock())
 
     def _report_slots(self) -> None:
         self._slots.report(self._now, len(self._group.workers) if self._group else 0)
@@ -607,15 +614,29 @@ class ElasticAgent:
             return
         self._own_restarts += 1
         if failure.kind is FailureKind.AT_START:
-            self._react(policy.Changed(Change(ChangeKind.FAILED, f"{reason} ({NOT_RETRIED})")))
+            self._fail_job(f"{reason} ({NOT_RETRIED})")
         elif self._own_restarts > budget:
-            spent = f"{reason} ({budget} of {budget} restarts used)"
-            self._react(policy.Changed(Change(ChangeKind.FAILED, spent)))
+            self._fail_job(f"{reason} ({budget} of {budget} restarts used)")
+
+    def _fail_job(self, reason: str) -> None:
+        """End the job, whose rendezvous leaves it to each agent to count restarts."""
+        try:
+            # The other nodes would wait for this one until their join timeout.
+            self._handler.set_closed()
+        except Exception as error:
+            log.warning("cannot end the job for the other nodes: %s", describe(error))
+        self._react(policy.Changed(Change(ChangeKind.FAILED, reason)))
 
     def _report_done(self) -> None:
-        rank = present(self._info, "the generation").rank
-        self._board.do(post_need(rank, ANY_CALL))
+        info = present(self._info, "the generation")
+        self._board.do(post_need(info.rank, ANY_CALL))
         if not self._handler.report_done():
+            if info.world_size > 1:
+                log.info(
+                    "%s has no report_done: this node leaves without waiting for the other nodes; "
+                    "workers that fail there from now on are restarted without it, or not at all",
+                    type(self._handler).__name__,
+                )
             self._react(policy.Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))
 
     def _begin_stop(self, command: policy.StopWorkers | policy.Regroup) -> None:

@@ -141,7 +141,11 @@ class RendezvousHandler(abc.ABC):
 
     @abc.abstractmethod
     def set_closed(self) -> None:
-        """End the job for all nodes."""
+        """End the job for all nodes.
+
+        An agent calls this when its workers have failed more often than `max_restarts` allows, if
+        `report_failure` is unsupported. It should not block for long.
+        """
 
     @abc.abstractmethod
     def num_nodes_waiting(self) -> int:
@@ -238,8 +242,14 @@ class RendezvousHandler(abc.ABC):
         return False
 
     def report_done(self) -> bool:
-        """This node's workers succeeded. False: unsupported, the agent ends at once.
+        """Take note that this node's workers succeeded.
 
-        True: `wait_for_change` says when all are done, or that they must start anew.
+        A handler for several nodes should override this. With the default, the agent leaves at
+        once: it does not wait for the other nodes, and if their workers fail later, they cannot be
+        restarted together with this node.
+
+        Returns:
+            False if this is unsupported, as by default. True if `wait_for_change` reports when all
+            nodes have succeeded (SUCCEEDED), or that this node's workers must start again.
         """
         return False

@@ -6,12 +6,13 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
 import pytest
 from jobs import until
-from lone_agent import LoneNode, OneWorker, running
+from lone_agent import LoneNode, OneWorker, Run, running
 
 from elasticlib import (
     Command,
@@ -24,6 +25,7 @@ from elasticlib import (
     StaticRendezvousHandler,
     WorkerSpec,
     WorkerState,
+    deal_seats,
 )
 from elasticlib.agent.hang import HangLimits
 from elasticlib.agent.options import AgentOptions
@@ -371,6 +373,63 @@ def test_a_node_that_is_not_prepared_does_not_join_and_can_be_told_to_leave() ->
         result = run.result()
         handler.ready.set()
     assert (result.signal, workers.starts, handler.generation) == (signal.SIGTERM, 0, 0)
+
+
+class Waits(LoneNode):
+    """A rendezvous that settles once `ready` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.ready = threading.Event(), threading.Event()
+
+    def next_rendezvous(self) -> Any:
+        self.begun.set()
+        self.ready.wait(60)
+        return super().next_rendezvous()
+
+
+def test_a_wait_for_a_handler_of_somebody_elses_is_logged_every_ten_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workers, handler, now = OneWorker(), Waits(), [100.0]
+
+    def waits() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records]
+        return [line for line in lines if line.startswith("waiting for the other nodes")]
+
+    def logged(count: int) -> bool:
+        return len(waits()) >= count
+
+    run = Run(ElasticAgent(WorkerSpec(Command("none")), handler, workers, clock=lambda: now[0]))
+    with caplog.at_level(logging.INFO, "elasticlib.agent"):
+        try:
+            assert handler.begun.wait(60)
+            for count in (1, 2, 3):
+                now[0] = 100.0 + 10.0 * count
+                until("the wait to be logged", partial(logged, count), 20)
+        finally:
+            handler.ready.set()
+            assert workers.up.wait(60)
+            now[0] = 1000.0
+            workers.finish()
+            assert run.result().state is WorkerState.SUCCEEDED
+    assert len(waits()) == 3
+    assert waits()[1] == (
+        "waiting for the other nodes for 20 s: next_rendezvous of Waits (backend lone, run run) "
+        "has not returned; reason for this rendezvous: the first generation of this node"
+    )
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_node_that_leaves_before_the_others_because_it_cannot_wait_for_them_says_so(
+    caplog: pytest.LogCaptureFixture, nodes: int
+) -> None:
+    members = [Node(f"n-{n}", "n", "127.0.0.1", slots=1) for n in range(nodes)]
+    workers, handler = OneWorker(), LoneNode(seat=deal_seats(members)[0])
+    with caplog.at_level(logging.INFO, "elasticlib.agent"), running(workers, handler) as run:
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+    assert ("LoneNode has no report_done: this node leaves" in caplog.text) is (nodes == 2)
 
 
 class Listens(OneWorker):
