@@ -108,10 +108,11 @@ class ElasticAgent:
     processes of this machine; your own may run them elsewhere. Where it is not said otherwise its
     methods are called by the thread that `run` was called in, one at a time, and nothing else
     happens meanwhile: signals and changes of membership wait. So none of them waits for a worker to
-    end. An `ElasticError` from `start`, as `WorkerStartError` is, is a failure that is charged, and
-    is tried again; one from `prepare`, or an `OSError`, is passed over, as `start` will meet it.
-    Whatever else one of them raises ends the run. `elasticlib.testing.AgentContract` tests all that
-    is promised here.
+    end. A `ConfigError` from `start` ends the run of this node, because a restart would fail in
+    the same way. Another `ElasticError` from `start`, as `WorkerStartError` is, is a failure that
+    is charged, and is tried again; one from `prepare`, or an `OSError`, is passed over, as `start`
+    will meet it. Whatever else one of them raises ends the run. `elasticlib.testing.AgentContract`
+    tests all that is promised here.
 
     Args:
         spec: what to run.
@@ -539,11 +540,11 @@ class ElasticAgent:
         group = outside(self._spec, everyone, self._handler.get_run_id(), self._started)
         self._report.starting_ahead(group)
         failed = self._begin(group)
-        if failed:
-            self._react(policy.StartFailed(failed))
+        if failed is not None:
+            self._react(failed)
 
-    def _begin(self, group: WorkerGroup) -> str:
-        """Start those of the group that do not run yet; why that failed, if it did."""
+    def _begin(self, group: WorkerGroup) -> policy.StartFailed | policy.Broke | None:
+        """Start those workers of the group that do not run yet; return the failure, if any."""
         self._turns(START_SECONDS)
         self._started_at = self._clock()
         self._started += 1
@@ -553,9 +554,12 @@ class ElasticAgent:
                 self._started_in[worker.local_rank] = number
         try:
             self.start(group, lambda local_rank: self._tell_of(number, Exited(local_rank)))
+        except ConfigError as error:
+            # This node cannot run such workers at all, so a restart would fail in the same way.
+            return policy.Broke(str(error))
         except ElasticError as error:
-            return str(error)
-        return ""
+            return policy.StartFailed(str(error), self._slots.keeps())
+        return None
 
     def _start(self) -> None:
         info = present(self._info, "the generation")
@@ -569,9 +573,9 @@ class ElasticAgent:
             self._memory.begin(info, group)
         failed = self._begin(group)
         self._report.started(group, self.workers.running(), self._started_in)
-        if failed:
-            self._board.do(post_cause(self._report.ended_without(failed)))
-            self._react(policy.StartFailed(failed, self._slots.keeps()))
+        if failed is not None:
+            self._board.do(post_cause(self._report.ended_without(failed.reason)))
+            self._react(failed)
         elif self._options.hang is not None:
             self._watch = hang.HangWatch(
                 self._options.hang,

@@ -390,7 +390,6 @@ class LocalWorkers(Workers):
         self._patience = PATIENCE
         self._channels.begin()
         self._kills = oom_kills()
-        worker = everyone[0]
         if self._timers is not None:
             self._timers.open(self._loop, self._guardian, self._leaders)
         try:
@@ -399,13 +398,16 @@ class LocalWorkers(Workers):
                     self._keep(group, worker)
             new = [one for one in everyone if one.local_rank not in self._processes]
             environments, places = self._lay_out(group, new)
-            for worker in new:
-                local = worker.local_rank
-                self._spawn(group, worker, environments[local], places[local], ended)
         except OSError as error:
-            raise WorkerStartError(
-                f"cannot start the worker of rank {worker.rank}: {error}"
-            ) from error
+            raise WorkerStartError(f"cannot prepare the start of the workers: {error}") from error
+        for worker in new:
+            local = worker.local_rank
+            try:
+                self._spawn(group, worker, environments[local], places[local], ended)
+            except OSError as error:
+                raise WorkerStartError(
+                    f"cannot start the worker of rank {worker.rank}: {error}"
+                ) from error
         self._folder.forget(but={process.folder.parent for process in self._processes.values()})
 
     def _keep(self, group: WorkerGroup, worker: Worker) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -254,3 +256,29 @@ def test_the_line_of_a_generation_ends_with_a_cause_if_the_handler_gives_none(
     )
     assert first.endswith(", 0 of 1 restarts; the first generation of this node")
     assert re.search(r", 1 of 1 restarts; worker of rank . .* exited with code 5$", second)
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["removed", "a file"])
+def test_a_temporary_directory_that_cannot_be_used_is_reported_once_and_uses_no_restart(
+    supervised: Supervised,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    made: bool,
+) -> None:
+    gone = tmp_path / "gone"
+    if made:
+        gone.touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(gone))
+    with caplog.at_level("INFO", "elasticlib"):
+        result = supervised.run("exit 0", max_restarts=3)
+    assert result.state is WorkerState.FAILED
+    assert (result.generation, result.restarts, supervised.handler.generation) == (1, 0, 1)
+    why = os.strerror(errno.ENOTDIR if made else errno.ENOENT)
+    assert result.reason == (
+        f"cannot create the folder of this run in '{gone}': {why}; TMPDIR must name a directory "
+        "that exists and can be written to for as long as the job runs (or set log_dir, --log-dir)"
+    )
+    assert result.cause is not None
+    assert result.cause.sentence == result.reason
+    assert "rank 1" not in caplog.text.replace("ranks 0-1", "")
