@@ -41,9 +41,11 @@ class LoneNode(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.generation += 1
-        (seat,) = deal_seats([Node("n-1", "n", "127.0.0.1", slots=1)])
-        place = BootstrapStoreInfo("127.0.0.1", 1)
-        return RendezvousInfo("run", self.generation, seat, place, **self.facts)
+        facts: dict[str, Any] = {
+            "seat": deal_seats([Node("n-1", "n", "127.0.0.1", slots=1)])[0],
+            "bootstrap_store_info": BootstrapStoreInfo("127.0.0.1", 1),
+        }
+        return RendezvousInfo("run", self.generation, **{**facts, **self.facts})
 
     def is_closed(self) -> bool:
         return False
@@ -103,6 +105,11 @@ class Run:
         self._results: list[RunResult] = []
         self._thread = threading.Thread(target=lambda: self._results.append(agent.run()))
         self._thread.start()
+
+    def ended(self, seconds: float) -> bool:
+        """Whether the run ends within this time."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def result(self) -> RunResult:
         self._thread.join(60)

@@ -23,7 +23,12 @@ from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, pres
 from ..observe.journal import Journal
 from ..rendezvous.decide import NOT_RETRIED
 from ..rendezvous.document import Change, ChangeKind
-from ..rendezvous.interface import FailureKind, RendezvousHandler, RendezvousInfo
+from ..rendezvous.interface import (
+    FailureKind,
+    RendezvousHandler,
+    RendezvousInfo,
+    check_restart_budget,
+)
 from ..signals import signal_name
 from ..threads import helper
 from ..workers.exit import WorkerExit, classify
@@ -103,16 +108,19 @@ class ElasticAgent:
     processes of this machine; your own may run them elsewhere. Where it is not said otherwise its
     methods are called by the thread that `run` was called in, one at a time, and nothing else
     happens meanwhile: signals and changes of membership wait. So none of them waits for a worker to
-    end. An `ElasticError` from `start`, as `WorkerStartError` is, is a failure that is charged, and
-    is tried again; one from `prepare`, or an `OSError`, is passed over, as `start` will meet it.
-    Whatever else one of them raises ends the run. `elasticlib.testing.AgentContract` tests all that
-    is promised here.
+    end. A `ConfigError` from `start` ends the run of this node, because a restart would fail in
+    the same way. Another `ElasticError` from `start`, as `WorkerStartError` is, is a failure that
+    is charged, and is tried again; one from `prepare`, or an `OSError`, is passed over, as `start`
+    will meet it. Whatever else one of them raises ends the run. `elasticlib.testing.AgentContract`
+    tests all that is promised here.
 
     Args:
         spec: what to run.
         handler: the rendezvous; shut down when the run is over.
         workers: runs the workers; closed when the run is over.
-        max_restarts: the budget, if the handler does not count restarts for the job.
+        max_restarts: how many restarts this agent allows after failures, if the handler does not
+            count restarts for the whole job. The default is 0, or the handler's own number. A
+            number that contradicts the handler's is a `ConfigError`.
         ladder: how workers are stopped, on every path.
         interval: seconds between polls of a handler that cannot report changes.
         options: which signals it heeds, and how long workers may save.
@@ -129,7 +137,7 @@ class ElasticAgent:
         handler: RendezvousHandler,
         workers: Workers,
         *,
-        max_restarts: int = 0,
+        max_restarts: int | None = None,
         ladder: Ladder | None = None,
         interval: float = 0.1,
         options: AgentOptions | None = None,
@@ -141,6 +149,9 @@ class ElasticAgent:
         self._spec = spec
         self._handler = handler
         self._memory = memory
+        if max_restarts is not None and max_restarts < 0:
+            raise ConfigError(f"max_restarts must be at least 0, got {max_restarts}")
+        handler.check_agent(slots=spec.local_world_size, max_restarts=max_restarts)
         self._max_restarts = max_restarts
         self._options = options or AgentOptions()
         self._ladder = ladder or Ladder()
@@ -158,6 +169,7 @@ class ElasticAgent:
         self._stopping: Stopping | None = None
         self._watch: hang.HangWatch | None = None
         self._attempt = self._started = self._own_restarts = 0
+        self._has_run = False
         self._started_in: dict[int, int] = {}
         """The start of workers in which each of them was begun, by its local rank."""
         self._prepared = self._notified = self._said_unseen = False
@@ -204,8 +216,17 @@ class ElasticAgent:
         """Take part in the job until it is over for this node. A failure of the job is in the
         result, and does not raise.
 
-        Once in an agent's life: what it holds is freed at the end.
+        An agent runs once, because it closes its handler and its workers at the end.
+
+        Raises:
+            ElasticError: `run` was called before.
         """
+        if self._has_run:
+            raise ElasticError(
+                "ElasticAgent.run was called again, but an agent runs once: create a new "
+                "ElasticAgent, handler and workers for another run"
+            )
+        self._has_run = True
         cause = None
         self._turns()
         self._report.began()
@@ -343,6 +364,8 @@ class ElasticAgent:
                 self._said_unseen = True
                 log.warning("%s", unseen)
         self._carry_out(commands)
+        if self._now.state is State.JOINING:
+            self._waiter.remind(now, self._report.why)
         self._report_slots()
         self._report.look()
 
@@ -415,9 +438,15 @@ class ElasticAgent:
             self._report.heard(change)
             return policy.JoinEnded(policy.end_of_job(change))
         self._report.deserted = getattr(error, "lost", False)
-        return policy.JoinEnded(Outcome(WorkerState.FAILED, describe(error)))
+        reason = describe(error)
+        if self._info is not None and not self._report.deserted:
+            # Otherwise only a timeout would be reported, and not the failure that led to it.
+            why = self._report.why
+            reason = f"{why}; then this node could not join another generation: {reason}"
+        return policy.JoinEnded(Outcome(WorkerState.FAILED, reason))
 
     def _settle(self, info: RendezvousInfo) -> Event:
+        check_restart_budget(self._max_restarts, info.max_restarts)
         self._info = info
         members = self._slots.members(info.seat)
         return policy.Settled(members, frozenset(range(self._spec.local_world_size)) - members)
@@ -492,7 +521,7 @@ class ElasticAgent:
             self._react(policy.OthersGoOn(frozenset(everyone)))
         self._report_slots()
         if not self._handler.join(hears):
-            self._waiter.join(self._attempt)
+            self._waiter.join(self._attempt, self._clock())
 
     def _report_slots(self) -> None:
         self._slots.report(self._now, len(self._group.workers) if self._group else 0)
@@ -512,11 +541,11 @@ class ElasticAgent:
         group = outside(self._spec, everyone, self._handler.get_run_id(), self._started)
         self._report.starting_ahead(group)
         failed = self._begin(group)
-        if failed:
-            self._react(policy.StartFailed(failed))
+        if failed is not None:
+            self._react(failed)
 
-    def _begin(self, group: WorkerGroup) -> str:
-        """Start those of the group that do not run yet; why that failed, if it did."""
+    def _begin(self, group: WorkerGroup) -> policy.StartFailed | policy.Broke | None:
+        """Start those workers of the group that do not run yet; return the failure, if any."""
         self._turns(START_SECONDS)
         self._started_at = self._clock()
         self._started += 1
@@ -526,9 +555,12 @@ class ElasticAgent:
                 self._started_in[worker.local_rank] = number
         try:
             self.start(group, lambda local_rank: self._tell_of(number, Exited(local_rank)))
+        except ConfigError as error:
+            # This node cannot run such workers at all, so a restart would fail in the same way.
+            return policy.Broke(str(error))
         except ElasticError as error:
-            return str(error)
-        return ""
+            return policy.StartFailed(str(error), self._slots.keeps())
+        return None
 
     def _start(self) -> None:
         info = present(self._info, "the generation")
@@ -542,9 +574,9 @@ class ElasticAgent:
             self._memory.begin(info, group)
         failed = self._begin(group)
         self._report.started(group, self.workers.running(), self._started_in)
-        if failed:
-            self._board.do(post_cause(self._report.ended_without(failed)))
-            self._react(policy.StartFailed(failed, self._slots.keeps()))
+        if failed is not None:
+            self._board.do(post_cause(self._report.ended_without(failed.reason)))
+            self._react(failed)
         elif self._options.hang is not None:
             self._watch = hang.HangWatch(
                 self._options.hang,
@@ -568,29 +600,48 @@ class ElasticAgent:
             master_addr=store.master_addr,
             master_port=store.master_port,
             restarts=info.restarts + self._own_restarts,
-            # The job's where its rendezvous keeps one, else our own.
-            max_restarts=self._max_restarts if info.max_restarts is None else info.max_restarts,
+            # The job's budget if its rendezvous keeps one, else this agent's own.
+            max_restarts=self._own_budget if info.max_restarts is None else info.max_restarts,
             use_agent_store=self._handler.use_agent_store,
             attempt=self._started,
             incarnation=info.incarnation,
         )
 
+    @property
+    def _own_budget(self) -> int:
+        """The restarts that this agent allows if the rendezvous keeps no budget for the job."""
+        return self._max_restarts or 0
+
     def _report_failure(self, failure: policy.ReportFailure) -> None:
-        reason, budget = failure.reason, self._max_restarts
+        reason, budget = failure.reason, self._own_budget
         self._report.failure(failure)
         if self._handler.report_failure_as(failure.kind, reason):
             return
         self._own_restarts += 1
         if failure.kind is FailureKind.AT_START:
-            self._react(policy.Changed(Change(ChangeKind.FAILED, f"{reason} ({NOT_RETRIED})")))
+            self._fail_job(f"{reason} ({NOT_RETRIED})")
         elif self._own_restarts > budget:
-            spent = f"{reason} ({budget} of {budget} restarts used)"
-            self._react(policy.Changed(Change(ChangeKind.FAILED, spent)))
+            self._fail_job(f"{reason} ({budget} of {budget} restarts used)")
+
+    def _fail_job(self, reason: str) -> None:
+        """End the job, whose rendezvous leaves it to each agent to count restarts."""
+        try:
+            # The other nodes would wait for this one until their join timeout.
+            self._handler.set_closed()
+        except Exception as error:
+            log.warning("cannot end the job for the other nodes: %s", describe(error))
+        self._react(policy.Changed(Change(ChangeKind.FAILED, reason)))
 
     def _report_done(self) -> None:
-        rank = present(self._info, "the generation").rank
-        self._board.do(post_need(rank, ANY_CALL))
+        info = present(self._info, "the generation")
+        self._board.do(post_need(info.rank, ANY_CALL))
         if not self._handler.report_done():
+            if info.world_size > 1:
+                log.info(
+                    "%s has no report_done: this node leaves without waiting for the other nodes; "
+                    "workers that fail there from now on are restarted without it, or not at all",
+                    type(self._handler).__name__,
+                )
             self._react(policy.Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))
 
     def _begin_stop(self, command: policy.StopWorkers | policy.Regroup) -> None:

@@ -157,7 +157,10 @@ class Changed(Event):
 
 @attrs.frozen
 class Broke(Event):
-    """A part of the agent, without which it would go on blind, has ended; `reason` says which."""
+    """This node cannot go on: a part of the agent has ended, or it can start no workers at all.
+
+    `reason` says which.
+    """
 
     reason: str
 

@@ -116,7 +116,7 @@ class Report:
         self._clock = clock
         self._steps: StepWatch | None = None
         self._idle_since = self._began_at = self._stopping_at = self._prepared_at = clock()
-        self._why, self._planned = "waiting for its first generation", False
+        self._why, self._planned = "the first generation of this node", False
         self._silent_since: float | None = None
         self._group: WorkerGroup | None = None
         self._exits: dict[int, WorkerExit] = {}
@@ -141,6 +141,11 @@ class Report:
         resized = isinstance(event, policy.Changed) and event.change.kind is ChangeKind.RESIZE
         self._planned = resized or isinstance(event, policy.DrainAsked)
         self._silent_since = event.since if isinstance(event, policy.Hung) else None
+
+    @property
+    def why(self) -> str:
+        """What this node's last generation ended with, or that there was none yet."""
+        return self._why
 
     def joining(self) -> None:
         self._last_look()
@@ -167,11 +172,13 @@ class Report:
         first, last = group.workers[0], group.workers[-1]
         ranks = ranks_of(range(first.rank, last.rank + 1))
         importing = f"{imports:.2f} s of imports and " if imports else ""
+        # A handler of the user's may give no cause.
+        cause = info.cause or self._why
         log.info(
             "%s",
             f"generation {info.generation} after {importing}{waited - imports:.2f} s of "
             f"rendezvous: node {info.rank} of {info.world_size}, {ranks} of {first.world_size}, "
-            f"{group.restarts} of {group.max_restarts} restarts; {info.cause}",
+            f"{group.restarts} of {group.max_restarts} restarts; {cause}",
         )
         self._tell(
             "generation.began",
@@ -185,7 +192,7 @@ class Report:
             role=[first.role_rank, first.role_world_size],
             restarts=group.restarts,
             max_restarts=group.max_restarts,
-            cause=info.cause,
+            cause=cause,
             why=None if info.why is None else info.why.value,
         )
 

@@ -1,8 +1,9 @@
-"""A handler of somebody else's, which has only the blocking calls of torch's, waited in."""
+"""Waits in the blocking calls of a rendezvous handler that has no `join`, as torch's have none."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 from collections.abc import Callable
 
@@ -11,6 +12,10 @@ from ..errors import describe
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo
 from ..threads import helper
+
+log = logging.getLogger("elasticlib.agent")
+
+REMIND_SECONDS = 10.0  # between two log lines about one wait
 
 
 class Waiter:
@@ -26,14 +31,37 @@ class Waiter:
         self._handler = handler
         self._interval = interval
         self._put = put
+        self._joined_at = 0.0
+        self._remind_at = float("inf")  # no wait has begun
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = helper(self._wait, "agent-rendezvous", broke)
 
-    def join(self, attempt: int) -> None:
+    def join(self, attempt: int, now: float) -> None:
         """Ask for the next generation, and from then on watch it."""
+        self._joined_at, self._remind_at = now, now + REMIND_SECONDS
         if self._thread.ident is None:
             self._thread.start()
         self._asked.put(attempt)
+
+    def remind(self, now: float, why: str) -> None:
+        """Log at regular intervals that the handler has found no generation yet.
+
+        The agent's loop calls this while the node has no generation.
+
+        Args:
+            now: The time on the clock that `join` was given.
+            why: Why the generation is sought.
+        """
+        if now < self._remind_at:
+            return
+        self._remind_at = now + REMIND_SECONDS
+        handler = self._handler
+        log.info(
+            "waiting for the other nodes for %.0f s: next_rendezvous of %s (backend %s, run %s) "
+            "has not returned; reason for this rendezvous: %s",
+            *(now - self._joined_at, type(handler).__name__),
+            *(handler.get_backend(), handler.get_run_id(), why),
+        )
 
     def stop(self) -> None:
         """After the handler's shutdown, which ends whatever the thread waits for."""

@@ -75,8 +75,8 @@ def _meeting(config: LaunchConfig) -> dict[str, Any]:
         found["node_rank"] = _rank(conf.pop("rank"))
     if conf != config.rdzv_configs:
         found["rdzv_configs"] = conf
-    if config.run_id == "" and not found.get("rdzv_endpoint", config.rdzv_endpoint):
-        # A job that nobody can join still has a name of its own.
+    if config.run_id == "" and config.max_nodes == 1:
+        # No other node has to know the name of a job that has only one node.
         found["run_id"] = str(uuid.uuid4())
     return found
 

@@ -149,14 +149,20 @@ def _entrypoint(settings: Settings, program: str, args: tuple[str, ...]) -> Entr
         return Module(program, args)
     if settings["no_python"]:
         return Command(program, args)
+    entrypoint = Script(program, args)
     if not any(map(os.path.isfile, (program, os.path.join(program, "__main__.py")))):
+        if os.path.exists(program):
+            raise ConfigError(
+                f"a script must be a regular file or contain a __main__.py, got {program!r}; "
+                "a module needs -m, another program --no-python"
+            )
         script = f"{program}.py"
         meant = f"did you mean {script}? A" if os.path.isfile(script) else "a"
         raise ConfigError(
             f"there is no script {program!r} here (in {os.getcwd()}); "
             f"{meant} module needs -m, another program --no-python"
         )
-    return Script(program, args)
+    return entrypoint
 
 
 def _supervision(settings: Settings) -> SupervisionOptions:

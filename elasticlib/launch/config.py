@@ -297,8 +297,9 @@ class LaunchConfig:
     lost; a folder for the file backend, `host:port,host:port` for etcd, what a backend of your own
     takes, or empty for one node alone. rdzv_backend: a name of ours, or `package.module:function`,
     which is called with a `BackendRequest`. rdzv_configs: the keys of --rdzv-conf;
-    rdzv_timeout: another name for its `timeout`, unless -1. run_id: a node alone is given one for
-    an empty one. start_method: `warm` (also `fork` and `forkserver`) or `spawn`.
+    rdzv_timeout: another name for its `timeout`, unless -1. run_id: the name of the job. If it
+    is empty, a job of a single node (max_nodes is 1) generates one. start_method: `warm` (also
+    `fork` and `forkserver`) or `spawn`.
     log_line_prefix_template: how each line of `tee` begins, with `${role_name}`, `${rank}`,
     `${local_rank}` and `${hostname}` filled in. What torch's DefaultLogsSpecs, numa_options and
     signals_to_handle say is found in our own fields, too. event_log_handler, metrics_cfg: have no

@@ -435,7 +435,11 @@ def build_parser() -> Parser:
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("training_script", help="a script, module (-m) or program (--no-python)")
+    parser.add_argument(
+        "training_script",
+        help="a script, module (-m) or program (--no-python); a script must be a file, and not - "
+        "(standard input), because each worker reads it",
+    )
     rest = parser.add_argument(
         "training_script_args", nargs=argparse.REMAINDER, help="what the script is called with"
     )

@@ -42,7 +42,12 @@ from .bootstrap import (
     open_torch_store,
 )
 from .document import Change, ChangeKind, FailureKind, Limits, Node, State, Timing, Why
-from .interface import BootstrapStoreInfo, RendezvousHandler, RendezvousInfo
+from .interface import (
+    BootstrapStoreInfo,
+    RendezvousHandler,
+    RendezvousInfo,
+    check_restart_budget,
+)
 from .node import NEVER_REACHED, NOTE_SECONDS, LocalNode, PatienceSpent, Reading, backoff
 
 log = logging.getLogger("elasticlib.rendezvous")
@@ -560,6 +565,15 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def get_run_id(self) -> str:
         return self._run_id
+
+    def check_agent(self, *, slots: int, max_restarts: int | None) -> None:
+        of_node = self._loop.node.intent.node.slots
+        if slots != of_node:
+            raise ConfigError(
+                f"the Node of this handler has slots={of_node}, but the agent's WorkerSpec has "
+                f"local_world_size={slots}: give both the same number"
+            )
+        check_restart_budget(max_restarts, self._loop.node.limits.max_restarts)
 
     def prepare(self) -> None:
         if self._open_bootstrap in OF_TORCH:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import attrs
 
+from ..errors import ConfigError
 from ..stores.interface import Store
 from .document import Change as Change
 from .document import ChangeKind as ChangeKind
@@ -65,6 +66,24 @@ class RendezvousInfo:
         return self.seat.nodes
 
 
+def check_restart_budget(of_agent: int | None, of_job: int | None) -> None:
+    """Reject a restart budget of an agent that contradicts the job's.
+
+    Args:
+        of_agent: The `max_restarts` that the agent was given; None if it was given none.
+        of_job: The budget that the rendezvous keeps for the job; None if it keeps none.
+
+    Raises:
+        ConfigError: Both are given, and they differ.
+    """
+    if None not in (of_agent, of_job) and of_agent != of_job:
+        raise ConfigError(
+            f"the agent has max_restarts={of_agent}, but its rendezvous handler counts restarts "
+            f"for the whole job and has max_restarts={of_job}: leave out the agent's, or give "
+            "both the same number"
+        )
+
+
 class RendezvousHandler(abc.ABC):
     """Brings the nodes of a job together, as often as their number changes."""
 
@@ -75,6 +94,19 @@ class RendezvousHandler(abc.ABC):
     @abc.abstractmethod
     def get_run_id(self) -> str:
         """The id that all nodes of the job were given."""
+
+    def check_agent(self, *, slots: int, max_restarts: int | None) -> None:  # noqa: B027 - optional
+        """Reject an agent whose settings contradict this handler's own.
+
+        Each `ElasticAgent` calls this once, before anything starts. The default accepts all.
+
+        Args:
+            slots: The number of workers that the agent starts.
+            max_restarts: The restart budget that the agent was given; None if it was given none.
+
+        Raises:
+            ConfigError: The settings contradict each other.
+        """
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
         """Do what takes its time and needs no other node, such as a long import.
@@ -109,7 +141,11 @@ class RendezvousHandler(abc.ABC):
 
     @abc.abstractmethod
     def set_closed(self) -> None:
-        """End the job for all nodes."""
+        """End the job for all nodes.
+
+        An agent calls this when its workers have failed more often than `max_restarts` allows, if
+        `report_failure` is unsupported. It should not block for long.
+        """
 
     @abc.abstractmethod
     def num_nodes_waiting(self) -> int:
@@ -206,8 +242,14 @@ class RendezvousHandler(abc.ABC):
         return False
 
     def report_done(self) -> bool:
-        """This node's workers succeeded. False: unsupported, the agent ends at once.
+        """Take note that this node's workers succeeded.
 
-        True: `wait_for_change` says when all are done, or that they must start anew.
+        A handler for several nodes should override this. With the default, the agent leaves at
+        once: it does not wait for the other nodes, and if their workers fail later, they cannot be
+        restarted together with this node.
+
+        Returns:
+            False if this is unsupported, as by default. True if `wait_for_change` reports when all
+            nodes have succeeded (SUCCEEDED), or that this node's workers must start again.
         """
         return False

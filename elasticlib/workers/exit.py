@@ -28,7 +28,7 @@ _OF_ITS_OWN = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
 UNKNOWN = 1
 """In place of a returncode that cannot be had: no success."""
 FATAL = ("Fatal Python error:", "terminate called", "  what():")
-LONGEST_WORDS = 200
+LONGEST_WORDS = 300  # characters of one sentence in a log line; the traceback has the rest
 
 
 @attrs.frozen

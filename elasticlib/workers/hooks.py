@@ -167,11 +167,21 @@ def formatted(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
+    """Return the exception's message, or where it was raised if it has none."""
     try:
-        return str(error)
+        return str(error) or _raised_in(error)
     except Exception as broken:
         # An exception's own code runs here, and may raise anything.
         return f"(its message cannot be shown: {type(broken).__name__})"
+
+
+def _raised_in(error: BaseException) -> str:
+    """Name the innermost function of the traceback, its file and its line."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        place = f"raised in {code.co_name} ({os.path.basename(code.co_filename)}:{line})"
+    return place
 
 
 # -- error.json: torch's shape, and its bounds -----------------------------------------------------

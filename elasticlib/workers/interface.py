@@ -158,7 +158,9 @@ class Workers(abc.ABC):
         with which it was started; it only enqueues.
 
         Raises:
-            WorkerStartError: one could not be started; those that were are still running.
+            ConfigError: this node cannot run these workers at all; the agent ends its run.
+            WorkerStartError: one could not be started; those that were are still running. The agent
+                counts a failure, and starts the workers again if restarts are left.
         """
 
     @abc.abstractmethod

@@ -365,18 +365,24 @@ class LocalWorkers(Workers):
         self._patience = PATIENCE
         self._channels.begin()
         self._kills = oom_kills()
-        worker = everyone[0]
         try:
             for worker in group.workers:
                 if worker.local_rank in self._processes:
                     self._keep(group, worker)
             new = [one for one in everyone if one.local_rank not in self._processes]
-            for worker in new:
-                self._spawn(group, worker, ended)
+            folders = {
+                worker.local_rank: self._folder.of(group.attempt, worker.local_rank)
+                for worker in new
+            }
         except OSError as error:
-            raise WorkerStartError(
-                f"cannot start the worker of rank {worker.rank}: {error}"
-            ) from error
+            raise WorkerStartError(f"cannot prepare the start of the workers: {error}") from error
+        for worker in new:
+            try:
+                self._spawn(group, worker, folders[worker.local_rank], ended)
+            except OSError as error:
+                raise WorkerStartError(
+                    f"cannot start the worker of rank {worker.rank}: {error}"
+                ) from error
         self._folder.forget(but={process.folder.parent for process in self._processes.values()})
 
     def _keep(self, group: WorkerGroup, worker: Worker) -> None:
@@ -399,9 +405,10 @@ class LocalWorkers(Workers):
         environment[SNAPSHOTS] = str(self.memory.era(group.attempt))
         return environment
 
-    def _spawn(self, group: WorkerGroup, worker: Worker, ended: Callable[[int], None]) -> None:
+    def _spawn(
+        self, group: WorkerGroup, worker: Worker, folder: Path, ended: Callable[[int], None]
+    ) -> None:
         local = worker.local_rank
-        folder = self._folder.of(group.attempt, local)
         places = self._output.places(local, str(folder))
         environment = self._environment_of(group, worker, places.error_file)
         newcomer = worker in group.newcomers

@@ -168,11 +168,55 @@ def _run_function(payload: str, result: str) -> None:
         target, args = pickle.loads(work)
     finally:
         del process._inheriting
-    _name(getattr(target, "__qualname__", "function"))
+    name = getattr(target, "__qualname__", "function")
+    _name(name)
     value = target(*args)
     aside = Path(f"{result}.part")
-    aside.write_bytes(pickle.dumps(value))
+    aside.write_bytes(_pickled_value(value, name))
     aside.rename(result)
+
+
+def _pickled_value(value: object, name: str) -> bytes:
+    """Pickle what the function of this name returned.
+
+    Raises:
+        TypeError: part of the value cannot be pickled; the message names that part.
+    """
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        path, part = _find_unpicklable(value, "value", set())
+        kind = f"{type(part).__module__}.{type(part).__qualname__}"
+        raise TypeError(
+            f"cannot pickle what {name} returned on rank {os.environ.get('RANK')}: "
+            f"{path} of type {kind} ({describe(error)}): "
+            "return plain data, or save it to a file and return its path"
+        ) from error
+
+
+def _find_unpicklable(value: object, path: str, seen: set[int]) -> tuple[str, object]:
+    """Return the path and the value of the innermost part that cannot be pickled.
+
+    `value` cannot be pickled as a whole. The items of sets have no path, so a set is returned as a
+    whole. `seen` holds the ids of the objects on the way, because a value may contain itself.
+    """
+    seen.add(id(value))
+    for step, part in _parts_of(value):
+        if id(part) in seen:
+            continue
+        try:
+            pickle.dumps(part)
+        except Exception:
+            return _find_unpicklable(part, path + step, seen)
+    return path, value
+
+
+def _parts_of(value: object) -> list[tuple[str, object]]:
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{index}]", part) for index, part in enumerate(value)]
+    return [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
 
 
 # -- the end ----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
-from ..errors import describe
+from ..errors import ConfigError, describe
 from ..held_folder import FolderLock, try_to_hold
 from .bootstrap import began_at, stat_fields
 
@@ -341,15 +341,28 @@ class RunFolder:
 
     @property
     def path(self) -> Path:
+        """The folder. Raises ConfigError if it cannot be created, and OSError."""
         if self._path is None:
-            if self._log_dir is not None:
-                os.makedirs(self._log_dir, exist_ok=True)
-            safe = self._run_id.replace(os.sep, "_")
-            made = tempfile.mkdtemp(prefix=f"{safe}_", dir=self._log_dir)
+            made = self._make()
             self._path = Path(made)
             if not self.kept:
                 self._guardian.add(made)
         return self._path
+
+    def _make(self) -> str:
+        try:
+            if self._log_dir is not None:
+                os.makedirs(self._log_dir, exist_ok=True)
+            safe = self._run_id.replace(os.sep, "_")
+            return tempfile.mkdtemp(prefix=f"{safe}_", dir=self._log_dir)
+        except OSError as error:
+            name = "TMPDIR" if self._log_dir is None else "log_dir (--log-dir)"
+            other = " (or set log_dir, --log-dir)" if self._log_dir is None else ""
+            raise ConfigError(
+                f"cannot create the folder of this run in {self._log_dir or tempfile.tempdir!r}: "
+                f"{error.strerror}; {name} must name a directory that exists and can be written to "
+                f"for as long as the job runs{other}"
+            ) from error
 
     @property
     def kept_path(self) -> Path | None:
@@ -357,7 +370,7 @@ class RunFolder:
         return self._path if self.kept else None
 
     def of(self, attempt: int, local_rank: int) -> Path:
-        """The folder of one worker. Raises OSError."""
+        """The folder of one worker. Raises ConfigError or OSError."""
         folder = self.path / f"attempt_{attempt}" / str(local_rank)
         folder.mkdir(parents=True, exist_ok=True)
         return folder

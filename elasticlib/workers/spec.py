@@ -50,22 +50,45 @@ within a worker cannot have the agent's ports; and those that an outer launcher 
 its worker. The rest of these are set anew."""
 
 
-def _several(args: Iterable[Any]) -> tuple[Any, ...]:
-    if isinstance(args, str):
-        raise ConfigError(f"args are a tuple, one item for each argument, got the text {args!r}")
+def _function_args(args: object) -> tuple[Any, ...]:
+    return _checked_args(args, remedy=(args,))
+
+
+def _program_args(args: object) -> tuple[str, ...]:
+    remedy = args.split() if isinstance(args, str) else [str(args)]
+    return tuple(map(str, _checked_args(args, remedy=tuple(remedy))))
+
+
+def _checked_args(args: object, *, remedy: tuple[object, ...]) -> tuple[Any, ...]:
+    # Other iterables are rejected too: a text or a dict instead of a tuple is usually a mistake.
+    if not isinstance(args, (tuple, list)):
+        raise ConfigError(
+            "args must be a tuple or a list, with one item for each argument, "
+            f"got {args!r}: give {remedy!r}"
+        )
     return tuple(args)
 
 
-def _texts(args: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(map(str, _several(args)))
+DESCRIPTOR_PATHS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+
+
+def _check_script_path(_script: object, _attribute: object, path: str) -> None:
+    # Every worker opens the script itself, again at each restart; a descriptor's content is gone
+    # after the first read, and the worker does not even have the launcher's descriptors.
+    if path == "-" or path.startswith(DESCRIPTOR_PATHS):
+        raise ConfigError(
+            "a script must be a file that each worker can read at each start, so it cannot be "
+            f"standard input or another open file descriptor, got {path!r}: save the script to a "
+            "file, and give the path of that file"
+        )
 
 
 @attrs.frozen
 class Script:
-    """`python -u path args...`"""
+    """`python -u path args...`; the path cannot be `-`, standard input."""
 
-    path: str = attrs.field(converter=str)
-    args: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    path: str = attrs.field(converter=str, validator=_check_script_path)
+    args: tuple[str, ...] = attrs.field(default=(), converter=_program_args)
 
 
 @attrs.frozen
@@ -73,7 +96,7 @@ class Module:
     """`python -u -m name args...`"""
 
     name: str
-    args: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    args: tuple[str, ...] = attrs.field(default=(), converter=_program_args)
 
 
 @attrs.frozen
@@ -81,15 +104,18 @@ class Command:
     """Any program, found as a shell would find it."""
 
     program: str = attrs.field(converter=str)
-    args: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    args: tuple[str, ...] = attrs.field(default=(), converter=_program_args)
 
 
 @attrs.frozen
 class Function:
-    """A picklable function of a module; its return value is handed back."""
+    """A picklable function of a module; its return value, which must be picklable, is handed back.
+
+    args: the function's positional arguments, as a tuple: `Function(train, (4,))`.
+    """
 
     target: Callable[..., Any]
-    args: tuple[Any, ...] = attrs.field(default=(), converter=_several)
+    args: tuple[Any, ...] = attrs.field(default=(), converter=_function_args)
 
 
 Entrypoint = Script | Module | Command | Function

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +27,7 @@ from elasticlib import (
     WorkerState,
     deal_seats,
 )
+from elasticlib.errors import RendezvousTimeout
 from elasticlib.workers.spec import Ladder
 
 
@@ -196,3 +200,85 @@ def test_an_agent_in_a_thread_is_told_what_it_cannot_hear_as_a_signal(
     agent.heed(signal.SIGINT)
     result = supervised.end()
     assert (result.state, result.signal) == (WorkerState.STOPPED, signal.SIGINT)
+
+
+def test_a_spent_budget_of_the_agents_own_ends_the_job_for_the_other_nodes(
+    supervised: Supervised,
+) -> None:
+    assert supervised.run("exit 5", max_restarts=1).state is WorkerState.FAILED
+    assert supervised.handler.closed
+
+
+class CannotClose(OneNode):
+    def set_closed(self) -> None:
+        raise OSError("the network is on fire")
+
+
+def test_a_job_that_cannot_be_closed_fails_with_its_own_reason(
+    supervised: Supervised, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervised.handler = CannotClose()
+    result = supervised.run("exit 5")
+    assert result.state is WorkerState.FAILED
+    assert result.reason.endswith("exited with code 5 (0 of 0 restarts used)")
+    assert "cannot end the job for the other nodes: OSError: the network is on fire" in caplog.text
+
+
+class Deserted(OneNode):
+    """A rendezvous in which no second generation settles."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self.generation:
+            raise RendezvousTimeout("1 node waits, and at least 2 are needed")
+        return super().next_rendezvous()
+
+
+def test_a_node_that_finds_no_new_generation_says_what_ended_the_last_one(
+    supervised: Supervised,
+) -> None:
+    supervised.handler = Deserted()
+    result = supervised.run("exit 5", max_restarts=2)
+    assert result.state is WorkerState.FAILED
+    assert result.cause is not None
+    assert result.reason == (
+        f"{result.cause.sentence}; then this node could not join another generation: "
+        "1 node waits, and at least 2 are needed"
+    )
+
+
+def test_the_line_of_a_generation_ends_with_a_cause_if_the_handler_gives_none(
+    supervised: Supervised, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "elasticlib.agent"):
+        supervised.run("exit 5", max_restarts=1)
+    first, second = (
+        record.getMessage() for record in caplog.records if " restarts; " in record.getMessage()
+    )
+    assert first.endswith(", 0 of 1 restarts; the first generation of this node")
+    assert re.search(r", 1 of 1 restarts; worker of rank . .* exited with code 5$", second)
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["removed", "a file"])
+def test_a_temporary_directory_that_cannot_be_used_is_reported_once_and_uses_no_restart(
+    supervised: Supervised,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    made: bool,
+) -> None:
+    gone = tmp_path / "gone"
+    if made:
+        gone.touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(gone))
+    with caplog.at_level("INFO", "elasticlib"):
+        result = supervised.run("exit 0", max_restarts=3)
+    assert result.state is WorkerState.FAILED
+    assert (result.generation, result.restarts, supervised.handler.generation) == (1, 0, 1)
+    why = os.strerror(errno.ENOTDIR if made else errno.ENOENT)
+    assert result.reason == (
+        f"cannot create the folder of this run in '{gone}': {why}; TMPDIR must name a directory "
+        "that exists and can be written to for as long as the job runs (or set log_dir, --log-dir)"
+    )
+    assert result.cause is not None
+    assert result.cause.sentence == result.reason
+    assert "rank 1" not in caplog.text.replace("ranks 0-1", "")

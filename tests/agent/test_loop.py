@@ -5,19 +5,32 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
 import pytest
 from jobs import until
-from lone_agent import LoneNode, OneWorker, running
+from lone_agent import LoneNode, OneWorker, Run, running
 
-from elasticlib import WorkerState
+from elasticlib import (
+    Command,
+    DynamicRendezvousHandler,
+    ElasticAgent,
+    Limits,
+    MemoryStore,
+    Node,
+    RendezvousHandler,
+    StaticRendezvousHandler,
+    WorkerSpec,
+    WorkerState,
+    deal_seats,
+)
 from elasticlib.agent.hang import HangLimits
 from elasticlib.agent.options import AgentOptions
 from elasticlib.clock import monotonic
-from elasticlib.errors import ConfigError
+from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.observe.event import Event
 from elasticlib.observe.journal import Journal, NodeJournal, View
 from elasticlib.workers.exit import WorkerExit
@@ -48,6 +61,66 @@ def test_a_loop_that_stands_still_is_silent_until_it_turns_and_one_that_is_done_
         assert run.result().state is WorkerState.SUCCEEDED
         now[0] = 9000.0
         assert run.agent.silent() == 0.0
+
+
+def test_an_agent_that_is_running_or_has_run_cannot_run_again() -> None:
+    workers = OneWorker()
+    with running(workers) as run:
+        with pytest.raises(ElasticError, match="an agent runs once"):
+            run.agent.run()
+        assert workers.running(), "the run that is under way goes on"
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+        with pytest.raises(ElasticError, match="create a new ElasticAgent, handler and workers"):
+            run.agent.run()
+    assert workers.starts == 1
+
+
+NODE = Node("n-1", "n", "127.0.0.1", slots=2)
+
+
+@pytest.mark.parametrize("given", [None, 0, 3])
+@pytest.mark.parametrize(
+    "make_handler",
+    [
+        lambda: DynamicRendezvousHandler(MemoryStore(), "j", NODE, Limits(1, 1, max_restarts=3)),
+        lambda: StaticRendezvousHandler(
+            MemoryStore(), "j", attrs.evolve(NODE, hint=0), 1, max_restarts=3
+        ),
+    ],
+)
+def test_a_budget_that_contradicts_the_handlers_is_rejected_before_anything_starts(
+    given: int | None, make_handler: Callable[[], RendezvousHandler]
+) -> None:
+    spec = WorkerSpec(Command("none"), 2)
+    if given in (None, 3):
+        ElasticAgent(spec, make_handler(), OneWorker(), max_restarts=given)
+        return
+    with pytest.raises(ConfigError, match=r"max_restarts=0, .* max_restarts=3: leave out"):
+        ElasticAgent(spec, make_handler(), OneWorker(), max_restarts=given)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_number_of_workers_that_contradicts_the_handlers_slots_is_rejected(workers: int) -> None:
+    handler = DynamicRendezvousHandler(MemoryStore(), "j", NODE, Limits(1, 1))
+    spec = WorkerSpec(Command("none"), workers)
+    with pytest.raises(ConfigError, match=rf"slots=2, .* local_world_size={workers}: give both"):
+        ElasticAgent(spec, handler, OneWorker())
+
+
+def test_a_budget_that_contradicts_that_of_a_generation_ends_the_run_with_both_numbers() -> None:
+    workers = OneWorker()
+    workers.up.set()
+    with running(workers, LoneNode(max_restarts=0), max_restarts=2) as run:
+        result = run.result()
+    assert (result.state, workers.starts) == (WorkerState.FAILED, 0)
+    assert "max_restarts=2" in result.reason
+    assert "max_restarts=0" in result.reason
+
+
+def test_a_negative_budget_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="max_restarts must be at least 0, got -1"):
+        ElasticAgent(WorkerSpec(Command("none")), LoneNode(), OneWorker(), max_restarts=-1)
 
 
 class Raises(Journal):
@@ -307,6 +380,63 @@ def test_a_node_that_is_not_prepared_does_not_join_and_can_be_told_to_leave() ->
         result = run.result()
         handler.ready.set()
     assert (result.signal, workers.starts, handler.generation) == (signal.SIGTERM, 0, 0)
+
+
+class Waits(LoneNode):
+    """A rendezvous that settles once `ready` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.ready = threading.Event(), threading.Event()
+
+    def next_rendezvous(self) -> Any:
+        self.begun.set()
+        self.ready.wait(60)
+        return super().next_rendezvous()
+
+
+def test_a_wait_for_a_handler_of_somebody_elses_is_logged_every_ten_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workers, handler, now = OneWorker(), Waits(), [100.0]
+
+    def waits() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records]
+        return [line for line in lines if line.startswith("waiting for the other nodes")]
+
+    def logged(count: int) -> bool:
+        return len(waits()) >= count
+
+    run = Run(ElasticAgent(WorkerSpec(Command("none")), handler, workers, clock=lambda: now[0]))
+    with caplog.at_level(logging.INFO, "elasticlib.agent"):
+        try:
+            assert handler.begun.wait(60)
+            for count in (1, 2, 3):
+                now[0] = 100.0 + 10.0 * count
+                until("the wait to be logged", partial(logged, count), 20)
+        finally:
+            handler.ready.set()
+            assert workers.up.wait(60)
+            now[0] = 1000.0
+            workers.finish()
+            assert run.result().state is WorkerState.SUCCEEDED
+    assert len(waits()) == 3
+    assert waits()[1] == (
+        "waiting for the other nodes for 20 s: next_rendezvous of Waits (backend lone, run run) "
+        "has not returned; reason for this rendezvous: the first generation of this node"
+    )
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_node_that_leaves_before_the_others_because_it_cannot_wait_for_them_says_so(
+    caplog: pytest.LogCaptureFixture, nodes: int
+) -> None:
+    members = [Node(f"n-{n}", "n", "127.0.0.1", slots=1) for n in range(nodes)]
+    workers, handler = OneWorker(), LoneNode(seat=deal_seats(members)[0])
+    with caplog.at_level(logging.INFO, "elasticlib.agent"), running(workers, handler) as run:
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+    assert ("LoneNode has no report_done: this node leaves" in caplog.text) is (nodes == 2)
 
 
 class Listens(OneWorker):

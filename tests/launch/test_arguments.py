@@ -75,7 +75,10 @@ REFUSED = [
     ("--standalone --rdzv-endpoint h:1 SCRIPT", "--rdzv-endpoint cannot be used with"),
     ("--standalone --rdzv-backend file SCRIPT", "own tcp store: remove --rdzv-backend file"),
     ("--rdzv-endpoint h:99999 SCRIPT", "HOST:PORT"),
-    ("--rdzv-endpoint h:1 --rdzv-id= SCRIPT", "--rdzv-id is a name of 1 to 256 bytes, got ''"),
+    (
+        "--nnodes 2 --rdzv-endpoint h:1 --rdzv-id= SCRIPT",
+        "--rdzv-id is a name of 1 to 256 bytes, got ''",
+    ),
     ("--nproc-per-node 0 SCRIPT", "at least 1, got 0"),
     ("--nproc-per-node many SCRIPT", "a backend that torch was given, got 'many'"),
     ("--nproc-per-node gpu SCRIPT", "sees no GPU on this machine; it sees no accelerator and"),
@@ -155,6 +158,13 @@ REFUSED = [
     ("-m --no-python x", "give one of them"),
     ("-m --run-path x", "--run-path a script by its path: give one of them"),
     ("no-such-script.py", "no script 'no-such-script.py' here"),
+    ("-", "cannot be standard input or another open file descriptor, got '-': save the script"),
+    ("--run-path -", "cannot be standard input or another open file descriptor, got '-'"),
+    ("/dev/stdin", "or another open file descriptor, got '/dev/stdin': save the script"),
+    ("/dev/fd/63", "or another open file descriptor, got '/dev/fd/63': save the script"),
+    ("/proc/self/fd/0", "or another open file descriptor, got '/proc/self/fd/0'"),
+    ("/dev/null", "a script must be a regular file or contain a __main__.py, got '/dev/null'"),
+    ("/dev", "a script must be a regular file or contain a __main__.py, got '/dev'"),
 ]
 
 

@@ -25,7 +25,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import read_launch
 from elasticlib.launch.elastic_launch import shutdown_seconds
 from elasticlib.launch.own_workers import local_workers
-from elasticlib.workers.spec import Function, Script, WorkerSpec
+from elasticlib.workers.spec import Command, Function, Module, Script, WorkerSpec
 
 # On this machine no worker could be bound, so these never go further than the config.
 NODE = NumaOptions(affinity_mode=AffinityMode.NODE)
@@ -111,10 +111,24 @@ def test_one_node_at_port_0_of_its_own_meets_nobody() -> None:
         LaunchConfig(1, 2, rdzv_endpoint="localhost:0")
 
 
-def test_an_empty_run_id_is_a_new_one_for_a_node_alone_and_refused_for_others() -> None:
-    drawn = {LaunchConfig(run_id="").run_id for _ in range(2)}
+@pytest.mark.parametrize(
+    "place",
+    [
+        {},
+        {"rdzv_endpoint": "node0:29400"},
+        {"rdzv_endpoint": "node0:29400,node1:29400"},
+        {"rdzv_endpoint": "node0:29400", "rdzv_backend": "static", "node_rank": 0},
+        {"rdzv_endpoint": "a/folder", "rdzv_backend": "file"},
+    ],
+)
+def test_a_single_node_with_an_empty_run_id_draws_a_new_one(place: dict[str, Any]) -> None:
+    drawn = {LaunchConfig(run_id="", **place).run_id for _ in range(2)}
     assert len(drawn) == 2
-    with pytest.raises(ConfigError, match="run_id is a name of 1 to 256 bytes"):
+    assert "none" not in drawn
+
+
+def test_several_nodes_with_an_empty_run_id_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"run_id is a name of 1 to 256 bytes, got ''"):
         LaunchConfig(1, 2, run_id="", rdzv_endpoint="node0")
 
 
@@ -232,9 +246,16 @@ def test_what_cannot_be_heeded_is_refused(fields: dict[str, Any], sentence: str)
         (lambda: WorkerSpec(print), "entrypoint is a Script, Module, Command or Function, got"),
         (
             lambda: Script("x.py", "--a 1"),
-            "args are a tuple, one item for each argument, got .*'--a 1'",
+            r"args must be a tuple or a list, .* got '--a 1': give \('--a', '1'\)$",
         ),
-        (lambda: Function(print, "abc"), "args are a tuple"),
+        (lambda: Script("x.py", b"ab"), r"args must be a tuple or a list, .* got b'ab'"),
+        (lambda: Function(print, "abc"), r"args must be a tuple or a list, .* got 'abc'"),
+        (lambda: Function(print, 4), r"args must be a tuple or a list, .* got 4: give \(4,\)$"),
+        (lambda: Function(print, None), r"args must be a tuple or a list, .* got None"),
+        (lambda: Function(print, {"a": 1}), r"args must be a tuple or a list, .* got {'a': 1}"),
+        (lambda: Module("m", 4), r"args must be a tuple or a list, .* got 4: give \('4',\)$"),
+        (lambda: Command("true", 4), r"args must be a tuple or a list, .* got 4: give \('4',\)$"),
+        (lambda: Script("-"), "cannot be standard input or another open file descriptor, got '-'"),
         (lambda: LocalWorkers({}, start_method="x"), r"start_method \(--start-method\) is one of"),
         (lambda: LaunchConfig(start_method="x"), "^start_method is one of"),
     ],

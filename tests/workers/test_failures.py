@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -50,6 +51,8 @@ SCRIPTS = {
         "class Bad(Exception):\n    def __str__(self): raise RuntimeError\nraise Bad"
     ),
     "does not compile": "def",
+    "is interrupted": "def train():\n    raise KeyboardInterrupt\ntrain()",
+    "asserts": "assert 1 > 2",
 }
 
 
@@ -86,6 +89,8 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WorkerExit]:
         ("records", 6, "ValueError: recorded"),
         ("its text raises", 1, "Bad: (its message cannot be shown: RuntimeError)"),
         ("does not compile", 1, "SyntaxError: invalid syntax (0.py, line 1)"),
+        ("is interrupted", -2, "KeyboardInterrupt: raised in train (0.py:2)"),
+        ("asserts", 1, "AssertionError: raised in <module> (0.py:1)"),
     ],
 )
 def test_each_end_says_what_it_was(
@@ -174,6 +179,52 @@ def test_a_functions_traceback_begins_in_the_function(run: Run) -> None:
     run.start(Function(broken))
     exit_ = run.end()
     assert "in broken" in exit_.traceback.splitlines()[1]
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.name = "holder"
+        self.lock = threading.Lock()
+
+
+def return_nested_file() -> object:
+    return {"loss": 0.5, "files": ["a", sys.stderr]}
+
+
+def return_object_with_lock() -> object:
+    return (Holder(),)
+
+
+def return_itself_with_file() -> object:
+    value: list[object] = [sys.stderr]
+    value.insert(0, value)
+    return value
+
+
+def return_set_of_locks() -> object:
+    return {"locks": {threading.Lock()}}
+
+
+@pytest.mark.parametrize(
+    ("function", "part"),
+    [
+        (return_nested_file, "value['files'][1] of type _io.TextIOWrapper"),
+        (return_object_with_lock, "value[0].lock of type _thread.lock"),
+        (return_itself_with_file, "value[1] of type _io.TextIOWrapper"),
+        (return_set_of_locks, "value['locks'] of type builtins.set"),
+    ],
+)
+def test_a_return_value_that_cannot_be_pickled_is_named_with_rank_path_type_and_remedy(
+    run: Run, function: Callable[[], object], part: str
+) -> None:
+    run.start(Function(function))
+    exit_ = run.end()
+    assert exit_.returncode == 1
+    assert exit_.message.startswith(
+        f"TypeError: cannot pickle what {function.__name__} returned on rank 0: {part} ("
+    )
+    assert exit_.message.endswith("): return plain data, or save it to a file and return its path")
+    assert exit_.message in exit_.describe(), "the sentence is not cut"
 
 
 def test_who_wrote_of_its_failure_first_is_the_first_though_it_ends_later(
