@@ -28,7 +28,7 @@ from .channel import VARIABLE as CHANNEL
 from .channel import Channels
 from .cpu import Processors, bound_to, count_cores, killed_for_memory, oom_kills
 from .exit import UNKNOWN, WorkerExit
-from .fork_server import Forked, ForkServer, ForkServerGone, ForkServerUnfit, has_stdin
+from .fork_server import Forked, ForkServer, ForkServerGone, has_stdin
 from .hooks import FinalMessage, final_message, forget_exit
 from .interface import Heartbeat, Notice, Workers
 from .loop import Loop
@@ -120,8 +120,8 @@ class _Process:
 class Launcher:
     """Starts the processes of one agent's workers; see `LocalWorkers` for the arguments.
 
-    Python workers are forked from a fork server, which is replaced where it has ended; while there
-    is none they are started cold.
+    Python workers are forked from a fork server. One that has ended is replaced, and workers are
+    started as new interpreters until the next one is ready.
     """
 
     def __init__(
@@ -145,35 +145,52 @@ class Launcher:
         self._processors = dict(enumerate(processors))
         self._like: tuple[list[str], dict[str, str]] = ([], {})
         self._server: ForkServer | None = None
+        # Those that were replaced; each stays until all of its workers have been reaped.
+        self._replaced: list[ForkServer] = []
         self._first: ForkServer | None = None
+        self._first_deadline = 0.0
         self._told = False
 
     def prepare(self, spec: WorkerSpec, inherited: Mapping[str, str], cores: int) -> None:
-        """Begin a fork server for workers of this kind, if they are to be forked and have none."""
+        """Begin a fork server for workers of this kind, if they are to be forked and have none.
+
+        Raises:
+            ConfigError: the user's modules cannot be looked for.
+            OSError: the fork server's process cannot be started.
+        """
         check_preload(self._preload, spec.entrypoint)
         if not self._warm or isinstance(spec.entrypoint, Command):
             return
         environment = common_environment(spec, inherited, cores)
         folder = _folder_of(spec.entrypoint) if self._preload else ""
-        what = self._interpreted("", "fork_server", "{link}", folder, *self._preload)
+        what = self._interpreted("", "fork_server", "{first}", "{second}", folder, *self._preload)
         listed = self._guardian.open()
         like = (self._tied(environment, listed, what), environment)
-        if self._server is None or self._like != like:
-            self.close()
-            self._like, self._told = like, False
-            self._first = self._begin()
+        if self._like == like and self._server is not None:
+            return
+        self._like, self._told = like, False
+        server = self._begin()
+        if self._first is None:
+            self._first, self._first_deadline = server, monotonic() + FIRST_SECONDS
 
     def _begin(self) -> ForkServer:
+        """Start a fork server in place of the one that there is, whose workers live on."""
+        if self._server is not None:
+            self._replaced.append(self._server)
+            self._server = None
         listed = self._guardian.open()
         with signals_blocked(self._ignored):
             self._server = server = ForkServer(*self._like, listed, self._loop)
         return server
 
     def await_prepared(self) -> None:
-        """Until the first fork server is there (to start cold would take as long) or cannot be; for
-        any thread. `close` ends it."""
+        """Wait until the first fork server can or cannot be used, within bounds; for any thread.
+
+        A worker that is started as a new interpreter meanwhile would take as long. `close` ends
+        the waiting.
+        """
         if self._first is not None:
-            self._first.wait(FIRST_SECONDS)
+            self._first.wait(max(0.0, self._first_deadline - monotonic()))
 
     def start(
         self,
@@ -193,9 +210,6 @@ class Launcher:
             if server is not None:
                 try:
                     return server.fork(what, environment, listed, targets)
-                except ForkServerUnfit:
-                    # Its workers live on and end with it, so it stays; it is asked no more.
-                    self._usable()
                 except ForkServerGone:
                     self._replace()
             return subprocess.Popen(
@@ -209,8 +223,12 @@ class Launcher:
             )
 
     def _usable(self) -> ForkServer | None:
-        """None where a worker has to be started cold. Raises ConfigError where what the user asked
-        to be imported cannot be."""
+        """Return the fork server, or None if a worker has to be started as a new interpreter.
+
+        Raises:
+            ConfigError: the modules that the user asked for cannot be imported.
+        """
+        self._close_replaced()
         server = self._server
         if server is None:
             return None
@@ -230,15 +248,24 @@ class Launcher:
             "the workers' fork server has ended; workers are started without it until the next "
             "one is ready"
         )
-        self.close()
         return self._begin()
 
+    def _close_replaced(self) -> None:
+        for server in self._replaced:
+            if not server.workers:
+                self._close(server)
+        self._replaced = [server for server in self._replaced if server.workers]
+
+    def _close(self, server: ForkServer) -> None:
+        server.close()
+        self._guardian.remove(server.pid)
+
     def close(self) -> None:
-        """End the fork server; its workers have ended."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
-            self._guardian.remove(server.pid)
+        """End the fork servers; their workers have ended."""
+        servers = [*self._replaced, *([] if self._server is None else [self._server])]
+        self._replaced, self._server = [], None
+        for server in servers:
+            self._close(server)
 
     def _interpreted(self, *what: str) -> tuple[str, ...]:
         return (self._python, "-u", _BOOTSTRAP, *what)
@@ -273,10 +300,16 @@ def program(entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str,
 
 
 def _folder_of(entrypoint: Entrypoint) -> str:
-    """Where Python looks first for the modules of this program."""
-    if isinstance(entrypoint, Script):
-        return os.path.dirname(os.path.realpath(entrypoint.path))
-    return os.getcwd()
+    """Return where Python looks first for the modules of this program. Raises ConfigError."""
+    try:
+        if isinstance(entrypoint, Script):
+            return os.path.dirname(os.path.realpath(entrypoint.path))
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "preload (--preload) needs the working directory, which was removed: "
+            "start the job in a directory that exists"
+        ) from error
 
 
 class LocalWorkers(Workers):
