@@ -80,6 +80,12 @@ def workers_of(agent: int) -> list[int]:
     return [worker for pid in _children(agent) if _is_server(pid) for worker in _forked_by(pid)]
 
 
+def second_servers(agent: int) -> list[int]:
+    """The pids of the fork servers that an agent's fork servers have forked."""
+    servers = filter(_is_server, _children(agent))
+    return [pid for server in servers for pid in _children(server) if _is_server(pid)]
+
+
 def _forked_by(server: int) -> list[int]:
     # A fork server forks a second one, which forks the later workers.
     found = []
