@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from ..clock import monotonic, wall
 from ..errors import ConfigError, ElasticError, WorkerStartError
 from ..threads import helper
 from . import session, stacks
+from .bootstrap import began_at
 from .channel import VARIABLE as CHANNEL
 from .channel import Channels
 from .cpu import Processors, bound_to, count_cores, killed_for_memory, oom_kills
@@ -34,7 +36,7 @@ from .interface import Heartbeat, Notice, Workers
 from .loop import Loop
 from .output import ERROR_FILE, Output, OutputPlan, Places, Writers
 from .run_program import read_result, write_payload
-from .session import Guardian, RunFolder, SharedFolder, signals_blocked
+from .session import Guardian, RunFolder, SessionCleaner, SharedFolder, signals_blocked
 from .spec import (
     COLD,
     PLACE,
@@ -58,6 +60,8 @@ log = logging.getLogger("elasticlib.workers")
 
 FIRST_SECONDS = 120.0
 REAP_SECONDS = 5.0
+# More than the cleaner takes for a worker's session, and for those before it.
+CLEAN_SECONDS = 10.0
 DRAIN_SECONDS = 5.0
 REPLACE_SECONDS = 0.2
 """Between two guardians, so that where each is killed at once that costs little."""
@@ -88,7 +92,11 @@ class _Process:
     output: Output
     folder: Path
     error_file: Path
+    # When it began, as `bootstrap.began_at` says it.
+    began: int
     ended_at: float = float("inf")
+    # Set once nothing is left of its session.
+    cleaned: threading.Event = attrs.field(factory=threading.Event)
     result: tuple[Any, str] | None = None
     """What its function returned, and why that is unreadable; None until it was read."""
 
@@ -361,6 +369,7 @@ class LocalWorkers(Workers):
             processors=processors,
         )
         self._channels = Channels()
+        self._cleaner = SessionCleaner()
         self.memory = SharedFolder(self._guardian)
         """Where the workers keep what outlives them, and not their agent."""
         self._processes: dict[int, _Process] = {}
@@ -458,7 +467,8 @@ class LocalWorkers(Workers):
         environment = worker_environment(
             group, worker, self._environment, error_file=error_file, cores=count_cores()
         )
-        environment[SNAPSHOTS] = str(self.memory.era(group.attempt))
+        # Empty where there is none: a worker that is kept is not to use the folder it had before.
+        environment[SNAPSHOTS] = str(self.memory.era(group.attempt) or "")
         return environment
 
     def _lay_out(
@@ -503,7 +513,8 @@ class LocalWorkers(Workers):
             raise
         if what[0] != "command":
             self._channels.assign(local, popen.pid)
-        process = _Process(worker, popen, output, folder, Path(places.error_file))
+        error_file = Path(places.error_file)
+        process = _Process(worker, popen, output, folder, error_file, began_at(popen.pid))
         if not isinstance(group.spec.entrypoint, Function):
             process.result = (None, "")
         self._processes[local] = process
@@ -513,8 +524,22 @@ class LocalWorkers(Workers):
     # -- the end ---------------------------------------------------------------------------------
 
     def _ended(self, process: _Process, ended: Callable[[int], None]) -> None:
-        """In the loop's thread, in which no value's own code runs: that takes its time."""
+        """Report a worker's exit once nothing is left of its session; called in the loop's thread.
+
+        Neither are processes looked for there, nor does a value's own code run there, because both
+        take their time.
+        """
         process.ended_at = wall()
+        self._clean(process, partial(self._report_end, process, ended))
+
+    def _clean(self, process: _Process, then: Callable[[], object] = lambda: None) -> None:
+        def cleaned() -> None:
+            process.cleaned.set()
+            then()
+
+        self._cleaner.clean(process.pid, process.began, cleaned)
+
+    def _report_end(self, process: _Process, ended: Callable[[int], None]) -> None:
         local = process.worker.local_rank
 
         def read() -> None:
@@ -531,7 +556,10 @@ class LocalWorkers(Workers):
     def collect(self, local_rank: int) -> WorkerExit:
         process = self._processes.pop(local_rank)
         self._channels.close(local_rank)
-        session.end(process.pid)
+        if not process.cleaned.is_set():
+            # Its exit has not been reported: see `end`.
+            self._clean(process)
+            process.cleaned.wait(CLEAN_SECONDS)
         returncode = process.reap()
         self._guardian.remove(process.pid)
         self._close_output(process.output)
