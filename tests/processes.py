@@ -75,11 +75,32 @@ def described(pid: int) -> str:
 
 
 def workers_of(agent: int) -> list[int]:
-    """The pids of the workers of an agent, in the order of their ranks; none while it has none."""
+    """The pids of the workers of an agent that its fork servers have forked, in the order in which
+    each of them has; none while it has none."""
+    return [worker for pid in _children(agent) if _is_server(pid) for worker in _forked_by(pid)]
+
+
+def second_servers(agent: int) -> list[int]:
+    """The pids of the fork servers that an agent's fork servers have forked."""
+    servers = filter(_is_server, _children(agent))
+    return [pid for server in servers for pid in _children(server) if _is_server(pid)]
+
+
+def _forked_by(server: int) -> list[int]:
+    # A fork server forks a second one, which forks the later workers.
+    found = []
+    for pid in _children(server):
+        found += _forked_by(pid) if _is_server(pid) else [pid]
+    return found
+
+
+def _is_server(pid: int) -> bool:
+    return name_of(pid) == "fork-server"
+
+
+def _children(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
-        for child in children(agent):
-            if name_of(child) == "fork-server":
-                return children(child)
+        return children(pid)
     return []
 
 

@@ -167,10 +167,20 @@ def children(pid: int) -> list[int]:
 
 def workers_of(agent: int) -> list[int]:
     """In the order of their ranks: the agent's fork server has forked them so."""
-    (server,) = (
-        pid for pid in children(agent) if Path(f"/proc/{pid}/comm").read_text() == "fork-server\n"
-    )
-    return children(server)
+    (server,) = filter(is_fork_server, children(agent))
+    return forked_by(server)
+
+
+def is_fork_server(pid: int) -> bool:
+    return Path(f"/proc/{pid}/comm").read_text() == "fork-server\n"
+
+
+def forked_by(server: int) -> list[int]:
+    """Return the workers of a fork server, and of the second one that it has forked."""
+    found = []
+    for pid in children(server):
+        found += forked_by(pid) if is_fork_server(pid) else [pid]
+    return found
 
 
 def story_of(

@@ -89,7 +89,6 @@ class Memory(abc.ABC):
 
         Raises:
             ConfigError: what it was asked to do cannot be done with this rendezvous.
-            OSError: there is no place for what it keeps.
         """
 
     def rest(self) -> None:  # noqa: B027 - not all have something to do meanwhile

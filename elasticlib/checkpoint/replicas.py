@@ -493,7 +493,8 @@ class Replicating:
 class SnapshotKeeper(Memory):
     """Of one agent.
 
-    era: the folder for one start of the workers, by its number; see `elasticlib.workers.session`.
+    era: the folder for one start of the workers, by its number, or None where there is no memory
+    for it; see `elasticlib.workers.session`.
     stores: how stores are reached. replicas: how many other nodes keep each snapshot. secret: what
     the nodes of the job prove to know, if anything. address: of this node, where others reach it;
     found out if it is empty.
@@ -501,7 +502,7 @@ class SnapshotKeeper(Memory):
 
     def __init__(
         self,
-        era: Callable[[int], Path],
+        era: Callable[[int], Path | None],
         stores: Stores,
         *,
         replicas: int = 0,
@@ -517,8 +518,13 @@ class SnapshotKeeper(Memory):
 
     def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         self._end()
-        self._info, self._folder = info, self._era(group.attempt)
-        remove_torn(self._folder.parent, int(self._folder.name))
+        self._info = info
+        folder = self._era(group.attempt)
+        if folder is None:
+            # Workers keep no snapshots. What those before have kept stays for `finish`.
+            return
+        self._folder = folder
+        remove_torn(folder.parent, int(folder.name))
         if not self._replicas or info.world_size == 1:
             return
         if info.store is None or not info.board:
@@ -530,7 +536,7 @@ class SnapshotKeeper(Memory):
         try:
             self._replicating = Replicating(
                 info,
-                self._folder,
+                folder,
                 self._replicas,
                 len(group.workers),
                 stores=self._stores,

@@ -132,12 +132,23 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def is_fork_server(pid: int) -> bool:
+    return Path(f"/proc/{pid}/comm").read_text().strip() == "fork-server"
+
+
+def forked_by(server: int) -> list[int]:
+    """Return the workers of a fork server, and of the second one that it has forked."""
+    found = []
+    for child in children(server):
+        found += forked_by(child) if is_fork_server(child) else [child]
+    return found
+
+
 def worker_of(node: subprocess.Popen[str], local_rank: int) -> int:
-    """The pid of a node's worker, found as an operator would: the agent's fork server has forked
-    them in the order of their ranks."""
-    for child in children(node.pid):
-        if Path(f"/proc/{child}/comm").read_text().strip() == "fork-server":
-            return children(child)[local_rank]
+    """Return the pid of a node's worker, found as an operator would find it: the agent's fork
+    server has forked them in the order of their ranks."""
+    for child in filter(is_fork_server, children(node.pid)):
+        return forked_by(child)[local_rank]
     raise DemoFailed(f"no fork server among the children of {node.pid}")
 
 

@@ -92,7 +92,7 @@ def interpret(error_file: str, kind: str, name: str, *args: str) -> None:
         from elasticlib.workers import fork_server
 
         sys.path.remove(root)
-        what = fork_server.serve(int(name), args[0], args[1:])
+        what = fork_server.serve(int(name), int(args[0]), args[1], args[2:])
     else:
         sys.path.remove(root)
     run_program.run_program(*what)

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,17 +25,18 @@ from ..clock import monotonic, wall
 from ..errors import ConfigError, ElasticError, WorkerStartError
 from ..threads import helper
 from . import session, stacks
+from .bootstrap import began_at
 from .channel import VARIABLE as CHANNEL
 from .channel import Channels
 from .cpu import Processors, bound_to, count_cores, killed_for_memory, oom_kills
 from .exit import UNKNOWN, WorkerExit
-from .fork_server import Forked, ForkServer, ForkServerGone, ForkServerUnfit, has_stdin
+from .fork_server import Forked, ForkServer, ForkServerGone, has_stdin
 from .hooks import FinalMessage, final_message, forget_exit
 from .interface import Heartbeat, Notice, Workers
 from .loop import Loop
 from .output import Output, OutputPlan, Writers
 from .run_program import read_result, write_payload
-from .session import Guardian, RunFolder, SharedFolder, signals_blocked
+from .session import Guardian, RunFolder, SessionCleaner, SharedFolder, signals_blocked
 from .spec import (
     COLD,
     PLACE,
@@ -58,6 +60,8 @@ log = logging.getLogger("elasticlib.workers")
 
 FIRST_SECONDS = 120.0
 REAP_SECONDS = 5.0
+# More than the cleaner takes for a worker's session, and for those before it.
+CLEAN_SECONDS = 10.0
 DRAIN_SECONDS = 5.0
 REPLACE_SECONDS = 0.2
 """Between two guardians, so that where each is killed at once that costs little."""
@@ -74,7 +78,11 @@ class _Process:
     output: Output
     folder: Path
     error_file: Path
+    # When it began, as `bootstrap.began_at` says it.
+    began: int
     ended_at: float = float("inf")
+    # Set once nothing is left of its session.
+    cleaned: threading.Event = attrs.field(factory=threading.Event)
     result: tuple[Any, str] | None = None
     """What its function returned, and why that is unreadable; None until it was read."""
 
@@ -106,8 +114,8 @@ class _Process:
 class Launcher:
     """Starts the processes of one agent's workers; see `LocalWorkers` for the arguments.
 
-    Python workers are forked from a fork server, which is replaced where it has ended; while there
-    is none they are started cold.
+    Python workers are forked from a fork server. One that has ended is replaced, and workers are
+    started as new interpreters until the next one is ready.
     """
 
     def __init__(
@@ -131,35 +139,52 @@ class Launcher:
         self._processors = dict(enumerate(processors))
         self._like: tuple[list[str], dict[str, str]] = ([], {})
         self._server: ForkServer | None = None
+        # Those that were replaced; each stays until all of its workers have been reaped.
+        self._replaced: list[ForkServer] = []
         self._first: ForkServer | None = None
+        self._first_deadline = 0.0
         self._told = False
 
     def prepare(self, spec: WorkerSpec, inherited: Mapping[str, str], cores: int) -> None:
-        """Begin a fork server for workers of this kind, if they are to be forked and have none."""
+        """Begin a fork server for workers of this kind, if they are to be forked and have none.
+
+        Raises:
+            ConfigError: the user's modules cannot be looked for.
+            OSError: the fork server's process cannot be started.
+        """
         check_preload(self._preload, spec.entrypoint)
         if not self._warm or isinstance(spec.entrypoint, Command):
             return
         environment = common_environment(spec, inherited, cores)
         folder = _folder_of(spec.entrypoint) if self._preload else ""
-        what = self._interpreted("", "fork_server", "{link}", folder, *self._preload)
+        what = self._interpreted("", "fork_server", "{first}", "{second}", folder, *self._preload)
         listed = self._guardian.open()
         like = (self._tied(environment, listed, what), environment)
-        if self._server is None or self._like != like:
-            self.close()
-            self._like, self._told = like, False
-            self._first = self._begin()
+        if self._like == like and self._server is not None:
+            return
+        self._like, self._told = like, False
+        server = self._begin()
+        if self._first is None:
+            self._first, self._first_deadline = server, monotonic() + FIRST_SECONDS
 
     def _begin(self) -> ForkServer:
+        """Start a fork server in place of the one that there is, whose workers live on."""
+        if self._server is not None:
+            self._replaced.append(self._server)
+            self._server = None
         listed = self._guardian.open()
         with signals_blocked(self._ignored):
             self._server = server = ForkServer(*self._like, listed, self._loop)
         return server
 
     def await_prepared(self) -> None:
-        """Until the first fork server is there (to start cold would take as long) or cannot be; for
-        any thread. `close` ends it."""
+        """Wait until the first fork server can or cannot be used, within bounds; for any thread.
+
+        A worker that is started as a new interpreter meanwhile would take as long. `close` ends
+        the waiting.
+        """
         if self._first is not None:
-            self._first.wait(FIRST_SECONDS)
+            self._first.wait(max(0.0, self._first_deadline - monotonic()))
 
     def start(
         self,
@@ -179,9 +204,6 @@ class Launcher:
             if server is not None:
                 try:
                     return server.fork(what, environment, listed, targets)
-                except ForkServerUnfit:
-                    # Its workers live on and end with it, so it stays; it is asked no more.
-                    self._usable()
                 except ForkServerGone:
                     self._replace()
             return subprocess.Popen(
@@ -195,8 +217,12 @@ class Launcher:
             )
 
     def _usable(self) -> ForkServer | None:
-        """None where a worker has to be started cold. Raises ConfigError where what the user asked
-        to be imported cannot be."""
+        """Return the fork server, or None if a worker has to be started as a new interpreter.
+
+        Raises:
+            ConfigError: the modules that the user asked for cannot be imported.
+        """
+        self._close_replaced()
         server = self._server
         if server is None:
             return None
@@ -216,15 +242,24 @@ class Launcher:
             "the workers' fork server has ended; workers are started without it until the next "
             "one is ready"
         )
-        self.close()
         return self._begin()
 
+    def _close_replaced(self) -> None:
+        for server in self._replaced:
+            if not server.workers:
+                self._close(server)
+        self._replaced = [server for server in self._replaced if server.workers]
+
+    def _close(self, server: ForkServer) -> None:
+        server.close()
+        self._guardian.remove(server.pid)
+
     def close(self) -> None:
-        """End the fork server; its workers have ended."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
-            self._guardian.remove(server.pid)
+        """End the fork servers; their workers have ended."""
+        servers = [*self._replaced, *([] if self._server is None else [self._server])]
+        self._replaced, self._server = [], None
+        for server in servers:
+            self._close(server)
 
     def _interpreted(self, *what: str) -> tuple[str, ...]:
         return (self._python, "-u", _BOOTSTRAP, *what)
@@ -259,10 +294,16 @@ def program(entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str,
 
 
 def _folder_of(entrypoint: Entrypoint) -> str:
-    """Where Python looks first for the modules of this program."""
-    if isinstance(entrypoint, Script):
-        return os.path.dirname(os.path.realpath(entrypoint.path))
-    return os.getcwd()
+    """Return where Python looks first for the modules of this program. Raises ConfigError."""
+    try:
+        if isinstance(entrypoint, Script):
+            return os.path.dirname(os.path.realpath(entrypoint.path))
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "preload (--preload) needs the working directory, which was removed: "
+            "start the job in a directory that exists"
+        ) from error
 
 
 class LocalWorkers(Workers):
@@ -312,6 +353,7 @@ class LocalWorkers(Workers):
             processors=processors,
         )
         self._channels = Channels()
+        self._cleaner = SessionCleaner()
         self.memory = SharedFolder(self._guardian)
         """Where the workers keep what outlives them, and not their agent."""
         self._processes: dict[int, _Process] = {}
@@ -402,7 +444,8 @@ class LocalWorkers(Workers):
         environment = worker_environment(
             group, worker, self._environment, error_file=error_file, cores=count_cores()
         )
-        environment[SNAPSHOTS] = str(self.memory.era(group.attempt))
+        # Empty where there is none: a worker that is kept is not to use the folder it had before.
+        environment[SNAPSHOTS] = str(self.memory.era(group.attempt) or "")
         return environment
 
     def _spawn(
@@ -424,7 +467,8 @@ class LocalWorkers(Workers):
             raise
         if what[0] != "command":
             self._channels.assign(local, popen.pid)
-        process = _Process(worker, popen, output, folder, Path(places.error_file))
+        error_file = Path(places.error_file)
+        process = _Process(worker, popen, output, folder, error_file, began_at(popen.pid))
         if not isinstance(group.spec.entrypoint, Function):
             process.result = (None, "")
         self._processes[local] = process
@@ -434,8 +478,22 @@ class LocalWorkers(Workers):
     # -- the end ---------------------------------------------------------------------------------
 
     def _ended(self, process: _Process, ended: Callable[[int], None]) -> None:
-        """In the loop's thread, in which no value's own code runs: that takes its time."""
+        """Report a worker's exit once nothing is left of its session; called in the loop's thread.
+
+        Neither are processes looked for there, nor does a value's own code run there, because both
+        take their time.
+        """
         process.ended_at = wall()
+        self._clean(process, partial(self._report_end, process, ended))
+
+    def _clean(self, process: _Process, then: Callable[[], object] = lambda: None) -> None:
+        def cleaned() -> None:
+            process.cleaned.set()
+            then()
+
+        self._cleaner.clean(process.pid, process.began, cleaned)
+
+    def _report_end(self, process: _Process, ended: Callable[[int], None]) -> None:
         local = process.worker.local_rank
 
         def read() -> None:
@@ -452,7 +510,10 @@ class LocalWorkers(Workers):
     def collect(self, local_rank: int) -> WorkerExit:
         process = self._processes.pop(local_rank)
         self._channels.close(local_rank)
-        session.end(process.pid)
+        if not process.cleaned.is_set():
+            # Its exit has not been reported: see `end`.
+            self._clean(process)
+            process.cleaned.wait(CLEAN_SECONDS)
         returncode = process.reap()
         self._guardian.remove(process.pid)
         self._close_output(process.output)

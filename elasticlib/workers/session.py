@@ -23,11 +23,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from ..clock import monotonic
 from ..errors import ConfigError, describe
 from ..held_folder import FolderLock, try_to_hold
+from ..threads import helper
 from .bootstrap import began_at, stat_fields
 
 log = logging.getLogger("elasticlib.workers")
@@ -39,21 +41,48 @@ THREADS = 17
 
 
 def members(session: int) -> list[int]:
-    """The living processes of a session, its leader included."""
+    """Return the living processes of a session, its leader included."""
+    return [pid for pid, _ in members_of({session})]
+
+
+def members_of(sessions: Collection[int]) -> list[tuple[int, int]]:
+    """Return the pid and the session of each living process of some sessions.
+
+    All processes of the machine are listed once. Only for those of these sessions a file is read,
+    as that takes twenty times as long as to ask for a process's session.
+    """
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if name.isdigit() and _session_of(int(name)) == session:
-            found.append(int(name))
+        if name.isdigit():
+            session = _session_asked(int(name))
+            if session is not None and session in sessions and session == _session_of(int(name)):
+                found.append((int(name), session))
     return found
 
 
+def _session_asked(pid: int) -> int | None:
+    """Return the session of a process or a zombie, or None if there is none of this pid."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        # Security modules may forbid that call, and show the file.
+        return _session_of(pid)
+
+
 def _session_of(pid: int) -> int | None:
-    """The session of a process that is not a zombie."""
+    """Return the session of a process, or None if the process has ended or cannot be looked at."""
     try:
         fields = stat_fields(pid)
     except OSError:
         return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[3])
+    return None if _all_have_ended(fields) else int(fields[3])
+
+
+def _all_have_ended(fields: list[bytes]) -> bool:
+    """Whether all threads of a process have ended. Its first thread may end before the others."""
+    return fields[0] in (b"Z", b"X") and int(fields[THREADS]) <= 1
 
 
 def signal_group(leader: int, number: int) -> None:
@@ -127,27 +156,81 @@ def is_over(pid: int) -> bool:
         return True
     except OSError:
         return False
-    return fields[0] in (b"Z", b"X") and int(fields[THREADS]) <= 1
+    return _all_have_ended(fields)
 
 
-def end(session: int, seconds: float = 2.0, *, began: int = 0) -> list[int]:
-    """Kill all of a session and wait until it is gone; returns those that are not.
+def kill_sessions(sessions: Mapping[int, int], seconds: float = 2.0) -> list[int]:
+    """Kill all processes of some sessions, and wait until they are gone.
 
-    The caller makes sure that the number is still that session's, as its leader is unreaped or a
-    member is known to live; or says when its leader began.
+    Args:
+        sessions: the number of each session, with when its leader began, as `began_at` says it. A
+            session whose number has passed to another is left alone. 0 stands for a leader that is
+            known to be unreaped.
+        seconds: the limit for all of it.
+
+    Returns:
+        The pids of the processes that are not gone.
     """
-    if began and began_at(session) not in (0, began):
-        return []  # all of it have ended, and the number is another's
-    signal_group(session, signal.SIGKILL)
+    deadline = monotonic() + seconds
+    ours = {n for n, began in sessions.items() if not began or began_at(n) in (0, began)}
+    for leader in ours:
+        signal_group(leader, signal.SIGKILL)
     for _ in range(ROUNDS):
         # A process may fork while it is looked for: look until none is found.
-        left = members(session)
+        left = members_of(ours)
         if not left:
             return []
-        killed = [pid for pid in left if signal_member(session, pid, signal.SIGKILL)]
-        for pid in killed:
-            ends_within(pid, seconds)
-    return members(session)
+        for pid in [pid for pid, n in left if signal_member(n, pid, signal.SIGKILL)]:
+            ends_within(pid, max(0.0, deadline - monotonic()))
+    return [pid for pid, _ in members_of(ours)]
+
+
+class SessionCleaner:
+    """Kills what exited workers have left in their sessions, in a thread that ends when it is done.
+
+    Sessions that are added while others are dealt with are dealt with together, so that many
+    workers that exit at once cost few looks at all processes. For any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[int, int, Callable[[], object]]] = []
+        self._is_running = False
+
+    def clean(self, leader: int, began: int, then: Callable[[], object]) -> None:
+        """Kill all of this leader's session, and call `then` once it is gone or 2 s have passed.
+
+        The leader has exited and is unreaped, or began at this time: see `kill_sessions`.
+        """
+        with self._lock:
+            self._waiting.append((leader, began, then))
+            if self._is_running:
+                return
+            self._is_running = True
+        try:
+            helper(self._run, "workers-cleaner").start()
+        except RuntimeError:
+            log.warning(
+                "cannot start a thread to end what workers have left: their agent waits for it"
+            )
+            self._run()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                sessions, self._waiting = self._waiting, []
+                if not sessions:
+                    self._is_running = False
+                    return
+            try:
+                kill_sessions({leader: began for leader, began, _ in sessions})
+            except Exception as error:
+                log.error("ending what workers have left failed: %s", error, exc_info=error)
+            for _, _, then in sessions:
+                try:
+                    then()
+                except Exception as error:
+                    log.error("what follows a worker's end failed: %s", error, exc_info=error)
 
 
 # -- the guardian --------------------------------------------------------------------------------
@@ -298,10 +381,9 @@ def guard(agent: int, listed: int) -> None:
     # Until nothing is new: a worker may have been forked, and entered itself, a moment ago.
     while left := _listed_in(listed).items() - ended:
         # Sessions first: their processes may still write into the folders.
-        for name, began in sorted(left, key=lambda one: one[0].isdigit(), reverse=True):
-            if name.isdigit():
-                end(int(name), began=began)
-            else:
+        kill_sessions({int(name): began for name, began in left if name.isdigit()})
+        for name, _ in left:
+            if not name.isdigit():
                 shutil.rmtree(name, ignore_errors=True)
         ended |= left
 
@@ -407,9 +489,29 @@ class SharedFolder:
         self._path: Path | None = None
         self._inode = 0
         self._lock: FolderLock | None = None
+        self._has_warned = False
 
-    def era(self, number: int) -> Path:
-        """The folder of this start of the workers. Raises OSError."""
+    def era(self, number: int) -> Path | None:
+        """Return the folder of this start of the workers, or None if it cannot be made.
+
+        Workers can train without it, so that is a warning, once.
+        """
+        try:
+            return self._era(number)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "workers keep no snapshots in memory from now on, because no folder can be "
+                    "made for them (%s); workers that are restarted go on from the newest "
+                    "checkpoint on a disk. Free space and files in %s, or give it more (docker: "
+                    "--shm-size)",
+                    describe(error),
+                    SHARED_MEMORY,
+                )
+            return None
+
+    def _era(self, number: int) -> Path:
         made = self._path
         if made is None or _inode_of(made) != self._inode:
             made = self._make(made)

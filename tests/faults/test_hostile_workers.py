@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -97,6 +98,70 @@ def test_shared_memory_that_is_removed_costs_its_snapshots_and_not_the_job(job: 
     node = agent(job, REMOVED, "--max-restarts", "1")
     assert node.exit_code() == 0, node.text
     assert len(re.findall("was removed while this job runs", node.text)) == 1
+
+
+# In a mount namespace, shared memory takes so many files and folders, and then is full.
+FULL = 'mount -t tmpfs -o nr_inodes=32 none /dev/shm || exit 77; exec "$@"'
+IN_LITTLE_MEMORY = ("unshare", "--mount", "sh", "-c", FULL, "sh")
+FILLS_MEMORY = """
+import os, sys
+from pathlib import Path
+
+memory = os.environ["ELASTICLIB_SNAPSHOTS"]
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    assert Path(memory).parent.parent == Path("/dev/shm")
+    try:
+        for number in range(32):
+            Path(memory, str(number)).touch()
+    except OSError:
+        os._exit(3)
+print(f"snapshots go to {memory!r}")
+sys.exit(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2)
+"""
+
+
+def skip_where_mounting_is_forbidden(code: int, said: str) -> None:
+    if code in (1, 77) and ("permi" in said or "Operation not" in said):
+        pytest.skip("mounting is not permitted here")
+
+
+def test_workers_restart_without_snapshots_where_shared_memory_is_full(job: Job) -> None:
+    (job.folder / "script.py").write_text(FILLS_MEMORY)
+    quick = ("--standalone", "--start-method=spawn", "--restart-backoff=0", "--max-restarts=2")
+    command = (sys.executable, "-m", "elasticlib.launch", *quick, str(job.folder / "script.py"))
+    node = job.start("a", *IN_LITTLE_MEMORY, *command, PYTHONPATH=WITHOUT_TORCH)
+    code = node.exit_code()
+    skip_where_mounting_is_forbidden(code, node.text)
+    assert code == 0, node.text
+    assert node.text.count("snapshots go to ''") == 2
+    (said,) = (line for line in node.text.splitlines() if "workers keep no snapshots" in line)
+    assert "No space left on device: '/dev/shm/elasticlib-memory-" in said
+    assert "the newest checkpoint on a disk" in said
+    assert "--shm-size" in said
+
+
+ASKS_FOR_MEMORY = """
+import logging, tempfile
+from elasticlib.workers.session import Guardian, SharedFolder
+
+logging.basicConfig()
+tempfile.tempdir = "/nowhere"
+memory = SharedFolder(guardian := Guardian())
+for path in range(32):
+    open(f"/dev/shm/{path}", "w").close() if path < 31 else print([memory.era(0), memory.era(1)])
+memory.remove()
+guardian.close()
+"""
+
+
+def test_there_is_no_memory_for_snapshots_where_no_folder_can_be_made() -> None:
+    command = [*IN_LITTLE_MEMORY, sys.executable, "-c", ASKS_FOR_MEMORY]
+    paths = os.pathsep.join(filter(None, (WITHOUT_TORCH, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    skip_where_mounting_is_forbidden(done.returncode, done.stderr)
+    assert done.stdout == "[None, None]\n", done.stderr
+    assert done.stderr.count("workers keep no snapshots") == 1
 
 
 def guardian_of(agent: int, worker: int) -> int:

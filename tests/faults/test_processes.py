@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 
 import pytest
-from jobs import WITHOUT_TORCH, Job, Node, alive, generation_of
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, alive, generation_of, until
+from processes import workers_of
 
 pytestmark = pytest.mark.faults
 
@@ -91,3 +93,47 @@ def test_a20_a_waiting_node_leaves_when_it_is_asked_to(job: Job, where: str) -> 
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 128 + signal.SIGTERM
     assert "Traceback" not in agent.text
+
+
+def run_with_deferred_import(job: Job, text: str) -> Node:
+    """An agent whose fork server imports a module of this text once its workers have begun."""
+    modules = job.folder / "modules"
+    shutil.copytree(PROGRAMS / "stub_torch", modules)
+    begins = f"open({str(job.folder / 'begun')!r}, 'w').close()\n"
+    (modules / "torch" / "_dynamo.py").write_text(begins + text)
+    paths = os.pathsep.join((str(modules), WITHOUT_TORCH))
+    flags = (*ALONE, "--start-method=warm", "--max-restarts", "1")
+    return job.run("a", *flags, PYTHONPATH=paths)
+
+
+def test_a_module_that_fails_when_it_is_imported_late_costs_no_worker_and_no_restart(
+    job: Job,
+) -> None:
+    agent = run_with_deferred_import(job, "raise RuntimeError('as if it were broken')")
+    places = job.settled(2)
+    agent.says("torch._dynamo cannot be imported: RuntimeError: as if it were broken")
+    assert sorted(workers_of(agent.pid)) == sorted(place["pid"] for place in places)
+    job.finish()
+    assert agent.exit_code() == 0, agent.text
+    assert job.places(generation_of(places)) == places
+    assert not job.places(generation_of(places) + 1)
+    assert "SIGKILL" not in agent.text
+
+
+def test_a_worker_that_is_killed_while_a_module_is_imported_late_is_restarted_at_once(
+    job: Job,
+) -> None:
+    os.mkfifo(job.folder / "pipe")
+    agent = run_with_deferred_import(job, f"open({str(job.folder / 'pipe')!r}).read()")
+    before = job.settled(2)
+    until("the import to begin", (job.folder / "begun").exists)
+    os.kill(before[0]["pid"], signal.SIGKILL)
+    after = job.settled(2, after=generation_of(before))
+    # Forked by the same server, which would have been given up if it had not answered.
+    assert sorted(workers_of(agent.pid)) == sorted(place["pid"] for place in after)
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 128 + signal.SIGTERM
+    assert "was killed by SIGKILL" in agent.text
+    assert "fork server" not in agent.text
+    assert "did not end in time" not in agent.text
+    job.gone()

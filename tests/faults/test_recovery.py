@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from jobs import PROGRAMS, Job, Node, alive, generation_of, left_in, until
-from processes import footprint
+from processes import footprint, second_servers
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -37,6 +37,8 @@ def test_a1_every_kill_is_one_recovery_and_one_restart_and_leaks_nothing(
     for kill in range(1, kills + 1):
         places = _kill_one(job, draw, places, kill)
         if kill == min(WARM_UP, kills):
+            # It begins when a fork server is idle, and stays.
+            until("a second fork server", lambda: all(second_servers(a.pid) for a in agents))
             before = _held(job, agents)
     grown: dict[str, int] = {}
 

@@ -299,7 +299,9 @@ def channels() -> Iterator[Channels]:
 
 def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
     memory = SharedFolder(guardian := Guardian())
-    folder = memory.era(0).parent
+    made = memory.era(0)
+    assert made is not None
+    folder = made.parent
     assert is_held(folder)
     memory.remove()
     guardian.close()

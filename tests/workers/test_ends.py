@@ -7,13 +7,16 @@ import errno
 import os
 import resource
 import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 
+import attrs
 import pytest
 from test_local import Run, poll, shell
 
 from elasticlib.errors import WorkerStartError
-from elasticlib.workers import session
+from elasticlib.workers import bootstrap, session
 
 
 def refused(*_: object) -> int:
@@ -98,3 +101,131 @@ def test_workers_that_are_closed_leave_no_thread_and_no_open_file(run: Run) -> N
     run.workers.close()
     # What other tests left may end meanwhile, so it is asked for what has come.
     poll(lambda: not held() - before)
+
+
+# -- what is read of /proc to find what workers have left ------------------------------------------
+
+
+@attrs.define
+class Reads:
+    """What this process reads of /proc, as the interpreter's audit events tell it."""
+
+    listings: list[str] = attrs.field(factory=list)
+    """The names of the threads that have listed all processes."""
+    files: list[str] = attrs.field(factory=list)
+
+    def hear(self, event: str, args: tuple[object, ...]) -> None:
+        path = str(args[0]) if args else ""
+        if event == "os.listdir" and path == "/proc":
+            self.listings.append(threading.current_thread().name)
+        elif event == "open" and path.startswith("/proc/"):
+            self.files.append(path)
+
+
+@pytest.fixture
+def reads() -> Iterator[Reads]:
+    found = Reads()
+    counting = True
+
+    def hear(event: str, args: tuple[object, ...]) -> None:
+        if counting:
+            found.hear(event, args)
+
+    sys.addaudithook(hear)  # which nobody can remove
+    yield found
+    counting = False
+
+
+@pytest.fixture
+def stranger() -> Iterator[int]:
+    """The pid of a process that no session here is of."""
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+        yield process.pid
+        process.kill()
+
+
+# A child in a process group of its own, which the signal to the worker's group does not reach.
+HAS_A_CHILD = "set -m; sleep 600 & echo up; exec sleep 600"
+
+
+def session_with_a_child() -> subprocess.Popen[bytes]:
+    started = subprocess.Popen(
+        ["sh", "-c", HAS_A_CHILD], start_new_session=True, stdout=subprocess.PIPE
+    )
+    assert started.stdout is not None
+    with started.stdout:
+        assert started.stdout.readline() == b"up\n"
+    assert len(session.members(started.pid)) == 2
+    return started
+
+
+def test_sessions_are_ended_together_by_two_looks_that_open_no_strangers_file(
+    reads: Reads, stranger: int
+) -> None:
+    started = [session_with_a_child() for _ in range(4)]
+    reads.listings.clear()
+    reads.files.clear()
+    assert session.kill_sessions({process.pid: 0 for process in started}) == []
+    # One finds the children, and one that nobody is left.
+    assert len(reads.listings) <= 2
+    assert not [path for path in reads.files if path.startswith(f"/proc/{stranger}/")]
+    assert not any(session.members(process.pid) for process in started)
+    for process in started:
+        process.wait()
+
+
+FIRST_THREAD_ENDS = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_whose_first_thread_has_ended_is_still_of_its_session() -> None:
+    command = [sys.executable, "-c", FIRST_THREAD_ENDS]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        poll(lambda: bootstrap.stat_fields(process.pid)[0] == b"Z", seconds=60.0)
+        assert session.members(process.pid) == [process.pid]
+        assert session.kill_sessions({process.pid: 0}) == []
+    assert session.members(process.pid) == []
+
+
+def test_workers_that_end_while_others_are_cleaned_up_after_cost_one_more_look(
+    reads: Reads,
+) -> None:
+    started = [session_with_a_child() for _ in range(4)]
+    in_turn, go_on = threading.Event(), threading.Event()
+    cleaned: list[int] = []
+    cleaner = session.SessionCleaner()
+    first, *rest = started
+
+    def hold() -> None:
+        in_turn.set()
+        assert go_on.wait(60)
+
+    cleaner.clean(first.pid, 0, hold)
+    assert in_turn.wait(60)
+    for process in rest:
+        cleaner.clean(process.pid, 0, lambda pid=process.pid: cleaned.append(pid))
+    reads.listings.clear()
+    go_on.set()
+    poll(lambda: len(cleaned) == len(rest))
+    assert len(reads.listings) <= 2
+    for process in started:
+        process.wait()
+
+
+def test_who_collects_workers_reads_nothing_of_other_processes(
+    run: Run, reads: Reads, stranger: int
+) -> None:
+    run.start(shell(HAS_A_CHILD), count=4)
+    pids = [int(name.removeprefix("pid ")) for name in run.workers.running().values()]
+    poll(lambda: all(len(session.members(pid)) == 2 for pid in pids))
+    reads.listings.clear()
+    reads.files.clear()
+    run.workers.kill()
+    assert {run.end().signal for _ in pids} == {"SIGKILL"}
+    assert threading.current_thread().name not in reads.listings
+    assert "workers-loop" not in reads.listings
+    assert not [path for path in reads.files if path.startswith(f"/proc/{stranger}/")]
+    assert not any(session.members(pid) for pid in pids)

@@ -1,22 +1,27 @@
-"""The process that workers are forked from, by its parts."""
+"""The process that workers are forked from: by its parts, and with the workers of an agent."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 from jobs import WITHOUT_TORCH
+from processes import alive, children
+from test_local import Run, poll
 
+from elasticlib.errors import ConfigError
 from elasticlib.workers import fork_server
-from elasticlib.workers.fork_server import ForkServer, ForkServerUnfit
-from elasticlib.workers.loop import Loop
+from elasticlib.workers.processes import LocalWorkers
+from elasticlib.workers.spec import Script
 
 
 def test_a_fork_that_fails_leaves_the_server_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,81 +33,277 @@ def test_a_fork_that_fails_leaves_the_server_as_it_was(monkeypatch: pytest.Monke
     with ours, theirs:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(BlockingIOError):
-            fork_server._fork(theirs, [], {signal.SIGUSR1: signal.SIG_DFL})
+            fork_server._fork(theirs, None, [], {signal.SIGUSR1: signal.SIG_DFL})
         assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_fork_that_cannot_take_over_ends_and_the_server_alone_says_why() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    start = Path(fork_server.__file__).with_name("bootstrap.py")
-    command = [sys.executable, "-u", str(start), "", "fork_server", str(theirs.fileno()), ""]
+@pytest.fixture
+def links() -> Iterator[tuple[socket.socket, ...]]:
+    """The agent's end of a fork server's socket, and the server's ends of both of its sockets."""
+    ours, first = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    other, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, first, other, second:
+        yield ours, first, second
+
+
+def command(*theirs: socket.socket) -> list[str]:
+    start = str(Path(fork_server.__file__).with_name("bootstrap.py"))
+    numbers = [str(link.fileno()) for link in theirs]
+    return [sys.executable, "-u", start, "", "fork_server", *numbers, ""]
+
+
+def test_a_fork_that_cannot_take_over_ends_and_the_server_alone_says_why(
+    links: tuple[socket.socket, ...],
+) -> None:
+    ours, *theirs = links
+    numbers = [link.fileno() for link in theirs]
     environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
-    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment) as process:
-        theirs.close()
+    with subprocess.Popen(command(*theirs), pass_fds=numbers, env=environment) as process:
+        for link in theirs:
+            link.close()
         ours.settimeout(60)
         assert ours.recv(4096) == b"ready"
         # What is to be a file is a pipe, in which nobody can go back to the beginning.
         reading, writing = os.pipe()
         listed = os.memfd_create("listed")
+        folder = os.open(".", os.O_PATH)
         for _ in range(3):
-            socket.send_fds(ours, [b"fork"], [reading, listed, 0, 1, 2])
+            socket.send_fds(ours, [b"fork"], [reading, listed, folder, 0, 1, 2])
             assert b"!the worker's process did not begin: " in ours.recv(4096)
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-            assert children.read_text() == ""
-        for descriptor in (reading, writing, listed):
+            assert children(process.pid) == []
+        for descriptor in (reading, writing, listed, folder):
             os.close(descriptor)
         ours.shutdown(socket.SHUT_RDWR)
         assert process.wait(60) == 0
 
 
-def test_a_fork_server_whose_agent_has_ended_says_nothing() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    start = Path(fork_server.__file__).with_name("bootstrap.py")
-    command = [sys.executable, "-u", str(start), "", "fork_server", str(theirs.fileno()), ""]
-    environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
+def test_a_fork_server_whose_agent_has_ended_says_nothing(
+    links: tuple[socket.socket, ...],
+) -> None:
+    ours, *theirs = links
     ours.close()
-    with theirs:
-        done = subprocess.run(
-            command,
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
+    done = subprocess.run(
+        command(*theirs),
+        pass_fds=[link.fileno() for link in theirs],
+        env={**os.environ, "PYTHONPATH": WITHOUT_TORCH},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_a_fork_server_in_which_threads_were_started_later_forks_no_more(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").touch()
-    (tmp_path / "torch" / "_dynamo.py").write_text(
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
-    start = str(Path(fork_server.__file__).with_name("bootstrap.py"))
-    command = [sys.executable, "-u", start, "", "fork_server", "{link}", ""]
-    loop = Loop()
-    loop.start()
-    listed = os.memfd_create("listed")
-    found = ForkServer(command, {**os.environ, "PYTHONPATH": str(tmp_path)}, listed, loop)
-    try:
-        assert found.wait(60)
-        assert found.ready
-        with pytest.raises(ForkServerUnfit, match="has started threads"):
-            _fork_again_and_again(found, listed, 60)
-        assert not found.ready
-        assert found.complaint
-    finally:
-        found.close()
-        loop.close(lambda: None)
-        os.close(listed)
+# -- with the workers of an agent ------------------------------------------------------------------
+
+STAYS = """
+import os, sys, time
+from pathlib import Path
+folder, rank = Path(__file__).parent, os.environ["LOCAL_RANK"]
+part = folder / f"part.{rank}"
+part.write_text(f"{os.getpid()} {os.getppid()} {'torch._dynamo' in sys.modules}")
+part.rename(folder / f"place.{rank}")
+while not (folder / f"end.{rank}").exists():
+    time.sleep(0.01)
+"""
+FAILS = "raise RuntimeError('as if a file of the user had the name of a module')"
+BLOCKS = "open(__file__ + '.pipe').read()"
+STARTS_A_THREAD = """
+import threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+SHADOWED = "class Profile: pass  # a module of the user that is named like one of Python's"
 
 
-def _fork_again_and_again(found: ForkServer, listed: int, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        worker = found.fork(["", "script", os.devnull], os.environ, listed, [None, None])
-        assert worker.wait() == 0
-        # It imports once nobody has asked for a worker for so long.
-        time.sleep(2 * fork_server.IDLE_SECONDS)
+@attrs.frozen
+class Place:
+    pid: int
+    parent: int
+    has_deferred_imports: bool
+
+
+class Fleet(Run):
+    """Workers that stay until they are told to end; they find a torch that tests can spoil."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.script = folder / "script.py"
+        self.script.write_text(STAYS)
+        self.torch = folder / "modules" / "torch"
+        self.torch.mkdir(parents=True)
+        self.defer("")
+        (self.torch / "__init__.py").touch()
+        os.mkfifo(self.torch / "_dynamo.py.pipe")
+        self.warm()
+
+    def warm(self, preload: tuple[str, ...] = ()) -> Fleet:
+        self.workers = LocalWorkers(
+            # What all workers have in common does not depend on their number, which grows.
+            {**os.environ, "PYTHONPATH": str(self.torch.parent), "OMP_NUM_THREADS": "1"},
+            log_dir=str(self.folder / "logs"),
+            preload=preload,
+        )
+        return self
+
+    def defer(self, text: str) -> None:
+        """The last one of the deferred imports runs this text, once it has said that it begins."""
+        begins = f"open({str(self.folder / 'begun')!r}, 'w').close()\n"
+        (self.torch / "_dynamo.py").write_text(begins + text)
+
+    def grow(self, count: int) -> Place:
+        """Start one worker more, and keep the others; the place of the new one."""
+        rank = count - 1
+        self.start(Script(str(self.script)), count, attempt=rank)
+        place = self.folder / f"place.{rank}"
+        poll(place.exists, seconds=60.0)
+        pid, parent, deferred = place.read_text().split()
+        return Place(int(pid), int(parent), deferred == "True")
+
+    def await_deferred_imports(self) -> None:
+        """Until they have begun, which they do in a fork server that is idle."""
+        poll((self.folder / "begun").exists, seconds=60.0)
+
+    def end_one(self, rank: int) -> int:
+        """Tell a worker to end; its exit code."""
+        (self.folder / f"end.{rank}").touch()
+        exit_ = self.end()
+        assert exit_.local_rank == rank
+        return exit_.returncode
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    before = set(children(os.getpid()))
+    yield fleet
+    fleet.workers.close()
+    left = set(children(os.getpid())) - before
+    assert not any(map(alive, left))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (FAILS, "torch._dynamo cannot be imported: RuntimeError: as if a file of the user"),
+        ("raise SystemExit(3)", "torch._dynamo cannot be imported: SystemExit: 3"),
+        ("import os; os._exit(3)", "its process ended while it imported them"),
+        (STARTS_A_THREAD, "what was imported has started threads"),
+        (BLOCKS, ""),
+    ],
+    ids=["raises", "exits", "ends the process", "starts a thread", "does not end"],
+)
+def test_a_deferred_import_that_fails_or_blocks_affects_no_worker(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture, text: str, reason: str
+) -> None:
+    fleet.defer(text)
+    first = fleet.grow(1)
+    fleet.await_deferred_imports()
+    with caplog.at_level(logging.INFO, "elasticlib.workers"):
+        # A request that the server cannot answer would be given up after this time.
+        poll(lambda: reason in caplog.text)
+        second = fleet.grow(2)
+    assert alive(first.pid)
+    assert second.parent == first.parent
+    assert not second.has_deferred_imports
+    assert [fleet.end_one(rank) for rank in (0, 1)] == [0, 0]
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == bool(reason), caplog.text
+
+
+def test_deferred_imports_are_for_later_workers_and_the_first_ones_keep_their_parent(
+    fleet: Fleet,
+) -> None:
+    first = fleet.grow(1)
+    assert not first.has_deferred_imports
+    fleet.await_deferred_imports()
+    count, later = 1, first
+    while not later.has_deferred_imports:
+        # The second server may not be ready yet when the next worker is asked for.
+        count += 1
+        later = fleet.grow(count)
+        assert count < 1000
+    assert later.parent != first.parent
+    assert all(alive(pid) for pid in (first.pid, first.parent, later.pid))
+    assert [fleet.end_one(rank) for rank in range(count)] == [0] * count
+    fleet.workers.close()
+    assert not alive(later.parent)
+    assert not alive(first.parent)
+
+
+def test_a_second_fork_server_that_is_killed_is_replaced_and_the_first_ones_workers_live_on(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = fleet.grow(1)
+    fleet.await_deferred_imports()
+    count, later = 1, first
+    while not later.has_deferred_imports:
+        count += 1
+        later = fleet.grow(count)
+        assert count < 1000
+    (fleet.folder / f"place.{count - 1}").unlink()
+    os.kill(later.parent, signal.SIGKILL)
+    assert fleet.end().returncode == -signal.SIGKILL
+    # Started without a fork server, until the next one is ready.
+    again = fleet.grow(count)
+    assert again.parent == os.getpid()
+    assert caplog.text.count("the workers' fork server has ended") == 1
+    assert alive(first.pid)
+    ranks = range(count)
+    assert [fleet.end_one(rank) for rank in ranks] == [0] * count
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"torch/__init__.py": "import broken", "broken.py": "1 / 0"}, "ZeroDivisionError"),
+        ({"torch/__init__.py": "import cProfile", "profile.py": SHADOWED}, "'profile' has no"),
+        ({"torch/__init__.py": "import no_such_module"}, "No module named 'no_such_module'"),
+    ],
+)
+def test_a_torch_that_cannot_be_imported_is_named_with_its_error_and_workers_start_without_it(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture, files: dict[str, str], sentence: str
+) -> None:
+    for name, text in files.items():
+        (fleet.torch.parent / name).write_text(text)
+    for count in (1, 2):
+        assert fleet.grow(count).parent == os.getpid()
+    (record,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
+    said = record.getMessage()
+    assert said.startswith("workers are started without the fork server: torch cannot be imported:")
+    assert sentence in said
+    assert "(raised in " in said
+    assert [fleet.end_one(rank) for rank in (0, 1)] == [0, 0]
+
+
+def test_a_preload_that_meets_a_file_of_the_user_by_a_modules_name_says_so(fleet: Fleet) -> None:
+    (fleet.folder / "mine.py").write_text("import cProfile")
+    (fleet.folder / "profile.py").write_text(SHADOWED)
+    fleet.warm(("mine",))
+    sentence = r"preload \(--preload\): mine cannot be imported: AttributeError: .*'profile'"
+    with pytest.raises(ConfigError, match=sentence):
+        fleet.start(Script(str(fleet.script)))
+
+
+def test_workers_start_in_a_working_directory_that_was_removed(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    places = [fleet.grow(1)]
+    (tmp_path / "gone").rmdir()
+    places.append(fleet.grow(2))
+    assert places[0].parent == places[1].parent
+    for place in places:
+        assert os.readlink(f"/proc/{place.pid}/cwd") == f"{tmp_path / 'gone'} (deleted)"
+    assert [fleet.end_one(rank) for rank in (0, 1)] == [0, 0]
+
+
+def test_a_preload_is_refused_in_a_working_directory_that_was_removed(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    fleet.warm(("mine",))
+    with pytest.raises(ConfigError, match=r"working directory.*was removed"):
+        fleet.start(Script("script.py"))

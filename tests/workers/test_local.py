@@ -368,9 +368,9 @@ def test_who_has_a_number_that_was_a_sessions_is_not_ended_for_it() -> None:
     stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         began = bootstrap.began_at(stranger.pid)
-        assert session.end(stranger.pid, began=began - 1) == []
+        assert session.kill_sessions({stranger.pid: began - 1}) == []
         assert stranger.poll() is None
-        assert session.end(stranger.pid, began=began) == []
+        assert session.kill_sessions({stranger.pid: began}) == []
         assert stranger.wait(30) == -signal.SIGKILL
     finally:
         stranger.kill()
