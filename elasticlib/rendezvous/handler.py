@@ -411,8 +411,10 @@ class NodeLoop:
         if node.intent.joining:
             final = node.intent.final_change(self.node.state)
             if final is not None:
-                late = final if node.intent.held else _to_a_latecomer(final, self.node.state)
-                self._end_join(join, ClosedBecause(late))
+                if not node.intent.held:
+                    final = _to_a_latecomer(final, node.state)
+                node.intent = node.intent.receive_result()
+                self._end_join(join, ClosedBecause(final))
                 return
             seat = node.enter()
             if seat is None:
@@ -489,8 +491,8 @@ def _to_a_latecomer(change: Change, state: State | None) -> Change:
     reason = f"{change.reason}; no workers ran on this node"
     ending = None if state is None else state.ending
     if ending is not None:
-        reason += f" (reported by {ending.by} at {ending.at}; to run it again: another run_id, "
-        reason += "--rdzv-id, or launch, --rdzv-conf launch=NAME, on all nodes)"
+        reason += f" (reported by {ending.by} at {ending.at}; to run it again, start it once all "
+        reason += "of its nodes have ended)"
     return attrs.evolve(change, reason=reason)
 
 

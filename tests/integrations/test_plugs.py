@@ -98,15 +98,6 @@ def test_a_job_that_cannot_go_on_without_it_ends_for_all_with_the_reason(
     a.says(r"RendezvousClosedError: failed: .*exit code 3, its node's last restart")
 
 
-def test_who_comes_late_to_a_job_that_succeeded_is_told_so(job: Job, tmp_path: Path) -> None:
-    flags = (*place_flags("el-file", tmp_path / "meeting", "1", "launch=one"), "--no-python")
-    assert torchrun(job, "a", *flags, worker=("true",)).exit_code() == 0
-    late = torchrun(job, "late", *flags, worker=("touch", str(tmp_path / "ran")))
-    assert late.exit_code() == 1
-    late.says("RendezvousClosedError: succeeded: 1 node done; no workers ran on this node")
-    assert not (tmp_path / "ran").exists()
-
-
 def test_who_fails_for_good_leaves_and_serves_the_store_until_the_others_are_done(
     job: Job, port: int
 ) -> None:
