@@ -502,6 +502,8 @@ class LocalWorkers(Workers):
         returncode = process.reap()
         self._guardian.remove(process.pid)
         self._close_output(process.output)
+        said = final_message(process.error_file)
+        forget_exit(process.error_file)
         found = WorkerExit(
             local_rank,
             process.worker.rank,
@@ -514,7 +516,7 @@ class LocalWorkers(Workers):
         if returncode == 0:
             value, unreadable = process.read_result()
             return attrs.evolve(found, value=value, unreadable=unreadable)
-        return self._explained(found, process)
+        return self._explained(found, process, said)
 
     def _close_output(self, output: Output) -> None:
         began = monotonic()
@@ -523,10 +525,8 @@ class LocalWorkers(Workers):
             # A console that stands still does so for the next worker, too.
             self._patience = max(LEAST_PATIENCE, self._patience - (monotonic() - began))
 
-    def _explained(self, found: WorkerExit, process: _Process) -> WorkerExit:
+    def _explained(self, found: WorkerExit, process: _Process, said: FinalMessage) -> WorkerExit:
         """With all that is known of why it failed."""
-        said = final_message(process.error_file)
-        forget_exit(process.error_file)
         at = min(said.at, process.ended_at)
         return attrs.evolve(
             self._with_message(found, process, said),
