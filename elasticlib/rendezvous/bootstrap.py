@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from ..clock import monotonic
 from ..endpoint import join_endpoint
 from ..errors import RendezvousError
 from ..threads import helper
@@ -136,15 +135,13 @@ class Serving:
         self._store: BootstrapStore | None = None
         self._front: Front | None = None
 
-    def open(self, address: str) -> float:
-        """Serve it at this address of this node; how many seconds that took. It may take long: at
-        first torch is imported, and the address may have to be looked up."""
-        began = monotonic()
+    def open(self, address: str) -> None:
+        """Serve it at this address of this node. It may take long: at first torch is imported, and
+        the address may have to be looked up."""
         try:
             self._open(address)
         except Exception as error:  # raised where the endpoint is wanted
             self.error = error
-        return monotonic() - began
 
     def _open(self, address: str) -> None:
         front = None if self._find_front is None else self._find_front()

@@ -47,8 +47,6 @@ from .node import NEVER_REACHED, NOTE_SECONDS, LocalNode, PatienceSpent, Reading
 
 log = logging.getLogger("elasticlib.rendezvous")
 
-QUICK_SHARE = 1 / 8
-"""Of a lease: what takes no longer may be done by the thread that keeps it."""
 OVERDUE_SECONDS = 1.0
 """Between looks whether the join timeout has passed, while the store keeps the thread."""
 UNKNOWN_SECONDS = 1.0
@@ -120,7 +118,6 @@ class NodeLoop:
         self.change: Change | None = None
         self._new_serving = new_serving
         self._serving: Serving | None = None
-        self._opening_takes = float("inf")
         self._find_address = find_address
         self._clock = clock
         self._timing = node.timing
@@ -440,19 +437,16 @@ class NodeLoop:
                     join.put(info)
 
     def _serve(self) -> None:
-        """Open torch's store of this generation: in a thread of its own, unless the last one took
-        so little that this thread can do it and still keep the lease."""
+        """Open torch's store of this generation in a thread of its own, so that this thread keeps
+        the lease while torch is imported or this node's name is looked up."""
         serving = self._serving = self._new_serving()
         address = self.node.intent.node.address
 
         def open_it() -> None:
-            self._opening_takes = serving.open(address)
+            serving.open(address)
             self.post(Event())
 
-        if self._opening_takes <= self._timing.lease * QUICK_SHARE:
-            open_it()
-        else:
-            helper(open_it, "rendezvous-open").start()
+        helper(open_it, "rendezvous-open").start()
 
     def end_serving(self) -> None:
         serving, self._serving = self._serving, None
