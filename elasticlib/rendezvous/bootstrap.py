@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -63,14 +64,23 @@ class TorchBootstrapStore:
             listener.bind(info[4])
             listener.listen(1024)
             self.port: int = listener.getsockname()[1]
+            listener_inode = os.fstat(listener.fileno()).st_ino
+            descriptor = listener.detach()
+        try:
             self._store: object | None = TCPStore(
                 address,
                 self.port,
                 is_master=True,
                 wait_for_workers=False,
-                master_listen_fd=listener.detach(),
+                master_listen_fd=descriptor,
                 use_libuv=use_libuv,
             )
+        except BaseException:
+            # torch closes the descriptor only if its server has started.
+            with contextlib.suppress(OSError):
+                if os.fstat(descriptor).st_ino == listener_inode:
+                    os.close(descriptor)
+            raise
 
     def close(self) -> None:
         self._store = None

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import attrs
 
 from ..clock import monotonic, wall
-from ..errors import ConfigError, ElasticError, WorkerStartError
+from ..errors import ConfigError, WorkerStartError
 from ..threads import helper
 from . import session, stacks
 from .channel import VARIABLE as CHANNEL
@@ -454,18 +454,34 @@ class LocalWorkers(Workers):
         ended: Callable[[int], None],
     ) -> None:
         local = worker.local_rank
-        folder = self._folder.of(group.attempt, local)
         newcomer = worker in group.newcomers
         environment[CHANNEL] = self._channels.open(local, newcomer=newcomer)
+        try:
+            self._start_process(group, worker, environment, places, ended)
+        except BaseException:
+            if local not in self._processes:
+                self._channels.close(local)
+            raise
+
+    def _start_process(
+        self,
+        group: WorkerGroup,
+        worker: Worker,
+        environment: dict[str, str],
+        places: Places,
+        ended: Callable[[int], None],
+    ) -> None:
+        local = worker.local_rank
+        folder = self._folder.of(group.attempt, local)
         if self._timers is not None:
             environment[self._timers.VARIABLE] = self._timers.path
-        if not newcomer:
+        if worker not in group.newcomers:
             self._give_place(local, environment)
         what = program(group.spec.entrypoint, local, folder)
         output = Output(self._output, worker, group.spec.role, places, self._writers)
         try:
             popen = self._launcher.start(what, environment, output.targets, local)
-        except (OSError, ElasticError):
+        except BaseException:
             output.abandon()
             raise
         if what[0] != "command":
