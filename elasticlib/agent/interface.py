@@ -97,7 +97,7 @@ class Memory(abc.ABC):
         """No worker is left, and this node asks for the next generation, or for its first."""
 
     @abc.abstractmethod
-    def finish(self, *, keep: bool, given_up: Callable[[], str]) -> str:
+    def finish(self, *, keep: bool, given_up: Callable[[], str] = str) -> str:
         """Free everything: the run is over and no worker is left.
 
         Args:

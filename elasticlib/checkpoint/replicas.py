@@ -549,7 +549,7 @@ class SnapshotKeeper(Memory):
             self._helping = self._last_writes(self._folder, leaves=False)
             helper(self._helping.run, "agent-helps").start()
 
-    def finish(self, *, keep: bool, given_up: Callable[[], str]) -> str:
+    def finish(self, *, keep: bool, given_up: Callable[[], str] = str) -> str:
         if keep and self._replicating is not None:
             self._replicating.flush(FLUSH_SECONDS)
         self._end()
