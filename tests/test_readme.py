@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -71,11 +72,14 @@ def test_a_command_of_the_readme_trains_the_readmes_script(folder: Path, line: s
 
 
 @pytest.mark.long
-def test_the_readmes_launcher_runs_the_readmes_script(folder: Path) -> None:
+def test_the_readmes_launcher_runs_the_readmes_script_each_time_it_is_started(folder: Path) -> None:
     (folder / "launch.py").write_text(PYTHON[1])
-    done = run(folder, sys.executable, "launch.py")
-    assert "WorkerState.SUCCEEDED" in done.stdout
-    assert "writes job7/node/here-" in done.stdout
+    for _ in range(2):
+        done = run(folder, sys.executable, "launch.py")
+        assert "WorkerState.SUCCEEDED" in done.stdout
+        assert "writes job7/node/here-" in done.stdout
+        # It has trained, and trains from the start the next time.
+        shutil.rmtree(folder / "checkpoints")
 
 
 def test_no_block_of_code_is_left_unrun() -> None:

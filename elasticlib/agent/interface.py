@@ -7,6 +7,7 @@ agent itself is in `loop.py`, and what it needs of its workers in `workers/inter
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -95,9 +96,15 @@ class Memory(abc.ABC):
         """No worker is left, and this node asks for the next generation, or for its first."""
 
     @abc.abstractmethod
-    def finish(self, *, keep: bool) -> str:
-        """The run is over and no worker is left: let go of everything.
+    def finish(self, *, keep: bool, given_up: Callable[[], str] = str) -> str:
+        """Free everything: the run is over and no worker is left.
 
-        keep: the job ends before its work is done, and what is in memory alone is to be put where
-        it lasts. Returns what could not be, as a sentence; empty if nothing is lost.
+        Args:
+            keep: the job ends before its work is done. What is only in memory is to be written to
+                where it lasts.
+            given_up: returns why the writing must end now, or an empty text. It must be called
+                several times a second, in the thread that called `finish`.
+
+        Returns:
+            What could not be written, as a sentence; empty if nothing is lost.
         """

@@ -172,7 +172,7 @@ class ElasticAgent:
         self._has_run = False
         self._started_in: dict[int, int] = {}
         """The start of workers in which each of them was begun, by its local rank."""
-        self._prepared = self._notified = self._said_unseen = False
+        self._prepared = self._notified = self._said_unseen = self._told_to_end = False
         self._is_first = True
         self._info: RendezvousInfo | None = None
         self._group: WorkerGroup | None = None
@@ -282,9 +282,36 @@ class ElasticAgent:
         """Before the rendezvous is left: who goes on may need what is put where it lasts."""
         outcome = self._now.outcome
         done = outcome is not None and outcome.state is WorkerState.SUCCEEDED
-        if self._memory is not None:
-            self._report.lost = self._memory.finish(keep=not done)
-            self._report.saved = self._memory.saved
+        if self._memory is None:
+            return
+        self._told_to_end = bool(outcome and outcome.signal) or bool(self._signals())
+        self._report.lost = self._memory.finish(keep=not done, given_up=self._given_up)
+        self._report.saved = self._memory.saved
+        if self._report.lost:
+            log.warning("%s", self._report.lost)
+
+    def _given_up(self) -> str:
+        """Return why the final write must end now: a signal has come that told the agent to end,
+        and an earlier one had done so before."""
+        signals = self._signals()
+        if not signals:
+            return ""
+        name = signal_name(signals[-1])
+        if self._told_to_end:
+            return f"the agent received {name} again during the final write"
+        self._told_to_end = True
+        log.warning("received %s during the final write of snapshots: a second one ends it", name)
+        return ""
+
+    def _signals(self) -> list[int]:
+        """Return the signals that have arrived since the last look and tell the agent to end."""
+        numbers = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _, news = self._inbox.get_nowait()
+                if isinstance(news, Signalled) and news.number in self._options.signals:
+                    numbers.append(news.number)
+        return numbers
 
     def _find_cause(self) -> Cause | None:
         """Why the job failed, over all nodes, as far as it can be had in time."""

@@ -48,6 +48,8 @@ log = logging.getLogger("elasticlib.checkpoint")
 WRITE_SECONDS = 600.0
 """For all that is to be written: a disk that hangs must not hold a node for ever."""
 RENEW_SECONDS = 5.0
+POLL_SECONDS = 0.1  # between two looks whether the final write is to be given up
+ANNOUNCE_SECONDS = 3.0  # a final write that takes longer is announced in the log
 CLAIM_SECONDS = 60.0
 """What a node has said that it writes, and has not said again for so long, others take over."""
 FAILED_SECONDS = 3.0
@@ -625,22 +627,54 @@ class LastWrites:
         self._left: list[Kind] = []
         self._problems: list[str] = []
 
-    def run(self, seconds: float = WRITE_SECONDS, renewed: float = RENEW_SECONDS) -> str:
-        """What could not be written within so many seconds, as a sentence; empty if nothing is
-        lost. renewed: after so many each the others are told that this node is at it still."""
-        # In a thread of its own: nothing ends a write to a disk that hangs.
-        thread = helper(self._write_all, "agent-persist")
+    def run(
+        self,
+        seconds: float = WRITE_SECONDS,
+        renewed: float = RENEW_SECONDS,
+        given_up: Callable[[], str] = str,
+    ) -> str:
+        """Write the snapshots; return what could not be written, as a sentence, or an empty text.
+
+        seconds: time limit. renewed: how often the other nodes are told that this one still writes,
+        in seconds. given_up: returns why the writing must end now, or an empty text.
+        """
+        # Both in threads of their own: nothing ends a write to a disk that hangs, and a store may
+        # take long to answer.
+        thread, ended = helper(self._write_all, "agent-persist"), threading.Event()
         thread.start()
-        deadline = monotonic() + seconds
-        while not self._over.is_set() and thread.is_alive() and deadline > monotonic():
-            thread.join(min(max(0.0, deadline - monotonic()), renewed))
-            self._board.renew()
+        helper(lambda: self._renew_until(ended, renewed), "agent-persist-renew").start()
+        try:
+            why = self._await(thread, seconds, given_up)
+        finally:
+            ended.set()
         if self._over.is_set():
             return ""
         self._over.set()
-        why = f"it was not there after {seconds:g} s"
         late = [kind.not_written(kind.newest, why) for kind in tuple(self._left)]
         return "; ".join([*self._problems, *late])
+
+    def _await(self, thread: threading.Thread, seconds: float, given_up: Callable[[], str]) -> str:
+        """Return why the writing ends before its thread does, or an empty text."""
+        began, is_announced = monotonic(), False
+        while thread.is_alive() and not self._over.is_set():
+            waited = monotonic() - began
+            if waited >= seconds:
+                return f"it was not there after {seconds:g} s"
+            if reason := given_up():
+                return reason
+            if self._leaves and not is_announced and waited >= ANNOUNCE_SECONDS:
+                is_announced = True
+                log.info(
+                    "still writing the last snapshots, for up to %g s more; a further SIGTERM "
+                    "gives them up",
+                    seconds - waited,
+                )
+            thread.join(min(POLL_SECONDS, seconds - waited))
+        return ""
+
+    def _renew_until(self, ended: threading.Event, interval: float) -> None:
+        while not ended.wait(interval):
+            self._board.renew()
 
     def stop(self) -> None:
         """Begin nothing more, and tell nothing."""

@@ -555,14 +555,14 @@ class SnapshotKeeper(Memory):
             self._helping = self._last_writes(self._folder, leaves=False)
             helper(self._helping.run, "agent-helps").start()
 
-    def finish(self, *, keep: bool) -> str:
+    def finish(self, *, keep: bool, given_up: Callable[[], str] = str) -> str:
         if keep and self._replicating is not None:
             self._replicating.flush(FLUSH_SECONDS)
         self._end()
         if not keep or self._folder is None:
             return ""
         last = self._last_writes(self._folder, leaves=True)
-        problem = last.run()
+        problem = last.run(given_up=given_up)
         self.saved = last.saved
         return problem
 

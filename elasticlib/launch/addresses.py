@@ -8,8 +8,10 @@ import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from ..stores.name_lookup import NAME_LOOKUP
 from ..stores.sockets import address_of
 
+LOOKUP_TIMEOUT_S = 5.0  # a node that finds no store asks again, so that a slow answer is not lost
 NOT_OURS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 """What binding says of an address that this machine does not have, or can have none of."""
 
@@ -29,7 +31,7 @@ def resolve(host: str, port: int) -> list[str]:
 def addresses_of(host: str, port: int = 0) -> list[str]:
     """As the resolver tells them."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = NAME_LOOKUP.addresses(host, port, LOOKUP_TIMEOUT_S)
     except OSError:
         return []
     return list(dict.fromkeys(address_of(info[4]) for info in found))

@@ -74,7 +74,7 @@ def launch_of(line: argparse.Namespace, environment: Mapping[str, str]) -> Launc
     from_job = read_job(job)
     settings = Settings.layered([*layers, from_job], notes)
     try:
-        settings = settle_cluster(settle_place(settings), from_job)
+        settings = settle_cluster(settle_place(settings))
         if settings["run_path"] and settings["no_python"]:
             because = f"{settings.origins('run_path')} goes before it"
             settings = settings.without("no_python", because=because)

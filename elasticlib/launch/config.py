@@ -68,7 +68,7 @@ _TIMING, _LIMITS = attrs.fields(Timing), attrs.fields(Limits)
 
 @attrs.frozen
 class RendezvousOptions:
-    """The keys of --rdzv-conf, read: seconds, who hosts, how many are enough, which start."""
+    """The keys of --rdzv-conf, read: seconds, who hosts, how many are enough."""
 
     join_timeout: float = _seconds(_TIMING.join.default)
     last_call_timeout: float = _seconds(_LIMITS.last_call.default, least=0.0)
@@ -81,7 +81,6 @@ class RendezvousOptions:
     quorum: str | None = _key(
         None, "majority or any", lambda text: _accepted(text, text in ("majority", "any"))
     )
-    launch: str = _key("", "a name", lambda text: check_name("--rdzv-conf launch", text))
 
 
 _READERS = {field.name: field.metadata for field in attrs.fields(RendezvousOptions)}
@@ -149,8 +148,7 @@ def _read(key: str, text: str, rule: str, read: Callable[[str], Any]) -> Any:
 
 
 def check_name(said: str, name: str) -> str:
-    """The name of a job or of one of its launches, if every node and store can encode it; said:
-    what gave it.
+    """The name of a job, if every node and store can encode it; said: what gave it.
 
     Raises:
         ConfigError: names both and the rule.
@@ -441,8 +439,6 @@ class LaunchConfig:
             )
         if alone and backend not in ("tcp", "c10d"):
             yield f"--rdzv-backend {backend} needs an --rdzv-endpoint"
-        if alone and options.launch:
-            yield "--rdzv-conf launch is for nodes that meet, and this one is alone"
         check_local_addr(self.local_addr, self.max_nodes)
         if options.secret_file is not None and backend not in TCP_BACKENDS:
             yield f"--rdzv-conf secret_file is for the tcp store, not for {backend}"
@@ -527,7 +523,6 @@ class LaunchConfig:
             fixed_ranks=static,
             spares=self.spares,
             quorum=several and self.options.quorum != "any",
-            launch=self.options.launch,
             restart_window=self.supervision.restart_window,
             restart_backoff=self.supervision.restart_backoff,
         )

@@ -15,7 +15,7 @@ from typing import Any
 from ..endpoint import STORE_PORT, check_host, is_wildcard, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from ..stores.secret import LONGEST, VARIABLE, check_secret
-from .flags import MASTER_PORT, Layer, Setting, Settings, Source
+from .flags import MASTER_PORT, Setting, Settings, Source
 
 _MASTER = ("master_addr", "master_port")
 _TCP = (None, "tcp", "c10d")
@@ -34,9 +34,8 @@ def settle_place(settings: Settings) -> Settings:
     return _settle_master(settings)
 
 
-def settle_cluster(settings: Settings, from_job: Layer) -> Settings:
-    """These settings, once settled, without what a scheduler says that does not fit the rest, and
-    with its keys of --rdzv-conf beside the user's own."""
+def settle_cluster(settings: Settings) -> Settings:
+    """These settings, once settled, without what a scheduler says that does not fit the rest."""
     backend = settings["rdzv_backend"]
     static = backend == "static"
     if not static and backend not in _TCP:
@@ -52,15 +51,7 @@ def settle_cluster(settings: Settings, from_job: Layer) -> Settings:
         if settings["rdzv_endpoint"]:
             settings = settings.without("node_rank", because=because)
         settings = _unless_given(settings, "node_rank", because)
-    own = settings.found["rdzv_conf"]
-    if own.source is Source.CLUSTER:
-        # A node by itself has no use for it: that is not worth a note.
-        return settings if settings["rdzv_endpoint"] else settings.unsaid("rdzv_conf")
-    if "rdzv_conf" not in from_job or not settings["rdzv_endpoint"]:
-        return settings
-    given = {part.partition("=")[0].strip() for text in own.value for part in text.split(",")}
-    more = [text for text in from_job["rdzv_conf"].value if text.partition("=")[0] not in given]
-    return settings.with_setting("rdzv_conf", own._replace(value=[*own.value, *more]))
+    return settings
 
 
 def node_range(text: str) -> tuple[int, int]:

@@ -70,12 +70,10 @@ def read_slurm(environment: Mapping[str, str]) -> Job | None:
     _refuse_several(environment)
     step = _step(environment)
     size, listed = _size_and_list(environment, step)
-    name, restarts = requeue_target(environment), environment.get("SLURM_RESTART_COUNT") or "0"
+    name = requeue_target(environment)
     found = {
         # As Slurm writes it. A later step is not to be taken for one that came late to an earlier.
         "rdzv_id": (name if step is None else f"{name}.{step}", "SLURM_JOB_ID"),
-        # Each start of the job is to be a new one wherever a store remembers the last.
-        "rdzv_conf": (f"launch=restart-{restarts}", "SLURM_RESTART_COUNT"),
         "drain_signals": (DRAIN_SIGNALS, "SLURM_JOB_ID"),
         **_given(environment, nnodes=size, node_rank="SLURM_NODEID"),
         **_gpus(environment, "SLURM_GPUS_ON_NODE"),

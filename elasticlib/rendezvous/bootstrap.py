@@ -9,12 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import socket
 import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from ..clock import monotonic
 from ..endpoint import join_endpoint
 from ..errors import RendezvousError
 from ..threads import helper
@@ -64,14 +64,23 @@ class TorchBootstrapStore:
             listener.bind(info[4])
             listener.listen(1024)
             self.port: int = listener.getsockname()[1]
+            listener_inode = os.fstat(listener.fileno()).st_ino
+            descriptor = listener.detach()
+        try:
             self._store: object | None = TCPStore(
                 address,
                 self.port,
                 is_master=True,
                 wait_for_workers=False,
-                master_listen_fd=listener.detach(),
+                master_listen_fd=descriptor,
                 use_libuv=use_libuv,
             )
+        except BaseException:
+            # torch closes the descriptor only if its server has started.
+            with contextlib.suppress(OSError):
+                if os.fstat(descriptor).st_ino == listener_inode:
+                    os.close(descriptor)
+            raise
 
     def close(self) -> None:
         self._store = None
@@ -136,15 +145,13 @@ class Serving:
         self._store: BootstrapStore | None = None
         self._front: Front | None = None
 
-    def open(self, address: str) -> float:
-        """Serve it at this address of this node; how many seconds that took. It may take long: at
-        first torch is imported, and the address may have to be looked up."""
-        began = monotonic()
+    def open(self, address: str) -> None:
+        """Serve it at this address of this node. It may take long: at first torch is imported, and
+        the address may have to be looked up."""
         try:
             self._open(address)
         except Exception as error:  # raised where the endpoint is wanted
             self.error = error
-        return monotonic() - began
 
     def _open(self, address: str) -> None:
         front = None if self._find_front is None else self._find_front()

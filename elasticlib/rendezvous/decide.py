@@ -60,8 +60,8 @@ class View:
     that the store has forgotten. quiet: seconds, on the reader's own clock, since it last saw a
     node arrive. patience: seconds for which others may still be missing because the store was
     away. stands: seconds, likewise, since it first saw the document in this phase of this
-    generation. nonce: a name that nobody has used. came_after: the incarnation that had ended
-    before this node came. today: the date and time, for people to read.
+    generation. nonce: a name that nobody has used. came_after: as in this node's
+    record. today: the date and time, for people to read.
     """
 
     me: str
@@ -105,8 +105,10 @@ def decide(view: View) -> Decision:
     if document is None:
         begun = Document(view.limits, view.nonce)
         return Decision("the job's first node writes its limits", write=begun)
-    if document.phase.terminal or _is_deserted(view, document):
-        return _begin_anew(view, document)
+    if not has_live_node(document, (view, *view.live)):
+        return _start_new_run(view, document)
+    if document.phase.terminal:
+        return Decision(f"the job has {document.phase.value}: {document.cause}")
     if document.phase is Phase.SETTLED:
         return _watch(view, document)
     return _gather(view, document)
@@ -165,28 +167,25 @@ def _recall(view: View) -> Decision | None:
     return Decision(cause, write=reopen(job, cause))
 
 
-def _is_deserted(view: View, document: Document) -> bool:
-    """Whether all who are here came when nobody of this job was left, so that it ended unsaid."""
-    known = document.member_ids
-    return bool(view.live) and all(
-        n.came_after and n.came_after == document.incarnation and n.id not in known
-        for n in view.live
-    )
+def has_live_node(state: State, nodes: Iterable[Node | Leader | View]) -> bool:
+    """Return whether one of these live nodes is part of this run of the job.
+
+    Every live node is, except those that started when no node of the run was alive. While the run
+    has a live node, a node that starts joins it or, if the run has ended, gets its result. When it
+    has none, the nodes that start begin a new run.
+    """
+    return any(not n.came_after or n.came_after != state.incarnation for n in nodes)
 
 
-def _begin_anew(view: View, document: Document) -> Decision:
-    over = f"the job has {document.phase.value}: {document.cause}"
-    if not document.phase.terminal:
-        over = "all nodes of the earlier job are gone"
-    if view.came_after != document.incarnation:
-        return Decision(over)
-    old = [n for n in view.live if n.came_after != document.incarnation]
-    if old:
-        return Decision(f"{over}; it starts anew once {_names(old, view)} have left")
-    # Where the old one was not over, its generations' numbers are not used again.
-    number = 0 if document.phase.terminal else document.generation
+def _start_new_run(view: View, document: Document) -> Decision:
+    if document.phase.terminal:
+        number, ended = 0, f"the previous run has {document.phase.value} ({document.cause})"
+    else:
+        # A node of the run may only have lost its lease. If it rejoins, it must not see the
+        # generation number decrease.
+        number, ended = document.generation, "the previous run did not end"
     begun = Document(view.limits, view.nonce, generation=number, supersedes=document.incarnation)
-    return Decision(f"{over}; it starts anew", write=begun)
+    return Decision(f"{ended} and none of its nodes is alive: a new run starts", write=begun)
 
 
 def _watch(view: View, document: Document) -> Decision:
@@ -496,6 +495,9 @@ class Intent:
     node: its record. silent: it has not asked for a generation yet. memory: the last state of which
     it was a member. finished: the generation (as its membership) whose workers have succeeded here.
     closing: why the job is to end for all, until that is written; empty if it need not be.
+    late_for: the incarnation that had ended when this node started, and whose result it gets. Such
+    a node is not announced, so that it does not keep the ended run alive for nodes that start after
+    it.
     """
 
     node: Node
@@ -503,6 +505,7 @@ class Intent:
     memory: State | None = None
     finished: str = ""
     closing: str = ""
+    late_for: str = ""
 
     @property
     def joining(self) -> bool:
@@ -530,6 +533,10 @@ class Intent:
         stopped = self.saying(runs=False, stopped=self.node.membership)
         return attrs.evolve(stopped, silent=False, finished="")
 
+    def receive_result(self) -> Intent:
+        """Do not take part in a later run, unless the agent asks for a generation again."""
+        return attrs.evolve(self, silent=self.silent or bool(self.late_for))
+
     def enter(self, state: State, seat: Seat) -> Intent:
         """We are a member of this generation and may run its workers."""
         member = self.saying(membership=state.membership, rank=seat.rank, runs=True, came_after="")
@@ -547,19 +554,19 @@ class Intent:
     # What is read in the store
 
     def arrive(
-        self, state: State | None, limits: Limits, leader: Leader | None, seat: Seat | None
+        self, state: State | None, seat: Seat | None, nodes: Iterable[Node | Leader]
     ) -> Intent:
-        """What a first look at the store makes of us: one of the job, too late for it, or, where
-        it is over and its nodes are gone, one of those with whom it begins anew."""
+        """Decide at the first look at the store whether this node is part of the run found there.
+
+        nodes: those that are alive, or the one of them that leads.
+        """
         if state is None:
             return self
         if seat is not None:
             # Another had it before us, under our id, and what it ran is gone with it.
             of = state.membership
             return self.saying(membership=of, rank=seat.rank, stopped=of)
-        if late_for(state, limits, leader) if state.phase.terminal else _is_led(state, leader):
-            return self
-        return self.saying(came_after=state.incarnation)
+        return self.saying(came_after=state.incarnation).notice(state, nodes)
 
     def meet(self, state: State | None) -> Intent:
         """While joining, whatever was held in another incarnation counts for nothing."""
@@ -573,18 +580,22 @@ class Intent:
             return self
         return attrs.evolve(self.saying(membership="", rank=0, stopped=""), memory=None)
 
-    def notice(self, state: State | None, leader: Leader | None, live: Iterable[Node]) -> Intent:
-        """One of the job is there after all, leading or (as the node that leads sees) among the
-        live: it goes on, and we are of it."""
-        if state is None or state.limits.launch or self.node.came_after != state.incarnation:
+    def notice(self, state: State | None, nodes: Iterable[Node | Leader]) -> Intent:
+        """Become part of the run after all if one of its nodes is back, such as a node whose lease
+        had ended while it was stopped.
+
+        nodes: those that are known to be alive.
+        """
+        if state is None or self.node.came_after != state.incarnation:
             return self
-        if not _is_led(state, leader) and all(n.came_after == state.incarnation for n in live):
+        if not has_live_node(state, nodes):
             return self
-        return self.saying(came_after="")
+        late_for = state.incarnation if state.phase.terminal else ""
+        return attrs.evolve(self.saying(came_after=""), late_for=late_for)
 
     def record(self, state: State | None) -> Node | None:
         """What should stand in the store for this node; None for nothing."""
-        if self.silent:
+        if self.silent or (state is not None and state.incarnation == self.late_for):
             return None
         if self.joining:
             if state is None or state.phase is not Phase.OPEN:
@@ -627,25 +638,10 @@ class Intent:
         if gives_way(state, self.incarnation):
             return None
         if state.incarnation != self.incarnation:
-            return Change(ChangeKind.REOPENED, "the store was emptied, and the job started anew")
+            new = "a new run of the job started while this node was not connected to the store"
+            return Change(ChangeKind.REOPENED, new)
         if state.membership != self.node.membership:
             return Change(ChangeKind.REOPENED, state.cause)
         if state.phase is Phase.SETTLED:
             return None
         return Change(ChangeKind.RESIZE if state.planned else ChangeKind.REOPENED, state.cause)
-
-
-def late_for(state: State, limits: Limits, leader: Leader | None) -> bool:
-    """Whether one who comes now belongs to the job that has ended, and not to its next start.
-
-    Where starts have names, by the name. Else whoever finds one of the old nodes there is late;
-    and so is who finds none of them, if there was room for it: it may have been on its way.
-    """
-    if limits.launch or state.limits.launch:
-        return limits.launch == state.limits.launch
-    return _is_led(state, leader) or state.nodes < state.limits.max_nodes
-
-
-def _is_led(state: State, leader: Leader | None) -> bool:
-    """Whether one who was there before the end leads."""
-    return leader is not None and leader.came_after != state.incarnation

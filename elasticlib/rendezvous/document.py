@@ -91,11 +91,10 @@ class Limits:
     let in. max_restarts: restarts after a failure, over the whole job. fixed_ranks: each node
     takes the rank that it asks for, as in torchrun's static rendezvous. spares: how many nodes
     beyond max_nodes may wait (None: any). quorum: whether a store that has forgotten the job
-    needs more than half of the last generation to remember it. launch: names one start of the
-    job, where whoever starts it has a name for that. restart_window: seconds that a generation
-    must stand for the restarts before it to count no more (0: they always do). restart_backoff:
-    the longest that a restart is held back after quick failures, in seconds. resize_interval:
-    seconds that a generation stands at least before newcomers end it.
+    needs more than half of the last generation to remember it. restart_window: seconds that a
+    generation must stand for the restarts before it to count no more (0: they always do).
+    restart_backoff: the longest that a restart is held back after quick failures, in seconds.
+    resize_interval: seconds that a generation stands at least before newcomers end it.
     """
 
     min_nodes: int
@@ -105,7 +104,6 @@ class Limits:
     fixed_ranks: bool = False
     spares: int | None = None
     quorum: bool = False
-    launch: str = ""
     restart_window: float = 0.0
     restart_backoff: float = 0.0
     resize_interval: float = 0.0
@@ -147,9 +145,9 @@ class Node:
     same one get adjacent ranks. membership and rank: the last generation that it was in, and where;
     runs: whether it may be running workers of it. stopped: the
     generation whose workers it has stopped, to wait for a later one. came_after: the incarnation
-    that was over when it came, and that it is no part of. claim: why its workers failed in the
-    generation `claim_membership`, and claim_kind how. draining: why it is about to leave, once its
-    workers have saved; empty if not.
+    of which this node found no live node when it started, so that it is not part of it. claim: why
+    its workers failed in the generation `claim_membership`, and claim_kind how. draining: why it is
+    about to leave, once its workers have saved; empty if not.
 
     Generations are named by their memberships: a number comes again if a store has forgotten it.
     """
@@ -200,8 +198,8 @@ class State:
     why the last generation ended or the next is sought, for people, and why says it for programs
     (None: whoever wrote it did not say); failure is the claim that is to be charged
     when the next one settles; expelled nodes have used up the budget and must leave; surplus ones
-    are not needed as spares. supersedes: the incarnation that was over, or deserted, when
-    this one was begun in its place. planned: the last generation ended on purpose, with all its
+    are not needed as spares. supersedes: the incarnation of which no node was alive when this one
+    was started in its place. planned: the last generation ended on purpose, with all its
     workers at work, so they may stop at a step that they agree on. quick: how many generations in
     a row have failed soon after they began.
     """
@@ -226,7 +224,7 @@ class State:
 
 @attrs.frozen
 class Leader:
-    """Which node decides for now, and which incarnation had ended before it came.
+    """Which node decides for now. came_after: as in its `Node`.
 
     keeps: its workers can go on in another generation, so that whoever joins need not have them
     wait for its own workers' start.

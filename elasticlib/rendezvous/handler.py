@@ -52,8 +52,6 @@ from .node import NEVER_REACHED, NOTE_SECONDS, LocalNode, PatienceSpent, Reading
 
 log = logging.getLogger("elasticlib.rendezvous")
 
-QUICK_SHARE = 1 / 8
-"""Of a lease: what takes no longer may be done by the thread that keeps it."""
 OVERDUE_SECONDS = 1.0
 """Between looks whether the join timeout has passed, while the store keeps the thread."""
 UNKNOWN_SECONDS = 1.0
@@ -125,7 +123,6 @@ class NodeLoop:
         self.change: Change | None = None
         self._new_serving = new_serving
         self._serving: Serving | None = None
-        self._opening_takes = float("inf")
         self._find_address = find_address
         self._clock = clock
         self._timing = node.timing
@@ -416,8 +413,10 @@ class NodeLoop:
         if node.intent.joining:
             final = node.intent.final_change(self.node.state)
             if final is not None:
-                late = final if node.intent.held else _to_a_latecomer(final, self.node.state)
-                self._end_join(join, ClosedBecause(late))
+                if not node.intent.held:
+                    final = _to_a_latecomer(final, node.state)
+                node.intent = node.intent.receive_result()
+                self._end_join(join, ClosedBecause(final))
                 return
             seat = node.enter()
             if seat is None:
@@ -443,19 +442,16 @@ class NodeLoop:
                     join.put(info)
 
     def _serve(self) -> None:
-        """Open torch's store of this generation: in a thread of its own, unless the last one took
-        so little that this thread can do it and still keep the lease."""
+        """Open torch's store of this generation in a thread of its own, so that this thread keeps
+        the lease while torch is imported or this node's name is looked up."""
         serving = self._serving = self._new_serving()
         address = self.node.intent.node.address
 
         def open_it() -> None:
-            self._opening_takes = serving.open(address)
+            serving.open(address)
             self.post(Event())
 
-        if self._opening_takes <= self._timing.lease * QUICK_SHARE:
-            open_it()
-        else:
-            helper(open_it, "rendezvous-open").start()
+        helper(open_it, "rendezvous-open").start()
 
     def end_serving(self) -> None:
         serving, self._serving = self._serving, None
@@ -494,8 +490,8 @@ def _to_a_latecomer(change: Change, state: State | None) -> Change:
     reason = f"{change.reason}; no workers ran on this node"
     ending = None if state is None else state.ending
     if ending is not None:
-        reason += f" (reported by {ending.by} at {ending.at}; to run it again: another run_id, "
-        reason += "--rdzv-id, or launch, --rdzv-conf launch=NAME, on all nodes)"
+        reason += f" (reported by {ending.by} at {ending.at}; to run it again, start it once all "
+        reason += "of its nodes have ended)"
     return attrs.evolve(change, reason=reason)
 
 

@@ -16,7 +16,7 @@ import attrs
 
 from ..errors import LeaseLost, RendezvousMismatch, StoreError, StoreUnavailable, present
 from ..stores.interface import ABSENT, Entry, Listing, Store
-from .decide import Decision, Intent, View, decide, gives_way, waiting
+from .decide import Decision, Intent, View, decide, gives_way, has_live_node, waiting
 from .document import (
     Document,
     Ending,
@@ -283,14 +283,20 @@ class LocalNode:
         return reading
 
     def _heed(self, reading: Reading, now: float) -> None:
-        """Take in what was read; at first, whether the job was over before we came."""
-        state, leader = reading.state, reading.leader
+        """Take in what was read; at first, whether this node is part of the run found there."""
+        state = reading.state
+        nodes: list[Node | Leader] = [] if reading.leader is None else [reading.leader]
         if self.seen is None:
             # From now on others have their time to come.
             self._found_at, self.note_at = now, now + 2 * NOTE_SECONDS
-            self.intent = self.intent.arrive(state, self.limits, leader, reading.seat)
-        live = () if reading.view is None else reading.view.live
-        self.intent = self.intent.meet(state).notice(state, leader, live)
+            if state is not None and not nodes:
+                # The leader may have left or died while other nodes of the run are alive.
+                listing = self.store.list(self.keys.node())
+                nodes.extend(StoredJob(self.keys, listing).live(self._foreign))
+            self.intent = self.intent.arrive(state, reading.seat, nodes)
+        if reading.view is not None:
+            nodes.extend(reading.view.live)
+        self.intent = self.intent.meet(state).notice(state, nodes)
         if reading.settled or (self.seen is not None and self.seen.settled):
             self.settled_at = now
         self.seen = reading
@@ -325,7 +331,7 @@ class LocalNode:
             memory, document = document.state, None
         self._document = document
         live = job.live(self._foreign)
-        if document is not None and any(n.came_after != document.incarnation for n in live):
+        if document is not None and has_live_node(document, live):
             self._check_limits(document)
         known = () if self.seen is None or self.seen.view is None else self.seen.view.live
         if not {node.id for node in live} <= {node.id for node in known}:
@@ -360,8 +366,6 @@ class LocalNode:
         stays = reading.leader is not None
         if self._said is None or reading.leader == leader or (stays and not self.leads):
             return False
-        if not stays and self._is_preceded(reading.state):
-            return False
         expected = self._leases.get(self.keys.leader, ABSENT) if stays else ABSENT
         taken = self.store.compare_set(
             self.keys.leader, encode(leader), expected=expected, ttl=self._lease
@@ -369,16 +373,6 @@ class LocalNode:
         if taken.won and taken.entry is not None:
             self._leases[self.keys.leader] = taken.entry.version
         return taken.won
-
-    def _is_preceded(self, state: State | None) -> bool:
-        """Whether the job was over when we came, and one who was in it is here still: it is for
-        that one to lead, so that who comes now hears of the end and does not wait for another."""
-        if state is None or not state.phase.terminal:
-            return False
-        if self.intent.node.came_after != state.incarnation:
-            return False
-        here = StoredJob(self.keys, self.store.list(self.keys.node())).live(self._foreign)
-        return any(node.came_after != state.incarnation for node in here)
 
     def act(self, reading: Reading, today: str = "") -> tuple[Decision, bool]:
         """Decide on what was read and write; whether the write (if any) won.

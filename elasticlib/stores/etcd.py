@@ -41,6 +41,7 @@ from ..errors import (
 from ..threads import helper
 from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
 from .keyspace import check_lease, lost_lease
+from .name_lookup import dial
 from .sockets import close_in_children, keep_honest, renew_in_children
 
 ETCD_PORT = 2379
@@ -192,8 +193,7 @@ class _Connection(HTTPConnection):
             self.close()  # nothing was asked: what is there to read is its end
         name = self.member.address
         try:
-            self.timeout = seconds
-            self.connect()
+            self.sock = dial(self.host, self.port, seconds)
             if self._tls is not None:
                 self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
             keep_honest(close_in_children(self.sock), silent)

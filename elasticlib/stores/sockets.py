@@ -12,12 +12,9 @@ import os
 import selectors
 import socket
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import attrs
-
-from ..clock import monotonic
 
 JOINED_BYTES = 64 * 1024
 """Read at once of what is passed on."""
@@ -129,33 +126,3 @@ class Joined:
         for one in self.unsent:
             await_events(self.selector, one, self, False, False)
             one.close()
-
-
-def dial(
-    host: str, port: int, timeout: float, resolve: Callable[..., Any] = socket.getaddrinfo
-) -> socket.socket:
-    """A connection to the first address of the host that takes one. Raises OSError."""
-    deadline = monotonic() + timeout
-    try:
-        addresses = resolve(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        why = f"{host} does not resolve ({error.strerror}): check the name"
-        raise OSError(why) from error
-    failure: OSError | None = None
-    for tried, (family, kind, proto, _, address) in enumerate(addresses):
-        # A silent address must leave time for those behind it.
-        share = max(deadline - monotonic(), 0.01) / (len(addresses) - tried)
-        try:
-            connection = close_in_children(socket.socket(family, kind, proto))
-        except OSError as error:
-            failure = error  # of a family that this kernel does not have
-            continue
-        try:
-            connection.settimeout(share)
-            connection.connect(address)
-        except OSError as error:
-            connection.close()
-            failure = error
-        else:
-            return connection
-    raise failure or OSError(f"{host} has no address")

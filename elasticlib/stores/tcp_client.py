@@ -37,8 +37,9 @@ from ..errors import (
 )
 from ..threads import helper
 from .interface import CompareSet, Entry, Listing, Store, Watched, check_key, check_ttl
+from .name_lookup import dial
 from .secret import NONCE_BYTES, check_secret
-from .sockets import address_of, close_in_children, dial, keep_honest, renew_in_children
+from .sockets import address_of, close_in_children, keep_honest, renew_in_children
 from .tcp_protocol import ClientEnd, Frame, error_of, read_entry, read_listing
 
 log = logging.getLogger("elasticlib.stores")

@@ -220,9 +220,19 @@ class TcpStoreServer:
         self._told_of_torchs = False
 
     def start(self) -> TcpStoreServer:
-        """Bind, listen and serve in a thread. Raises the OSError of a failed bind unchanged."""
-        if self._thread is not None:
+        """Bind, listen and serve in a thread. A server that runs is left as it is.
+
+        Raises:
+            ConfigError: the server was closed, or its thread has ended.
+            OSError: the bind failed.
+        """
+        if self.serving and not self._stopping.is_set():
             return self
+        if self._thread is not None or self._stopping.is_set():
+            raise ConfigError(
+                f"the server of {self.address} is closed and cannot be started again: create a new "
+                "TcpStoreServer"
+            )
         self._listeners = [_listen_at(self.host, self.port)]
         name = self._listeners[0].getsockname()
         self.host, self.port = address_of(name), name[1]
@@ -291,9 +301,9 @@ class TcpStoreServer:
     def close(self) -> None:
         """End all connections and the thread, within some seconds: what does not end by then is
         named in the log and left behind. Closing twice is harmless."""
+        self._stopping.set()
         if self._thread is None:
             return
-        self._stopping.set()
         self._rouse()
         if not self.wait_closed(self._limits.close_seconds):
             stands = "no longer running"

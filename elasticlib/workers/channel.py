@@ -109,7 +109,7 @@ class Channel:
             os.pwrite(handle, MAGIC.to_bytes(8, sys.byteorder), 8 * _MAGIC)
             # As this /proc counts processes, whichever namespace it is of.
             channel = cls(f"/proc/{os.readlink('/proc/self')}/fd/{handle}")
-        except OSError:
+        except BaseException:
             os.close(handle)
             raise
         channel._made = handle
@@ -458,10 +458,10 @@ class Channels:
         newcomer: it is in no group before it is given a place.
         """
         with self._lock:
+            self._open[local_rank] = channel = Channel.made()
             if newcomer:
                 self._newcomers.add(local_rank)
-            self._open[local_rank] = Channel.made()
-            return self._open[local_rank].path
+            return channel.path
 
     def assign(self, local_rank: int, pid: int) -> None:
         """A Python worker's process, which none that it starts can pass for."""

@@ -2,8 +2,8 @@
 
 The hooks show nothing and change nothing that the script does: what its own hooks do, they still
 do, and what torch's `record` has written stays. Taking a process down takes its time, in which its
-peers notice and may end first: so what it wrote (its error.json or, where it leaves by an exit
-code alone, a file beside that) is looked at before it has ended. Every worker imports this.
+peers notice and may end first: so what it wrote (its error.json, and a small file beside that)
+is looked at before it has ended. Every worker imports this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from ..foreign import opened, read_object
 from ..visible import shorten
 
 EXIT = ".exit"
-"""Behind the name of error.json: holds the code of a process that leaves by nothing else."""
+"""Suffix of the file beside error.json in which a process that fails writes when it does and with
+which exit code (0 for an exception). The time is the worker's own: modification times come from
+the clock of a file server where the directory is shared."""
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _OURS = (_HERE + os.sep, os.path.join(os.path.dirname(_HERE), "compat", ""))
 
@@ -94,6 +96,7 @@ class Recorder:
         self._pid = os.getpid()
         self._written = b""
         self._recorded: BaseException | None = None
+        self._failed_at = 0.0
         self._threads = ""
         self._excepthook = sys.excepthook
         self._thread_hook = threading.excepthook
@@ -112,13 +115,20 @@ class Recorder:
             self._leave(error)
             return
         self._recorded = error
+        self._note_exit(0)
         self._write(error, formatted(error) + self._threads)
 
     def _leave(self, error: BaseException) -> None:
         code = getattr(error, "code", None)
-        if isinstance(code, int) and code & 0xFF and os.getpid() == self._pid:
-            with contextlib.suppress(OSError):
-                replace(self._file + EXIT, b"%d" % (code & 0xFF))
+        if isinstance(code, int) and code & 0xFF:
+            self._note_exit(code & 0xFF)
+
+    def _note_exit(self, code: int) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._failed_at = self._failed_at or wall()
+        with contextlib.suppress(OSError):
+            replace(self._file + EXIT, f"{code} {self._failed_at:.6f}".encode())
 
     def _hear(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -240,14 +250,15 @@ def ends_process(record: Mapping[str, Any]) -> bool:
 # -- the agent's end ------------------------------------------------------------------------------
 
 NEVER = float("inf")
-LONGEST_CODE = 8
+LONGEST_NOTE = 64
 
 
 @attrs.frozen
 class FinalMessage:
     """What a worker said of its failure. record: its error.json, empty without one. at: when it
-    first said that it fails, by the file's clock. code: by which it is about to exit, 0 where it
-    has not said. wrote: whether there is an error.json, readable or not."""
+    failed, as the worker wrote it by this machine's clock; infinity if it wrote no time. code: by
+    which it is about to exit, 0 where it has not said. wrote: whether there is an error.json,
+    readable or not."""
 
     record: Mapping[str, Any]
     at: float
@@ -267,10 +278,13 @@ class FinalMessage:
 
 def final_message(error_file: Path) -> FinalMessage:
     """Of the worker with this error file."""
-    data, wrote_at = _read(error_file, LONGEST_RECORD)
-    code, left_at = _read(_exit_file(error_file), LONGEST_CODE)
-    number = int(code) if code.isdigit() else 0
-    return FinalMessage(read_record(data), min(wrote_at, left_at), number, bool(data))
+    data = _read(error_file, LONGEST_RECORD)
+    record = read_record(data)
+    try:
+        code, at = _read(_exit_file(error_file), LONGEST_NOTE).decode("ascii").split()
+        return FinalMessage(record, float(at), int(code), bool(data))
+    except ValueError:
+        return FinalMessage(record, _timestamp(record), 0, bool(data))
 
 
 def forget_exit(error_file: Path) -> None:
@@ -283,9 +297,18 @@ def _exit_file(error_file: Path) -> Path:
     return error_file.with_name(error_file.name + EXIT)
 
 
-def _read(path: Path, most: int) -> tuple[bytes, float]:
+def _timestamp(record: Mapping[str, Any]) -> float:
+    """Return the whole seconds in torch's form of a record, which a program may write without these
+    hooks; infinity if there are none."""
+    try:
+        return float(int(record["message"]["extraInfo"]["timestamp"])) or NEVER
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return NEVER
+
+
+def _read(path: Path, most: int) -> bytes:
     try:
         with opened(path) as handle:
-            return os.read(handle, most), os.fstat(handle).st_mtime
+            return os.read(handle, most)
     except OSError:
-        return b"", NEVER
+        return b""

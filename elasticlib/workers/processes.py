@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 
 from ..clock import monotonic, wall
-from ..errors import ConfigError, ElasticError, WorkerStartError
+from ..errors import ConfigError, WorkerStartError
 from ..threads import helper
 from . import session, stacks
 from .bootstrap import began_at
@@ -452,17 +452,34 @@ class LocalWorkers(Workers):
         self, group: WorkerGroup, worker: Worker, folder: Path, ended: Callable[[int], None]
     ) -> None:
         local = worker.local_rank
+        newcomer = worker in group.newcomers
+        channel = self._channels.open(local, newcomer=newcomer)
+        try:
+            self._start_process(group, worker, folder, channel, ended)
+        except BaseException:
+            if local not in self._processes:
+                self._channels.close(local)
+            raise
+
+    def _start_process(
+        self,
+        group: WorkerGroup,
+        worker: Worker,
+        folder: Path,
+        channel: str,
+        ended: Callable[[int], None],
+    ) -> None:
+        local = worker.local_rank
         places = self._output.places(local, str(folder))
         environment = self._environment_of(group, worker, places.error_file)
-        newcomer = worker in group.newcomers
-        environment[CHANNEL] = self._channels.open(local, newcomer=newcomer)
-        if not newcomer:
+        environment[CHANNEL] = channel
+        if worker not in group.newcomers:
             self._give_place(local, environment)
         what = program(group.spec.entrypoint, local, folder)
         output = Output(self._output, worker, group.spec.role, places, self._writers)
         try:
             popen = self._launcher.start(what, environment, output.targets, local)
-        except (OSError, ElasticError):
+        except BaseException:
             output.abandon()
             raise
         if what[0] != "command":
@@ -517,6 +534,8 @@ class LocalWorkers(Workers):
         returncode = process.reap()
         self._guardian.remove(process.pid)
         self._close_output(process.output)
+        said = final_message(process.error_file)
+        forget_exit(process.error_file)
         found = WorkerExit(
             local_rank,
             process.worker.rank,
@@ -529,7 +548,7 @@ class LocalWorkers(Workers):
         if returncode == 0:
             value, unreadable = process.read_result()
             return attrs.evolve(found, value=value, unreadable=unreadable)
-        return self._explained(found, process)
+        return self._explained(found, process, said)
 
     def _close_output(self, output: Output) -> None:
         began = monotonic()
@@ -538,10 +557,8 @@ class LocalWorkers(Workers):
             # A console that stands still does so for the next worker, too.
             self._patience = max(LEAST_PATIENCE, self._patience - (monotonic() - began))
 
-    def _explained(self, found: WorkerExit, process: _Process) -> WorkerExit:
+    def _explained(self, found: WorkerExit, process: _Process, said: FinalMessage) -> WorkerExit:
         """With all that is known of why it failed."""
-        said = final_message(process.error_file)
-        forget_exit(process.error_file)
         at = min(said.at, process.ended_at)
         return attrs.evolve(
             self._with_message(found, process, said),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Callable
 
 import pytest
+from jobs import until
 from lone_agent import OneWorker, running
 
 from elasticlib import AgentOptions, RendezvousInfo, WorkerGroup, WorkerState
@@ -20,7 +23,8 @@ class Kept(Memory):
         del group
         self.told.append(info.generation)
 
-    def finish(self, *, keep: bool) -> str:
+    def finish(self, *, keep: bool, given_up: Callable[[], str]) -> str:
+        del given_up
         self.told.append(keep)
         self.saved = 7 if keep else None
         return ""
@@ -49,3 +53,50 @@ def test_what_is_in_memory_is_kept_unless_the_job_is_done(state: WorkerState, ke
         assert run.result().state is state
     assert memory.told == [1, keep]
     assert journal.story.sums().saved == (7 if keep else None), "it is in the summary"
+
+
+class Hangs(Kept):
+    """The disk hangs, so that the final write ends only if it is given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing, self.looks = threading.Event(), threading.Semaphore(0)
+
+    def finish(self, *, keep: bool, given_up: Callable[[], str]) -> str:
+        assert keep
+        self.writing.set()
+        while not (reason := given_up()):
+            self.looks.release()
+            threading.Event().wait(0.01)
+        return f"step 7 was not written: {reason}"
+
+    def looked(self, times: int) -> bool:
+        """Whether the signals are read so many times more."""
+        return all(self.looks.acquire(timeout=30) for _ in range(times))
+
+
+@pytest.mark.parametrize("ended_by", ["SIGTERM", "a failure"])
+def test_a_second_sigterm_ends_the_final_write(
+    ended_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers, memory = OneWorker(), Hangs()
+    with running(workers, memory=memory) as run:
+        if ended_by == "SIGTERM":
+            run.agent.heed(signal.SIGTERM)
+            assert memory.writing.wait(30)
+        else:
+            workers.finish(1)
+            assert memory.writing.wait(30)
+            run.agent.heed(signal.SIGTERM)
+            until("a word on the first one", lambda: "a second one ends" in caplog.text)
+        # Signals that do not end a run change nothing.
+        run.agent.heed(signal.SIGUSR2)
+        assert memory.looked(times=20)
+        run.agent.heed(signal.SIGTERM)
+        result = run.result()
+    given_up = "step 7 was not written: the agent received SIGTERM again during the final write"
+    assert result.reason.endswith(given_up)
+    assert result.state is (WorkerState.STOPPED if ended_by == "SIGTERM" else WorkerState.FAILED)
+    assert given_up in [
+        record.message for record in caplog.records if record.levelname == "WARNING"
+    ]

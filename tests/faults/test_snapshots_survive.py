@@ -71,6 +71,27 @@ def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drai
     assert not Path(place["memory"]).exists()
 
 
+def test_a_second_sigterm_gives_up_a_final_write_that_waits_for_another_node(job: Job) -> None:
+    permit(job, 5)
+    flags = ("--nnodes", "2", "--rdzv-endpoint", job.store())
+    # No lease ends: the stopped node counts as one that may still say which parts it has.
+    flags = (*flags, "--rdzv-conf", "keep_alive_max_attempt=1000")
+    nodes = {name: run(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
+    job.settled(2)
+    until("step 5", lambda: [progress(job, rank)[1] for rank in (0, 1)] == [5, 5])
+    nodes["b"].signal(signal.SIGSTOP)
+    nodes["a"].signal(signal.SIGTERM)
+    nodes["a"].says("still writing the last snapshots, .*; a further SIGTERM gives them up")
+    assert nodes["a"].process.poll() is None
+    nodes["a"].signal(signal.SIGTERM)
+    assert nodes["a"].exit_code(20.0) == 128 + signal.SIGTERM
+    nodes["a"].says(
+        "the snapshot of step 5 was not written to .*disk: the agent received SIGTERM again during "
+        "the final write"
+    )
+    nodes["b"].kill()
+
+
 def held_by(folder: str, step: int, owner: str, parts: set[int]) -> bool:
     """Whether an agent's memory has these parts of a step from `owner`."""
     found = memory.look(folder)

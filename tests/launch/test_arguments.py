@@ -141,7 +141,6 @@ REFUSED = [
         "ca_cert in two spellings",
     ),
     ("--rdzv-id \udcff SCRIPT", r"--rdzv-id is a name in UTF-8, got '\udcff'"),
-    ("--rdzv-conf launch=\udcff SCRIPT", "--rdzv-conf launch is a name in UTF-8"),
     ("--nnodes 2 --rdzv-endpoint http://h:1 SCRIPT", "got 'http://h:1'"),
     ("--nnodes 2 --rdzv-endpoint .svc:1 SCRIPT", "parts between dots, each of 1 to 63"),
     ("--nnodes 2 --rdzv-backend etcd --rdzv-endpoint a..b:1 --rdzv-id j SCRIPT", "'a..b'"),
@@ -207,8 +206,8 @@ REFUSED_FOR_LOSS = [
         "--rdzv-backend file --rdzv-endpoint m --rdzv-id j --rdzv-conf quorum=any",
         "quorum means the store at a tcp --rdzv-endpoint",
     ),
-    (f"{TWO} h:1 --rdzv-conf launch=", "--rdzv-conf is k=v,k=v, got 'launch='"),
-    (f"{TWO} h:1 --rdzv-conf launch={'x' * 257}", "launch is a name of 1 to 256 bytes"),
+    (f"{TWO} h:1 --rdzv-conf quorum=", "--rdzv-conf is k=v,k=v, got 'quorum='"),
+    (f"{TWO} h:1 --rdzv-id {'x' * 257}", "--rdzv-id is a name of 1 to 256 bytes"),
 ]
 
 
@@ -256,7 +255,7 @@ def test_what_is_no_number_is_refused_with_exit_code_2_and_the_flag(
 
 def test_a_key_is_given_once_however_it_is_spaced(script: str) -> None:
     with pytest.raises(ConfigError, match="each key once"):
-        parse(["--rdzv-endpoint", "h:1", "--rdzv-conf", "launch=a, launch =b", script])
+        parse(["--rdzv-endpoint", "h:1", "--rdzv-conf", "quorum=any, quorum =any", script])
 
 
 def test_one_nodes_own_address_may_be_the_wildcard(script: str) -> None:
@@ -268,8 +267,8 @@ def test_one_nodes_own_address_may_be_the_wildcard(script: str) -> None:
 
 def test_what_a_job_may_lose_is_read(script: str) -> None:
     flags = "--nnodes 1:4 --spares 2 --topology rack7 --store-grace 9 --rdzv-endpoint h,g:7"
-    config, _ = parse([*flags.split(), "--rdzv-conf", "launch=monday,is_host=false", script])
-    assert (config.limits.spares, config.limits.launch, config.limits.quorum) == (2, "monday", True)
+    config, _ = parse([*flags.split(), "--rdzv-conf", "is_host=false", script])
+    assert (config.limits.spares, config.limits.quorum) == (2, True)
     assert (config.topology, config.timing.store_grace) == ("rack7", 9.0)
     assert (config.endpoints, config.options.is_host) == (("h", "g:7"), False)
 

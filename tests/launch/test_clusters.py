@@ -66,14 +66,13 @@ def values(told: Mapping[str, tuple[str, str]] | None) -> dict[str, str]:
 def test_a_step_is_a_job_of_its_own_that_keeps_its_name() -> None:
     assert values(read_slurm(STEP)) == {
         "rdzv_id": "4711.0",
-        "rdzv_conf": "launch=restart-0",
         "drain_signals": "SIGUSR1,SIGUSR2",
         "nnodes": "2",
         "node_rank": "1",
         "rdzv_endpoint": f"n1:{PORTS.start + 4711}",
     }
     again = values(read_slurm({**STEP, "SLURM_RESTART_COUNT": "3"}))
-    assert (again["rdzv_id"], again["rdzv_conf"]) == ("4711.0", "launch=restart-3")
+    assert again["rdzv_id"] == "4711.0"
     second = values(read_slurm({**STEP, "SLURM_STEP_ID": "1"}))
     assert (second["rdzv_id"], second["rdzv_endpoint"]) == ("4711.1", f"n1:{PORTS.start + 5711}")
 
@@ -139,9 +138,7 @@ def test_what_the_user_says_goes_before_slurm_and_beside_it(script: str) -> None
     line = "--nnodes 1:2 --rdzv-id mine --rdzv-conf join_timeout=7"
     config = launch(script, line, STEP).config
     assert (config.min_nodes, config.run_id) == (1, "mine")
-    assert (config.options.join_timeout, config.options.launch) == (7.0, "restart-0")
-    own = launch(script, "--rdzv-conf launch=own", STEP).config
-    assert own.options.launch == "own"
+    assert config.options.join_timeout == 7.0
 
 
 def test_slurms_signals_drain_and_sigterm_is_as_ever(script: str) -> None:
@@ -158,7 +155,7 @@ def test_what_does_not_fit_a_place_of_the_users_is_left_out(script: str, tmp_pat
     switched = {"SLURM_TOPOLOGY_ADDR": "s.n2", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.node"}
     variables = {**STEP, **switched}
     alone = launch(script, "--standalone", variables).config
-    assert (alone.max_nodes, alone.alone, alone.topology, alone.options.launch) == (1, True, "", "")
+    assert (alone.max_nodes, alone.alone, alone.topology) == (1, True, "")
     static = launch(script, "--rdzv-backend static", variables).config
     assert (static.node_rank, static.rdzv_endpoint) == (1, f"n1:{PORTS.start + 4711}")
     shared = launch(script, f"--rdzv-backend file --rdzv-endpoint {tmp_path}", variables).config

@@ -160,17 +160,6 @@ def test_two_jobs_on_one_port_are_told_apart_by_name(job: Job) -> None:
     assert first.exit_code() == 0
 
 
-def test_a_late_joiner_to_a_finished_job_ends_with_success_and_says_so(job: Job) -> None:
-    endpoint = job.store()
-    job.finish()
-    flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint)
-    assert job.run("a", *flags).exit_code() == 0
-    late = job.run("late", *flags)
-    assert late.exit_code() == 0
-    assert re.search("SUCCEEDED: .*no workers ran on this node", late.text)
-    assert "generation" not in late.text
-
-
 def test_a_node_that_comes_after_the_job_is_told_why_there_is_no_store(job: Job) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     job.finish()

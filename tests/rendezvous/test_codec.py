@@ -51,7 +51,7 @@ nodes = st.builds(
     claim_kind=st.sampled_from(FailureKind),
     draining=st.text(),
 )
-LIMITS = Limits(1, 9, 3, last_call=0.5, spares=2, quorum=True, launch="l")
+LIMITS = Limits(1, 9, 3, last_call=0.5, spares=2, quorum=True)
 states = st.builds(
     State,
     limits=st.just(LIMITS),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import attrs
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.rendezvous.decide import View, decide, late_for
+from elasticlib.rendezvous.decide import Intent, View, decide
 from elasticlib.rendezvous.decide import waiting as number_waiting
 from elasticlib.rendezvous.document import (
     Document,
@@ -434,11 +435,13 @@ def test_what_an_absence_of_the_store_ended_is_given_time_to_come_back() -> None
 # -- after the end ---------------------------------------------------------------------------------
 
 
-def test_a_job_that_is_over_begins_anew_once_its_nodes_have_left() -> None:
+def test_a_new_run_starts_once_no_node_of_the_ended_run_is_alive() -> None:
     ended = attrs.evolve(settled(A, B), phase=Phase.SUCCEEDED)
     new = attrs.evolve(C, came_after="one")
     assert decide(view(ended, A, new)).write is None
     assert decide(view(ended, new, A, came_after="one")).write is None
+    # The leader itself may be a node of the ended run that has lost its own lease.
+    assert decide(view(ended, new)).write is None
     anew = Document(LIMITS, "next", supersedes="one")
     assert decide(view(ended, new, came_after="one")).write == anew
     # Who slept through all that has nothing to put in its place.
@@ -448,7 +451,9 @@ def test_a_job_that_is_over_begins_anew_once_its_nodes_have_left() -> None:
     assert stays.incarnation == "next"
 
 
-def test_a_job_of_which_nobody_is_left_begins_anew_but_not_under_a_spare() -> None:
+def test_a_new_run_starts_if_all_nodes_of_a_running_one_are_lost_but_not_while_a_spare_lives() -> (
+    None
+):
     left = settled(A, B)
     came = attrs.evolve(C, came_after="one")
     anew = decide(view(left, came, came_after="one")).write
@@ -458,21 +463,29 @@ def test_a_job_of_which_nobody_is_left_begins_anew_but_not_under_a_spare() -> No
     assert (kept.incarnation, kept.phase) == ("one", Phase.OPEN)
 
 
-def test_who_comes_after_the_end_is_late_if_there_was_room_for_it() -> None:
-    ended = attrs.evolve(settled(A, B), phase=Phase.FAILED)
-    full = attrs.evolve(settled(A, B, C, D), phase=Phase.FAILED)
-    old, new = Leader("a", "a"), Leader("c", "c", came_after="one")
-    assert late_for(ended, LIMITS, None)
-    assert not late_for(full, LIMITS, None)
-    assert not late_for(full, LIMITS, new)
-    assert late_for(full, LIMITS, old)
-
-
-def test_where_starts_have_names_the_name_says_who_is_late() -> None:
-    second = attrs.evolve(LIMITS, launch="2")
-    ended = attrs.evolve(settled(A, B, limits=second), phase=Phase.FAILED)
-    assert late_for(ended, second, None)
-    assert not late_for(ended, attrs.evolve(LIMITS, launch="3"), Leader("a", "a"))
+@pytest.mark.parametrize("phase", [Phase.SUCCEEDED, Phase.FAILED, Phase.ABORTED])
+@pytest.mark.parametrize(
+    ("alive", "is_part"),
+    [
+        ([], False),
+        ([attrs.evolve(D, came_after="one")], False),
+        ([Leader("d", "d", came_after="one")], False),
+        ([A], True),
+        ([Leader("a", "a")], True),
+        ([attrs.evolve(D, came_after="one"), A], True),
+    ],
+    ids=["nobody", "a new node", "a new leader", "an old node", "an old leader", "new and old"],
+)
+def test_a_node_that_starts_is_part_of_an_ended_run_only_while_one_of_its_nodes_lives(
+    alive: list[Node | Leader], is_part: bool, phase: Phase
+) -> None:
+    # However many nodes the ended run had, and whether it had room for more.
+    for members in ((A, B), (A, B, C, D)):
+        ended = attrs.evolve(settled(*members), phase=phase)
+        intent = Intent(attrs.evolve(A, id="new-1")).arrive(ended, None, alive)
+        change = intent.notice(ended, alive).final_change(ended)
+        assert (change is not None) is is_part
+        assert intent.node.came_after == ("" if is_part else "one")
 
 
 def test_the_end_says_who_wrote_it_down_and_when() -> None:

@@ -73,32 +73,40 @@ def turned_away(cluster: Cluster, name: str, limits: Limits) -> str:
     return str(closed.value)
 
 
-def test_a_run_id_can_be_used_again_once_all_nodes_of_a_full_job_have_left(
-    cluster: Cluster,
+@pytest.mark.parametrize("limits", [FULL, ROOM], ids=["was full", "had room"])
+def test_nodes_that_start_after_all_nodes_of_a_run_have_left_start_a_new_run(
+    cluster: Cluster, limits: Limits
 ) -> None:
     incarnations = set()
     for names in ("ab", "cd", "ef"):
-        handlers = job_of_two(cluster, FULL, names)
+        handlers = job_of_two(cluster, limits, names)
         incarnations.add(state_of(cluster).incarnation)
         succeed(handlers)
         leave(handlers)
     assert len(incarnations) == 3
 
 
-def test_so_can_that_of_a_job_that_failed(cluster: Cluster) -> None:
-    handlers = job_of_two(cluster, FULL)
+@pytest.mark.parametrize("limits", [FULL, ROOM], ids=["was full", "had room"])
+def test_after_a_failed_run_they_do_too_with_a_budget_of_their_own(
+    cluster: Cluster, limits: Limits
+) -> None:
+    limits = attrs.evolve(limits, max_restarts=1)
+    handlers = job_of_two(cluster, limits)
+    handlers[1].report_failure("exit code 6")
+    assert all(change(handler).kind is ChangeKind.REOPENED for handler in handlers)
+    assert met([cluster.join(handler) for handler in handlers]) == [2, 2]
     handlers[1].report_failure("exit code 7")
     assert all(change(handler).kind is ChangeKind.REOPENED for handler in handlers)
     for future in [cluster.join(handler) for handler in handlers]:
         with pytest.raises(RendezvousClosed, match="failed: b: exit code 7"):
             future.result(20)
     leave(handlers)
-    again = [cluster.node(name, FULL) for name in "cd"]
+    again = [cluster.node(name, limits) for name in "cd"]
     infos = [future.result(20) for future in [cluster.join(handler) for handler in again]]
     assert [(info.generation, info.restarts) for info in infos] == [(1, 0), (1, 0)]
 
 
-def test_and_that_of_a_job_that_somebody_closed(cluster: Cluster) -> None:
+def test_after_a_run_that_was_closed_they_do_too(cluster: Cluster) -> None:
     handlers = job_of_two(cluster, FULL)
     handlers[0].set_closed()
     assert [change(handler).kind for handler in handlers] == [ChangeKind.ABORTED] * 2
@@ -114,20 +122,15 @@ def test_who_comes_while_old_nodes_are_still_there_hears_how_it_ended(cluster: C
     assert state_of(cluster).phase.terminal
 
 
-def test_who_finds_an_old_node_is_late_even_while_nobody_leads() -> None:
+def test_a_node_that_starts_while_nobody_leads_gets_the_result_if_a_node_of_the_run_lives() -> None:
     crew = crew_that_succeeded()
     crew.lose(crew.leader)
-    (old,) = crew.members
     crew.add(1, FULL)
-    late = crew.members.pop()
-    first = late.part.read(crew.now)
-    assert first.state is not None
-    assert (first.state.phase, first.leader) == (Phase.SUCCEEDED, None)
-    late.part.speak(crew.now)
-    assert late.part.look(crew.now).leader is None
-    old.turn()
-    seen = late.part.look(crew.now)
-    assert late.part.intent.final_change(seen.state) is not None
+    late = crew.members[-1]
+    state = late.part.read(crew.now).state
+    assert state is not None
+    assert state.phase is Phase.SUCCEEDED
+    assert late.part.intent.final_change(state) is not None
 
 
 def test_who_led_before_it_was_let_in_still_tells_latecomers_of_the_end() -> None:
@@ -172,20 +175,6 @@ def test_who_leads_without_having_found_an_old_node_gives_way_when_one_is_back()
         assert member.part.intent.final_change(member.seen.state) is not None
 
 
-def test_who_comes_late_where_there_was_room_for_it_belongs_to_the_job_that_is_over(
-    cluster: Cluster,
-) -> None:
-    handlers = job_of_two(cluster, ROOM)
-    succeed(handlers)
-    leave(handlers)
-    for name in "cd":
-        heard = turned_away(cluster, name, ROOM)
-        assert re.search(f"succeeded: 2 nodes done; no workers ran on this node {SAID}", heard), (
-            heard
-        )
-        assert "another run_id, --rdzv-id, or launch, --rdzv-conf launch=NAME, on" in heard
-
-
 def test_a_latecomer_to_a_job_that_failed_hears_why_and_who_said_so(cluster: Cluster) -> None:
     handlers = job_of_two(cluster, ROOM)
     handlers[0].report_failure("exit code 3")
@@ -194,53 +183,24 @@ def test_a_latecomer_to_a_job_that_failed_hears_why_and_who_said_so(cluster: Clu
         with pytest.raises(RendezvousClosed, match="a: exit code 3") as closed:
             future.result(20)
         assert "no workers ran on this node" not in str(closed.value)
-    leave(handlers)
+    leave(handlers[:1])
     heard = turned_away(cluster, "c", ROOM)
     assert re.search(rf"failed: a: exit code 3 .*no workers ran on this node {SAID}", heard), heard
+    assert "to run it again, start it once all of its nodes have ended" in heard
 
 
-def test_where_starts_have_names_another_name_begins_anew_and_the_same_is_late(
+def test_nodes_that_start_while_one_still_ends_the_run_get_its_result_and_those_after_it_meet(
     cluster: Cluster,
 ) -> None:
-    first, second = (attrs.evolve(ROOM, launch=name) for name in ("monday", "tuesday"))
-    handlers = job_of_two(cluster, first)
-    succeed(handlers)
-    leave(handlers)
-    assert "succeeded: 2 nodes done; no workers ran on this node" in turned_away(
-        cluster, "c", first
-    )
-    leave([cluster.handlers[-1]])
-    job_of_two(cluster, second, "de")
-    assert state_of(cluster).limits.launch == "tuesday"
-
-
-def test_a_named_start_waits_for_the_last_nodes_of_the_one_before(cluster: Cluster) -> None:
-    first, second = (attrs.evolve(FULL, launch=name) for name in ("monday", "tuesday"))
-    handlers = job_of_two(cluster, first)
+    handlers = job_of_two(cluster, ROOM)
     succeed(handlers)
     leave(handlers[:1])
-    again = [cluster.join(cluster.node(name, second)) for name in "cd"]
-    nodes = Keys("run").node()
-    while len((listing := cluster.store.list(nodes)).entries) < 3:
-        assert cluster.store.wait(nodes, after=listing.version, timeout=10.0)
-    assert not any(future.done() for future in again)
-    assert state_of(cluster).limits == first
-    leave(handlers[1:])
-    assert met(again) == [1, 1]
-
-
-def test_those_of_the_old_job_hear_of_its_end_though_others_wait_to_begin_anew(
-    cluster: Cluster,
-) -> None:
-    first, second = (attrs.evolve(FULL, launch=name) for name in ("monday", "tuesday"))
-    handlers = job_of_two(cluster, first)
-    for handler in handlers:
-        handler.report_done()
-    assert change(handlers[0]).kind is ChangeKind.SUCCEEDED
-    again = [cluster.join(cluster.node(name, second)) for name in "cd"]
+    for name in "cd":
+        assert "succeeded: 2 nodes done; no workers ran" in turned_away(cluster, name, ROOM)
     assert change(handlers[1]).kind is ChangeKind.SUCCEEDED
-    leave(handlers)
-    assert met(again) == [1, 1]
+    leave(handlers[1:])
+    # Those that got the result without having been in the run do not keep it alive.
+    job_of_two(cluster, ROOM, "ef")
 
 
 def test_the_end_names_its_node_and_its_time(cluster: Cluster) -> None:

@@ -113,6 +113,42 @@ def test_a_newcomer_makes_the_next_generation_for_all(cluster: Cluster) -> None:
     assert after.bootstrap_store_info != before.bootstrap_store_info
 
 
+def test_a_node_keeps_its_lease_while_its_own_name_is_looked_up(cluster: Cluster) -> None:
+    answers = threading.Event()
+    answers.set()
+
+    def open_bootstrap(address: str) -> Listener:
+        assert address == "a.test"
+        assert answers.wait(60)
+        return Listener("127.0.0.1")
+
+    limits = Limits(2, 2, max_restarts=1)
+    named = DynamicRendezvousHandler(
+        cluster.client(),
+        "run",
+        Node(id="a-1", host="a", address="a.test", slots=1, hint=0),
+        limits,
+        timing=TIMING,
+        open_bootstrap=open_bootstrap,
+    )
+    cluster.handlers.append(named)
+    other = cluster.node("b", limits)
+    infos = [future.result(20) for future in [cluster.join(named), cluster.join(other)]]
+    assert [info.rank for info in infos] == [0, 1]
+    answers.clear()
+    other.report_failure("exit code 1")
+    assert change(other).kind is ChangeKind.REOPENED
+    joining = [cluster.join(named), cluster.join(other)]
+    # Its lease of 1 s is renewed through three times as many seconds.
+    node, deadline = Keys("run").node("a-1"), monotonic() + 3 * TIMING.lease
+    while (left := deadline - monotonic()) > 0:
+        listing = cluster.store.list(node)
+        assert listing.entries
+        cluster.store.wait(node, after=listing.version, timeout=min(left, 0.1))
+    answers.set()
+    assert [future.result(20).generation for future in joining] == [2, 2]
+
+
 def test_a_node_that_leaves_is_missed_at_once(cluster: Cluster) -> None:
     limits = Limits(1, 2)
     first, second = cluster.node("a", limits), cluster.node("b", limits)

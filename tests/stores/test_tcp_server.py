@@ -210,6 +210,20 @@ def test_whoever_waits_for_its_end_is_told_of_it_or_that_it_serves_on() -> None:
             assert waiting.result() is True
 
 
+@pytest.mark.parametrize("was_started", [True, False])
+def test_a_closed_server_cannot_be_started_again(was_started: bool) -> None:
+    server = TcpStoreServer("127.0.0.1", 0)
+    if was_started:
+        assert server.start() is server
+        assert server.start() is server, "to start one that runs changes nothing"
+    server.close()
+    with pytest.raises(
+        ConfigError, match=r"127\.0\.0\.1:\d+ is closed .* create a new TcpStoreServer"
+    ):
+        server.start()
+    assert not server.serving
+
+
 def test_a_client_in_the_process_of_a_server_that_was_not_started_is_refused() -> None:
     server = TcpStoreServer("127.0.0.1", 29400)
     with pytest.raises(ConfigError, match=r"start the server of 127\.0\.0\.1:29400 before"):

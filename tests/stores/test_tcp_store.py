@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+from jobs import until
 
+from elasticlib.clock import monotonic
 from elasticlib.errors import (
     ConfigError,
     LeaseLost,
@@ -17,8 +21,10 @@ from elasticlib.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
+from elasticlib.stores.etcd import EtcdStore
 from elasticlib.stores.keyspace import MIB, Entry, KeySpace, Lease
-from elasticlib.stores.tcp_client import TcpStore, dial
+from elasticlib.stores.name_lookup import dial
+from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, encode
 from elasticlib.stores.tcp_server import TcpStoreServer
 
@@ -201,6 +207,59 @@ def test_every_address_of_a_name_is_tried(server: TcpStoreServer) -> None:
         dial("one-address", 1, 10.0, resolve)
     with pytest.raises(OSError, match=r"no.such.invalid does not resolve .*: check the name"):
         dial("no.such.invalid", 1, 10.0)
+
+
+class SlowNameServer:
+    """Answers a look-up of `slow.test` with 127.0.0.1, not before it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers, self.asked = threading.Event(), 0
+        self._real = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self._resolve)
+
+    def _resolve(self, host: str, *rest: Any, **more: Any) -> Any:
+        if host != "slow.test":
+            return self._real(host, *rest, **more)
+        if more.get("flags", 0) & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        self.asked += 1
+        assert self.answers.wait(60)
+        return self._real("127.0.0.1", *rest, **more)
+
+
+def test_a_name_server_that_does_not_answer_ends_the_attempt_and_is_asked_once(
+    server: TcpStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = SlowNameServer(monkeypatch)
+    with TcpStore("slow.test", server.port, connect_timeout=0.3) as store:
+        for _ in range(3):
+            started = monotonic()
+            with pytest.raises(StoreUnavailable, match=r"slow\.test could not be resolved within"):
+                store.get("key")
+            # The name server is silent for a minute.
+            assert monotonic() - started < 30
+        assert names.asked == 1
+        # A name that takes longer than one attempt is found by a later one.
+        names.answers.set()
+        until("the answer to be taken", lambda: reaches(store))
+        assert names.asked == 1
+
+
+def test_so_does_a_call_of_an_etcd_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = SlowNameServer(monkeypatch)
+    with EtcdStore("slow.test:2379", timeout=0.3) as store:
+        started = monotonic()
+        with pytest.raises(StoreUnavailable, match=r"slow\.test could not be resolved within"):
+            store.get("key")
+        assert monotonic() - started < 30
+    names.answers.set()
+
+
+def reaches(store: TcpStore) -> bool:
+    with contextlib.suppress(StoreUnavailable):
+        store.connect()
+        return True
+    return False
 
 
 def test_a_host_name_will_do_and_the_literal_address_is_known(server: TcpStoreServer) -> None:

@@ -283,6 +283,43 @@ def test_last_lines_of_stderr_are_known_although_its_file_is_on_a_full_disk(run:
     assert exit_.describe().endswith("exited with code 3: the true cause")
 
 
+@pytest.mark.parametrize("clock_error_s", [-3600, 3600], ids=["an hour slow", "an hour fast"])
+@pytest.mark.parametrize("writes_first", [True, False], ids=["wrote first", "wrote afterwards"])
+def test_the_first_failure_does_not_depend_on_the_clock_of_the_file_server(
+    run: Run, tmp_path: Path, writes_first: bool, clock_error_s: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import atexit, os, pathlib, sys, time\n"
+        "folder = pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).parents[1]\n"
+        "def wait(name):\n    while not (folder / name).exists(): time.sleep(0.001)\n"
+        "wait('go' + os.environ['RANK'])\n"
+        "if os.environ['RANK'] == '0':\n    atexit.register(wait, 'end')\n"
+        "raise ValueError('rank ' + os.environ['RANK'])\n"
+    )
+    run.start(Script(str(script)), count=2)
+    (attempt,) = run.folder.glob("*/attempt_0")
+    record = attempt / "0" / "error.json"
+
+    def have_rank_0_fail() -> None:
+        # It says that it fails, and does not exit before `end` is there.
+        (attempt / "go0").touch()
+        until("rank 0 to write", record.exists)
+        for file in record.parent.glob("error.json*"):
+            os.utime(file, (file.stat().st_mtime + clock_error_s,) * 2)
+
+    if writes_first:
+        have_rank_0_fail()
+    (attempt / "go1").touch()
+    local_rank = run.ends.get(timeout=30)
+    if not writes_first:
+        have_rank_0_fail()
+    ended = run.workers.collect(local_rank)
+    (attempt / "end").touch()
+    assert run.end().rank == 0
+    assert (ended.rank, ended.root.rank) == (1, 0 if writes_first else 1)
+
+
 @pytest.mark.parametrize("way", ["through", "file", "tee", "hidden"])
 def test_the_last_lines_of_stderr_are_known_wherever_they_go(
     run: Run, way: str, capfdbinary: pytest.CaptureFixture[bytes]

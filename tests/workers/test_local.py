@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elasticlib.errors import ConfigError
+from elasticlib.errors import ConfigError, WorkerStartError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.workers import bootstrap, session
@@ -113,6 +113,19 @@ def test_a_program_that_is_not_there_is_named(run: Run) -> None:
     run.writing("2", "0").start(Command("no-such-program"))
     assert run.end().returncode == 127
     assert "cannot run 'no-such-program': No such file" in run.file("stderr.log")
+
+
+def test_a_worker_that_cannot_be_started_leaves_no_descriptor_open(run: Run) -> None:
+    # The kernel refuses to execute a program with so long an argument.
+    too_long = Command("true", ("x" * (1 << 20),))
+
+    def fail() -> int:
+        with pytest.raises(WorkerStartError, match="Argument list too long"):
+            run.start(too_long, count=2)
+        return len(os.listdir("/proc/self/fd"))
+
+    after_first = fail()
+    assert [fail() for _ in range(3)] == [after_first] * 3
 
 
 def test_an_exit_code_and_a_signal_are_told_apart(run: Run) -> None:

@@ -1,0 +1,129 @@
+"""The same command is started again after the run of its job id has ended.
+
+A node that starts while no node of the ended run is alive starts a new run. A node that was part of
+the ended run, or that starts while a node of it is still alive, gets the ended run's result.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+from etcd_server import EtcdServer, needs_etcd
+from jobs import Job, Node, until
+
+from elasticlib.endpoint import split_endpoint
+from elasticlib.rendezvous.layout import Keys
+from elasticlib.stores.etcd import EtcdStore
+from elasticlib.stores.file import FileStore
+from elasticlib.stores.interface import Store
+from elasticlib.stores.tcp_client import TcpStore
+
+# Appends one line for each worker that runs, and fails while the file `broken` exists.
+WORKER = """
+echo "$ELASTICLIB_INCARNATION $ELASTICLIB_GENERATION $TORCHELASTIC_RESTART_COUNT" >> ran
+test ! -e broken
+"""
+RUN_ID = "same"
+
+
+@attrs.frozen
+class Place:
+    """A store that outlives the runs of a job: the flags that name it, and a client of it."""
+
+    flags: tuple[str, ...]
+    open: Callable[[], Store]
+
+
+@pytest.fixture(params=["file", "tcp", pytest.param("etcd", marks=needs_etcd)])
+def place(request: pytest.FixtureRequest, job: Job, tmp_path: Path) -> Iterator[Place]:
+    if request.param == "file":
+        folder = str(tmp_path / "meeting")
+        flags = ("--rdzv-backend", "file", "--rdzv-endpoint", folder)
+        yield Place(flags, lambda: FileStore(folder))
+    elif request.param == "tcp":
+        endpoint = job.store()
+        yield Place(("--rdzv-endpoint", endpoint), lambda: TcpStore(*split_endpoint(endpoint)))
+    else:
+        with EtcdServer(tmp_path / "etcd") as etcd:
+            flags = ("--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoint)
+            yield Place(flags, lambda: EtcdStore(etcd.endpoint))
+
+
+def ran(job: Job) -> dict[str, list[tuple[str, str]]]:
+    """The generation and the restart count of each worker that ran, by the run's incarnation."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for line in (job.folder / "ran").read_text().splitlines():
+        incarnation, generation, restarts = line.split()
+        found.setdefault(incarnation, []).append((generation, restarts))
+    return found
+
+
+def test_the_same_command_trains_again_after_success_and_after_failure(
+    job: Job, place: Place
+) -> None:
+    flags = (*place.flags, "--rdzv-id", RUN_ID, "--nnodes", "1:2", "--max-restarts", "1")
+    command = (sys.executable, "-m", "elasticlib.launch", *flags, "--no-python", "sh", "-c")
+
+    def start(name: str) -> Node:
+        return job.start(name, *command, f"cd '{job.folder}'; {WORKER}")
+
+    codes = [start("first").exit_code(), start("second").exit_code()]
+    (job.folder / "broken").touch()
+    codes += [start("third").exit_code(), start("fourth").exit_code()]
+    (job.folder / "broken").unlink()
+    codes.append(start("fifth").exit_code())
+
+    assert codes == [0, 0, 1, 1, 0], job.logs
+    # Each run has an incarnation, generations and a budget of one restart of its own.
+    once, twice = [("1", "0")], [("1", "0"), ("2", "1")]
+    assert list(ran(job).values()) == [once, once, twice, twice, once]
+    assert "no workers ran" not in job.logs
+    # Its events are shown without those of the earlier runs.
+    (events,) = job.events(RUN_ID)
+    assert [e.facts["state"] for e in events if e.kind == "run.ended"] == ["succeeded"]
+
+
+def test_the_same_command_trains_again_after_all_nodes_were_killed(job: Job, place: Place) -> None:
+    # As when a scheduler ends all nodes of a job at once and starts the job again.
+    flags = (*place.flags, "--rdzv-id", RUN_ID, "--nnodes", "1:2")
+    fast = ("--rdzv-conf", "keep_alive_interval=0.2")
+    killed = [job.run(name, *flags, *fast) for name in "ab"]
+    job.settled(2)
+    for node in killed:
+        node.kill()
+    started = [job.run(name, *flags, *fast) for name in "cd"]
+    places = job.settled(2, after=1)
+    assert sorted(place["node"] for place in places) == ["c", "d"]
+    job.finish()
+    assert [node.exit_code() for node in started] == [0, 0]
+
+
+def test_a_node_that_starts_while_a_node_of_the_ended_run_lives_gets_its_result(
+    job: Job, place: Place
+) -> None:
+    # The lease outlasts the test, so that the stopped spare counts as alive.
+    lease = ("--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=1000")
+    flags = (*place.flags, "--rdzv-id", RUN_ID, "--nnodes", "1", *lease)
+    member = job.run("member", *flags)
+    workers = job.settled(1)
+    spare = job.run("spare", *flags)
+    nodes = Keys(RUN_ID).node()
+    with place.open() as store:
+        until("the spare to be announced", lambda: len(store.list(nodes).entries) == 2)
+    spare.signal(signal.SIGSTOP)
+    job.finish()
+    assert member.exit_code() == 0
+
+    late = job.run("late", *flags)
+    assert late.exit_code() == 0
+    late.says("SUCCEEDED: .*no workers ran on this node")
+    spare.signal(signal.SIGCONT)
+    assert spare.exit_code() == 0
+    spare.says("SUCCEEDED: .*no workers ran on this node")
+    assert job.places(1) == workers
+    assert not job.places(2)
