@@ -13,6 +13,15 @@ import elasticlib
 PACKAGE = elasticlib.__path__[0]
 
 
+def raises(error: type[BaseException]) -> Callable[[], object]:
+    """Return a handler that raises this."""
+
+    def handler() -> None:
+        raise error
+
+    return handler
+
+
 class Interrupter:
     """Interrupts a call again and again, each time at a line where it has not interrupted before.
 
@@ -26,7 +35,8 @@ class Interrupter:
     Args:
         *paths: beginnings of the paths of the traced files: absolute, or relative to the package
             elasticlib. All of elasticlib by default.
-        error: makes the exception that is raised.
+        handler: is called at the line, as a signal handler that may raise or return. By default it
+            raises KeyboardInterrupt.
         visits: interrupt this many visits of a line within one run (each in a run of its own).
         opcodes: interrupt at every bytecode instruction instead of every line. This is stricter
             than CPython, which runs signal handlers at calls and at jumps backward only.
@@ -35,14 +45,15 @@ class Interrupter:
     def __init__(
         self,
         *paths: str,
-        error: Callable[[], BaseException] = KeyboardInterrupt,
+        handler: Callable[[], object] = raises(KeyboardInterrupt),
         visits: int = 1,
         opcodes: bool = False,
     ) -> None:
         self._paths = tuple(p if p.startswith("/") else f"{PACKAGE}/{p}" for p in paths or ("",))
-        self._error, self._visits, self._opcodes = error, visits, opcodes
+        self._handler, self._visits, self._opcodes = handler, visits, opcodes
         self._done: set[tuple[Any, ...]] = set()
         self._visited: Counter[tuple[Any, ...]] = Counter()
+        self._has_interrupted = False
         self._raised: BaseException | None = None
         self.where: list[str] = []
         """The places at which it has interrupted, in this order."""
@@ -50,11 +61,11 @@ class Interrupter:
     def interrupt(self, call: Callable[[], object]) -> bool:
         """Run `call` and interrupt it at its first new line. Return whether there was one.
 
-        The exception that was raised there is caught. The code under test may also handle it or
-        raise another one from it; every other exception passes.
+        An exception of the handler is caught here. The code under test may also handle it or raise
+        another one from it; every other exception passes.
         """
         self._visited.clear()
-        self._raised = None
+        self._has_interrupted, self._raised = False, None
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
@@ -64,22 +75,22 @@ class Interrupter:
                 raise
         finally:
             sys.settrace(before)
-        return self._raised is not None
+        return self._has_interrupted
 
     def _is_ours(self, error: BaseException | None) -> bool:
-        """Return whether the exception is the one raised here, or was raised while handling it."""
+        """Return whether the exception is the handler's, or was raised while that was handled."""
         while error is not None and error is not self._raised:
             error = error.__cause__ or error.__context__
         return error is not None
 
     def _enter(self, frame: FrameType, _event: str, _: object) -> Any:
-        if self._raised is not None or not frame.f_code.co_filename.startswith(self._paths):
+        if self._has_interrupted or not frame.f_code.co_filename.startswith(self._paths):
             return None
         frame.f_trace_opcodes = self._opcodes
         return self._trace
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if self._raised is None and event == ("opcode" if self._opcodes else "line"):
+        if not self._has_interrupted and event == ("opcode" if self._opcodes else "line"):
             place = (frame.f_code, frame.f_lasti if self._opcodes else frame.f_lineno)
             self._visited[place] += 1
             key = (*place, self._visited[place])
@@ -88,6 +99,10 @@ class Interrupter:
                 code = frame.f_code
                 name = f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
                 self.where.append(f"{name}+{frame.f_lasti}" if self._opcodes else name)
-                self._raised = self._error()
-                raise self._raised
+                self._has_interrupted = True
+                try:
+                    self._handler()
+                except BaseException as error:
+                    self._raised = error
+                    raise
         return self._trace
