@@ -13,13 +13,9 @@ import elasticlib
 PACKAGE = elasticlib.__path__[0]
 
 
-def raises(error: type[BaseException]) -> Callable[[], object]:
-    """Return a handler that raises this."""
-
-    def handler() -> None:
-        raise error
-
-    return handler
+def interrupt() -> None:
+    """Raise KeyboardInterrupt, as the usual handler of SIGINT."""
+    raise KeyboardInterrupt
 
 
 class Interrupter:
@@ -45,7 +41,7 @@ class Interrupter:
     def __init__(
         self,
         *paths: str,
-        handler: Callable[[], object] = raises(KeyboardInterrupt),
+        handler: Callable[[], object] = interrupt,
         visits: int = 1,
         opcodes: bool = False,
     ) -> None:
@@ -75,6 +71,7 @@ class Interrupter:
                 raise
         finally:
             sys.settrace(before)
+            self._raised = None  # Nor are the frames kept that it has left.
         return self._has_interrupted
 
     def _is_ours(self, error: BaseException | None) -> bool:
