@@ -628,8 +628,10 @@ class OwnSave(Save):
         try:
             # Python does not wait for threads that start after the main thread has ended.
             if threading.main_thread().is_alive():
-                args = (started,)
-                threading.Thread(target=self._run, args=args, name="elasticlib-save").start()
+                # Threads are daemons if not told otherwise, because this one is.
+                thread = threading.Thread(target=self._run, args=(started,), daemon=False)
+                thread.name = "elasticlib-save"
+                thread.start()
                 return
         except (RuntimeError, MemoryError) as error:
             log.info(
