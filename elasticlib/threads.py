@@ -142,8 +142,8 @@ class Aside:
 class Latch:
     """A flag that is set once and that threads can wait for.
 
-    Unlike `threading.Event`, it stays usable when an exception interrupts `set` or `wait`: no line
-    of them is executed while a lock is held that another call needs.
+    Unlike `threading.Event`, it stays usable when an exception interrupts `set` or `wait`: the flag
+    counts, and the lock only wakes waiters early.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Latch:
             left_s = RECHECK_S if deadline is None else deadline - monotonic()
             if left_s <= 0:
                 break
-            # A waiter that is interrupted with the lock in its hand never gives it back.
+            # If a waiter is interrupted while it holds the lock, the others see the flag.
             if self._lock.acquire(timeout=min(left_s, RECHECK_S)):
                 self._release()
         return self.is_set
@@ -171,6 +171,9 @@ class Latch:
     def _release(self) -> None:
         with contextlib.suppress(RuntimeError):  # It was released before.
             self._lock.release()
+
+
+_Call = tuple[Generator[Any, None, None], int]
 
 
 class CallRejected(RuntimeError):
@@ -187,28 +190,28 @@ class ExclusiveCall:
 
     def __init__(self) -> None:
         # Each with the thread that runs it. The first one that is executing is admitted.
-        self._calls: list[tuple[Generator[Any, None, None], int]] = []
+        self._calls: list[_Call] = []
 
     def run(self, act: Callable[[], Result]) -> Result:
         """Return what `act` returns. Raises CallRejected if another call is running."""
-        own: list[tuple[Generator[Result, None, None], int]] = []
-        own.append((self._run(act, own), threading.get_ident()))
+        own: list[_Call] = []
+        generator = self._run(act, own)
+        own.append((generator, threading.get_ident()))
         try:
-            return next(own[0][0])
+            return next(generator)
         finally:
             with contextlib.suppress(ValueError):
                 self._calls.remove(own[0])
+            own.clear()  # Else the generator, and with it what `act` holds, would hold itself.
 
-    def _run(
-        self, act: Callable[[], Result], own: list[tuple[Generator[Result, None, None], int]]
-    ) -> Generator[Result, None, None]:
-        self._calls.append(own[0])  # It is executing by now.
-        for call in list(self._calls):
-            if call is own[0]:
-                break
-            if _is_executing(call[0]):
-                raise CallRejected("another call is running")
+    def _run(self, act: Callable[[], Result], own: list[_Call]) -> Generator[Result, None, None]:
+        self._calls.append(own[0])  # The generator is executing by now.
+        if not self._is_admitted(own[0]):
+            raise CallRejected("another call is running")
         yield act()
+
+    def _is_admitted(self, own: _Call) -> bool:
+        return next(call for call in list(self._calls) if _is_executing(call[0])) is own
 
     @property
     def is_running(self) -> bool:

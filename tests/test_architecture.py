@@ -66,7 +66,7 @@ CALLS_FOREIGN_CODE = "foreign.py"
 
 ENVIRONMENT_IS_NOT_FOR = ("", "stores", "rendezvous", "agent", "observe", "data", "logical")
 NO_PLAIN_THREADS_IN = ("stores", "rendezvous", "agent", "observe", "launch", "integrations")
-FUNCTION, FILE = 40, 700
+FUNCTION, FILE = 40, 1000
 
 
 def folder(name: str) -> str:

@@ -634,12 +634,17 @@ class OwnSave(Save):
                 thread.start()
                 return
         except (RuntimeError, MemoryError) as error:
-            log.info(
-                "step %d is written by a thread that Python does not wait for: %s", self.step, error
+            log.warning(
+                "cannot start a second thread to write step %d (%s): the training step waits "
+                "until it is written",
+                self.step,
+                error,
             )
         self.in_background = False
-        self._run(Latch())
-        started.set()
+        try:
+            self._run(Latch())
+        finally:
+            started.set()
 
     def _run(self, started: Latch) -> None:
         """Write, unless another writer runs."""

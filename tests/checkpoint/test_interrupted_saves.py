@@ -7,11 +7,13 @@ before the interrupted save or a newer one exists, and the next save works.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,7 +30,6 @@ from elasticlib import CheckpointManager
 from elasticlib.checkpoint.place import LocalPlace
 from elasticlib.errors import CheckpointError
 
-TRACED = ("checkpoint/", "threads.py", threading.__file__)
 SAVING = ("checkpoint/manager.py", "checkpoint/commit.py", "threads.py", threading.__file__)
 Act = Callable[[CheckpointManager, int], object]
 
@@ -83,7 +84,7 @@ def interrupt_everywhere(
     manager: CheckpointManager,
     act: Act,
     handler: Callable[[], object] = interrupt,
-    traced: Sequence[str] = TRACED,
+    traced: Sequence[str] = SAVING,
 ) -> int:
     """Interrupt `act` at each line that it reaches while a save is under way. Return how many."""
     interrupter = Interrupter(*traced, handler=handler)
@@ -108,13 +109,13 @@ def test_interrupted_at_any_line_save_and_wait_leave_complete_checkpoints(
     tmp_path: Path, act: Act, handler: Callable[[], object]
 ) -> None:
     with CheckpointManager(SlowDisk(tmp_path)) as manager:
-        assert interrupt_everywhere(manager, act, handler) > 10
+        assert interrupt_everywhere(manager, act, handler, ("", threading.__file__)) > 10
 
 
 def test_interrupted_at_any_line_the_first_save_and_close_leave_complete_checkpoints(
     tmp_path: Path,
 ) -> None:
-    interrupter, is_interrupted = Interrupter(*TRACED), True
+    interrupter, is_interrupted = Interrupter(*SAVING), True
     while is_interrupted:
         folder = tmp_path / str(len(interrupter.where))
         manager = CheckpointManager(SlowDisk(folder))
@@ -210,6 +211,20 @@ def test_of_saves_in_several_threads_each_is_complete_or_rejected(tmp_path: Path
         assert_holds_one_call(manager, step)
 
 
+def test_save_keeps_no_reference_to_the_state(tmp_path: Path) -> None:
+    tensor = torch.ones(3)
+    state = weakref.ref(tensor)
+    with CheckpointManager(tmp_path) as manager:
+        gc.disable()
+        try:
+            handle = manager.save(1, {"w": tensor})
+            del tensor
+            assert state() is None
+        finally:
+            gc.enable()
+        handle.wait()
+
+
 @contextmanager
 def no_new_threads() -> Iterator[None]:
     """The kernel refuses each new thread, because it cannot give it a stack of this size."""
@@ -240,7 +255,7 @@ def test_interrupted_at_any_line_without_threads_save_leaves_complete_checkpoint
     tmp_path: Path,
 ) -> None:
     with CheckpointManager(SlowDisk(tmp_path)) as manager, no_new_threads():
-        assert interrupt_everywhere(manager, save, traced=SAVING) > 10
+        assert interrupt_everywhere(manager, save) > 10
 
 
 def test_a_signal_handler_that_interrupts_the_writing_itself_cannot_wait_for_it(
