@@ -1,16 +1,27 @@
 """Threads whose end by an exception is told, and calls made aside for who must not wait for them.
 
 Who starts a thread depends on it: one that ended unheard would leave its owner to wait for ever.
+
+`Latch` and `ExclusiveCall` replace `threading.Event` and `threading.Lock` in calls that a signal
+handler may interrupt with an exception, such as KeyboardInterrupt, at any line.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+from .clock import monotonic
 
 log = logging.getLogger("elasticlib")
+
+Result = TypeVar("Result")
+RECHECK_S = 0.1  # how late a second waiter of a Latch notices, if the first one was interrupted
 
 
 def helper(
@@ -102,3 +113,93 @@ class Aside:
             except queue.Empty:
                 if self._over:
                     return None
+
+
+class Latch:
+    """A flag that is set once and that threads can wait for.
+
+    Unlike `threading.Event`, it stays usable when an exception interrupts `set` or `wait`: the flag
+    counts, and the lock only wakes waiters early.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._lock = threading.Lock()  # held until the flag is set
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Set the flag. Setting it again is harmless."""
+        self.is_set = True
+        self._release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the flag is set, or for `timeout` seconds. Return whether it is set."""
+        deadline = None if timeout is None else monotonic() + timeout
+        while not self.is_set:
+            left_s = RECHECK_S if deadline is None else deadline - monotonic()
+            if left_s <= 0:
+                break
+            # If a waiter is interrupted while it holds the lock, the others see the flag.
+            if self._lock.acquire(timeout=min(left_s, RECHECK_S)):
+                self._release()
+        return self.is_set
+
+    def _release(self) -> None:
+        with contextlib.suppress(RuntimeError):  # It was released before.
+            self._lock.release()
+
+
+_Call = tuple[Generator[Any, None, None], int]
+
+
+class CallRejected(RuntimeError):
+    """Another call is still running."""
+
+
+class ExclusiveCall:
+    """Runs one call at a time, and rejects calls from signal handlers and from other threads.
+
+    An exception of a signal handler can interrupt the code that releases a lock, and the lock is
+    then held for ever. Here nothing has to be released: the call runs in a generator, which knows
+    whether it is executing, and is not once an exception has left it.
+    """
+
+    def __init__(self) -> None:
+        # Each with the thread that runs it. The first one that is executing is admitted.
+        self._calls: list[_Call] = []
+
+    def run(self, act: Callable[[], Result]) -> Result:
+        """Return what `act` returns. Raises CallRejected if another call is running."""
+        own: list[_Call] = []
+        generator = self._run(act, own)
+        own.append((generator, threading.get_ident()))
+        try:
+            return next(generator)
+        finally:
+            with contextlib.suppress(ValueError):
+                self._calls.remove(own[0])
+            own.clear()  # Else the generator, and with it what `act` holds, would hold itself.
+
+    def _run(self, act: Callable[[], Result], own: list[_Call]) -> Generator[Result, None, None]:
+        self._calls.append(own[0])  # The generator is executing by now.
+        if not self._is_admitted(own[0]):
+            raise CallRejected("another call is running")
+        yield act()
+
+    def _is_admitted(self, own: _Call) -> bool:
+        return next(call for call in list(self._calls) if _is_executing(call[0])) is own
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a call runs."""
+        return any(_is_executing(generator) for generator, _ in list(self._calls))
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a call runs in the calling thread, which is then in a signal handler."""
+        here = threading.get_ident()
+        return any(_is_executing(one) and thread == here for one, thread in list(self._calls))
+
+
+def _is_executing(generator: Generator[Any, None, None]) -> bool:
+    return inspect.getgeneratorstate(generator) == inspect.GEN_RUNNING

@@ -15,6 +15,7 @@ Agents commit what their workers left in memory, so nothing here needs torch.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import json
@@ -23,9 +24,9 @@ import os
 import re
 import threading
 import zlib
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
+from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ import attrs
 from ..clock import monotonic, wall
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
 from ..foreign import read_fields, read_object
+from ..threads import CallRejected, ExclusiveCall, Latch
 from .folder import (
     MANIFEST,
     CheckpointFolder,
@@ -74,9 +76,11 @@ STORE_SECONDS, FOLDER_SECONDS = 0.02, 0.1
 REMEMBERED = 1000
 """Of so many saves the store still tells how they came out."""
 
-_saves: Counter[str] = Counter()
-"""How many saves have begun, by the names under which the store tells of them. Not each manager's
-own: another one of the same folder goes on counting."""
+RECHECK_S = 1.0  # how often a wait for a save checks that its writer has not been interrupted
+
+_save_numbers: dict[str, Iterator[int]] = {}
+"""The numbers of the saves that follow, by the names under which the store tells of them. Not each
+manager's own: another one of the same folder goes on counting."""
 
 
 # -- who may write: pure ---------------------------------------------------------------------------
@@ -548,9 +552,14 @@ class Save:
         """
         if unknown := self._unknown_after(timeout):
             raise CheckpointError(unknown)
+        try:
+            if self._failure is not None:
+                raise self._failure
+        except BaseException as error:
+            # Another exception may have interrupted this call, and then the failure is not told.
+            self.looked_at = self.looked_at or error is self._failure
+            raise
         self.looked_at = True
-        if self._failure is not None:
-            raise self._failure
 
     @property
     def error(self) -> BaseException | None:
@@ -566,24 +575,118 @@ class Save:
 
 
 class OwnSave(Save):
-    """One that this process writes, in a thread. A process that ends waits for it, as the thread
-    is no daemon; a fork of the process has nothing to do with it."""
+    """A save that this process writes, in a thread of its own once `begin` is called.
+
+    The save owns what it writes until it is over. An exception that interrupts the caller of any
+    method, even `begin`, changes nothing about that: the methods may be called again, and each
+    starts the writer if none is running. A process that exits waits for the thread, which is not a
+    daemon. A fork of the process has nothing to do with the save.
+    """
 
     def __init__(self, step: int, write: Callable[[], None]) -> None:
         super().__init__(step)
-        self._thread = threading.Thread(target=self._run, args=(write,), name="elasticlib-save")
-        self._thread.start()
+        self._write: Callable[[], None] | None = write  # None once the save is over
+        self._writing = ExclusiveCall()
+        self._over = Latch()
+        self.in_background = True  # whether `begin` leaves the writing to a thread
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def begin(self) -> None:
+        """Start the writer, unless it runs or has ended. Return when it does.
+
+        If no thread can be left behind that writes, because there are too many or because Python
+        is shutting down, return when the save is over; `in_background` is then false.
+        """
+        while not (self._over.is_set or self._writing.is_running):
+            started = Latch()
+            try:
+                _thread.start_new_thread(self._start_writer, (started,))
+            except (RuntimeError, MemoryError) as error:
+                log.warning(
+                    "cannot start a thread that writes step %d (%s): the training step waits "
+                    "until it is written",
+                    self.step,
+                    error,
+                )
+                self._run_here(started)
+            started.wait()
+
+    def _run_here(self, started: Latch) -> None:
+        self.in_background = False
         try:
-            write()
-        except BaseException as error:
+            self._run(started)
+        except BaseException:
+            self.looked_at = self._over.is_set  # This exception says that it failed.
+            raise
+
+    def _start_writer(self, started: Latch) -> None:
+        """Start the thread that writes.
+
+        This is done in a thread, because signal handlers run in the main thread alone. If one of
+        them raises an exception there, `Thread.start` may leave locks held that the new thread
+        needs, and `Thread.is_alive` may take a running thread for one that has ended.
+        """
+        try:
+            # Python does not wait for threads that start after the main thread has ended.
+            if threading.main_thread().is_alive():
+                # Threads are daemons if not told otherwise, because this one is.
+                thread = threading.Thread(target=self._run, args=(started,), daemon=False)
+                thread.name = "elasticlib-save"
+                thread.start()
+                return
+        except (RuntimeError, MemoryError) as error:
+            log.warning(
+                "cannot start a second thread to write step %d (%s): the training step waits "
+                "until it is written",
+                self.step,
+                error,
+            )
+        self.in_background = False
+        try:
+            self._run(Latch())
+        finally:
+            started.set()
+
+    def _run(self, started: Latch) -> None:
+        """Write, unless another writer runs."""
+        with contextlib.suppress(CallRejected):
+            self._writing.run(partial(self._write_once, started))
+        started.set()
+
+    def _write_once(self, started: Latch) -> None:
+        started.set()
+        if self._over.is_set or self._write is None:
+            return
+        try:
+            self._write()
+        except Exception as error:
             self._failure = error
+        except BaseException as error:
+            why = f"{type(error).__name__} interrupted it"
+            self._failure = CheckpointError(f"step {self.step} was not saved: {why}")
+            raise
+        finally:
+            self._over.set()
+            self._write = None
 
     def settle(self) -> None:
         """Wait until it is over; a failure is kept."""
         if self._process == os.getpid():
-            self._thread.join()
+            self._wait_until_over(None)
+
+    def _wait_until_over(self, timeout: float | None) -> bool:
+        deadline = None if timeout is None else monotonic() + timeout
+        while not self._over.is_set:
+            left_s = RECHECK_S if deadline is None else deadline - monotonic()
+            if left_s <= 0:
+                break
+            if self._writing.is_interrupted:
+                raise CheckpointError(
+                    f"step {self.step} is being written by the call that this signal handler has "
+                    "interrupted, so it cannot wait for it: return from the handler first"
+                )
+            self.begin()
+            self._over.wait(min(left_s, RECHECK_S))
+        return self._over.is_set
 
     def _unknown_after(self, timeout: float | None) -> str:
         if self._process != os.getpid():
@@ -591,8 +694,8 @@ class OwnSave(Save):
                 f"step {self.step} is saved by the process that this one was forked from, which "
                 "alone can say what became of it"
             )
-        self._thread.join(timeout)
-        return f"step {self.step} is still being written" if self._thread.is_alive() else ""
+        is_over = self._wait_until_over(timeout)
+        return "" if is_over else f"step {self.step} is still being written"
 
 
 class OthersSave(Save):
@@ -660,8 +763,8 @@ class Outcomes:
 
     def begin(self) -> int:
         """The number of a save that begins here, or on the rank that writes."""
-        _saves[self._prefix] += 1
-        return _saves[self._prefix]
+        # Neither of the two calls can be interrupted halfway.
+        return next(_save_numbers.setdefault(self._prefix, count(1)))
 
     def tell(self, number: int, step: int, error: BaseException | None = None) -> None:
         """Say how a save came out, if this rank is the one to say it."""

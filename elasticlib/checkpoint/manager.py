@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
+from ..threads import CallRejected, ExclusiveCall
 from ..workers.context import context
 from .commit import Committer, OthersSave, Outcomes, OwnSave, Save, TakesNoWrites, Writer, Writers
 from .folder import CheckpointFolder, Retention, Selection, check_step, open_place
@@ -40,6 +41,7 @@ from .state_dicts import reject_state_dicts
 
 log = logging.getLogger("elasticlib.checkpoint")
 
+ALREADY_REGISTERED = 712  # CUDA's error for memory that is page-locked: a `take` was interrupted
 MAX_EXPECTED = 100
 """So many saves of another rank's that nobody asked for are remembered."""
 
@@ -85,34 +87,46 @@ class RankInfo:
 class HostBuffer:
     """Host memory for one state, reused from save to save; not to be copied into while it is read.
 
-    Where tensors lie on a GPU it is page-locked, so that copies run at the bus's full speed.
+    Where tensors lie on a GPU it is page-locked, so that copies run at the bus's full speed. An
+    exception from a signal handler may interrupt `take`, which can then be called again.
     """
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
-        self._tensor = torch.empty(0, dtype=torch.uint8)
-        self._locked = False
+        self._is_locked = False
+        # Devices whose copies may still arrive, if `take` was interrupted.
+        self._copying: set[torch.device] = set()
 
     def take(self, layout: Layout) -> memoryview:
         """Copy a state here, and wait until it is; its bytes."""
-        if self._memory is None or len(self._memory) < layout.size:
+        self._synchronize()
+        memory = self._memory
+        if memory is None or len(memory) < layout.size:
             self.close()
-            self._memory = new_memory(layout.size)
-            self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        if not self._locked and any(tensor.is_cuda for tensor, _, _ in layout.parts):
-            # Where the machine allows no more locked memory, copies are slower, and no less right.
-            answer = _cuda().cudaHostRegister(self._tensor.data_ptr(), self._tensor.numel(), 0)
-            self._locked = int(answer) == 0
-        fill(layout, self._tensor)
-        return memoryview(self._memory)[: layout.size]
+            memory = self._memory = new_memory(layout.size)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        self._copying = {tensor.device for tensor, _, _ in layout.parts if not tensor.is_cpu}
+        if not self._is_locked and any(device.type == "cuda" for device in self._copying):
+            # If the machine allows no more locked memory, copies are slower, and still correct.
+            answer = int(_cuda().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+            self._is_locked = answer in (0, ALREADY_REGISTERED)
+        fill(layout, buffer)
+        self._copying = set()
+        return memoryview(memory)[: layout.size]
 
     def close(self) -> None:
         """Give the memory back."""
-        if self._locked:
-            _cuda().cudaHostUnregister(self._tensor.data_ptr())
-        self._locked = False
+        self._synchronize()
+        if self._is_locked and self._memory is not None:
+            address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+            _cuda().cudaHostUnregister(address)
+        self._is_locked = False
         self._memory = None
-        self._tensor = torch.empty(0, dtype=torch.uint8)
+
+    def _synchronize(self) -> None:
+        for device in self._copying:
+            torch.accelerator.synchronize(device)
+        self._copying = set()
 
 
 def _cuda() -> Any:
@@ -164,12 +178,15 @@ class CheckpointManager:
         self._retention = Retention(keep_last, keep_every, _with_count(keep_best))
         self._host = HostBuffer()
         self._writing: dist.ProcessGroup | None = None
+        self._saving = ExclusiveCall()
+        # It owns the memory of `_host` until it is over, and is set before it begins to write.
         self._last: OwnSave | None = None
         self._expected: deque[OthersSave] = deque(maxlen=MAX_EXPECTED)
         self._forget: Callable[[], None] | None = None
         self._process = os.getpid()
         self._local_rank: int | None = None
-        self._closed = False
+        self._closed = False  # no more calls are accepted
+        self._released = False  # everything was given back
 
     # -- saving -------------------------------------------------------------------------------
 
@@ -180,6 +197,13 @@ class CheckpointManager:
 
         Waits for the save before it, if that is still under way. An older checkpoint of the same
         step is replaced once the new one is complete.
+
+        If no thread can be started to write the copy, as after the end of the main thread (in a
+        function that `atexit` calls), the call returns when the checkpoint is durable.
+
+        An exception that a signal handler raises, such as KeyboardInterrupt, may interrupt the call
+        anywhere. The checkpoint is then either written completely or not begun, and `wait` and
+        further saves work as usual.
 
         Args:
             state: nested containers of tensors, NumPy arrays, plain values, and objects with
@@ -193,22 +217,48 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: the save before this one failed, nobody has asked about it, and this
-                one was not begun; or the state or the metrics cannot be saved. CheckpointRefused:
-                somebody newer has the folder.
+                one was not begun; the state or the metrics cannot be saved; or another call of
+                `save` is still copying a state, in another thread or under the signal handler that
+                calls this one. CheckpointRefused: somebody newer has the folder.
         """
         began = monotonic()
         check_step(step)
         self._must_be_open()
-        # Counted on all ranks alike, whatever comes of it on one of them.
-        outcomes = self._outcomes
-        number = outcomes.begin()
         try:
-            return self._begin(step, state, self._measured(step, metrics), number, began)
-        except BaseException as error:
-            outcomes.tell(number, step, error)
-            raise
+            return self._saving.run(partial(self._save, step, state, metrics, began))
+        except CallRejected:
+            raise self._rejected(step) from None
         finally:
             self.stall = monotonic() - began
+
+    def _rejected(self, step: int) -> CheckpointError:
+        """Return the error of a call that comes while another one copies, and tell other ranks."""
+        error = CheckpointError(
+            f"step {step} was not saved: another call of save() of the CheckpointManager of "
+            f"{self._name} is still copying a state. From a signal handler, set a flag and save "
+            "when the step has ended; let several threads save under a lock"
+        )
+        self._outcomes.tell(self._outcomes.begin(), step, error)
+        return error
+
+    def _save(
+        self,
+        step: int,
+        state: object,
+        metrics: Mapping[str, SupportsFloat] | None,
+        began: float,
+    ) -> Save:
+        outcomes, last, number = self._outcomes, self._last, 0
+        try:
+            # Counted on all ranks alike, whatever comes of it on one of them.
+            number = outcomes.begin()
+            return self._begin(step, state, self._measured(step, metrics), number, began)
+        except BaseException as error:
+            if self._last is not None and self._last is not last:
+                self._last.begin()  # The copy is complete: it is written although this call raises.
+            elif number:
+                outcomes.tell(number, step, error)
+            raise
 
     def _begin(
         self, step: int, state: object, metrics: Mapping[str, float], number: int, began: float
@@ -220,22 +270,26 @@ class CheckpointManager:
         reject_state_dicts(state)
         plain, shards = take_shards(values_of(state))
         if not shards and not self.writes:
-            save = OthersSave(step, number, self._outcomes, self._reader)
-            self._expected.append(save)
-            return save
+            other = OthersSave(step, number, self._outcomes, self._reader)
+            self._expected.append(other)
+            return other
         writers = self._all_ranks if shards else self._this_rank
         if shards:
             layout = lay_out_part(step, plain, shards, whole=writers.rank == 0, copies=False)
         else:
             layout = lay_out(plain, {"step": step})
-        data = self._host.take(layout)
         if self._forget is None:
             atexit.register(self._last_words)
             self._forget = context().on_stop(self._settle)
+        data = self._host.take(layout)
         write = partial(writers.write, step, data, metrics, self._rank_info.world_size)
         tell = partial(self._outcomes.tell, number, step)
-        self._last = OwnSave(step, partial(self._write, step, write, tell, self._committer, began))
-        return self._last
+        save = OwnSave(step, partial(self._write, step, write, tell, self._committer, began))
+        self._last = save
+        save.begin()
+        if not save.in_background:
+            save.wait()  # Perhaps no other call follows that could raise its failure.
+        return save
 
     def _write(
         self,
@@ -365,28 +419,47 @@ class CheckpointManager:
         if self._is_fork:
             return
         deadline = None if timeout is None else monotonic() + timeout
-        expected = [*self._expected]
-        self._expected.clear()
-        for save in (self._last, *expected):
-            if save is not None and not save.looked_at:
-                save.wait(None if deadline is None else max(0.0, deadline - monotonic()))
+        saves = [save for save in (self._last, *self._expected) if save is not None]
+        try:
+            for save in saves:
+                if not save.looked_at:
+                    save.wait(None if deadline is None else max(0.0, deadline - monotonic()))
+        except CheckpointError:
+            self._expect_no_more(saves)
+            raise
+        self._expect_no_more(saves)
+
+    def _expect_no_more(self, saves: Sequence[Save]) -> None:
+        for save in saves:
+            if isinstance(save, OthersSave) and save in self._expected:
+                self._expected.remove(save)
 
     def close(self) -> None:
-        """Wait as `wait` does, and give everything back. Closing twice is harmless."""
-        if self._closed or self._is_fork:
+        """Wait as `wait` does, and give everything back. Closing twice is harmless.
+
+        If an exception of a signal handler interrupts the wait, call it again.
+        """
+        if self._released or self._is_fork:
             return
         self._closed = True
-        atexit.unregister(self._last_words)
-        if self._forget is not None:
-            self._forget()
         try:
             self.wait()
         finally:
-            self._host.close()
-            if (memory := vars(self).get("_memory")) is not None:
-                memory.close()
-            if self._writing is not None and dist.is_initialized():
-                dist.destroy_process_group(self._writing)
+            # If the wait was interrupted, the writer still needs all this.
+            if self._last is None or self._last.done():
+                self._release()
+
+    def _release(self) -> None:
+        atexit.unregister(self._last_words)
+        if self._forget is not None:
+            self._forget()
+        self._host.close()
+        if (memory := vars(self).get("_memory")) is not None:
+            memory.close()
+        group, self._writing = self._writing, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+        self._released = True
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -413,7 +486,7 @@ class CheckpointManager:
         try:
             if not self._is_fork:
                 self._wait_for_last()
-        except BaseException as error:
+        except Exception as error:
             log.error("a checkpoint was not saved: %s", error)
 
     # -- loading ------------------------------------------------------------------------------

@@ -657,7 +657,7 @@ def _in_threads(act: Callable[[int], T], count: int, threads: int) -> list[T]:
 
     others = [helper(work, "elasticlib-sum") for _ in range(min(threads, count) - 1)]
     for thread in others:
-        with contextlib.suppress(RuntimeError):  # there may be no more threads
+        with contextlib.suppress(RuntimeError, MemoryError):  # Fewer threads do it as well.
             thread.start()
     work()
     for thread in others:

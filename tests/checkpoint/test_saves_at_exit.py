@@ -1,0 +1,46 @@
+"""Saves of processes that end: they are durable, or an error says why not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import PROGRAMS
+
+from elasticlib import CheckpointManager
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where processes have saved and ended."""
+    path = tmp_path_factory.mktemp("saves")
+    program = str(PROGRAMS / "save_and_exit.py")
+    subprocess.run([sys.executable, program, str(path)], check=True, timeout=100)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("way", "steps", "said"),
+    [
+        ("first_save_at_exit", [1], ""),
+        ("save_at_exit_behind_another", [1, 2], ""),
+        ("failing_save_at_exit", [], "No space left on device"),
+        ("save_in_a_thread_that_outlives_the_main_thread", [1], ""),
+        ("exit_behind_a_save", [1], ""),
+        ("interrupt_behind_a_save", [1], "KeyboardInterrupt"),
+        ("interrupt_of_a_save_that_waits", [1], "KeyboardInterrupt"),
+        ("exit_of_a_process_of_multiprocessing", [1], ""),
+    ],
+)
+def test_a_process_that_ends_leaves_complete_checkpoints(
+    folder: Path, way: str, steps: list[int], said: str
+) -> None:
+    log = (folder / f"{way}.log").read_text()
+    manager = CheckpointManager(folder / way)
+    assert (manager.steps(), manager.verify()) == (steps, {}), log
+    for step in steps:
+        assert manager.load(step)["w"].unique().tolist() == [step]
+    assert said in log
+    assert said or not log
