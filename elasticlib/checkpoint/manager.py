@@ -339,6 +339,9 @@ class CheckpointManager:
         reading a disk, and the agent writes the newest snapshot to the folder when the job drains
         or fails for good. The last one or two are kept.
 
+        An exception that a signal handler raises, such as KeyboardInterrupt, may interrupt the call
+        anywhere. The snapshot is then there completely or not at all, and the next call works.
+
         Args:
             state: as of `save`. Of one that is the same on all ranks the first rank of each node
                 keeps all, of a sharded one every rank its part, which serves any number of ranks.
@@ -347,8 +350,9 @@ class CheckpointManager:
             Whether this rank has kept one. No rank does where no agent of ours started it.
 
         Raises:
-            CheckpointError: the state cannot be kept, or there is no memory for it; the earlier
-                ones stay.
+            CheckpointError: the state cannot be kept, there is no memory for it, or another call of
+                `snapshot` is still copying a state, in another thread or under the signal handler
+                that calls this one; the earlier ones stay.
         """
         check_step(step)
         self._must_be_open()

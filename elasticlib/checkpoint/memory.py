@@ -257,7 +257,8 @@ class _File(Slot):
     """A slot that this process writes.
 
     reserved: so many of the file's first bytes have memory; to write behind them could end the
-    process by SIGBUS. is_empty: whether nobody has written there yet.
+    process by SIGBUS. is_empty: whether nobody has written there yet. is_dropped: whether this
+    process has begun to give it back.
     """
 
     path: Path
@@ -265,6 +266,7 @@ class _File(Slot):
     memory: mmap.mmap
     reserved: int = 0
     is_empty: bool = True
+    is_dropped: bool = False
 
     def view(self, size: int) -> memoryview:
         return memoryview(self.memory)[RECORD_BYTES : RECORD_BYTES + size]
@@ -288,11 +290,43 @@ class _File(Slot):
             self.memory.close()
 
 
+class Writing:
+    """A snapshot that is being written: see `Slots.writing`.
+
+    It is no generator: Python closes a generator that an exception of a signal handler has left in
+    its caller whenever the traceback goes, and another snapshot may have the slot by then.
+    """
+
+    def __init__(self, slots: Slots, record: Record) -> None:
+        self._slots, self._record, self._text = slots, record, encode(record)
+        self._file: _File | None = None
+
+    def __enter__(self) -> memoryview:
+        file = self._file = self._slots._begin(self._record)
+        file.memory[: len(self._text)] = bytes(len(self._text))
+        return file.view(self._record.size)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        file = self._file
+        if file is None:
+            return
+        # In this order a snapshot that counts is never left locked, wherever an exception
+        # interrupts this. In between the slot holds no snapshot, and readers pass it over.
+        fcntl.flock(file.handle, fcntl.LOCK_UN)
+        if kind is None:
+            file.memory[: len(self._text)] = self._text
+            file.record = self._record
+
+
 class Slots:
     """Those of one writer, in the folder of an era.
 
     owner: of what is written; empty for a worker's own, else what names the node that sent it.
     No two writers share a slot, whoever stood still for however long.
+
+    An exception of a signal handler may interrupt a method at any line: its whole snapshots stay as
+    they are, and all methods can be called again. No method may be called by a signal handler while
+    another one runs in its thread: `SnapshotMemory` sees to that.
     """
 
     def __init__(self, folder: str | os.PathLike[str], owner: str = "") -> None:
@@ -304,24 +338,19 @@ class Slots:
         # Who writes, and who sums and prepares, are two threads.
         self._lock = threading.Lock()
 
-    @contextlib.contextmanager
-    def writing(self, record: Record) -> Iterator[memoryview]:
+    def writing(self, record: Record) -> Writing:
         """The memory for a pack of `record.size` bytes, all of which the caller writes.
 
         The snapshot counts when the block is left without an error. The last `record.keep` whole
         ones stay until then, and after it if it fails. Raises CheckpointError: there is no memory.
         """
-        text = encode(record)
+        return Writing(self, record)
+
+    def _begin(self, record: Record) -> _File:
         with self._lock:
             file = self._locked(record.size, record.keep)
             file.record = None
-        try:
-            file.memory[: len(text)] = bytes(len(text))
-            yield file.view(record.size)
-            file.memory[: len(text)] = text
-            file.record = record
-        finally:
-            fcntl.flock(file.handle, fcntl.LOCK_UN)
+        return file
 
     def view_of(self, record: Record) -> memoryview | None:
         """The bytes of a snapshot of ours; None if its slot holds another by now."""
@@ -392,6 +421,7 @@ class Slots:
 
     def _locked(self, size: int, keep: int) -> _File:
         # Nobody would find what is written from now on into what others removed, with the folder.
+        self._drop([file for file in self._files if file.is_dropped])
         gone = [file for file in self._files if not os.fstat(file.handle).st_nlink]
         if gone:
             self._drop(gone)
@@ -418,8 +448,11 @@ class Slots:
 
     def _drop(self, files: list[_File]) -> None:
         for file in files:
-            self._files.remove(file)
+            # If an exception interrupts this before the file is removed from the list, `_locked`
+            # drops it again.
+            file.is_dropped = True
             file.path.unlink(missing_ok=True)
+            self._files.remove(file)
             file.close()
 
     def _make(self, size: int) -> _File:
@@ -438,12 +471,15 @@ class Slots:
             os.ftruncate(handle, RECORD_BYTES + size)
             # Mapped page by page as it is first written, which is faster here than MAP_POPULATE.
             mapped = mmap.mmap(handle, RECORD_BYTES + size)
-        except OSError as error:
+            file = _File(size, path=path, handle=handle, memory=mapped)
+            self._files.append(file)
+        except BaseException as error:
             os.close(handle)
             path.unlink(missing_ok=True)
-            raise self._lacks_memory(size, error) from error
-        self._files.append(_File(size, path=path, handle=handle, memory=mapped))
-        return self._files[-1]
+            if isinstance(error, OSError):
+                raise self._lacks_memory(size, error) from error
+            raise
+        return file
 
     def _lacks_memory(self, size: int, error: OSError) -> CheckpointError:
         text = f"no memory for a snapshot of {size} bytes at {self._folder}: {error.strerror}"

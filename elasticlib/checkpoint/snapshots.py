@@ -6,20 +6,23 @@ whole one is found at whatever moment the worker is killed.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import logging
 import os
-import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import attrs
 import torch
 
 from ..clock import monotonic
 from ..errors import CheckpointCorrupt, CheckpointError, describe
-from ..threads import helper
+from ..threads import CallRejected, ExclusiveCall, Latch, helper
 from ..workers.spec import SNAPSHOTS
 from . import memory
 from .memory import (
@@ -41,6 +44,8 @@ from .sharded import lay_out_part
 from .state import Way, changed, is_array, is_sharded_kind, local_of, take_shards, values_of
 
 log = logging.getLogger("elasticlib.checkpoint")
+
+Result = TypeVar("Result")
 
 
 @attrs.frozen
@@ -142,6 +147,11 @@ class SnapshotMemory(Source):
 
     All ranks snapshot the same steps, with a collective (such as that of the gradients) in
     between; then of a state in parts there is a step that all ranks hold, whenever they are killed.
+
+    One call at a time may take or give back memory: another one, of a signal handler that
+    interrupted it or of another thread, raises CheckpointError. An exception of a signal handler
+    may interrupt `snapshot` at any line: the snapshot is then there completely or not at all, the
+    ones before it stay, and the next call works.
     """
 
     def __init__(
@@ -161,6 +171,8 @@ class SnapshotMemory(Source):
         self._folder = Path(where.folder)
         self._era, self._memory = int(self._folder.name), self._folder.parent
         self._writes = writes
+        self._exclusive = ExclusiveCall()
+        self._sequence = 0  # the last number given to a snapshot, even to one that failed
         self._slots = Slots(where.folder)
         self._sealing = Sealing(self._slots)
         self._earlier = True
@@ -188,8 +200,23 @@ class SnapshotMemory(Source):
         DTensors this rank's part. None where this worker makes none.
 
         When it returns, the state may change: the snapshot does not. Raises CheckpointError: the
-        state cannot be saved, or there is no memory for it. The earlier snapshots stay.
+        state cannot be saved, there is no memory for it, or another call is still copying. The
+        earlier snapshots stay.
         """
+        call = f"step {step} is not kept"
+        return self._run_exclusively(call, partial(self._snapshot, step, state))
+
+    def _run_exclusively(self, call: str, act: Callable[[], Result]) -> Result:
+        try:
+            return self._exclusive.run(act)
+        except CallRejected:
+            raise CheckpointError(
+                f"{call}: another call is still copying a state to this memory. In a signal"
+                " handler, set a flag, and call snapshot() when the step has ended; let several"
+                " threads call it under a lock"
+            ) from None
+
+    def _snapshot(self, step: int, state: object) -> Snapshot | None:
         began = monotonic()
         plain, shards = take_shards(values_of(state))
         if not self._writes and not any(map(is_cut, shards.values())):
@@ -206,18 +233,19 @@ class SnapshotMemory(Source):
         self, step: int, layout: Layout, *, part: int = 0, parts: int = 1, sharded: bool = False
     ) -> Snapshot:
         """Keep what was laid out: see `Record`."""
-        before = self._record.sequence or self._made_before(part)
+        self._sequence = (self._sequence or self._made_before(part)) + 1
         record = attrs.evolve(
             self._record,
             step=step,
-            sequence=before + 1,
+            sequence=self._sequence,
             size=layout.size,
             part=part,
             parts=parts,
             sharded=sharded,
         )
         began = monotonic()
-        with self._sealing.paused():
+        try:
+            self._sealing.pause()
             with self._slots.writing(record) as view:
                 copying = monotonic()
                 fill(layout, torch.frombuffer(view, dtype=torch.uint8))
@@ -226,6 +254,8 @@ class SnapshotMemory(Source):
             # What is of no more use goes before memory for the next one is made.
             if not tell(self._folder) and self._earlier and record.sequence >= record.keep:
                 self._earlier = not memory.clear_up(self._memory, self._look(), self._era)
+        finally:
+            self._sealing.resume()
         self._sealing.begin(record)
         return Snapshot(step, layout.size, monotonic() - began, copied)
 
@@ -292,7 +322,9 @@ class SnapshotMemory(Source):
         """The job saves without snapshots: free what was prepared for the first one."""
         if not self._record.sequence:
             self._sealing.forget()
-            self._slots.give_back_unused()
+            # A call that is running makes the first snapshot, which needs the memory.
+            with contextlib.suppress(CallRejected):
+                self._exclusive.run(self._slots.give_back_unused)
 
     def take_up(self, found: Agreed, state: object) -> None:
         """All ranks have agreed on a step, and have the state: later snapshots count no more.
@@ -313,7 +345,10 @@ class SnapshotMemory(Source):
             self.prepare(found.step, state)
 
     def close(self) -> None:
-        """Let go of the memory; what it holds stays."""
+        """Let go of the memory; what it holds stays. Raises CheckpointError: a call is running."""
+        self._run_exclusively("the memory of the snapshots is not closed", self._close)
+
+    def _close(self) -> None:
         self.release()
         self._sealing.close()
         self._slots.close()
@@ -346,65 +381,74 @@ class Sealing:
 
     It is one thread, which stands still during a copy. No step waits for it: the record that makes
     a snapshot count is written before.
+
+    The other methods may be interrupted at any line by an exception of a signal handler. So they
+    take no lock, which could then stay locked, and only change one field after another; the thread
+    looks at all of them after each change.
     """
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._changed = threading.Condition()
-        self._next: tuple[Record, bool] | None = None
-        self._copying = self._over = False
-        self._thread: threading.Thread | None = None
+        self._next: deque[tuple[Record, bool]] = deque(maxlen=1)  # a later one replaces it
+        self._is_copying = self._is_over = False
+        self._changes: SimpleQueue[None] = SimpleQueue()  # wakes the thread
+        self._working = ExclusiveCall()
+        self._has_ended = Latch()
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing is done meanwhile."""
-        self._copying = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._copying = False
-                self._changed.notify()
+    def pause(self) -> None:
+        """Do nothing until `resume`."""
+        self._is_copying = True
+
+    def resume(self) -> None:
+        """Go on."""
+        self._is_copying = False
+        self._changes.put(None)
 
     def begin(self, record: Record, *, seal: bool = True) -> None:
         """When there is time, make memory for another snapshot like this one, and then sum it; of
         two that wait, the later one."""
-        with self._changed:
-            self._next = record, seal
-            self._changed.notify()
-        if self._thread is None:
-            self._thread = helper(self._run, "elasticlib-seal")
-            self._thread.start()
+        self._next.append((record, seal))
+        self._changes.put(None)
+        if not (self._working.is_running or self._has_ended.is_set):
+            # The thread is started by a thread, because signal handlers run in the main thread. An
+            # exception of one of them in `Thread.start` can leave a lock of `threading` locked.
+            _thread.start_new_thread(helper(self._run, "elasticlib-seal").start, ())
 
     def forget(self) -> None:
         """Do nothing of what has not been begun."""
-        with self._changed:
-            self._next = None
+        self._next.clear()
 
     def close(self) -> None:
         """Do no more."""
-        with self._changed:
-            self._over = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
+        self._is_over = True
+        self._changes.put(None)
+        if self._working.is_running:
+            self._has_ended.wait()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._over or self._next)
-                (record, seal), self._next = self._next or (None, False), None
-            if self._over or record is None:
-                return
-            self._slots.prepare(record, self._may_go_on)
-            if seal and (summed := self._sum(record)) is not None:
-                self._slots.seal(record, summed)
+        with contextlib.suppress(CallRejected):  # Another thread was started before.
+            self._working.run(self._work)
+
+    def _work(self) -> None:
+        try:
+            while not self._is_over:
+                if not self._next:
+                    self._changes.get()
+                    continue
+                with contextlib.suppress(IndexError):  # `forget` may take it.
+                    self._do(*self._next.popleft())
+        finally:
+            self._has_ended.set()
+
+    def _do(self, record: Record, seal: bool) -> None:
+        self._slots.prepare(record, self._may_go_on)
+        if seal and (summed := self._sum(record)) is not None:
+            self._slots.seal(record, summed)
 
     def _may_go_on(self) -> bool:
-        if self._copying:
-            with self._changed:
-                self._changed.wait_for(lambda: self._over or not self._copying)
-        return not self._over
+        while self._is_copying and not self._is_over:
+            self._changes.get()
+        return not self._is_over
 
     def _sum(self, record: Record) -> int | None:
         summed = 0

@@ -20,7 +20,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, SupportsFloat
+from typing import Any, SupportsFloat
 
 import attrs
 import torch
@@ -35,7 +35,7 @@ from ..checkpoint.state import changed, check_names, fit, values_of
 from ..checkpoint.state_dicts import reject_state_dicts
 from ..clock import monotonic
 from ..data.batches import ElasticBatchSampler
-from ..data.deal import check_int, check_one_of
+from ..data.deal import check_int
 from ..errors import CheckpointError, ConfigError
 from ..logical.workers import LogicalWorkers
 from ..workers.context import Stop, context
@@ -47,7 +47,6 @@ log = logging.getLogger("elasticlib.in_place")
 
 WORD_SECONDS = 5.0
 """For which an error that a lost peer may have caused waits for the agent to say so."""
-UndoBy = Literal["watch", "copy"]
 State = dict[str, Any]
 Loader = Callable[["Drawn"], Iterable[Any]]
 
@@ -73,6 +72,7 @@ class Attempt:
         self.committed = self.entered = False
         self.told: dict[str, Any] = {}
         self._loop = loop
+        self._position = loop._batches.position
 
     def report(
         self,
@@ -102,10 +102,18 @@ class Attempt:
         trace: TracebackType | None,
     ) -> bool:
         if error is None:
+            # This assignment is what makes the step count. If an exception, as of a signal handler,
+            # interrupts what follows, `Steps._settle` completes the step later.
             self.committed = True
             self._loop._commit(self)
             return False
         return self._loop._is_cut_by(error)
+
+    def _count(self) -> None:
+        """Count the batch as trained on. A second call changes nothing."""
+        batches = self._loop._batches
+        batches.progress.position = self._position
+        batches.advance()
 
 
 class Drawn:
@@ -137,13 +145,16 @@ def steps(
     logical: LogicalWorkers | None = None,
     snapshot_every: int = 1,
     save_every: int = 0,
-    undo: UndoBy = "watch",
 ) -> Steps:
     """The attempts of all steps that are left, after the state was restored.
 
     Where `elasticlib.init_process_group` has made a group that can be formed anew, a step that is
     cut as a member is lost or joins is undone, and attempted again by the next group. Elsewhere an
     error is raised as ever, and the agent starts the workers anew.
+
+    A script may catch an exception, such as KeyboardInterrupt, and iterate the same object again.
+    A step whose block had ended counts. Another one is undone and attempted again. If its optimizer
+    had begun to write, it cannot be undone: then the manager restores the newest saved step.
 
     Args:
         batches: its rank and world size are set for each group, its epochs named, its steps
@@ -158,11 +169,11 @@ def steps(
             returns is iterated. By default the lists are the batches.
         logical: each worker's share of a batch is that of its logical workers.
         snapshot_every, save_every: steps; 0 for never.
-        undo: "watch" copies what is small, and a worker whose optimizer had begun has the state
-            from another or from the manager; "copy" keeps a whole copy of the state at each step.
 
     Raises:
         ConfigError: an argument cannot be, or the state has sharded tensors and is no function.
+            While the result is iterated, CheckpointError: an interrupted step cannot be undone, and
+            no worker and no manager has the state of a completed step.
     """
     if not isinstance(batches, ElasticBatchSampler):
         raise ConfigError(
@@ -172,13 +183,11 @@ def steps(
     for name, value in (("snapshot_every", snapshot_every), ("save_every", save_every)):
         if check_int(name, value) < 0:
             raise ConfigError(f"need {name} >= 0, got {value}")
-    check_one_of("undo", undo, UndoBy)
     if callable(state) and manager is None:
         raise ConfigError("a state that is made for each group is restored there: give a manager")
     loop = Steps(batches, state, manager, logical)
     loop.epochs, loop.loader = check_int("epochs", epochs), loader
     loop.snapshot_every, loop.save_every = snapshot_every, save_every
-    loop.copies = undo == "copy"
     if not callable(state):
         loop._take(state)
     return loop
@@ -218,7 +227,6 @@ class Steps:
         self.epochs = 1
         self.loader: Loader | None = None
         self.snapshot_every, self.save_every = 1, 0
-        self.copies = False
         self._undo = Undo({})
         self._make = state if callable(state) else None
         self._parts: State = {}
@@ -226,6 +234,8 @@ class Steps:
         self._group: Group | None = this_group()
         self._has_state = self._whole = False
         """Whether there is a state of the job's here, and whether it is just as `step` left it."""
+        self._attempt: Attempt | None = None
+        """The attempt that has begun, until the step is counted or undone."""
         self._entered = False
         self._saved = 0
 
@@ -241,7 +251,7 @@ class Steps:
             parts["logical"] = self._logical
         if self._make is None:
             _refuse_sharded(parts)
-            self._undo = Undo(parts, whole=self.copies)
+            self._undo = Undo(parts)
         self.state, self._parts = state, parts
 
     @property
@@ -251,12 +261,13 @@ class Steps:
 
     def __iter__(self) -> Iterator[Attempt]:
         with contextlib.ExitStack() as stack:
-            stack.callback(self._undo.close)
+            stack.enter_context(self._undo.watching())
             if self._group is not None:
                 context().can_keep()
                 # The watch ends first, so that nothing cuts what the script does afterwards.
                 stack.callback(self._group.close)
                 stack.enter_context(self._group.watched())
+            self._settle()
             self._begin_group()
             while not (yield from self._in_this_group()):
                 self._begin_group()
@@ -275,10 +286,11 @@ class Steps:
             for batch in drawn if self.loader is None else self.loader(drawn):
                 if context().must_leave:
                     return False
-                attempt = Attempt(self, batch, new_group=new)
                 self._undo.begin()
+                self._attempt = attempt = Attempt(self, batch, new_group=new)
                 yield attempt
                 new = False
+                self._settle()
                 if not attempt.entered:
                     raise ConfigError("each attempt is to be entered: `with attempt as batch`")
                 if not attempt.committed or self._leaves_for_more():
@@ -287,9 +299,24 @@ class Steps:
                     return True
         return self._end_together()
 
+    def _settle(self) -> None:
+        """Complete the attempt that began last, if it was committed, or else undo it.
+
+        An exception may interrupt this method at any line: the next call does the rest.
+        """
+        attempt = self._attempt
+        if attempt is None:
+            return
+        if attempt.committed:
+            attempt._count()
+            self.step = attempt.step
+        else:
+            # What a function makes is made anew for the next group, so it is not undone.
+            self._whole = self._undo.back() and self._make is None
+        self._attempt = None
+
     def _commit(self, attempt: Attempt) -> None:
-        self._batches.advance()
-        self.step = attempt.step
+        self._settle()
         told, manager = dict(attempt.told), self._manager
         metrics = told.pop("metrics", None)
         context().step(self.step, **told)
@@ -333,10 +360,9 @@ class Steps:
 
     def _is_cut_by(self, error: BaseException) -> bool:
         """Whether what an attempt raised comes of its group's end; then it is undone."""
-        self._whole = False
         if not self._is_of_group(error):
             return False
-        self._whole = self._undo.back() and self._make is None
+        self._settle()
         done = "is undone" if self._whole else "had been applied in part: the state is taken anew"
         log.info("the attempt of step %d was cut, and %s: %s", self.step + 1, done, error)
         return True
@@ -375,9 +401,7 @@ class Steps:
         if group is not None:
             if self._entered or not group.words:
                 group.leave()
-                whole = self._whole and self._make is None
-                word = Word(self.step if self._has_state else None, whole, ready=True)
-                group.meet(attrs.asdict(word))
+                group.meet(attrs.asdict(self._word()))
             self._entered = True
             if not group.connected:
                 group.connect()
@@ -396,20 +420,37 @@ class Steps:
             if self._manager is not None:
                 self._manager.regrouped(local_rank=nodes[:rank].count(nodes[rank]))
 
+    def _word(self) -> Word:
+        """Return what this worker says about its state."""
+        whole = self._whole and self._make is None
+        return Word(self.step if self._has_state else None, whole, ready=True)
+
     def _agree(self) -> None:
-        words = [Word.read(word) for word in self._group.words] if self._group else [Word()]
+        """Have the newest committed state: this worker's own, another's, or the manager's."""
+        if self._group is None:
+            words = [self._word()]
+        else:
+            words = [Word.read(word) for word in self._group.words]
         found = choose(words, any_step=self._manager is None)
-        if found is not None:
+        if found is None:
+            self._restore(words)
+        elif self._group is not None:
             self._take_over(found, words)
-        elif self._manager is not None:
-            self._whole = False
-            self.step = self._manager.restore(self._parts).step
-        if found is None and not self.step and any(word.step is not None for word in words):
-            raise CheckpointError(
-                "no worker has the state whole, as their optimizers had begun a step that was cut,"
-                " and nothing was saved: give steps a manager, or undo='copy'"
-            )
         self._has_state = self._whole = True
+
+    def _restore(self, words: Sequence[Word]) -> None:
+        """Have the newest state that the manager can restore, or begin a job without a state."""
+        self._whole = False
+        restored = None if self._manager is None else self._manager.restore(self._parts)
+        if restored:
+            self.step = restored.step
+        elif interrupted := [word.step + 1 for word in words if word.step is not None]:
+            raise CheckpointError(
+                f"step {max(interrupted)} was interrupted after an optimizer had begun to write,"
+                " so it cannot be undone; and no worker, snapshot or checkpoint has the state of a"
+                " completed step: give steps a manager, and save_every where no agent keeps"
+                " snapshots"
+            )
 
     def _take_over(self, found: Takeover, words: Sequence[Word]) -> None:
         """All come to the state of the source, which those that lack it are sent."""

@@ -1,9 +1,9 @@
-"""What a step that was cut may have changed, and how that is undone.
+"""Rollback of an interrupted training step.
 
-Parameters, and what optimizers keep for them, are not copied: only an optimizer writes them, and
-whether one has begun is known. Until then a cut step has changed gradients, which are dropped, and
-what is copied as each attempt begins: buffers that were written since, generators' states, learning
-rates, and all else in the state (schedulers, samplers, plain values, tensors in containers).
+Parameters and optimizer state are not copied. Only an optimizer writes them, and `Undo` knows
+whether one has begun. Until then a step has changed gradients, which are dropped, and the values
+that are copied when an attempt begins: buffers, the states of random number generators, learning
+rates, and everything else in the state (schedulers, samplers, plain values, tensors in containers).
 """
 
 from __future__ import annotations
@@ -12,139 +12,125 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.manager import HostBuffer
-from ..checkpoint.pack import lay_out, unpack
 from ..checkpoint.state import Way, changed, fit, values_of
 from ..logical.workers import LogicalWorkers
 
 
-@attrs.frozen
-class _Buffer:
-    """A buffer as it was, and how often it had been written then."""
+@attrs.frozen(eq=False)
+class _Before:
+    """The state before an attempt, as far as it is copied."""
 
-    tensor: Tensor
-    version: int
-    copied: Tensor
+    generators: list[Callable[[], object]]
+    versions: list[int]  # `Tensor._version` of each parameter
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]]  # its module, name, tensor and a copy
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]  # each parameter group and its settings
+    values: Any
 
 
 class Undo:
-    """Takes a state back to where an attempt began, if it can.
+    """Returns a state to its values before an attempt, unless an optimizer has begun to write.
+
+    An exception, such as KeyboardInterrupt, may interrupt any method at any line: the method can
+    then be called again.
 
     Args:
-        state: names to what `CheckpointManager.restore` takes. Modules and optimizers that do not
-            stand at the top are copied like all else.
-        whole: whether all of it is copied at each attempt, to host memory: then it always can.
+        state: names to what `CheckpointManager.restore` takes. Modules and optimizers that are not
+            values of this dictionary itself are copied like everything else.
     """
 
-    def __init__(self, state: dict[str, Any], *, whole: bool = False) -> None:
+    def __init__(self, state: dict[str, Any]) -> None:
         self._modules = [one for one in state.values() if isinstance(one, nn.Module)]
         self._optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
-        watched = () if whole else (nn.Module, torch.optim.Optimizer)
-        # Of logical workers nothing is ever changed.
-        kinds = (*watched, LogicalWorkers)
+        # LogicalWorkers has no values that change.
+        kinds = (nn.Module, torch.optim.Optimizer, LogicalWorkers)
         self._others = {name: one for name, one in state.items() if not isinstance(one, kinds)}
         self._trained = _all_of(state, (nn.Module, torch.optim.Optimizer))
         self._scalers = _all_of(state, torch.amp.GradScaler)
-        self._host = HostBuffer() if whole else None
-        self._pack = memoryview(b"")
-        self._written = False
-        self._versions: list[int] = []
-        self._buffers: dict[tuple[nn.Module, str], _Buffer] = {}
-        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._values: Any = None
-        self._random: list[Callable[[], object]] = []
-        self._hooks = ExitStack()
-        for optimizer in self._optimizers:
-            self._hooks.callback(optimizer.register_step_pre_hook(self._writes).remove)
+        self._written = False  # whether an optimizer has begun since the last `begin`
+        self._before: _Before | None = None
         self.look()
 
     def look(self) -> None:
-        """Find what the modules are made of, which takes longer than all that an attempt does."""
-        modules = [] if self._host else self._modules
-        self._parameters = [one for module in modules for one in module.parameters()]
-        self._holders = [one for root in modules for one in root.modules() if one._buffers]
+        """Find the parts of the modules again. This takes longer than everything in an attempt."""
+        self._parameters = [one for module in self._modules for one in module.parameters()]
+        self._holders = [one for root in self._modules for one in root.modules() if one._buffers]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notice within this block when an optimizer begins a step."""
+        with ExitStack() as hooks:
+            for optimizer in self._optimizers:
+                hooks.callback(optimizer.register_step_pre_hook(self._writes).remove)
+            yield
 
     def _writes(self, *_: object) -> None:
         self._written = True
 
     @torch.no_grad()
     def begin(self) -> None:
-        """An attempt begins."""
+        """Copy what the attempt that begins now may change."""
         self._written = False
-        self._random = list(_generators())
-        if self._host is not None:
-            self._pack = self._host.take(lay_out(values_of(self._others), {}))
-            return
-        self._versions = [parameter._version for parameter in self._parameters]
-        self._buffers = {key: self._kept(key, one) for key, one in self._present_buffers()}
-        self._groups = [
-            (group, {name: _plain(value) for name, value in group.items() if name != "params"})
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-        ]
-        self._values = copy.deepcopy(values_of(self._others))
-
-    def _present_buffers(self) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
-        for module in self._holders:
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield (module, name), buffer
-
-    def _kept(self, key: tuple[nn.Module, str], buffer: Tensor) -> _Buffer:
-        before = self._buffers.get(key)
-        if before and before.tensor is buffer and before.version == buffer._version:
-            return before
-        return _Buffer(buffer, buffer._version, buffer.clone())
-
-    @property
-    def can(self) -> bool:
-        """Whether the attempt that began last has written nothing that was not copied."""
-        same = self._versions == [parameter._version for parameter in self._parameters]
-        return self._host is not None or (same and not self._written)
+        self._before = _Before(
+            list(_generators()),
+            [parameter._version for parameter in self._parameters],
+            # All buffers are copied. To compare them with an earlier copy costs as much, and their
+            # versions do not tell: `torch.nn.functional.batch_norm` does not raise them.
+            [
+                (module, name, buffer, buffer.clone())
+                for module in self._holders
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ],
+            [
+                (group, {name: _plain(value) for name, value in group.items() if name != "params"})
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+            ],
+            copy.deepcopy(values_of(self._others)),
+        )
 
     @torch.no_grad()
     def back(self) -> bool:
-        """Undo the attempt, if it can be: whether the state is as it was before."""
+        """Undo what was changed since `begin`, and drop all gradients.
+
+        Returns:
+            Whether the state is as it was at `begin`. False if parameters or the optimizers' state
+            may have been written.
+        """
         for one in self._trained:
             one.zero_grad(set_to_none=True)
         for scaler in self._scalers:
-            scaler._per_optimizer_states.clear()  # what it has unscaled is gone
-        if not self.can:
+            scaler._per_optimizer_states.clear()  # the gradients that it unscaled are dropped
+        before = self._before
+        if before is None or self._written:
             return False
-        for put in self._random:
-            put()
-        if self._host is not None:
-            fit(self._others, unpack(self._pack))()
-            return True
-        for (module, name), was in self._buffers.items():
-            was.tensor.copy_(was.copied)
-            module._buffers[name] = was.tensor
-        for group, values in self._groups:
+        if before.versions != [parameter._version for parameter in self._parameters]:
+            return False
+        for restore in before.generators:
+            restore()
+        for module, name, buffer, content in before.buffers:
+            buffer.copy_(content)
+            module._buffers[name] = buffer
+        for group, values in before.groups:
             for name, value in values.items():
                 now = group.get(name)
                 if isinstance(now, Tensor) and isinstance(value, Tensor):
                     now.copy_(value)
                 else:
                     group[name] = value
-        fit(self._others, self._values)()
+        fit(self._others, before.values)()
         return True
-
-    def close(self) -> None:
-        """Watch no longer."""
-        self._hooks.close()
-        if self._host is not None:
-            self._host.close()
 
 
 def _all_of(state: object, kind: Any) -> list[Any]:
-    """What is of this kind, wherever it stands."""
+    """Return all values of this kind, at any depth of the state."""
     found: list[Any] = []
 
     def look(_way: Way, value: Any) -> Any:
@@ -161,12 +147,12 @@ def _plain(value: Any) -> Any:
 
 
 def _generators() -> Iterator[Callable[[], object]]:
-    """What puts each generator of random numbers back to where it is now."""
+    """Yield functions that return the random number generators to their present states."""
     state = torch.get_rng_state()
     yield lambda: torch.set_rng_state(state)
     drawn = random.getstate()
     yield lambda: random.setstate(drawn)
-    # numpy imports it when it is first asked for it, and torch never asks.
+    # numpy imports numpy.random on its first use, and torch never uses it.
     arrays = sys.modules.get("numpy.random")
     if arrays is not None:
         of_arrays = arrays.get_state()

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -302,25 +303,51 @@ def digest_of(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-Buffers = dict[str, tuple[int, int]]
-"""Of each buffer, which tensor it is and how often that was written to."""
+@attrs.frozen(eq=False)
+class BufferBefore:
+    """A buffer as it was before a logical worker's turn."""
+
+    tensor: Tensor
+    version: int  # `Tensor._version`, which most operations that write to a tensor raise
+    content: Tensor  # a copy
+
+    @classmethod
+    def of(cls, buffer: Tensor) -> BufferBefore:
+        return cls(buffer, buffer._version, buffer.detach().clone())
+
+    def equals(self, now: Tensor | None) -> bool:
+        """Return whether the buffer is the same tensor and was not written to.
+
+        The content is compared as well as the version, because some operations write without
+        raising it: `torch.nn.functional.batch_norm`, and all operations on a tensor's `.data`.
+        """
+        if now is not self.tensor or now._version != self.version:
+            return False
+        content = self.content
+        if (now.dtype, now.device, now.shape) != (content.dtype, content.device, content.shape):
+            return False
+        # The bytes are compared, because a NaN is not equal to itself, and 0.0 is equal to -0.0.
+        flat = (one.detach().reshape(-1).view(torch.uint8) for one in (now, content))
+        return torch.equal(*flat)
 
 
-def buffers_of(model: nn.Module) -> Buffers:
-    return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+def buffers_of(model: nn.Module) -> dict[str, BufferBefore]:
+    """Return each buffer of the model, by name, with a copy of its content."""
+    return {name: BufferBefore.of(buffer) for name, buffer in model.named_buffers()}
 
 
-def check_buffers(model: nn.Module, before: Buffers, worker: int) -> None:
-    """Raise NotReproducible for a buffer that a logical worker changed: no other rank sees that."""
-    after = buffers_of(model)
-    for name in after.keys() | before.keys():
-        if after.get(name) != before.get(name):
+def check_buffers(model: nn.Module, before: Mapping[str, BufferBefore], worker: int) -> None:
+    """Raise NotReproducible if a logical worker changed a buffer: other ranks do not see that."""
+    after = dict(model.named_buffers())
+    for name in {**before, **after}:
+        if name not in before or not before[name].equals(after.get(name)):
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise NotReproducible(
                 f"logical worker {worker} changed the buffer {name} of a {kind}: it would come to"
                 " depend on which logical workers this rank computes. Use a module without"
-                " running statistics (track_running_stats=False, GroupNorm, LayerNorm), or put it"
-                " into eval mode"
+                " running statistics (track_running_stats=False, GroupNorm, LayerNorm), put it"
+                " into eval mode, or call torch.nn.functional.batch_norm with training=False or"
+                " without running statistics"
             )
 
 

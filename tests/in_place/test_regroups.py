@@ -132,9 +132,8 @@ def test_a_group_whose_store_is_lost_is_left(agent: Agent) -> None:
     assert last(agent, 0)["digest"] == last(agent, 1)["digest"]
 
 
-@pytest.mark.parametrize("undo", ["watch", "copy"])
-def test_a_step_that_was_applied_is_not_applied_twice(agent: Agent, undo: str) -> None:
-    agent.start(train_with_a_late_error, 3, undo, 0.05)
+def test_a_step_that_was_applied_is_not_applied_twice(agent: Agent) -> None:
+    agent.start(train_with_a_late_error, 3, 0.05)
     agent.until_step([0, 1, 2], 3)
     agent.until_step([2], 5)
     agent.until_applied(2, 6)
@@ -147,9 +146,23 @@ def test_a_step_that_was_applied_is_not_applied_twice(agent: Agent, undo: str) -
     ]
     (agent.folder / "undisturbed").mkdir()
     with Agent(agent.folder / "undisturbed") as alone:
-        alone.start(train_with_a_late_error, 1, "copy")
+        alone.start(train_with_a_late_error, 1)
         alone.wait([0])
         assert last(agent, 0)["weights"] == pytest.approx(last(alone, 0)["weights"], abs=1e-4)
+
+
+def test_a_step_that_all_have_applied_in_part_and_none_has_saved_is_an_error(agent: Agent) -> None:
+    agent.start(train_with_a_late_error, 3, 0.0, False, 4)
+    for number in range(3):
+        agent.until_applied(number, 4)
+    agent.kill(2)
+    agent.tell_leave([0, 1])
+    (agent.folder / "released").touch()
+    agent.regroup([0, 1])
+    agent.wait([0, 1])
+    for number in (0, 1):
+        assert "step 4 was interrupted" in last(agent, number)["error"]
+        assert max(line.get("applied", 0) for line in agent.lines(number)) == 4
 
 
 def test_a_sharded_state_is_put_together_in_the_next_group(agent: Agent) -> None:

@@ -107,8 +107,6 @@ def test_what_cannot_be_asked_for_is_refused() -> None:
         elasticlib.steps(range(3), {})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="save_every >= 0, got -1"):
         elasticlib.steps(batches(), {}, save_every=-1)
-    with pytest.raises(ConfigError, match="undo"):
-        elasticlib.steps(batches(), {}, undo="redo")  # type: ignore[arg-type]
 
 
 def sharded_is_refused() -> str:

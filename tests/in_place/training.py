@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from jobs import until
 from played import write_down
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -16,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import elasticlib
 from elasticlib import ElasticBatchSampler, ElasticDistributedSampler, LogicalWorkers
+from elasticlib.errors import CheckpointError
 
 SAMPLES, BATCH, EPOCHS = 240, 8, 100
 
@@ -112,12 +117,27 @@ def train_in_parallel(folder: Path, number: int, pause: float = 0.0) -> None:
     write_down(folder, number, digest=digest(job.model))
 
 
-def train_with_a_late_error(folder: Path, number: int, undo: Any, pause: float = 0.0) -> None:
-    """The loss is added up behind the optimizer's step, where a lost peer is seen too late."""
+@contextlib.contextmanager
+def write_error(folder: Path, number: int) -> Iterator[None]:
+    """End the process after it has written down that no state can be restored."""
+    try:
+        yield
+    except CheckpointError as error:
+        write_down(folder, number, error=str(error))
+        sys.exit()
+
+
+def train_with_a_late_error(
+    folder: Path, number: int, pause: float = 0.0, saves: bool = True, held: int = 0
+) -> None:
+    """The loss is added up behind the optimizer's step, where a lost peer is seen too late.
+
+    In step `held`, workers wait behind the optimizer's step until the file `released` exists.
+    """
     elasticlib.init_process_group("gloo")
     job = Job(logical=False)
-    with elasticlib.CheckpointManager(folder / "checkpoints") as manager:
-        loop = elasticlib.steps(job.batches, job.state, manager=manager, epochs=1, undo=undo)
+    with write_error(folder, number), elasticlib.CheckpointManager(folder / "disk") as manager:
+        loop = elasticlib.steps(job.batches, job.state, manager=manager if saves else None)
         for attempt in loop:
             with attempt as indices:
                 job.optimizer.zero_grad()
@@ -130,6 +150,8 @@ def train_with_a_late_error(folder: Path, number: int, undo: Any, pause: float =
                 job.optimizer.step()
                 write_down(folder, number, applied=attempt.step)
                 time.sleep(pause)
+                if attempt.step == held:
+                    until("released", (folder / "released").exists)
                 dist.all_reduce(loss.detach())
             if attempt.committed:
                 world = dist.get_world_size()

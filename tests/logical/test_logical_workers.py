@@ -6,6 +6,8 @@ What one process can show (semantics and refusals) is shown in this one, without
 from __future__ import annotations
 
 import copy
+import functools
+import math
 import re
 import signal
 
@@ -288,6 +290,74 @@ def test_a_buffer_that_depends_on_the_batch_is_refused(module, name):
 def test_so_are_others_than_those_of_batch_norm(model, name):
     with pytest.raises(NotReproducible, match=f"changed the buffer {name}"):
         run_step(LogicalWorkers(model, 2), torch.rand(8, 3))
+
+
+class WithBuffers(nn.Module):
+    """A module whose forward pass calls a function on its own two buffers."""
+
+    def __init__(self, forward, mean=0.0):
+        super().__init__()
+        self.linear, self.function = nn.Linear(3, 3), forward
+        self.register_buffer("mean", torch.full((3,), mean))
+        self.register_buffer("var", torch.ones(3))
+
+    def forward(self, x):
+        return self.function(self.linear(x), self)
+
+
+def normalise(x, module, training):
+    return nn.functional.batch_norm(x, module.mean, module.var, training=training)
+
+
+def write_through_data(x, module):
+    module.mean.data.add_(1)
+    return x
+
+
+def change_only_the_sign_of_zero(x, module):
+    module.mean.neg_()
+    return x
+
+
+def replace_by_another_tensor(x, module):
+    module.mean = module.mean.clone()
+    return x
+
+
+def replace_data_by_another_dtype(x, module):
+    module.mean.data = module.mean.double()
+    return x
+
+
+def remove_it(x, module):
+    module.register_buffer("mean", None)
+    return x
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        functools.partial(normalise, training=True),
+        write_through_data,
+        change_only_the_sign_of_zero,
+        replace_by_another_tensor,
+        replace_data_by_another_dtype,
+        remove_it,
+    ],
+)
+def test_a_buffer_is_refused_however_the_forward_pass_changes_it(forward):
+    model = WithBuffers(forward)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(NotReproducible, match="worker 0 changed the buffer mean of a WithBuffers"):
+        run_step(LogicalWorkers(model, 2), torch.rand(8, 3))
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("mean", [0.0, math.nan])
+def test_buffers_that_are_only_read_are_accepted_whatever_they_hold(mean):
+    model = WithBuffers(functools.partial(normalise, training=False), mean)
+    run_step(LogicalWorkers(model, 2), torch.rand(8, 3))
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

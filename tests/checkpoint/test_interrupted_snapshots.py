@@ -1,0 +1,171 @@
+"""Snapshots that a signal handler interrupts, and calls that come while a snapshot is made.
+
+A signal handler that raises (KeyboardInterrupt) can interrupt `snapshot` at any line. Afterwards,
+the newest snapshot is that of the call before or that of the interrupted call, and the next call
+works. A handler that itself calls the manager gets an error at worst, and never waits for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interrupts import Interrupter
+from jobs import until
+
+from elasticlib import CheckpointManager
+from elasticlib.checkpoint import memory
+from elasticlib.checkpoint.pack import unpack
+from elasticlib.errors import CheckpointError
+
+TRACED = ("checkpoint/", "threads.py", threading.__file__)
+SNAPSHOTS = ("checkpoint/manager.py", "checkpoint/snapshots.py", "checkpoint/memory.py")
+REJECTED = "another call is still copying"
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The memory of an agent, which the environment of this process names."""
+    era = tmp_path / "memory" / "1"
+    era.mkdir(parents=True)
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
+    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
+    return era.parent
+
+
+def state_of(step: int, size: int = 100) -> dict[str, Any]:
+    return {"n": step, "w": [torch.full((size,), float(step)) for _ in range(3)]}
+
+
+def newest_step(kept: Path) -> int:
+    """Return the step of the newest snapshot, 0 for none, after checking that it is of one call."""
+    counting = memory.that_count(memory.look(kept))
+    if not counting:
+        return 0
+    with memory.pinned(kept, counting[0]) as view:
+        assert view is not None
+        assert memory.flaw(kept, counting[0], view) is None
+        state = unpack(view)
+    step = counting[0].record.step
+    assert state["n"] == step
+    assert [tensor.unique().tolist() for tensor in state["w"]] == [[step]] * 3
+    return step
+
+
+def assert_next_snapshot_works(manager: CheckpointManager, kept: Path, step: int) -> None:
+    """Keep this step; check that it is there, and that it gets its checksum."""
+    assert manager.snapshot(step, state_of(step))
+    assert newest_step(kept) == step
+    (newest,) = [one for one in memory.look(kept) if one.record.step == step]
+    until("the checksum", lambda: memory.sum_of(kept, newest) is not None)
+
+
+@pytest.mark.parametrize("grows", [False, True], ids=["same size", "larger each time"])
+def test_interrupted_at_any_line_a_snapshot_is_complete_or_the_one_before_stays(
+    tmp_path: Path, kept: Path, grows: bool
+) -> None:
+    interrupter = Interrupter(*TRACED)
+    with CheckpointManager(tmp_path / "disk") as manager:
+        for step in count(1, 3):
+            state = state_of(step + 1, size=(100 + 1000 * step) if grows else 100)
+            assert manager.snapshot(step, state_of(step))
+            is_interrupted = interrupter.interrupt(lambda: manager.snapshot(step + 1, state))  # noqa: B023
+            assert newest_step(kept) in ((step, step + 1) if is_interrupted else (step + 1,))
+            assert_next_snapshot_works(manager, kept, step + 2)
+            if not is_interrupted:
+                break
+    assert len(interrupter.where) > 100
+    assert len(list(kept.glob("1/own.*"))) <= 4, "interrupted calls have left memory behind"
+
+
+def test_interrupted_at_any_line_the_first_snapshot_is_complete_or_not_there(
+    tmp_path: Path, kept: Path
+) -> None:
+    interrupter, is_interrupted = Interrupter(*SNAPSHOTS), True
+    while is_interrupted:
+        with CheckpointManager(tmp_path / "disk") as manager:
+            is_interrupted = interrupter.interrupt(lambda: manager.snapshot(1, state_of(1)))
+            assert newest_step(kept) in ((0, 1) if is_interrupted else (1,))
+            assert_next_snapshot_works(manager, kept, 2)
+        memory.remove(kept, memory.look(kept))
+    assert len(interrupter.where) > 50
+
+
+def snapshot(manager: CheckpointManager) -> None:
+    manager.snapshot(3, state_of(3))
+
+
+def save(manager: CheckpointManager) -> None:
+    manager.save(3, state_of(3))
+
+
+def close(manager: CheckpointManager) -> None:
+    manager.close()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("act", [snapshot, save, close])
+def test_a_signal_handler_at_any_line_gets_an_error_at_worst(
+    tmp_path: Path, kept: Path, act: Callable[[CheckpointManager], None]
+) -> None:
+    errors = list[str]()
+
+    def handler() -> None:
+        try:
+            act(manager)
+        except CheckpointError as error:
+            errors.append(str(error))
+
+    interrupter, is_interrupted = Interrupter(*SNAPSHOTS, handler=handler), True
+    while is_interrupted:
+        with CheckpointManager(tmp_path / "disk") as manager:
+            is_interrupted = interrupter.interrupt(lambda: keep_unless_closed(manager))
+            assert newest_step(kept) in ((0, 2) if act is close else (2, 3))
+        memory.remove(kept, memory.look(kept))
+    assert len(interrupter.where) > 50
+    assert all(REJECTED in error for error in errors)
+    assert bool(errors) == (act is not save)
+
+
+def keep_unless_closed(manager: CheckpointManager) -> None:
+    try:
+        manager.snapshot(2, state_of(2))
+    except CheckpointError as error:
+        if not str(error).endswith("is closed"):
+            raise
+
+
+class Gated:
+    """A part of a state that is read only once the gate is open."""
+
+    def __init__(self) -> None:
+        self.asked, self.gate = threading.Event(), threading.Event()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked.set()
+        assert self.gate.wait(60)
+        return {}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        """Take nothing."""
+
+
+def test_a_second_thread_is_rejected_while_one_copies(tmp_path: Path, kept: Path) -> None:
+    part = Gated()
+    with CheckpointManager(tmp_path / "disk") as manager:
+        state = {**state_of(1), "gated": part}
+        thread = threading.Thread(target=lambda: manager.snapshot(1, state))
+        thread.start()
+        assert part.asked.wait(60)
+        with pytest.raises(CheckpointError, match=f"step 2 is not kept: {REJECTED}"):
+            manager.snapshot(2, state_of(2))
+        manager.save(2, state_of(2)).wait()
+        part.gate.set()
+        thread.join(60)
+        assert newest_step(kept) == 1
+        assert_next_snapshot_works(manager, kept, 3)

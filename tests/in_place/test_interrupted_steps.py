@@ -1,0 +1,178 @@
+"""Steps that an exception interrupts, and that the script goes on from in the same process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interrupts import Interrupter
+from torch import Tensor, nn
+
+import elasticlib
+from elasticlib import CheckpointManager, ElasticBatchSampler, ElasticDistributedSampler
+from elasticlib.errors import CheckpointError
+
+EPOCHS, STEPS = 2, 6  # of 3 batches each, and altogether
+
+NOT_UNDONE = r"step {} was interrupted after an optimizer had begun.* give steps a manager"
+
+
+class Fault(Exception):
+    """Raised by the training at a place that a test chooses."""
+
+
+class Statistics(nn.Module):
+    """A batch norm whose running statistics change without raising `Tensor._version`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("var", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.mean, Tensor)
+        assert isinstance(self.var, Tensor)
+        return nn.functional.batch_norm(x, self.mean, self.var, training=True)
+
+
+class Training:
+    """A training whose weights depend on the batches, their order and random numbers."""
+
+    def __init__(self, manager: CheckpointManager | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(2, 2), Statistics(), nn.Linear(2, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.faults = 1
+        self.seen: dict[str, list[int]] = {"indices": []}
+        sampler = ElasticDistributedSampler(range(10), 1, 0, tail="exact")
+        self.batches = ElasticBatchSampler(sampler, 4)
+        self.state = {"model": self.model, "optimizer": self.optimizer, "seen": self.seen}
+        self.loop = elasticlib.steps(
+            self.batches,
+            self.state,
+            manager=manager,
+            epochs=EPOCHS,
+            save_every=0 if manager is None else 1,
+        )
+
+    def step(self, indices: list[int], fault: str = "") -> None:
+        # A manager does not restore the generators of random numbers, so each step has its own.
+        random = torch.Generator().manual_seed(len(self.seen["indices"]))
+        x = torch.tensor(indices)[:, None] + torch.randn(len(indices), 2, generator=random)
+        self.seen["indices"] += indices
+        self.optimizer.zero_grad()
+        self.model(x).square().sum().backward()
+        if fault == "before the optimizer":
+            raise Fault(fault)
+        self.optimizer.step()
+        if fault == "after the optimizer":
+            raise Fault(fault)
+
+    def iterate(self, until: int = STEPS) -> None:
+        """Make the steps up to this one."""
+        for attempt in self.loop:
+            with attempt as indices:
+                self.step(indices)
+            if attempt.step == until:
+                break
+
+    def result(self) -> list[Any]:
+        values = [value for tensor in self.model.state_dict().values() for value in tensor.tolist()]
+        return [self.loop.step, self.seen["indices"], self.batches.position, values]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    """The result of the training without an interruption."""
+    training = Training()
+    training.iterate()
+    return training.result()
+
+
+@pytest.fixture(params=[False, True], ids=["no manager", "manager"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointManager | None]:
+    with contextlib.ExitStack() as stack:
+        with_one = request.param
+        yield stack.enter_context(CheckpointManager(tmp_path)) if with_one else None
+
+
+def catch_in_the_loop(training: Training, fault: str) -> None:
+    for attempt in training.loop:
+        with contextlib.suppress(Fault), attempt as indices:
+            faulty = attempt.step == 4 and training.faults > 0
+            training.faults -= faulty
+            training.step(indices, fault if faulty else "")
+
+
+def catch_outside(training: Training, fault: str) -> None:
+    training.iterate(3)
+    with contextlib.suppress(Fault):
+        for attempt in training.loop:
+            with attempt as indices:
+                training.step(indices, fault)
+    assert training.loop.step == 3
+    training.iterate()
+
+
+@pytest.mark.parametrize("fail_and_go_on", [catch_in_the_loop, catch_outside])
+@pytest.mark.parametrize("fault", ["before the optimizer", "after the optimizer"])
+def test_a_step_whose_error_the_script_catches_is_applied_once(
+    expected: list[Any], manager: CheckpointManager | None, fail_and_go_on: Any, fault: str
+) -> None:
+    training = Training(manager)
+    if fault == "after the optimizer" and manager is None:
+        with pytest.raises(CheckpointError, match=NOT_UNDONE.format(4)):
+            fail_and_go_on(training, fault)
+        with pytest.raises(CheckpointError, match=NOT_UNDONE.format(4)):
+            training.iterate()
+        assert training.loop.step == 3
+        return
+    fail_and_go_on(training, fault)
+    assert training.result() == expected
+
+
+def test_a_loop_that_was_left_goes_on_from_its_last_step(
+    expected: list[Any], manager: CheckpointManager | None
+) -> None:
+    training = Training(manager)
+    for step in range(2, STEPS + 1, 2):
+        training.iterate(step)
+    assert training.result() == expected
+
+
+def test_a_step_interrupted_anywhere_is_applied_once(expected: list[Any]) -> None:
+    interrupter = Interrupter("in_place/", "data/")
+    not_undone, is_interrupted = [], True
+    while is_interrupted:
+        training = Training()
+        training.iterate(2)
+        is_interrupted = interrupter.interrupt(partial(training.iterate, 3))
+        try:
+            training.iterate()
+        except CheckpointError:
+            not_undone.append(interrupter.where[-1])
+        else:
+            assert training.result() == expected, interrupter.where[-1]
+    assert len(interrupter.where) > 50
+    # After the optimizer only the lines up to the assignment that makes the step count are left.
+    assert len(not_undone) == 2, not_undone
+    assert all(where.endswith(" __exit__") for where in not_undone), not_undone
+
+
+def test_a_step_interrupted_anywhere_is_restored_by_a_manager(
+    expected: list[Any], tmp_path: Path
+) -> None:
+    interrupter = Interrupter("in_place/steps.py")
+    is_interrupted = True
+    while is_interrupted:
+        with CheckpointManager(tmp_path / str(len(interrupter.where))) as manager:
+            training = Training(manager)
+            training.iterate(2)
+            is_interrupted = interrupter.interrupt(partial(training.iterate, 3))
+            training.iterate()
+            assert training.result() == expected, interrupter.where[-1]
