@@ -282,6 +282,8 @@ class Steps:
         self._undo.look()
         for epoch in range(self.epoch, self.epochs):
             self._batches.set_epoch(epoch)
+            if not len(self._batches):
+                continue  # a script that iterates this object again may have used the epoch up
             drawn = Drawn(self._batches, self._logical)
             for batch in drawn if self.loader is None else self.loader(drawn):
                 if context().must_leave:

@@ -8,8 +8,8 @@ import shutil
 import signal
 
 import pytest
-from distributions import path_with
 from jobs import PROGRAMS, WITHOUT_TORCH, Job
+from modules import path_with
 
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.elastic_launch import _elsewhere

@@ -17,7 +17,15 @@ from jobs import until
 from test_local import Run, shell
 
 from elasticlib.workers.exit import WorkerExit
-from elasticlib.workers.output import TAIL_BYTES, TAIL_LINES, Places, Streams
+from elasticlib.workers.output import (
+    TAIL_BYTES,
+    TAIL_LINES,
+    OutputPlan,
+    Places,
+    Streams,
+    parse_streams,
+)
+from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import Function, Script
 
 BOOTSTRAP = Path(__file__).parents[2] / "elasticlib" / "workers" / "bootstrap.py"
@@ -273,10 +281,18 @@ def test_who_leaves_by_an_exit_code_is_named_before_the_peers_that_notice_it(
     assert not list(attempt.glob("*/*.exit"))
 
 
+class PlanOnFullDisk(OutputPlan):
+    """Writes all files of a worker to a device that is full."""
+
+    def places(self, local_rank: int, folder: str) -> Places:
+        del local_rank, folder
+        full = "/dev/full"
+        return Places(full, files={Streams.OUT: full, Streams.ERR: full})
+
+
 def test_last_lines_of_stderr_are_known_although_its_file_is_on_a_full_disk(run: Run) -> None:
-    full = "/dev/full"
-    places = Places(full, files={Streams.OUT: full, Streams.ERR: full})
-    run.writing("3", "0", ask=lambda *_: {0: places})
+    plan = PlanOnFullDisk(redirect=parse_streams("3", "-r"))
+    run.workers = LocalWorkers(os.environ, output=plan, start_method="spawn")
     run.start(shell("seq 1 100000 >&2; echo 'the true cause' >&2; exit 3"))
     exit_ = run.end()
     assert exit_.tail.endswith("100000\nthe true cause")
