@@ -35,7 +35,6 @@ COMMANDS = {
     "report": ("commands", "write a page on a run: timeline, recoveries, failures"),
     "status": ("live_commands", "what a run is doing: its state, nodes, ranks, steps"),
     "stacks": ("live_commands", "the Python stacks of a run's workers, now"),
-    "logs": ("logs_command", "show the lines that a run's workers wrote"),
     "doctor": ("commands", "look for what would keep a job from running here"),
 }
 """Of each the module that adds its arguments, by a function `add_NAME(parser)`, and its help."""

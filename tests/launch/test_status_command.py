@@ -151,7 +151,6 @@ def test_no_word_of_a_run_reaches_the_terminal_as_a_command(
         folder = written(tmp_path, *more)
         main(["status", folder])
     main(["status", f"{tmp_path}/{evil}"])
-    main(["logs", f"{tmp_path}/{evil}"])
     said = capsys.readouterr()
     assert "\\x1b]0;title\\x07" in said.out
     assert "\\x1b]0;title\\x07" in said.err
@@ -345,7 +344,6 @@ def test_who_is_watched_may_be_away_for_a_while(
     assert "why: the store is away" in said
 
 
-@pytest.mark.parametrize("command", ["logs", "stacks"])
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
@@ -357,10 +355,10 @@ def test_who_is_watched_may_be_away_for_a_while(
     ],
 )
 def test_ranks_that_make_no_sense_are_refused(
-    command: str, ranks: str, says: str, capsys: pytest.CaptureFixture[str]
+    ranks: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as refused:
-        main([command, "-r", ranks])
+        main(["stacks", "-r", ranks])
     assert refused.value.code == 2
     assert says in capsys.readouterr().err
 
