@@ -22,7 +22,6 @@ from .backend_names import BACKENDS
 
 PREFIX = "PET_"
 MASTER_PORT = 29500
-REQUEUES = ("none", "slurm")
 OWN = "[+]"
 """Marks in --help the flags that torchrun does not have."""
 
@@ -280,12 +279,6 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             "exit with this code after a drain",
             DRAIN_EXIT_CODE,
             int,
-        ),
-        _Own(
-            "--requeue NAME",
-            "slurm: put the job back into Slurm's queue after all nodes were drained",
-            "none",
-            choices=REQUEUES,
         ),
         _Own(
             "--resize-grace SECONDS",

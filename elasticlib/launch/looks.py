@@ -56,7 +56,6 @@ from .config import (
 )
 from .console import log_level
 from .endpoints import read_secret
-from .requeue import find_requeue
 from .store_host import must_host
 
 CONNECT_SECONDS = 3.0
@@ -154,12 +153,6 @@ def look_at_flags(config: LaunchConfig, environment: Mapping[str, str]) -> Itera
         )
     level = environment.get("LOGLEVEL", "INFO")
     yield from _tried("LOGLEVEL", lambda: log_level(level), f"{level}, for the agent's own lines")
-    requeue = config.supervision.requeue
-    yield from _tried(
-        "--requeue",
-        lambda: find_requeue(requeue, environment),
-        "{0.scontrol} is asked to requeue {0.target}",
-    )
     backend, file = config.rdzv_backend, config.options.secret_file
     asked = backend in TCP_BACKENDS
     known = "nodes must prove to know it" if asked else "the secret is not used: it is not "

@@ -130,7 +130,6 @@ def test_an_elastic_job_says_what_only_the_meeting_can_tell(
         ("--preload no_such_module_here", "--preload", "is not found"),
         ("--no-python", "program", "not to be executed"),
         ("--no-python --preload json", "--preload", "is another program"),
-        ("--requeue slurm", "--requeue", "--requeue slurm"),
         ("-m", "module", "is not found"),
         ("--nnodes 2 --rdzv-endpoint host.invalid", "resolve", "resolves to nothing"),
         (
