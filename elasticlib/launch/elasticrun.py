@@ -107,14 +107,15 @@ def _run_node(launch: Launch, workers: Workers) -> _Ended:
     # Imported while the process that workers are forked from imports torch.
     from ..workers.spec import WorkerState, entry_name
     from .elastic_launch import run_node
-    from .exit_report import result_text
+    from .exit_report import error_file, result_text
 
     config = launch.config
     lines: list[str] = []
     result = run_node(config, launch.entrypoint, workers, summed=lines.append)
     # The reason stays what is read last.
     _show("".join(lines) + result_text(result))
-    leave_error_of(result)
+    if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
+        leave_error(error_file(result, wall()))
     drained = result.state is WorkerState.DRAINED
     code = config.supervision.drain_exit_code if drained else result.exit_code
     return _Ended(code, result, entry_name(launch.entrypoint))
@@ -128,15 +129,6 @@ def _show_plan(launch: Launch) -> int:
     findings = taken(of_launch(launch.config, launch.entrypoint, os.environ))
     show_plan(launch, findings, os.environ)
     return 1 if any(finding.good is False for finding in findings) else 0
-
-
-def leave_error_of(result: RunResult) -> None:
-    """Its first failure, or why it was stopped, in the launcher's own error file."""
-    from ..workers.spec import WorkerState
-    from .exit_report import error_file
-
-    if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
-        leave_error(error_file(result, wall()))
 
 
 def leave_error(record: bytes) -> None:
