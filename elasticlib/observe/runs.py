@@ -268,6 +268,19 @@ def _read_record(events: Path) -> Record | None:
     return Record(events, run, began, until, _endpoint(first))
 
 
+def last_event(events: Path) -> Event | None:
+    """Return the last event of a file that can be read, or None. Lines that are damaged, as where
+    the machine lost its power, are skipped."""
+    try:
+        with events.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * LONGEST))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    found = filter(None, map(_event, reversed(lines)))
+    return next((event for event in found if event.possible), None)
+
+
 def _event(line: bytes) -> Event | None:
     try:
         return decode(line)

@@ -1,4 +1,4 @@
-"""rich, prometheus-client and matplotlib taken away: all else works, metrics too, and who needs one
+"""prometheus-client and matplotlib taken away: all else works, metrics too, and who needs one
 names its extra."""
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, until
 from test_observe_port import TALKER, get
+
+from elasticlib.launch.command_tools import CLEAR
 
 pytestmark = pytest.mark.faults
 NO_EXTRAS = str(PROGRAMS / "no_extras")
@@ -84,7 +86,7 @@ def test_a_job_and_each_command_about_it(job: Job) -> None:
     assert agent.exit_code() == 0
     assert "elasticlib report plain" in agent.text
     shown = on_a_terminal(job, "status", "--watch", "plain")
-    assert "pip install 'elasticlib[ui]'" in shown
+    assert shown.startswith(CLEAR)
     assert "SUCCEEDED" in shown
     page = job.folder / "run.html"
     said(job, "report", "plain", "-o", str(page))
