@@ -346,8 +346,7 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
     "before the start": (
         _Own(
             "--dry-run",
-            "start nothing; show all settings with their origins, the workers' environment and "
-            "checks of this machine; exit with 1 if a check fails",
+            "start nothing; show all settings with their origins, and the workers' environment",
             False,
         ),
     ),
