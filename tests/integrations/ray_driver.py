@@ -91,7 +91,8 @@ def main() -> None:
         start_method="spawn" if mode == "work" else "warm",
         supervision=SupervisionOptions(agent=AgentOptions(drain_grace=30.0)),
     )
-    ray.init(address=address)
+    if gpus:
+        ray.init(address=address, runtime_env={"env_vars": {"OMP_NUM_THREADS": "3"}})
     work = {"fail": fail, "save": save, "work": Script(str(WORKER))}.get(mode, train)
     try:
         values = ray_launch(config, work, {"CPU": 2 if gpus else 1, "GPU": gpus})(FOLDER)
@@ -103,6 +104,7 @@ def main() -> None:
         ranks = sorted(error.failures)
         print(json.dumps({"state": state, "says": str(error), "cause": said, "failures": ranks}))
     else:
+        ray.shutdown()  # so that nothing is printed after this
         print(json.dumps({rank: value and attrs.asdict(value) for rank, value in values.items()}))
 
 

@@ -132,7 +132,8 @@ def rays(cluster: Rays) -> Iterator[Rays]:
 
 def drive(job: Job, rays: Rays, mode: str, *args: str) -> Node:
     """Start a process that runs a function, or the fault worker for the mode `work`."""
-    return job.start("driver", sys.executable, DRIVER, rays.address, mode, str(job.folder), *args)
+    command = (sys.executable, DRIVER, rays.address, mode, str(job.folder), *args)
+    return job.start("driver", *command, RAY_ADDRESS=rays.address)
 
 
 def said(driver: Node) -> Any:
@@ -174,6 +175,7 @@ def test_workers_see_the_gpus_that_ray_gave_to_their_agent(job: Job, rays: Rays)
     given = {value["devices"] for value in values.values()}
     assert len(values) == 2
     assert len(given) == 1
+    assert {value["threads"] for value in values.values()} == {"3"}, "the runtime_env of ray.init"
     assert len(given.pop().split(",")) == 2
 
 
