@@ -51,17 +51,14 @@ def check_beside_torchs(config: LaunchConfig) -> None:
         ConfigError: a flag, or for torch's own handler a key of --rdzv-conf, that has no meaning.
     """
     backend, supervision = config.rdzv_backend, config.supervision
-    defaults = type(supervision)()
     given = {
         "--topology": bool(config.topology),
         "--spares": config.spares is not None,
         "--node-rank": config.node_rank is not None,
         "--store-grace": config.store_grace != type(config)().store_grace,
         "--snapshot-replicas": supervision.agent.snapshot_replicas > 0,
+        "--restart-window": supervision.restart_window != type(supervision)().restart_window,
     }
-    for name in ("restart_window", "restart_backoff"):
-        flag = f"--{name.replace('_', '-')}"
-        given[flag] = getattr(supervision, name) != getattr(defaults, name)
     refused = [flag for flag, is_given in given.items() if is_given]
     if refused:
         raise ConfigError(

@@ -226,20 +226,18 @@ _PLAIN: Mapping[str, tuple[str, Any]] = {
 @attrs.frozen(kw_only=True)
 class SupervisionOptions:
     """agent: what this node's agent does by itself. drain_exit_code: of a node that was drained.
-    restart_window: reset the restart count after this many stable seconds; 0: never.
-    restart_backoff: seconds that a restart is held back for at most; both the same on all nodes.
+    restart_window: reset the restart count after this many stable seconds, the same on all nodes;
+    0: never.
     """
 
     agent: AgentOptions = attrs.field(factory=AgentOptions)
     drain_exit_code: int = DEFAULTS["drain_exit_code"]
     restart_window: float = DEFAULTS["restart_window"]
-    restart_backoff: float = DEFAULTS["restart_backoff"]
 
     @naming_fields()
     def __attrs_post_init__(self) -> None:
         check_types(self)
         check_seconds("--restart-window", self.restart_window)
-        check_seconds("--restart-backoff", self.restart_backoff)
         if not 0 <= self.drain_exit_code <= 255:
             raise ConfigError(
                 f"--drain-exit-code is a number from 0 to 255, got {self.drain_exit_code}"
@@ -534,7 +532,6 @@ class LaunchConfig:
             quorum=several and self.options.quorum != "any",
             launch=self.options.launch,
             restart_window=self.supervision.restart_window,
-            restart_backoff=self.supervision.restart_backoff,
         )
 
     @property

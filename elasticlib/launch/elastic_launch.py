@@ -194,7 +194,7 @@ def _depart(meeting: Meeting, config: LaunchConfig, result: RunResult) -> None:
         if result.state in (WorkerState.DRAINED, WorkerState.STOPPED):
             # Of several places the others find the next, however few they are.
             needed = 1 if len(config.endpoints) > 1 else config.min_nodes
-            stopping = options.resize_grace + ladder.grace + ladder.reap
+            stopping = options.checkpoint_grace + ladder.grace + ladder.reap
             meeting.hand_over(stopped, config.timing, needed=needed, stopping=stopping)
         else:
             meeting.serve_others(stopped)

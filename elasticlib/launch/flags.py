@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from .._version import __version__
 from ..errors import ConfigError, did_you_mean
-from ..flag_values import DRAIN_EXIT_CODE, GRACE, STORE_GRACE
+from ..flag_values import CHECKPOINT_GRACE, DRAIN_EXIT_CODE, STORE_GRACE
 from ..workers.cpu import BINDINGS
 from .backend_names import BACKENDS
 
@@ -225,12 +225,6 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             float,
         ),
         _Own(
-            "--restart-backoff SECONDS",
-            "after three quick failures in a row, wait up to this long before each restart",
-            10.0,
-            float,
-        ),
-        _Own(
             "--hang-timeout auto|SECONDS",
             "restart workers that have called elasticlib.context().step() and then fall silent for "
             "this long; auto: 20 times their median step, 3 times their longest, or 5 minutes, "
@@ -269,22 +263,16 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             shown="SIGUSR2, and SIGTERM if workers poll should_stop()",
         ),
         _Own(
-            "--drain-grace SECONDS",
-            "give workers that poll should_stop() this long to checkpoint before their node leaves",
-            kind=float,
-            shown="the same as --resize-grace",
-        ),
-        _Own(
             "--drain-exit-code CODE",
             "exit with this code after a drain",
             DRAIN_EXIT_CODE,
             int,
         ),
         _Own(
-            "--resize-grace SECONDS",
-            "give workers that poll should_stop() this long to checkpoint before the job changes "
-            "its size",
-            GRACE,
+            "--checkpoint-grace SECONDS",
+            "give workers that poll should_stop() this long to checkpoint before their node leaves "
+            "or the job changes its size",
+            CHECKPOINT_GRACE,
             float,
         ),
     ),

@@ -89,7 +89,7 @@ def main() -> None:
         rdzv_configs={"join_timeout": 3} if mode == "starve" else {},
         max_restarts=1 if mode == "work" else 0,
         start_method="spawn" if mode == "work" else "warm",
-        supervision=SupervisionOptions(agent=AgentOptions(drain_grace=30.0)),
+        supervision=SupervisionOptions(agent=AgentOptions(checkpoint_grace=30.0)),
     )
     if gpus:
         ray.init(address=address, runtime_env={"env_vars": {"OMP_NUM_THREADS": "3"}})

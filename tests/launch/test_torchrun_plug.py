@@ -293,8 +293,8 @@ def test_what_torchs_handlers_cannot_do_is_refused_beside_them(
 
 
 def test_restarts_that_only_our_rendezvous_can_hold_back_are_refused_beside_torchs() -> None:
-    supervision = attrs.evolve(torchs().supervision, restart_window=5.0, restart_backoff=1.0)
-    with pytest.raises(ConfigError, match="restart_window, restart_backoff"):
+    supervision = attrs.evolve(torchs().supervision, restart_window=5.0)
+    with pytest.raises(ConfigError, match="restart_window"):
         torchs(supervision=supervision)
 
 
@@ -360,7 +360,7 @@ def test_the_pages_elasticrun_commands_are_read(
 def test_the_page_names_every_flag_that_is_refused() -> None:
     named = set(re.findall(r"`(--[a-z-]+)", TEXT))
     assert named >= {"--topology", "--spares", "--node-rank", "--store-grace", "--restart-window"}
-    assert named >= {"--restart-backoff", "--snapshot-replicas"}
+    assert named >= {"--restart-window", "--snapshot-replicas"}
 
 
 def test_our_handlers_are_in_torchs_registry_where_elasticlib_is_installed(tmp_path: Path) -> None:

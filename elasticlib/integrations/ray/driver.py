@@ -434,7 +434,7 @@ class Driver:
         """A signal goes to all agents that run; those that wait are not waited for."""
         log.warning("%s: passed on to all agents", signal_name(number))
         self._asked = number
-        self._end(self._config.supervision.agent.drain_grace + shutdown_seconds(self._config))
+        self._end(self._config.supervision.agent.checkpoint_grace + shutdown_seconds(self._config))
         for agent in self._agents.values():
             agent.actor.heed.remote(number)
 
