@@ -7,7 +7,7 @@ from __future__ import annotations
 
 DRAIN_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: try again later. Schedulers can be told to requeue on it."""
-GRACE = 30.0
+CHECKPOINT_GRACE = 30.0
 """Seconds that workers have to save and end when the job's size changes, or their node leaves."""
 STORE_GRACE = 300.0
 """Seconds for which the store may be unreachable."""

@@ -30,7 +30,7 @@ LAUNCH = (sys.executable, "-m", "elasticlib.launch")
 SAMPLES, BATCH = 103, 10
 STEPS_AN_EPOCH = -(-SAMPLES // BATCH)
 DONE = r"done: steps (\d+) weights sha256 (\w{64})"
-PATIENT = ("--max-restarts", "1000", "--restart-backoff", "0")
+PATIENT = ("--max-restarts", "1000")
 SLOW = 120.0
 """Seconds within which something comes on a busy machine."""
 

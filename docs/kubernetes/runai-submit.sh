@@ -6,6 +6,6 @@ runai training pytorch submit train --project team --image registry.example/team
   --existing-pvc claimname=checkpoints,path=/mnt/checkpoints \
   --environment PET_RDZV_ID=train --environment PET_MAX_RESTARTS=3 \
   --command -- elasticrun --nproc-per-node=1 \
-  --drain-grace=15 --resize-grace=15 --shutdown-timeout=5 \
+  --checkpoint-grace=15 --shutdown-timeout=5 \
   --rdzv-conf=close_timeout=8,last_call_timeout=30 --log-dir=/mnt/checkpoints/logs \
   -m elasticlib.examples.train_text --checkpoint-dir=/mnt/checkpoints

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from ..errors import ConfigError
-from ..flag_values import GRACE
+from ..flag_values import CHECKPOINT_GRACE
 from ..signals import can_be_heard, signal_name
 from ..workers.interface import DRAIN, PREEMPTED, RESIZE, Notice
 from .hang import HangLimits
@@ -42,9 +42,9 @@ class AgentOptions:
 
     signals: which end the run. drain_signals: which have this node save and leave. save_signals:
     those of `signals` that do the same where the workers listen to notices. Of all of them, those
-    ignored on entry stay ignored. resize_grace, drain_grace: seconds that listening workers have
-    to save and end when the job changes its size, and when this node leaves. resize: when they
-    stop for the former: `immediate` (unasked), `at-step` or, at half of the grace at the latest,
+    ignored on entry stay ignored. checkpoint_grace: seconds that listening workers have to
+    save and end when the job changes its size, or this node leaves. resize: when they stop for the
+    former: `immediate` (unasked), `at-step` or, at half of the grace at the latest,
     `at-checkpoint` (once they have saved). hang: what silence of workers that tell
     of their steps is a hang; None: they are not watched. regroup_grace: seconds for workers that go
     on in another group to leave one that is over. snapshot_replicas: how many other nodes
@@ -54,8 +54,7 @@ class AgentOptions:
     signals: tuple[int, ...] = attrs.field(default=SIGNALS, converter=_numbers)
     drain_signals: tuple[int, ...] = attrs.field(default=DRAIN_SIGNALS, converter=_numbers)
     save_signals: tuple[int, ...] = attrs.field(default=SAVE_SIGNALS, converter=_numbers)
-    resize_grace: float = GRACE
-    drain_grace: float = GRACE
+    checkpoint_grace: float = CHECKPOINT_GRACE
     resize: str = AT_STEP
     hang: HangLimits | None = None
     regroup_grace: float = REGROUP_SECONDS
@@ -69,7 +68,7 @@ class AgentOptions:
                         f"{name}: a process cannot handle {signal_name(number)} ({number}): "
                         "choose other signals"
                     )
-        for name in ("resize_grace", "drain_grace", "regroup_grace"):
+        for name in ("checkpoint_grace", "regroup_grace"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
         if self.snapshot_replicas < 0:
@@ -95,10 +94,10 @@ class AgentOptions:
     def notice(self, reason: str) -> Notice | None:
         """What workers are told that are to save and end for this reason; None if they are not."""
         if reason != RESIZE:
-            return Notice(reason, self.drain_grace)
+            return Notice(reason, self.checkpoint_grace)
         if self.resize == IMMEDIATE:
             return None
-        return Notice(reason, self.resize_grace, after_save=self.resize == AT_CHECKPOINT)
+        return Notice(reason, self.checkpoint_grace, after_save=self.resize == AT_CHECKPOINT)
 
     def why_drained(self, number: int) -> str:
         """The notice's reason when this signal has a node save and leave."""

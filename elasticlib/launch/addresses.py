@@ -6,7 +6,6 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 from ..stores.name_lookup import NAME_LOOKUP
 from ..stores.sockets import address_of
@@ -90,20 +89,6 @@ def is_literal(host: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def dial(addresses: Sequence[str], port: int, seconds: float) -> str:
-    """The first of these that takes a connection.
-
-    Raises:
-        OSError: none does; it is the last one's.
-    """
-    for address in addresses[:-1]:
-        with suppress(OSError):
-            socket.create_connection((address, port), seconds).close()
-            return address
-    socket.create_connection((addresses[-1], port), seconds).close()
-    return addresses[-1]
 
 
 def why_not_served(addresses: Iterable[str], port: int) -> str | None:

@@ -166,17 +166,13 @@ def _entrypoint(settings: Settings, program: str, args: tuple[str, ...]) -> Entr
 
 
 def _supervision(settings: Settings) -> SupervisionOptions:
-    grace, drain_grace = settings["resize_grace"], settings["drain_grace"]
-    check_seconds("--resize-grace", grace)
-    if drain_grace is not None:
-        check_seconds("--drain-grace", drain_grace)
+    check_seconds("--checkpoint-grace", settings["checkpoint_grace"])
     replicas = settings["snapshot_replicas"]
     if replicas < 0:
         raise ConfigError(f"--snapshot-replicas is a number from 0, got {replicas}")
     agent = attrs.evolve(
         _heeded(settings),
-        resize_grace=grace,
-        drain_grace=grace if drain_grace is None else drain_grace,
+        checkpoint_grace=settings["checkpoint_grace"],
         hang=_hang_limits(settings["hang_timeout"]),
         snapshot_replicas=replicas,
     )

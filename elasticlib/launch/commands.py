@@ -16,16 +16,14 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, ElasticError
-from .command_tools import Table, complain, show, typed
+from .command_tools import complain, typed
 from .flags import Parser
 
 LOOK_SECONDS = 1.0
-DOCTOR_VERSION = 1
 STDOUT = "-"
 _ODD = re.compile(r"[^\w.-]+")
 
@@ -35,8 +33,7 @@ COMMANDS = {
     "report": ("commands", "write a page on a run: timeline, recoveries, failures"),
     "status": ("live_commands", "what a run is doing: its state, nodes, ranks, steps"),
     "stacks": ("live_commands", "the Python stacks of a run's workers, now"),
-    "logs": ("logs_command", "show the lines that a run's workers wrote"),
-    "doctor": ("commands", "look for what would keep a job from running here"),
+    "doctor": ("checks", "look for what would keep a job from running here"),
 }
 """Of each the module that adds its arguments, by a function `add_NAME(parser)`, and its help."""
 
@@ -164,53 +161,6 @@ def _write_report(chosen: argparse.Namespace) -> int:
         where = chosen.output or error.filename
         return complain("report", f"cannot write {where}: {error.strerror}", 1)
     return 0
-
-
-# -- doctor ----------------------------------------------------------------------------------------
-
-
-def add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Look at this machine, and at an endpoint, for what would keep a job from running, and say "
-        "what to do about it. Exit status: 0 if nothing is bad, 1 if something is, 2 for a wrong "
-        "command line or secret."
-    )
-    parser.add_argument(
-        "--rdzv-endpoint",
-        type=typed(lambda text: split_endpoint(text, STORE_PORT)),
-        metavar="HOST[:PORT]",
-        help=f"where the nodes of the job meet (port {STORE_PORT} by default)",
-    )
-    parser.add_argument("--secret-file", metavar="PATH", help="holds the job's secret, if any")
-    parser.add_argument("--log-dir", metavar="DIR", help="where logs, or a file store, would go")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.set_defaults(run=_diagnose)
-
-
-def _diagnose(chosen: argparse.Namespace) -> int:
-    import json
-
-    import attrs
-
-    from . import looks
-    from .endpoints import read_secret
-    from .preflight import of_machine, taken
-
-    try:
-        secret = read_secret(os.environ, chosen.secret_file, "--secret-file")
-    except ConfigError as error:
-        return complain("doctor: error", error, 2)
-    endpoints = () if chosen.rdzv_endpoint is None else (chosen.rdzv_endpoint,)
-    found = of_machine(os.environ, endpoints, secret)
-    if chosen.log_dir is not None:
-        found["--log-dir"] = partial(looks.look_at_locks, chosen.log_dir, "--log-dir")
-    findings = taken({**found, "leftovers": looks.look_at_leftovers})
-    if chosen.json:
-        said = [attrs.asdict(finding) for finding in findings]
-        print(json.dumps({"version": DOCTOR_VERSION, "findings": said}, indent=2))
-    else:
-        show(Table((), [finding.row for finding in findings]))
-    return 1 if any(finding.good is False for finding in findings) else 0
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from ..workers.output import OutputPlan, StreamChoice, Streams
 from ..workers.spec import check_start
 from .backends import ETCD_KEYS, EtcdPlace, check_backend, check_etcd_keys, read_etcd_place
 from .endpoints import check_endpoints, check_local_addr, parts_of
-from .flags import DEFAULTS, ETCD_BACKENDS, OUR_BACKENDS, REQUEUES
+from .flags import DEFAULTS, ETCD_BACKENDS, OUR_BACKENDS
 
 LONGEST = 1e6
 """Seconds: more than eleven days is taken for a mistake, and threads cannot wait for ever."""
@@ -222,28 +222,22 @@ _PLAIN: Mapping[str, tuple[str, Any]] = {
 @attrs.frozen(kw_only=True)
 class SupervisionOptions:
     """agent: what this node's agent does by itself. drain_exit_code: of a node that was drained.
-    requeue: which scheduler puts the job back into its queue once all nodes were drained: none or
-    slurm. restart_window: reset the restart count after this many stable seconds; 0: never.
-    restart_backoff: seconds that a restart is held back for at most; both the same on all nodes.
+    restart_window: reset the restart count after this many stable seconds, the same on all nodes;
+    0: never.
     """
 
     agent: AgentOptions = attrs.field(factory=AgentOptions)
     drain_exit_code: int = DEFAULTS["drain_exit_code"]
-    requeue: str = DEFAULTS["requeue"]
     restart_window: float = DEFAULTS["restart_window"]
-    restart_backoff: float = DEFAULTS["restart_backoff"]
 
     @naming_fields()
     def __attrs_post_init__(self) -> None:
         check_types(self)
         check_seconds("--restart-window", self.restart_window)
-        check_seconds("--restart-backoff", self.restart_backoff)
         if not 0 <= self.drain_exit_code <= 255:
             raise ConfigError(
                 f"--drain-exit-code is a number from 0 to 255, got {self.drain_exit_code}"
             )
-        if self.requeue not in REQUEUES:
-            raise ConfigError(f"--requeue is {' or '.join(REQUEUES)}, got {self.requeue!r}")
 
 
 def check_seconds(flag: str, value: float) -> None:
@@ -524,7 +518,6 @@ class LaunchConfig:
             spares=self.spares,
             quorum=several and self.options.quorum != "any",
             restart_window=self.supervision.restart_window,
-            restart_backoff=self.supervision.restart_backoff,
         )
 
     @property

@@ -1,10 +1,10 @@
-"""What `elasticrun --dry-run` shows: every setting and its origin, what workers would find in their
-environment, and what can be checked. Nothing is started.
+"""The output of `elasticrun --dry-run`: every setting with its origin, and the environment that the
+workers would have. Nothing is started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import attrs
 
@@ -17,7 +17,6 @@ from ..workers.spec import WorkerGroup, deal_ranks, worker_environment
 from .arguments import Launch
 from .command_tools import Table, show
 from .flags import Source
-from .looks import Finding
 from .own_workers import spec_of
 
 _MET = "settled when the nodes meet"
@@ -32,11 +31,8 @@ _OF_PLACE = frozenset({"RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"})
 _OF_SIZE = frozenset({"WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"})
 
 
-def show_plan(launch: Launch, findings: Sequence[Finding], inherited: Mapping[str, str]) -> None:
-    """Print the whole answer."""
-    bad = sum(finding.good is False for finding in findings)
-    noted = sum(finding.good is None for finding in findings)
-    passed = f"all checks passed, {plural(noted, 'note')}" if noted else "all checks passed"
+def show_plan(launch: Launch, inherited: Mapping[str, str]) -> None:
+    """Print the settings and the environment of the workers."""
     show(
         "elasticrun --dry-run: nothing is started",
         Table((), [*_settings(launch)], "settings (the flag or variable each is from)"),
@@ -45,9 +41,7 @@ def show_plan(launch: Launch, findings: Sequence[Finding], inherited: Mapping[st
             [*_variables(launch, inherited)],
             "environment of the workers (beside what they inherit)",
         ),
-        Table((), [finding.row for finding in findings], "checks (on this machine, now)"),
         Table((), [(note,) for note in launch.settings.notes], "ignored"),
-        f"{bad} of {len(findings)} checks failed" if bad else passed,
     )
 
 

@@ -24,7 +24,6 @@ from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables
 from ..compat.launching import values_of as values_of
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
-from ..signals import signal_name
 from ..stores.memory import MemoryStore
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_server import ServerLimits, TcpStoreServer
@@ -48,7 +47,6 @@ from .observed import Observed, answering, kept_logs, open_journal
 from .own_workers import check_machine, local_workers, spec_of
 from .process import HELD, HeldSignals
 from .rendezvous_setup import Meeting, open_meeting
-from .requeue import Requeue, check_requeue, find_requeue, requeue_if_last
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -131,12 +129,10 @@ def run_node(
         held = HELD if HELD.active else stack.enter_context(HeldSignals(options.drain_signals))
         check_machine(config, entrypoint, os.environ)
         secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
-        requeue = find_requeue(config.supervision.requeue, os.environ)
         runners = workers or local_workers(config, os.environ)
         memory = _memory(config, runners, secret)
         meeting = open_meeting(config, secret)
         stack.callback(meeting.close)
-        check_requeue(requeue, meeting, config.rdzv_backend)
         observed = stack.enter_context(contextlib.closing(Observed(config, os.environ)))
         journal = stack.enter_context(
             open_journal(config, runners, meeting.me, endpoint=meeting.serves_at)
@@ -160,7 +156,7 @@ def run_node(
         stack.enter_context(answering(meeting, journal, agent))
         result = agent.run()
         write_failure(runners, result)
-        _depart(meeting, config, result, requeue)
+        _depart(meeting, config, result)
     summed(summary(journal, kept_logs(runners)))
     return result
 
@@ -189,25 +185,15 @@ def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfi
     return attrs.evolve(config, torchrun=attrs.evolve(found, **heard))
 
 
-def _depart(
-    meeting: Meeting, config: LaunchConfig, result: RunResult, requeue: Requeue | None
-) -> None:
+def _depart(meeting: Meeting, config: LaunchConfig, result: RunResult) -> None:
     """Stay for as long as the others need this node, or the store that it serves."""
-    drained, options = result.state is WorkerState.DRAINED, config.supervision.agent
+    options = config.supervision.agent
     ladder = Ladder(grace=shutdown_seconds(config))
-    # Only after a signal that means it: SIGTERM is how jobs are cancelled as well.
-    meant = result.signal in options.drain_signals
     with _signals(options) as stopped:
-        if requeue is not None and drained and not meant:
-            why = "which scancel sends, too: Slurm would start a cancelled job again"
-            log.info("this job is not requeued after %s, %s", signal_name(result.signal), why)
-        elif requeue is not None and drained:
-            longest = options.drain_grace + ladder.grace + config.timing.close
-            requeue_if_last(requeue, meeting, longest, stopped)
-        if drained or result.state is WorkerState.STOPPED:
+        if result.state in (WorkerState.DRAINED, WorkerState.STOPPED):
             # Of several places the others find the next, however few they are.
             needed = 1 if len(config.endpoints) > 1 else config.min_nodes
-            stopping = options.resize_grace + ladder.grace + ladder.reap
+            stopping = options.checkpoint_grace + ladder.grace + ladder.reap
             meeting.hand_over(stopped, config.timing, needed=needed, stopping=stopping)
         else:
             meeting.serve_others(stopped)

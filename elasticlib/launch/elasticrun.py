@@ -1,6 +1,6 @@
 """The command `elasticrun`: torchrun's command line, carried out by elasticlib.
 
-Exit codes: those that --help lists; of --dry-run 0, or 1 where a check fails.
+Exit codes: those that --help lists; 0 for --dry-run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         ChildFailedError: the job failed. SignalException: a signal stopped this node, or had it
         save and leave. ConfigError: the command line cannot work. SystemExit: argparse's usage
-        errors, and the code of --dry-run or of --help.
+        errors and --help.
     """
     ended = _carry_out(sys.argv[1:] if argv is None else argv)
     if ended.result is not None:
@@ -92,7 +92,11 @@ def _run(argv: Sequence[str]) -> _Ended:
     if HELD.active:
         HELD.keep(config.supervision.agent.drain_signals)
     if launch.settings["dry_run"]:
-        return _Ended(_show_plan(launch))
+        # Imported here, because it takes as long again as reading the command line.
+        from .dry_run import show_plan
+
+        show_plan(launch, os.environ)
+        return _Ended(0)
     level = log_level(os.environ.get("LOGLEVEL", "INFO"))
     start_logging(level, "%(asctime)s elasticrun: %(message)s")
     for note in launch.settings.notes:
@@ -107,36 +111,18 @@ def _run_node(launch: Launch, workers: Workers) -> _Ended:
     # Imported while the process that workers are forked from imports torch.
     from ..workers.spec import WorkerState, entry_name
     from .elastic_launch import run_node
-    from .exit_report import result_text
+    from .exit_report import error_file, result_text
 
     config = launch.config
     lines: list[str] = []
     result = run_node(config, launch.entrypoint, workers, summed=lines.append)
     # The reason stays what is read last.
     _show("".join(lines) + result_text(result))
-    leave_error_of(result)
+    if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
+        leave_error(error_file(result, wall()))
     drained = result.state is WorkerState.DRAINED
     code = config.supervision.drain_exit_code if drained else result.exit_code
     return _Ended(code, result, entry_name(launch.entrypoint))
-
-
-def _show_plan(launch: Launch) -> int:
-    # Imported here, as it takes as long again as reading the command line.
-    from .dry_run import show_plan
-    from .preflight import of_launch, taken
-
-    findings = taken(of_launch(launch.config, launch.entrypoint, os.environ))
-    show_plan(launch, findings, os.environ)
-    return 1 if any(finding.good is False for finding in findings) else 0
-
-
-def leave_error_of(result: RunResult) -> None:
-    """Its first failure, or why it was stopped, in the launcher's own error file."""
-    from ..workers.spec import WorkerState
-    from .exit_report import error_file
-
-    if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
-        leave_error(error_file(result, wall()))
 
 
 def leave_error(record: bytes) -> None:

@@ -16,11 +16,16 @@ from typing import Any, NamedTuple, NoReturn
 
 from .._version import __version__
 from ..errors import ConfigError, did_you_mean
-from ..flag_values import DRAIN_EXIT_CODE, GRACE, NUMA_BINDINGS, STORE_GRACE, TORCHRUN_ONLY
+from ..flag_values import (
+    CHECKPOINT_GRACE,
+    DRAIN_EXIT_CODE,
+    NUMA_BINDINGS,
+    STORE_GRACE,
+    TORCHRUN_ONLY,
+)
 
 PREFIX = "PET_"
 MASTER_PORT = 29500
-REQUEUES = ("none", "slurm")
 SCHEDULERS = ("none", "auto", "slurm", "skypilot")
 ETCD_BACKENDS = ("etcd", "etcd-v2")
 """The second is torch's name for a backend that spoke etcd's version 2; here it speaks 3 too."""
@@ -227,12 +232,6 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             float,
         ),
         _Own(
-            "--restart-backoff SECONDS",
-            "after three quick failures in a row, wait up to this long before each restart",
-            10.0,
-            float,
-        ),
-        _Own(
             "--hang-timeout auto|SECONDS",
             "restart workers that have called elasticlib.context().step() and then fall silent for "
             "this long; auto: 20 times their median step, 3 times their longest, or 5 minutes, "
@@ -271,28 +270,16 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             shown="SIGUSR2, and SIGTERM if workers poll should_stop()",
         ),
         _Own(
-            "--drain-grace SECONDS",
-            "give workers that poll should_stop() this long to checkpoint before their node leaves",
-            kind=float,
-            shown="the same as --resize-grace",
-        ),
-        _Own(
             "--drain-exit-code CODE",
             "exit with this code after a drain",
             DRAIN_EXIT_CODE,
             int,
         ),
         _Own(
-            "--requeue NAME",
-            "slurm: put the job back into Slurm's queue after all nodes were drained",
-            "none",
-            choices=REQUEUES,
-        ),
-        _Own(
-            "--resize-grace SECONDS",
-            "give workers that poll should_stop() this long to checkpoint before the job changes "
-            "its size",
-            GRACE,
+            "--checkpoint-grace SECONDS",
+            "give workers that poll should_stop() this long to checkpoint before their node leaves "
+            "or the job changes its size",
+            CHECKPOINT_GRACE,
             float,
         ),
     ),
@@ -346,8 +333,7 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
     "before the start": (
         _Own(
             "--dry-run",
-            "start nothing; show all settings with their origins, the workers' environment and "
-            "checks of this machine; exit with 1 if a check fails",
+            "start nothing; show all settings with their origins, and the workers' environment",
             False,
         ),
     ),

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,9 +28,10 @@ from ..errors import (
     StoreUnavailable,
 )
 from ..observe.event import Event
+from ..observe.history import JobState
 from ..observe.journal import EventsFile
-from ..observe.published import AGAIN_SECONDS, Published, StatusReader
-from ..observe.runs import Living, find_runs
+from ..observe.published import AGAIN_SECONDS, StatusReader
+from ..observe.runs import Living, find_runs, last_event
 from ..observe.stacks import Asker, JobStacks, stack_lines
 from ..observe.status import (
     EXIT_CODES,
@@ -38,7 +40,6 @@ from ..observe.status import (
     NODE_FIELDS,
     JobStatus,
     JobView,
-    NodeEntry,
     as_document,
     exit_code,
     headline,
@@ -46,19 +47,18 @@ from ..observe.status import (
     node_table,
     rank_table,
     read_job,
-    recorded_entry,
+    result_of,
     status_of,
-    status_of_records,
 )
-from ..observe.story import AgentLog
 from ..stores.file import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_OURS
+from ..visible import visible_line
 from ..workers.output import parse_ranks
 from .addresses import resolve
 from .backends import check_backend, check_etcd_keys, read_etcd_place
-from .command_tools import Part, Table, complain, show, shown_in_place, typed
+from .command_tools import Part, Table, complain, redraw, show, typed
 from .config import TCP_BACKENDS, LaunchConfig, read_options, read_pairs
 from .endpoints import parts_of, read_secret
 from .flags import ETCD_BACKENDS, OUR_BACKENDS
@@ -172,7 +172,7 @@ def _recorded_target(records: tuple[Path, ...], conf: Mapping[str, str]) -> Targ
     run_id = backend = endpoint = ""
     living = Living()
     for path in records:
-        event = next(_events_of(path), None)
+        event = _first_event(path)
         if event is None:
             continue
         run_id = event.run
@@ -186,6 +186,13 @@ def _recorded_target(records: tuple[Path, ...], conf: Mapping[str, str]) -> Targ
             if endpoint:
                 break
     return Target(run_id, backend, endpoint, conf, records)
+
+
+def _first_event(path: Path) -> Event | None:
+    """Return the first event of a file that can be read, or None."""
+    with contextlib.suppress(OSError):
+        return next((event for event in EventsFile(path) if event.possible), None)
+    return None
 
 
 # -- through the store -----------------------------------------------------------------------------
@@ -265,37 +272,19 @@ def _only_job(store: Store, target: Target) -> str:
     raise NoSuchRun(f"{target.endpoint} holds these jobs: {there}; name one with --rdzv-id")
 
 
-# -- from what was written down --------------------------------------------------------------------
+# -- the result of a run that is over -------------------------------------------------------------
 
 
-def _events_of(path: Path) -> Iterator[Event]:
-    """The events of a file, but for lines that are none (the last may be cut short)."""
-    with contextlib.suppress(OSError):
-        yield from EventsFile(path)
+def result(target: Target) -> JobStatus | None:
+    """Return the result of a run from its last events on this machine.
 
-
-def recorded(target: Target) -> JobStatus | None:
-    """What the events on this machine tell; None if there are none."""
+    None if it has no events here, or one of its agents is alive.
+    """
     living = Living()
-    nodes, newest = [], 0.0
-    for path in target.records:
-        found = _recorded_node(path, living.has(path))
-        if found is not None:
-            nodes.append(found[0])
-            newest = max(newest, found[1])
-    if not nodes:
+    if any(living.has(path) for path in target.records):
         return None
-    return status_of_records(target.run_id, nodes, age=max(0.0, wall() - newest))
-
-
-def _recorded_node(path: Path, lives: bool) -> tuple[NodeEntry, float] | None:
-    """The node, and when it last wrote, in seconds since 1970."""
-    log = AgentLog(keep=False)
-    for event in _events_of(path):
-        log.fold(event)
-    if log.began is None:
-        return None
-    return recorded_entry(Published.at(log.seen, log.status), lives=lives), log.wall
+    last = [event for path in target.records if (event := last_event(path)) is not None]
+    return result_of(target.run_id or last[0].run, last, wall()) if last else None
 
 
 # -- status ----------------------------------------------------------------------------------------
@@ -303,8 +292,8 @@ def _recorded_node(path: Path, lives: bool) -> tuple[NodeEntry, float] | None:
 
 def add_status(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Show what the nodes of a run publish of themselves in its store; otherwise, from the "
-        "events recorded on this machine."
+        "Show what the nodes of a run publish of themselves in its store, or the result of a run "
+        "that is over."
     )
     parser.epilog = _status_epilog()
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -351,7 +340,7 @@ def _status(chosen: argparse.Namespace) -> int:
             if chosen.json:
                 _print_document(status)
             else:
-                show(*_parts(status))
+                show(*_parts(status, chosen))
             return exit_code(status)
     except ConfigError as error:
         return complain("status", error, 2)
@@ -363,21 +352,21 @@ def _status(chosen: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
-    """What looks at the run: at its nodes, or where they do not answer at what they wrote.
+    """Yield a function that asks the run's nodes, or returns the result of a run that is over.
 
-    Raises what `reached` raises, where nothing was written on this machine.
+    Raises what `reached` raises if the run is not known to be over.
     """
-    reported: set[str] = set()
     with contextlib.ExitStack() as stack:
         try:
             store, run_id = stack.enter_context(reached(target, chosen))
-        except ElasticError as failed:
-            explicit = chosen.secret_file or chosen.rdzv_conf
-            kept = any(event.possible for path in target.records for event in _events_of(path))
-            if not kept or (explicit and isinstance(failed, ConfigError)):
+        except ElasticError as error:
+            wrong = isinstance(error, ConfigError) and (chosen.secret_file or chosen.rdzv_conf)
+            found = result(target)
+            if found is None or wrong:
                 raise
-            error = failed
-            yield lambda: _from_events(recorded(target), error, reported)
+            if found.state is None:
+                complain("status", error, NOBODY)
+            yield lambda: found
             return
 
         reader = JobReader(store, run_id)
@@ -385,9 +374,18 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
         def look() -> JobStatus:
             try:
                 status = status_of(reader.read())
-            except StoreError as error:
-                return _from_events(recorded(target), error, reported)
-            return status or _not_in_store(target, run_id, reported)
+            except StoreError:
+                if (found := result(target)) is None:
+                    raise
+                return found
+            if status is not None and status.state is not None:
+                return status
+            if (found := result(target)) is not None:
+                return found
+            if status is None and not target.records:
+                raise NoSuchRun(f"no job {run_id!r} is there (yet)")
+            # An agent can take seconds from its first event until its node has joined.
+            return status or JobStatus(run_id, JobState.RENDEZVOUS, "its agents are starting")
 
         yield look
 
@@ -415,54 +413,37 @@ class JobReader:
         return read_job(self._store, self._run_id, self._statuses)
 
 
-def _not_in_store(target: Target, run_id: str, reported: set[str]) -> JobStatus:
-    """An agent may take seconds from its first event until its node has joined."""
-    status = recorded(target)
-    if status is not None and status.starting:
-        return status
-    return _from_events(status, StoreError(f"no job {run_id!r} is there (yet)"), reported)
-
-
-def _from_events(status: JobStatus | None, error: ElasticError, reported: set[str]) -> JobStatus:
-    """What is recorded. reported: the errors that were printed already."""
-    if status is None:
-        raise error
-    if str(error) not in reported and not (status.state is not None and status.state.over):
-        reported.add(str(error))
-        complain("status", error, NOBODY)
-    return status
-
-
 def _print_document(status: JobStatus) -> None:
     print(json.dumps(as_document(status)), flush=True)
 
 
-def _parts(status: JobStatus) -> tuple[Part, ...]:
+def _parts(status: JobStatus, chosen: argparse.Namespace) -> tuple[Part, ...]:
     tables = (Table(*rows) for rows in (node_table(status), rank_table(status)))
-    return "\n".join(headline(status)), *tables
+    lines = headline(status)
+    if status.recorded:
+        name = shlex.quote(visible_line(chosen.named or status.run))
+        lines.append(f"  more: elasticlib report {name}")
+    return "\n".join(lines), *tables
 
 
 def _watch(look: Look, chosen: argparse.Namespace) -> int:
-    with contextlib.ExitStack() as stack:
-        put = None if chosen.json else stack.enter_context(shown_in_place())
-        pause, heard = threading.Event(), monotonic()
-        status = None
-        while True:
-            status, error = _looked(look, status)
-            if put is None:
-                _print_document(status)
-            else:
-                put(*_parts(status))
-            ended = status.state is not None and status.state.over
-            if ended or (status.age is not None and not any(n.lives for n in status.nodes)):
-                return exit_code(status)
-            if status.state is not None:
-                heard = monotonic()
-            elif monotonic() >= heard + GONE_SECONDS:
-                if error is not None:
-                    raise error
-                return exit_code(status)
-            pause.wait(chosen.every)
+    pause, heard = threading.Event(), monotonic()
+    status = None
+    while True:
+        status, error = _looked(look, status)
+        if chosen.json:
+            _print_document(status)
+        else:
+            redraw(*_parts(status, chosen))
+        if status.recorded or (status.state is not None and status.state.over):
+            return exit_code(status)
+        if status.state is not None:
+            heard = monotonic()
+        elif monotonic() >= heard + GONE_SECONDS:
+            if error is not None:
+                raise error
+            return exit_code(status)
+        pause.wait(chosen.every)
 
 
 def _looked(look: Look, last: JobStatus | None) -> tuple[JobStatus, StoreError | None]:
@@ -524,8 +505,8 @@ def _asked(target: Target, chosen: argparse.Namespace) -> JobStacks:
         with reached(target, chosen) as (store, run_id), Asker(store, run_id) as asker:
             view = asker.ask(chosen.timeout, chosen.ranks)
     except StoreError as error:
-        last = recorded(target)
-        if last is None or last.state is None or not last.state.over:
+        last = result(target)
+        if last is None or last.state is None:
             raise
         over = f"{target.run_id!r} is over ({last.state.value}): no worker of it is left"
         raise NoSuchRun(over) from error

@@ -70,7 +70,9 @@ def read_slurm(environment: Mapping[str, str]) -> Job | None:
     _refuse_several(environment)
     step = _step(environment)
     size, listed = _size_and_list(environment, step)
-    name = requeue_target(environment)
+    # The last task of an array has the id of the whole array, so the name contains the index.
+    array, task = (environment.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
+    name = f"{array}_{task}" if array and task else number
     found = {
         # As Slurm writes it. A later step is not to be taken for one that came late to an earlier.
         "rdzv_id": (name if step is None else f"{name}.{step}", "SLURM_JOB_ID"),
@@ -88,22 +90,6 @@ def read_slurm(environment: Mapping[str, str]) -> Job | None:
     if switches and last == "node" and switches.count(".") == kinds.count("."):
         found["topology"] = (switches, "SLURM_TOPOLOGY_ADDR")
     return found
-
-
-def requeue_target(environment: Mapping[str, str]) -> str:
-    """The job as `scontrol requeue` is to be told of it, or one task of an array.
-
-    Raises:
-        ConfigError: this is no job of Slurm's.
-    """
-    job = environment.get("SLURM_JOB_ID", "")
-    if not job:
-        raise ConfigError(
-            "--requeue slurm is for jobs of Slurm's, and SLURM_JOB_ID is not set: leave it out"
-        )
-    # An array's last task bears the id of the whole array, and is told from it by its index.
-    array, task = (environment.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
-    return f"{array}_{task}" if array and task else job
 
 
 def _step(environment: Mapping[str, str]) -> int | None:

@@ -63,14 +63,14 @@ class Part:
     expelled: bool = False
 
 
-def job_state(members: Sequence[Part], others: Sequence[Part] = ()) -> JobState | None:
+def job_state(members: Sequence[Part]) -> JobState | None:
     """What a job is doing, by what nodes wrote down; None where agents are gone that did not say
     how it ended. members: of its last generation; there is one at least."""
     for final in (JobState.SUCCEEDED, JobState.FAILED):
         # Each ends the job for all, but for the node that is expelled.
         if any(one.state is final and not one.expelled for one in members):
             return final
-    living = {one.state for one in (*members, *others) if one.lives and not one.state.over}
+    living = {one.state for one in members if one.lives and not one.state.over}
     if living:
         return next(state for state in BUSY if state in living)
     states = {one.state for one in members}

@@ -1,5 +1,4 @@
-"""Where the runs of this machine and user are found: one folder of records, bounded in number; and
-which files hold the lines of a run's workers.
+"""Where the runs of this machine and user are found: one folder of records, bounded in number.
 
 Each agent has a record here, a folder `<run id>_<random>` that names itself by its first line of
 events: `events.jsonl` lies in it, or is a link to the one beside the logs that are kept. It becomes
@@ -18,7 +17,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import attrs
@@ -38,10 +37,6 @@ LONGEST_NAME = 200
 KEPT = 50
 """So many records of runs that are over stay."""
 EVENTS = "events.jsonl"
-STREAMS = {"out": ("stdout",), "err": ("stderr",), "both": ("stdout", "stderr")}
-CHUNK = 256 * 1024
-MOST_WORKERS = 4096
-"""Of one node: an event that tells of more is no event of ours."""
 SHOWN = 10
 NO_ID = "none"
 """The id of each job that was given none, so it alone does not say which job it is."""
@@ -243,22 +238,22 @@ def known_runs(folder: Path | None = None) -> list[Record]:
 def _at(path: Path) -> list[Record]:
     """What a path means: a file, a folder with one, or a folder of such folders."""
     if os.path.isdir(path):  # whatever the text is, it does not raise
-        record = read_record(path / EVENTS)
+        record = _read_record(path / EVENTS)
         try:
             return [record] if record else _below(path)
         except OSError as error:
             raise NoSuchRun(f"{path} cannot be read: {error.strerror}") from error
-    record = read_record(path)
+    record = _read_record(path)
     return [record] if record else []
 
 
 def _below(folder: Path) -> list[Record]:
     paths = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    found = [record for path in paths if (record := read_record(path / EVENTS))]
+    found = [record for path in paths if (record := _read_record(path / EVENTS))]
     return sorted(found, key=lambda record: record.began, reverse=True)
 
 
-def read_record(events: Path) -> Record | None:
+def _read_record(events: Path) -> Record | None:
     """By its first line alone. None where there are no events, or something else of that name."""
     try:
         if not events.is_file():  # opening a pipe would wait
@@ -271,6 +266,19 @@ def read_record(events: Path) -> Record | None:
     run, began = ("", last) if first is None else (first.run, first.wall)
     until = math.inf if is_living(events.parent) else max(began, last)
     return Record(events, run, began, until, _endpoint(first))
+
+
+def last_event(events: Path) -> Event | None:
+    """Return the last event of a file that can be read, or None. Lines that are damaged, as where
+    the machine lost its power, are skipped."""
+    try:
+        with events.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * LONGEST))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    found = filter(None, map(_event, reversed(lines)))
+    return next((event for event in found if event.possible), None)
 
 
 def _event(line: bytes) -> Event | None:
@@ -347,205 +355,3 @@ def _nothing(name: str, folder: Path, known: list[Record]) -> str:
         return have
     elsewhere = "; of a run on other machines name its store: elasticlib status HOST:PORT"
     return f"there are no events of a run {name!r}: {have}{elsewhere}"
-
-
-# -- the files of its workers' lines -------------------------------------------------------------
-#
-# A node's folder is the one in which its events lie; in it there is one for each attempt, and there
-# one for each worker. Which global rank that was is known from the events alone.
-
-
-@attrs.frozen
-class Attempt:
-    """One start of a node's workers. first, last: their global ranks. world: of the job's."""
-
-    number: int
-    first: int
-    last: int
-    world: int
-
-
-@attrs.frozen
-class Kept:
-    """One worker's stream, of one attempt, in a file that may not be there."""
-
-    path: Path
-    rank: int
-    node: NodeLogs
-
-
-class NodeLogs:
-    """What is known of one node's logs; `look` takes in what has happened since.
-
-    Args:
-        events: its `events.jsonl`, or a link to it.
-    """
-
-    def __init__(self, events: Path) -> None:
-        self.events = events
-        self.run = self.node = self.host = ""
-        self.logs: str | None = None
-        self.attempts: list[Attempt] = []
-        self._folders: dict[tuple[int, int], str] = {}
-        """Of the worker of an attempt with that global rank."""
-        self.began = self.seen = 0.0
-        self._pid = 0
-        self._ended = False
-        self._read = Tail(events)
-        self.look()
-
-    @property
-    def folder(self) -> Path:
-        """Where the attempts' folders are: also on another machine than the node's own."""
-        return self.events.resolve().parent
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more is to come: it has ended, or its process here is gone."""
-        return self._ended or (self._here and not os.path.exists(f"/proc/{self._pid}"))
-
-    @property
-    def _here(self) -> bool:
-        return self.host == socket.gethostname() and self._pid > 0
-
-    def with_run_of(self, began: float) -> bool:
-        """Whether it was there when another node's part began, in seconds since 1970. (Of other
-        machines' nodes no more is known than when their last event was.)"""
-        return self.seen >= began or (self._here and not self.over)
-
-    def look(self) -> None:
-        """Read what has happened since the last look; lines that nobody can read are skipped."""
-        for line in self._read.lines():
-            try:
-                self._take(decode(line))
-            except ValueError:
-                continue
-
-    def _take(self, event: Event) -> None:
-        self.began, self.seen = self.began or event.wall, event.wall
-        if event.kind == "run.began":
-            self.run, self.node, self.host = event.run, event.node, event.text("host")
-            self._pid = event.count("pid") or 0
-            self.logs = event.text("logs") if "logs" in event.facts else None
-        elif event.kind == "generation.began":
-            first, last = event.pair("ranks") or (0, 0)
-            if last - first >= MOST_WORKERS:
-                raise ValueError(f"a node has at most {MOST_WORKERS} workers")
-            number, world = event.count("attempt"), event.count("world") or 0
-            if number is None:
-                number = len(self.attempts)
-            self.attempts.append(Attempt(number, first, last, world))
-        elif event.kind == "worker.began" and self.attempts and event.rank is not None:
-            # It may go on from an earlier attempt, and write where it did.
-            attempt, local = event.count("attempt"), event.count("local_rank")
-            if attempt is not None and local is not None:
-                named = (self.attempts[-1].number, event.rank)
-                self._folders[named] = f"attempt_{attempt}/{local}"
-        elif event.kind == "run.ended":
-            self._ended = True
-
-    def kept(self, attempt: Attempt, streams: str) -> Iterator[Kept]:
-        """The files of an attempt, rank by rank."""
-        for rank in range(attempt.first, attempt.last + 1):
-            usual = f"attempt_{attempt.number}/{rank - attempt.first}"
-            folder = self.folder / self._folders.get((attempt.number, rank), usual)
-            for name in STREAMS[streams]:
-                yield Kept(folder / f"{name}.log", rank, self)
-
-
-class Tail:
-    """The lines of a file that grows, or is not there yet, as they come.
-
-    chunk: bytes to read at a time, and the longest piece of a line that does not end.
-    """
-
-    def __init__(self, path: Path, *, chunk: int = CHUNK) -> None:
-        self.path = path
-        self._chunk = chunk
-        self._at = 0
-        self._part = b""
-
-    def skip_to_last(self, count: int) -> None:
-        """Begin with the last so many lines of what is there now."""
-        try:
-            with self.path.open("rb") as file:
-                at = end = file.seek(0, os.SEEK_END)
-                last = b""
-                # One end of a line more than lines: what is before the first of them.
-                while count and at > 0 and last.count(b"\n") <= count:
-                    size = min(self._chunk, at)
-                    at -= size
-                    file.seek(at)
-                    last = file.read(size) + last
-        except OSError:
-            return
-        ended = last.endswith(b"\n")
-        wanted = last.removesuffix(b"\n").split(b"\n")[-count:] if last else []
-        self._at = end - sum(len(line) + 1 for line in wanted) + (bool(wanted) and not ended)
-
-    def lines(self) -> Iterator[bytes]:
-        """All whole lines since the last call, without their ends; endless ones come in pieces."""
-        try:
-            file = self.path.open("rb")
-        except OSError:
-            return
-        with file:
-            if os.fstat(file.fileno()).st_size < self._at:
-                self._at, self._part = 0, b""  # it was made anew
-            file.seek(self._at)
-            while data := file.read(self._chunk):
-                self._at += len(data)
-                *whole, self._part = (self._part + data).split(b"\n")
-                yield from whole
-                if len(self._part) > self._chunk:
-                    yield self._part
-                    self._part = b""
-
-    def rest(self) -> Iterator[bytes]:
-        """The line that was begun and not ended, as nothing more is to come."""
-        if self._part:
-            yield self._part
-        self._part = b""
-
-
-class Neighbours:
-    """Finds the nodes of a run whose folders lie beside those of others of it, as in a log
-    directory that several machines share.
-
-    A file of another job is dismissed by its first line, once; what an earlier run of the same job
-    wrote is read once.
-    """
-
-    def __init__(self) -> None:
-        self._dismissed: set[Path] = set()
-        self._read: dict[Path, NodeLogs] = {}
-
-    def beside(self, found: list[NodeLogs]) -> list[NodeLogs]:
-        """These and their neighbours. Jobs of one id may follow one another: others than those that
-        ran together with these are left out."""
-        nodes = {node.folder: node for node in found}
-        began = max((node.began for node in found), default=0.0)
-        for parent in {node.folder.parent for node in found if node.logs != ""}:
-            for events in sorted(parent.glob(f"*/{EVENTS}")):
-                if events.parent in nodes:
-                    continue
-                other = self._of_run(events, found[0].events)
-                if other is not None and other.with_run_of(began):
-                    nodes[other.folder] = other
-        return sorted(nodes.values(), key=lambda node: (node.began, node.folder))
-
-    def _of_run(self, events: Path, first: Path) -> NodeLogs | None:
-        """What these events tell by now, if they are of the job of those."""
-        known = self._read.get(events)
-        if known is not None:
-            known.look()
-            return known
-        if events in self._dismissed:
-            return None
-        mine, other = read_record(first), read_record(events)
-        if mine is None or other is None or not other.run:
-            return None  # its first line may be on its way
-        if not of_one_job(mine, other):
-            self._dismissed.add(events)
-            return None
-        return self._read.setdefault(events, NodeLogs(events))

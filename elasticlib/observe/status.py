@@ -1,6 +1,6 @@
 """What a job is doing, put together from what its store holds and what its nodes have published of
-themselves, or from what they wrote down: as one JSON document, as lines and tables for people, and
-as an exit code.
+themselves, and the result of a job that is over: as one JSON document, as lines and tables for
+people, and as an exit code.
 
 A node measures its ages itself; what has passed since it wrote them may be by the wall clocks of
 two machines, and nothing is decided by these: a node lives for as long as its lease stands.
@@ -21,9 +21,10 @@ from ..rendezvous.layout import Keys, StoredJob
 from ..rendezvous.layout import decode as decode_record
 from ..stores.interface import Store
 from ..visible import visible_line
+from .event import Event
 from .history import BUSY, JobState, Part, job_state
 from .published import STANDS_SECONDS, Published, StatusReader
-from .story import NodeStatus, WorkerStatus
+from .story import NodeStatus, WorkerStatus, end_state
 from .wording import KILLED, LOST_SNAPSHOT, UNKNOWN, cell, duration, plural, rate, some, spans
 
 
@@ -125,14 +126,14 @@ class NodeEntry:
 
 @attrs.frozen
 class JobStatus:
-    """state: None where it is not known any more. age: seconds since the newest of this was true,
-    where it was read from files; None where it was read in the job's store. minimum, maximum: how
-    many nodes there may be. since: seconds for which the state has lasted."""
+    """state: None where it is not known any more. recorded: whether this is the result of a run
+    that is over, from its last events, and not from the job's store. minimum, maximum: how many
+    nodes there may be. since: seconds for which the state has lasted."""
 
     run: str
     state: JobState | None
     reason: str = ""
-    age: float | None = None
+    recorded: bool = False
     generation: int = 0
     minimum: int | None = None
     maximum: int | None = None
@@ -157,12 +158,6 @@ class JobStatus:
         return tuple(node for node in self.nodes if node.lives and not node.answers)
 
     @property
-    def starting(self) -> bool:
-        """Whether only its events are known: its agent lives, and no generation stood so far."""
-        on = self.state is not None and not self.state.over
-        return self.age is not None and on and not self.generation
-
-    @property
     def unanswered(self) -> bool:
         """Whether there are nodes, and none of them has published anything of late."""
         return bool(self.nodes) and not any(node.answers for node in self.nodes)
@@ -170,12 +165,13 @@ class JobStatus:
     @property
     def killed(self) -> bool:
         """Whether none of its agents lives, and none has said how it ended."""
-        return self.state is None and bool(self.nodes) and not any(n.lives for n in self.nodes)
+        known = self.recorded or bool(self.nodes)
+        return self.state is None and known and not any(n.lives for n in self.nodes)
 
     @property
     def source(self) -> str:
         """What tells this, as FIELDS has it."""
-        return "events" if self.age is not None else "store" if self.unanswered else "nodes"
+        return "events" if self.recorded else "store" if self.unanswered else "nodes"
 
     @property
     def up(self) -> float | None:
@@ -339,57 +335,30 @@ def _opening(document: Document, live: tuple[Node, ...]) -> JobState:
     return JobState.RESIZING if document.planned else JobState.RENDEZVOUS
 
 
-def recorded_entry(published: Published, *, lives: bool) -> NodeEntry:
-    """A node as its own events have it. lives: its agent."""
-    status = published.status
-    return NodeEntry(
-        node=status.node,
-        host=status.host,
-        rank=status.node_rank,
-        slots=status.slots,
-        lives=lives and not status.state.over,
-        published=published,
-    )
+def result_of(run: str, last: Iterable[Event], now: float) -> JobStatus:
+    """Return the result of a run that is over.
+
+    Args:
+        run: the run's id.
+        last: the last event of each of its agents; there is one at least.
+        now: seconds since 1970.
+    """
+    last = list(last)
+    newest = max(last, key=lambda event: event.wall)
+    parts = [Part(_end(event), lives=False, expelled=event.says("expelled")) for event in last]
+    state = job_state(parts)
+    since = round(max(0.0, now - newest.wall), 3)
+    if state is None:
+        reason = f"no agent of it is alive on this machine; the last event is {newest.kind}"
+        return JobStatus(run, None, reason, recorded=True, since=since)
+    ends = [event for event, part in zip(last, parts, strict=True) if part.state is state]
+    end = min(ends, key=lambda event: event.says("expelled"))
+    return JobStatus(run, state, end.text("reason"), recorded=True, since=since)
 
 
-def status_of_records(run: str, nodes: Iterable[NodeEntry], age: float) -> JobStatus:
-    """Of what is in files of some of a run's nodes, the newest of it so many seconds ago."""
-    found = _placed(nodes)
-    statuses = [node.status for node in found if node.status is not None]
-    newest = max(statuses, key=lambda status: status.generation)
-    parts = [
-        (node.status.generation, Part(node.status.state, node.lives, node.status.expelled))
-        for node in found
-        if node.status is not None
-    ]
-    members = [part for generation, part in parts if generation == newest.generation]
-    state = job_state(members, [part for _, part in parts])
-    # The members come first, and so their reasons.
-    same = [status for status in statuses if status.state is state]
-    source = min(same, key=lambda one: one.expelled, default=newest)
-    return JobStatus(
-        run,
-        state,
-        source.reason,
-        age=age,
-        generation=newest.generation,
-        world=newest.world,
-        restarts=newest.restarts,
-        max_restarts=newest.max_restarts,
-        nodes=found,
-    )
-
-
-def _placed(nodes: Iterable[NodeEntry]) -> tuple[NodeEntry, ...]:
-    """The members of the newest generation by their ranks, then who was in none or an older."""
-    nodes = tuple(nodes)
-    newest = max(node.status.generation for node in nodes if node.status is not None)
-    found = []
-    for node in nodes:
-        if node.published is not None and node.published.status.generation < newest:
-            node = attrs.evolve(node, rank=None, published=_without_progress(node.published))
-        found.append(node)
-    return tuple(sorted(found, key=lambda node: (node.rank is None, node.rank or 0, node.host)))
+def _end(last: Event) -> JobState:
+    """Return the state in which an agent ended, or RUNNING if it did not say that it ended."""
+    return end_state(last.text("state")) if last.kind == "run.ended" else JobState.RUNNING
 
 
 # -- whether a node is well ------------------------------------------------------------------------
@@ -425,8 +394,8 @@ FIELDS: Mapping[str, str] = {
     "DRAINED or STOPPED; null where it is not known any more",
     "reason": "why, in words",
     "source": "nodes: what they publish of themselves; store: none of them has, and it is what the "
-    "job's store holds; events: it is what was written down on this machine",
-    "age": "seconds since the newest event, where the source is events; else null",
+    "job's store holds; events: the run is over, and state, reason and since are from the last "
+    "events on this machine",
     "since": "seconds for which the state has lasted, null if not known",
     "up": "seconds since the first of its agents began, null if not known",
     "generation": "the number of the settled membership, 0 before the first",
@@ -446,17 +415,16 @@ NODE_FIELDS: Mapping[str, str] = {
     "node": "its id",
     "host": "its name",
     "rank": "among the members; null for who joins or, as a spare, waits to be let in",
-    "lives": "whether its lease in the store stands; where the source is events, its agent lives",
+    "lives": "whether its lease in the store stands",
     "answers": "whether its status is in the store, from which it goes a minute after it was last "
-    "written; false where the source is events",
+    "written",
     "age": "seconds since it wrote its status: up to 20 where nothing changes, 2 to 10 while its "
     "workers make steps; by its wall clock and this machine's, and with --watch by this machine's "
     "alone, once another has come; null if not read in a store",
     "state": "its own, in the same words; null without a status",
     "healthy": "whether its /healthz answers 200; null without a status",
     "health": "what /healthz says; the same",
-    "since": "seconds for which it has been in that state; until its last event, where the source "
-    "is events",
+    "since": "seconds for which it has been in that state; null without a status",
     "up": "seconds since its agent began; the same",
     "heard": "seconds for which the store had not heard from it then, null if not known",
     "draining": "why it is about to leave, empty if it is not",
@@ -488,12 +456,8 @@ def exit_code(status: JobStatus) -> int:
     if state is None:
         return NOBODY
     if not state.over:
-        running = state is JobState.RUNNING
-        if status.starting:
-            return 3
-        # Files, or the store, say that it ran; no node says that it does.
-        heard = status.age is None and not status.unanswered
-        return NOBODY if not heard else 0 if running else 3
+        # If no node answers, the store only says that the job ran.
+        return NOBODY if status.unanswered else 0 if state is JobState.RUNNING else 3
     return {JobState.SUCCEEDED: 0, JobState.FAILED: 1}.get(state, 5)
 
 
@@ -502,13 +466,13 @@ def as_document(status: JobStatus) -> dict[str, Any]:
     made = {
         "v": VERSION,
         "state": None if status.state is None else status.state.value,
-        "nodes": [_node_document(node, status.source) for node in status.nodes],
+        "nodes": [_node_document(node) for node in status.nodes],
         "exit_code": exit_code(status),
     }
     return {name: made[name] if name in made else getattr(status, name) for name in FIELDS}
 
 
-def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
+def _node_document(node: NodeEntry) -> dict[str, Any]:
     known = ("node", "host", "rank", "slots", "lives", "draining")
     found: dict[str, Any] = dict.fromkeys(NODE_FIELDS)
     found |= {"answers": False, "workers": [], **{name: getattr(node, name) for name in known}}
@@ -518,7 +482,7 @@ def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
     health = judge(status.state, status.reason, published.loop_silent)
     return {
         **found,
-        "answers": source != "events" and node.answers,
+        "answers": node.answers,
         "age": published.age,
         "state": status.state.value,
         "healthy": health.good,
@@ -533,9 +497,27 @@ def _node_document(node: NodeEntry, source: str) -> dict[str, Any]:
 
 def document_of_node(published: Published) -> dict[str, Any]:
     """The same document, of what one agent knows of its own node."""
-    entry = recorded_entry(published, lives=True)
-    found = status_of_records(published.status.run, [entry], age=0.0)
-    return as_document(attrs.evolve(found, age=None, since=published.lasted))
+    status = published.status
+    entry = NodeEntry(
+        node=status.node,
+        host=status.host,
+        rank=status.node_rank,
+        slots=status.slots,
+        lives=not status.state.over,
+        published=published,
+    )
+    found = JobStatus(
+        status.run,
+        status.state,
+        status.reason,
+        generation=status.generation,
+        world=status.world,
+        restarts=status.restarts,
+        max_restarts=status.max_restarts,
+        since=published.lasted,
+        nodes=(entry,),
+    )
+    return as_document(found)
 
 
 # -- for people ------------------------------------------------------------------------------------
@@ -551,31 +533,25 @@ def headline(status: JobStatus) -> list[str]:
     killed = status.killed
     state = "not answering, or no longer there" if status.state is None else status.state.value
     lasted = "" if status.since is None else f" for {duration(status.since)}"
+    if status.recorded and status.since is not None:
+        lasted = f", {duration(status.since)} ago"
     began = (
         f", started {duration(status.up)} ago" if _is_live(status) and status.up is not None else ""
     )
     lines = [f"{status.run}: {KILLED if killed else state}{lasted}{began}"]
-    if status.age is not None:
-        over = status.state is not None and status.state.over
-        said = "from its events" if over or killed else "nobody answered; from its events"
-        if status.starting:
-            said = "it is starting; from its events"
-        lines.append(f"  {said}, the last one {duration(status.age)} ago")
-    elif status.unanswered and not killed:
+    if status.unanswered and not killed:
         said = "its agents publish no status (a launcher without a journal?)"
         lines.append(f"  {said}; this is from its store")
-    lines += [f"  {line}" for line in _facts(status)]
+    if not status.recorded:
+        lines += [f"  {line}" for line in _facts(status)]
     if status.reason:
-        # Of a killed job the events tell why its last generation began, and not why it ended.
-        last = killed and status.age is not None
-        name = f"generation {status.generation} because" if last else "why"
-        lines.append(f"  {name}: {status.reason}")
+        lines.append(f"  why: {status.reason}")
     # Most of it is from peers, and from files that anybody may have written.
     return [visible_line(line) for line in lines]
 
 
 def _is_live(status: JobStatus) -> bool:
-    return status.age is None and status.state is not None and not status.state.over
+    return status.state is not None and not status.state.over
 
 
 def _facts(status: JobStatus) -> list[str]:

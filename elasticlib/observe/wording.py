@@ -134,20 +134,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 # -- stacks ----------------------------------------------------------------------------------------
 
-_ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
-_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
-_NUMBER = re.compile(r"^((?:Current thread|Thread) \[.*?)-\d+(?= \(|\] )", re.MULTILINE)
-"""Of a thread without a name of its own: how many threads there were before it."""
 _OURS = re.compile(
     r"^ *File \".*/elasticlib/workers/(run_program|bootstrap|fork_server)\.py\".*\n?", re.MULTILINE
 )
 """How elasticlib came to run the program."""
-_IDLE = re.compile(
-    r'^Thread [^\n]*\[elasticlib-[^\n]*\n *File "[^"\n]*threading\.py", line \d+ in wait\n'
-    r"(?: *File [^\n]*(?:\n|\Z))*\n?",
-    re.MULTILINE,
-)
-"""Threads of elasticlib that have nothing to do."""
 
 
 @attrs.frozen
@@ -159,17 +149,10 @@ class Shared:
 
 
 def grouped(texts: Mapping[int, str]) -> list[Shared]:
-    """Those that the fewest ranks share come first: they are the ones to look at. Two are the same
-    if they differ in nothing but addresses and the numbers in the names of threads; which thread
-    comes first counts."""
+    """Equal stacks together. Those that the fewest ranks share come first: they are the ones to
+    look at."""
     found: dict[str, list[int]] = {}
-    first: dict[str, str] = {}
     for rank, text in sorted(texts.items()):
-        for pattern, instead in ((_OURS, ""), (_IDLE, ""), (_THREAD, r"\1"), (_ADDRESS, "0x...")):
-            text = pattern.sub(instead, text)
-        plain = text.strip()
-        alike = _NUMBER.sub(r"\1", plain)
-        first.setdefault(alike, plain)
-        found.setdefault(alike, []).append(rank)
-    groups = [Shared(tuple(ranks), first[alike]) for alike, ranks in found.items()]
+        found.setdefault(_OURS.sub("", text).strip(), []).append(rank)
+    groups = [Shared(tuple(ranks), text) for text, ranks in found.items()]
     return sorted(groups, key=lambda group: (len(group.ranks), group.ranks))

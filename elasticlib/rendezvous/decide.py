@@ -46,6 +46,8 @@ QUICK_SECONDS = 10.0
 FREE_RESTARTS = 2
 """Quick failures in a row that are not held back: most are mended by the first restart."""
 FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 10.0
+"""Seconds that a restart is held back, at first and at most; it doubles with each failure."""
 
 NOT_RETRIED = "not retried: the workers failed right after they started"
 
@@ -327,7 +329,7 @@ def _gather(view: View, document: Document) -> Decision:
     if held_back > 0:
         return Decision(
             f"the last {document.quick} generations failed soon after they began: the restart "
-            f"waits for {pause(document):.1f} s (restart_backoff, --restart-backoff)",
+            f"waits for {pause(document):.1f} s",
             again=held_back,
         )
     back = [n for n in candidates if n.id in members]
@@ -465,11 +467,10 @@ def quick_failures(document: Document, failure: Failure, stood: float) -> int:
 def pause(document: Document) -> float:
     """Seconds to hold back the restart that this document waits for; no two jobs draw alike."""
     beyond = document.quick - FREE_RESTARTS
-    longest = document.limits.restart_backoff
-    if beyond <= 0 or longest <= 0:
+    if beyond <= 0:
         return 0.0
     # Bounded before it is raised: the exponent grows for as long as the budget lasts.
-    grown = min(longest, FIRST_PAUSE * 2.0 ** min(beyond - 1, 30))
+    grown = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(beyond - 1, 30))
     draw = zlib.crc32(f"{document.incarnation} {document.membership}".encode()) / 0xFFFFFFFF
     return grown * (0.5 + 0.5 * draw)
 

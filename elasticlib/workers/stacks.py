@@ -1,11 +1,10 @@
-"""What each thread of a worker is doing, written by the worker itself when its agent asks.
+"""Python stacks of workers, written by `faulthandler` in the worker when the agent sends a signal.
 
-Asked twice: first by a signal that the interpreter handles between two steps of the main thread,
-so that no other thread moves while it is looked at. A main thread that is in a call of C's does
-not get there; it alone, which is then at rest, is shown by C's handler of a second signal. (C's
-could show all threads, but reads what they are changing: that can end the process.) What a process
-was when it said that it would may have become another program, or closed the file: so the kernel
-is asked first. Standard library only: workers import this.
+`faulthandler` handles the signal in C, so it also answers while the main thread is in a call
+outside Python, with or without the GIL. It shows the main thread alone: reading threads that run
+crashes Python 3.12 and 3.13. A process that has said that it answers may have become another
+program since, or have closed the file, so the agent asks the kernel before it sends the signal.
+This module uses the standard library only, because workers import it.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ import faulthandler
 import fcntl
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 
 from ..clock import monotonic
 from ..foreign import opened
@@ -28,23 +25,13 @@ from .channel import VARIABLE, Channel
 FILE = "stacks.txt"
 SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1 + 2) - 3
 """Not known to be used by anything else; sent only to processes that handle it."""
-SECOND = SIGNAL - 1
-"""For a process that does not answer the first."""
-PATIENCE = 0.5
-"""Of the time for an answer: after that, the second."""
 QUIET_SECONDS = 0.1
-"""What C's handler wrote has no end mark; it is through once it has written nothing for so long."""
+"""faulthandler writes no end mark: an answer is whole once nothing was added for this long."""
 LOOK_SECONDS = 0.005
 LONGEST = 256 * 1024
-DEEPEST = 100
 HIGH = 200
 """From where on the number of the open file is, so that the program's own begin where they do."""
-BEGIN, END = "-- all threads\n", "-- end\n"
 CUT = "(cut short)\n"
-ALONE = (
-    "Main thread only: it is in a call outside Python, or the program handles signal "
-    f"{SIGNAL} itself, so the other threads cannot be shown:\n"
-)
 
 NAME = "elasticlib-stacks"
 
@@ -52,6 +39,8 @@ Dumper = tuple[int, int, int]
 """Its session, the process, and the number of its file."""
 
 _asking = threading.Lock()
+_registered = False
+"""Also true in the children that this process forks: the agent asks this process alone."""
 
 
 # -- the worker's end -----------------------------------------------------------------------------
@@ -70,16 +59,16 @@ def begin_in_worker() -> None:
 
 def write_on_demand(channel: Channel) -> None:
     """From now on this process adds its stacks to a file of its own, in memory, when it gets the
-    signals, unless it does so already, or does something else."""
-    if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+    signal, unless it does so already, or its program handles the signal."""
+    global _registered
+    if _registered or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
         handle = _raised(os.memfd_create(NAME))
         fcntl.fcntl(handle, fcntl.F_SETFL, os.O_APPEND)
-        faulthandler.register(SECOND, file=handle, all_threads=False)
-        with contextlib.suppress(ValueError):  # not in the main thread: then the second alone
-            signal.signal(SIGNAL, _writer(handle))
+        faulthandler.register(SIGNAL, file=handle, all_threads=False)
         channel.tell_dumps(os.getpid(), handle)
+        _registered = True
 
 
 def _raised(handle: int) -> int:
@@ -91,61 +80,31 @@ def _raised(handle: int) -> int:
     return high
 
 
-def _writer(handle: int) -> Callable[[int, FrameType | None], None]:
-    """What runs in the midst of the user's code: it takes no lock, and raises nothing."""
-
-    def write(_number: int, interrupted: FrameType | None) -> None:
-        with contextlib.suppress(Exception):
-            text = "\n".join(_shown_threads(interrupted)).encode(errors="backslashreplace")
-            if len(text) > LONGEST:
-                text = text[:LONGEST] + f"\n{CUT}".encode()
-            os.write(handle, BEGIN.encode() + text + END.encode())
-
-    return write
-
-
-def _shown_threads(interrupted: FrameType | None) -> Iterator[str]:
-    """The main thread, then the others, the oldest first; as faulthandler writes them."""
-    # Without the lock of `threading.enumerate`, which the interrupted code may hold.
-    threads = dict(getattr(threading, "_active", {}))
-    own, frames = threading.get_ident(), sys._current_frames()
-    frames.pop(own, None)  # that is where this very code is
-    for ident, frame in ((own, interrupted), *reversed(frames.items())):
-        who = "Current thread" if ident == own else "Thread"
-        name = getattr(threads.get(ident), "_name", "")
-        lines = [f"{who} 0x{ident:016x} [{name}] (most recent call first):"]
-        while frame is not None and len(lines) <= DEEPEST:
-            code = frame.f_code
-            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-            frame = frame.f_back
-        yield "\n".join([*lines, "  ..."] if frame is not None else lines) + "\n"
-
-
 # -- the agent's end ------------------------------------------------------------------------------
 
 
 def dump(workers: Mapping[int, Dumper], seconds: float = 1.0) -> dict[int, str]:
-    """Ask processes for their stacks; what they wrote in the time, or why they cannot be asked.
+    """Ask processes for their stacks; return what they wrote, or why they cannot answer.
 
-    One after another of those who ask at once, so that each has one writing of them.
+    Calls of several threads run one after another, because each process has one file.
     """
     with _asking, contextlib.ExitStack() as files:
         found: dict[int, str] = {}
-        asked: dict[int, _Asked] = {}
+        asked: dict[int, _Answer] = {}
         for local, (session, pid, handle) in workers.items():
-            numbers, refused = _handled(session, pid)
-            file = _file_of(pid, handle)
+            refused = _why_not(session, pid)
+            file = None if refused else _file_of(pid, handle)
             if file is None:
                 refused = refused or (
                     f"process {pid} has closed file {handle}, which elasticlib opened for its "
                     "stacks"
                 )
-            else:
-                files.callback(os.close, file)
-            if file is None or refused:
                 found[local] = f"It cannot show its stacks: {refused}.\n"
-            else:
-                asked[local] = _Asked(pid, file, numbers)
+                continue
+            files.callback(os.close, file)
+            asked[local] = _Answer(file)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, SIGNAL)
         return {**found, **_answers(asked, seconds)}
 
 
@@ -156,68 +115,40 @@ def keep(folder: Path, text: str) -> None:
         os.write(handle, text.encode(errors="replace"))
 
 
-class _Asked:
-    """A process that was asked, by the first of the signals that it handles."""
+class _Answer:
+    """What a process adds to its file after it was asked."""
 
-    def __init__(self, pid: int, file: int, numbers: list[int]) -> None:
-        self._pid = pid
+    def __init__(self, file: int) -> None:
         self._file = file
-        self._numbers = numbers
-        # It only ever adds to the end, wherever that is by now.
-        with contextlib.suppress(OSError):
-            os.truncate(file, 0)
-        self._at = self._size = os.fstat(file).st_size
+        with contextlib.suppress(OSError):  # sealed by the program
+            os.ftruncate(file, 0)
+        self._size = 0
         self._grew_at = monotonic()
-        self.ask()
 
-    def ask(self) -> None:
-        """Again, by the next signal, if there is one."""
-        if self._numbers:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self._pid, self._numbers.pop(0))
+    @property
+    def is_whole(self) -> bool:
+        size, now = os.fstat(self._file).st_size, monotonic()
+        if size != self._size:
+            self._size, self._grew_at = size, now
+        return size > 0 and now >= self._grew_at + QUIET_SECONDS
 
-    def whole(self) -> str:
-        """What it wrote between the marks; empty if it has not, or not all of it."""
-        if (size := os.fstat(self._file).st_size) == self._size:
-            return ""
-        self._size, self._grew_at = size, monotonic()
-        _, _, text = self._written().rpartition(BEGIN)
-        text, mark, _ = text.partition(END)
-        return text if mark else ""
-
-    def rest(self) -> str:
-        """What there is when the time is over."""
-        text = self.whole()
-        if text or self._size == self._at:
-            return text
-        before, begun, text = self._written().rpartition(BEGIN)
-        if begun and not before:
-            return f"{text}\n{CUT}"
-        cut = monotonic() < self._grew_at + QUIET_SECONDS
-        return f"{ALONE}{before or text}{CUT if cut else ''}"
-
-    def _written(self) -> str:
-        return os.pread(self._file, 2 * LONGEST, self._at).decode(errors="replace")
+    @property
+    def text(self) -> str:
+        """What there is so far; empty if it has written nothing."""
+        text = os.pread(self._file, LONGEST, 0).decode(errors="replace")
+        return text if not text or self.is_whole else f"{text}\n{CUT}"
 
 
-def _answers(asked: Mapping[int, _Asked], seconds: float) -> dict[int, str]:
-    now, pause = monotonic(), threading.Event()
-    second, deadline = now + PATIENCE * seconds, now + seconds
-    found: dict[int, str] = {}
-    while len(found) < len(asked) and now < deadline:
+def _answers(asked: Mapping[int, _Answer], seconds: float) -> dict[int, str]:
+    deadline, pause = monotonic() + seconds, threading.Event()
+    while not all(answer.is_whole for answer in asked.values()) and monotonic() < deadline:
         pause.wait(LOOK_SECONDS)
-        now = monotonic()
-        for local, one in asked.items():
-            if local not in found and (text := one.whole()):
-                found[local] = text
-            elif local not in found and now >= second:
-                one.ask()
-    rest = {local: one.rest() for local, one in asked.items() if local not in found}
-    return {**found, **{local: text for local, text in rest.items() if text}}
+    texts = {local: answer.text for local, answer in asked.items()}
+    return {local: text for local, text in texts.items() if text}
 
 
-def _handled(session: int, pid: int) -> tuple[list[int], str]:
-    """Which signals the process handles, which else would end it; and why it is not to be asked."""
+def _why_not(session: int, pid: int) -> str:
+    """Return why a process must not get the signal, which would end it; empty if it handles it."""
     try:
         # A number that has passed to another process is in another session.
         gone = os.getsid(pid) != session
@@ -225,14 +156,12 @@ def _handled(session: int, pid: int) -> tuple[list[int], str]:
     except OSError:
         gone, status = True, ""
     if gone:
-        return [], f"the process {pid} that would have answered is gone"
+        return f"the process {pid} that would have answered is gone"
     caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "")
     mask = int(caught.partition(":")[2] or "0", 16)
-    numbers = [number for number in (SIGNAL, SECOND) if mask >> (number - 1) & 1]
-    if not numbers:
-        signals = f"the signals {SECOND} and {SIGNAL}"
-        return [], f"process {pid} has become another program, or no longer handles {signals}"
-    return numbers, ""
+    if mask >> (SIGNAL - 1) & 1:
+        return ""
+    return f"process {pid} has become another program, or no longer handles signal {SIGNAL}"
 
 
 def _file_of(pid: int, handle: int) -> int | None:

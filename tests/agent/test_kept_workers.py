@@ -12,8 +12,6 @@ from typing import Any
 
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of, until
 
-from elasticlib.observe.runs import NodeLogs, find_runs, runs_folder
-
 KEPT = str(PROGRAMS / "kept_worker.py")
 TOGETHER = ("--rdzv-backend=tcp", "--rdzv-id=job", "--nnodes=1:3")
 LEASE = ("--rdzv-conf", "keep_alive_interval=0.3,keep_alive_max_attempt=3,last_call_timeout=0.2")
@@ -54,14 +52,19 @@ def tell(job: Job, word: str, place: Place) -> None:
 
 
 def shown(job: Job) -> dict[int, list[str]]:
-    """The lines of the newest attempt, by rank, as `elasticlib logs` shows them."""
-    (events,) = find_runs(folder=job.temporary / runs_folder().name)
-    logs = NodeLogs(events)
+    """Return what the workers of the newest generation have printed, by rank.
+
+    The event of a worker names its folder: a worker that was kept writes where it did before.
+    """
+    (events,) = job.events()
+    (run,) = (job.folder / "logs").iterdir()
+    newest = max(event.generation for event in events)
     found: dict[int, list[str]] = {}
-    for kept in logs.kept(logs.attempts[-1], "out"):
-        if not kept.path.exists():
-            continue
-        found.setdefault(kept.rank, []).extend(kept.path.read_text().splitlines())
+    for event in events:
+        if event.kind == "worker.began" and event.generation == newest:
+            path = run / f"attempt_{event.facts['attempt']}/{event.facts['local_rank']}/stdout.log"
+            if path.exists():
+                found[event.rank or 0] = path.read_text().splitlines()
     return found
 
 

@@ -469,7 +469,7 @@ class Grows(LoneNode):
 
 def test_a_scheduler_that_repeats_itself_cuts_no_save_short() -> None:
     workers = Listens()
-    with running(workers, options=AgentOptions(drain_grace=600.0)) as run:
+    with running(workers, options=AgentOptions(checkpoint_grace=600.0)) as run:
         for _ in range(3):
             run.agent.heed(signal.SIGTERM)
         workers.finish()
@@ -480,7 +480,7 @@ def test_a_scheduler_that_repeats_itself_cuts_no_save_short() -> None:
 
 def test_a_node_that_is_told_to_leave_while_the_job_changes_its_size_drains() -> None:
     workers, handler, view = Listens(), Grows(), Keeps()
-    options = AgentOptions(drain_grace=600.0, resize_grace=600.0)
+    options = AgentOptions(checkpoint_grace=600.0)
     with running(workers, handler, options=options, journal=view) as run:
         handler.more = 1
         assert workers.told.wait(60)
@@ -522,7 +522,7 @@ class CannotAgree(OneWorker):
 
 
 def test_workers_that_cannot_be_asked_when_to_stop_end_the_run_with_their_words() -> None:
-    workers, options = CannotAgree(), AgentOptions(drain_grace=600.0)
+    workers, options = CannotAgree(), AgentOptions(checkpoint_grace=600.0)
     with running(workers, options=options) as run:
         run.agent.heed(signal.SIGUSR2)
         result = run.result()

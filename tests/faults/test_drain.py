@@ -91,7 +91,7 @@ def saved(job: Job, generation: int, rank: int) -> dict[str, Any]:
 
 def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save: Save) -> None:
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store(), *SHORT)
-    grace = ("--resize-grace", "100", "--drain-grace", save.grace)
+    grace = ("--checkpoint-grace", save.grace)
     nodes = {name: listening(job, save, name, *meet, *grace) for name in "ab"}
     before = job.settled(2)
     generation, (stays, leaves) = generation_of(before), (place["node"] for place in before)
@@ -104,7 +104,9 @@ def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save:
     (alone,) = job.settled(1, after=generation)
     assert (alone["node"], alone["TORCHELASTIC_RESTART_COUNT"]) == (stays, "0")
     assert "drains (SIGUSR2)" in nodes[stays].text
-    for rank, notice in enumerate([(stays, "resize 100"), (leaves, f"drain {save.grace}")]):
+    for rank, notice in enumerate(
+        [(stays, f"resize {save.grace}"), (leaves, f"drain {save.grace}")]
+    ):
         assert (job.folder / f"notice.{notice[0]}.{generation}").read_text() == notice[1]
         assert saved(job, generation, rank) == {"child": True, "asked": []}
     # The others go on from what the one that left has saved.
@@ -119,7 +121,7 @@ def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save:
 def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_saved(
     job: Job, save: Save
 ) -> None:
-    flags = ("--standalone", "--nproc-per-node", "2", "--drain-grace", save.grace, *SHORT)
+    flags = ("--standalone", "--nproc-per-node", "2", "--checkpoint-grace", save.grace, *SHORT)
     agent = listening(job, save, "a", *flags)
     workers = [place["pid"] for place in job.settled(2)]
     for pid in workers:
@@ -156,7 +158,7 @@ def test_a_node_whose_workers_do_not_listen_is_drained_by_sigterm_with_a_code_of
 
 def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: Save) -> None:
     # Longer than anything here is waited for.
-    long = ("--drain-grace", "600", "--shutdown-timeout", "600")
+    long = ("--checkpoint-grace", "600", "--shutdown-timeout", "600")
     agent = listening(job, save, "a", "--standalone", "--nproc-per-node", "2", *long)
     workers = [place["pid"] for place in job.settled(2)]
     holds = [job.folder / f"hold.{rank}" for rank in range(2)]

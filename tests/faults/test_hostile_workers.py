@@ -72,7 +72,7 @@ def agent(job: Job, deed: str, *flags: str) -> Node:
     script = job.folder / "script.py"
     script.write_text(SCRIPT.format(deed=textwrap.dedent(deed)))
     logs = ("--log-dir", str(job.folder / "logs"), "--redirects", "2")
-    quick = ("--standalone", "--start-method=spawn", "--restart-backoff", "0")
+    quick = ("--standalone", "--start-method=spawn")
     command = (sys.executable, "-m", "elasticlib.launch", *quick, *logs, *flags, str(script))
     return job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
 
@@ -180,7 +180,7 @@ def command_of(pid: int) -> bytes:
 
 
 def test_a_killed_guardian_is_replaced_and_the_next_clears_up_after_its_agent(job: Job) -> None:
-    flags = ("--standalone", "--max-restarts", "1", "--restart-backoff", "0")
+    flags = ("--standalone", "--max-restarts", "1")
     node = job.run("a", *flags, worker=("child",), PYTHONPATH=WITHOUT_TORCH)
     (place,) = job.settled(1)
     for _ in range(3):

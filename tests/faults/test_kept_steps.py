@@ -28,7 +28,7 @@ LAUNCH = (sys.executable, "-m", "elasticlib.launch")
 DONE = r"done: loss \S+ steps (\d+) weights sha256 (\w{64})"
 SAMPLES, BATCH = 402, 5
 STEPS_AN_EPOCH = -(-SAMPLES // BATCH)
-PATIENT = ("--max-restarts", "100", "--restart-backoff", "0")
+PATIENT = ("--max-restarts", "100")
 
 
 @attrs.define

@@ -19,8 +19,8 @@ from elasticlib.checkpoint import memory
 
 pytestmark = pytest.mark.faults
 
-LAUNCH = (sys.executable, "-m", "elasticlib.launch", "--restart-backoff", "0")
-SOON = ("--drain-grace", "1", "--resize-grace", "1")  # the script does not save
+LAUNCH = (sys.executable, "-m", "elasticlib.launch")
+SOON = ("--checkpoint-grace", "1")  # the script does not save
 WORKER = str(PROGRAMS / "fsdp_worker.py")
 PATIENT = 110.0
 """Seconds for workers to import FSDP and meet, on a machine that has much else to do."""

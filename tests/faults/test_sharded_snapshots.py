@@ -18,7 +18,7 @@ from elasticlib.checkpoint import memory
 pytestmark = pytest.mark.faults
 
 PROGRAM = str(PROGRAMS / "sharded_training.py")
-FLAGS = ("--nnodes", "1:4", "--max-restarts", "100", "--restart-backoff", "0")
+FLAGS = ("--nnodes", "1:4", "--max-restarts", "100")
 REPLICAS = 2
 BOUND = 120.0
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.faults
 
 LAUNCH = (sys.executable, "-m", "elasticlib.launch")
 WORKER = str(PROGRAMS / "snapshot_worker.py")
-QUICK = ("--restart-backoff", "0", "--monitor-interval", "0.02")
+QUICK = ("--monitor-interval", "0.02")
 
 
 def run(job: Job, name: str, *flags: str, worker: tuple[str, ...]) -> Node:

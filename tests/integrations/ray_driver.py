@@ -1,4 +1,4 @@
-"""A driver as a user has one: `ray_driver.py ADDRESS MODE FOLDER [NODES]` runs a function on Ray.
+"""A driver as a user has one: `ray_driver.py ADDRESS MODE FOLDER [NODES]` runs a job on Ray.
 
 It prints what the job came to as JSON. The function and the class of its value are this script's
 own, and so of no module that a worker could import.
@@ -14,18 +14,21 @@ import sys
 from pathlib import Path
 
 import attrs
+import ray
 
 from elasticlib import (
     AgentOptions,
     ChildFailedError,
     LaunchConfig,
+    Script,
     SignalException,
     SupervisionOptions,
     context,
 )
-from elasticlib.integrations.ray import RayOptions, ray_launch
+from elasticlib.integrations.ray import ray_launch
 
 FOLDER = Path(sys.argv[3])
+WORKER = Path(__file__).parents[1] / "programs" / "fault_worker.py"
 
 
 @attrs.frozen
@@ -84,13 +87,15 @@ def main() -> None:
         nproc_per_node=2 if gpus else 1,
         rdzv_endpoint="ray",
         rdzv_configs={"join_timeout": 3} if mode == "starve" else {},
-        max_restarts=0,
-        supervision=SupervisionOptions(agent=AgentOptions(drain_grace=30.0)),
+        max_restarts=1 if mode == "work" else 0,
+        start_method="spawn" if mode == "work" else "warm",
+        supervision=SupervisionOptions(agent=AgentOptions(checkpoint_grace=30.0)),
     )
-    options = RayOptions(address=address, num_cpus=2 if gpus else 1, num_gpus=gpus)
-    work = {"fail": fail, "save": save}.get(mode, train)
+    if gpus:
+        ray.init(address=address, runtime_env={"env_vars": {"OMP_NUM_THREADS": "3"}})
+    work = {"fail": fail, "save": save, "work": Script(str(WORKER))}.get(mode, train)
     try:
-        values = ray_launch(config, work, options)(FOLDER)
+        values = ray_launch(config, work, {"CPU": 2 if gpus else 1, "GPU": gpus})(FOLDER)
     except SignalException as error:
         print(json.dumps({"state": error.result.state.value}))
     except ChildFailedError as error:
@@ -99,6 +104,7 @@ def main() -> None:
         ranks = sorted(error.failures)
         print(json.dumps({"state": state, "says": str(error), "cause": said, "failures": ranks}))
     else:
+        ray.shutdown()  # so that nothing is printed after this
         print(json.dumps({rank: value and attrs.asdict(value) for rank, value in values.items()}))
 
 

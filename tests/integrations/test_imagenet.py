@@ -20,7 +20,7 @@ from processes import children, workers_of
 from elasticlib import CheckpointManager
 from elasticlib.examples.imagenet import DRAWN, Images, draw_images
 
-LAUNCH = (sys.executable, "-m", "elasticlib.launch", "--standalone", "--restart-backoff", "0")
+LAUNCH = (sys.executable, "-m", "elasticlib.launch", "--standalone")
 SCRIPT = Path(__file__).parents[2] / "elasticlib/examples/imagenet.py"
 IMAGES, EPOCHS, BATCH = 94, 5, 8
 STEPS_AN_EPOCH = -(-IMAGES // BATCH)

@@ -164,7 +164,7 @@ def test_who_saves_and_leaves_is_given_the_time_for_it(name: str) -> None:
     config = launched(CONTAINERS[name]).config
     options = config.supervision.agent
     # The others' workers are told to save when the host's own are, and it serves until they met.
-    saved = max(options.drain_grace, options.resize_grace) + config.shutdown_timeout
+    saved = options.checkpoint_grace + config.shutdown_timeout
     # Run:ai's pods have 30 s, and a save is worth more than a process that outlives SIGKILL.
     reaped = 0.0 if name == "runai" else Ladder().reap
     assert saved + reaped + config.timing.close < CONTAINERS[name].grace

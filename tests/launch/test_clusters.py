@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import signal
 from collections.abc import Mapping
@@ -13,11 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib import Node
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import Launch, read_launch
 from elasticlib.launch.flags import SCHEDULERS
-from elasticlib.launch.requeue import Requeue, decide, find_requeue
 from elasticlib.launch.schedulers import (
     MOST,
     OURS,
@@ -25,7 +22,6 @@ from elasticlib.launch.schedulers import (
     expand_nodelist,
     read_skypilot,
     read_slurm,
-    requeue_target,
 )
 
 BATCH = {
@@ -81,8 +77,6 @@ def test_a_task_of_an_array_is_told_from_the_array() -> None:
     # The last task bears the array's own id.
     array = {**STEP, "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "9"}
     assert values(read_slurm(array))["rdzv_id"] == "4711_9.0"
-    assert requeue_target(array) == "4711_9"
-    assert requeue_target(STEP) == "4711"
 
 
 def test_ports_are_of_the_range_and_those_of_neighbours_differ() -> None:
@@ -230,68 +224,3 @@ def test_lists_of_nodes_that_slurm_never_wrote_still_have_one_meaning() -> None:
     for text in ("n[2-1]", f"n[1-{MOST + 1}]", "n[1-300]m[1-300]"):
         with pytest.raises(ConfigError, match=r"a range of Slurm's|at most \d+ names"):
             expand_nodelist(text)
-
-
-def node(name: str, draining: str = "") -> Node:
-    return Node(id=name, host=name, address="", slots=1, draining=draining)
-
-
-def test_the_last_node_to_leave_requeues_and_only_if_nobody_goes_on() -> None:
-    saving, trains = node("a", "SIGUSR1"), node("b")
-    assert decide([], go_on=False, overdue=False).is_last is True
-    assert decide([saving], go_on=False, overdue=False).is_last is None
-    assert decide([trains], go_on=True, overdue=False).is_last is False
-    assert decide([saving], go_on=False, overdue=True).is_last is True
-    assert decide([saving, trains], go_on=False, overdue=True).is_last is False
-    assert decide([trains], go_on=False, overdue=True).reason == "others were not drained: b"
-
-
-@pytest.mark.parametrize(
-    ("said", "logged"),
-    [
-        ("Job is pending execution for job 4711", "already requeued by another node"),
-        ("Access denied", "requeue 4711 says: Access denied"),
-    ],
-)
-def test_a_job_that_waits_in_the_queue_was_requeued_by_another_node(
-    said: str, logged: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f"#!/bin/sh\necho '{said}' >&2; exit 1\n")
-    scontrol.chmod(0o755)
-    caplog.set_level("INFO", "elasticlib.launch")
-    Requeue(str(scontrol), "4711", "0").ask()
-    assert logged in caplog.text
-    assert ("not requeued" in caplog.text) is ("denied" in said)
-
-
-def test_a_requeue_that_could_not_be_done_is_refused_at_the_start(tmp_path: Path) -> None:
-    assert find_requeue("none", {}) is None
-    with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set"):
-        find_requeue("slurm", {"PATH": os.defpath})
-    with pytest.raises(ConfigError, match="calls scontrol, which is not here"):
-        find_requeue("slurm", {**STEP, "PATH": str(tmp_path)})
-
-
-@pytest.mark.parametrize(
-    ("answer", "refused"),
-    [
-        ("echo JobId=$3 Requeue=0 Restarts=0", "Slurm may not requeue job 4711 (Requeue=0)"),
-        ("echo JobId=$3 Requeue=1 Restarts=0", ""),
-        ("echo slurm_load_jobs error: Unable to contact slurm controller >&2; exit 1", ""),
-    ],
-)
-def test_so_is_one_that_slurm_would_refuse_if_slurm_can_be_asked(
-    answer: str, refused: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f"#!/bin/sh\n[ $1 = show ] && {{ {answer}; }}\n")
-    scontrol.chmod(0o755)
-    environment = {**STEP, "PATH": f"{tmp_path}:{os.defpath}"}
-    if refused:
-        with pytest.raises(ConfigError, match=re.escape(refused)):
-            find_requeue("slurm", environment)
-    else:
-        assert find_requeue("slurm", environment) is not None
-        asked = "it is not known whether Slurm may requeue this job" not in caplog.text
-        assert asked is ("error" not in answer)

@@ -33,7 +33,6 @@ def test_help_is_answered_before_what_a_job_needs_is_imported() -> None:
         ("--rdzv_endpont h train.py", "--rdzv-endpoint"),
         ("--endpoint h train.py", "--rdzv-endpoint"),
         ("--lr 3 train.py", ""),
-        ("--requeue slrum train.py", "slurm"),
     ],
 )
 def test_a_misspelt_flag_is_answered_with_the_one_that_is_like_it(

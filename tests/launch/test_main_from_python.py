@@ -81,11 +81,6 @@ def test_a_command_line_that_cannot_work_raises_before_anything_starts(tmp_path:
     assert not Path(started).exists()
 
 
-def test_a_dry_run_whose_checks_fail_raises_its_code(tmp_path: Path) -> None:
-    argv = ("--dry-run", "--no-python", str(tmp_path / "no-such-program"))
-    assert ours(*argv)[0] == "SystemExit"
-
-
 @pytest.mark.parametrize("worker", ["true", "exit 3"])
 def test_torchs_main_ends_in_the_same_way(worker: str) -> None:
     argv = ("--standalone", "--no-python", "sh", "-c", worker)

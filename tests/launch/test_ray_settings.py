@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
-import logging
 import pickle
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +12,13 @@ from elasticlib import LaunchConfig, RunResult, WorkerExit, WorkerState
 from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.integrations.ray import (
     ENDPOINT,
-    RayOptions,
     check,
     find_ray,
     ray_launch,
+    read_resources,
     read_values,
 )
-from elasticlib.integrations.ray.__main__ import main, split
-from elasticlib.integrations.ray.driver import merged
+from elasticlib.integrations.ray.driver import actor_options, merged
 
 
 @pytest.mark.parametrize(
@@ -52,78 +46,19 @@ def test_one_node_and_several_that_meet_at_ray_are_taken() -> None:
     check(LaunchConfig(min_nodes=1, max_nodes=9, rdzv_endpoint=ENDPOINT))
 
 
-def test_an_agent_takes_a_cpu_for_each_worker_unless_told_otherwise() -> None:
-    assert RayOptions().demand(4) == {"CPU": 4.0}
-    options = RayOptions(num_cpus=1, num_gpus=4, memory=1e9, resources={"fast": 1})
-    assert options.demand(4) == {"CPU": 1.0, "GPU": 4.0, "memory": 1e9, "fast": 1}
+def test_agent_takes_one_cpu_for_each_worker_by_default() -> None:
+    assert read_resources({}, 4) == {"CPU": 4.0}
+    resources = read_resources({"CPU": 1, "GPU": 4, "memory": 1e9, "fast": 1}, 4)
+    assert resources == {"CPU": 1.0, "GPU": 4.0, "memory": 1e9, "fast": 1.0}
+    options = actor_options(resources)
+    assert (options["num_cpus"], options["num_gpus"], options["memory"]) == (1.0, 4.0, 1e9)
+    assert options["resources"] == {"fast": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: RayOptions(num_cpus=-1), "num_cpus"),
-        (lambda: RayOptions(num_gpus=float("nan")), "num_gpus"),
-        (lambda: RayOptions(resources={"GPU": 1}), "GPU by an option of its own"),
-        (lambda: RayOptions(resources={"fast": -1}), "fast"),
-    ],
-)
-def test_amounts_that_cannot_be_are_refused(make: Callable[[], object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        make()
-
-
-def test_rays_flags_come_first_and_a_scripts_own_are_its_own() -> None:
-    line = "--address auto --num_gpus=2 --nnodes 1:4 train.py --address here --num-cpus 3"
-    ours, rest = split(line.split())
-    assert ours == ["--address", "auto", "--num-gpus=2"]
-    assert rest == ["--nnodes", "1:4", "train.py", "--address", "here", "--num-cpus", "3"]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("--nproc-per-node gpu {script}", "give a number"),
-        ("--resources [1] {script}", "--resources is JSON"),
-        ("--working-dir /nowhere {script}", "/nowhere"),
-        ("--rdzv-endpoint node0 {script}", "--rdzv-endpoint has no meaning on Ray"),
-        ("--rdzv-backend etcd --rdzv-id x {script}", "--rdzv-backend has no meaning on Ray"),
-        ("--dry-run {script}", "see `elasticrun --dry-run`"),
-    ],
-)
-def test_a_command_line_that_cannot_work_is_answered_with_2(
-    line: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(line.format(script=__file__).split()) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_torchs_variables_for_a_launcher_are_heeded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[LaunchConfig] = []
-
-    def run(config: LaunchConfig, *_: object) -> RunResult:
-        told.append(config)
-        return RunResult(WorkerState.FAILED, "the machines are gone")
-
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "<${rank}> ")
-    monkeypatch.setattr("elasticlib.integrations.ray.__main__.run_job", run)
-    with its_own_log():
-        assert main([__file__]) == 1
-    assert told[0].log_line_prefix_template == "<${rank}> "
-    error = json.loads((tmp_path / "error.json").read_text())
-    assert error["message"]["message"] == "the machines are gone"
-
-
-@contextlib.contextmanager
-def its_own_log() -> Iterator[None]:
-    """What a program says of its log is forgotten after it."""
-    logger = logging.getLogger("elasticlib")
-    before = logger.handlers, logger.level, logger.propagate
-    yield
-    logger.handlers, logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
+@pytest.mark.parametrize("amount", [-1, float("nan"), "2"])
+def test_amount_that_ray_cannot_reserve_is_rejected(amount: Any) -> None:
+    with pytest.raises(ConfigError, match=r"resources\['GPU'\] must be a number from 0"):
+        ray_launch(LaunchConfig(), print, {"GPU": amount})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")

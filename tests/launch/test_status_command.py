@@ -1,4 +1,4 @@
-"""`elasticlib status` of what is written down, drawn in place where a terminal and rich are."""
+"""`elasticlib status` of runs that are over, and of runs that cannot be reached."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 from elasticlib.clock import wall
 from elasticlib.errors import StoreUnavailable
 from elasticlib.launch import live_commands
+from elasticlib.launch.command_tools import CLEAR
 from elasticlib.launch.commands import main
 from elasticlib.launch.live_commands import JobReader, _watch
 from elasticlib.observe.event import Event, encode
@@ -34,7 +35,7 @@ from elasticlib.observe.status import (
     NodeEntry,
     status_of,
 )
-from elasticlib.observe.story import AgentLog, NodeStatus
+from elasticlib.observe.story import NodeStatus
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.layout import Keys
 from elasticlib.rendezvous.layout import encode as encode_node
@@ -65,29 +66,20 @@ def written(folder: Path, *more: tuple[str, dict[str, Any]], **settings: str) ->
     return str(folder)
 
 
-TOLD = r"job: FAILED\n  from its events, the last one 1 min( \d+ s)? ago"
+TOLD = r"job: FAILED, 1 min( \d+ s)? ago"
 ENDED = ("run.ended", {"state": "failed", "reason": "rank 0 raised", "exit_code": 1})
 
 
-def test_a_run_that_is_over_is_told_from_its_events(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("watch", [[], ["--watch"]])
+def test_result_of_a_run_that_is_over_is_told_with_the_way_to_its_report(
+    watch: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["status", written(tmp_path, ENDED)]) == 1
-    said = capsys.readouterr().out
-    assert re.search(TOLD, said)
-    assert "checkpoint 40" in said
-    assert "why: rank 0 raised" in said
-
-
-def test_of_a_run_that_is_over_the_tables_tell_what_its_head_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = ("steps", {"step": 41, "per_second": 2.0, "silent": 0.1})
-    went = ("worker.ended", {"rank": 0, "local_rank": 0, "name": "pid 2"})
-    assert main(["status", written(tmp_path, steps, went, ENDED)]) == 1
-    head, nodes = capsys.readouterr().out.split("\n\n")
-    assert "step 41, last steps/s 2, checkpoint 40" in head
-    assert nodes.splitlines()[1].split() == ["0", "h", "FAILED", "-", "0", "41", "2", "-"]
+    assert main(["status", *watch, written(tmp_path, ENDED)]) == 1
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert re.search(TOLD, said.out)
+    assert "why: rank 0 raised" in said.out
+    assert f"more: elasticlib report {tmp_path}\n" in said.out
 
 
 def test_who_has_read_enough_of_it_is_not_an_error(
@@ -114,22 +106,6 @@ def test_events_that_cannot_be_are_passed_over(
     assert main(["status", str(folder)]) == 4
 
 
-@pytest.mark.parametrize("watch", [[], ["--watch"]])
-def test_of_a_run_that_is_over_each_file_is_read_once(
-    watch: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folded: list[str] = []
-
-    class Counted(AgentLog):
-        def fold(self, event: Event) -> None:
-            folded.append(event.kind)
-            super().fold(event)
-
-    monkeypatch.setattr(live_commands, "AgentLog", Counted)
-    assert main(["status", *watch, written(tmp_path, ENDED)]) == 1
-    assert len(folded) == len(set(folded)) == 5
-
-
 def test_text_that_no_terminal_can_show_is_written_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,20 +121,16 @@ def test_no_word_of_a_run_reaches_the_terminal_as_a_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "\x1b]0;title\x07\x1b[2J\x9b31m"
-    began = ("worker.began", {"rank": 1, "local_rank": 1, "name": f"pid\n3{evil}"})
     ended = ("run.ended", {"state": "failed", "reason": f"why{evil}", "exit_code": 1})
-    for more in ((began,), (ended,)):
-        folder = written(tmp_path, *more)
-        main(["status", folder])
+    main(["status", written(tmp_path, ended)])
     main(["status", f"{tmp_path}/{evil}"])
-    main(["logs", f"{tmp_path}/{evil}"])
     said = capsys.readouterr()
     assert "\\x1b]0;title\\x07" in said.out
     assert "\\x1b]0;title\\x07" in said.err
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", said.out + said.err)
 
 
-def test_why_nobody_answers_is_said_where_only_its_events_tell(
+def test_error_of_the_store_is_told_if_the_result_is_unknown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["status", written(tmp_path)])
@@ -185,22 +157,20 @@ def test_a_run_whose_node_has_not_joined_yet_is_starting(
         assert main(["status"]) == 3
         said = capsys.readouterr()
         assert said.err == ""
-        assert "job: RENDEZVOUS\n  it is starting; from its events, the last one" in said.out
-        assert "joining" in said.out
+        assert "job: RENDEZVOUS" in said.out
+        assert "why: its agents are starting" in said.out
     assert main(["status"]) == 4
-    assert "no job 'job' is there (yet)" in capsys.readouterr().err
+    assert "job: ended without a word (killed?)" in capsys.readouterr().out
 
 
-def test_a_run_that_nobody_runs_any_more_has_no_state(
+def test_state_of_a_run_whose_agents_were_killed_is_unknown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = {"step": 41, "per_second": 2.0, "silent": 0.1}
-    assert main(["status", "--json", written(tmp_path, ("steps", steps))]) == 4
+    assert main(["status", "--json", written(tmp_path)]) == 4
     said = json.loads(capsys.readouterr().out)
     assert (said["state"], said["source"], said["exit_code"]) == (None, "events", 4)
-    assert said["age"] >= 60
-    assert (said["step"], said["per_second"]) == (41, 2.0)
-    assert [node["answers"] for node in said["nodes"]] == [False]
+    assert said["since"] >= 60
+    assert said["nodes"] == []
 
 
 def test_a_folder_of_old_statuses_is_looked_at_until_a_node_renews_its_own_or_its_lease_ends(
@@ -278,42 +248,28 @@ class Terminal(io.StringIO):
 def watched(folder: str, patch: pytest.MonkeyPatch, **environment: str) -> str:
     terminal = Terminal()
     patch.setattr(sys, "stdout", terminal)
-    for name in ("NO_COLOR", "TERM", "COLUMNS"):
-        patch.delenv(name, raising=False)
+    patch.delenv("NO_COLOR", raising=False)
     for name, text in environment.items():
         patch.setenv(name, text)
     assert main(["status", "--watch", folder]) == 1
     return terminal.getvalue()
 
 
-def test_on_a_terminal_it_is_drawn_in_place(
+def test_watch_clears_a_terminal_and_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("rich")
-    said = watched(written(tmp_path, ENDED), monkeypatch, TERM="xterm", COLUMNS="100")
-    assert "\x1b[" in said
-    assert "pid 2" in said
+    said = watched(written(tmp_path, ENDED), monkeypatch)
+    assert said.startswith(CLEAR)
+    assert "\x1b" not in said.removeprefix(CLEAR)
     assert "why: rank 0 raised" in said
 
 
-def test_where_no_colours_are_wanted_it_is_plain_text(
+def test_watch_prints_plain_text_with_no_color(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = watched(written(tmp_path, ENDED), monkeypatch, NO_COLOR="1")
     assert "\x1b" not in said
     assert "why: rank 0 raised" in said
-
-
-def test_without_rich_it_is_plain_text_and_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    said = watched(written(tmp_path, ENDED), monkeypatch)
-    assert "\x1b" not in said
-    assert "why: rank 0 raised" in said
-    assert "pip install 'elasticlib[ui]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -345,7 +301,6 @@ def test_who_is_watched_may_be_away_for_a_while(
     assert "why: the store is away" in said
 
 
-@pytest.mark.parametrize("command", ["logs", "stacks"])
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
@@ -357,10 +312,10 @@ def test_who_is_watched_may_be_away_for_a_while(
     ],
 )
 def test_ranks_that_make_no_sense_are_refused(
-    command: str, ranks: str, says: str, capsys: pytest.CaptureFixture[str]
+    ranks: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as refused:
-        main([command, "-r", ranks])
+        main(["stacks", "-r", ranks])
     assert refused.value.code == 2
     assert says in capsys.readouterr().err
 

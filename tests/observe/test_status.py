@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
+from elasticlib.observe.event import Event
 from elasticlib.observe.history import JobState
 from elasticlib.observe.published import Published
 from elasticlib.observe.stacks import JobStacks, Stacks, grouped, stack_lines
@@ -27,9 +28,8 @@ from elasticlib.observe.status import (
     judge,
     node_table,
     rank_table,
-    recorded_entry,
+    result_of,
     status_of,
-    status_of_records,
 )
 from elasticlib.observe.story import NodeStatus, WorkerStatus
 from elasticlib.observe.wording import table
@@ -235,24 +235,19 @@ def test_the_last_status_of_a_node_that_stands_still_is_shown_with_its_age() -> 
 
 
 @pytest.mark.parametrize(
-    ("state", "age", "code"),
+    ("state", "code"),
     [
-        (S.RUNNING, None, 0),
-        (S.SUCCEEDED, None, 0),
-        (S.SUCCEEDED, 9.0, 0),
-        (S.FAILED, None, 1),
-        (S.FAILED, 9.0, 1),
-        *((between, None, 3) for between in JobState if not between.over and between != S.RUNNING),
-        (S.RUNNING, 9.0, 4),
-        (S.RENDEZVOUS, 9.0, 3),
-        (None, None, 4),
-        (S.STOPPED, None, 5),
-        (S.DRAINED, 9.0, 5),
+        (S.RUNNING, 0),
+        (S.SUCCEEDED, 0),
+        (S.FAILED, 1),
+        *((between, 3) for between in JobState if not between.over and between != S.RUNNING),
+        (None, 4),
+        (S.STOPPED, 5),
+        (S.DRAINED, 5),
     ],
 )
-def test_scripts_can_go_by_the_exit_code(state: JobState, age: float | None, code: int) -> None:
-    generation = int(state is S.RUNNING)
-    assert exit_code(JobStatus("job", state, age=age, generation=generation)) == code
+def test_scripts_can_go_by_the_exit_code(state: JobState | None, code: int) -> None:
+    assert exit_code(JobStatus("job", state)) == code
     assert code in EXIT_CODES
 
 
@@ -277,33 +272,18 @@ def test_a_thousand_nodes_fit_on_a_screen_and_the_odd_ones_are_seen() -> None:
     assert rank_table(thousand())[1] == []
 
 
-SLEEPS = 'Thread 0x00007f{} (most recent call first):\n  File "train.py", line 9 in step\n'
+STACK = 'Stack (most recent call first):\n  File "train.py", line 9 in step\n'
 
 
-def test_stacks_that_differ_in_addresses_alone_are_shown_once_and_rare_ones_first() -> None:
-    texts = {rank: SLEEPS.format(f"{rank:08x}") for rank in range(4)}
-    texts[2] = texts[2].replace("line 9", "line 7")
+def test_equal_stacks_are_shown_once_and_rare_ones_first() -> None:
+    ours = '  File "/here/elasticlib/workers/run_program.py", line 60 in run\n'
+    texts = {0: STACK, 1: STACK + ours, 2: STACK.replace("line 9", "line 7"), 3: STACK}
     assert [group.ranks for group in grouped(texts)] == [(2,), (0, 1, 3)]
-
-
-IDLE = """
-Thread 0x000000000000000f [elasticlib-seal] (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 327 in wait
-  File "/here/elasticlib/checkpoint/snapshots.py", line 395 in _run
-"""
-
-
-def test_threads_of_elasticlib_that_wait_are_left_out_of_stacks() -> None:
-    own = SLEEPS.format("1")
-    (group,) = grouped({0: own, 1: own + IDLE, 2: own + IDLE + "\n"})
-    assert group.ranks == (0, 1, 2)
-    assert "elasticlib" not in group.text
-    busy = IDLE.replace("threading.py", "snapshots.py")
-    assert "elasticlib-seal" in grouped({0: own + busy})[0].text
+    assert "elasticlib" not in grouped(texts)[1].text
 
 
 def test_who_does_not_show_its_stacks_is_named() -> None:
-    one = Stacks({0: SLEEPS.format("1")}, silent=(1,), mute={4: "pid 9"})
+    one = Stacks({0: STACK}, silent=(1,), mute={4: "pid 9"})
     said = "\n".join(stack_lines(JobStacks(NODES[:2], {"id0": one}), frozenset({0, 1, 6})))
     assert "h0: rank 1 wrote nothing within a second" in said
     assert "h0: rank 4 (pid 9) is no Python program that elasticlib started" in said
@@ -316,11 +296,6 @@ def status(node: str, generation: int, rank: int | None, state: JobState, **more
     return Published(attrs.evolve(known, **more), 60.0, 90.0)
 
 
-def written_by(*nodes: Published, lives: bool = False) -> JobStatus:
-    found = [recorded_entry(one, lives=lives) for one in nodes]
-    return status_of_records("job", found, age=9.0)
-
-
 def test_of_a_job_only_its_members_steps_count() -> None:
     worker = WorkerStatus(1, 0, "pid 9", running=False, step=100, per_second=0.5, saved=90)
     more = {"workers": (worker,), "step": 100, "per_second": 0.5, "snapshot": 100}
@@ -331,42 +306,48 @@ def test_of_a_job_only_its_members_steps_count() -> None:
     assert (found.step, found.per_second, found.snapshot, found.saved) == (10, 4.0, None, 90)
     assert found.nodes[2].rank is None
     assert [row[0] for row in rank_table(found)[1]] == ["0", "1", "2", "3"]
-    written = written_by(attrs.evolve(spare), status("id0", 2, 0, S.RUNNING, step=5000))
-    assert (written.step, written.snapshot, written.saved) == (5000, None, 90)
-    assert [(node.node, node.rank) for node in written.nodes] == [("id0", 0), ("id2", None)]
+
+
+def last(state: str = "", reason: str = "", *, wall: float = 0.0, expelled: bool = False) -> Event:
+    """Return the last event of an agent: its end, or a step if no state is given."""
+    if not state:
+        return Event("steps", "job", "n", 2, wall, 1.0, None, {"step": 7})
+    told = {"state": state, "reason": reason, "exit_code": 1, "expelled": expelled}
+    return Event("run.ended", "job", "n", 2, wall, 1.0, None, told)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "want"),
+    ("states", "want"),
     [
-        ([(1, S.RUNNING), (2, S.SUCCEEDED)], S.SUCCEEDED),
-        ([(2, S.RUNNING), (2, S.SUCCEEDED)], S.SUCCEEDED),
-        ([(2, S.RUNNING), (2, S.FAILED)], S.FAILED),
-        ([(1, S.RUNNING), (2, S.DRAINED)], S.DRAINED),
-        ([(1, S.SUCCEEDED), (2, S.RUNNING)], None),
-        ([(1, S.FAILED), (2, S.FAILED)], S.FAILED),
+        (["", "succeeded"], S.SUCCEEDED),
+        (["drained", "failed"], S.FAILED),
+        (["drained", "drained"], S.DRAINED),
+        (["drained", "stopped"], S.DRAINED),
+        (["drained", ""], None),
+        ([""], None),
     ],
 )
-def test_one_members_end_is_the_jobs_where_files_alone_tell(
-    nodes: list[tuple[int, JobState]], want: JobState | None
+def test_result_of_a_run_is_taken_from_the_last_events(
+    states: list[str], want: JobState | None
 ) -> None:
-    found = [status(f"id{n}", generation, n, state) for n, (generation, state) in enumerate(nodes)]
-    assert written_by(*found).state is want
+    found = result_of("job", [last(state) for state in states], now=9.0)
+    assert (found.state, found.recorded, found.nodes) == (want, True, ())
 
 
-def test_a_node_that_was_expelled_says_nothing_of_the_jobs_end() -> None:
-    away = status("id0", 2, 0, S.FAILED, reason="rank 0 raised", expelled=True)
-    assert written_by(away, status("id1", 2, 1, S.RUNNING)).state is None
-    ended = written_by(away, status("id1", 2, 1, S.FAILED, reason="rank 1 raised"))
+def test_failure_of_an_expelled_node_is_not_the_result_of_the_run() -> None:
+    away = last("failed", "rank 0 raised", expelled=True)
+    assert result_of("job", [away, last()], now=9.0).state is None
+    ended = result_of("job", [away, last("failed", "rank 1 raised")], now=9.0)
     assert (ended.state, ended.reason) == (S.FAILED, "rank 1 raised")
-    assert written_by(away).state is S.FAILED
+    assert result_of("job", [away], now=9.0).state is S.FAILED
 
 
-def test_a_node_that_has_gone_without_a_word_is_not_shown_in_the_state_it_told_last() -> None:
-    nodes = written_by(status("id0", 2, 0, S.DRAINED), status("id1", 1, 1, S.RUNNING)).nodes
-    assert [node.state for node in nodes] == ["DRAINED", "gone"]
-    (here,) = written_by(status("id0", 1, 0, S.RUNNING), lives=True).nodes
-    assert here.state == "RUNNING"
+def test_headline_tells_the_result_of_a_run_and_how_long_ago_it_was() -> None:
+    ended = result_of("job", [last("failed", "rank 1 raised", wall=40.0)], now=50.0)
+    assert headline(ended) == ["job: FAILED, 10 s ago", "  why: rank 1 raised"]
+    killed = result_of("job", [last(wall=40.0)], now=50.0)
+    assert headline(killed)[0] == "job: ended without a word (killed?), 10 s ago"
+    assert "the last event is steps" in headline(killed)[1]
 
 
 @pytest.mark.parametrize("state", JobState)

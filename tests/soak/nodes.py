@@ -34,7 +34,7 @@ LONGEST_WAIT = 80.0
 two minutes goes on without it."""
 FLAGS = (
     *("--nnodes", "1:3", "--rdzv-id", "soak", "--max-restarts", "1000000"),
-    *("--restart-backoff", "0", "--hang-timeout", f"{HANG:g}", "--resize-grace", "5"),
+    *("--hang-timeout", f"{HANG:g}", "--checkpoint-grace", "5"),
     *("--shutdown-timeout", "1", "--preload", "soak.gate"),
     *("--rdzv-conf", "last_call_timeout=0.1,keep_alive_interval=0.5,keep_alive_max_attempt=3"),
 )

@@ -61,7 +61,7 @@ def test_the_stacks_of_workers_are_told_and_those_for_people_are_kept(run: Run) 
     assert not [*run.folder.glob("*/attempt_0/*/stacks.txt")]
     poll(lambda: [*workers.dump_stacks()] == [0, 1])
     assert all(" in train\n" in run.file("stacks.txt", local) for local in (0, 1))
-    assert run.file("stacks.txt").startswith("Current thread 0x")
+    assert run.file("stacks.txt").startswith("Stack (most recent call first):")
 
 
 def test_workers_that_are_notified_stop_at_the_call_that_is_named(run: Run) -> None:

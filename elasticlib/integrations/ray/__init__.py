@@ -1,7 +1,7 @@
 """Elastic jobs on a Ray cluster: the agents are Ray actors, one a node, placed and replaced.
 
-`ray_launch` is `elastic_launch` there; `python -m elasticlib.integrations.ray` is `elasticrun`.
-Nothing is accepted and ignored: a setting that Ray, or the driver, decides is refused by name.
+`ray_launch` is `elastic_launch` for a whole cluster. A setting that Ray or the driver decides is
+rejected by name.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import Any
 
 from ...agent.interface import RunResult
 from ...errors import ConfigError, ElasticError, describe
-from ...launch.config import LaunchConfig, naming_fields
+from ...launch.config import LaunchConfig
 from ...launch.elastic_launch import values_of, with_args
 from ...workers.spec import Entrypoint, Function, entry_name
-from .driver import RayOptions as RayOptions
 from .driver import run_on
 
-__all__ = ["ENDPOINT", "RayOptions", "ray_launch", "run_job"]
+__all__ = ["ENDPOINT", "ray_launch"]
 
 ENDPOINT = "ray"
 """The `rdzv_endpoint` of a job of several nodes: they meet at the driver, wherever that runs."""
@@ -44,7 +43,12 @@ class ray_launch:
             run on `min_nodes` to `max_nodes` nodes of the cluster, one on each.
         entrypoint: a function (of any module, also of the program's own, or a notebook's), the
             name of a program, or an entry point of `elasticlib.workers.spec`.
-        options: where Ray is and what each agent takes.
+        resources: what Ray reserves for each agent on its node, by Ray's names, such as
+            `{"CPU": 8, "GPU": 2}`. The default for `"CPU"` is one for each worker. Workers see
+            the GPUs of their agent and no others.
+
+    The program may call `ray.init` before, with an address and a `runtime_env`, which holds for
+    agents and workers too. Otherwise the cluster of `RAY_ADDRESS`, or of this machine, is used.
 
     Raises:
         ChildFailedError: the job failed; `failures` holds those of all nodes whose agents came
@@ -58,39 +62,45 @@ class ray_launch:
         self,
         config: LaunchConfig,
         entrypoint: Callable[..., Any] | str | Entrypoint,
-        options: RayOptions | None = None,
+        resources: Mapping[str, float] | None = None,
     ) -> None:
         check(config)
         self._config = config
         self._entrypoint = entrypoint
-        self._options = options or RayOptions()
+        self._resources = read_resources(resources or {}, config.nproc_per_node)
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         entrypoint = with_args(self._entrypoint, args)
         name = entry_name(entrypoint)
         if isinstance(entrypoint, Function):
             entrypoint = _sent(entrypoint)
-        values = values_of(name, run_job(self._config, entrypoint, self._options))
+        values = values_of(name, _run(self._config, entrypoint, self._resources))
         return read_values(values) if isinstance(entrypoint, Function) else values
 
 
-def run_job(config: LaunchConfig, entrypoint: Entrypoint, options: RayOptions) -> RunResult:
-    """Run the job on Ray to its end; the result tells what that was, over all nodes.
+def read_resources(resources: Mapping[str, float], workers: int) -> dict[str, float]:
+    """Return what each agent takes of its node.
 
     Raises:
-        ConfigError: it cannot be started as configured, or there is no Ray.
-        ElasticError: an agent broke.
+        ConfigError: an amount is not a number from 0.
     """
-    check(config)
+    for name, amount in resources.items():
+        if not isinstance(amount, (int, float)) or not 0 <= amount < float("inf"):
+            raise ConfigError(f"resources[{name!r}] must be a number from 0, got {amount!r}")
+    return {"CPU": float(workers), **{name: float(amount) for name, amount in resources.items()}}
+
+
+def _run(config: LaunchConfig, entrypoint: Entrypoint, resources: Mapping[str, float]) -> RunResult:
+    """Run the job on Ray to its end, and return the result over all nodes."""
     ray = find_ray()
     connected = ray.is_initialized()
     if not connected:
         try:
-            ray.init(address=options.address)
+            ray.init(address="auto")
         except ConnectionError as error:
             raise ConfigError(
-                f"there is no Ray cluster at {options.address!r}: {error}; "
-                "`ray start --head` begins one"
+                f"there is no Ray cluster: {error}; start one with `ray start --head`, or call "
+                "ray.init before"
             ) from error
     try:
         if ray.util.client.ray.is_connected():
@@ -98,24 +108,22 @@ def run_job(config: LaunchConfig, entrypoint: Entrypoint, options: RayOptions) -
                 "the program hosts the job's store, so it runs on a node of the cluster and not as "
                 "a Ray client: start it there, or with `ray job submit`"
             )
-        return run_on(ray, config, entrypoint, options)
+        return run_on(ray, config, entrypoint, resources)
     finally:
         if not connected:
             ray.shutdown()
 
 
-@naming_fields()
 def check(config: LaunchConfig) -> None:
     """Raises ConfigError for what has no meaning where Ray places and the driver hosts."""
     for field, (taken, why) in _TAKEN.items():
         value = getattr(config, field)
         if value not in taken:
-            flag = f"--{field.replace('_', '-')}"
-            raise ConfigError(f"{flag} has no meaning on Ray, got {value!r}: {why}")
+            raise ConfigError(f"{field} has no meaning on Ray, got {value!r}: {why}")
     for key in ("is_host", "secret_file", "launch"):
         if key in config.rdzv_configs:
             raise ConfigError(
-                f"--rdzv-conf {key} has no meaning on Ray: the driver hosts the store, with a "
+                f"{key} of rdzv_configs has no meaning on Ray: the driver hosts the store, with a "
                 "secret that it draws for the job"
             )
 

@@ -56,48 +56,6 @@ BREAKPOINT = "ray.util.rpdb.set_trace"
 KEEP_GUARDIAN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
-# -- what each agent takes -------------------------------------------------------------------------
-
-
-@attrs.frozen(kw_only=True)
-class RayOptions:
-    """Where Ray is, and what each node's agent takes of its node.
-
-    address: of the cluster, for a program that has not called `ray.init`; which one that is
-    connected to is used otherwise. num_cpus: Ray's logical CPUs (default: one a worker). num_gpus:
-    usually as many as there are workers on a node; they see these GPUs and no others. memory: bytes
-    that Ray reserves. resources: custom ones, by name. runtime_env: Ray's, for the agents and so
-    for their workers: env_vars, working_dir, pip and what else Ray knows.
-    """
-
-    address: str = "auto"
-    num_cpus: float | None = None
-    num_gpus: float = 0
-    memory: float | None = None
-    resources: Mapping[str, float] = attrs.field(factory=dict)
-    runtime_env: Mapping[str, Any] = attrs.field(factory=dict)
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("CPU", "GPU", "memory"):
-            if name in self.resources:
-                raise ConfigError(f"resources are custom ones: give {name} by an option of its own")
-        amounts = {name: getattr(self, name) for name in ("num_cpus", "num_gpus", "memory")}
-        amounts |= {f"resources[{name!r}]": amount for name, amount in self.resources.items()}
-        for name, amount in amounts.items():
-            if amount is not None and not 0 <= amount < float("inf"):
-                raise ConfigError(f"{name} is a number from 0, got {amount!r}")
-
-    def cpus(self, nproc_per_node: int) -> float:
-        """The CPUs of one agent."""
-        return float(nproc_per_node if self.num_cpus is None else self.num_cpus)
-
-    def demand(self, nproc_per_node: int) -> dict[str, float]:
-        """What one agent takes, under Ray's names."""
-        asked = {"CPU": self.cpus(nproc_per_node), "GPU": float(self.num_gpus)}
-        asked |= {"memory": float(self.memory or 0), **self.resources}
-        return {name: amount for name, amount in asked.items() if amount}
-
-
 # -- where agents go: pure -------------------------------------------------------------------------
 
 
@@ -305,7 +263,7 @@ class NodeAgent:
             except OSError as error:
                 log.warning(
                     "the workers run in %s: the driver's folder %s is not here (%s); "
-                    "runtime_env={'working_dir': ...} has Ray bring it",
+                    "ray.init(runtime_env={'working_dir': ...}) has Ray bring it",
                     os.getcwd(),
                     self._order.folder,
                     error.strerror,
@@ -316,9 +274,11 @@ class NodeAgent:
 
 
 def run_on(
-    ray: Any, config: LaunchConfig, entrypoint: Entrypoint, options: RayOptions
+    ray: Any, config: LaunchConfig, entrypoint: Entrypoint, resources: Mapping[str, float]
 ) -> RunResult:
     """Run the job on the cluster that Ray is connected to; the result is that of all its nodes.
+
+    resources: what each agent takes of its node, by Ray's names.
 
     Raises:
         ElasticError: no agent can be started as configured.
@@ -342,9 +302,24 @@ def run_on(
             folder=os.getcwd(),
             argv=tuple(sys.argv),
             level=logging.getLogger("elasticlib").getEffectiveLevel(),
-            threads=max(1, int(options.cpus(config.nproc_per_node)) // config.nproc_per_node),
+            threads=max(1, int(resources["CPU"]) // config.nproc_per_node),
         )
-        return Driver(ray, order, server, options).run()
+        return Driver(ray, order, server, resources).run()
+
+
+def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return the options of an agent's actor. Ray adds its environment variables to the job's."""
+    custom = dict(resources)
+    return {
+        "num_cpus": custom.pop("CPU"),
+        "num_gpus": custom.pop("GPU", 0),
+        "memory": custom.pop("memory", None),
+        "resources": custom,
+        "runtime_env": {"env_vars": KEEP_GUARDIAN},
+        "max_concurrency": CALLS,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+    }
 
 
 @attrs.define
@@ -368,16 +343,18 @@ class Driver:
     """Takes one job to its end; `run` is called once. One loop: where agents are to be, what became
     of them, which signals came."""
 
-    def __init__(self, ray: Any, order: Order, server: TcpStoreServer, options: RayOptions) -> None:
+    def __init__(
+        self, ray: Any, order: Order, server: TcpStoreServer, resources: Mapping[str, float]
+    ) -> None:
         self._ray = ray
         self._order = ray.put(order)
         self._config = order.config
         self._server = server
         self._store = server.client()
         self._new_agent = ray.remote(NodeAgent).options
-        self._options = self._actor_options(options)
+        self._options = actor_options(resources)
         self._needs = Needs(
-            options.demand(order.config.nproc_per_node),
+            {name: amount for name, amount in resources.items() if amount},
             order.config.min_nodes,
             order.config.max_nodes,
             join=order.config.timing.join,
@@ -393,19 +370,6 @@ class Driver:
         self._asked = 0
         self._error: ElasticError | None = None
         self._deadline: float | None = None
-
-    def _actor_options(self, options: RayOptions) -> dict[str, Any]:
-        env_vars = {**KEEP_GUARDIAN, **options.runtime_env.get("env_vars", {})}
-        return {
-            "num_cpus": options.cpus(self._config.nproc_per_node),
-            "num_gpus": options.num_gpus,
-            "memory": options.memory or None,
-            "resources": dict(options.resources),
-            "runtime_env": {**options.runtime_env, "env_vars": env_vars},
-            "max_concurrency": CALLS,
-            "max_restarts": 0,
-            "max_task_retries": 0,
-        }
 
     def run(self) -> RunResult:
         with SignalObserver(self._config.supervision.agent.heeded, self._signals.put):
@@ -470,7 +434,7 @@ class Driver:
         """A signal goes to all agents that run; those that wait are not waited for."""
         log.warning("%s: passed on to all agents", signal_name(number))
         self._asked = number
-        self._end(self._config.supervision.agent.drain_grace + shutdown_seconds(self._config))
+        self._end(self._config.supervision.agent.checkpoint_grace + shutdown_seconds(self._config))
         for agent in self._agents.values():
             agent.actor.heed.remote(number)
 
