@@ -148,7 +148,8 @@ def find_target(chosen: argparse.Namespace) -> Target:
         except NoSuchRun:
             if not _is_endpoint(chosen.named):
                 raise
-    check_backend(target.backend)
+    if chosen.rdzv_backend:
+        check_backend(chosen.rdzv_backend)
     if target.backend in OUR_BACKENDS:  # for their errors, of what was given here
         check_etcd_keys(target.backend, conf)
         read_options(conf)

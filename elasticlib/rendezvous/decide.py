@@ -46,8 +46,7 @@ QUICK_SECONDS = 10.0
 FREE_RESTARTS = 2
 """Quick failures in a row that are not held back: most are mended by the first restart."""
 FIRST_PAUSE = 0.5
-LONGEST_PAUSE = 10.0
-"""Seconds that a restart is held back, at first and at most; it doubles with each failure."""
+"""Seconds that a restart is held back at first; it doubles up to `Limits.restart_backoff`."""
 
 NOT_RETRIED = "not retried: the workers failed right after they started"
 
@@ -467,10 +466,11 @@ def quick_failures(document: Document, failure: Failure, stood: float) -> int:
 def pause(document: Document) -> float:
     """Seconds to hold back the restart that this document waits for; no two jobs draw alike."""
     beyond = document.quick - FREE_RESTARTS
-    if beyond <= 0:
+    longest = document.limits.restart_backoff
+    if beyond <= 0 or longest <= 0:
         return 0.0
     # Bounded before it is raised: the exponent grows for as long as the budget lasts.
-    grown = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(beyond - 1, 30))
+    grown = min(longest, FIRST_PAUSE * 2.0 ** min(beyond - 1, 30))
     draw = zlib.crc32(f"{document.incarnation} {document.membership}".encode()) / 0xFFFFFFFF
     return grown * (0.5 + 0.5 * draw)
 

@@ -93,7 +93,8 @@ class Limits:
     beyond max_nodes may wait (None: any). quorum: whether a store that has forgotten the job
     needs more than half of the last generation to remember it. restart_window: seconds that a
     generation must stand for the restarts before it to count no more (0: they always do).
-    resize_interval: seconds that a generation stands at least before newcomers end it.
+    restart_backoff: longest delay of a restart after quick failures in a row, in seconds (0: no
+    delay). resize_interval: seconds that a generation stands at least before newcomers end it.
     """
 
     min_nodes: int
@@ -104,6 +105,7 @@ class Limits:
     spares: int | None = None
     quorum: bool = False
     restart_window: float = 0.0
+    restart_backoff: float = 10.0
     resize_interval: float = 0.0
 
     def __attrs_post_init__(self) -> None:
@@ -116,7 +118,7 @@ class Limits:
             raise ConfigError(f"need max_restarts >= 0, got {self.max_restarts}")
         if self.spares is not None and self.spares < 0:
             raise ConfigError(f"need spares >= 0, got {self.spares}")
-        for name in ("last_call", "restart_window", "resize_interval"):
+        for name in ("last_call", "restart_window", "restart_backoff", "resize_interval"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
 

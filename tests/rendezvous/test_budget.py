@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from elasticlib.rendezvous.decide import (
     FIRST_PAUSE,
     FREE_RESTARTS,
-    LONGEST_PAUSE,
     QUICK_SECONDS,
     Decision,
     Intent,
@@ -171,7 +170,7 @@ def test_later_ones_wait_longer_each_time_and_then_start() -> None:
     assert "the last 3 generations failed soon" in waits.reason
     on = written(opened, *waiting(A, failed(B)), stands=pause(opened))
     assert (on.phase, on.restarts) == (Phase.SETTLED, 1)
-    assert pause(after_failures(*[1.0] * 30)) <= LONGEST_PAUSE
+    assert pause(after_failures(*[1.0] * 30)) <= LIMITS.restart_backoff
 
 
 def test_a_generation_that_was_at_work_for_a_while_begins_the_count_anew() -> None:
@@ -200,7 +199,9 @@ def test_the_last_failure_that_the_budget_allows_is_told_at_once() -> None:
 
 @given(st.integers(0, 10_000), st.text())
 def test_no_pause_is_longer_than_the_constant(quick: int, membership: str) -> None:
-    assert 0 <= pause(Document(LIMITS, quick=quick, membership=membership)) <= LONGEST_PAUSE
+    assert (
+        0 <= pause(Document(LIMITS, quick=quick, membership=membership)) <= LIMITS.restart_backoff
+    )
 
 
 # -- what time brings ------------------------------------------------------------------------------
