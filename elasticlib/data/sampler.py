@@ -10,6 +10,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import chain
+from operator import length_hint
 from typing import Any, TypeVar, cast
 
 import attrs
@@ -55,8 +56,8 @@ class Progress:
         self._epoch_set: int | None = None  # argument of the last call of set_epoch
         self._is_fresh = True  # nothing was drawn, counted, loaded or set before
         self._is_counted = False  # the program calls advance, or a loader keeps the position
-        self._iterator: ElasticIterator[Any] | None = None  # the last one since a state was loaded
-        self._drawn_at_save: tuple[object, int] = (None, 0)  # that iterator and what it had yielded
+        self._iteration: Iteration | None = None  # the last one since a state was loaded
+        self._drawn_at_save: tuple[object, int] = (None, 0)  # that one, and what it had yielded
         # Samples of the present epoch since set_epoch was called or a state was loaded:
         self._surplus = 0  # counted beyond the end of the epoch
         self._largest_count = 0
@@ -64,16 +65,16 @@ class Progress:
 
     def __getstate__(self) -> dict[str, Any]:
         # An iterator can be neither copied nor pickled.
-        return {**vars(self), "_iterator": None, "_drawn_at_save": (None, 0)}
+        return {**vars(self), "_iteration": None, "_drawn_at_save": (None, 0)}
 
-    def begin(self, iterator: ElasticIterator[Any], *, is_used_up: bool) -> None:
+    def begin(self, iteration: Iteration, *, is_used_up: bool) -> None:
         """Note that an iterator begins at the position.
 
         Raises:
             ConfigError: the epoch is over, and `set_epoch` was not called. Another iterator would
                 be empty, or repeat the samples that the last one has drawn.
         """
-        position, last, reason = self.position, self._iterator, ""
+        position, last, reason = self.position, self._iteration, ""
         never_set = self._epoch_set is None
         repeats = position.consumed > 0 or position.order != "sequential"
         if never_set and repeats and last is not None and last.has_run_out:
@@ -86,7 +87,7 @@ class Progress:
                 f" begin by itself: call set_epoch({position.epoch + 1}) on the sampler before the"
                 " next iterator, and set_epoch(epoch) before each epoch"
             )
-        self._is_fresh, self._iterator = False, iterator
+        self._is_fresh, self._iteration = False, iteration
 
     def note_kept(self) -> None:
         """Note that a loader saves the position of an iterator, so `advance` is not needed."""
@@ -98,8 +99,8 @@ class Progress:
         self._is_fresh, self._is_counted, count = False, True, int(count)
         self._surplus += before.consumed + count - self.position.consumed
         self._largest_count = max(self._largest_count, count)
-        if self._iterator is not None:
-            self._iterator.note_count(count)
+        if self._iteration is not None:
+            self._iteration.note_count(count)
 
     def finish_epoch(self) -> None:
         """Go to the end of the epoch; its remaining samples are left out."""
@@ -122,11 +123,11 @@ class Progress:
 
     def restore_iterator(
         self,
-        iterator: ElasticIterator[Any],
+        iteration: Iteration,
         state: Mapping[str, Any],
         is_used_up: Callable[[SamplerPosition], bool],
     ) -> None:
-        """Go to the position of an iterator's state, where `iterator` continues.
+        """Go to the position of an iterator's state, where `iteration` continues.
 
         A loader restores its iterator only when it is iterated. So `set_epoch` may have been called
         since, with the epoch of the state or, if that is used up, with the next one.
@@ -145,18 +146,18 @@ class Progress:
                 )
             saved = next_epoch(saved)
         self._go_to(saved)
-        self._iterator = iterator
+        self._iteration = iteration
 
     def _go_to(self, position: SamplerPosition) -> None:
         self.position, self._is_fresh = position, False
-        self._iterator, self._drawn_at_save = None, (None, 0)
+        self._iteration, self._drawn_at_save = None, (None, 0)
         self._surplus = self._largest_count = 0
 
     # -- Warnings of wrong counts: each method returns a message, or an empty string. --------------
 
     def missing_counts(self) -> str:
         """Check whether the last iterator has run out while too few samples were counted."""
-        missing = self._iterator.missing_counts() if self._iterator is not None else ""
+        missing = self._iteration.missing_counts() if self._iteration is not None else ""
         return self._once("missing", missing)
 
     def surplus_counts(self) -> str:
@@ -176,8 +177,8 @@ class Progress:
 
     def no_counts(self) -> str:
         """Check whether samples were drawn since the last save and none has ever been counted."""
-        iterator, before = self._iterator, self._drawn_at_save
-        self._drawn_at_save = iterator, iterator.yielded if iterator is not None else 0
+        last, before = self._iteration, self._drawn_at_save
+        self._drawn_at_save = last, last.yielded if last is not None else 0
         # A loader draws ahead of the first step: a save before that says nothing.
         if self._is_counted or not before[1] or before == self._drawn_at_save:
             return ""
@@ -197,12 +198,8 @@ class Progress:
         return message
 
 
-class ElasticIterator(Iterator[T]):
-    """Iterator of a sampler, with a state.
-
-    Loaders that save their own state, such as torchdata's StatefulDataLoader, ask the iterator for
-    its state with each batch that they draw, and use it once that batch was handed out.
-    """
+class Iteration:
+    """State of an iterator: what it has yielded, and what was counted since it began."""
 
     def __init__(self, source: GlobalPositionIterable) -> None:
         self._source = source
@@ -210,44 +207,41 @@ class ElasticIterator(Iterator[T]):
 
     def _begin(self) -> None:
         self._start = self._source.position
-        self._items = chain.from_iterable(self._source._chunks(self._start))
-        self.yielded, self.has_run_out = 0, False
+        self._chunks = self._source._chunks(self._start)
+        self._current: Iterator[Any] = iter(())
+        self._given, self.has_run_out = 0, False
         # What `advance` has counted since then, and what had been drawn at the first count:
         self._counted = self._first_count = self._largest_count = 0
         self._drawn_at_first_count: int | None = None
 
-    def __next__(self) -> T:
-        try:
-            item = next(self._items)
-        except StopIteration:
-            self.has_run_out = True
-            raise
-        self.yielded += 1
-        return cast(T, item)
+    def chunks(self) -> Iterator[Iterator[Any]]:
+        """Yield the items in lists, as iterators whose remaining length can be read."""
+        while (chunk := next(self._chunks, None)) is not None:
+            self._given += len(chunk)
+            self._current = iter(chunk)
+            yield self._current
+        self.has_run_out = True
+
+    @property
+    def yielded(self) -> int:
+        """Items that the iterator has yielded."""
+        return self._given - length_hint(self._current)
 
     @property
     def _drawn(self) -> int:
-        """Samples that all ranks have drawn while this iterator yielded what it did."""
+        """Samples that all ranks have drawn while the iterator yielded what it did."""
         return self.yielded * self._source._stride
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the job once everything that was yielded is used.
-
-        A sampler or an iterator of any world size loads it.
-        """
         self._source.progress.note_kept()
         return encode(advance(self._start, self._drawn))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at `state`, and move the sampler there.
-
-        Raises:
-            StateMismatch: the state is of another sampler, or of another epoch than `set_epoch` was
-                called with; or this iterator has run out.
-        """
         if self.has_run_out:
             raise StateMismatch("the iterator has run out: load the state into a new iterator")
         self._source.progress.restore_iterator(self, state, self._source._is_used_up)
+        for _ in self._current:  # the iterator of the caller holds this list: empty it
+            pass
         self._begin()
 
     def note_count(self, count: int) -> None:
@@ -279,6 +273,32 @@ class ElasticIterator(Iterator[T]):
         )
 
 
+class ElasticIterator(chain[T]):
+    """Iterator of a sampler, with a state. No Python code runs between two items of a list.
+
+    Loaders that save their own state, such as torchdata's StatefulDataLoader, ask the iterator for
+    its state with each batch that they draw, and use it once that batch was handed out.
+    """
+
+    iteration: Iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the job once everything that was yielded is used.
+
+        A sampler or an iterator of any world size loads it.
+        """
+        return self.iteration.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at `state`, and move the sampler there.
+
+        Raises:
+            StateMismatch: the state is of another sampler, or of another epoch than `set_epoch` was
+                called with; or this iterator has run out.
+        """
+        self.iteration.load_state_dict(state)
+
+
 class GlobalPositionIterable:
     """Base class of what iterates from the position of a job: a sampler, or a batch sampler."""
 
@@ -307,8 +327,11 @@ class GlobalPositionIterable:
             ConfigError: the epoch is over, and `set_epoch` was not called since.
         """
         _warn(self.progress.missing_counts())
-        iterator = ElasticIterator[Any](self)
-        self.progress.begin(iterator, is_used_up=self._is_used_up(self.position))
+        iteration = Iteration(self)
+        self.progress.begin(iteration, is_used_up=self._is_used_up(self.position))
+        chunks = iteration.chunks()
+        iterator = cast("ElasticIterator[Any]", ElasticIterator.from_iterable(chunks))
+        iterator.iteration = iteration
         return iterator
 
     @property
