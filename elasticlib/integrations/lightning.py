@@ -113,6 +113,9 @@ class ElasticCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._batches is not None and "batches" in state_dict:
             self._batches.load_state_dict(state_dict["batches"])
+            # Lightning makes the loader's iterator before it calls set_epoch.
+            if not self._batches.samples:
+                self._batches.set_epoch(self._batches.position.epoch + 1)
 
 
 def _loss(trainer: Trainer, outputs: object) -> float | None:
