@@ -18,7 +18,7 @@ NEWEST := tests/newest
 # one job that loses workers. NEWEST_TESTS=tests runs all.
 NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_agree.py \
 	tests/checkpoint/test_file.py tests/checkpoint/test_sharded_checkpoints.py \
-	tests/data/test_batches.py tests/data/test_sampler.py tests/data/test_stateful_loader.py \
+	tests/data/test_batch_sampler.py tests/data/test_sampler.py tests/data/test_stateful_loader.py \
 	tests/examples/test_in_place.py \
 	tests/faults/test_recovery.py tests/logical/test_logical_workers.py \
 	tests/launch/test_coming_from_torchrun_page.py tests/launch/test_torch_fields.py \

@@ -72,18 +72,9 @@ _HOMES = {
         "LogicalWorkers",
         "LogicalWorker",
     ),
-    "data.batches": (
-        "ElasticBatchSampler",
-        "CollateOrEmpty",
-        "BatchPlan",
-        "MicroBatch",
-        "plan_batches",
-        "scale_learning_rates",
-        "ignore_signals_worker_init",
-    ),
-    "data.permutation": ("Permutation", "permutation"),
-    "data.deal": ("Position",),
-    "data.ranges": ("ShardDataset", "deal_ranges"),
+    "data.batch_sampler": ("ElasticBatchSampler", "CollateOrEmpty"),
+    "data.loader_workers": ("ignore_signals_worker_init",),
+    "data.shard_dataset": ("ShardDataset",),
     "checkpoint.file": (
         "save_checkpoint",
         "load_checkpoint",
@@ -118,19 +109,11 @@ if TYPE_CHECKING:
     from .compat.failures import SignalException as SignalException
     from .compat.failures import record as record
     from .compat.launching import TorchrunOptions as TorchrunOptions
-    from .data.batches import BatchPlan as BatchPlan
-    from .data.batches import CollateOrEmpty as CollateOrEmpty
-    from .data.batches import ElasticBatchSampler as ElasticBatchSampler
-    from .data.batches import MicroBatch as MicroBatch
-    from .data.batches import ignore_signals_worker_init as ignore_signals_worker_init
-    from .data.batches import plan_batches as plan_batches
-    from .data.batches import scale_learning_rates as scale_learning_rates
-    from .data.deal import Position as Position
-    from .data.permutation import Permutation as Permutation
-    from .data.permutation import permutation as permutation
-    from .data.ranges import ShardDataset as ShardDataset
-    from .data.ranges import deal_ranges as deal_ranges
+    from .data.batch_sampler import CollateOrEmpty as CollateOrEmpty
+    from .data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
+    from .data.loader_workers import ignore_signals_worker_init as ignore_signals_worker_init
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
+    from .data.shard_dataset import ShardDataset as ShardDataset
     from .errors import ElasticError as ElasticError
     from .in_place.group import init_process_group as init_process_group
     from .in_place.steps import Attempt as Attempt

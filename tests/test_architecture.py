@@ -46,7 +46,7 @@ PURE = (
     "agent/stopping.py",
     "agent/hang.py",
     "checkpoint/cover.py",
-    "data/deal.py",
+    "data/position.py",
     "in_place/decide.py",
     "launch/schedulers.py",
     "logical/shares.py",

@@ -1,17 +1,17 @@
 """A `DistributedSampler` whose progress belongs to the job, not to a rank or a world size.
 
-The order of an epoch depends on seed and epoch alone, and the state counts what was *trained on*,
-so a job of any size continues exactly where a job of another size stopped.
+The order of an epoch depends on the seed and the epoch only, and the saved state counts samples
+that were *trained on*. So a job of any world size continues where a job of another one stopped.
 """
 
 from __future__ import annotations
 
-import sys
+import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import chain
 from operator import length_hint
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import attrs
 import torch
@@ -20,422 +20,374 @@ from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from ..errors import ConfigError, StateMismatch
-from .deal import (
+from .permutation import MAX_SHUFFLED, Order, Permutation, Sequential, index_chunks
+from .position import (
     OnMismatch,
-    Position,
-    Shuffle,
+    SamplerPosition,
     Tail,
     advance,
     check_int,
     check_one_of,
-    deal,
     encode,
-    end_of_deal,
+    epoch_end,
     next_epoch,
+    positions_of_rank,
     resume,
 )
-from .permutation import LARGEST, digest_of, order_of, runs_of, weights_of
 
 T = TypeVar("T")
-Algorithm = Literal["feistel", "randperm", "shards"]
-Over = Callable[[Position], bool]
-"""Whether a position leaves nothing for any rank."""
+OrderFunction = Callable[[int, int], Order | Sequence[int]]
+
+MAX_DIGEST_INDICES = 1 << 14  # indices of a custom order that its digest in the state is made of
 
 
 class Progress:
-    """The position of one sampler, with what it must remember to move on by itself.
+    """Position of a job in its data, shared by a sampler and the batch samplers over it.
 
-    Samples are used when they are counted (`advance`). Drawing moves nothing, as loaders draw long
-    before training. An epoch gives way to the next when an iterator begins (`begin`), unless
-    `set_epoch` was ever called: after its last sample was counted; or, as long as nobody has
-    counted any, after an iterator that began where it stands has run out.
+    `advance`, `set_epoch` and a loaded state move the position. Drawing indices does not, because
+    a loader draws them long before they are trained on.
+
+    The other attributes serve to detect a program that does not call `advance` or `set_epoch`, or
+    counts wrongly. Each kind of wrong count is reported once.
     """
 
-    def __init__(self, position: Position) -> None:
+    def __init__(self, position: SamplerPosition) -> None:
         self.position = position
-        self._fresh = True
-        self._named: int | None = None
-        self.ran_out: Position | None = None
-        """Where an iterator began that has run out."""
-        self.drawn = 0
-        """How many this rank's iterator has been given, which is ahead of what it has yielded."""
-        self._asked: tuple[Position, int] | None = None
-        self._guessed = False
-        self._account: Literal["nobody's", "advance's", "a loader's", "warned of"] = "nobody's"
-        """Who counts what was trained on; "warned of": nobody does, and the user knows."""
-        self._cursor: Cursor | None = None
-        """Of the iterator that began last, to compare what it drew with what is counted."""
-        self._counted = False
-        """Whether this process has counted samples of the present epoch."""
-        self._surplus = self._largest_count = 0
-        """Samples of the present epoch that were counted beyond its end; the largest count."""
-        self._warned: set[str] = set()
-        """The kinds of wrong counts that were reported: each is reported once."""
+        self._epoch_set: int | None = None  # argument of the last call of set_epoch
+        self._is_fresh = True  # nothing was drawn, counted, loaded or set before
+        self._is_counted = False  # the program calls advance, or a loader keeps the position
+        self._iteration: Iteration | None = None  # the last one since a state was loaded
+        self._drawn_at_save: tuple[object, int] = (None, 0)  # that one, and what it had yielded
+        # Samples of the present epoch since set_epoch was called or a state was loaded:
+        self._surplus = 0  # counted beyond the end of the epoch
+        self._largest_count = 0
+        self._reported: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # An iterator can be neither copied nor pickled.
-        return {**vars(self), "_cursor": None}
+        return {**vars(self), "_iteration": None, "_drawn_at_save": (None, 0)}
 
-    def next_to_count(self, over: Over) -> Position:
-        """Where the next sample to be counted stands."""
-        used_up = self.position.consumed > 0 and over(self.position)
-        return next_epoch(self.position) if used_up and self._named is None else self.position
+    def begin(self, iteration: Iteration, *, is_used_up: bool) -> None:
+        """Note that an iterator begins at the position.
 
-    def next_to_draw(self, over: Over) -> Position:
-        """Where an iterator that began now would begin."""
-        return next_epoch(self.position) if self._drawn_out else self.next_to_count(over)
+        Raises:
+            ConfigError: the epoch is over, and `set_epoch` was not called. Another iterator would
+                be empty, or repeat the samples that the last one has drawn.
+        """
+        position, last, reason = self.position, self._iteration, ""
+        never_set = self._epoch_set is None
+        repeats = position.consumed > 0 or position.order != "sequential"
+        if never_set and repeats and last is not None and last.has_run_out:
+            reason = "an iterator has drawn it to its end"
+        elif position.consumed and is_used_up and (never_set or self._largest_count):
+            reason = f"all of its {position.length} samples were counted"
+        if reason:
+            raise ConfigError(
+                f"epoch {position.epoch} is over, because {reason}, and the next epoch does not"
+                f" begin by itself: call set_epoch({position.epoch + 1}) on the sampler before the"
+                " next iterator, and set_epoch(epoch) before each epoch"
+            )
+        self._is_fresh, self._iteration = False, iteration
 
-    @property
-    def _drawn_out(self) -> bool:
-        uncounted = self._named is None and self._account != "advance's"
-        return uncounted and self.ran_out == self.position
-
-    def begin(self, over: Over) -> Position:
-        """An iterator begins: where."""
-        start = self.next_to_draw(over)
-        self._guessed |= self._drawn_out
-        if start.epoch != self.position.epoch:
-            self._forget_counts()
-        self.position, self._fresh = start, False
-        self.drawn, self._asked = 0, None
-        return start
-
-    def track(self, cursor: Cursor) -> None:
-        """Compare what this iterator draws with what is counted from now on."""
-        self._cursor = cursor
-
-    def miscount(self) -> str:
-        """Return what to warn of when the last iterator is given up: if it has run out, and far
-        fewer samples were counted than it drew. Empty if there is nothing to warn of."""
-        cursor, self._cursor = self._cursor, None
-        return self._once("miscount", cursor.miscount() if cursor is not None else "")
-
-    def emptiness(self, over: Over) -> str:
-        """Return what to warn of if an iterator that begins now is empty, because this process has
-        counted all samples of the epoch; else an empty string."""
-        position = self.position
-        if self._named is None or not self._counted or not over(position):
-            return ""
-        return self._once(
-            "empty",
-            f"epoch {position.epoch} is empty: all of its {position.length} samples were counted"
-            " before, and the next epoch does not begin by itself after set_epoch() was called."
-            " Call set_epoch(epoch) before each epoch",
-        )
-
-    def excess(self) -> str:
-        """Return what to warn of if far more samples were counted than the epoch has; else an empty
-        string. A last batch that is smaller than it is counted is no reason to warn."""
-        if self._surplus < max(1, 2 * self._largest_count):
-            return ""
-        position = self.position
-        counted = position.length + self._surplus
-        return self._once(
-            "excess",
-            f"advance() counted {counted} samples of epoch {position.epoch}, which has"
-            f" {position.length}: a run that is resumed in an epoch passes over samples. Count each"
-            " batch once, as batch_size * world_size on every rank",
-        )
-
-    def _once(self, kind: str, message: str) -> str:
-        if not message or kind in self._warned:
-            return ""
-        self._warned.add(kind)
-        return message
-
-    def _forget_counts(self) -> None:
-        self._counted, self._surplus, self._largest_count = False, 0, 0
-
-    def kept(self) -> None:
-        """A loader keeps the position of what was drawn with its own state: nobody has to count."""
-        if self._account != "advance's":
-            self._account = "a loader's"
-
-    def why_misleading(self) -> str:
-        """Why the position is not where training stands, when first asked for; or nothing."""
-        ended = self.ran_out is not None and self.ran_out.consumed < self.ran_out.length
-        before, self._asked = self._asked, (self.position, self.drawn)
-        goes_on = before is not None and before[0] == self.position and 0 < before[1] < self.drawn
-        if not (ended or goes_on) or self._account != "nobody's":
-            return ""
-        self._account = "warned of"
-        position = self.position
-        drawn = "an epoch was drawn to its end" if ended else "samples were drawn"
-        return (
-            f"{drawn} from this ElasticDistributedSampler, but advance() was not called: the state"
-            f" says {position.consumed} samples of epoch {position.epoch}, so a resumed run repeats"
-            " the others. Call"
-            " sampler.advance(batch_size * world_size) after each step, on every rank"
-        )
+    def note_kept(self) -> None:
+        """Note that a loader saves the position of an iterator, so `advance` is not needed."""
+        self._is_counted = True
 
     def advance(self, count: int) -> None:
-        """As the sampler's. Refused in an epoch that began because the one before it was drawn:
-        which of the two is trained on?"""
-        if self._guessed and self._named is None and self._account != "advance's":
-            raise ConfigError(
-                f"epoch {self.position.epoch} began by itself, as the one before it was drawn to"
-                " its end and nothing was counted; now samples are. Call set_epoch() before each"
-                " epoch, or look at the order through another sampler"
-            )
+        """Count `count` more samples as trained on; see `position.advance` for what it raises."""
         before, self.position = self.position, advance(self.position, count)
-        self._fresh, self._account = False, "advance's"
-        count = int(count)
-        if count:
-            self._counted = True
-            self._surplus += before.consumed + count - self.position.consumed
-            self._largest_count = max(self._largest_count, count)
-            if self._cursor is not None:
-                self._cursor.add_count(count)
+        self._is_fresh, self._is_counted, count = False, True, int(count)
+        self._surplus += before.consumed + count - self.position.consumed
+        self._largest_count = max(self._largest_count, count)
+        if self._iteration is not None:
+            self._iteration.note_count(count)
 
     def finish_epoch(self) -> None:
-        """Go to the end of the epoch, whose remaining samples are left out."""
+        """Go to the end of the epoch; its remaining samples are left out."""
         self.position = attrs.evolve(self.position, consumed=self.position.length)
 
     def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`; stay if it is the present one, or the first to be set."""
         epoch = check_int("epoch", epoch)
         if epoch < 0:
             raise ConfigError(f"need epoch >= 0, got {epoch}")
-        stays = self._fresh or epoch == self.position.epoch
+        stays = self._is_fresh or epoch == self.position.epoch
         consumed = self.position.consumed if stays else 0
-        if not stays:
-            self._forget_counts()
         self.position = attrs.evolve(self.position, epoch=epoch, consumed=consumed)
-        self._fresh, self._named = False, epoch
+        self._is_fresh, self._epoch_set = False, epoch
+        self._surplus = self._largest_count = 0
 
     def load(self, state: Mapping[str, Any], on_mismatch: OnMismatch = "refuse") -> None:
-        """Go to where `state` stands; see `resume` for what it raises."""
+        """Go to the position of `state`; see `position.resume` for what it raises."""
         self._go_to(resume(state, self.position, on_mismatch))
-        if self._account != "nobody's":
-            self._account = "warned of"  # a program that has counted knows that it has to
 
-    def restore(self, state: Mapping[str, Any], over: Over) -> Position:
-        """Go to where an iterator stood: where.
+    def restore_iterator(
+        self,
+        iteration: Iteration,
+        state: Mapping[str, Any],
+        is_used_up: Callable[[SamplerPosition], bool],
+    ) -> None:
+        """Go to the position of an iterator's state, where `iteration` continues.
 
-        A loader does this late, when it is first iterated, so `set_epoch` may have named the next
-        epoch meanwhile; that is right if the state's has come to its end.
+        A loader restores its iterator only when it is iterated. So `set_epoch` may have been called
+        since, with the epoch of the state or, if that is used up, with the next one.
 
         Raises:
-            StateMismatch: as `resume`; or `set_epoch` named an epoch that neither is the state's
-                nor follows its end: some would be trained on again, or passed over.
+            StateMismatch: as `position.resume`; or `set_epoch` was called with another epoch.
         """
-        saved, named = resume(state, self.position), self._named
-        if named is not None and named != saved.epoch:
-            fits = saved.epoch + 1 if over(saved) else saved.epoch
-            if named != fits:
+        saved = resume(state, self.position)
+        if self._epoch_set is not None and self._epoch_set != saved.epoch:
+            present = saved.epoch + 1 if is_used_up(saved) else saved.epoch
+            if self._epoch_set != present:
                 raise StateMismatch(
                     f"epoch is {saved.epoch} in the loader's state, with {saved.consumed} of"
-                    f" {saved.length} samples used, and set_epoch({named}) was called: call"
-                    f" set_epoch({fits}) to go on after it"
+                    f" {saved.length} samples used, and set_epoch({self._epoch_set}) was called:"
+                    f" call set_epoch({present}) to continue after it"
                 )
             saved = next_epoch(saved)
         self._go_to(saved)
-        return saved
+        self._iteration = iteration
 
-    def _go_to(self, position: Position) -> None:
-        """Stand at `position`; what was drawn before says nothing about it."""
-        self.position, self._fresh = position, False
-        self.ran_out, self._guessed, self._cursor = None, False, None
-        self._forget_counts()
+    def _go_to(self, position: SamplerPosition) -> None:
+        self.position, self._is_fresh = position, False
+        self._iteration, self._drawn_at_save = None, (None, 0)
+        self._surplus = self._largest_count = 0
+
+    # -- Warnings of wrong counts: each method returns a message, or an empty string. --------------
+
+    def missing_counts(self) -> str:
+        """Check whether the last iterator has run out while too few samples were counted."""
+        missing = self._iteration.missing_counts() if self._iteration is not None else ""
+        return self._once("missing", missing)
+
+    def surplus_counts(self) -> str:
+        """Check whether more samples were counted than the epoch has.
+
+        A last batch that is smaller than it is counted is not reported.
+        """
+        if self._surplus < max(1, 2 * self._largest_count):
+            return ""
+        position = self.position
+        return self._once(
+            "surplus",
+            f"advance() counted {position.length + self._surplus} samples of epoch"
+            f" {position.epoch}, which has {position.length}: a run that is resumed in an epoch"
+            " skips samples. Count each batch once, as batch_size * world_size on every rank",
+        )
+
+    def no_counts(self) -> str:
+        """Check whether samples were drawn since the last save and none has ever been counted."""
+        last, before = self._iteration, self._drawn_at_save
+        self._drawn_at_save = last, last.yielded if last is not None else 0
+        # A loader draws ahead of the first step: a save before that says nothing.
+        if self._is_counted or not before[1] or before == self._drawn_at_save:
+            return ""
+        position = self.position
+        return self._once(
+            "none",
+            "samples were drawn from this ElasticDistributedSampler between two saves, but"
+            f" advance() was not called: the state says {position.consumed} samples of epoch"
+            f" {position.epoch}, so a resumed run repeats the others. Call"
+            " sampler.advance(batch_size * world_size) after each step, on every rank",
+        )
+
+    def _once(self, kind: str, message: str) -> str:
+        if not message or kind in self._reported:
+            return ""
+        self._reported.add(kind)
+        return message
 
 
-class Cursor:
-    """What an iterator has been given, list by list, and how far it has come in that.
+class Iteration:
+    """State of an iterator: what it has yielded, and what was counted since it began."""
 
-    It also compares what was drawn with what `advance` counts meanwhile. A loader draws ahead of
-    the training by a number of batches that is constant after the first one, so only what is drawn
-    and counted after the first count is compared: a training that stops within an epoch has
-    counted as many samples as were drawn, however far its loader draws ahead.
-    """
+    def __init__(self, source: GlobalPositionIterable) -> None:
+        self._source = source
+        self._begin()
 
-    def __init__(self, source: JobIterable, start: Position) -> None:
-        self._source, self._ran_out = source, False
-        self._drawn_at_first: int | None = None
-        self._counted = self._first_count = self._largest_count = 0
-        self._begin(start)
-
-    def _begin(self, start: Position) -> None:
-        self._start, self._given = start, 0
+    def _begin(self) -> None:
+        self._start = self._source.position
+        self._chunks = self._source._chunks(self._start)
         self._current: Iterator[Any] = iter(())
-        self._runs = self._source._runs(start)
+        self._given, self.has_run_out = 0, False
+        # What `advance` has counted since then, and what had been drawn at the first count:
+        self._counted = self._first_count = self._largest_count = 0
+        self._drawn_at_first_count: int | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        self._source.progress.kept()
-        return encode(advance(self._start, self._drawn))
+    def chunks(self) -> Iterator[Iterator[Any]]:
+        """Yield the items in lists, as iterators whose remaining length can be read."""
+        while (chunk := next(self._chunks, None)) is not None:
+            self._given += len(chunk)
+            self._current = iter(chunk)
+            yield self._current
+        self.has_run_out = True
+
+    @property
+    def yielded(self) -> int:
+        """Items that the iterator has yielded."""
+        return self._given - length_hint(self._current)
 
     @property
     def _drawn(self) -> int:
-        """How many samples all ranks have drawn while this iterator yielded what it did."""
-        yielded = self._given - length_hint(self._current)
-        return yielded * self._source._stride
+        """Samples that all ranks have drawn while the iterator yielded what it did."""
+        return self.yielded * self._source._stride
 
-    def add_count(self, count: int) -> None:
-        """Note that `advance` has counted `count` samples more."""
-        if self._drawn_at_first is None:
-            self._drawn_at_first, self._first_count = self._drawn, count
+    def state_dict(self) -> dict[str, Any]:
+        self._source.progress.note_kept()
+        return encode(advance(self._start, self._drawn))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.has_run_out:
+            raise StateMismatch("the iterator has run out: load the state into a new iterator")
+        self._source.progress.restore_iterator(self, state, self._source._is_used_up)
+        for _ in self._current:  # the iterator of the caller holds this list: empty it
+            pass
+        self._begin()
+
+    def note_count(self, count: int) -> None:
+        """Note that `advance` has counted `count` more samples."""
+        if self._drawn_at_first_count is None:
+            self._drawn_at_first_count, self._first_count = self._drawn, count
         self._counted += count
         self._largest_count = max(self._largest_count, count)
 
-    def miscount(self) -> str:
-        """Return what to warn of if it has run out and too few samples were counted, or ''."""
-        if not self._ran_out or self._drawn_at_first is None:
+    def missing_counts(self) -> str:
+        """Return a warning if this has run out and too few samples were counted, or ''.
+
+        A loader draws ahead of the training by a number of batches that is constant after the first
+        one. So what is drawn after the first count and what is counted after it are equal, however
+        far the loader draws ahead, unless the training stops within the epoch.
+        """
+        if not self.has_run_out or self._drawn_at_first_count is None:
             return ""
         drawn, start = min(self._drawn, self._start.length - self._start.consumed), self._start
-        missing = (drawn - self._drawn_at_first) - (self._counted - self._first_count)
-        # A last batch that is dropped, or that a training stops at, may be missing.
-        if missing < 2 * self._largest_count:
+        drawn_later = drawn - self._drawn_at_first_count
+        counted_later = self._counted - self._first_count
+        # The last batch may be missing: it was dropped, or the training stopped there.
+        if drawn_later - counted_later < 2 * self._largest_count:
             return ""
         return (
             f"advance() counted {self._counted} of the {drawn} samples of epoch {start.epoch} that"
-            " all ranks drew together: a run that is resumed in an epoch repeats samples, and an"
-            " epoch that begins without set_epoch() is too short. Call advance(batch_size *"
-            " world_size) after each step, on every rank"
+            " all ranks drew together: a run that is resumed in an epoch repeats samples. Call"
+            " advance(batch_size * world_size) after each step, on every rank"
         )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._ran_out:
-            raise StateMismatch("an iterator that has run out cannot go on: load into a new one")
-        start = self._source.progress.restore(state, self._source._over)
-        for _ in self._current:  # the chain holds this list: use it up
-            pass
-        self._begin(start)
-
-    def lists(self) -> Iterator[Iterator[Any]]:
-        """The lists, each as an iterator of which we see how much is left."""
-        while (run := next(self._runs, None)) is not None:
-            self._given += len(run)
-            self._source.progress.drawn = self._given
-            self._current = iter(run)
-            yield self._current
-        self._ran_out = True
-        self._source.progress.ran_out = self._start
 
 
 class ElasticIterator(chain[T]):
-    """Yields as fast as a list, as nothing of ours runs between two items of a run.
+    """Iterator of a sampler, with a state. No Python code runs between two items of a list.
 
-    Loaders that save their own state, as torchdata's StatefulDataLoader, ask the iterator for it
-    with each batch that they draw, and keep the answer until that batch has been handed out.
+    Loaders that save their own state, such as torchdata's StatefulDataLoader, ask the iterator for
+    its state with each batch that they draw, and use it once that batch was handed out.
     """
 
-    cursor: Cursor
+    iteration: Iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """What the job has used once all that was yielded is; any sampler or iterator loads it."""
-        return self.cursor.state_dict()
+        """Return the position of the job once everything that was yielded is used.
+
+        A sampler or an iterator of any world size loads it.
+        """
+        return self.iteration.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at `state`, and the sampler with it.
+        """Continue at `state`, and move the sampler there.
 
         Raises:
-            StateMismatch: the state is another sampler's, of another epoch than `set_epoch`
-                named, or this iterator has run out.
+            StateMismatch: the state is of another sampler, or of another epoch than `set_epoch` was
+                called with; or this iterator has run out.
         """
-        self.cursor.load_state_dict(state)
+        self.iteration.load_state_dict(state)
 
 
-class JobIterable:
-    """What iterates from the position of a job: a sampler, or a batch sampler over one."""
+class GlobalPositionIterable:
+    """Base class of what iterates from the position of a job: a sampler, or a batch sampler."""
 
     progress: Progress
     tail: Tail
 
     @property
     def _stride(self) -> int:
-        """How many places of the order all ranks use while this one is given one item."""
+        """Samples that all ranks together use while this one is given one item."""
         raise NotImplementedError
 
-    def _runs(self, start: Position) -> Iterator[list[Any]]:
-        """This rank's items from a position to the epoch's end, in lists."""
+    def _chunks(self, start: SamplerPosition) -> Iterator[list[Any]]:
+        """Yield this rank's items from a position to the end of the epoch, in lists."""
         raise NotImplementedError
 
-    def _end(self, start: Position) -> int:
-        return end_of_deal(start, self._stride, self.tail)
+    def _epoch_end(self, start: SamplerPosition) -> int:
+        return epoch_end(start, self._stride, self.tail)
 
-    def _over(self, position: Position) -> bool:
-        return self._end(position) <= position.consumed
+    def _is_used_up(self, position: SamplerPosition) -> bool:
+        return self._epoch_end(position) <= position.consumed
 
     def __iter__(self) -> ElasticIterator[Any]:
-        """This rank's items from the present position to the epoch's end."""
-        _warn(self.progress.miscount())
-        start = self.progress.begin(self._over)
-        _warn(self.progress.emptiness(self._over))
-        cursor = Cursor(self, start)
-        self.progress.track(cursor)
-        iterator = cast("ElasticIterator[Any]", ElasticIterator.from_iterable(cursor.lists()))
-        iterator.cursor = cursor
+        """Iterate over this rank's items from the position to the end of the epoch.
+
+        Raises:
+            ConfigError: the epoch is over, and `set_epoch` was not called since.
+        """
+        _warn(self.progress.missing_counts())
+        iteration = Iteration(self)
+        self.progress.begin(iteration, is_used_up=self._is_used_up(self.position))
+        chunks = iteration.chunks()
+        iterator = cast("ElasticIterator[Any]", ElasticIterator.from_iterable(chunks))
+        iterator.iteration = iteration
         return iterator
 
     @property
-    def position(self) -> Position:
-        """Where the job stands: seed, epoch, samples consumed by all ranks, length, shuffle."""
+    def position(self) -> SamplerPosition:
+        """Position of the job: seed, epoch, samples consumed by all ranks, length and order."""
         return self.progress.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`, or stay where we are if that is the present one.
+        """Go to the start of `epoch`, or keep the position if that is the present epoch.
 
-        After the first call, no epoch begins automatically. A first call before anything is drawn,
-        counted or loaded keeps the position, so that `start_index` counts in that epoch.
+        Call it before each epoch. A first call before anything is drawn, counted or loaded keeps
+        the position, so that `start_index` counts in that epoch.
 
         Raises:
-            ConfigError: `epoch` is negative, or no integer.
+            ConfigError: `epoch` is negative, or not an integer.
         """
         if epoch != self.position.epoch:
-            _warn(self.progress.miscount())
+            _warn(self.progress.missing_counts())
         self.progress.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain values, the same on every rank.
+        """Return the position as a dict of integers and one string, the same on every rank.
 
-        Warns, once, if an epoch was drawn to its end, or from one state to the next, and nothing
-        was counted: then this is not the position of the training.
+        It warns once if samples were drawn between two calls and `advance` was never called,
+        because the state is then not the position of the training.
         """
-        asker, frames = _asker()
-        if asker == "torchdata":
-            # That loader asks its iterator, too, and it is the iterator's answer that it goes by.
-            self.progress.kept()
-        if why := self.progress.why_misleading():
-            warnings.warn(why, UserWarning, stacklevel=frames)
+        _warn(self.progress.no_counts())
         return encode(self.position)
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, on_mismatch: OnMismatch = "refuse"
     ) -> None:
-        """Continue from a state that a sampler of any world size gave out.
+        """Continue at the state of a sampler of any world size.
 
         Args:
-            state: of `state_dict`; also of the versions before, where that is certain to mean
-                the same: see `elasticlib.data.deal.decode`.
-            on_mismatch: what to do if the dataset's length, the seed or shuffle differ: see
-                `elasticlib.data.deal.OnMismatch`.
+            state: what `state_dict` returned.
+            on_mismatch: what to do if the dataset's length, the seed or the order differ: "refuse"
+                raises StateMismatch; "restart" begins the epoch of the state at its start; "keep"
+                continues after as many samples of that epoch, in the order of this sampler.
 
         Raises:
             StateMismatch: the state is incomplete, has another format, or, with "refuse", does not
                 match this sampler. Nothing has changed.
-            ConfigError: `on_mismatch` cannot be.
+            ConfigError: `on_mismatch` is unknown.
         """
         self.progress.load(state, on_mismatch)
 
 
 def _warn(message: str) -> None:
-    """Warn the caller of the sampler's method that calls this, if there is something to say."""
+    """Warn the caller of the sampler's method that calls this, if there is a message."""
     if message:
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
-def _asker() -> tuple[str, int]:
-    """Which package, other than this one, asks for a state; and how many calls it is away."""
-    frames = 1
-    frame = sys._getframe(1)
-    # A program that was given to exec() may have no name.
-    while (package := str(frame.f_globals.get("__name__")).partition(".")[0]) == "elasticlib":
-        if frame.f_back is None:
-            break
-        frame, frames = frame.f_back, frames + 1
-    return package, frames
-
-
-class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
-    """Deals the samples of an epoch to the ranks, and goes on at any world size.
+class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int]):
+    """Deals the samples of an epoch to the ranks, and continues at any world size.
 
     To resume::
 
@@ -447,22 +399,19 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
                 train(batch)
                 sampler.advance(batch_size * world_size)   # on every rank, the global count
 
-    Only `advance` moves the position. Iterating does not, because a loader with workers draws
-    indices long before they are trained on. Without `set_epoch` the next epoch begins
-    automatically: with the first new iterator after all samples of the present epoch were counted;
-    or, if nothing is counted, after an iterator has run out. Call `set_epoch` if batches are
-    fetched ahead of the current step, or if `DataLoader`'s own `drop_last` leaves samples that are
-    never counted.
+    Iterating does not move the position, because a loader with workers draws indices long before
+    they are trained on; `advance` does. `set_epoch` must be called before each epoch: an iterator
+    that begins after the end of an epoch without it raises ConfigError.
 
     In torchdata's StatefulDataLoader the loader's own state has the position of what it has
-    returned, and `advance` is not needed. On another number of ranks it continues exactly if the
-    loader takes a snapshot each step (`snapshot_every_n_steps=1`, the default): otherwise the steps
+    returned, and `advance` is not needed. At another world size it continues exactly if the loader
+    takes a snapshot at each step (`snapshot_every_n_steps=1`, the default): otherwise the steps
     since the last snapshot are drawn again, with another size. With `ElasticBatchSampler` each step
     has the same size, and any interval works. Of torch's own `BatchSampler` that loader only keeps
     a count of batches, which is valid for one world size.
 
-    The order is computed where it is needed: the first index comes after microseconds, with the
-    same memory for a thousand samples and for 2**62.
+    The order is computed where it is needed: the first index comes in under a millisecond, with
+    the same memory for a thousand samples and for 2**62.
 
     Args:
         dataset: only its present length is used.
@@ -478,24 +427,20 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
             repeats some at the very end, "drop" leaves some out, "exact" gives each to one rank, so
             that some ranks draw one less. What "drop" leaves out depends on the world size: a job
             that ended an epoch on 4 ranks, and resumes there on 2, may still draw two of them.
-        shuffle_algorithm: "feistel" needs no memory for the order. "randperm" has exactly the order
-            of torch's `DistributedSampler`, and its cost: a list of all indices on every rank.
-            "shards" shuffles the shards of a `ShardDataset`, and keeps the samples of a shard in
-            order.
-        weights: one for each sample, 0 or more. An epoch then draws without replacement, each time
-            in proportion to the weights of the remaining samples; a sample with weight 0 is never
-            drawn. This takes 8 bytes for each sample beside the weights, and about 200 ns for each
-            before the first index.
-        epoch_size: with `weights`, how many samples all ranks together draw in an epoch. By default
-            each sample with a weight above 0 comes once, heavy ones sooner.
+        order: an order of your own instead of `shuffle`: a function of the seed and the epoch that
+            returns the indices of an epoch as a one-dimensional int64 tensor or a sequence, or an
+            object with `__len__` that maps int64 tensors of positions to tensors of indices by
+            `__getitem__`, such as `ShardDataset.shuffle_shards` returns. It must return the same
+            on every rank, and equally many indices in each epoch. It is called with epoch 0 when
+            the sampler is made, and then once for each epoch that is drawn. The saved state has a
+            digest of the order of epoch 0, and a sampler whose order has another one refuses it.
 
     Raises:
-        ConfigError: `shuffle`, `seed`, `start_index`, `tail`, `shuffle_algorithm`, `weights` or
-            `epoch_size` cannot be, or there are more than 2**62 samples to shuffle.
+        ConfigError: an argument is not valid, or there are more than 2**62 samples to shuffle.
         ValueError: `rank` is not in the world, or there is no process group to take it from.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the first six are torch's own, by place
+    def __init__(  # noqa: PLR0917 - the first six are torch's own, by place
         self,
         dataset: Dataset[Any],
         num_replicas: int | None = None,
@@ -506,9 +451,7 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
         *,
         start_index: int = 0,
         tail: Tail | None = None,
-        shuffle_algorithm: Algorithm = "feistel",
-        weights: Sequence[float] | Tensor | None = None,
-        epoch_size: int | None = None,
+        order: OrderFunction | None = None,
     ) -> None:
         if not isinstance(shuffle, bool):
             raise ConfigError(
@@ -516,28 +459,21 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
                 " start_index as its fourth argument; give it by name, start_index=..., or resume"
                 " by load_state_dict"
             )
-        check_one_of("shuffle_algorithm", shuffle_algorithm, Algorithm)
-        length = len(cast(Sized, dataset))
-        order: Shuffle = shuffle_algorithm if shuffle else "none"
-        seed, at = check_int("seed", seed), check_int("start_index", start_index)
-        self.made_of: Tensor | None = None
-        if weights is not None:
-            if order != "feistel":
-                raise ConfigError(
-                    "weights make an order of their own: leave shuffle and shuffle_algorithm out"
-                )
-            self.made_of = weights_of(weights, length)
-            order, length = "weighted", _epoch_of(self.made_of, epoch_size)
-        elif epoch_size is not None:
-            raise ConfigError("epoch_size is for weights alone: without them an epoch is all")
-        elif order == "shards":
-            self.made_of = _sizes_of(dataset, length)
-        if not 0 <= at <= length:
-            raise ConfigError(f"need 0 <= start_index <= {length} samples, got {at}")
-        if shuffle and length > LARGEST:
+        if order is not None and not shuffle:
+            raise ConfigError("order takes the place of shuffle: leave shuffle out")
+        seed, start = check_int("seed", seed), check_int("start_index", start_index)
+        length, name = len(cast(Sized, dataset)), "shuffled" if shuffle else "sequential"
+        self._order_function = order
+        self._present_order: tuple[int, Order] | None = None
+        if order is not None:
+            first = _checked_order(order(seed, 0))
+            length, name = len(first), f"custom {_digest(first)}"
+            self._present_order = 0, first
+        elif shuffle and length > MAX_SHUFFLED:
             raise ConfigError(f"need at most 2**62 samples to shuffle, got {length}")
-        digest = "" if self.made_of is None else digest_of(self.made_of)
-        self.progress = Progress(Position(seed, 0, at, length, order, digest))
+        if not 0 <= start <= length:
+            raise ConfigError(f"need 0 <= start_index <= {length} samples, got {start}")
+        self.progress = Progress(SamplerPosition(seed, 0, start, length, name))
         _check_group(num_replicas, rank)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.tail: Tail = ("drop" if drop_last else "pad") if tail is None else tail
@@ -547,80 +483,117 @@ class ElasticDistributedSampler(JobIterable, DistributedSampler[int]):
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the job stands; assigning to it is `set_epoch`."""
+        """The epoch of the position; assigning to it is `set_epoch`."""
         return self.progress.position.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        # torch's constructor assigns the 0 that stands there already: nobody has named an epoch.
+        # The constructor of torch's sampler assigns 0, which is not a call of set_epoch.
         if hasattr(self, "tail"):
             self.set_epoch(epoch)
+
+    def order_of(self, epoch: int) -> Order:
+        """Return the order of an epoch, which is kept until another epoch is asked for.
+
+        Raises:
+            ConfigError: the function `order` returned something else, or another length.
+        """
+        if self._present_order is None or self._present_order[0] != epoch:
+            self._present_order = None  # two orders need not be in memory at a time
+            self._present_order = epoch, self._make_order(epoch)
+        return self._present_order[1]
+
+    def _make_order(self, epoch: int) -> Order:
+        seed, length = self.position.seed, self.position.length
+        if self._order_function is None and not self.shuffle:
+            return Sequential(length)
+        if self._order_function is None:
+            return Permutation(length, seed=seed, epoch=epoch)
+        order = _checked_order(self._order_function(seed, epoch))
+        if len(order) != length:
+            raise ConfigError(
+                f"order({seed}, {epoch}) returned {len(order)} indices, and order({seed}, 0)"
+                f" returned {length}: each epoch must have equally many"
+            )
+        return order
 
     @property
     def _stride(self) -> int:
         return self.num_replicas
 
-    def _runs(self, start: Position) -> Iterator[list[int]]:
-        return runs_of(order_of(start, self.made_of), self._places(start))
+    def _chunks(self, start: SamplerPosition) -> Iterator[list[int]]:
+        # The order is made when the first index is drawn.
+        yield from index_chunks(self.order_of(start.epoch), self._positions(start))
+
+    def _positions(self, start: SamplerPosition) -> range:
+        return positions_of_rank(
+            start, rank=self.rank, world_size=self.num_replicas, tail=self.tail
+        )
 
     def __len__(self) -> int:
-        """How many indices an iterator of this rank would yield now: what is left."""
-        return len(self._places(self.progress.next_to_draw(self._over)))
+        """Return how many indices an iterator of this rank would yield now: what is left."""
+        return len(self._positions(self.position))
 
     @property
     def samples_left(self) -> int:
-        """How many samples all ranks together have before them, repeats not counted: asked before
-        an evaluation begins, what its sums are to be divided by."""
-        start = self.progress.next_to_draw(self._over)
-        return min(self._end(start), start.length) - start.consumed
+        """Samples that all ranks together have left, without repeats.
+
+        Read it before an evaluation, to divide its sums by it.
+        """
+        start = self.position
+        return min(self._epoch_end(start), start.length) - start.consumed
 
     @property
-    def samples_left_here(self) -> int:
-        """How many of them are this rank's: what it yields beyond them are repeats."""
+    def local_samples_left(self) -> int:
+        """This rank's part of `samples_left`: further indices that it yields are repeats."""
         return len(range(self.rank, self.samples_left, self.num_replicas))
-
-    def _places(self, start: Position) -> range:
-        return deal(start, rank=self.rank, world_size=self.num_replicas, tail=self.tail)
 
     def advance(self, global_batch: int) -> None:
         """Count `global_batch` more samples, over all ranks together, as trained on.
 
-        Past the end of the epoch it stays at the end, so the last, smaller batch may be counted
-        as a full one. Warns, once, if far more samples are counted than the epoch has. At the end
-        of an epoch, `set_epoch` or the next iterator warns if far fewer were counted than drawn.
+        Past the end of the epoch the position stays at the end, so the last, smaller batch may be
+        counted as a full one. It warns once if far more samples are counted than the epoch has. At
+        the end of an epoch, `set_epoch` or the next iterator warns if far fewer were counted than
+        drawn.
 
         Raises:
-            ConfigError: `global_batch` is negative, or no integer; or epochs have begun by
-                themselves because nobody counted.
+            ConfigError: `global_batch` is negative, or not an integer.
         """
         self.progress.advance(global_batch)
-        _warn(self.progress.excess())
+        _warn(self.progress.surplus_counts())
 
 
-def _epoch_of(weights: Tensor, epoch_size: int | None) -> int:
-    most = int((weights > 0).sum())
-    size = most if epoch_size is None else check_int("epoch_size", epoch_size)
-    if not 0 < size <= most:
+def _checked_order(found: Any) -> Order:
+    """Return what the user's function has returned as an order.
+
+    Raises:
+        ConfigError: it is not an order.
+    """
+    if isinstance(found, Sequence) or hasattr(found, "__array__"):
+        found = torch.as_tensor(found)
+    is_tensor = isinstance(found, Tensor)
+    if is_tensor and (found.dim() != 1 or (len(found) and found.dtype != torch.int64)):
         raise ConfigError(
-            f"need 0 < epoch_size <= {most}, the samples whose weight is not 0, got {size}: an"
-            " epoch draws each of them once at most"
+            "order must return a one-dimensional tensor of int64 indices, got"
+            f" {found.dtype} of shape {[*found.shape]}"
         )
-    return size
-
-
-def _sizes_of(dataset: Dataset[Any], length: int) -> Tensor:
-    sizes = getattr(dataset, "sizes", None)
-    if sizes is None or sum(sizes) != length:
+    if not is_tensor and not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
         raise ConfigError(
-            "shuffle_algorithm='shards' needs a dataset that has `sizes`, the samples of each of"
-            f" its shards, as ShardDataset; {type(dataset).__name__} has {sizes!r} and {length}"
-            " samples"
+            "order must return the indices of an epoch, as a tensor or a sequence, got"
+            f" {type(found).__name__}"
         )
-    return torch.tensor(sizes, dtype=torch.int64)
+    return cast(Order, found)
+
+
+def _digest(order: Order) -> str:
+    """Return 16 hexadecimal digits made of evenly spaced indices of an order."""
+    spacing = max(1, len(order) // MAX_DIGEST_INDICES)
+    indices = order[torch.arange(0, len(order), spacing)].tolist()
+    return hashlib.sha256(f"{len(order)} {indices}".encode()).hexdigest()[:16]
 
 
 def _check_group(num_replicas: int | None, rank: int | None) -> None:
-    """Raises ConfigError where both are to be the process group's, and there is none."""
+    """Raise ConfigError if rank or world size must come from a process group that is not there."""
     grouped = dist.is_available() and dist.is_initialized()
     if (num_replicas is None or rank is None) and not grouped:
         raise ConfigError(

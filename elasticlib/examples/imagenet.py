@@ -36,8 +36,6 @@ from elasticlib import (
     ElasticDistributedSampler,
     context,
     ignore_signals_worker_init,
-    plan_batches,
-    scale_learning_rates,
 )
 from elasticlib.errors import ConfigError
 
@@ -152,19 +150,17 @@ class Training:
 
     def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
-        self.args, most = args, args.max_micro_batch
+        self.args = args
         self.images = Images(args.data / "train", args.image_size, args.seed)
         self.held_out = Images(args.data / "val", args.image_size)
         if self.held_out.classes != self.images.classes:
             raise ConfigError(f"{args.data}/val has other classes than {args.data}/train")
         self.sampler = ElasticDistributedSampler(self.images, seed=args.seed, tail="exact")
-        self.batches = ElasticBatchSampler(self.sampler, args.batch_size, max_micro_batch=most)
+        self.batches = ElasticBatchSampler(self.sampler, args.batch_size)
         self.model = build_model(args.arch, len(self.images.classes)).to(args.device)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay
         )
-        # Whichever batch a later launch may ask for, of what is saved nothing is scaled.
-        scale_learning_rates(self.optimizer, args.batch_size, reference_batch=256)
         self.progress: dict[str, Any] = {"step": 0, "validated": 0, "top1": 0.0}
         self.state: dict[str, Any] = {
             "model": self.model,
@@ -199,19 +195,22 @@ class Training:
 
     def take_step(self, parallel: DistributedDataParallel, x: Tensor, y: Tensor) -> Tensor:
         """Take this rank's share of a global batch, in pieces that fit its memory; its sums."""
-        position, plan = self.sampler.position, self.batches.plan()
+        position, weight = self.sampler.position, self.batches.sample_weight
+        # All ranks take equally many pieces, because DDP communicates in the last one. It may be
+        # empty on some ranks.
+        world, most = dist.get_world_size(), self.args.max_micro_batch or self.args.batch_size
+        count = math.ceil(self.batches.samples / (world * most))
         rate = learning_rate(self.args, position.epoch + position.consumed / position.length)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.model.train()
         self.optimizer.zero_grad()
         sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
-        sizes = [micro.size for micro in plan.micro_batches(dist.get_rank())]
-        pieces = zip(torch.split(x, sizes), torch.split(y, sizes), strict=True)
+        pieces = zip(x.tensor_split(count), y.tensor_split(count), strict=True)
         for turn, piece in enumerate(pieces, 1):
-            with contextlib.nullcontext() if turn == len(sizes) else parallel.no_sync():
+            with contextlib.nullcontext() if turn == count else parallel.no_sync():
                 loss, seen = self.look_at(parallel, *piece)
-                (plan.per_sample * loss).backward()
+                (weight * loss).backward()
             sums += seen
         self.optimizer.step()
         self.batches.advance()
@@ -222,9 +221,9 @@ class Training:
     def validate(self) -> float | None:
         """Per cent of the images held out that are right, each seen once; None if asked to stop."""
         sampler = ElasticDistributedSampler(self.held_out, shuffle=False, tail="exact")
-        world, most = dist.get_world_size(), self.args.max_micro_batch
-        piece = plan_batches(self.args.batch_size, world, most).micro_batches(0)[0].size
-        batches = ElasticBatchSampler(sampler, piece * world)
+        world = dist.get_world_size()
+        most = (self.args.max_micro_batch or self.args.batch_size) * world
+        batches = ElasticBatchSampler(sampler, min(self.args.batch_size, most))
         sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
         self.model.eval()
         for x, y in self.load(self.held_out, batches):
@@ -236,10 +235,15 @@ class Training:
 
 
 def learning_rate(args: argparse.Namespace, epochs_done: float) -> float:
-    """From a hundredth straight up through the warm-up, then a tenth at each `--lr-step` epochs."""
+    """Return `--lr` in proportion to the global batch, with a warm-up and steps.
+
+    The warm-up rises linearly from a hundredth. Then the rate is divided by ten at each `--lr-step`
+    epochs.
+    """
+    rate = args.lr * args.batch_size / 256
     if epochs_done < args.warmup_epochs:
-        return float(args.lr * (0.01 + 0.99 * epochs_done / args.warmup_epochs))
-    return float(args.lr * 0.1 ** (int(epochs_done) // args.lr_step))
+        return float(rate * (0.01 + 0.99 * epochs_done / args.warmup_epochs))
+    return float(rate * 0.1 ** (int(epochs_done) // args.lr_step))
 
 
 def report(what: str, sums: Tensor) -> float:

@@ -44,7 +44,7 @@ def train(manager: CheckpointManager) -> Steps:
                 model = DistributedDataParallel(net)
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(model(x), y, reduction="sum")
-            (batches.plan().per_sample * loss).backward()
+            (batches.sample_weight * loss).backward()
             optimizer.step()
             attempt.report(samples=len(x))
     return attempts

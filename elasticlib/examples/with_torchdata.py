@@ -2,7 +2,7 @@
 
 `elasticrun --nproc-per-node 2 --max-restarts 3 with_torchdata.py [FOLDER]`, with a folder or URL
 for checkpoints. The loader's own state holds the position of what it has handed out, however far
-its workers have read: it is saved with the rest, and the sampler is asked for nothing.
+its workers have read: it is saved with the rest, and the sampler does not have to count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from elasticlib import CheckpointManager, ElasticBatchSampler, ElasticDistributedSampler, context
 
 CHECKPOINTS = sys.argv[1] if sys.argv[1:] else "checkpoints"
-SAMPLES, GLOBAL_BATCH, STEPS, SAVE_EVERY = 80, 8, 30, 5
+SAMPLES, GLOBAL_BATCH, EPOCHS, SAVE_EVERY = 80, 8, 3, 5
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -29,12 +29,15 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
 sampler = ElasticDistributedSampler(data, drop_last=True)
 batches = ElasticBatchSampler(sampler, GLOBAL_BATCH)
 loader = StatefulDataLoader(data, batch_sampler=batches, num_workers=2)
-state = {"model": net, "optimizer": optimizer, "loader": loader}
+progress = {"epoch": 0}  # the loader restores its state only when it is iterated
+state = {"model": net, "optimizer": optimizer, "loader": loader, "progress": progress}
 
 with CheckpointManager(CHECKPOINTS) as manager:
     step, stop = manager.restore(state).step, None
-    while step < STEPS and not stop:
-        for x, y in loader:  # one epoch after the other, by itself
+    for epoch in range(progress["epoch"], EPOCHS):
+        progress["epoch"] = epoch
+        sampler.set_epoch(epoch)
+        for x, y in loader:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
@@ -44,8 +47,10 @@ with CheckpointManager(CHECKPOINTS) as manager:
             stop = context().should_stop()
             if stop or step % SAVE_EVERY == 0:
                 manager.save(step, state)
-            if stop or step == STEPS:
+            if stop:
                 break
+        if stop:
+            break
 if dist.get_rank() == 0:
     print(f"stopped: {stop.reason}" if stop else "done", f"after {step} steps", flush=True)
 # The group must end here: if DDP, which holds it, goes last, torch 2.13 hangs now and then.

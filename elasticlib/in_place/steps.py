@@ -34,8 +34,8 @@ from ..checkpoint.snapshots import is_cut
 from ..checkpoint.state import changed, check_names, fit, values_of
 from ..checkpoint.state_dicts import reject_state_dicts
 from ..clock import monotonic
-from ..data.batches import ElasticBatchSampler
-from ..data.deal import check_int
+from ..data.batch_sampler import ElasticBatchSampler
+from ..data.position import check_int
 from ..errors import CheckpointError, ConfigError
 from ..logical.workers import LogicalWorkers
 from ..workers.context import Stop, context

@@ -25,7 +25,7 @@ except ImportError as error:
         f" the extra, pip install 'elasticlib[lightning]' ({error})"
     ) from error
 
-from ..data.batches import ElasticBatchSampler
+from ..data.batch_sampler import ElasticBatchSampler
 from ..errors import ConfigError
 from ..workers.context import Stop, context
 
@@ -43,7 +43,7 @@ class EpochBatchSampler(ElasticBatchSampler):
     def __len__(self) -> int:
         """Batches of a whole epoch; the same on every rank."""
         start = attrs.evolve(self.sampler.position, consumed=0)
-        return -(-self._end(start) // self.global_batch)
+        return -(-self._epoch_end(start) // self.global_batch)
 
 
 class ElasticCallback(Callback):
@@ -113,6 +113,9 @@ class ElasticCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._batches is not None and "batches" in state_dict:
             self._batches.load_state_dict(state_dict["batches"])
+            # Lightning makes the loader's iterator before it calls set_epoch.
+            if not self._batches.samples:
+                self._batches.set_epoch(self._batches.position.epoch + 1)
 
 
 def _loss(trainer: Trainer, outputs: object) -> float | None:

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
-from ..data.deal import share_of
+from ..data.position import share_of
 from ..errors import ConfigError
 
 V = TypeVar("V")

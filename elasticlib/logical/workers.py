@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..data.deal import check_int, share_of
+from ..data.position import check_int, share_of
 from ..errors import ConfigError, NotReproducible, StateMismatch
 from .gradients import BUCKET_BYTES, Exchange, ModelSum
 from .shares import seed_of, workers_of

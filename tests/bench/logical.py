@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticlib import LogicalWorkers
-from elasticlib.data.deal import share_of
+from elasticlib.data.position import share_of
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from ranks import Ranks

@@ -7,8 +7,6 @@ torch's take turns, and a ratio is of one turn. Memory is what its peak grows by
 index. An epoch of at most `--torch-until` samples is drawn whole, by all. Of longer ones ours draws
 the first 2 million of the job beside torch's epoch of `--torch-until` samples, which is the longest
 that torch is asked for: its list of 10^9 would take 40 GB. Batches are of 256 samples a rank.
-`randperm` is our sampler with `shuffle_algorithm="randperm"`, which deals in torch's own order;
-`weights` draws a tenth of the samples, beside `WeightedRandomSampler` without replacement.
 """
 
 from __future__ import annotations
@@ -31,13 +29,8 @@ PAIRS = (
     ("", "", OURS, "DistributedSampler"),
     (".random", "", OURS, "RandomSampler"),
     (".batches", " in batches", "ElasticBatchSampler", "BatchSampler"),
-    (".randperm", " by `randperm`", "randperm", "DistributedSampler"),
-    (".weights", " by weight", "weights", "WeightedRandomSampler"),
 )
 """What is appended to a row's name, what is said of it, our way and torch's."""
-OF_ONE_RANK = ("RandomSampler", "WeightedRandomSampler")
-IN_LISTS_OF_ALL = ("randperm", "weights")
-"""Ours that take time and memory with the length of the epoch."""
 
 
 class Length:
@@ -62,15 +55,7 @@ def sampler_of(kind: str, length: int, world: int, seed: int) -> Any:
         return data.BatchSampler(torchs, BATCH, drop_last=False)
     if kind == "DistributedSampler":
         return torchs
-    options: dict[str, Any] = {}
-    if kind in {"weights", "WeightedRandomSampler"}:
-        weights = torch.rand(length, generator=torch.Generator().manual_seed(1)) + 0.1
-        if kind == "WeightedRandomSampler":
-            return data.WeightedRandomSampler(weights, length // 10, replacement=False)
-        options = {"weights": weights, "epoch_size": length // 10}
-    if kind == "randperm":
-        options = {"shuffle_algorithm": "randperm"}
-    sampler = ElasticDistributedSampler(Length(length), world, 0, seed=seed, **options)
+    sampler = ElasticDistributedSampler(Length(length), world, 0, seed=seed)
     return ElasticBatchSampler(sampler, BATCH * world) if kind == "ElasticBatchSampler" else sampler
 
 
@@ -127,13 +112,12 @@ def rows_of(length: int, world: int, torch_until: int, repeat: int) -> Iterator[
     job = f"{power(length)} samples, {world} rank{'s' * (world > 1)}"
     things = ("first", "memory", "each"), ("first index", "memory for it", "an index")
     for mark, how, ours, theirs in PAIRS:
-        if (theirs in OF_ONE_RANK and world > 1) or (ours in IN_LISTS_OF_ALL and not small):
+        if theirs == "RandomSampler" and world > 1:  # it is of one rank
             continue
-        part = 10 if ours == "weights" else 1
-        cases = [(ours, length, world, min(length, DRAWN) // part)]
+        cases = [(ours, length, world, min(length, DRAWN))]
         if torch_until:
             torchs = min(length, torch_until)
-            cases.append((theirs, torchs, world, torchs // part))
+            cases.append((theirs, torchs, world, torchs))
         mine, *beside = in_turns(cases, repeat)
         name_of_it = theirs if small else f"{theirs} of {power(torch_until)}"
         for name, what, one, other in zip(

@@ -1,8 +1,6 @@
-"""When one epoch gives way to the next, by itself and by name, and within torch's DataLoader."""
+"""An epoch begins when set_epoch names it, also within torch's DataLoader."""
 
 from __future__ import annotations
-
-import warnings
 
 import pytest
 from torch.utils.data import BatchSampler, DataLoader
@@ -20,34 +18,11 @@ def test_another_epoch_starts_anew_and_the_same_one_goes_on():
     sampler.set_epoch(0)
     assert list(sampler) == list(sampler) == first[2:]
     sampler.set_epoch(1)
-    with pytest.warns(UserWarning, match=r"advance\(\) was not called"):
-        assert sampler.state_dict()["consumed"] == 0
+    assert sampler.state_dict()["consumed"] == 0
     assert len(sampler) == 5
     assert list(sampler) != first
     with pytest.raises(ConfigError, match=r"epoch.*got -1"):
         sampler.set_epoch(-1)
-
-
-def test_a_program_that_saves_in_an_epoch_and_counts_nothing_is_told_so_once():
-    sampler = ElasticDistributedSampler(range(10_000), 1, 0)
-    drawn = iter(sampler)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sampler.state_dict()
-        [next(drawn) for _ in range(8)]  # a loader draws ahead of the first step
-        sampler.state_dict()
-    [next(drawn) for _ in range(2000)]
-    with pytest.warns(UserWarning, match=r"samples were drawn.*advance\(\) was not called"):
-        assert sampler.state_dict()["consumed"] == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        [next(drawn) for _ in range(2000)]
-        sampler.state_dict()
-        counts = ElasticDistributedSampler(range(10_000), 1, 0)
-        for index, _ in enumerate(counts):
-            counts.advance(1)
-            if index % 500 == 0:
-                assert counts.state_dict()["consumed"] == index + 1
 
 
 def test_start_index_is_a_place_in_the_epoch_that_is_named_first():
@@ -74,82 +49,94 @@ def orders(n, epochs, **options):
     return found
 
 
-def test_the_epoch_moves_on_when_its_last_sample_is_counted():
-    sampler, used = ElasticDistributedSampler(range(10), 1, 0), []
-    for _ in range(3):
-        for index in sampler:
-            used.append(index)
-            sampler.advance(1)
-        assert sampler.state_dict()["consumed"] == 10
-        assert len(sampler) == 10
-        assert sampler.samples_left == 10
-    assert used == [index for order in orders(10, 3) for index in order]
-    assert sampler.epoch == 2
+@pytest.mark.parametrize("names_the_first", [True, False])
+def test_counting_program_that_does_not_set_the_next_epoch_gets_an_error(names_the_first):
+    sampler = ElasticDistributedSampler(range(10), 2, 0)
+    if names_the_first:
+        sampler.set_epoch(0)
+    for _ in sampler:
+        sampler.advance(2)
+    assert len(sampler) == sampler.samples_left == 0
+    message = (
+        r"epoch 0 is over, because all of its 10 samples were counted.*call set_epoch\(1\)"
+        if names_the_first
+        else r"epoch 0 is over, because an iterator has drawn it to its end.*call set_epoch\(1\)"
+    )
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=message):
+            iter(sampler)
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 5
 
 
-def test_the_epoch_moves_on_when_nobody_counts_and_its_last_sample_is_drawn():
+@forks
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_gets_that_error_also_if_nothing_was_counted(workers):
+    """torch's own sampler would silently repeat the order of the first epoch."""
+    sampler = ElasticDistributedSampler(range(12), 2, 0)
+    loader = DataLoader(range(12), 2, sampler=sampler, num_workers=workers)
+    assert len(list(loader)) == 3
+    with pytest.raises(ConfigError, match=r"epoch 0 is over.* call set_epoch\(1\)"):
+        list(loader)
+
+
+def test_evaluation_in_the_order_of_the_dataset_needs_no_epochs():
+    sampler = ElasticDistributedSampler(range(10), 2, 0, shuffle=False)
+    assert [list(sampler) for _ in range(3)] == [[0, 2, 4, 6, 8]] * 3
+
+
+def test_epoch_that_was_set_can_be_drawn_again():
     sampler = ElasticDistributedSampler(range(10), 1, 0)
-    next(iter(sampler))
-    assert [list(sampler) for _ in range(3)] == orders(10, 3)
-    late = ElasticDistributedSampler(range(10), 1, 0, start_index=6)
-    assert [list(late) for _ in range(2)] == [orders(10, 1)[0][6:], orders(10, 2)[1]]
+    sampler.set_epoch(1)
+    order = list(sampler)
+    assert order == orders(10, 2)[1]
+    sampler.advance(4)
+    assert list(sampler) == order[4:]  # of a loader that had drawn the epoch ahead of a stop
 
 
-def test_where_epochs_are_named_none_begins_by_itself():
+def test_epoch_that_is_set_again_at_its_end_is_empty():
+    """In-place recovery sets the epoch in each process group, also at the end of an epoch."""
     sampler = ElasticDistributedSampler(range(10), 1, 0)
     sampler.set_epoch(0)
-    assert list(sampler) == list(sampler)
-    sampler.advance(10)
-    with pytest.warns(UserWarning, match="epoch 0 is empty"):
-        assert list(sampler) == []
-    assert len(sampler) == 0
-    assert sampler.epoch == 0
-
-
-def test_drawing_ends_no_epoch_for_who_counts():
-    """A loader that prefetches the whole epoch, of which one batch is trained on before a stop."""
-    sampler = ElasticDistributedSampler(range(10), 1, 0)
-    drawn = list(sampler)
-    sampler.advance(4)
-    assert list(sampler) == drawn[4:]
-    assert list(sampler) == drawn[4:]
-
-
-def test_who_draws_an_epoch_to_its_end_and_then_counts_in_the_next_is_told():
-    """Else one rank that looks at the order would be an epoch ahead of the others."""
-    sampler = ElasticDistributedSampler(range(10), 1, 0)
-    list(sampler)
-    next(iter(sampler))
-    with pytest.raises(ConfigError, match="epoch 1 began by itself"):
+    for _ in sampler:
         sampler.advance(1)
     sampler.set_epoch(0)
-    sampler.advance(1)
-    assert sampler.position.consumed == 1
+    assert list(sampler) == []
 
 
-def test_a_loaded_state_forgets_what_was_drawn_and_counted_before_it():
-    fresh = ElasticDistributedSampler(range(10), 1, 0)
-    state = fresh.state_dict()
-    drawn, guessed, counted = (ElasticDistributedSampler(range(10), 1, 0) for _ in range(3))
-    list(drawn)
-    drawn.load_state_dict(state)
-    assert [list(drawn) for _ in range(2)] == orders(10, 2)
-    list(guessed), next(iter(guessed))
-    guessed.load_state_dict(state)
-    guessed.advance(2)
-    assert guessed.position.consumed == 2
-    counted.advance(2)
-    counted.load_state_dict(state)
-    assert [list(counted) for _ in range(2)] == orders(10, 2)
+def test_state_at_the_end_of_an_epoch_needs_a_set_epoch():
+    sampler = ElasticDistributedSampler(range(10), 1, 0)
+    sampler.set_epoch(2)
+    sampler.advance(10)
+    resumed = ElasticDistributedSampler(range(10), 1, 0)
+    resumed.load_state_dict(sampler.state_dict())
+    with pytest.raises(ConfigError, match=r"epoch 2 is over.* call set_epoch\(3\)"):
+        iter(resumed)
+    lengths = []
+    for epoch in range(resumed.epoch, 4):
+        resumed.set_epoch(epoch)
+        lengths.append(len(list(resumed)))
+    assert lengths == [0, 10]
 
 
-def test_a_tail_that_is_dropped_ends_the_epoch():
+def test_loaded_state_forgets_what_was_drawn_and_counted_before_it():
+    state = ElasticDistributedSampler(range(10), 1, 0).state_dict()
+    drawn, counted = (ElasticDistributedSampler(range(10), 1, 0) for _ in range(2))
+    assert len(list(drawn)) == 10
+    counted.advance(10)
+    for sampler in (drawn, counted):
+        sampler.load_state_dict(state)
+        assert list(sampler) == orders(10, 1)[0]
+
+
+def test_tail_that_is_dropped_ends_the_epoch():
     sampler = ElasticDistributedSampler(range(11), 3, 0, tail="drop")
+    sampler.set_epoch(0)
     for _ in iter(sampler):
         sampler.advance(3)
     assert sampler.position.consumed == 9
-    assert len(list(sampler)) == 3
-    assert sampler.epoch == 1
+    with pytest.raises(ConfigError, match="epoch 0 is over"):
+        iter(sampler)
 
 
 def test_the_epoch_may_be_assigned_as_torchs():

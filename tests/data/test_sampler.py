@@ -15,11 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from elasticlib import CheckpointManager, ElasticDistributedSampler, permutation
+from elasticlib import CheckpointManager, ElasticDistributedSampler
+from elasticlib.data.permutation import Permutation
 from elasticlib.errors import ConfigError, StateMismatch
 
 worlds = st.integers(1, 7)
 lengths = st.integers(0, 80)
+
+
+def randperm(seed, epoch):
+    """An order as of a user, of as many samples as the test below says."""
+    return torch.randperm(randperm.length, generator=torch.Generator().manual_seed(seed + epoch))
 
 
 def world_of(n, world, **options):
@@ -34,34 +40,15 @@ def steps_of(samplers, batch):
 
 
 @given(
-    st.integers(1, 80),
-    worlds,
-    st.integers(0, 9),
-    st.fixed_dictionaries(
-        {"shuffle": st.booleans(), "seed": st.integers(0, 99), "drop_last": st.booleans()}
-    ),
-)
-def test_an_undisturbed_epoch_by_randperm_is_torchs_own(n, world, epoch, options):
-    for rank in range(world):
-        ours = ElasticDistributedSampler(
-            range(n), world, rank, shuffle_algorithm="randperm", **options
-        )
-        torchs = DistributedSampler(range(n), world, rank, **options)
-        ours.set_epoch(epoch)
-        torchs.set_epoch(epoch)
-        assert list(ours) == list(torchs)
-        assert len(ours) == len(torchs)
-
-
-@given(
     lengths,
     st.integers(0, 99),
-    st.sampled_from(({}, {"shuffle_algorithm": "randperm"}, {"shuffle": False})),
+    st.sampled_from(({}, {"order": randperm}, {"shuffle": False})),
     st.lists(st.tuples(worlds, st.integers(0, 4), st.integers(1, 5)), max_size=5),
     worlds,
 )
 def test_every_sample_is_dealt_once_whatever_the_resizes(n, seed, shuffle, segments, last):
     options = {"seed": seed, "tail": "exact", **shuffle}
+    randperm.length = n
     undisturbed = list(ElasticDistributedSampler(range(n), 1, 0, **options))
     used, state = [], ElasticDistributedSampler(range(n), 1, 0, **options).state_dict()
     for world, steps, batch in [*segments, (last, n + 1, 3)]:
@@ -89,7 +76,7 @@ def test_an_epochs_order_is_one_permutation_at_any_world_size(n, world, epoch, t
     ranks = []
     for sampler in world_of(n, world, tail=tail):
         sampler.set_epoch(epoch)
-        left, here = sampler.samples_left, sampler.samples_left_here
+        left, here = sampler.samples_left, sampler.local_samples_left
         ranks.append(list(sampler))
         assert len(sampler) == len(ranks[-1]) >= here
         assert ranks[-1][:here] == order[sampler.rank : left : world]
@@ -146,7 +133,7 @@ def test_fewer_samples_than_ranks(n, shuffle):
 def test_a_long_epoch_is_the_same_in_the_runs_it_is_drawn_in_as_at_once():
     """Runs grow from 32 to 16384 positions; the end of each rank's is a repeat."""
     n = 100_001
-    order = permutation(n, seed=2).many(torch.arange(n)).tolist()
+    order = Permutation(n, seed=2)[torch.arange(n)].tolist()
     ranks = [list(sampler) for sampler in world_of(n, 2, seed=2)]
     assert ranks == [order[0::2], [*order[1::2], order[0]]]
 
@@ -179,8 +166,8 @@ def test_advance_stops_at_the_end_and_never_goes_back():
     sampler.advance(8)
     sampler.advance(8)
     assert sampler.state_dict()["consumed"] == 10
-    with pytest.warns(UserWarning, match="epoch 0 is empty"):
-        assert list(sampler) == []
+    with pytest.raises(ConfigError, match=r"epoch 0 is over.*set_epoch\(1\)"):
+        iter(sampler)
     with pytest.raises(ConfigError, match=r"count.*got -2"):
         sampler.advance(-2)
 
@@ -206,7 +193,7 @@ def test_a_count_from_a_tensor_is_kept_as_an_integer_and_what_is_none_is_refused
         ({"seed": 1}, "seed is 1.*0"),
         ({"format": 9}, "format is 9"),
         ({"consumed": 12}, "consumed.*got 12 and 10"),
-        ({"shuffle": "randperm"}, "shuffle is 'randperm'.*'feistel'"),
+        ({"order": "sequential"}, "order is 'sequential'.*'shuffled'"),
     ],
 )
 def test_a_state_of_something_else_is_refused_and_changes_nothing(change, named):
@@ -226,19 +213,10 @@ def test_a_grown_dataset_begins_its_epoch_anew_or_keeps_the_count():
     assert (grown.epoch, len(grown)) == (2, 4)
 
 
-def test_a_state_of_before_goes_on_in_torchs_order():
-    state = {"format": 1, "seed": 0, "epoch": 0, "consumed": 4, "length": 10}
-    as_before = ElasticDistributedSampler(range(10), 1, 0, shuffle_algorithm="randperm")
-    as_before.load_state_dict(state)
-    assert list(as_before) == list(DistributedSampler(range(10), 1, 0))[4:]
-    with pytest.raises(StateMismatch, match="shuffle is 'randperm'"):
-        ElasticDistributedSampler(range(10), 1, 0).load_state_dict(state)
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"shuffle_algorithm": "dice"}, "shuffle_algorithm is 'dice'.*feistel, randperm, shards"),
+        ({"order": lambda _seed, _epoch: [], "shuffle": False}, "leave shuffle out"),
         ({"start_index": 11}, "start_index.*10.*got 11"),
         ({"start_index": -1}, "start_index.*got -1"),
         ({"start_index": 1.0}, "start_index is 1.0"),
@@ -343,35 +321,6 @@ def test_who_changed_the_dataset_restores_the_rest_and_says_what_is_meant(tmp_pa
         grown.load_state_dict(manager.load(step)["sampler"], on_mismatch="keep")
     assert rest["weight"].tolist() == [1, 1]
     assert grown.position.consumed == 4
-
-
-def test_who_only_changed_the_class_is_told_once_that_nothing_was_counted():
-    sampler = ElasticDistributedSampler(range(12), 2, 0)
-    said = r"advance\(\) was not called: .*advance\("
-    assert sampler.state_dict()["consumed"] == 0
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        assert len(list(sampler)) == 6
-        if not epoch:
-            with pytest.warns(UserWarning, match=said) as told:
-                sampler.state_dict()
-            assert [warning.filename for warning in told] == [__file__]
-        sampler.state_dict()
-
-
-def test_who_counts_or_keeps_the_iterators_state_is_told_nothing():
-    counted = ElasticDistributedSampler(range(12), 2, 0)
-    for _ in counted:
-        counted.advance(2)
-    kept = ElasticDistributedSampler(range(12), 2, 0)
-    drawn = iter(kept)
-    next(drawn)
-    drawn.state_dict()
-    assert len(list(drawn)) == 5
-    looked_at = ElasticDistributedSampler(range(12), 2, 0)
-    next(iter(looked_at))
-    for sampler in (counted, kept, looked_at):
-        sampler.state_dict()
 
 
 @pytest.mark.parametrize("start_index", [0, 1200, None, "True"])

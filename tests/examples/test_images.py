@@ -256,7 +256,7 @@ def test_the_learning_rate_follows_the_epochs_at_any_world_size() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_learning_rate_follows_the_batch_and_a_checkpoint_has_that_of_256(drawn: Path) -> None:
+def test_the_learning_rate_follows_the_batch(drawn: Path) -> None:
     """The same eight images, once and twice, have the same gradient."""
     torch.manual_seed(1)
     x, y, moved = torch.randn(8, 3, 16, 16), torch.randint(0, 4, (8,)), []
@@ -270,7 +270,6 @@ def test_the_learning_rate_follows_the_batch_and_a_checkpoint_has_that_of_256(dr
         training.take_step(parallel, x.repeat(times, 1, 1, 1), y.repeat(times))
         pairs = zip(before, training.model.parameters(), strict=True)
         moved.append(torch.cat([(one - other).flatten() for one, other in pairs]).norm().item())
-        assert training.optimizer.state_dict()["param_groups"][0]["lr"] == 0.8
     assert moved[1] == pytest.approx(2 * moved[0], rel=1e-3)
 
 

@@ -105,7 +105,7 @@ def train_in_parallel(folder: Path, number: int, pause: float = 0.0) -> None:
                 parallel = DistributedDataParallel(job.model)
             world = dist.get_world_size()
             job.optimizer.zero_grad()
-            weight = job.batches.plan().per_sample
+            weight = job.batches.sample_weight
             out = parallel(job.x[indices])
             (weight * mse_loss(out, job.y[indices], reduction="sum")).backward()
             job.optimizer.step()
@@ -141,7 +141,7 @@ def train_with_a_late_error(
         for attempt in loop:
             with attempt as indices:
                 job.optimizer.zero_grad()
-                weight = job.batches.plan().per_sample / dist.get_world_size()
+                weight = job.batches.sample_weight / dist.get_world_size()
                 out = job.model(job.x[indices])
                 loss = weight * mse_loss(out, job.y[indices], reduction="sum")
                 loss.backward()
@@ -180,7 +180,7 @@ def train_sharded(folder: Path, number: int, pause: float = 0.0) -> None:
             with attempt as indices:
                 model, optimizer = attempt.state["model"], attempt.state["optimizer"]
                 optimizer.zero_grad()
-                weight = job.batches.plan().per_sample
+                weight = job.batches.sample_weight
                 out = model(job.x[indices])
                 (weight * mse_loss(out, job.y[indices], reduction="sum")).backward()
                 optimizer.step()

@@ -31,6 +31,26 @@ def test_an_epochs_length_is_the_same_wherever_the_sampler_stands_in_it() -> Non
     assert len(dropping) == len(list(dropping)) == 10
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_checkpoint_of_the_end_of_an_epoch_continues_with_the_next_epoch(workers: int) -> None:
+    """Lightning makes the loader's iterator before it sets the epoch."""
+    pytest.importorskip("lightning")
+    from torch.utils.data import DataLoader
+
+    from elasticlib.integrations.lightning import ElasticCallback, EpochBatchSampler
+
+    saved, resumed = (
+        EpochBatchSampler(ElasticDistributedSampler(range(16), 1, 0), 8) for _ in range(2)
+    )
+    for _ in range(2):
+        saved.advance()
+    ElasticCallback(resumed).load_state_dict(ElasticCallback(saved).state_dict())
+    batches = iter(DataLoader(range(16), batch_sampler=resumed, num_workers=workers))
+    resumed.set_epoch(1)
+    saved.set_epoch(1)
+    assert [batch.tolist() for batch in batches] == list(saved)
+
+
 def test_a_trainer_without_a_folder_of_its_own_is_refused_in_a_sentence(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     from lightning.pytorch.demos.boring_classes import BoringModel

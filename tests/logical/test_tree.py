@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.data.deal import share_of
+from elasticlib.data.position import share_of
 from elasticlib.errors import ConfigError
 from elasticlib.logical.shares import TreeSum, pieces, seed_of, workers_of
 

@@ -1,4 +1,4 @@
-"""Samples in tar files, through fsspec: each exactly once, through resizes and kills.
+"""Samples in tar files, read by fsspec: each exactly once, through resizes and kills.
 
 The files are drawn by the tests, onto a disk and into fsspec's memory; the loaders are torchdata's
 StatefulDataLoader and torch's own, with workers that are processes.
@@ -15,7 +15,6 @@ from collections import Counter
 import fsspec
 import pytest
 import torch
-from dealing import Stream
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -27,6 +26,7 @@ from elasticlib import (
     ElasticDistributedSampler,
     ShardDataset,
 )
+from elasticlib.data.position import share_of
 from elasticlib.errors import ConfigError, StateMismatch
 
 pytestmark = [
@@ -63,16 +63,15 @@ def read(url, start, stop):
 
 def rank_of(dataset, world, rank, *, global_batch=8, seed=0):
     sampler = ElasticDistributedSampler(
-        dataset, world, rank, shuffle_algorithm="shards", seed=seed, tail="exact"
+        dataset, world, rank, order=dataset.shuffle_shards, seed=seed, tail="exact"
     )
     return ElasticBatchSampler(sampler, global_batch, contiguous=True)
 
 
 def in_order(epoch):
     """The numbers of all samples in the order of an epoch."""
-    sampler = ElasticDistributedSampler(
-        ShardDataset(SIZES, SIZES, read), 1, 0, shuffle_algorithm="shards"
-    )
+    dataset = ShardDataset(SIZES, SIZES, read)
+    sampler = ElasticDistributedSampler(dataset, 1, 0, order=dataset.shuffle_shards)
     sampler.set_epoch(epoch)
     return list(sampler)
 
@@ -162,7 +161,7 @@ def test_a_batch_opens_each_shard_once_and_reads_it_in_order():
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.integers(0, 99))
 def test_the_order_is_shard_after_shard_and_each_shard_from_its_start(sizes, seed):
     dataset = ShardDataset(sizes, sizes, read)
-    sampler = ElasticDistributedSampler(dataset, 1, 0, shuffle_algorithm="shards", seed=seed)
+    sampler = ElasticDistributedSampler(dataset, 1, 0, order=dataset.shuffle_shards, seed=seed)
     drawn = list(sampler)
     first = [sum(sizes[:shard]) for shard in range(len(sizes))]
     rows = [list(range(at, at + size)) for at, size in zip(first, sizes, strict=True) if size]
@@ -181,30 +180,35 @@ def test_contiguous_shares_are_the_same_batches_and_as_large(n, batch, world):
     order = list(ElasticDistributedSampler(range(n), 1, 0))
     ranks = [ElasticBatchSampler(s, batch, tail="exact", contiguous=True) for s in samplers]
     for step, shares in enumerate(zip(*ranks, strict=True)):
-        plan = ranks[0].plan()
-        assert [len(share) for share in shares] == [plan.share(rank) for rank in range(world)]
+        sizes = [len(share) for share in shares]
+        assert sizes == [len(share_of(sum(sizes), rank=r, world_size=world)) for r in range(world)]
         assert sum(shares, []) == order[step * batch : (step + 1) * batch]  # noqa: RUF017 - short
         for batches in ranks:
             batches.advance()
 
 
-@pytest.mark.parametrize("loader_of", [DataLoader, StatefulDataLoader])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_of_dealt_ranges_goes_on_at_another_world_size(urls, workers, loader_of):
-    """By what the sampler counts: whichever loader it is, its own state is not asked for."""
-    dataset, used, state = ShardDataset(urls, SIZES, read), Counter(), None
-    for world, batch, steps in ((2, 3, 3), (3, 2, 2), (1, 4, None)):
-        for rank in range(world):
-            sampler = ElasticDistributedSampler(dataset, world, rank, shuffle=False)
-            if state:
-                sampler.load_state_dict(state)
-            loader = loader_of(Stream(dataset, sampler, batch), batch, num_workers=workers)
-            for samples in itertools.islice(loader, steps):
-                used.update(samples.tolist())
-                sampler.advance(batch * world)
-        state = sampler.state_dict()
-        assert sum(used.values()) == state["consumed"]
-    assert used == Counter(range(TOTAL))
+@given(st.lists(st.integers(0, 5), max_size=8), st.data())
+def test_a_range_of_samples_is_read_in_order_and_each_shard_once(sizes, data):
+    asked = []
+
+    def told(shard, start, stop):
+        asked.append((shard, start, stop))
+        return [(shard, sample) for sample in range(start, stop)]
+
+    row = [(shard, sample) for shard, size in enumerate(sizes) for sample in range(size)]
+    dataset = ShardDataset(range(len(sizes)), sizes, told)
+    assert len(dataset) == len(row)
+    start = data.draw(st.integers(0, len(row)))
+    stop = data.draw(st.integers(start, len(row)))
+    assert list(dataset.samples(start, stop)) == row[start:stop]
+    assert len({shard for shard, _, _ in asked}) == len(asked)
+    assert all(first < last for _, first, last in asked)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 4)])
+def test_samples_outside_the_dataset_are_refused(start, stop):
+    with pytest.raises(ConfigError, match=f"3 samples, got {start} and {stop}"):
+        list(ShardDataset(["a"], [3], read).samples(start, stop))
 
 
 @pytest.mark.parametrize("gives", [2, 4])
@@ -219,12 +223,14 @@ def test_shards_that_cannot_be_are_refused():
         ShardDataset(["a", "b"], [1], read)
     with pytest.raises(ConfigError, match=r"a shard's size is 1\.5"):
         ShardDataset(["a"], [1.5], read)
-    with pytest.raises(ConfigError, match=r"'shards' needs a dataset that has `sizes`.* range has"):
-        ElasticDistributedSampler(range(9), 1, 0, shuffle_algorithm="shards")
+    with pytest.raises(ConfigError, match=r"sizes.*got -2"):
+        ShardDataset("ab", [1, -2], read)
 
 
 def test_a_state_of_shards_of_other_sizes_is_refused():
     state = rank_of(ShardDataset("ab", (4, 3), read), 2, 0).state_dict()
     rank_of(ShardDataset("cd", (4, 3), read), 3, 1).load_state_dict(state)
-    with pytest.raises(StateMismatch, match="the sizes of the shards have the digest"):
+    with pytest.raises(
+        StateMismatch, match=r"order is 'custom \w+' in the state, this sampler has 'custom \w+'"
+    ):
         rank_of(ShardDataset("ab", (3, 4), read), 2, 0).load_state_dict(state)

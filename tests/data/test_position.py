@@ -12,7 +12,14 @@ from dealing import in_turn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.data.deal import FORMATS, Position, advance, deal, decode, encode, resume
+from elasticlib.data.position import (
+    SamplerPosition,
+    advance,
+    decode,
+    encode,
+    positions_of_rank,
+    resume,
+)
 from elasticlib.errors import ConfigError, StateMismatch
 
 worlds = st.integers(1, 9)
@@ -22,12 +29,14 @@ worlds = st.integers(1, 9)
 def positions(draw):
     length = draw(st.integers(0, 60))
     consumed = draw(st.integers(0, length))
-    return Position(draw(st.integers(-9, 9)), draw(st.integers(0, 9)), consumed, length)
+    return SamplerPosition(draw(st.integers(-9, 9)), draw(st.integers(0, 9)), consumed, length)
 
 
 def dealt(position, world, tail):
     """All ranks' positions, round by round: the order in which the job uses them."""
-    return in_turn(deal(position, rank=r, world_size=world, tail=tail) for r in range(world))
+    return in_turn(
+        positions_of_rank(position, rank=r, world_size=world, tail=tail) for r in range(world)
+    )
 
 
 @given(positions(), worlds)
@@ -38,7 +47,10 @@ def test_exact_deals_each_position_left_once_and_in_order(position, world):
 
 @given(positions(), worlds)
 def test_exact_leaves_no_rank_more_than_one_behind(position, world):
-    counts = [len(deal(position, rank=r, world_size=world, tail="exact")) for r in range(world)]
+    counts = [
+        len(positions_of_rank(position, rank=r, world_size=world, tail="exact"))
+        for r in range(world)
+    ]
     assert max(counts) - min(counts) <= 1
 
 
@@ -74,7 +86,7 @@ def test_any_worlds_one_after_another_use_the_order_of_an_undisturbed_job(start,
 
 def test_a_thousand_samples_resumed_at_400_are_used_once_whatever_the_worlds():
     """Row A7: torch's elastic sampler repeats 228 of them and never uses 228 others."""
-    position, used = Position(0, 0, 0, 1000), Counter()
+    position, used = SamplerPosition(0, 0, 0, 1000), Counter()
     for world, until in ((4, 400), (3, 700), (7, 993), (5, 1000)):
         count = until - position.consumed
         used.update(dealt(position, world, "exact")[:count])
@@ -84,7 +96,9 @@ def test_a_thousand_samples_resumed_at_400_are_used_once_whatever_the_worlds():
 
 
 def test_an_epoch_of_2_to_the_62_is_dealt_without_a_list():
-    places = deal(Position(0, 0, 2**61, 2**62), rank=1, world_size=3, tail="pad")
+    places = positions_of_rank(
+        SamplerPosition(0, 0, 2**61, 2**62), rank=1, world_size=3, tail="pad"
+    )
     assert places[0] == 2**61 + 1
     assert len(places) == (2**61 + 2) // 3
 
@@ -98,106 +112,84 @@ def test_advance_stops_at_the_end_of_the_epoch(position, count):
 
 def test_samples_are_not_given_back():
     with pytest.raises(ConfigError, match=r"count.*got -1"):
-        advance(Position(0, 0, 5, 10), -1)
+        advance(SamplerPosition(0, 0, 5, 10), -1)
 
 
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_rank_outside_its_world_is_refused(rank, world):
     with pytest.raises(ConfigError, match=f"rank.*got {rank} and {world}"):
-        deal(Position(0, 0, 0, 10), rank=rank, world_size=world, tail="pad")
+        positions_of_rank(SamplerPosition(0, 0, 0, 10), rank=rank, world_size=world, tail="pad")
 
 
 def test_an_unknown_tail_is_refused_also_where_there_is_none():
     with pytest.raises(ConfigError, match=r"tail is 'cut'.*pad, drop, exact"):
-        deal(Position(0, 0, 0, 10), rank=0, world_size=2, tail="cut")
+        positions_of_rank(SamplerPosition(0, 0, 0, 10), rank=0, world_size=2, tail="cut")
 
 
 @given(positions())
-def test_the_plain_form_is_five_integers_and_a_name_and_comes_back(position):
+def test_the_saved_state_is_integers_and_a_name_and_is_read_back(position):
     state = encode(position)
-    assert state.pop("shuffle") == position.shuffle
+    assert state.pop("order") == position.order
     assert set(state) == {"format", "seed", "epoch", "consumed", "length"}
     assert all(type(value) is int for value in state.values())
-    assert decode(encode(position), "none") == position
+    assert decode(encode(position)) == position
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"format": 4}, "format is 4.* 1, 2 and 3"),
-        ({"format": [2]}, r"format is \[2\].* 1, 2 and 3"),
-        ({"format": True}, "format is True.*integer"),
+        ({"format": 3}, "format is 3 .*format 4 only"),
+        ({"format": [4]}, r"format is \[4\] .*format 4 only"),
+        ({"format": 4.0}, "format is 4.0.*int"),
         ({"consumed": 11}, "consumed.*got 11 and 10"),
         ({"consumed": -1}, "consumed.*got -1 and 10"),
         ({"epoch": -1}, "epoch.*got -1"),
         ({"length": -1, "consumed": 0}, "length.*got 0 and -1"),
-        ({"seed": "0"}, "seed is '0'.*integer"),
-        ({"epoch": True}, "epoch is True.*integer"),
-        ({"consumed": 4.0}, "consumed is 4.0.*integer"),
-        ({"shuffle": "dice"}, "shuffle is 'dice'.*feistel, randperm, none"),
-        ({"world": 4}, "'world' .*format 2"),
-        ({"format": 1}, "'shuffle' .*format 1"),
+        ({"seed": "0"}, "seed is '0'.*int"),
+        ({"epoch": True}, "epoch is True.*int"),
+        ({"consumed": 4.0}, "consumed is 4.0.*int"),
+        ({"order": 1}, "order is 1.*str"),
+        ({"world": 4}, "'world' is not a field"),
     ],
 )
 def test_a_state_that_is_not_whole_is_refused_with_field_value_and_rule(change, named):
-    state = {**encode(Position(0, 0, 4, 10)), **change}
+    state = {**encode(SamplerPosition(0, 0, 4, 10)), **change}
     for on_mismatch in ("refuse", "keep", "restart"):
         with pytest.raises(StateMismatch, match=named):
-            resume(state, Position(0, 0, 0, 10), on_mismatch)
+            resume(state, SamplerPosition(0, 0, 0, 10), on_mismatch)
 
 
-@pytest.mark.parametrize("name", FORMATS[2])
+@pytest.mark.parametrize("name", encode(SamplerPosition(0, 0, 4, 10)))
 def test_a_state_that_lacks_a_field_is_refused(name):
-    state = encode(Position(0, 0, 4, 10))
+    state = encode(SamplerPosition(0, 0, 4, 10))
     del state[name]
     with pytest.raises(StateMismatch, match=f"{name} is missing"):
-        decode(state, "feistel")
-
-
-@pytest.mark.parametrize(
-    ("consumed", "mine", "read_as"),
-    [
-        (4, "randperm", "randperm"),
-        (4, "none", "none"),
-        (4, "feistel", "randperm"),
-        (0, "feistel", "feistel"),
-        (10, "feistel", "feistel"),
-    ],
-)
-def test_a_state_of_format_1_stood_for_torchs_order(consumed, mine, read_as):
-    state = {"format": 1, "seed": 0, "epoch": 3, "consumed": consumed, "length": 10}
-    assert decode(state, mine) == Position(0, 3, consumed, 10, read_as)
-
-
-@pytest.mark.parametrize("name", FORMATS[1])
-def test_a_state_of_format_1_lacks_nothing_either(name):
-    state = {"format": 1, "seed": 0, "epoch": 3, "consumed": 0, "length": 10}
-    del state[name]
-    with pytest.raises(StateMismatch, match="is missing"):
-        decode(state, "feistel")
+        decode(state)
 
 
 @pytest.mark.parametrize(
     ("saved", "named"),
     [
-        (Position(0, 2, 8, 12), "length is 12.*10"),
-        (Position(5, 2, 8, 10), "seed is 5.*0"),
-        (Position(0, 2, 8, 10, "none"), "shuffle is 'none'.*'feistel'"),
+        (SamplerPosition(0, 2, 8, 12), "length is 12.*10"),
+        (SamplerPosition(5, 2, 8, 10), "seed is 5.*0"),
+        (SamplerPosition(0, 2, 8, 10, "sequential"), "order is 'sequential'.*'shuffled'"),
     ],
 )
 def test_who_changed_the_data_says_what_is_meant(saved, named):
-    mine = Position(0, 0, 0, 10)
+    mine = SamplerPosition(0, 0, 0, 10)
     with pytest.raises(StateMismatch, match=named):
         resume(encode(saved), mine)
-    assert resume(encode(saved), mine, "restart") == Position(0, 2, 0, 10)
-    assert resume(encode(saved), mine, "keep") == Position(0, 2, 8, 10)
-    same = Position(0, 2, 8, 10)
+    assert resume(encode(saved), mine, "restart") == SamplerPosition(0, 2, 0, 10)
+    assert resume(encode(saved), mine, "keep") == SamplerPosition(0, 2, 8, 10)
+    same = SamplerPosition(0, 2, 8, 10)
     assert resume(encode(same), mine, "restart") == same
-    assert resume(encode(Position(0, 2, 12, 12)), mine, "keep") == Position(0, 2, 10, 10)
+    assert resume(encode(SamplerPosition(0, 2, 12, 12)), mine, "keep") == SamplerPosition(
+        0, 2, 10, 10
+    )
     with pytest.raises(ConfigError, match=r"on_mismatch is 'yes'.*refuse, restart"):
         resume(encode(same), mine, "yes")
 
 
 def test_dealing_needs_no_torch():
-    check = "import sys; from elasticlib.data import deal; sys.exit('torch' in sys.modules)"
+    check = "import sys; from elasticlib.data import position; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=100).returncode == 0
