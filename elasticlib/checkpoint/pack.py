@@ -36,7 +36,6 @@ from torch.serialization import location_tag
 from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
 from ..foreign import class_named, full_name, with_article
 from .pack_head import (
-    ALIGN,
     ARRAY_DTYPES,
     DTYPES,
     MAPPINGS,
@@ -634,7 +633,8 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
     Raises:
         CheckpointCorrupt: it is no pack, or its head was changed or cut short. (The elements
             carry no sum here.)
-        Unreadable: a newer version wrote it, or this program lacks a class or library for it.
+        Unreadable: a version with another format wrote it, or this program lacks a class or
+            library for it.
     """
     head = read_head(pack)
     if len(pack) < head.size:
@@ -645,10 +645,7 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
     # Outside: what a device or the caller's function refuses is no fault of the pack.
     memory = [moved(base, location, map_location) for base, location in bases]
     with _reading("pack's list of tensors"):
-        rows = head.outline["tensors"]
-        if head.format == 1:
-            rows = [(*row[:2], at) for at, row in enumerate(rows)]
-        tensors = [_tensor(row, head, memory) for row in rows]
+        tensors = [_tensor(row, head, memory) for row in head.outline["tensors"]]
     with _reading("state's outline"):
         return _Decoder(tensors).decode(head.outline["tree"])
 
@@ -663,22 +660,11 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _stored(head: Head) -> Iterator[_Stored]:
-    if head.format == 1:
-        # Each tensor by itself, its elements in the order of its indices.
-        for name, shape, begin in head.outline["tensors"]:
-            yield begin, "cpu", math.prod(shape) * dtype_named(name).itemsize, None
-    elif head.format == 2:
-        begin = 0
-        for row in head.outline["blocks"]:
-            size, location, form = (row, "cpu", None) if type(row) is int else (*row, None)[:3]
-            yield begin, location, size, form
-            begin = up(begin + (size if form is None else _form(*form).bytes), ALIGN)
-    else:
-        for entry, about in zip(head.entries, head.outline["blocks"], strict=True):
-            size = entry.end - entry.begin
-            location, *more = about or ["cpu"]
-            size, form = (*more, None)[:2] if more else (size, None)
-            yield entry.begin, location, size, form
+    for entry, about in zip(head.entries, head.outline["blocks"], strict=True):
+        size = entry.end - entry.begin
+        location, *more = about or ["cpu"]
+        size, form = (*more, None)[:2] if more else (size, None)
+        yield entry.begin, location, size, form
 
 
 def _base(data: memoryview, stored: _Stored, *, copy: bool) -> torch.Tensor:
@@ -718,11 +704,8 @@ def _tensor(row: Any, head: Head, bases: Sequence[torch.Tensor]) -> torch.Tensor
         entry = head.entries[_whole(row)]
         base = bases[row].view(dtype_named(DTYPES[entry.dtype]))
         return base if len(entry.shape) == 1 else base.view(entry.shape)
-    name, shape, number, *more = row
+    name, shape, number, stride, offset, conj, neg = row
     base, dtype = bases[_whole(number)], dtype_named(name)
-    if not more:
-        return base.view(dtype).view(shape)
-    stride, offset, conj, neg = more
     form = _form(name, shape, stride)
     if (_whole(offset) + form.extent) * dtype.itemsize > len(base):
         raise ValueError(f"a tensor of {row} lies outside of its block")

@@ -14,8 +14,7 @@ three are hexadecimal. The second string is the outline: JSON with the state's s
 values, and which tensor is which view of which entry (see `pack`).
 
 Nothing here needs torch, so agents can read heads, and `elasticlib checkpoints show` a state's
-tree. Packs of the formats 1 and 2, which are still
-read, have a binary head, and an outline of JSON behind it.
+tree.
 """
 
 from __future__ import annotations
@@ -65,12 +64,6 @@ _RECORD = re.compile(
 )
 _UNSUMMED = "-" * 8
 
-_OLD_MAGIC = b"ELPACK1\n"
-_OLD_BYTES = 64
-_OLD = struct.Struct("<8sQQI")
-"""Of the formats 1 and 2: magic, size of the whole, size and CRC-32 of the outline; behind these
-the CRC-32 of the 28 bytes before."""
-
 
 _ENTRY = re.compile(
     r',"((?:[^"\\]|\\.)*)":\{"dtype":"([A-Z0-9_]{1,12})","shape":\[([0-9,]*)\],'
@@ -94,15 +87,14 @@ class Head:
     """What the head of a pack says.
 
     size: of the whole, in bytes. start: where its data begin. outline: as `write_head` was given
-    it. entries: in the order of their bytes, all of the data; those of the formats 1 and 2 have
-    none. summed: the CRC-32 of the data, if the head has it.
+    it. entries: in the order of their bytes, all of the data. summed: the CRC-32 of the data, if
+    the head has it.
     """
 
-    format: int
     size: int
     start: int
     outline: Mapping[str, Any]
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[Entry, ...]
     summed: int | None = None
 
 
@@ -171,8 +163,6 @@ def size_of(first: bytes | memoryview) -> tuple[int, int]:
     """
     if len(first) < HEAD_BYTES:
         raise CheckpointCorrupt(f"a pack begins with {HEAD_BYTES} bytes, here are {len(first)}")
-    if first[: len(_OLD_MAGIC)] == _OLD_MAGIC:
-        return _old_size_of(first)
     size = int(_record(first)[2], 16)
     (length,) = _LENGTH.unpack_from(first)
     start = _LENGTH.size + length
@@ -191,25 +181,25 @@ def read_head(pack: bytes | memoryview) -> Head:
 
     Raises:
         CheckpointCorrupt: it is no pack, or its head was changed or cut short.
-        Unreadable: a newer version wrote it.
+        Unreadable: a version with another format wrote it.
     """
     size, start = size_of(pack[:HEAD_BYTES])
     head = bytes(pack[:start])
     if len(head) < start:
         raise CheckpointCorrupt(f"the pack's head has {start} bytes, and {len(head)} are here")
-    if head.startswith(_OLD_MAGIC):
-        return _old_head(head, size, start)
     record = _record(head)
     if int(record[3], 16) != _sum(head):
         raise CheckpointCorrupt("the pack's head was changed or cut short")
-    _check_format(int(record[1]), 3, FORMAT)
+    if int(record[1]) != FORMAT:
+        # The pack is not damaged, so this is no reason to fall back to an older checkpoint.
+        raise Unreadable(f"the pack has format {int(record[1])}, this version reads {FORMAT}")
     try:
         outline, entries = _header(head[_LENGTH.size :].decode("ascii"), record.end())
     except ValueError as error:
         raise CheckpointCorrupt(f"the pack's header is none: {error!s:.200}") from error
     _check_cover(entries, size - start)
     summed = None if record[4] == _UNSUMMED.encode() else int(record[4], 16)
-    return Head(int(record[1]), size, start, _checked(outline), entries, summed)
+    return Head(size, start, _checked(outline), entries, summed)
 
 
 def read_meta(pack: bytes | memoryview) -> dict[str, Any]:
@@ -306,16 +296,7 @@ def _check_cover(entries: Sequence[Entry], size: int) -> None:
         raise CheckpointCorrupt(f"the pack's entries are {at} bytes, its data {size}")
 
 
-def _check_format(found: object, least: int, most: int) -> None:
-    reads = f"this version reads 1 to {FORMAT}"
-    if type(found) is int and found > FORMAT:
-        # Nobody changed it: what a newer version wrote is no reason to go back to an older state.
-        raise Unreadable(f"the pack has format {found}, {reads}")
-    if type(found) is not int or not least <= found <= most:
-        raise CheckpointCorrupt(f"the pack has format {found!r}, {reads}")
-
-
-def _checked(text: bytes | str) -> dict[str, Any]:
+def _checked(text: str) -> dict[str, Any]:
     try:
         outline = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -323,26 +304,6 @@ def _checked(text: bytes | str) -> dict[str, Any]:
     if not isinstance(outline, dict) or not isinstance(outline.get("meta"), dict):
         raise CheckpointCorrupt("the pack's outline says nothing beside the state")
     return outline
-
-
-def _old_size_of(first: bytes | memoryview) -> tuple[int, int]:
-    _, size, outline, _ = _OLD.unpack_from(first)
-    (summed,) = struct.unpack_from("<I", first, _OLD.size)
-    start = up(_OLD_BYTES + outline, _PAGE)
-    if summed != zlib.crc32(first[: _OLD.size]) or start > size:
-        raise CheckpointCorrupt("the first bytes of the pack were changed")
-    return size, start
-
-
-def _old_head(head: bytes, size: int, start: int) -> Head:
-    _, _, length, summed = _OLD.unpack_from(head)
-    text = head[_OLD_BYTES : _OLD_BYTES + length]
-    if zlib.crc32(text) != summed:
-        raise CheckpointCorrupt("the pack's outline was changed or cut short")
-    outline = _checked(text)
-    found = outline.get("format")
-    _check_format(found, 1, 2)
-    return Head(int(found or 0), size, start, outline)
 
 
 # -- a state's tree -------------------------------------------------------------------------------

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import older_state
 import pytest
+import sample_states
 import torch
 from managers import memory_of
-from older_state import Best, Pair, Parts, Phase, in_words
 from ranks import Ranks
+from sample_states import Best, Pair, Parts, Phase, in_words
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.restore import restore_from
@@ -36,7 +36,7 @@ def generator() -> numpy.random.Generator:
 
 
 def of_numpy() -> dict[str, Any]:
-    older = older_state.of_numpy()
+    older = sample_states.of_numpy()
     return {
         "arrays": [*older[:6], numpy.arange(10)[::3], numpy.array(True)],
         "numbers": [
@@ -336,19 +336,20 @@ def test_tensors_go_where_map_location_says(tmp_path: Path) -> None:
         assert manager.load()["n"].tolist() == [1, 1]
 
 
-def test_a_newer_packs_format_is_no_reason_to_take_an_older_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("other", [2, 4])
+def test_another_pack_format_is_no_reason_to_take_an_sample_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int
 ) -> None:
     from elasticlib.checkpoint import pack_head
 
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"a": 1})
         manager.wait()
-        with monkeypatch.context() as newer:
-            newer.setattr(pack_head, "FORMAT", 4)
+        with monkeypatch.context() as changed:
+            changed.setattr(pack_head, "FORMAT", other)
             manager.save(2, {"a": 2})
             manager.wait()
         for read in (manager.load, lambda: manager.restore({"a": 0})):
-            with pytest.raises(CheckpointError, match="format 4"):
+            with pytest.raises(CheckpointError, match=f"format {other}, this version reads 3"):
                 read()
     assert issubclass(Unreadable, CheckpointError)

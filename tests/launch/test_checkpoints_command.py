@@ -173,20 +173,6 @@ def test_show_prints_the_tree_of_a_state_and_reads_no_tensor(
     assert "the pack's head was changed or cut short" in capsys.readouterr().err
 
 
-def test_show_tells_of_a_sharded_state_as_of_a_whole_one_and_of_older_formats_alike(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    kept = Path(__file__).parent.parent / "checkpoint"
-    shown = {}
-    for name in ("format_2/sharded", "format_2/whole"):
-        assert main(["checkpoints", "show", str(kept / name)]) == 0
-        shown[name] = capsys.readouterr().out
-    assert re.search(
-        r"^ *\w+ +float32 \[[0-9, ]+\], sharded in 2 pieces$", shown["format_2/sharded"], re.M
-    )
-    assert re.search(r"^ *\w+ +complex64 \[[0-9, ]*\]$", shown["format_2/whole"], re.M)
-
-
 def test_what_is_no_folder_and_what_cannot_be_kept_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,13 +211,12 @@ def test_progress_is_shown_in_place_or_line_by_line(stream: io.StringIO) -> None
 
 
 def test_torch_is_not_needed(folder: Path) -> None:
-    kept = Path(__file__).parent.parent / "checkpoint" / "format_2" / "sharded"
     code = (
         "import sys; from elasticlib.launch.commands import main; "
         "status = main(['checkpoints', *sys.argv[1:]]); "
         "sys.exit(status or 10 * ('torch' in sys.modules))"
     )
-    for words in (("verify", str(folder)), ("show", str(kept))):
+    for words in (("verify", str(folder)),):
         done = subprocess.run(
             [sys.executable, "-c", code, *words], timeout=100, stdout=subprocess.DEVNULL
         )

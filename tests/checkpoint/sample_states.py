@@ -1,26 +1,17 @@
-"""A state with something of all that a checkpoint holds, and what tells two such states apart.
-
-`python tests/checkpoint/older_state.py FOLDER` keeps it there as this version does; folders that
-earlier versions wrote so are committed beside this file, and read by `test_older_format.py`.
-"""
+"""States that hold one of everything that a checkpoint accepts, and their exact comparison."""
 
 from __future__ import annotations
 
 import collections
 import enum
 import random
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-from elasticlib import CheckpointManager, save_checkpoint
 
 
 class Phase(enum.Enum):
@@ -119,14 +110,6 @@ def everything() -> dict[str, Any]:
     }
 
 
-def in_one_file() -> dict[str, Any]:
-    """Of what `save_checkpoint` has always taken."""
-    model, optimizer = trained()
-    tensors = of_tensors()
-    del tensors["views"], tensors["bits"]  # memory of two dtypes
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "tensors": tensors}
-
-
 def in_words(state: Any, seen: dict[object, int] | None = None) -> Any:
     """All that a state is, in a form that `==` compares: types, each element's bits, strides, and
     which of its tensors are one, or share memory."""
@@ -169,28 +152,3 @@ def sharded(world_size: int) -> dict[str, Any]:
         "same": distribute_tensor(torch.arange(4), mesh, [Replicate()]),
         "plain": torch.arange(4.0).view(2, 2).t(),
     }
-
-
-def write_sharded(rank: int, folder: str, world_size: int) -> None:
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    with CheckpointManager(f"{folder}/sharded") as manager:
-        manager.save(7, sharded(world_size))
-    dist.destroy_process_group()
-
-
-def write(folder: str) -> None:
-    with CheckpointManager(f"{folder}/whole") as manager:
-        manager.save(7, everything())
-    save_checkpoint(f"{folder}/one.pt", in_one_file())
-    torch.multiprocessing.spawn(write_sharded, (folder, 2), 2)
-    Path(folder, "store").unlink(missing_ok=True)
-    for place in ("whole", "sharded"):
-        for name in (".lock", "fence.json"):
-            Path(folder, place, name).unlink(missing_ok=True)
-
-
-if __name__ == "__main__":
-    import older_state  # by its name, under which its classes are found again
-
-    older_state.write(sys.argv[1])
