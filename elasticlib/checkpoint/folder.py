@@ -429,14 +429,14 @@ class CheckpointFolder:
         known, health = self._known.get(manifest.step, (None, Health.UNKNOWN))
         return health if known == manifest else Health.UNKNOWN
 
-    def check(self, manifest: Manifest, seen: Callable[[memoryview], None] = no_news) -> int:
+    def check(self, manifest: Manifest) -> int:
         """Its step, if it is whole. It is read unless it is known to be good.
 
         Raises:
             CheckpointCorrupt: it is damaged. Unreadable: it cannot be read; nothing is known of it.
         """
         if self.health(manifest) is not Health.GOOD:
-            reason = self.flaw(manifest, seen)
+            reason = self.flaw(manifest)
             if reason:
                 raise self._damaged(manifest, reason)
             self.know(manifest, Health.GOOD)
@@ -459,13 +459,13 @@ class CheckpointFolder:
         sums = (self._sum_flaw(manifest, number, None, seen) for number in numbers)
         return next(filter(None, sizes), None) or next(filter(None, sums), None)
 
-    def look_for_good(self, seen: Callable[[memoryview], None]) -> set[int]:
+    def look_for_good(self) -> set[int]:
         """Read from the newest on until one turns out whole; those that could not be read."""
         unread = set()
         for found in self.found():
             try:
                 if found.manifest:
-                    self.check(found.manifest, seen)
+                    self.check(found.manifest)
                     break
             except CheckpointCorrupt:
                 continue

@@ -38,7 +38,6 @@ from ..foreign import class_named, full_name, with_article
 from .pack_head import (
     ARRAY_DTYPES,
     DTYPES,
-    MAPPINGS,
     Entry,
     Head,
     entry_names,
@@ -83,6 +82,13 @@ MAX_INT_BITS = 8192
 
 _NAN_OF_JSON = struct.pack(">d", math.nan)
 
+MAPPINGS: dict[str, type] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": Counter,
+    "defaultdict": defaultdict,
+}
+"""The containers with keys, by their names in an outline."""
 _PLAIN = (type(None), bool, float, str)
 _MAPPINGS = {kind: name for name, kind in MAPPINGS.items()}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}

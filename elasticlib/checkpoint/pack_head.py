@@ -13,8 +13,7 @@ digits; `data` that of the data, or dashes where whoever stores or sends the pac
 three are hexadecimal. The second string is the outline: JSON with the state's structure, its plain
 values, and which tensor is which view of which entry (see `pack`).
 
-Nothing here needs torch, so agents can read heads, and `elasticlib checkpoints show` a state's
-tree.
+Nothing here needs torch, so agents can read heads.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ import math
 import re
 import struct
 import zlib
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
@@ -304,108 +302,3 @@ def _checked(text: str) -> dict[str, Any]:
     if not isinstance(outline, dict) or not isinstance(outline.get("meta"), dict):
         raise CheckpointCorrupt("the pack's outline says nothing beside the state")
     return outline
-
-
-# -- a state's tree -------------------------------------------------------------------------------
-
-MAPPINGS: dict[str, type] = {
-    "dict": dict,
-    "ordered": OrderedDict,
-    "counter": Counter,
-    "defaultdict": defaultdict,
-}
-"""What holds parts by keys, under the names that an outline has for it."""
-_SEQUENCES = ("list", "tuple", "set", "frozenset", "deque", "namedtuple")
-
-
-@attrs.frozen
-class Row:
-    """One part of a state.
-
-    path: the keys and places that lead to it, from the top. kind: `tensor`, `array`, `value`, or
-    the container's type. dtype, shape: of a tensor or array. about: what else there is to say: a
-    plain value, how many parts a container has, over how many files a tensor is sharded.
-    """
-
-    path: tuple[str, ...]
-    kind: str
-    about: str = ""
-    dtype: str = ""
-    shape: tuple[int, ...] | None = None
-
-
-def rows_of(heads: Sequence[Head]) -> list[Row]:
-    """What is in a checkpoint, in its own order, each container before its parts.
-
-    Args:
-        heads: of all its packs; of a sharded state those of all ranks, in their order.
-
-    Raises:
-        CheckpointCorrupt: it is not what a state's outline looks like.
-    """
-    try:
-        head, chunks = heads[0], dict[str, list[Sequence[Any]]]()
-        tree = head.outline["tree"]
-        if "chunks" in head.outline["meta"]:
-            for row in (row for one in heads for row in one.outline["meta"]["chunks"]):
-                chunks.setdefault(row[0], []).append(row)
-            tree = dict(dict(tree["dict"])["whole"]["dict"])["state"]
-        return list(_rows(tree, head, chunks, (), ()))
-    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"the state's outline cannot be read: {error!r:.200}") from error
-
-
-def _rows(
-    encoded: Any,
-    head: Head,
-    chunks: Mapping[str, Sequence[Sequence[Any]]],
-    path: tuple[str, ...],
-    keys: tuple[Any, ...],
-) -> Iterator[Row]:
-    """chunks: those of each sharded tensor, by how its keys are written."""
-    if found := chunks.get(repr(keys)):
-        about = f"sharded in {len(found)} piece{'s' * (len(found) > 1)}"
-        yield Row(path, "tensor", about, str(found[0][1]), tuple(found[0][2]))
-        return
-    kind = next(iter(encoded)) if isinstance(encoded, dict) else type(encoded).__name__
-    parts: list[tuple[Any, Any]]
-    if kind in MAPPINGS:
-        kind, parts = MAPPINGS[kind].__name__, [(_plain(key), item) for key, item in encoded[kind]]
-    elif kind in _SEQUENCES:
-        parts = list(enumerate(encoded if kind == "list" else encoded[kind]))
-    else:
-        yield _leaf(encoded, kind, head, path)
-        return
-    yield Row(path, kind, f"{len(parts)}")
-    for key, item in parts:
-        yield from _rows(item, head, chunks, (*path, str(key)), (*keys, key))
-
-
-def _leaf(encoded: Any, kind: str, head: Head, path: tuple[str, ...]) -> Row:
-    if kind == "array":
-        return Row(path, "array", "", encoded["dtype"], tuple(encoded["shape"]))
-    if kind not in ("tensor", "parameter"):
-        return Row(path, "value", _spoken(encoded, kind))
-    row = head.outline["tensors"][encoded[kind]]
-    if isinstance(row, int):
-        entry = head.entries[row]
-        return Row(path, "tensor", "", DTYPES[entry.dtype], entry.shape)
-    return Row(path, "tensor", "", str(row[0]), tuple(row[1]))
-
-
-def _plain(key: Any) -> Any:
-    """A key, as far as it is plain."""
-    if isinstance(key, dict) and next(iter(key)) == "tuple":
-        return tuple(_plain(item) for item in key["tuple"])
-    return key if not isinstance(key, dict) else _spoken(key, next(iter(key)))
-
-
-def _spoken(encoded: Any, kind: str) -> str:
-    """A plain value, in few words."""
-    if not isinstance(encoded, dict):
-        return f"{encoded!r:.60}"
-    if kind in ("bytes", "bytearray", "number"):
-        return kind if kind != "number" else f"a number of {encoded['dtype']}"
-    if kind in ("enum", "flags"):
-        return f"{encoded['class']} {encoded[kind]}"[:60]
-    return f"{kind} {encoded[kind]}"[:60]
