@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import collections
-import enum
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
-from typing import Any, NamedTuple
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any
 
 import numpy
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-
-class Phase(enum.Enum):
-    WARM = "warm"
-    COLD = ("anything", 1)
-
-
-class Parts(enum.Flag):
-    ONE = enum.auto()
-    TWO = enum.auto()
-
-
-class Best(NamedTuple):
-    loss: float
-    weights: torch.Tensor
-
-
-Pair = collections.namedtuple("Pair", "a b")
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -94,19 +74,16 @@ def everything() -> dict[str, Any]:
         "tensors": of_tensors(),
         "numpy": of_numpy(),
         "random": [random.Random(3).getstate(), numpy.random.RandomState(3).get_state()],
-        "named": [Best(0.5, torch.ones(2)), Pair(1, [2])],
-        "enums": [Phase.WARM, Parts.TWO, Parts.ONE | Parts.TWO],
         "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1)],
         "containers": [
-            deque([1, torch.ones(2)], 5),
             defaultdict(list, {(1, "x"): [torch.ones(1)], None: []}),
             OrderedDict(b=1, a=2),
             Counter("aab"),
             {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "": torch.ones(1), "\udc80": 1},
-            ({1, "a"}, frozenset({(1, 2), Phase.WARM})),
+            ({1, "a"}, frozenset({(1, 2), "b"})),
         ],
         "plain": [None, True, 1 << 9000, -(2**100), -0.0, float("inf"), "\udc80 €", complex(0, -1)],
-        "more": [b"", b"bytes", bytearray(b"ab"), range(1, 9, 2), (), [[]]],
+        "more": [b"", b"bytes", bytearray(b"ab"), (), [[]]],
     }
 
 
@@ -130,9 +107,8 @@ def in_words(state: Any, seen: dict[object, int] | None = None) -> Any:
     if isinstance(state, dict):
         items = [(in_words(key, seen), in_words(item, seen)) for key, item in state.items()]
         return type(state), items, getattr(state, "default_factory", None), attributes(state)
-    if isinstance(state, list | tuple | deque):
-        found = [in_words(item, seen) for item in state]
-        return type(state), found, getattr(state, "maxlen", None)
+    if isinstance(state, list | tuple):
+        return type(state), [in_words(item, seen) for item in state]
     return type(state), repr(state) if isinstance(state, float | complex) else state
 
 

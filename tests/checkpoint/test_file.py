@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import enum
 import logging
 import os
 import re
@@ -128,10 +127,6 @@ def test_the_file_has_the_rights_that_the_umask_gives(tmp_path):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a.pt").stat().st_mode) == 0o640
-
-
-class Colour(enum.Enum):
-    RED = 1
 
 
 def nested(levels):
