@@ -12,7 +12,6 @@ import json
 import math
 import os
 import stat
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -113,19 +112,6 @@ def with_article(value: object) -> str:
     """The name of its class after `a` or `an`."""
     name = type(value).__qualname__
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
-
-
-def class_named(name: str) -> type | None:
-    """The class that a module which is imported has under this name; None if there is none.
-
-    Nothing is imported, and nothing of the program run: a checkpoint may name any class.
-    """
-    module, _, path = name.partition(":")
-    found: object = sys.modules.get(module)
-    for part in path.split("."):
-        # Not getattr: a module's own may import, and a class's may run anything.
-        found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, type) else None
 
 
 def _finite(text: str) -> float | str:

@@ -52,7 +52,7 @@ from .folder import (
     step_of,
     summed,
 )
-from .place import NotAFile, crc32_beside, no_news, target_of
+from .place import NotAFile, crc32_beside, target_of
 
 if TYPE_CHECKING:
     from .peers import Peers
@@ -327,11 +327,8 @@ class Committer:
         except OSError as error:
             log.warning("%s: a save that failed left files: %s", folder, error)
 
-    def prune(
-        self, seen: Callable[[memoryview], None] = no_news, *, dry_run: bool = False
-    ) -> Selection:
-        """Delete what the retention rule does not keep, and what crashes left; or only say what of
-        the former would go.
+    def prune(self) -> Selection:
+        """Delete what the retention rule does not keep, and what crashes left.
 
         The newest checkpoint that turns out whole is read for that, so that one stays.
 
@@ -339,13 +336,11 @@ class Committer:
             CheckpointRefused: somebody newer has the folder, or took it over. CheckpointError: the
                 disk failed.
         """
-        if dry_run:
-            return self._select(unread=self._folder.look_for_good(seen))
         with self._at_work("could not be pruned"):
             with self._place.locked():
                 self._live_beside()
             # Not under the lock, which a job that writes here waits for: it may take long.
-            unread = self._folder.look_for_good(seen)
+            unread = self._folder.look_for_good()
             with self._place.locked():
                 live = self._live_beside()
                 selection = self._select(unread=unread)

@@ -3,18 +3,13 @@
 The file is a pack (see `pack`), and so a safetensors file, which any tool opens; its head tells the
 sum of its data. A save writes beside the target, syncs, and renames; a crash at any moment leaves
 the old file or the new one. A load checks every byte before anything is made of them.
-
-Files of earlier versions, archives of `torch.save` with a record of their size and CRC-32 at the
-end, are still read: checked as well, and unpickled with `weights_only=True` alone.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import pickle
 import re
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +24,7 @@ from .place import CHUNK, READERS, LocalPlace, new_memory, read_summed, target_o
 from .state import MapLocation, values_of
 
 _CHUNK = 1 << 20
+_ZIP = b"PK\3\4"  # A file of torch.save begins with it.
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -82,13 +78,10 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointCorrupt: the file is truncated or changed, or was not written by elasticlib.
-        CheckpointError: plain `torch.save` or a `CheckpointManager` wrote the file, or a newer
-            version; or it is whole, and this program lacks a class or library for what is in it.
+        CheckpointError: `torch.save` or a `CheckpointManager` wrote the file, or a version with
+            another format; or it is whole, and this program lacks a library for what is in it.
     """
     with open(path, "rb") as file:
-        if _is_archive(file):
-            _check_archive(file, path)
-            return _unpickled(file, path, map_location)
         head = _head(file, path)
         # The memory is the tensors' own.
         memory = memoryview(new_memory(head.size))
@@ -121,10 +114,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
         path = Path(folder, name)
         try:
             with open(path, "rb") as file:
-                if _is_archive(file):
-                    _check_archive(file, path)
-                else:
-                    _check_pack(file, path, _head(file, path))
+                _check_pack(file, path, _head(file, path))
         except (CheckpointError, OSError) as error:
             log.warning("checkpoint skipped: %s", error)
             newest_error = newest_error or error
@@ -178,8 +168,12 @@ def _corrupt(path: str | os.PathLike[str], reason: object) -> CheckpointCorrupt:
 
 def _head(file: BinaryIO, path: str | os.PathLike[str]) -> Head:
     """That of a pack of ours, which has as many bytes as it says."""
-    file.seek(0)
     first, there = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
+    if first.startswith(_ZIP):
+        raise CheckpointError(
+            f"{os.fspath(path)} is a zip archive, as torch.save writes it, and has no checksum: "
+            f"load it with torch.load({os.fspath(path)!r}, weights_only=True)"
+        )
     try:
         size, start = size_of(first)
         if size != there:
@@ -217,75 +211,3 @@ def _check_pack(
         raise _corrupt(
             path, f"it says CRC-32 {head.summed:08x} of its data, these give {summed:08x}"
         )
-
-
-# -- files of earlier versions, and of torch -------------------------------------------------------
-
-_ARCHIVE, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""How `torch.save` begins a file: a zip archive, and before that a pickled number."""
-_END_OF_ARCHIVE, _END_BYTES = b"PK\5\6", 22
-_NO_COMMENT = b"\0\0"
-"""How an archive ends as torch writes it: the length of its comment, 0."""
-
-
-def _is_archive(file: BinaryIO) -> bool:
-    file.seek(0)
-    return file.read(len(_LEGACY)).startswith((_ARCHIVE, _LEGACY))
-
-
-def _seal(size: int, crc32: int) -> bytes:
-    """What stands in the place of `_NO_COMMENT` in a file of ours: the archive's size and sum."""
-    record = f"elasticlib checkpoint 1 size={size:020d} crc32={crc32:08x}\n".encode("ascii")
-    return len(record).to_bytes(2, "little") + record
-
-
-_SEAL_BYTES = len(_seal(0, 0))
-
-
-def _check_archive(file: BinaryIO, path: str | os.PathLike[str]) -> None:
-    file.seek(0)
-    size = left = max(0, os.fstat(file.fileno()).st_size - _SEAL_BYTES)
-    summed = 0
-    while left and (data := file.read(min(left, _CHUNK))):
-        summed = zlib.crc32(data, summed)
-        left -= len(data)
-    if file.read() == _seal(size + len(_NO_COMMENT), zlib.crc32(_NO_COMMENT, summed)):
-        return
-    if _is_of_plain_torch(file):
-        name = os.fspath(path)
-        raise CheckpointError(
-            f"{name} is a file of plain torch.save, which has no checksum: load it with "
-            f"torch.load({name!r}, weights_only=True), and write the state with save_checkpoint "
-            "to have it checked from then on"
-        )
-    raise _corrupt(
-        path,
-        "it does not end with a checksum record: truncated, changed, or not written by elasticlib",
-    )
-
-
-def _is_of_plain_torch(file: BinaryIO) -> bool:
-    file.seek(0)
-    if file.read(len(_LEGACY)) == _LEGACY:
-        return True
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _END_BYTES))
-    end = file.read()
-    # One of ours that was cut short does not end like this.
-    if not (end.startswith(_END_OF_ARCHIVE) and end.endswith(_NO_COMMENT)):
-        return False
-    try:
-        with zipfile.ZipFile(file) as archive:
-            names = {name.partition("/")[2] for name in archive.namelist()}
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
-        return False
-    return "data.pkl" in names and "constants.pkl" not in names  # which a script's archive has
-
-
-def _unpickled(file: BinaryIO, path: str | os.PathLike[str], map_location: MapLocation) -> Any:
-    file.seek(0)
-    where: Any = map_location
-    try:
-        return torch.load(file, map_location=where, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{os.fspath(path)} is whole, but not readable: {error}") from error

@@ -48,8 +48,8 @@ log = logging.getLogger("elasticlib.checkpoint")
 T = TypeVar("T")
 
 FORMAT = 3
-"""1 has packs of format 1, and 2 those of format 2; metrics and world are of 3. A version that
-reads no others leaves those of a later one alone, and takes none older in their place."""
+"""A checkpoint whose manifest has another format is left alone, and an older checkpoint does not
+take its place."""
 
 MANIFEST = "manifest.json"
 MAX_STEP = MAX_BYTES = 2**63 - 1
@@ -64,7 +64,7 @@ _YEAR_10000 = 253402300800
 
 
 class OtherFormat(CheckpointCorrupt):
-    """Not a byte of the manifest was changed: a newer version wrote it so."""
+    """The manifest is not damaged, but a version with another format wrote it."""
 
 
 @attrs.frozen
@@ -144,8 +144,8 @@ def decode_manifest(data: bytes) -> Manifest:
     """The manifest again.
 
     Raises:
-        CheckpointCorrupt: it was cut short or changed, or is none. OtherFormat: it is of a newer
-            version.
+        CheckpointCorrupt: it was cut short or changed, or is none. OtherFormat: a version
+            with another format wrote it.
     """
     body = body_of(data)
     if body is None:
@@ -158,14 +158,12 @@ def decode_manifest(data: bytes) -> Manifest:
 
 def _manifest(fields: dict[str, Any]) -> Manifest:
     found = fields.pop("format", None)
-    if type(found) is not int or found < 1:
-        raise ValueError(f"its format is {found!r:.80}, must be 1 to {FORMAT}")
+    if type(found) is not int:
+        raise ValueError(f"its format is {found!r:.80}, must be {FORMAT}")
     surplus = fields.keys() - attrs.fields_dict(Manifest).keys()
-    if found < 3:
-        surplus |= fields.keys() & {"metrics", "world"}
-    if found > FORMAT or surplus:
-        newer = f"format {found}" if found > FORMAT else f"the field {min(surplus)!r:.80}"
-        raise OtherFormat(f"its manifest has {newer}, this version reads formats 1 to {FORMAT}")
+    if found != FORMAT or surplus:
+        other = f"format {found}" if found != FORMAT else f"the field {min(surplus)!r:.80}"
+        raise OtherFormat(f"its manifest has {other}, this version reads format {FORMAT}")
     rows = fields.pop("files", None)
     if type(rows) is not list:
         raise ValueError(f"files is {rows!r:.80}, must be a list")
@@ -431,14 +429,14 @@ class CheckpointFolder:
         known, health = self._known.get(manifest.step, (None, Health.UNKNOWN))
         return health if known == manifest else Health.UNKNOWN
 
-    def check(self, manifest: Manifest, seen: Callable[[memoryview], None] = no_news) -> int:
+    def check(self, manifest: Manifest) -> int:
         """Its step, if it is whole. It is read unless it is known to be good.
 
         Raises:
             CheckpointCorrupt: it is damaged. Unreadable: it cannot be read; nothing is known of it.
         """
         if self.health(manifest) is not Health.GOOD:
-            reason = self.flaw(manifest, seen)
+            reason = self.flaw(manifest)
             if reason:
                 raise self._damaged(manifest, reason)
             self.know(manifest, Health.GOOD)
@@ -461,13 +459,13 @@ class CheckpointFolder:
         sums = (self._sum_flaw(manifest, number, None, seen) for number in numbers)
         return next(filter(None, sizes), None) or next(filter(None, sums), None)
 
-    def look_for_good(self, seen: Callable[[memoryview], None]) -> set[int]:
+    def look_for_good(self) -> set[int]:
         """Read from the newest on until one turns out whole; those that could not be read."""
         unread = set()
         for found in self.found():
             try:
                 if found.manifest:
-                    self.check(found.manifest, seen)
+                    self.check(found.manifest)
                     break
             except CheckpointCorrupt:
                 continue

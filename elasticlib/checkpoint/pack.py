@@ -12,19 +12,17 @@ no sum here: whoever stores or sends a pack sums it up.
 
 The outline is the state as JSON, with its tensors taken out and numbered. Nothing is unpickled when
 it is read back, so a file cannot run code: less than even `torch.load(weights_only=True)` lets in.
-Equal things are equal again, of the same types. Named tuples and enums are found by their names,
-among the modules that the program has imported itself.
+Equal things are equal again, of the same types.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import enum
 import json
 import math
 import struct
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -34,12 +32,10 @@ import torch
 from torch.serialization import location_tag
 
 from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
-from ..foreign import class_named, full_name, with_article
+from ..foreign import full_name, with_article
 from .pack_head import (
-    ALIGN,
     ARRAY_DTYPES,
     DTYPES,
-    MAPPINGS,
     Entry,
     Head,
     entry_names,
@@ -61,7 +57,6 @@ from .state import (
     dtype_named,
     form_of,
     is_array,
-    is_named_tuple,
     is_number,
     is_plain,
     moved,
@@ -84,15 +79,21 @@ MAX_INT_BITS = 8192
 
 _NAN_OF_JSON = struct.pack(">d", math.nan)
 
+MAPPINGS: dict[str, type] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": Counter,
+    "defaultdict": defaultdict,
+}
+"""The containers with keys, by their names in an outline."""
 _PLAIN = (type(None), bool, float, str)
 _MAPPINGS = {kind: name for name, kind in MAPPINGS.items()}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
 _FACTORIES: dict[str, Callable[[], object] | None] = {
     "None": None,
-    **{kind.__name__: kind for kind in (int, float, complex, bool, str, bytes, list, tuple)},
-    **{kind.__name__: kind for kind in (set, frozenset, dict, OrderedDict, Counter, deque)},
+    **{kind.__name__: kind for kind in (int, float, list, dict, set)},
 }
-"""Of default dicts: what makes the values that are not there yet."""
+"""The default factories that a defaultdict in a state may have, by their names in an outline."""
 
 
 def _to_text(data: bytes | bytearray) -> str:
@@ -136,7 +137,6 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda v: [_encode_float(v.real), _encode_float(v.imag)],
         lambda parts: complex(*map(_decode_float, parts)),
     ),
-    range: ("range", lambda v: [v.start, v.stop, v.step], lambda ends: range(*ends)),
     torch.Size: ("size", list, torch.Size),
     torch.dtype: ("dtype", name_of, dtype_named),
     torch.device: ("device", str, torch.device),
@@ -179,8 +179,6 @@ class _Encoder(Walk):
         if kind in _LEAVES:
             name, write, _ = _LEAVES[kind]
             return {name: write(value)}
-        if isinstance(value, enum.Enum):
-            return _member(way, value)
         if is_array(value):
             return self._array(way, value)
         if is_number(value):
@@ -193,13 +191,7 @@ class _Encoder(Walk):
         if kind in _MAPPINGS:
             return self._mapping(way, value, parts)
         items = list(parts.values())
-        if kind is list:
-            return items
-        if kind is tuple:
-            return {"tuple": items}
-        if kind is deque:
-            return {"deque": items, "maxlen": value.maxlen}
-        return {"namedtuple": items, "class": _class(way, kind)}
+        return items if kind is list else {"tuple": items}
 
     def _mapping(self, way: Way, value: Any, parts: Mapping[Any, Any]) -> dict[str, Any]:
         items = [
@@ -271,24 +263,6 @@ def _refusal(way: Way, value: object) -> CheckpointError:
     return CheckpointError(f"{what}, which a checkpoint does not hold: save what it is made of")
 
 
-def _member(way: Way, value: enum.Enum) -> dict[str, Any]:
-    kind = type(value)
-    if kind.__members__.get(str(value.name)) is value:
-        return {"enum": value.name, "class": _class(way, kind)}
-    # Several flags at once have no name of their own.
-    return {"flags": value.value, "class": _class(way, kind)}
-
-
-def _class(way: Way, kind: type) -> str:
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    if class_named(name) is kind:
-        return name
-    raise CheckpointError(
-        f"{spoken(way)} is a {kind.__module__}.{kind.__qualname__}, a class that its module does "
-        "not have under that name: it could not be found again. Define it at the top of a module"
-    )
-
-
 def _factory(way: Way, value: defaultdict[Any, Any]) -> str:
     for name, factory in _FACTORIES.items():
         if value.default_factory is factory:
@@ -323,14 +297,12 @@ class _Decoder:
             return self._made[key]
         if kind in MAPPINGS:
             return self._mapping(encoded, kind)
-        if kind in ("enum", "flags"):
-            return _found_member(encoded["class"], kind, payload)
         if kind == "number":
             return number_of(_from_text(payload), encoded["dtype"])
         if kind in _READ:
             return _READ[kind](payload)
         if kind in _ITEMS:
-            return _ITEMS[kind](self.decode(payload), encoded)
+            return _ITEMS[kind](self.decode(payload))
         raise ValueError(f"there is no kind {kind!r}")
 
     def _mapping(self, encoded: dict[str, Any], kind: str) -> Any:
@@ -348,13 +320,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "nan": _decode_nan,
     **{name: read for name, _, read in _LEAVES.values()},
 }
-_ITEMS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
-    "tuple": lambda items, _: tuple(items),
-    "set": lambda items, _: set(items),
-    "frozenset": lambda items, _: frozenset(items),
-    "deque": lambda items, about: deque(items, about["maxlen"]),
-    "namedtuple": lambda items, about: _named_tuple(about["class"], items),
-}
+_ITEMS: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def _placed(kind: str, tensor: torch.Tensor, encoded: dict[str, Any]) -> Any:
@@ -364,36 +330,6 @@ def _placed(kind: str, tensor: torch.Tensor, encoded: dict[str, Any]) -> Any:
     if kind == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=grad)
     return tensor.detach().requires_grad_() if grad else tensor
-
-
-def _named_tuple(name: str, items: list[Any]) -> Any:
-    kind = _found_class(name, is_named_tuple, "named tuple")
-    if len(items) != len(kind._fields):
-        raise Unreadable(
-            f"the state holds a named tuple {name} of {len(items)} fields, and that class has "
-            f"{len(kind._fields)} here: {', '.join(kind._fields)}"
-        )
-    # Not by the class's own call, which may be anything.
-    return tuple.__new__(kind, items)
-
-
-def _found_member(name: str, what: str, payload: Any) -> Any:
-    kind = _found_class(name, lambda found: issubclass(found, enum.Enum), "enum")
-    if what == "flags":
-        return kind(payload)
-    if payload not in kind.__members__:
-        raise Unreadable(f"the state holds {payload} of the enum {name}, which has no such member")
-    return kind.__members__[payload]
-
-
-def _found_class(name: str, is_kind: Callable[[type], bool], what: str) -> Any:
-    found = class_named(name)
-    if found is None or not is_kind(found):
-        raise Unreadable(
-            f"the state holds a {what} {name!r}, and this program has imported no such class: "
-            f"import the module {name.partition(':')[0]} before the state is read"
-        )
-    return found
 
 
 # -- a pack, written -------------------------------------------------------------------------------
@@ -634,7 +570,8 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
     Raises:
         CheckpointCorrupt: it is no pack, or its head was changed or cut short. (The elements
             carry no sum here.)
-        Unreadable: a newer version wrote it, or this program lacks a class or library for it.
+        Unreadable: a version with another format wrote it, or this program lacks a
+            library for it.
     """
     head = read_head(pack)
     if len(pack) < head.size:
@@ -645,10 +582,7 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
     # Outside: what a device or the caller's function refuses is no fault of the pack.
     memory = [moved(base, location, map_location) for base, location in bases]
     with _reading("pack's list of tensors"):
-        rows = head.outline["tensors"]
-        if head.format == 1:
-            rows = [(*row[:2], at) for at, row in enumerate(rows)]
-        tensors = [_tensor(row, head, memory) for row in rows]
+        tensors = [_tensor(row, head, memory) for row in head.outline["tensors"]]
     with _reading("state's outline"):
         return _Decoder(tensors).decode(head.outline["tree"])
 
@@ -663,22 +597,11 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _stored(head: Head) -> Iterator[_Stored]:
-    if head.format == 1:
-        # Each tensor by itself, its elements in the order of its indices.
-        for name, shape, begin in head.outline["tensors"]:
-            yield begin, "cpu", math.prod(shape) * dtype_named(name).itemsize, None
-    elif head.format == 2:
-        begin = 0
-        for row in head.outline["blocks"]:
-            size, location, form = (row, "cpu", None) if type(row) is int else (*row, None)[:3]
-            yield begin, location, size, form
-            begin = up(begin + (size if form is None else _form(*form).bytes), ALIGN)
-    else:
-        for entry, about in zip(head.entries, head.outline["blocks"], strict=True):
-            size = entry.end - entry.begin
-            location, *more = about or ["cpu"]
-            size, form = (*more, None)[:2] if more else (size, None)
-            yield entry.begin, location, size, form
+    for entry, about in zip(head.entries, head.outline["blocks"], strict=True):
+        size = entry.end - entry.begin
+        location, *more = about or ["cpu"]
+        size, form = (*more, None)[:2] if more else (size, None)
+        yield entry.begin, location, size, form
 
 
 def _base(data: memoryview, stored: _Stored, *, copy: bool) -> torch.Tensor:
@@ -718,11 +641,8 @@ def _tensor(row: Any, head: Head, bases: Sequence[torch.Tensor]) -> torch.Tensor
         entry = head.entries[_whole(row)]
         base = bases[row].view(dtype_named(DTYPES[entry.dtype]))
         return base if len(entry.shape) == 1 else base.view(entry.shape)
-    name, shape, number, *more = row
+    name, shape, number, stride, offset, conj, neg = row
     base, dtype = bases[_whole(number)], dtype_named(name)
-    if not more:
-        return base.view(dtype).view(shape)
-    stride, offset, conj, neg = more
     form = _form(name, shape, stride)
     if (_whole(offset) + form.extent) * dtype.itemsize > len(base):
         raise ValueError(f"a tensor of {row} lies outside of its block")

@@ -13,9 +13,7 @@ digits; `data` that of the data, or dashes where whoever stores or sends the pac
 three are hexadecimal. The second string is the outline: JSON with the state's structure, its plain
 values, and which tensor is which view of which entry (see `pack`).
 
-Nothing here needs torch, so agents can read heads, and `elasticlib checkpoints show` a state's
-tree. Packs of the formats 1 and 2, which are still
-read, have a binary head, and an outline of JSON behind it.
+Nothing here needs torch, so agents can read heads.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ import math
 import re
 import struct
 import zlib
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
@@ -65,12 +62,6 @@ _RECORD = re.compile(
 )
 _UNSUMMED = "-" * 8
 
-_OLD_MAGIC = b"ELPACK1\n"
-_OLD_BYTES = 64
-_OLD = struct.Struct("<8sQQI")
-"""Of the formats 1 and 2: magic, size of the whole, size and CRC-32 of the outline; behind these
-the CRC-32 of the 28 bytes before."""
-
 
 _ENTRY = re.compile(
     r',"((?:[^"\\]|\\.)*)":\{"dtype":"([A-Z0-9_]{1,12})","shape":\[([0-9,]*)\],'
@@ -94,15 +85,14 @@ class Head:
     """What the head of a pack says.
 
     size: of the whole, in bytes. start: where its data begin. outline: as `write_head` was given
-    it. entries: in the order of their bytes, all of the data; those of the formats 1 and 2 have
-    none. summed: the CRC-32 of the data, if the head has it.
+    it. entries: in the order of their bytes, all of the data. summed: the CRC-32 of the data, if
+    the head has it.
     """
 
-    format: int
     size: int
     start: int
     outline: Mapping[str, Any]
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[Entry, ...]
     summed: int | None = None
 
 
@@ -171,8 +161,6 @@ def size_of(first: bytes | memoryview) -> tuple[int, int]:
     """
     if len(first) < HEAD_BYTES:
         raise CheckpointCorrupt(f"a pack begins with {HEAD_BYTES} bytes, here are {len(first)}")
-    if first[: len(_OLD_MAGIC)] == _OLD_MAGIC:
-        return _old_size_of(first)
     size = int(_record(first)[2], 16)
     (length,) = _LENGTH.unpack_from(first)
     start = _LENGTH.size + length
@@ -191,25 +179,25 @@ def read_head(pack: bytes | memoryview) -> Head:
 
     Raises:
         CheckpointCorrupt: it is no pack, or its head was changed or cut short.
-        Unreadable: a newer version wrote it.
+        Unreadable: a version with another format wrote it.
     """
     size, start = size_of(pack[:HEAD_BYTES])
     head = bytes(pack[:start])
     if len(head) < start:
         raise CheckpointCorrupt(f"the pack's head has {start} bytes, and {len(head)} are here")
-    if head.startswith(_OLD_MAGIC):
-        return _old_head(head, size, start)
     record = _record(head)
     if int(record[3], 16) != _sum(head):
         raise CheckpointCorrupt("the pack's head was changed or cut short")
-    _check_format(int(record[1]), 3, FORMAT)
+    if int(record[1]) != FORMAT:
+        # The pack is not damaged, so this is no reason to fall back to an older checkpoint.
+        raise Unreadable(f"the pack has format {int(record[1])}, this version reads {FORMAT}")
     try:
         outline, entries = _header(head[_LENGTH.size :].decode("ascii"), record.end())
     except ValueError as error:
         raise CheckpointCorrupt(f"the pack's header is none: {error!s:.200}") from error
     _check_cover(entries, size - start)
     summed = None if record[4] == _UNSUMMED.encode() else int(record[4], 16)
-    return Head(int(record[1]), size, start, _checked(outline), entries, summed)
+    return Head(size, start, _checked(outline), entries, summed)
 
 
 def read_meta(pack: bytes | memoryview) -> dict[str, Any]:
@@ -306,16 +294,7 @@ def _check_cover(entries: Sequence[Entry], size: int) -> None:
         raise CheckpointCorrupt(f"the pack's entries are {at} bytes, its data {size}")
 
 
-def _check_format(found: object, least: int, most: int) -> None:
-    reads = f"this version reads 1 to {FORMAT}"
-    if type(found) is int and found > FORMAT:
-        # Nobody changed it: what a newer version wrote is no reason to go back to an older state.
-        raise Unreadable(f"the pack has format {found}, {reads}")
-    if type(found) is not int or not least <= found <= most:
-        raise CheckpointCorrupt(f"the pack has format {found!r}, {reads}")
-
-
-def _checked(text: bytes | str) -> dict[str, Any]:
+def _checked(text: str) -> dict[str, Any]:
     try:
         outline = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -323,128 +302,3 @@ def _checked(text: bytes | str) -> dict[str, Any]:
     if not isinstance(outline, dict) or not isinstance(outline.get("meta"), dict):
         raise CheckpointCorrupt("the pack's outline says nothing beside the state")
     return outline
-
-
-def _old_size_of(first: bytes | memoryview) -> tuple[int, int]:
-    _, size, outline, _ = _OLD.unpack_from(first)
-    (summed,) = struct.unpack_from("<I", first, _OLD.size)
-    start = up(_OLD_BYTES + outline, _PAGE)
-    if summed != zlib.crc32(first[: _OLD.size]) or start > size:
-        raise CheckpointCorrupt("the first bytes of the pack were changed")
-    return size, start
-
-
-def _old_head(head: bytes, size: int, start: int) -> Head:
-    _, _, length, summed = _OLD.unpack_from(head)
-    text = head[_OLD_BYTES : _OLD_BYTES + length]
-    if zlib.crc32(text) != summed:
-        raise CheckpointCorrupt("the pack's outline was changed or cut short")
-    outline = _checked(text)
-    found = outline.get("format")
-    _check_format(found, 1, 2)
-    return Head(int(found or 0), size, start, outline)
-
-
-# -- a state's tree -------------------------------------------------------------------------------
-
-MAPPINGS: dict[str, type] = {
-    "dict": dict,
-    "ordered": OrderedDict,
-    "counter": Counter,
-    "defaultdict": defaultdict,
-}
-"""What holds parts by keys, under the names that an outline has for it."""
-_SEQUENCES = ("list", "tuple", "set", "frozenset", "deque", "namedtuple")
-
-
-@attrs.frozen
-class Row:
-    """One part of a state.
-
-    path: the keys and places that lead to it, from the top. kind: `tensor`, `array`, `value`, or
-    the container's type. dtype, shape: of a tensor or array. about: what else there is to say: a
-    plain value, how many parts a container has, over how many files a tensor is sharded.
-    """
-
-    path: tuple[str, ...]
-    kind: str
-    about: str = ""
-    dtype: str = ""
-    shape: tuple[int, ...] | None = None
-
-
-def rows_of(heads: Sequence[Head]) -> list[Row]:
-    """What is in a checkpoint, in its own order, each container before its parts.
-
-    Args:
-        heads: of all its packs; of a sharded state those of all ranks, in their order.
-
-    Raises:
-        CheckpointCorrupt: it is not what a state's outline looks like.
-    """
-    try:
-        head, chunks = heads[0], dict[str, list[Sequence[Any]]]()
-        tree = head.outline["tree"]
-        if "chunks" in head.outline["meta"]:
-            for row in (row for one in heads for row in one.outline["meta"]["chunks"]):
-                chunks.setdefault(row[0], []).append(row)
-            tree = dict(dict(tree["dict"])["whole"]["dict"])["state"]
-        return list(_rows(tree, head, chunks, (), ()))
-    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"the state's outline cannot be read: {error!r:.200}") from error
-
-
-def _rows(
-    encoded: Any,
-    head: Head,
-    chunks: Mapping[str, Sequence[Sequence[Any]]],
-    path: tuple[str, ...],
-    keys: tuple[Any, ...],
-) -> Iterator[Row]:
-    """chunks: those of each sharded tensor, by how its keys are written."""
-    if found := chunks.get(repr(keys)):
-        about = f"sharded in {len(found)} piece{'s' * (len(found) > 1)}"
-        yield Row(path, "tensor", about, str(found[0][1]), tuple(found[0][2]))
-        return
-    kind = next(iter(encoded)) if isinstance(encoded, dict) else type(encoded).__name__
-    parts: list[tuple[Any, Any]]
-    if kind in MAPPINGS:
-        kind, parts = MAPPINGS[kind].__name__, [(_plain(key), item) for key, item in encoded[kind]]
-    elif kind in _SEQUENCES:
-        parts = list(enumerate(encoded if kind == "list" else encoded[kind]))
-    else:
-        yield _leaf(encoded, kind, head, path)
-        return
-    yield Row(path, kind, f"{len(parts)}")
-    for key, item in parts:
-        yield from _rows(item, head, chunks, (*path, str(key)), (*keys, key))
-
-
-def _leaf(encoded: Any, kind: str, head: Head, path: tuple[str, ...]) -> Row:
-    if kind == "array":
-        return Row(path, "array", "", encoded["dtype"], tuple(encoded["shape"]))
-    if kind not in ("tensor", "parameter"):
-        return Row(path, "value", _spoken(encoded, kind))
-    row = head.outline["tensors"][encoded[kind]]
-    if isinstance(row, int):
-        entry = head.entries[row]
-        return Row(path, "tensor", "", DTYPES[entry.dtype], entry.shape)
-    return Row(path, "tensor", "", str(row[0]), tuple(row[1]))
-
-
-def _plain(key: Any) -> Any:
-    """A key, as far as it is plain."""
-    if isinstance(key, dict) and next(iter(key)) == "tuple":
-        return tuple(_plain(item) for item in key["tuple"])
-    return key if not isinstance(key, dict) else _spoken(key, next(iter(key)))
-
-
-def _spoken(encoded: Any, kind: str) -> str:
-    """A plain value, in few words."""
-    if not isinstance(encoded, dict):
-        return f"{encoded!r:.60}"
-    if kind in ("bytes", "bytearray", "number"):
-        return kind if kind != "number" else f"a number of {encoded['dtype']}"
-    if kind in ("enum", "flags"):
-        return f"{encoded['class']} {encoded[kind]}"[:60]
-    return f"{kind} {encoded[kind]}"[:60]

@@ -7,13 +7,11 @@ A restore compares everything before it changes anything: a state that does not 
 from __future__ import annotations
 
 import copy
-import enum
 import importlib
-import inspect
 import math
 import random
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache, partial
 from itertools import chain
@@ -41,10 +39,10 @@ MAX_PARTS = 1 << 26
 """Of a state, each counted wherever it stands: a few lists of lists can stand for any number."""
 
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
-_SEQUENCES = (list, tuple, deque)
+_SEQUENCES = (list, tuple)
 _CONTAINERS = {*_MAPPINGS, *_SEQUENCES}
 _LEAVES = {
-    *(type(None), bool, int, float, complex, str, bytes, bytearray, range, set, frozenset),
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset),
     *(torch.Size, torch.dtype, torch.device),
 }
 _NOTHING: dict[Any, Any] = {}
@@ -55,16 +53,9 @@ MAX_KEY_BITS = 8192  # Python refuses to write integers of more than 4300 digits
 # -- containers ------------------------------------------------------------------------------------
 
 
-def is_named_tuple(kind: type) -> bool:
-    """Whether a class is what `collections.namedtuple` or `typing.NamedTuple` makes."""
-    if kind is tuple or not issubclass(kind, tuple):
-        return False
-    return isinstance(inspect.getattr_static(kind, "_fields", None), tuple)
-
-
 def is_container(kind: type) -> bool:
     # Nearly all parts of a state are no containers, and there may be many thousands.
-    return kind in _CONTAINERS or is_named_tuple(kind)
+    return kind in _CONTAINERS
 
 
 def parts_of(value: Any) -> Mapping[Any, Any]:
@@ -82,12 +73,7 @@ def _with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
         for key, part in parts.items():
             found[key] = part
         return found
-    if type(value) is deque:
-        return deque(parts.values(), value.maxlen)
-    if type(value) is list:
-        return list(parts.values())
-    # Not by a named tuple's own call, which may be anything.
-    return tuple.__new__(type(value), tuple(parts.values()))
+    return type(value)(parts.values())
 
 
 # -- leaves ----------------------------------------------------------------------------------------
@@ -95,9 +81,7 @@ def _with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
 
 def _is_leaf(value: object) -> bool:
     """Whether a state holds it as one thing: no tensor, nothing that holds others by keys."""
-    if type(value) in _LEAVES or isinstance(value, enum.Enum):
-        return True
-    return is_array(value) or is_number(value)
+    return type(value) in _LEAVES or is_array(value) or is_number(value)
 
 
 # -- NumPy's arrays and numbers --------------------------------------------------------------------
@@ -775,9 +759,6 @@ class _Fit:
                 f"{spoken(way)} is {with_article(old)}, and {with_article(new)} was saved"
             )
             return partial(self._own, new)
-        if type(old) is deque and old.maxlen != new.maxlen:
-            what = f"a deque of maxlen {old.maxlen}, and one of {new.maxlen} was saved"
-            self.unfit.append(f"{spoken(way)} is {what}")
         mine, theirs = parts_of(old), parts_of(new)
         tensors = [key for key, part in mine.items() if isinstance(part, torch.Tensor)]
         if hint := wrapper_hint(tensors, theirs):

@@ -29,7 +29,7 @@ _ODD = re.compile(r"[^\w.-]+")
 
 COMMANDS = {
     "store": ("commands", "serve a store until SIGTERM or SIGINT"),
-    "checkpoints": ("checkpoints", "list, verify, show, prune or convert checkpoints"),
+    "checkpoints": ("checkpoints", "list the checkpoints in a folder, or verify them"),
     "report": ("commands", "write a page on a run: timeline, recoveries, failures"),
     "status": ("live_commands", "what a run is doing: its state, nodes, ranks, steps"),
     "stacks": ("live_commands", "the Python stacks of a run's workers, now"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import enum
 import logging
 import os
 import re
@@ -11,12 +10,9 @@ import resource
 import signal
 import stat
 import threading
-import zipfile
-import zlib
-from pathlib import Path
 
-import older_state
 import pytest
+import sample_states
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,8 +28,6 @@ from elasticlib.checkpoint.place import aside_name, target_of
 from elasticlib.checkpoint.state import MAX_DEPTH
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
-OLDER = Path(__file__).parent / "format_2" / "one.pt"
-
 
 def training_state():
     model = torch.nn.Linear(3, 2)
@@ -45,27 +39,27 @@ def training_state():
 
 def test_what_is_saved_is_loaded(tmp_path):
     path, state = tmp_path / "new" / "step-7.pt", training_state()
-    want = older_state.in_words(state)
+    want = sample_states.in_words(state)
     save_checkpoint(path, state)
-    assert older_state.in_words(load_checkpoint(path)) == want
+    assert sample_states.in_words(load_checkpoint(path)) == want
     assert (
-        older_state.in_words(load_checkpoint(str(path), map_location=torch.device("cpu"))) == want
+        sample_states.in_words(load_checkpoint(str(path), map_location=torch.device("cpu"))) == want
     )
     assert os.listdir(path.parent) == ["step-7.pt"]
 
 
 def test_all_that_a_state_may_hold_comes_back_to_the_bit(tmp_path):
-    save_checkpoint(tmp_path / "a.pt", older_state.everything())
-    found = older_state.in_words(load_checkpoint(tmp_path / "a.pt"))
-    assert found == older_state.in_words(older_state.everything())
+    save_checkpoint(tmp_path / "a.pt", sample_states.everything())
+    found = sample_states.in_words(load_checkpoint(tmp_path / "a.pt"))
+    assert found == sample_states.in_words(sample_states.everything())
 
 
 def test_an_object_with_a_state_is_saved_as_that(tmp_path):
-    model, optimizer = older_state.trained()
+    model, optimizer = sample_states.trained()
     save_checkpoint(tmp_path / "a.pt", {"model": model, "more": [optimizer]})
     found = load_checkpoint(tmp_path / "a.pt")
     want = {"model": model.state_dict(), "more": [optimizer.state_dict()]}
-    assert older_state.in_words(found) == older_state.in_words(want)
+    assert sample_states.in_words(found) == sample_states.in_words(want)
 
 
 def test_a_large_file_is_written_and_summed_in_pieces(tmp_path):
@@ -73,7 +67,7 @@ def test_a_large_file_is_written_and_summed_in_pieces(tmp_path):
     views = [odd, odd[:16].view(torch.int64), wide[1::2]]
     path, state = tmp_path / "a.pt", {"w": wide, "x": [torch.ones(3)] * 3, "views": views}
     save_checkpoint(path, state)
-    assert older_state.in_words(load_checkpoint(path)) == older_state.in_words(state)
+    assert sample_states.in_words(load_checkpoint(path)) == sample_states.in_words(state)
     with open(path, "r+b") as file:
         file.seek(3 << 20)
         file.write(b"\1")
@@ -95,25 +89,14 @@ def test_every_flipped_byte_and_every_cut_is_refused_by_name(tmp_path):
     assert load_checkpoint(path)["step"] == 1
 
 
-def test_every_flipped_byte_and_every_cut_of_a_file_of_before_is_refused(tmp_path):
-    path, whole = tmp_path / "a.pt", OLDER.read_bytes()
-    for at in [*range(0, len(whole), 7), *range(len(whole) - 80, len(whole))]:
-        flipped = whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :]
-        for damaged in (flipped, whole[:at]):
-            path.write_bytes(damaged)
-            with pytest.raises(CheckpointCorrupt, match=r"a\.pt"):
-                load_checkpoint(path)
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_file_of_plain_torch_is_called_by_its_name_with_the_way_to_load_it(tmp_path, zipped):
+def test_a_file_of_plain_torch_is_called_by_its_name_with_the_way_to_load_it(tmp_path):
     path, state = tmp_path / "it's plain.pt", {"w": torch.ones(2)}
-    torch.save(state, path, _use_new_zipfile_serialization=zipped)
+    torch.save(state, path)
     with pytest.raises(CheckpointError, match=r"torch\.save") as refused:
         load_checkpoint(path)
     assert not isinstance(refused.value, CheckpointCorrupt)
-    (command,) = re.findall(r"torch\.load\(.*\)(?=, and)", str(refused.value))
-    assert older_state.in_words(eval(command)) == older_state.in_words(state)
+    (command,) = re.findall(r"torch\.load\(.*\)", str(refused.value))
+    assert sample_states.in_words(eval(command)) == sample_states.in_words(state)
 
 
 def test_latest_names_a_file_of_plain_torch_as_the_reason_to_pass_it_over(tmp_path, caplog):
@@ -121,27 +104,18 @@ def test_latest_names_a_file_of_plain_torch_as_the_reason_to_pass_it_over(tmp_pa
     save_checkpoint(tmp_path / "step-1.pt", {})
     with caplog.at_level(logging.WARNING, "elasticlib.checkpoint"):
         assert latest_checkpoint(tmp_path) == tmp_path / "step-1.pt"
-    assert "step-2.pt is a file of plain torch.save" in caplog.text
+    assert "step-2.pt is a zip archive, as torch.save writes it" in caplog.text
 
 
 def test_files_of_others_are_refused(tmp_path):
-    whole = tmp_path / "whole.pt"
-    torch.save({"w": 1}, whole)
-    (tmp_path / "cut.pt").write_bytes(whole.read_bytes()[:-1])
-    with zipfile.ZipFile(tmp_path / "zip.pt", "w") as archive:
-        archive.writestr("data", "text")
-    with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:
-        archive.writestr("script/data.pkl", "")
-        archive.writestr("script/constants.pkl", "")
     with CheckpointManager(tmp_path / "folder") as manager:
         manager.save(1, {"w": torch.ones(2)})
     (pack,) = (tmp_path / "folder").glob("step-*/*.pack")
     with pytest.raises(CheckpointError, match=r"load it with CheckpointManager\(folder\).load"):
         load_checkpoint(pack)
     (tmp_path / "foreign.pt").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
-    for name in ("cut.pt", "zip.pt", "script.pt", "foreign.pt"):
-        with pytest.raises(CheckpointCorrupt, match="not written by elasticlib"):
-            load_checkpoint(tmp_path / name)
+    with pytest.raises(CheckpointCorrupt, match="not written by elasticlib"):
+        load_checkpoint(tmp_path / "foreign.pt")
     with pytest.raises(FileNotFoundError):
         load_checkpoint(tmp_path / "absent.pt")
 
@@ -153,10 +127,6 @@ def test_the_file_has_the_rights_that_the_umask_gives(tmp_path):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a.pt").stat().st_mode) == 0o640
-
-
-class Colour(enum.Enum):
-    RED = 1
 
 
 def nested(levels):
@@ -239,7 +209,7 @@ states = st.recursive(
 def test_whatever_is_accepted_is_read_back_equal(tmp_path_factory, state):
     path = tmp_path_factory.getbasetemp() / "any.pt"
     save_checkpoint(path, state)
-    assert older_state.in_words(load_checkpoint(path)) == older_state.in_words(state)
+    assert sample_states.in_words(load_checkpoint(path)) == sample_states.in_words(state)
 
 
 def test_the_newest_by_number_is_the_latest(tmp_path):
@@ -406,18 +376,6 @@ def test_a_save_that_another_one_of_the_path_has_overtaken_says_so(tmp_path, mon
     with pytest.raises(CheckpointError, match="another save of the same path began meanwhile"):
         save_checkpoint(path, {"number": 1})
     assert load_checkpoint(path) == {"number": 2}
-
-
-def test_a_file_of_before_that_holds_what_torch_does_not_read_says_so(tmp_path):
-    path = tmp_path / "a.pt"
-    torch.save(Colour.RED, path)
-    data = path.read_bytes()
-    sums = f"size={len(data):020d} crc32={zlib.crc32(data):08x}"
-    record = f"elasticlib checkpoint 1 {sums}\n".encode()
-    path.write_bytes(data[:-2] + len(record).to_bytes(2, "little") + record)
-    with pytest.raises(CheckpointError, match=r"a\.pt is whole, but not readable") as refused:
-        load_checkpoint(path)
-    assert not isinstance(refused.value, CheckpointCorrupt)
 
 
 def test_a_file_of_a_newer_version_is_not_taken_for_damaged(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import until
-from older_state import in_words
+from sample_states import in_words
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import memory

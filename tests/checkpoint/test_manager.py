@@ -27,7 +27,6 @@ from elasticlib.errors import (
     CheckpointRefused,
     ConfigError,
 )
-from elasticlib.launch.commands import main
 
 
 def state(value: int) -> dict[str, Any]:
@@ -340,7 +339,7 @@ def test_pruning_by_hand_leaves_what_a_live_writer_is_at(tmp_path: Path) -> None
     mine, left = folder / f"state.{token}.9.pack", folder / "state.0123456789abcdef.1.pack"
     for path in (mine, left):
         path.write_bytes(b"half")
-    assert main(["checkpoints", "prune", str(tmp_path), "--keep-last", "1"]) == 0
+    CheckpointManager(tmp_path, keep_last=1).prune()
     assert os.listdir(folder) == [mine.name]
     place.gate.set()
     live.close()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import older_state
 import pytest
+import sample_states
 import torch
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
@@ -137,7 +137,7 @@ def python_random(drawn: int) -> random.Random:
 
 
 HELD: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
-    "EMA": (averaged, lambda o: older_state.in_words(o.state_dict())),
+    "EMA": (averaged, lambda o: sample_states.in_words(o.state_dict())),
     "GradScaler": (scaler, lambda o: (o.state_dict(), o.get_scale())),
     "no GradScaler": (
         lambda _: torch.amp.GradScaler("cpu", enabled=False),

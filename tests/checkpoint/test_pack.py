@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -283,3 +286,19 @@ def test_a_changed_byte_of_the_head_is_found_and_a_cut_end_too() -> None:
 def test_what_is_no_pack_is_refused(noise: bytes) -> None:
     with pytest.raises(CheckpointCorrupt):
         unpack(memoryview(bytearray(noise)))
+
+
+def test_saved_sets_are_the_same_bytes_in_every_process() -> None:
+    """Ranks compare what they hold, and strings have an order of each process's own in a set."""
+    outline = "lay_out([set('abcdefgh'), frozenset(('x', n) for n in range(9))]).head.hex()"
+    program = f"from elasticlib.checkpoint.pack import lay_out; print({outline})"
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    other = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        check=True,
+        timeout=100,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout.strip() == eval(outline, {"lay_out": lay_out})

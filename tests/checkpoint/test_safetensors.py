@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import older_state
 import pytest
 import safetensors
 import safetensors.numpy
 import safetensors.torch
+import sample_states
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -139,7 +139,7 @@ def test_each_entry_begins_at_a_multiple_of_its_elements_size(state: Any) -> Non
 
 
 def test_a_checkpoint_is_opened_by_the_readers_of_safetensors(tmp_path: Path) -> None:
-    model, optimizer = older_state.trained()
+    model, optimizer = sample_states.trained()
     tied = torch.nn.Parameter(torch.ones(2, 2))
     state = {"model": model, "optimizer": optimizer, "tied": [tied, tied.detach()], "step": 7}
     with CheckpointManager(tmp_path) as manager:
@@ -165,7 +165,7 @@ def test_a_checkpoint_is_opened_by_the_readers_of_safetensors(tmp_path: Path) ->
 def test_a_part_of_a_sharded_state_has_its_shards_under_their_paths(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        state = older_state.sharded(1)
+        state = sample_states.sharded(1)
         with CheckpointManager(tmp_path) as manager:
             manager.save(7, state)
     finally:

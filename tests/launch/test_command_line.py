@@ -56,7 +56,7 @@ def test_of_a_command_line_without_a_script_the_script_alone_is_missing(
 
 @pytest.mark.parametrize(
     ("line", "meant"),
-    [("statsu", "status"), ("status --jsno", "--json"), ("checkpoints lst", "ls")],
+    [("statsu", "status"), ("status --jsno", "--json"), ("checkpoints . --verfy", "--verify")],
 )
 def test_so_is_a_misspelt_command_and_a_flag_of_one(
     line: str, meant: str, capsys: pytest.CaptureFixture[str]
