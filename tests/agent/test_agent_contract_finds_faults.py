@@ -177,7 +177,7 @@ FAULTS = [
     (KnowsNoGroup, "test_each_worker_is_told_its_place"),
 ]
 
-SYMPTOMS = (AssertionError, FutureTimeout, RuntimeError, AttributeError)
+SYMPTOMS = (AssertionError, FutureTimeout, RuntimeError, AttributeError, ValueError)
 FUNCTIONS = (
     "test_success_is_that_of_all_workers",
     "test_a_spent_budget_ends_the_run_and_names_the_rank",

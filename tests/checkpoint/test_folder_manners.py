@@ -13,9 +13,8 @@ from managers import manager_at
 from elasticlib import CheckpointManager, FileStore
 from elasticlib.checkpoint.commit import Committer, Writer, Writers
 from elasticlib.checkpoint.folder import CheckpointFolder, Retention
-from elasticlib.checkpoint.place import LOCK, LocalPlace
+from elasticlib.checkpoint.place import LocalPlace
 from elasticlib.errors import CheckpointError, CheckpointRefused, StoreRefused
-from elasticlib.hard_lock import hard_lock
 
 
 def test_who_is_of_the_past_prunes_nothing_though_it_never_had_the_folder(tmp_path: Path) -> None:
@@ -26,22 +25,6 @@ def test_who_is_of_the_past_prunes_nothing_though_it_never_had_the_folder(tmp_pa
     with pytest.raises(CheckpointRefused, match=r"pruned.*older"):
         old.prune()
     assert (tmp_path / "step-0000000001").exists()
-
-
-def test_what_is_pruned_by_hand_is_read_while_a_job_can_commit_there(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        for step in (1, 2):
-            manager.save(step, {"a": step})
-    seen = []
-
-    def commit_meanwhile(_chunk: memoryview) -> None:
-        with hard_lock(str(tmp_path / LOCK)).acquire(timeout=0):
-            seen.append(True)
-
-    folder = CheckpointFolder(LocalPlace(tmp_path))
-    committer = Committer(folder, Writer("", "", 0, ""), Retention(last=1))
-    assert committer.prune(commit_meanwhile).deleted == (1,)
-    assert seen
 
 
 def _cut(folder: Path) -> None:

@@ -133,8 +133,8 @@ def test_a_manifest_that_is_none_though_its_sum_is_right_is_passed_over_with_the
     manager = CheckpointManager(tmp_path)
     assert (manager.latest(), manager.steps(), list(manager.verify())) == (1, [1], [2])
     assert float(manager.load()["w"][0]) == 1.0
-    for act, status in (("ls", 0), ("verify", 1)):
-        assert main(["checkpoints", act, str(tmp_path)]) == status
+    for flags, status in (([], 0), (["--verify"], 1)):
+        assert main(["checkpoints", str(tmp_path), *flags]) == status
         assert "damaged: its manifest" in capsys.readouterr().out
     # Nor does it stand in the way of what is saved after it.
     saved(tmp_path, 2, 3)

@@ -61,8 +61,9 @@ def test_two_jobs_on_one_port_are_told_apart_by_name(cluster: Cluster) -> None:
     places = cluster.job.settled(1)
     second = other.run(*flags, "--rdzv-id", "grace")
     assert second.exit_code(20.0) == 1
-    (told,) = [line for line in second.text.splitlines() if "ada" in line]
-    assert "grace" in told
+    told = [line for line in second.text.splitlines() if "ada" in line]
+    assert told
+    assert all("grace" in line for line in told), second.text
     assert "Traceback" not in second.text
     cluster.job.finish()
     assert first.exit_code() == 0
