@@ -127,7 +127,7 @@ def skip_where_mounting_is_forbidden(code: int, said: str) -> None:
 
 def test_workers_restart_without_snapshots_where_shared_memory_is_full(job: Job) -> None:
     (job.folder / "script.py").write_text(FILLS_MEMORY)
-    quick = ("--standalone", "--start-method=spawn", "--restart-backoff=0", "--max-restarts=2")
+    quick = ("--standalone", "--start-method=spawn", "--max-restarts=2")
     command = (sys.executable, "-m", "elasticlib.launch", *quick, str(job.folder / "script.py"))
     node = job.start("a", *IN_LITTLE_MEMORY, *command, PYTHONPATH=WITHOUT_TORCH)
     code = node.exit_code()
