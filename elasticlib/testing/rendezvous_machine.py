@@ -77,14 +77,16 @@ class RendezvousMachine(RuleBasedStateMachine):
         self._moment = moment
         self._agents: list[Agent] = []
         self._closed = False
+        # The agents that were here when the job was closed. While one of them is alive, an agent
+        # that starts gets the job's result; after that, it would start a new run.
+        self._ended_with: list[Agent] = []
         self._came = 0
 
     def teardown(self) -> None:
         self._cluster.close()
 
     @precondition(lambda self: len(self._agents) < AGENTS and self._came < len(NAMES))
-    # Who comes when a job is over and all have left may be late for it, or begin another.
-    @precondition(lambda self: self._agents or not self._closed)
+    @precondition(lambda self: self._ended_with or not self._closed)
     @rule()
     def join(self) -> None:
         node = self._cluster.node(NAMES[self._came], LEAST, MOST, max_restarts=1000)
@@ -96,6 +98,8 @@ class RendezvousMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, AGENTS - 1))
     def leave(self, which: int) -> None:
         agent = self._agents.pop(which % len(self._agents))
+        if agent in self._ended_with:
+            self._ended_with.remove(agent)
         before = 0 if agent.held is None else agent.held.generation
         assert agent.node.leaves() is True
         self._settles(after=before)
@@ -130,7 +134,9 @@ class RendezvousMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, AGENTS - 1))
     def close(self, which: int) -> None:
         self._agents[which % len(self._agents)].node.handler.set_closed()
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            self._ended_with = list(self._agents)
         self._settles()
 
     def _members(self) -> list[Agent]:
