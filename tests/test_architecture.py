@@ -296,9 +296,9 @@ def test_every_public_name_can_be_had() -> None:
     assert python("import elasticlib; [getattr(elasticlib, n) for n in elasticlib.__all__]") == 0
 
 
-def test_a_suite_is_found_and_the_simulator_needs_none() -> None:
+def test_contract_suites_are_imported_with_their_dependencies_on_first_use() -> None:
     code = (
-        "import sys, elasticlib.testing.simulation, elasticlib.testing as testing; "
+        "import sys, elasticlib.testing as testing; "
         "assert not {'pytest', 'hypothesis'} & set(sys.modules); "
         "[getattr(testing, name) for name in testing.__all__]"
     )
