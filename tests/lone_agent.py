@@ -10,20 +10,17 @@ from typing import Any
 from jobs import until
 
 from elasticlib import (
-    BootstrapStoreInfo,
     Command,
     ElasticAgent,
-    LocalElasticAgent,
     Node,
     RendezvousHandler,
-    RendezvousInfo,
     RunResult,
-    WorkerExit,
-    WorkerGroup,
     Workers,
     WorkerSpec,
-    deal_seats,
 )
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.spec import WorkerGroup
 
 
 class LoneNode(RendezvousHandler):
@@ -122,7 +119,7 @@ def running(
     workers: OneWorker,
     handler: RendezvousHandler | None = None,
     *,
-    kind: Callable[..., ElasticAgent] = LocalElasticAgent,
+    kind: Callable[..., ElasticAgent] = ElasticAgent,
     **settings: Any,
 ) -> Iterator[Run]:
     """An agent whose worker is up; in the end it has ended, and its threads with it."""

@@ -774,6 +774,3 @@ _ACTS: Mapping[type[Command], Callable[[ElasticAgent, Any], object]] = {
     policy.Hung: ElasticAgent._hung,
 }
 """What is done for each command of a machine."""
-
-LocalElasticAgent = ElasticAgent
-"""The name that torch has for it; what runs the workers is given in either case."""

@@ -31,12 +31,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from elasticlib import (
     CheckpointManager,
-    CollateOrEmpty,
     ElasticBatchSampler,
     ElasticDistributedSampler,
     context,
     ignore_signals_worker_init,
 )
+from elasticlib.data.batch_sampler import CollateOrEmpty
 from elasticlib.errors import ConfigError
 
 ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")

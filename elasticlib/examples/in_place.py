@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elasticlib
-from elasticlib import CheckpointManager, CollateOrEmpty, ElasticBatchSampler
+from elasticlib import CheckpointManager, ElasticBatchSampler
 from elasticlib import ElasticDistributedSampler as Sampler
+from elasticlib.data.batch_sampler import CollateOrEmpty
 from elasticlib.in_place.steps import Steps
 
 SAMPLES, GLOBAL_BATCH, EPOCHS, SAVE_EVERY = 80, 8, 3, 5

@@ -24,7 +24,7 @@ LOOK_SECONDS = 2e-4
 
 @attrs.frozen
 class Stop:
-    """Save, and end. reason: `preempted`, `resize` or `drain`; see `elasticlib.Notice`.
+    """Save, and end. reason: `preempted`, `resize` or `drain`; see `Notice`.
     deadline: until when, on this machine's monotonic clock; then the agent ends this worker."""
 
     reason: str

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lone_agent import LoneNode, OneWorker, running
 
-from elasticlib import MemoryStore, Node, RendezvousInfo, Store, deal_seats
+from elasticlib import MemoryStore, Node, Store
 from elasticlib.agent.interface import Cause
 from elasticlib.agent.report import cause_of, first_cause, post_cause, post_failed
 from elasticlib.errors import RendezvousClosed, RendezvousTimeout
-from elasticlib.rendezvous.interface import Change, ChangeKind
+from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousInfo, deal_seats
 from elasticlib.rendezvous.layout import Keys, StoredJob
 from elasticlib.stores.interface import CompareSet, Listing
 from elasticlib.workers.exit import WorkerExit

@@ -15,19 +15,17 @@ import pytest
 from jobs import until
 
 from elasticlib import (
-    BootstrapStoreInfo,
     Command,
-    LocalElasticAgent,
+    ElasticAgent,
     LocalWorkers,
     Node,
     RendezvousHandler,
-    RendezvousInfo,
     RunResult,
     WorkerSpec,
     WorkerState,
-    deal_seats,
 )
 from elasticlib.errors import RendezvousTimeout
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.workers.spec import Ladder
 
 
@@ -74,9 +72,9 @@ class Supervised:
         self.result: RunResult | None = None
         self._thread: threading.Thread | None = None
 
-    def agent(self, line: str, max_restarts: int = 0, grace: float = 30.0) -> LocalElasticAgent:
+    def agent(self, line: str, max_restarts: int = 0, grace: float = 30.0) -> ElasticAgent:
         spec = WorkerSpec(Command("sh", ("-c", line, "sh", str(self.folder))), 2)
-        return LocalElasticAgent(
+        return ElasticAgent(
             spec,
             self.handler,
             LocalWorkers(os.environ),
@@ -88,7 +86,7 @@ class Supervised:
     def run(self, line: str, max_restarts: int = 0, grace: float = 30.0) -> RunResult:
         return self.agent(line, max_restarts, grace).run()
 
-    def begin(self, line: str) -> LocalElasticAgent:
+    def begin(self, line: str) -> ElasticAgent:
         agent = self.agent(line)
 
         def work() -> None:

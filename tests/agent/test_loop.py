@@ -25,7 +25,6 @@ from elasticlib import (
     StaticRendezvousHandler,
     WorkerSpec,
     WorkerState,
-    deal_seats,
 )
 from elasticlib.agent.hang import HangLimits
 from elasticlib.agent.options import AgentOptions
@@ -33,6 +32,7 @@ from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.observe.event import Event
 from elasticlib.observe.journal import Journal, NodeJournal, View
+from elasticlib.rendezvous.interface import deal_seats
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.interface import Heartbeat, Notice
 

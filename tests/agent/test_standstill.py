@@ -10,12 +10,13 @@ import pytest
 from jobs import until
 from lone_agent import OneWorker, Run, running
 
-from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerGroup, WorkerState
+from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerState
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Limits, Timing
 from elasticlib.rendezvous.layout import Keys
 from elasticlib.rendezvous.node import Standstill
 from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.workers.spec import WorkerGroup
 
 PATIENCE = 60.0
 LOOP = 1.0

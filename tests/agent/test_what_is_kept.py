@@ -10,9 +10,11 @@ import pytest
 from jobs import until
 from lone_agent import OneWorker, running
 
-from elasticlib import AgentOptions, RendezvousInfo, WorkerGroup, WorkerState
+from elasticlib import AgentOptions, WorkerState
 from elasticlib.agent.interface import Memory
 from elasticlib.observe.journal import NodeJournal
+from elasticlib.rendezvous.interface import RendezvousInfo
+from elasticlib.workers.spec import WorkerGroup
 
 
 class Kept(Memory):

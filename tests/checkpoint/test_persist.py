@@ -16,20 +16,13 @@ import torch
 from jobs import until
 from managers import manager_at
 
-from elasticlib import (
-    BootstrapStoreInfo,
-    CheckpointManager,
-    MemoryStore,
-    Node,
-    RendezvousInfo,
-    Store,
-    deal_seats,
-)
+from elasticlib import CheckpointManager, MemoryStore, Node, Store
 from elasticlib.checkpoint.folder import CheckpointFolder
 from elasticlib.checkpoint.memory import Record, Slots
 from elasticlib.checkpoint.pack import fill, lay_out
 from elasticlib.checkpoint.persist import LastWrites
 from elasticlib.checkpoint.place import Disk, LocalPlace
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 
 PLACE: dict[str, object] = {"run": "job", "launch": "first", "generation": 3}
 

@@ -18,19 +18,7 @@ import attrs
 import pytest
 from jobs import until
 
-from elasticlib import (
-    BootstrapStoreInfo,
-    CheckpointManager,
-    MemoryStore,
-    Node,
-    RendezvousInfo,
-    Script,
-    Store,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    deal_seats,
-)
+from elasticlib import CheckpointManager, MemoryStore, Node, Script, Store, WorkerSpec
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.memory import Found, Record, word_sum
 from elasticlib.checkpoint.replicas import (
@@ -42,8 +30,10 @@ from elasticlib.checkpoint.replicas import (
 )
 from elasticlib.errors import CheckpointError, ConfigError, StoreRefused
 from elasticlib.launch.elastic_launch import STRANGERS, snapshot_stores
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
+from elasticlib.workers.spec import Worker, WorkerGroup
 
 SECRET = b"the secret of the job"
 

@@ -21,15 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from vanishing import vanishing
 
-from elasticlib import (
-    BootstrapStoreInfo,
-    Node,
-    RendezvousInfo,
-    Script,
-    WorkerGroup,
-    WorkerSpec,
-    deal_seats,
-)
+from elasticlib import Node, Script, WorkerSpec
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.memory import Record
 from elasticlib.checkpoint.pack import lay_out, unpack
@@ -38,6 +30,8 @@ from elasticlib.checkpoint.replicas import SnapshotKeeper
 from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.elastic_launch import snapshot_stores
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.workers.spec import WorkerGroup
 
 
 class Agent:

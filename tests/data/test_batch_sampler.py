@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
-from elasticlib import CollateOrEmpty, ElasticBatchSampler, ElasticDistributedSampler
+from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
+from elasticlib.data.batch_sampler import CollateOrEmpty
 from elasticlib.errors import ConfigError
 
 worlds = st.integers(1, 7)

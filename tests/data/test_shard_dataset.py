@@ -20,12 +20,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from elasticlib import (
-    CollateOrEmpty,
-    ElasticBatchSampler,
-    ElasticDistributedSampler,
-    ShardDataset,
-)
+from elasticlib import ElasticBatchSampler, ElasticDistributedSampler, ShardDataset
+from elasticlib.data.batch_sampler import CollateOrEmpty
 from elasticlib.data.position import share_of
 from elasticlib.errors import ConfigError, StateMismatch
 

@@ -198,7 +198,8 @@ def test_a_killed_guardian_is_replaced_and_the_next_clears_up_after_its_agent(jo
 
 HOST = """
 import os, signal, sys
-from elasticlib import Command, LocalWorkers, Worker, WorkerGroup, WorkerSpec
+from elasticlib import Command, LocalWorkers, WorkerSpec
+from elasticlib.workers.spec import Worker, WorkerGroup
 
 workers = LocalWorkers(os.environ)
 group = WorkerSpec(Command("sleep", ("600",))), (Worker(0, 0, 0, 1, 1),)

@@ -16,6 +16,7 @@ from training import Job
 import elasticlib
 from elasticlib import CheckpointManager, ElasticBatchSampler, ElasticDistributedSampler
 from elasticlib.errors import ConfigError
+from elasticlib.in_place.steps import Steps
 
 
 def batches(samples: int = 10, batch: int = 4) -> ElasticBatchSampler:
@@ -64,7 +65,7 @@ def test_the_last_step_is_saved_without_being_asked_for(tmp_path: Path) -> None:
         assert manager.steps() == [3]
 
 
-def fails_in_its_second_step(loop: elasticlib.Steps) -> None:
+def fails_in_its_second_step(loop: Steps) -> None:
     for attempt in loop:
         with attempt:
             _ = 1 / (2 - attempt.step)

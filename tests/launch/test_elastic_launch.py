@@ -20,11 +20,11 @@ from elasticlib import (
     CheckpointManager,
     ChildFailedError,
     LaunchConfig,
-    SignalException,
     WorkerState,
     context,
     elastic_launch,
 )
+from elasticlib.compat.failures import SignalException
 from elasticlib.errors import ConfigError
 
 pytestmark = pytest.mark.faults

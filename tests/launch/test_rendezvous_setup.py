@@ -9,16 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from jobs import until
 
-from elasticlib import (
-    DynamicRendezvousHandler,
-    Limits,
-    MemoryStore,
-    Node,
-    RendezvousInfo,
-    TcpStoreServer,
-    Timing,
-)
+from elasticlib import DynamicRendezvousHandler, Limits, MemoryStore, Node, TcpStoreServer, Timing
 from elasticlib.launch.rendezvous_setup import Meeting
+from elasticlib.rendezvous.interface import RendezvousInfo
 
 CLOSE = 0.2
 TIMING = Timing(lease=30.0, refresh=0.1, close=CLOSE)

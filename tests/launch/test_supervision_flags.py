@@ -6,11 +6,12 @@ import signal
 
 import pytest
 
-from elasticlib import AgentOptions, Notice
+from elasticlib import AgentOptions
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.config import LaunchConfig, SupervisionOptions
 from elasticlib.launch.flags import build_parser
+from elasticlib.workers.interface import Notice
 
 TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2

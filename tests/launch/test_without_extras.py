@@ -1,5 +1,4 @@
-"""prometheus-client and matplotlib taken away: all else works, metrics too, and who needs one
-names its extra."""
+"""A job, each command and all imports work where prometheus-client is not installed."""
 
 from __future__ import annotations
 
@@ -91,31 +90,22 @@ def test_a_job_and_each_command_about_it(job: Job) -> None:
     page = job.folder / "run.html"
     said(job, "report", "plain", "-o", str(page))
     assert "<svg" in page.read_text()
-    drawn = subprocess.run(
-        (sys.executable, "-c", DRAWN, str(page)),
+    imported = subprocess.run(
+        (sys.executable, "-c", IMPORT_ALL, str(page)),
         env=environment(job),
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
-    assert drawn.returncode == 0, drawn.stderr
-    assert "pip install 'elasticlib[plot]'" in drawn.stdout
+    assert imported.returncode == 0, imported.stderr
 
 
-DRAWN = """
+IMPORT_ALL = """
 import importlib, pkgutil
 import elasticlib
-from elasticlib.errors import ConfigError
-from elasticlib.rendezvous.document import Limits
-from elasticlib.testing.drawing import draw
-from elasticlib.testing.simulation import Simulation
 
 assert "<svg" in elasticlib.report("plain")._repr_html_()
-try:
-    draw(Simulation(1, Limits(1, 1), nodes=1).run())
-except ConfigError as error:
-    print(error)
 # Who imports these needs the extras of frameworks.
 skipped = "integrations.", "examples.with_"
 for found in pkgutil.walk_packages(elasticlib.__path__, "elasticlib."):

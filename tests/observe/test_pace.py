@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 import pytest
 
-from elasticlib import Context
 from elasticlib.observe.event import KINDS, Event, decode, encode
 from elasticlib.observe.step_watch import EVERY_SECONDS, SOON_SECONDS, StepWatch
 from elasticlib.workers.channel import Channel
+from elasticlib.workers.context import Context
 from elasticlib.workers.interface import Heartbeat
 
 
