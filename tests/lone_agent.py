@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jobs import until
-
 from elasticlib import (
     BootstrapStoreInfo,
     Command,
@@ -24,6 +22,7 @@ from elasticlib import (
     WorkerSpec,
     deal_seats,
 )
+from elasticlib.testing.waiting import wait_until
 
 
 class LoneNode(RendezvousHandler):
@@ -130,9 +129,9 @@ def running(
     spec = WorkerSpec(Command("none"))
     run = Run(kind(spec, handler or LoneNode(), workers, **settings))
     try:
-        until("the worker to be up", workers.up.is_set)
+        wait_until("the worker to be up", workers.up.is_set)
         yield run
     finally:
         workers.finish()
         run.result()
-        until("the run's threads to end", lambda: set(threading.enumerate()) <= before)
+        wait_until("the run's threads to end", lambda: set(threading.enumerate()) <= before)
