@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jobs import until
-
 from elasticlib import (
     Command,
     ElasticAgent,
@@ -19,6 +17,7 @@ from elasticlib import (
     WorkerSpec,
 )
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.spec import WorkerGroup
 
@@ -127,9 +126,9 @@ def running(
     spec = WorkerSpec(Command("none"))
     run = Run(kind(spec, handler or LoneNode(), workers, **settings))
     try:
-        until("the worker to be up", workers.up.is_set)
+        wait_until("the worker to be up", workers.up.is_set)
         yield run
     finally:
         workers.finish()
         run.result()
-        until("the run's threads to end", lambda: set(threading.enumerate()) <= before)
+        wait_until("the run's threads to end", lambda: set(threading.enumerate()) <= before)

@@ -23,8 +23,9 @@ from ..rendezvous.interface import RendezvousHandler
 from ..stores.memory import MemoryStore
 from ..workers.spec import Entrypoint, Ladder, WorkerSpec
 from .agent_stage import Scene, Stage
-from .rendezvous_cluster import in_thread, until
+from .rendezvous_cluster import in_thread
 from .rendezvous_over_store import Listener
+from .waiting import wait_until
 
 WORKERS = 2
 """A node."""
@@ -158,7 +159,9 @@ class Job:
         try:
             for node in self.nodes:
                 node.end()
-            until("nothing to be left of the workers", lambda: not self.stage.left(), self._moment)
+            wait_until(
+                "nothing to be left of the workers", lambda: not self.stage.left(), self._moment
+            )
         finally:
             for node in self.nodes:
                 node.free()

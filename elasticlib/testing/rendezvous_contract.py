@@ -20,8 +20,9 @@ from ..rendezvous.interface import ChangeKind
 from .rendezvous_cluster import Cluster as Cluster
 from .rendezvous_cluster import HandlerRequest as HandlerRequest
 from .rendezvous_cluster import MakeHandler as MakeHandler
-from .rendezvous_cluster import Node, closed, until
+from .rendezvous_cluster import Node, closed
 from .rendezvous_machine import RendezvousMachine
+from .waiting import wait_until
 
 _RUNS = (f"run-{number}" for number in itertools.count())
 
@@ -137,7 +138,7 @@ class RendezvousContract:
         cluster.settled(first, second)
         first.handler.set_closed()
         for node in (first, second):
-            until("is_closed to say so", node.handler.is_closed, self.patience)
+            wait_until("is_closed to say so", node.handler.is_closed, self.patience)
             assert node.change().kind.final
             assert closed(node.join(), self.patience)
 

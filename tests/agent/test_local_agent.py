@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import until
 
 from elasticlib import (
     Command,
@@ -26,6 +25,7 @@ from elasticlib import (
 )
 from elasticlib.errors import RendezvousTimeout
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import Ladder
 
 
@@ -103,7 +103,7 @@ class Supervised:
         return self.result
 
     def poll(self, name: str) -> None:
-        until(name, (self.folder / name).exists)
+        wait_until(name, (self.folder / name).exists)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def supervised(tmp_path: Path) -> Iterator[Supervised]:
     before = set(threading.enumerate())
     yield Supervised(tmp_path)
     # Who told of a worker's end ends a moment later.
-    until("its threads to end", lambda: set(threading.enumerate()) <= before)
+    wait_until("its threads to end", lambda: set(threading.enumerate()) <= before)
 
 
 def test_success_is_a_result(supervised: Supervised) -> None:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from jobs import until
 from lone_agent import OneWorker, Run, running
 
 from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerState
@@ -16,6 +15,7 @@ from elasticlib.rendezvous.document import Limits, Timing
 from elasticlib.rendezvous.layout import Keys
 from elasticlib.rendezvous.node import Standstill
 from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import WorkerGroup
 
 PATIENCE = 60.0
@@ -98,7 +98,7 @@ def together(*workers: Recorded, after: int) -> int:
         number, nodes = max(found)
         return number if len(found) == 1 and nodes == len(workers) and number > after else 0
 
-    return until(f"all to be together after generation {after}", look)
+    return wait_until(f"all to be together after generation {after}", look)
 
 
 def test_the_others_go_on_without_a_node_whose_loop_stands_still_until_it_turns() -> None:
@@ -106,7 +106,9 @@ def test_the_others_go_on_without_a_node_whose_loop_stands_still_until_it_turns(
     with running(a, nodes.handler("a")) as first, running(b, nodes.handler("b")) as second:
         before = together(a, b, after=0), len(a.history)
         with a.standing_still():
-            until("b to go on alone", lambda: b.groups[-1][1] == 1 and b.groups[-1][0] > before[0])
+            wait_until(
+                "b to go on alone", lambda: b.groups[-1][1] == 1 and b.groups[-1][0] > before[0]
+            )
             assert nodes.here() == {"b"}
             assert len(a.history) == before[1], "nobody stopped what the loop did not"
         together(a, b, after=before[0])
@@ -119,8 +121,8 @@ def test_a_node_whose_place_nobody_took_goes_on_where_it_was() -> None:
     nodes, workers = Nodes(1, 1), Recorded()
     with running(workers, nodes.handler("a")) as run:
         with workers.standing_still():
-            until("its lease to end", lambda: not nodes.here())
-        until("it to be there again", lambda: nodes.here() == {"a"})
+            wait_until("its lease to end", lambda: not nodes.here())
+        wait_until("it to be there again", lambda: nodes.here() == {"a"})
         assert finished((workers, run)) == [WorkerState.SUCCEEDED]
     assert workers.history == ["start"]
 

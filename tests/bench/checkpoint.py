@@ -48,6 +48,7 @@ from elasticlib.checkpoint.folder import CheckpointFolder, Retention
 from elasticlib.checkpoint.place import LocalPlace, new_memory
 from elasticlib.checkpoint.restore import restore_from
 from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
+from elasticlib.testing.waiting import wait_until
 
 CHUNK = 16 << 20
 State = dict[str, torch.Tensor]
@@ -185,8 +186,11 @@ def first_in_memory(ways: Ways, state: State) -> None:
     with agents_memory() as memory:
         memory.prepare(0, state)
         size, slots = sum(tensor.nbytes for tensor in state.values()), Path(memory.folder)
-        while sum(slot.stat().st_blocks * 512 for slot in slots.iterdir()) < size:
-            time.sleep(0.05)
+
+        def is_populated() -> bool:
+            return sum(slot.stat().st_blocks * 512 for slot in slots.iterdir()) >= size
+
+        wait_until("the memory of the slots to be populated", is_populated)
         time.sleep(0.05)
         made = memory.snapshot(1, state)
         assert made is not None

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import until
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import memory
+from elasticlib.testing.waiting import wait_until
 
 KINDS = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -77,7 +77,7 @@ def test_a_new_job_has_the_memory_of_its_first_snapshot_before_it_is_made(
     size = sum(one.nbytes for one in state["model"].parameters())
     with CheckpointManager(tmp_path / "disk") as manager:
         assert not manager.restore(state)
-        until("its pages", lambda: sum(resident(kept).values()) >= size and idle(manager))
+        wait_until("its pages", lambda: sum(resident(kept).values()) >= size and idle(manager))
         before = resident(kept)
         train(state, 1)
         assert manager.snapshot(1, state)
@@ -94,7 +94,7 @@ def test_so_does_a_rank_that_has_a_part_of_a_sharded_state(tmp_path: Path, kept:
         state["optimizer"] = KINDS["adamw"](state["model"])
         with CheckpointManager(tmp_path / "disk") as manager:
             assert not manager.restore(state)
-            until("its slot", lambda: resident(kept) and idle(manager))
+            wait_until("its slot", lambda: resident(kept) and idle(manager))
             before = resident(kept)
             train(state, 1)
             assert manager.snapshot(1, state)
@@ -119,7 +119,7 @@ def test_a_job_that_goes_on_from_a_disk_has_it_too(tmp_path: Path, kept: Path) -
     state = made()
     with CheckpointManager(tmp_path / "disk") as manager:
         assert manager.restore(state).source == "disk"
-        until("its slot", lambda: resident(kept) and idle(manager))
+        wait_until("its slot", lambda: resident(kept) and idle(manager))
         before = resident(kept)
         train(state, 2)
         assert manager.snapshot(2, state)
@@ -148,7 +148,7 @@ def test_an_object_with_a_state_of_its_own_is_not_asked_and_the_slot_grows_for_i
     state = made() | {"average": Average(asked)}
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        until("its slot", lambda: resident(kept) and idle(manager))
+        wait_until("its slot", lambda: resident(kept) and idle(manager))
         assert asked == []
         (before,) = resident(kept)
         train(state, 1)
@@ -160,7 +160,7 @@ def test_an_object_with_a_state_of_its_own_is_not_asked_and_the_slot_grows_for_i
     with CheckpointManager(tmp_path / "disk") as manager:
         assert manager.restore(found).source == "memory"
         # How large the last one was is known.
-        until("its slot", lambda: resident(kept) and idle(manager))
+        wait_until("its slot", lambda: resident(kept) and idle(manager))
         (pages,) = resident(kept).values()
         assert needed <= pages < needed + memory.RECORD_BYTES
     assert found["average"].values.eq(1).all()
@@ -184,7 +184,7 @@ def test_a_job_that_saves_without_snapshots_gets_the_memory_back(
     state = made()
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        until("its slot", lambda: resident(kept))
+        wait_until("its slot", lambda: resident(kept))
         manager.save(1, state).wait()
         assert [*kept.iterdir()] == []
         assert manager.snapshot(2, state), "it may change its mind"
@@ -201,7 +201,7 @@ def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_me
     # One that dies leaves its slot to the next start of the workers.
     left = CheckpointManager(tmp_path / "disk")
     left.restore(made())
-    until("its slot", lambda: [*kept.iterdir()])
+    wait_until("its slot", lambda: [*kept.iterdir()])
     memory.remove_torn(kept.parent, 2)
     assert [*kept.iterdir()] == []
     left.close()

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from interrupts import Interrupter
-from jobs import until
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.pack import unpack
 from elasticlib.errors import CheckpointError
+from elasticlib.testing.waiting import wait_until
 
 TRACED = ("checkpoint/", "threads.py", threading.__file__)
 SNAPSHOTS = ("checkpoint/manager.py", "checkpoint/snapshots.py", "checkpoint/memory.py")
@@ -62,7 +62,7 @@ def assert_next_snapshot_works(manager: CheckpointManager, kept: Path, step: int
     assert manager.snapshot(step, state_of(step))
     assert newest_step(kept) == step
     (newest,) = [one for one in memory.look(kept) if one.record.step == step]
-    until("the checksum", lambda: memory.sum_of(kept, newest) is not None)
+    wait_until("the checksum", lambda: memory.sum_of(kept, newest) is not None)
 
 
 @pytest.mark.parametrize("grows", [False, True], ids=["same size", "larger each time"])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Job, until
+from jobs import Job
 from managers import Gated, manager_at
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
@@ -27,6 +27,7 @@ from elasticlib.errors import (
     CheckpointRefused,
     ConfigError,
 )
+from elasticlib.testing.waiting import wait_until
 
 
 def state(value: int) -> dict[str, Any]:
@@ -403,7 +404,7 @@ def test_a_stop_and_the_end_of_the_process_wait_for_what_was_saved(
     command = (sys.executable, "-m", "elasticlib.launch", "--standalone", "--max-restarts", "0")
     node = job.start("a", *command, str(tmp_path / "ending.py"), str(tmp_path / "kept"))
     manager = CheckpointManager(tmp_path / "kept")
-    until("a checkpoint", manager.latest)
+    wait_until("a checkpoint", manager.latest)
     node.signal(signal.SIGTERM)
     node.exit_code()
     assert "an error of the script's own" in node.text

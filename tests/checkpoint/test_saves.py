@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import until
 from managers import Gated, told
 from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.folder import summed
 from elasticlib.errors import CheckpointError, ConfigError
+from elasticlib.testing.waiting import wait_until
 
 
 def state(value: float) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_a_failure_that_somebody_has_seen_is_not_raised_again(tmp_path: Path) ->
     manager.wait()
     assert full in str(other.error)
     last = manager.save(3, state(3))
-    until("its end", last.done)
+    wait_until("its end", last.done)
     assert full in str(last.error)
     assert full in repr(last)
     place.full = False

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import until
 from managers import told
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.place import Disk, LocalPlace
 from elasticlib.errors import CheckpointError
+from elasticlib.testing.waiting import wait_until
 
 Act = Callable[[Path], object]
 Play = Callable[[Act, Act], list[Any]]
@@ -32,7 +32,7 @@ class Gated(Disk):
         self.gate = gate
 
     def sync(self, handle: int) -> None:
-        until("the gate", self.gate.exists)
+        wait_until("the gate", self.gate.exists)
         super().sync(handle)
 
 

@@ -22,9 +22,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from jobs import until
 from ports import free_port
 
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.channel import VARIABLE, Channel
 from elasticlib.workers.interface import REASONS
 from elasticlib.workers.spec import SNAPSHOTS
@@ -150,7 +150,7 @@ class Agent:
             channel.ask(RESIZE, deadline)
         call = 0
         for channel in channels:
-            until("it is in no call", lambda c=channel: c.earliest_stop() is not None)
+            wait_until("it is in no call", lambda c=channel: c.earliest_stop() is not None)
             call = max(call, channel.earliest_stop() or 0)
         for channel in channels:
             channel.tell_stop(call, RESIZE, deadline)
@@ -163,7 +163,7 @@ class Agent:
             return self.channels[number].is_out
 
         for number in numbers:
-            until(f"worker {number} is out", partial(look, number))
+            wait_until(f"worker {number} is out", partial(look, number))
 
     def lines(self, number: int) -> list[dict[str, Any]]:
         """What a worker has written down."""
@@ -180,7 +180,7 @@ class Agent:
         )
 
     def until_step(self, numbers: Sequence[int], step: int) -> None:
-        until(f"workers {numbers} at step {step}", lambda: self.steps(numbers) >= step)
+        wait_until(f"workers {numbers} at step {step}", lambda: self.steps(numbers) >= step)
 
     def until_applied(self, number: int, step: int) -> None:
         """Until its optimizer has done this step."""
@@ -188,7 +188,7 @@ class Agent:
         def look() -> bool:
             return any(line.get("applied", 0) >= step for line in self.lines(number))
 
-        until(f"worker {number} has applied step {step}", look)
+        wait_until(f"worker {number} has applied step {step}", look)
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Until these have come to the end of their training."""

@@ -17,8 +17,10 @@ from in_place_runs import (
     pids,
     undisturbed,
 )
-from jobs import Job, until
+from jobs import Job
 from processes import alive
+
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
@@ -65,7 +67,7 @@ def test_all_workers_killed_while_the_group_is_mended_come_back_from_the_agents_
     kill(before[0])
     time.sleep(0.02)
     kill(*before[1:])
-    until("all to be dead", lambda: not any(alive(worker.pid) for worker in before))
+    wait_until("all to be dead", lambda: not any(alive(worker.pid) for worker in before))
     step = training.last_step
     after = training.at_work(3)
     assert not pids(before) & pids(after)

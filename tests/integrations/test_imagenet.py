@@ -14,11 +14,12 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from jobs import Job, Node, until
+from jobs import Job, Node
 from processes import children, workers_of
 
 from elasticlib import CheckpointManager
 from elasticlib.examples.imagenet import DRAWN, Images, draw_images
+from elasticlib.testing.waiting import wait_until
 
 LAUNCH = (sys.executable, "-m", "elasticlib.launch", "--standalone")
 SCRIPT = Path(__file__).parents[2] / "elasticlib/examples/imagenet.py"
@@ -159,7 +160,7 @@ def test_a_worker_killed_at_the_end_of_an_epoch_has_it_scored_and_trains_on_none
     run = Run(job, "run", drawn)
     node = run.start(2)
     node.says(rf"epoch 0 step {STEPS_AN_EPOCH} ")
-    os.kill(until("workers", lambda: workers_of(node.pid))[0], signal.SIGKILL)
+    os.kill(wait_until("workers", lambda: workers_of(node.pid))[0], signal.SIGKILL)
     assert node.exit_code() == 0, node.text
     check_validated(node)
     assert calm[1].exit_code() == 0, calm[1].text

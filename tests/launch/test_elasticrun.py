@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from jobs import Job, check_one_world, until
+from jobs import Job, check_one_world
 from ports import free_port
 
 from elasticlib import EtcdStore
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -199,13 +200,13 @@ def test_the_host_of_the_store_serves_until_the_others_have_ended(job: Job) -> N
     endpoint = f"127.0.0.1:{free_port()}"
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint)
     host = job.run("host", *flags)
-    until("the store", lambda: "hosts the store" in host.text)
+    wait_until("the store", lambda: "hosts the store" in host.text)
     guest = job.run("guest", *flags)
     job.settled(2)
     (job.folder / "fail.host").touch()
     alone = job.settled(1, after=1)
     assert alone[0]["node"] == "guest"
-    until("the host to say what it waits for", lambda: "still serving the store" in host.text)
+    wait_until("the host to say what it waits for", lambda: "still serving the store" in host.text)
     job.finish()
     assert guest.exit_code() == 0
     assert host.exit_code() == 1

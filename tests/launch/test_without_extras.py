@@ -9,10 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, until
+from jobs import PROGRAMS, WITHOUT_TORCH, Job
 from test_observe_port import TALKER, get
 
 from elasticlib.launch.command_tools import CLEAR
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 NO_EXTRAS = str(PROGRAMS / "no_extras")
@@ -72,7 +73,7 @@ def test_a_job_and_each_command_about_it(job: Job) -> None:
         PYTHONPATH=os.pathsep.join((NO_EXTRAS, WITHOUT_TORCH)),
     )
     address = agent.says(r"observed at http://(127\.0\.0\.1:\d+)/healthz").group(1)
-    until("both workers", lambda: all((job.folder / f"talks.0.{n}").exists() for n in (0, 1)))
+    wait_until("both workers", lambda: all((job.folder / f"talks.0.{n}").exists() for n in (0, 1)))
     assert get(address, "/healthz") == (200, "RUNNING\n")
     assert get(address, "/status.json")[0] == 200
     code, words = get(address, "/metrics")

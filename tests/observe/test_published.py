@@ -12,7 +12,6 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import until
 
 from elasticlib.clock import monotonic, wall
 from elasticlib.errors import StoreUnavailable
@@ -37,6 +36,7 @@ from elasticlib.rendezvous.ranks import deal_shards
 from elasticlib.stores.interface import Entry, Store
 from elasticlib.stores.keyspace import Limits as StoreLimits
 from elasticlib.stores.memory import MemoryStore
+from elasticlib.testing.waiting import wait_until
 
 COUNTS = st.integers(0, 10**6)
 SECONDS = st.floats(0, 1e6)
@@ -259,14 +259,14 @@ def test_a_status_goes_with_its_node_and_wakes_no_node_that_leads(
         return found.state
 
     with Publisher(theirs, "job", "id0", lambda: now[0]) as publisher:
-        until("its status", lambda: StatusReader(ours, "job").read())
+        wait_until("its status", lambda: StatusReader(ours, "job").read())
         assert state() is JobState.RUNNING
         now[0] = Published(attrs.evolve(running, state=JobState.DRAINING), 0.0, 3.0)
         publisher.wake()
-        until("its new state", lambda: state() is JobState.DRAINING)
+        wait_until("its new state", lambda: state() is JobState.DRAINING)
     assert not ours.wait(Keys("job").job, after=version, timeout=0.0)
     theirs.close()
-    until("its status to be gone", lambda: not StatusReader(ours, "job").read())
+    wait_until("its status to be gone", lambda: not StatusReader(ours, "job").read())
 
 
 @pytest.mark.parametrize("skew", [-3600.0, -50.0, 0.0, 50.0, 3600.0])
@@ -312,12 +312,12 @@ def test_a_store_that_is_away_ends_no_publishing() -> None:
         return Published(NodeStatus("job", "id0"), 1.0, 2.0)
 
     with Publisher(store, "job", "id0", look) as publisher:
-        until("a look", lambda: looks)
+        wait_until("a look", lambda: looks)
         publisher.wake()
-        until("another look", lambda: len(looks) > 1)
+        wait_until("another look", lambda: len(looks) > 1)
         store.away = False
         publisher.wake()
-        until("its status", lambda: store.written, 20.0)
+        wait_until("its status", lambda: store.written, 20.0)
 
 
 def test_store_that_rejects_the_status_of_a_node_is_warned_of_once(
@@ -331,11 +331,11 @@ def test_store_that_rejects_the_status_of_a_node_is_warned_of_once(
 
     store = MemoryStore(limits=StoreLimits(value_bytes=16))
     with Publisher(store, "job", "id0", look) as publisher:
-        until("the warning", lambda: "cannot show this node" in caplog.text)
+        wait_until("the warning", lambda: "cannot show this node" in caplog.text)
         publisher.wake()
-        until("another try", lambda: len(looks) > 1)
+        wait_until("another try", lambda: len(looks) > 1)
         publisher.wake()
-        until("a third one, after the second was logged", lambda: len(looks) > 2)
+        wait_until("a third one, after the second was logged", lambda: len(looks) > 2)
     (warning,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
     assert "elasticlib status cannot show this node: a value is at most 16 bytes" in (
         warning.getMessage()

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import attrs
 import pytest
-from jobs import until
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, RendezvousClosed, RendezvousMismatch, RendezvousTimeout
@@ -24,6 +23,7 @@ from elasticlib.rendezvous.layout import Keys
 from elasticlib.stores.interface import Listing, Watched
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.waiting import wait_until
 
 TIMING = Timing(join=20.0, lease=1.0, refresh=0.1, close=5.0)
 
@@ -210,7 +210,7 @@ def test_a_wait_for_the_place_of_a_node_that_is_gone_ends_with_its_name(cluster:
     for future in [cluster.join(first), cluster.join(second)]:
         future.result(20)
     assert first.report_failure("its peer vanished")
-    until("the failure to be known", lambda: change(first).reason == "a: its peer vanished")
+    wait_until("the failure to be known", lambda: change(first).reason == "a: its peer vanished")
     joining = cluster.join(first)
     second.shutdown()
     with pytest.raises(RendezvousTimeout, match=r"1 of at least 2.*; b left; here: a;") as one:
@@ -225,7 +225,7 @@ def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) ->
     assert not spare.is_closed()  # it has seen by now that a generation stands
     waiting = cluster.join(spare)
     key = Keys("run").node("b-1")
-    until("the spare to be there", lambda: cluster.clients[0].get(key) is not None)
+    wait_until("the spare to be there", lambda: cluster.clients[0].get(key) is not None)
     assert first.wait_for_change(0.5) is None
     assert first.num_nodes_waiting() == 0
     assert not waiting.done()
@@ -248,7 +248,7 @@ def test_a_second_call_takes_the_place_of_the_first(cluster: Cluster) -> None:
     handler = cluster.node("a", Limits(2, 2))
     first = cluster.join(handler)
     key = Keys("run").node("a-1")
-    until("the node to be there", lambda: cluster.clients[0].get(key) is not None)
+    wait_until("the node to be there", lambda: cluster.clients[0].get(key) is not None)
     second = cluster.join(handler)
     with pytest.raises(RendezvousClosed, match="another call of next_rendezvous took its place"):
         first.result(20)
@@ -288,7 +288,7 @@ def test_who_has_never_reached_a_store_leaves_at_once_though_the_search_goes_on(
         with pytest.raises(RendezvousClosed):
             joining.result(20.0)
         found.set()
-        until("it to have left", handler.shutdown)
+        wait_until("it to have left", handler.shutdown)
         assert store.list("").entries == ()
 
 

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from jobs import until
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, StoreRefused, StoreUnavailable
@@ -26,6 +25,7 @@ from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, FrameReader, encode, read_listing
 from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
 from elasticlib.testing.store_process import ClientRecipe, said
+from elasticlib.testing.waiting import wait_until
 
 HELLO = Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "test"})
 LIMITS = ServerLimits(frame_bytes=64 * 1024, unsent_bytes=100_000, unread_seconds=3.0)
@@ -248,7 +248,7 @@ def test_it_knows_who_is_connected_and_who_has_gone(server: TcpStoreServer) -> N
         other.connect()
         assert sorted(server.labels) == sorted([own.label, other.label])
         other.close()
-        until("the other to be gone", lambda: server.labels == (own.label,))
+        wait_until("the other to be gone", lambda: server.labels == (own.label,))
         assert server.clients == 1
 
 

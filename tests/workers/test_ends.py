@@ -13,9 +13,10 @@ from collections.abc import Iterator
 
 import attrs
 import pytest
-from test_local import Run, poll, shell
+from test_local import Run, shell
 
 from elasticlib.errors import WorkerStartError
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import bootstrap, session
 
 
@@ -100,7 +101,7 @@ def test_workers_that_are_closed_leave_no_thread_and_no_open_file(run: Run) -> N
     assert "workers-loop" in held()
     run.workers.close()
     # What other tests left may end meanwhile, so it is asked for what has come.
-    poll(lambda: not held() - before)
+    wait_until("all that was opened to be closed", lambda: not held() - before)
 
 
 # -- what is read of /proc to find what workers have left ------------------------------------------
@@ -184,7 +185,7 @@ ctypes.CDLL(None).pthread_exit(None)
 def test_a_process_whose_first_thread_has_ended_is_still_of_its_session() -> None:
     command = [sys.executable, "-c", FIRST_THREAD_ENDS]
     with subprocess.Popen(command, start_new_session=True) as process:
-        poll(lambda: bootstrap.stat_fields(process.pid)[0] == b"Z", seconds=60.0)
+        wait_until("the first thread to end", lambda: bootstrap.stat_fields(process.pid)[0] == b"Z")
         assert session.members(process.pid) == [process.pid]
         assert session.kill_sessions({process.pid: 0}) == []
     assert session.members(process.pid) == []
@@ -209,7 +210,7 @@ def test_workers_that_end_while_others_are_cleaned_up_after_cost_one_more_look(
         cleaner.clean(process.pid, 0, lambda pid=process.pid: cleaned.append(pid))
     reads.listings.clear()
     go_on.set()
-    poll(lambda: len(cleaned) == len(rest))
+    wait_until("the other sessions to be cleaned", lambda: len(cleaned) == len(rest))
     assert len(reads.listings) <= 2
     for process in started:
         process.wait()
@@ -220,7 +221,9 @@ def test_who_collects_workers_reads_nothing_of_other_processes(
 ) -> None:
     run.start(shell(HAS_A_CHILD), count=4)
     pids = [int(name.removeprefix("pid ")) for name in run.workers.running().values()]
-    poll(lambda: all(len(session.members(pid)) == 2 for pid in pids))
+    wait_until(
+        "each worker to have a child", lambda: all(len(session.members(pid)) == 2 for pid in pids)
+    )
     reads.listings.clear()
     reads.files.clear()
     run.workers.kill()

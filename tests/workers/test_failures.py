@@ -13,9 +13,9 @@ from pathlib import Path
 
 import attrs
 import pytest
-from jobs import until
 from test_local import Run, shell
 
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.output import (
     TAIL_BYTES,
@@ -320,7 +320,7 @@ def test_the_first_failure_does_not_depend_on_the_clock_of_the_file_server(
     def have_rank_0_fail() -> None:
         # It says that it fails, and does not exit before `end` is there.
         (attempt / "go0").touch()
-        until("rank 0 to write", record.exists)
+        wait_until("rank 0 to write", record.exists)
         for file in record.parent.glob("error.json*"):
             os.utime(file, (file.stat().st_mtime + clock_error_s,) * 2)
 
@@ -379,7 +379,7 @@ def test_what_died_of_our_own_stop_is_not_told_as_somebody_elses_deed(run: Run) 
 def test_a_signal_that_somebody_else_sent_is_not_told_as_ours_after_a_stop(run: Run) -> None:
     # As scancel's, which reaches the workers while their agent has only asked them to save.
     run.writing("1", "0").start(shell("trap '' TERM; echo ready; while :; do sleep 1; done"))
-    until("the worker to ignore SIGTERM", lambda: "ready" in run.file("stdout.log"))
+    wait_until("the worker to ignore SIGTERM", lambda: "ready" in run.file("stdout.log"))
     run.workers.terminate()
     os.kill(int(run.workers.running()[0].removeprefix("pid ")), signal.SIGKILL)
     exit_ = run.end()

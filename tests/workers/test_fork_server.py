@@ -16,9 +16,10 @@ import attrs
 import pytest
 from jobs import WITHOUT_TORCH
 from processes import alive, children
-from test_local import Run, poll
+from test_local import Run
 
 from elasticlib.errors import ConfigError
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import fork_server
 from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import Script
@@ -155,13 +156,13 @@ class Fleet(Run):
         rank = count - 1
         self.start(Script(str(self.script)), count, attempt=rank)
         place = self.folder / f"place.{rank}"
-        poll(place.exists, seconds=60.0)
+        wait_until(f"worker {rank} to start", place.exists)
         pid, parent, deferred = place.read_text().split()
         return Place(int(pid), int(parent), deferred == "True")
 
     def await_deferred_imports(self) -> None:
         """Until they have begun, which they do in a fork server that is idle."""
-        poll((self.folder / "begun").exists, seconds=60.0)
+        wait_until("the deferred imports to begin", (self.folder / "begun").exists)
 
     def end_one(self, rank: int) -> int:
         """Tell a worker to end; its exit code."""
@@ -200,7 +201,7 @@ def test_a_deferred_import_that_fails_or_blocks_affects_no_worker(
     fleet.await_deferred_imports()
     with caplog.at_level(logging.INFO, "elasticlib.workers"):
         # A request that the server cannot answer would be given up after this time.
-        poll(lambda: reason in caplog.text)
+        wait_until("the reason in the log", lambda: reason in caplog.text)
         second = fleet.grow(2)
     assert alive(first.pid)
     assert second.parent == first.parent
