@@ -713,8 +713,8 @@ class OthersSave(Save):
                 pause.wait(STORE_SECONDS if outcomes.reachable else FOLDER_SECONDS)
             elif outcomes.reachable:
                 return (
-                    f"no news of the save of step {step}, which rank {outcomes.writer} "
-                    "makes: it has died, is still saving, or did not call save"
+                    f"no news of the save of step {step}, which rank 0 makes: it has died, is "
+                    "still saving, or did not call save"
                 )
             else:
                 return f"there is no {self._folder.describe(step)}, which another rank was to save"
@@ -728,15 +728,15 @@ class OthersSave(Save):
             looked = map(self._folder.look, {step, outcomes.newest})
             self._over = any(found is not None and found.manifest for found in looked)
         elif not self._over and (said := outcomes.heard(self._number)) is not None:
-            self._over, by = True, f"rank {outcomes.writer}"
+            self._over = True
             if said["step"] != step:
                 self._failure = CheckpointError(
-                    f"{by} was asked to save step {said['step']}, and this rank step {step}: all "
+                    f"rank 0 was asked to save step {said['step']}, and this rank step {step}: all "
                     "ranks have to make the same calls"
                 )
             elif said["error"]:
                 self._failure = CheckpointError(
-                    f"step {step} was not saved by {by}: {said['error']}"
+                    f"step {step} was not saved by rank 0: {said['error']}"
                 )
         return self._over
 
@@ -746,13 +746,13 @@ class Outcomes:
 
     Each save has a number, which is the same on all ranks, as all make the same calls.
 
-    store: torch's; None if there is none. name: the same on all ranks. writer: the rank that
-    writes. mine: whether that is this one, which tells the others. reachable: whether the store is,
-    as far as is known by now. newest: the step of the last save that another rank was to make.
+    store: torch's; None if there is none. name: the same on all ranks. mine: whether this is
+    rank 0, which writes and tells the others. reachable: whether the store is, as far as is known
+    by now. newest: the step of the last save that another rank was to make.
     """
 
-    def __init__(self, store: Any, name: str, writer: int, *, mine: bool) -> None:
-        self._store, self.writer, self._mine = store, writer, mine
+    def __init__(self, store: Any, name: str, *, mine: bool) -> None:
+        self._store, self._mine = store, mine
         self._prefix = f"elasticlib/saves/{zlib.crc32(name.encode()):08x}"
         self.reachable, self.newest = store is not None, 0
 

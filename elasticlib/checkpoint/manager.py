@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..clock import monotonic
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from ..threads import CallRejected, ExclusiveCall
 from ..workers.context import context
 from .commit import Committer, OthersSave, Outcomes, OwnSave, Save, TakesNoWrites, Writer, Writers
@@ -140,13 +140,11 @@ class CheckpointManager:
     if `keep_last` or `keep_every` keeps it, or if it was saved with `pin=True`.
 
     Args:
-        folder: a path, any fsspec URL, or a place of your own.
+        folder: a path, any fsspec URL, or a place of your own; all nodes must reach the same one.
         keep_last: keep this many of the newest checkpoints.
         keep_every: also keep steps that are a multiple of this; 0: none.
-        shared: True if all nodes see the same folder; then rank 0 writes. False if each node has a
-            folder of its own; then the first rank of each node writes.
-        group: the ranks that share the state; all of the default process group by default. It
-            needs one folder for all, and each of its ranks keeps snapshots.
+        group: the ranks that share the state; all of the default process group by default. Each of
+            its ranks keeps snapshots.
 
     Attributes:
         stall: seconds that the last `save` or `snapshot` took of the training step.
@@ -159,17 +157,11 @@ class CheckpointManager:
         *,
         keep_last: int = 3,
         keep_every: int = 0,
-        shared: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if group is not None and not shared:
-            raise ConfigError(
-                "shared=False has the first rank of each node write, which of a group is not "
-                "known: give a folder that all its ranks see, or leave group out"
-            )
         self.stall = 0.0
         self.durable: float | None = None
-        self._folder, self._shared, self._group = folder, shared, group
+        self._folder, self._group = folder, group
         self._name = folder.name if isinstance(folder, Place) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every)
         self._host = HostBuffer()
@@ -361,7 +353,7 @@ class CheckpointManager:
     @property
     def writes(self) -> bool:
         """Whether this rank writes states that are the same on all ranks."""
-        return not (self._rank_info.rank if self._shared else self._rank_info.local_rank)
+        return self._rank_info.rank == 0
 
     def claim(self) -> None:
         """Take the folder for this generation, if this rank writes: from now on, older generations
@@ -633,26 +625,20 @@ class CheckpointManager:
 
     @cached_property
     def _all_ranks(self) -> Writers:
-        if not self._shared:
-            raise CheckpointError(
-                "sharded state needs one folder that all ranks see, and shared=False says that "
-                "each node has one of its own"
-            )
         ranks = None if self._group is None else dist.get_process_group_ranks(self._group)
         self._writing = dist.new_group(ranks, backend="gloo")
         return Writers(self._committer, Peers(self._writing))
 
     @cached_property
     def _outcomes(self) -> Outcomes:
-        rank_info, group, store = self._rank_info, self._group, None
-        writer = 0 if self._shared else rank_info.rank - rank_info.local_rank
+        group, store = self._group, None
         if dist.is_available() and dist.is_initialized():
             # torch has no public name for the store that a process group met in.
             store = dist.distributed_c10d._get_default_store()
         ranks = None if group is None else dist.get_process_group_ranks(group)
         # Saves are counted anew in each generation: one that joins later has made none of them.
-        name = f"{self._name}\0{ranks}\0{writer}\0{rank_info.writer.generation}"
-        return Outcomes(store, name, writer, mine=self.writes)
+        name = f"{self._name}\0{ranks}\0{self._rank_info.writer.generation}"
+        return Outcomes(store, name, mine=self.writes)
 
     @cached_property
     def _memory(self) -> SnapshotMemory | None:
@@ -670,7 +656,6 @@ class CheckpointManager:
             writes=self._group is not None or rank_info.local_rank == 0,
             # Of a place of the caller's own an agent knows nothing.
             folder=place.name if isinstance(place, LocalPlace | RemotePlace) else "",
-            shared=self._shared,
         )
 
     @property
