@@ -5,9 +5,9 @@ and when. Each of the manifest's own bytes is summed, too. A checkpoint counts f
 which its manifest, written last, is in place. Its data are summed when they are read: what is
 damaged is found out before it is used.
 
-The newest few are kept, one each so many steps, the best, and always the last good one. Nothing is
-deleted while no checkpoint that stays is known to be good, and never what could not be read: it may
-be whole.
+The newest few are kept, one each so many steps, those that are pinned, and always the last good
+one. Nothing is deleted while no checkpoint that stays is known to be good, and never what could not
+be read: it may be whole.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import mmap
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -83,8 +82,8 @@ class Manifest:
     step: after which the state was taken. parts: 0 for a state that is the same on all ranks, in
     one file; else so many ranks wrote a file each, in the order of their ranks. run, launch,
     generation, writer: see `commit.Writer`. saved_at: seconds since 1970 by the writer's wall
-    clock, for people. metrics: what the script measured of the state, such as its loss; finite
-    numbers by name. world: the number of ranks that the job had; 0 where it is not known.
+    clock, for people. world: the number of ranks that the job had; 0 where it is not known. pinned:
+    whether retention never deletes this checkpoint.
     """
 
     step: int
@@ -95,8 +94,8 @@ class Manifest:
     generation: int = 0
     writer: str = ""
     saved_at: float = 0.0
-    metrics: Mapping[str, float] = attrs.Factory(dict)
     world: int = 0
+    pinned: bool = False
 
     @property
     def size(self) -> int:
@@ -168,19 +167,11 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     if type(rows) is not list:
         raise ValueError(f"files is {rows!r:.80}, must be a list")
     files = tuple(read_fields(DataFile, row) for row in rows)
-    metrics = fields.pop("metrics", {})
-    if type(metrics) is not dict or not all(map(_is_finite, metrics.values())):
-        raise ValueError(f"metrics are {metrics!r:.80}, must be finite numbers by name")
-    manifest = read_fields(Manifest, fields, files=files, metrics=metrics)
+    manifest = read_fields(Manifest, fields, files=files)
     reason = _out_of_range(manifest)
     if reason:
         raise ValueError(reason)
     return manifest
-
-
-def _is_finite(value: object) -> bool:
-    # What is no number in JSON is text here, and an int may be larger than any float.
-    return type(value) is float or (type(value) is int and -MAX_BYTES <= value <= MAX_BYTES)
 
 
 def _out_of_range(manifest: Manifest) -> str | None:
@@ -230,45 +221,18 @@ class Health(enum.Enum):
     BAD = "bad"
 
 
-Metrics = Mapping[int, Mapping[str, float]]
-"""By step, what was measured of it."""
-
-
 @attrs.frozen
 class Retention:
-    """last: how many of the newest are kept. every: so is each whose step it divides (0: none).
-    best: a metric, whether its "min" or "max" is best, and how many of the best are kept, too."""
+    """last: how many of the newest are kept. every: so is each whose step it divides (0: none)."""
 
     last: int = 3
     every: int = 0
-    best: tuple[str, str, int] | None = None
 
     def __attrs_post_init__(self) -> None:
         for name, least in (("last", 1), ("every", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"need keep_{name} >= {least}, a whole number, got {value!r}")
-        match self.best:
-            case None:
-                pass
-            case (str(), "min" | "max", int(count)) if type(count) is int and count >= 1:
-                pass
-            case _:
-                raise ConfigError(
-                    f'need keep_best such as ("loss", "min", 3): a metric, "min" or "max", and how '
-                    f"many (>= 1), got {self.best!r}"
-                )
-
-
-def best_of(steps: Iterable[int], metrics: Metrics, metric: str, order: str) -> list[int]:
-    """Those of which this was measured, the best first; of two that are as good, the newer one.
-
-    Args:
-        order: "min" if less is better, "max" if more is.
-    """
-    sign = 1 if order == "min" else -1
-    known = (step for step in steps if metric in metrics.get(step, {}))
-    return sorted(known, key=lambda step: (sign * metrics[step][metric], -step))
 
 
 @attrs.frozen
@@ -284,7 +248,7 @@ def select(
     found: Iterable[tuple[int, Health]],
     retention: Retention,
     just: int | None = None,
-    metrics: Metrics = MappingProxyType({}),
+    pinned: Container[int] = (),
 ) -> Selection:
     """Which of these checkpoints to keep. Those UNREAD stay, and so do those BAD that are newer
     than all that are GOOD. Neither are counted: what is whole does not go in their place.
@@ -293,7 +257,7 @@ def select(
         found: the steps that there are, and how each is.
         just: the step that was written just now: it stays, whatever its number. (Who went back
             to an older step writes smaller ones than there are.)
-        metrics: what the manifests say; a step without the metric in question is never best.
+        pinned: steps whose manifests say that they are pinned; they stay even if damaged.
     """
     health = dict(found)
     steps = sorted(health)
@@ -308,9 +272,7 @@ def select(
     kept = {*usable[-retention.last :], good[-1], *unread, *damaged}
     if retention.every:
         kept |= {step for step in usable if step % retention.every == 0}
-    if retention.best:
-        metric, order, count = retention.best
-        kept |= {*best_of(usable, metrics, metric, order)[:count]}
+    kept |= {step for step in steps if step in pinned}
     if just in health:
         kept.add(just)
     return Selection(tuple(sorted(kept)), tuple(step for step in steps if step not in kept))
@@ -335,12 +297,14 @@ class Found:
     """A step's folder: what its manifest says, or why it is no checkpoint (any more).
 
     unread: whether that is because it could not be read: then it may be one all the same.
+    pinned: what its manifest says, even if a data file is missing or has another size.
     """
 
     step: int
     manifest: Manifest | None
     flaw: str = ""
     unread: bool = False
+    pinned: bool = False
 
     @property
     def trouble(self) -> str:
@@ -351,7 +315,7 @@ class Found:
 class CheckpointFolder:
     """Reads the checkpoints in one place.
 
-    passed_over: why the last `load`, `latest` or `best` did not take those before, by step.
+    passed_over: why the last `load` or `latest` did not take those before, by step.
     """
 
     def __init__(self, place: Place) -> None:
@@ -402,7 +366,7 @@ class CheckpointFolder:
             return Found(step, None, f"it is a link whose target cannot be read: {error}")
         except CheckpointCorrupt as error:
             return Found(step, None, str(error))
-        return Found(step, None if flaw else manifest, flaw or "")
+        return Found(step, None if flaw else manifest, flaw or "", pinned=manifest.pinned)
 
     def named(self, step: int) -> set[str] | None:
         """The files that a step's manifest names; None if that cannot be read: who knows."""
@@ -617,18 +581,6 @@ class CheckpointFolder:
         """See `CheckpointManager.latest`."""
         with contextlib.suppress(FileNotFoundError):
             return self._take_first(self.found(), self.check)
-        return None
-
-    def best(self, metric: str, order: str) -> int | None:
-        """See `CheckpointManager.best`."""
-        found = {one.step: one for one in self.found()}
-        for one in found.values():
-            if one.unread:
-                self._whole(one)  # raises: it may be better than all others
-        metrics = {step: one.manifest.metrics for step, one in found.items() if one.manifest}
-        best = [found[step] for step in best_of(metrics, metrics, metric, order)]
-        with contextlib.suppress(FileNotFoundError):
-            return self._take_first(best, self.check)
         return None
 
     def _take_first(self, candidates: Iterable[Found], take: Callable[[Manifest], T]) -> T:
