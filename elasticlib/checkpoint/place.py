@@ -6,8 +6,7 @@ file new and durable before the next begins, and one small file put last.
 On a disk a file is there whole or not at all, whenever the machine or we die: each file is synced
 before its name counts, and each name by syncing its folder; what is replaced is replaced by a
 rename. All system calls that change anything go through `Disk`. Behind a URL there is no rename and
-no lock: object stores put a file whole or not at all, and the fence is looked at right before the
-manifest is put, as best it can be.
+no lock: object stores put a file whole or not at all, and only one writer is supported.
 
 Large files are read and summed by several threads at once: a CRC-32 takes longer than a copy, and
 neither needs Python's lock. Each thread reads a segment, sums each piece of it while that is still
@@ -151,7 +150,8 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def locked(self) -> AbstractContextManager[None]:
-        """Keep other writers out, if that is possible here; makes the folder."""
+        """Keep other writers out while the block runs, and create the folder. A `RemotePlace` does
+        neither."""
 
     @abc.abstractmethod
     def folders(self) -> list[str]:
@@ -410,7 +410,10 @@ def _lock(handle: int, path: str) -> None:
 
 
 class RemotePlace(Place):
-    """A folder that fsspec reaches (the extra `fsspec`, imported when one is first used)."""
+    """A folder that fsspec reaches. The extra `fsspec` is imported when one is first used.
+
+    Only one process may write to it at a time: it has no lock, so fencing is not enforced.
+    """
 
     readers = 8
 
