@@ -205,7 +205,7 @@ class ClearedAway(CheckpointError):
 
 
 class TakesNoWrites(CheckpointError):
-    """The folder can be read, but not written: it is full, read-only, or somebody else's."""
+    """The folder cannot be written: it is full, read-only, or this process lacks the permission."""
 
 
 class Committer:
@@ -372,7 +372,7 @@ class Committer:
                 self._place.remove(name)
         for folder in self._place.folders():
             step = step_of(folder)
-            if step is not None and not self._place.is_linked(folder):
+            if step is not None:
                 with self._or_it_stays(failed if step in doomed else None):
                     self._sweep_folder(step, live, doomed=step in doomed)
         return failed
@@ -394,7 +394,7 @@ class Committer:
 
     @contextlib.contextmanager
     def _or_it_stays(self, failed: list[Exception] | None = None) -> Iterator[None]:
-        """What cannot be deleted, as it is another user's, is in nobody's way."""
+        """Log a file that cannot be deleted, and go on: it does not fail the save."""
         try:
             yield
         except (CheckpointError, OSError) as error:
@@ -409,9 +409,7 @@ class Committer:
     def _select(self, just: int | None = None, unread: Container[int] = ()) -> Selection:
         rows, found = [], self._folder.found()
         for one in found:
-            # What a link leads to is not ours to delete: it stays as what nobody could look at.
-            linked = self._place.is_linked(folder_of(one.step))
-            if one.unread or linked or one.step in unread:
+            if one.unread or one.step in unread:
                 health = Health.UNREAD
             elif one.manifest is None:
                 health = Health.BAD

@@ -360,10 +360,7 @@ class CheckpointFolder:
         except NotAFile as error:
             return Found(step, None, f"its manifest cannot be read: {error}")
         except OSError as error:
-            if not self.place.is_linked(folder):
-                return Found(step, None, str(error), unread=True)
-            # Ours have no links: nobody waits for what somebody else has led away.
-            return Found(step, None, f"it is a link whose target cannot be read: {error}")
+            return Found(step, None, str(error), unread=True)
         except CheckpointCorrupt as error:
             return Found(step, None, str(error))
         return Found(step, None if flaw else manifest, flaw or "", pinned=manifest.pinned)
@@ -482,9 +479,8 @@ class CheckpointFolder:
         """One file of a checkpoint on this machine's disk, not yet checked; what is written to the
         memory does not change it. Raises as `read`."""
         file, path = manifest.files[number], os.path.join(self.place.name, _path(manifest, number))
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            with self._reading(manifest), open(os.open(path, flags), "rb") as opened:
+            with self._reading(manifest), open(path, "rb") as opened:
                 rights = mmap.PROT_READ | mmap.PROT_WRITE
                 return mmap.mmap(opened.fileno(), file.size, mmap.MAP_PRIVATE, rights)
         except (FileNotFoundError, ValueError) as error:

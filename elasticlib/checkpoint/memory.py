@@ -276,11 +276,6 @@ class _File(Slot):
             os.posix_fallocate(self.handle, self.reserved, end - self.reserved)
             self.reserved = end
 
-    def grow(self, capacity: int) -> None:
-        """Nobody may have a view of it. Raises OSError: it stays as it is."""
-        self.memory.resize(RECORD_BYTES + capacity)
-        self.capacity = capacity
-
     def close(self) -> None:
         self.is_empty = False
         os.close(self.handle)
@@ -426,11 +421,6 @@ class Slots:
             self._drop(gone)
             what = "snapshots in %s were removed by another program; the next steps are kept again"
             log.warning(what, self._folder)
-        # How large the first snapshot is was a guess when its slot was prepared.
-        for file in self._files:
-            if file.is_empty and file.capacity < size:
-                with contextlib.suppress(OSError):
-                    file.grow(size)
         use, drop = usable_slots(self._files, size, keep)
         # First, so that a larger state need not find room beside those that have become too small.
         self._drop(drop)

@@ -6,8 +6,7 @@ file new and durable before the next begins, and one small file put last.
 On a disk a file is there whole or not at all, whenever the machine or we die: each file is synced
 before its name counts, and each name by syncing its folder; what is replaced is replaced by a
 rename. All system calls that change anything go through `Disk`. Behind a URL there is no rename and
-no lock: object stores put a file whole or not at all, and the fence is looked at right before the
-manifest is put, as best it can be.
+no lock: object stores put a file whole or not at all, and only one writer is supported.
 
 Large files are read and summed by several threads at once: a CRC-32 takes longer than a copy, and
 neither needs Python's lock. Each thread reads a segment, sums each piece of it while that is still
@@ -22,13 +21,10 @@ import ctypes
 import errno
 import fcntl
 import functools
-import io
-import logging
 import mmap
 import os
 import re
 import secrets
-import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -40,7 +36,6 @@ from ..errors import CheckpointError
 from ..foreign import opened
 from ..threads import helper
 
-log = logging.getLogger("elasticlib.checkpoint")
 T = TypeVar("T")
 
 CHUNK = 16 << 20
@@ -142,8 +137,8 @@ def _product(one: int, other: int) -> int:
 
 
 class NotAFile(OSError):
-    """Something else stands where a file belongs (a folder, a pipe), or one that is far too large.
-    It was looked at: no disk has failed, and it will not be another thing the next time."""
+    """A file is larger than any file of its kind can be. No disk has failed, so reading it again
+    gives the same answer."""
 
 
 class Place(abc.ABC):
@@ -155,16 +150,12 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def locked(self) -> AbstractContextManager[None]:
-        """Keep other writers out, if that is possible here; makes the folder."""
+        """Keep other writers out while the block runs, and create the folder. A `RemotePlace` does
+        neither."""
 
     @abc.abstractmethod
     def folders(self) -> list[str]:
         """The names of the folders in it; none if it is not there."""
-
-    def is_linked(self, folder: str) -> bool:  # noqa: ARG002 - most know no links
-        """Whether a folder in it is a link to another place: it is read like any other, and what
-        lies there is never written or deleted."""
-        return False
 
     @abc.abstractmethod
     def files(self, folder: str) -> dict[str, int]:
@@ -172,8 +163,8 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str) -> bytes | None:
-        """A small file whole; None if it is not there. Raises NotAFile where nothing can be read
-        as one; it never waits for what may not come, as of a pipe."""
+        """Return a whole small file, or None if it does not exist. Raise NotAFile if it is larger
+        than MAX_SMALL."""
 
     @abc.abstractmethod
     def read_into(
@@ -252,16 +243,8 @@ class LocalPlace(Place):
     def locked(self) -> Iterator[None]:
         self._make(self.name)
         path = os.path.join(self.name, LOCK)
-        with contextlib.ExitStack() as stack:
-            # A handle of its own each time: two of our threads keep each other out, too.
-            try:
-                flags = os.O_RDWR | os.O_CREAT
-                handle = stack.enter_context(opened(path, flags, mode=0o644))
-            except PermissionError:
-                if not os.path.exists(path):
-                    raise
-                # Another user made it. Whoever may read it can lock it, if the disk is local.
-                handle = stack.enter_context(opened(path))
+        # A handle of its own each time: two of our threads keep each other out, too.
+        with opened(path, os.O_RDWR | os.O_CREAT, mode=0o644) as handle:
             _lock(handle, path)
             try:
                 yield
@@ -273,12 +256,9 @@ class LocalPlace(Place):
     def folders(self) -> list[str]:
         try:
             with os.scandir(self.name) as entries:
-                return sorted(entry.name for entry in entries if _is_folder(entry))
+                return sorted(entry.name for entry in entries if entry.is_dir())
         except FileNotFoundError:
             return []
-
-    def is_linked(self, folder: str) -> bool:
-        return os.path.islink(self._path(folder))
 
     def files(self, folder: str) -> dict[str, int]:
         found = {}
@@ -291,11 +271,11 @@ class LocalPlace(Place):
 
     def read(self, name: str) -> bytes | None:
         try:
-            with _opened(self._path(name)) as file:
+            with open(self._path(name), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size > MAX_SMALL:
                     raise NotAFile(f"{name} has {size} bytes, at most {MAX_SMALL} are read of it")
-                return file.readall()
+                return file.read(size)
         except FileNotFoundError:
             return None
 
@@ -308,7 +288,7 @@ class LocalPlace(Place):
         seen: Callable[[memoryview], None] = no_news,
     ) -> int:
         done = 0
-        with _opened(self._path(name)) as file:
+        with open(self._path(name), "rb", buffering=0) as file:
             while done < len(buffer):
                 count = os.preadv(file.fileno(), [buffer[done : done + PIECE]], start + done)
                 if not count:
@@ -320,8 +300,6 @@ class LocalPlace(Place):
     def write(self, name: str, data: memoryview) -> None:
         path = self._path(name)
         folder = os.path.dirname(path)
-        if folder != self.name and os.path.islink(folder):
-            self._unlink_folder(folder)
         handle = self._created(path, folder)
         with self._or_removed(path), self._synced(handle):
             self._write(handle, name, data)
@@ -371,14 +349,6 @@ class LocalPlace(Place):
             self._disk.make_folder(path)
             self._sync_folder(parent)
 
-    def _unlink_folder(self, folder: str) -> None:
-        """Take a link away that stands where a folder of ours belongs; what it leads to stays."""
-        log.warning("%s leads to %s: a folder takes its place", folder, os.path.realpath(folder))
-        # Another rank may have been here already.
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-            self._disk.remove(folder)
-            self._sync_folder(self.name)
-
     def _created(self, path: str, folder: str) -> int:
         """A new file in a folder, which whoever clears up may take away while it is empty."""
         for _ in range(MAKES):
@@ -422,22 +392,6 @@ class LocalPlace(Place):
             os.close(handle)
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        return True  # a link in a circle, or to where we may not look: to read it says why
-
-
-def _opened(path: str) -> io.FileIO:
-    """To read. Raises NotAFile; whoever opens a pipe else waits for its other end."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise NotAFile(f"{path} is no file")
-    return io.FileIO(handle, "rb")
-
-
 def _lock(handle: int, path: str) -> None:
     """Wait for the lock, which ends with its holder, however that ended."""
     deadline, pause = monotonic() + LOCK_TIMEOUT, threading.Event()
@@ -456,7 +410,10 @@ def _lock(handle: int, path: str) -> None:
 
 
 class RemotePlace(Place):
-    """A folder that fsspec reaches (the extra `fsspec`, imported when one is first used)."""
+    """A folder that fsspec reaches. The extra `fsspec` is imported when one is first used.
+
+    Only one process may write to it at a time: it has no lock, so fencing is not enforced.
+    """
 
     readers = 8
 
