@@ -374,9 +374,7 @@ class ElasticAgent:
         commands: Iterable[Command] = ()
         stopping, watch, now = self._stopping, self._watch, self._clock()
         if stopping is not None:
-            call = None
-            if stopping.asking:
-                call = self.workers.earliest_stop(now=bool(stopping.needs))
+            call = self.workers.earliest_stop() if stopping.asking else None
             breaks: tuple[Command, ...] = ()
             if stopping.keep and stopping.noticing and self.workers.broken():
                 stopping, breaks = stopping.sooner(now, None)

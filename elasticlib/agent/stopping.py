@@ -156,10 +156,7 @@ class Stopping:
             notice=notice,
             deadline=now + notice.seconds,
         )
-        # Whether others have saved, and wait for ours, is of use where ours wait for a save.
-        hears = self.agrees and notice.after_save and self._with_others
-        breaks = (Gather(OVER),) if self.keep and self._with_others else ()
-        return stopping, (Gather(STOP), *breaks) if hears else breaks
+        return stopping, (Gather(OVER),) if self.keep and self._with_others else ()
 
     def sooner(self, now: float, notice: Notice | None) -> Climb:
         """Those with a notice get this one, if it leaves them less time; None: they get no more.

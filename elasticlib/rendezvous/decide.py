@@ -291,12 +291,6 @@ def _admit(view: View, document: Document) -> Decision:
     if not ready or not room:
         spare = f", {len(newcomers)} spare" if newcomers else ""
         return Decision(f"generation {document.generation} stands{spare}")
-    if view.stands < limits.resize_interval:
-        return Decision(
-            f"newcomers are let in once generation {document.generation} has run for "
-            f"{limits.resize_interval:g} s (resize_interval)",
-            again=limits.resize_interval - view.stands,
-        )
     if len(ready) < room and view.quiet < limits.last_call:
         return _last_call(view.quiet, limits)
     cause = f"{_names(ready[:room], view)} joined"

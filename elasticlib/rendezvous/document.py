@@ -94,7 +94,7 @@ class Limits:
     needs more than half of the last generation to remember it. restart_window: seconds that a
     generation must stand for the restarts before it to count no more (0: they always do).
     restart_backoff: longest delay of a restart after quick failures in a row, in seconds (0: no
-    delay). resize_interval: seconds that a generation stands at least before newcomers end it.
+    delay).
     """
 
     min_nodes: int
@@ -106,7 +106,6 @@ class Limits:
     quorum: bool = False
     restart_window: float = 0.0
     restart_backoff: float = 10.0
-    resize_interval: float = 0.0
 
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -118,7 +117,7 @@ class Limits:
             raise ConfigError(f"need max_restarts >= 0, got {self.max_restarts}")
         if self.spares is not None and self.spares < 0:
             raise ConfigError(f"need spares >= 0, got {self.spares}")
-        for name in ("last_call", "restart_window", "restart_backoff", "resize_interval"):
+        for name in ("last_call", "restart_window", "restart_backoff"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
 

@@ -411,10 +411,7 @@ class Channels:
         self._open: dict[int, Channel] = {}
         self._newcomers: set[int] = set()
         self._last: dict[int, Heartbeat] = {}
-        self._notice: Notice | None = None
         self._deadline = 0.0
-        self._saves = 0
-        self._asked = False
         self._listened = False
 
     def give_place(self, local_rank: int, variables: Mapping[str, str]) -> None:
@@ -487,11 +484,10 @@ class Channels:
     def begin(self) -> None:
         """Another group starts, which has been asked nothing."""
         with self._lock:
-            self._notice, self._asked = None, False
             self._last.clear()
 
     def notify(self, notice: Notice) -> bool:
-        """Ask for a stop, now or after the next save; False if no worker here ever looks.
+        """Ask for a stop; False if no worker here ever looks.
 
         Where workers of an earlier group have looked, these are about to: they may have stepped
         already, and what they have done since the last save would be lost.
@@ -500,25 +496,14 @@ class Channels:
             now, channels = self._clock(), self._members()
             if not self._listened and not any(c.listens or c.listens_soon(now) for c in channels):
                 return False
-            self._notice, self._deadline = notice, self._clock() + notice.seconds
-            self._saves, self._asked = self._saved(), False
-            if not notice.after_save:
-                self._ask(notice)
+            self._deadline = now + notice.seconds
+            for channel in channels:
+                channel.ask(REASONS.index(notice.reason), self._deadline)
             return True
 
-    def earliest_stop(self, *, now: bool) -> int | None:
-        """The first call at which all can stop; None while one of them is in a call or, where a
-        save is waited for, that has not come. now: it has, elsewhere."""
+    def earliest_stop(self) -> int | None:
+        """Return the first call at which all can stop; None while one of them is in a call."""
         with self._lock:
-            notice = self._notice
-            if notice is None:
-                return None
-            if not self._asked:
-                late = self._deadline - self._clock() <= notice.seconds / 2
-                if not (now or late or self._saved() > self._saves):
-                    return None
-                self._ask(notice)
-                return None  # they have to see it first
             calls = [channel.earliest_stop() for channel in self._members()]
             known = [call for call in calls if call is not None]
             return max(known, default=1) if len(known) == len(calls) else None
@@ -549,11 +534,3 @@ class Channels:
 
     def _members(self) -> list[Channel]:
         return [page for local, page in self._open.items() if local not in self._newcomers]
-
-    def _ask(self, notice: Notice) -> None:
-        for channel in self._members():
-            channel.ask(REASONS.index(notice.reason), self._deadline)
-        self._asked = True
-
-    def _saved(self) -> int:
-        return sum(channel.beat().saves for channel in self._open.values())

@@ -517,8 +517,8 @@ class CannotAgree(OneWorker):
         del notice
         return True
 
-    def earliest_stop(self, *, now: bool) -> int | None:
-        raise ZeroDivisionError(f"a call of mine, {now}")
+    def earliest_stop(self) -> int | None:
+        raise ZeroDivisionError("a call of mine")
 
 
 def test_workers_that_cannot_be_asked_when_to_stop_end_the_run_with_their_words() -> None:
@@ -527,5 +527,5 @@ def test_workers_that_cannot_be_asked_when_to_stop_end_the_run_with_their_words(
         run.agent.heed(signal.SIGUSR2)
         result = run.result()
     assert result.state is WorkerState.FAILED
-    assert result.reason == "ZeroDivisionError: a call of mine, False"
+    assert result.reason == "ZeroDivisionError: a call of mine"
     assert not workers.running()

@@ -91,26 +91,6 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     assert steps == list(range(len(steps)))
 
 
-def test_a_resize_waits_for_the_next_save_where_it_is_asked_to(job: Job) -> None:
-    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
-    last = ("--rdzv-conf", "last_call_timeout=0.3", "--checkpoint-grace", "100", *SHORT)
-    nodes = [asking(job, "a", *meet, *last, resize="at-checkpoint")]
-    one = job.settled(1)
-    goes_on(job)
-    nodes.append(asking(job, "b", *meet, *last, resize="at-checkpoint"))
-    nodes[0].says("resize: the workers have 100 s to save and end")
-    goes_on(job)
-    (job.folder / "save").touch()
-    job.settled(2, after=generation_of(one))
-    at = stopped(job, one)
-    assert at["saved"] is not None, "it was stopped before it saved"
-    assert at["left"] > 50, "it was stopped as half of the grace was over"
-    job.finish()
-    assert [node.exit_code() for node in nodes] == [0, 0]
-    steps = trained(job)
-    assert steps == list(range(len(steps)))
-
-
 def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
     last = ("--rdzv-conf", "last_call_timeout=0.3")

@@ -29,7 +29,7 @@ from elasticlib.rendezvous.document import (
 )
 from elasticlib.rendezvous.interface import ChangeKind
 
-LIMITS = Limits(1, 4, max_restarts=9, restart_window=60.0, resize_interval=20.0)
+LIMITS = Limits(1, 4, max_restarts=9, restart_window=60.0)
 A, B, C = (Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1) for name in "abc")
 
 
@@ -222,17 +222,11 @@ def test_without_a_window_restarts_count_for_ever() -> None:
     assert next_of(settled(A, limits=limits, restarts=3), A, stands=1e9).write is None
 
 
-def test_newcomers_wait_until_the_generation_has_stood_for_the_least_interval() -> None:
-    waits = next_of(settled(A), A, B, quiet=9.0, stands=5.0)
-    assert (waits.write, waits.again) == (None, 15.0)
-    assert "20 s (resize_interval)" in waits.reason
-    after = written(settled(A), A, B, quiet=9.0, stands=20.0)
-    assert (after.cause, after.planned) == ("b joined", True)
-
-
 def test_whichever_comes_first_is_when_to_look_again() -> None:
-    waits = next_of(settled(A, restarts=1), A, B, quiet=9.0, stands=10.0)
-    assert waits.again == 10.0
+    waits = next_of(settled(A, restarts=1), A, B, quiet=0.5, stands=10.0)
+    assert waits.again == LIMITS.last_call - 0.5
+    waits = next_of(settled(A, restarts=1), A, B, quiet=0.5, stands=59.0)
+    assert waits.again == 1.0
 
 
 def test_a_reopened_generation_forgets_that_it_was_planned() -> None:

@@ -79,8 +79,8 @@ def test_workers_that_are_notified_stop_at_the_call_that_is_named(run: Run) -> N
         "a step of each worker", lambda: all(beat.steps for beat in workers.beats().values())
     )
     assert workers.notify(notice)
-    wait_until("both workers to answer", lambda: workers.earliest_stop(now=False) is not None)
-    call = workers.earliest_stop(now=False)
+    wait_until("both workers to answer", lambda: workers.earliest_stop() is not None)
+    call = workers.earliest_stop()
     assert call is not None
     workers.stop_at(call, notice)
     ends = [run.end(), run.end()]

@@ -313,7 +313,7 @@ def test_who_never_asks_is_not_waited_for(channels: Channels) -> None:
     assert channels.notify(Notice(DRAIN, 10.0)) is False
     worker.enter(1)
     assert channels.notify(Notice(DRAIN, 10.0)) is True
-    assert channels.earliest_stop(now=False) == 2
+    assert channels.earliest_stop() == 2
 
 
 def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(channels: Channels) -> None:
@@ -322,7 +322,7 @@ def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(channels
     assert channels.notify(Notice(DRAIN, 10.0)) is False
     worker.tell_starting(monotonic())
     assert channels.notify(Notice(DRAIN, 10.0)) is True
-    assert channels.earliest_stop(now=False) == 1
+    assert channels.earliest_stop() == 1
     worker.tell_starting(monotonic() - STARTING_SECONDS)
     assert channels.notify(Notice(DRAIN, 10.0)) is False
     worker.tell_starting(monotonic())
@@ -338,20 +338,7 @@ def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
     channels.begin()
     channels.open(0)
     assert channels.notify(Notice(DRAIN, 10.0)) is True
-    assert channels.earliest_stop(now=False) == 1
-
-
-def test_who_is_to_save_first_is_asked_when_it_has_or_when_others_have(channels: Channels) -> None:
-    worker = Channel(channels.open(0))
-    worker.enter(1)
-    for now in (False, True):
-        channels.begin()
-        assert channels.notify(Notice(RESIZE, 1e9, after_save=True))
-        assert channels.earliest_stop(now=False) is None
-        if not now:
-            worker.tell_saved(1)
-        assert channels.earliest_stop(now=now) is None  # asked only now
-        assert channels.earliest_stop(now=False) == 2
+    assert channels.earliest_stop() == 1
 
 
 def kept(channels: Channels) -> tuple[Channel, Context]:
@@ -376,11 +363,11 @@ def test_calls_of_an_earlier_group_do_not_count_in_the_next(channels: Channels) 
     channels.begin()
     channels.give_place(0, {"RANK": "1"})
     assert channels.notify(Notice(RESIZE, 10.0)) is True, "it has asked before"
-    assert channels.earliest_stop(now=False) == 1, "whether or not it has taken its place"
+    assert channels.earliest_stop() == 1, "whether or not it has taken its place"
     channels.stop_at(1, Notice(RESIZE, 10.0))
     assert context.take_place() == {"RANK": "1"}
     assert not context.must_leave
-    assert channels.earliest_stop(now=False) == 1
+    assert channels.earliest_stop() == 1
     assert context.should_stop() is not None
 
 
@@ -426,9 +413,9 @@ def test_a_newcomer_is_in_no_group_and_is_asked_nothing_before_it_has_a_place(
     member.enter(1)
     assert channels.notify(Notice(RESIZE, 10.0)) is True
     assert member.enter(2)
-    assert channels.earliest_stop(now=False) is None
+    assert channels.earliest_stop() is None
     member.hold(2)
-    assert channels.earliest_stop(now=False) == 2
+    assert channels.earliest_stop() == 2
     channels.begin()
     channels.give_place(1, {"RANK": "1"})
     assert newcomer.take_place() == {"RANK": "1"}
