@@ -163,7 +163,6 @@ class ElasticAgent:
         self._board = Board(self._tell, self._broke, clock)
         self._waiter = Waiter(handler, interval, self._tell_of, self._broke)
         self._turned_at = self._started_at = clock()
-        self._allowed = 0.0
         # What the loop owns.
         self._now = Supervision()
         self._stopping: Stopping | None = None
@@ -228,11 +227,10 @@ class ElasticAgent:
             )
         self._has_run = True
         cause = None
-        self._turns()
         self._report.began()
         with SignalObserver(self._options.heeded, self.heed):
             try:
-                self._handler.follow(self._stuck)
+                self._mark_progress()
                 # What cannot work is said by the start, to which it belongs.
                 with contextlib.suppress(ElasticError, OSError):
                     self.workers.prepare(self._spec)
@@ -259,20 +257,17 @@ class ElasticAgent:
         """How a worker of the group ended."""
         return self.workers.collect(local_rank)
 
-    def _turns(self, allowed: float = 0.0) -> None:
-        """The loop turns. allowed: seconds that what it does now may take beside."""
-        self._turned_at, self._allowed = self._clock(), allowed
-
-    def _stuck(self) -> float:
-        """Seconds for which it has not, beyond those."""
-        return max(0.0, self._clock() - self._turned_at - self._allowed)
+    def _mark_progress(self, allowance_s: float = 0.0) -> None:
+        """Record that the loop makes progress; the next operation may take `allowance_s` longer."""
+        self._turned_at = self._clock()
+        self._handler.mark_progress(allowance_s)
 
     def _clean_up(self) -> None:
         """Each part is closed, whatever became of the one before."""
         closing = (self._board.close, self.workers.end, self._keep, self.workers.close)
         for close in (*closing, self._handler.shutdown, self._waiter.stop):
-            self._turns(KEEP_SECONDS if close == self._keep else 0.0)
             try:
+                self._mark_progress(KEEP_SECONDS if close == self._keep else 0.0)
                 close()
             except Exception:
                 # How the run ended is known by now, and must still be told.
@@ -325,7 +320,7 @@ class ElasticAgent:
             self._board.do(post_failed(info.rank, failed))
         self._board.do(policy.Gather(CAUSE))
         deadline = self._clock() + ANSWER_SECONDS
-        self._turns(ANSWER_SECONDS)
+        self._mark_progress(ANSWER_SECONDS)
         with contextlib.suppress(queue.Empty):
             while True:
                 _, news = self._inbox.get(timeout=max(0.0, deadline - self._clock()))
@@ -342,7 +337,7 @@ class ElasticAgent:
     # -- the loop -----------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        self._turns()
+        self._mark_progress()
         self._look()
         if self._now.state is State.ENDED:
             return
@@ -523,7 +518,7 @@ class ElasticAgent:
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
         for command in commands:
-            self._turns()
+            self._mark_progress()
             _ACTS[type(command)](self, command)
 
     def _seek(self) -> None:
@@ -571,7 +566,7 @@ class ElasticAgent:
 
     def _begin(self, group: WorkerGroup) -> policy.StartFailed | policy.Broke | None:
         """Start those workers of the group that do not run yet; return the failure, if any."""
-        self._turns(START_SECONDS)
+        self._mark_progress(START_SECONDS)
         self._started_at = self._clock()
         self._started += 1
         number, kept = group.attempt, self.workers.running().keys()
@@ -589,7 +584,7 @@ class ElasticAgent:
 
     def _start(self) -> None:
         info = present(self._info, "the generation")
-        self._turns(START_SECONDS)
+        self._mark_progress(START_SECONDS)
         self._notified = False
         self._board.open(info)
         self._is_first, self._group = self._group is None, self._group_of(info)

@@ -106,8 +106,8 @@ class NodeLoop:
     """The thread that turns one node until it is stopped. It knows nothing of the handler, or that
     would never be dropped.
 
-    silent: seconds for which the loop of this node's agent has not turned. change: what has become
-    of the generation that the node holds.
+    progress_due: the time at which the agent's loop must have made progress again. change: what
+    has become of the generation that the node holds.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class NodeLoop:
         clock: Clock,
     ) -> None:
         self.node = node
-        self.silent: Callable[[], float] = lambda: 0.0
+        self.progress_due = float("inf")  # an agent that never marks progress is not observed
         self.stopping = False
         self.change: Change | None = None
         self._new_serving = new_serving
@@ -287,7 +287,7 @@ class NodeLoop:
         if self._find_address is not None and not node.intent.node.address:
             node.intent = node.intent.saying(address=self._find_address())
         now = self._clock()
-        node.speak(now, self.silent())
+        node.speak(now, self.progress_due)
         if now >= self._look_at:
             self._look_at = now + self._look(now, listing)
         self._advance()
@@ -575,8 +575,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         if self._open_bootstrap in OF_TORCH:
             import_torch().join(IMPORT_SECONDS)
 
-    def follow(self, silent: Callable[[], float]) -> None:
-        self._loop.silent = silent
+    def mark_progress(self, allowance_s: float = 0.0) -> None:
+        self._loop.progress_due = self._clock() + self._timing.loop + allowance_s
 
     def join(self, put: Put) -> bool:
         self._loop.join(put)

@@ -114,10 +114,17 @@ class RendezvousHandler(abc.ABC):
         The agent calls it once, in a thread, before it asks for its first generation: the other
         nodes go on meanwhile."""
 
-    def follow(self, silent: Callable[[], float]) -> None:  # noqa: B027 - not all keep a lease
-        """Before the first rendezvous: `silent()` says, to any thread, for how many seconds the
-        agent's loop has not turned. A handler that keeps a lease for its node lets that end where
-        the loop stands still, so that the others need not wait for what reacts to nothing."""
+    def mark_progress(self, allowance_s: float = 0.0) -> None:  # noqa: B027 - optional
+        """Record that the agent's loop makes progress.
+
+        The agent calls this in each iteration of its loop, before the first rendezvous as well. A
+        handler that keeps a lease for its node in a thread of its own ends the lease if the calls
+        stop, so that the other nodes do not wait for an agent that does not react. The default
+        does nothing.
+
+        Args:
+            allowance_s: Seconds that the next call may take longer than usual.
+        """
 
     @abc.abstractmethod
     def next_rendezvous(self) -> RendezvousInfo:

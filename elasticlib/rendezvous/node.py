@@ -56,33 +56,13 @@ LONGEST_PAUSE = 0.5
 """Shorter than a last call, so that those who remember a job are back before newcomers begin
 another."""
 LATE_SHARE = 1 / 4
-"""Of the bound on a standstill: a look that comes so much later than the one before shows that this
-process could not run, as on a paused or overloaded machine; then the agent's loop could not."""
+"""Share of `Timing.loop`. If the thread of the rendezvous was late by this much, the whole process
+could not run, as on a paused or overloaded machine, and neither could the agent's loop."""
 UNANSWERED = Note(reason="the store has not answered")
 """Until the node that leads is heard."""
 NEVER_REACHED = "; the store was never reached: if the job is already over, its store is gone, too"
 
 Item = TypeVar("Item")
-
-
-class Standstill:
-    """Judges whether an agent's loop stands still; its caller looks again and again.
-
-    A node whose agent reacts to nothing is of no use to the others, and must not have them wait.
-    bound: seconds that a loop may be silent for, while the process can run at all.
-    """
-
-    def __init__(self, bound: float) -> None:
-        self._bound = bound
-        self._looked: float | None = None
-        self._since = 0.0
-
-    def judge(self, silent: float, now: float) -> bool:
-        """silent: seconds since the loop last turned."""
-        if self._looked is None or now - self._looked > self._bound * LATE_SHARE:
-            self._since = now
-        self._looked = now
-        return min(silent, now - self._since) > self._bound
 
 
 def backoff(misses: int) -> float:
@@ -144,7 +124,8 @@ class LocalNode:
         self._kept_at = float("-inf")
         self._spoke_at = float("-inf")
         self._away = 0.0
-        self._standstill, self._still = Standstill(timing.loop), False
+        self._agent_is_blocked = False
+        self._called_at = self._resumed_at = float("-inf")  # of `speak`; after a pause
         self._finish_said = ""
         # What it has read.
         self._foreign: set[str] = set()
@@ -174,27 +155,30 @@ class LocalNode:
 
     # -- announcing ---------------------------------------------------------------------------
 
-    def speak(self, now: float, silent: float = 0.0) -> None:
+    def speak(self, now: float, progress_due: float = float("inf")) -> None:
         """Keep the leases, and have what the intent wants stand under this node's.
 
-        silent: seconds for which the loop of the node's agent has not turned. Where it stands
-        still the node gives up its place, and reads what has become of the generation before it
-        speaks again.
+        progress_due: the time at which the agent's loop must have made progress again. If it has
+        not, the node gives up its place. Once it has, the node reads what has become of the
+        generation before it speaks again.
         """
-        if self._standstill.judge(silent, now):
-            if not self._still:
+        if now - self._called_at > self.timing.loop * LATE_SHARE:
+            self._resumed_at = now
+        self._called_at = now
+        if now > max(progress_due, self._resumed_at + self.timing.loop):
+            if not self._agent_is_blocked:
                 log.warning(
                     "the agent's loop has been blocked for %g s: this node leaves the group until "
                     "it runs again",
                     self.timing.loop,
                 )
-            self._still = True
+            self._agent_is_blocked = True
             self.withdraw()
             return
-        if self._still:
+        if self._agent_is_blocked:
             log.warning("the agent's loop runs again: this node rejoins")
             self.read(now)
-            self._still = False
+            self._agent_is_blocked = False
         record = self.intent.record(self.state)
         if record is None:
             self.withdraw()

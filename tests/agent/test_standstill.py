@@ -13,7 +13,7 @@ from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerState
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Limits, Timing
 from elasticlib.rendezvous.layout import Keys
-from elasticlib.rendezvous.node import Standstill
+from elasticlib.rendezvous.node import LocalNode
 from elasticlib.testing.rendezvous_over_store import Listener
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import WorkerGroup
@@ -151,14 +151,20 @@ def test_a_node_that_starts_its_workers_for_long_keeps_its_place() -> None:
     assert not workers.lost
 
 
-def test_what_was_paused_as_a_whole_has_not_stood_still() -> None:
-    looks = Standstill(30.0)
-    assert not any(looks.judge(0.1, now) for now in range(10))
-    # The machine was away for 1000 s: neither who looks nor the loop could run.
-    assert not looks.judge(1000.0, 1010.0)
-    assert not any(looks.judge(1000.0 + s, 1010.0 + s) for s in range(30))
-    assert looks.judge(1031.0, 1041.0)
-    assert not looks.judge(0.0, 1042.0)
+def test_pause_of_the_whole_process_does_not_count_as_a_blocked_loop() -> None:
+    store = MemoryStore()
+    node = LocalNode(store, "job", Node("a", "a", "127.0.0.1", 1), Limits(1, 1), Timing(loop=30.0))
+    node.intent = node.intent.seek()
+
+    def is_member(now: float, *, progress_due: float) -> bool:
+        node.speak(now, progress_due)
+        return store.get(Keys("job").node("a")) is not None
+
+    assert all(is_member(now, progress_due=30.0) for now in range(10))
+    # The machine was paused for 1000 s: neither the rendezvous nor the loop could run.
+    assert all(is_member(1010.0 + s, progress_due=30.0) for s in range(31))
+    assert not is_member(1041.0, progress_due=30.0)
+    assert is_member(1042.0, progress_due=1072.0)
 
 
 def test_a_bound_that_is_none_is_refused() -> None:
