@@ -6,7 +6,7 @@ file new and durable before the next begins, and one small file put last.
 On a disk a file is there whole or not at all, whenever the machine or we die: each file is synced
 before its name counts, and each name by syncing its folder; what is replaced is replaced by a
 rename. All system calls that change anything go through `Disk`. Behind a URL there is no rename and
-no lock: object stores put a file whole or not at all, and only one writer is supported.
+no lock: object stores put a file whole or not at all, and only one job may write at a time.
 
 Large files are read and summed by several threads at once: a CRC-32 takes longer than a copy, and
 neither needs Python's lock. Each thread reads a segment, sums each piece of it while that is still
@@ -405,7 +405,7 @@ def _lock(handle: int, path: str) -> None:
 class RemotePlace(Place):
     """A folder that fsspec reaches. The extra `fsspec` is imported when one is first used.
 
-    Only one process may write to it at a time: it has no lock, so fencing is not enforced.
+    Only one job may write to it at a time: it has no lock, so fencing is not enforced.
     """
 
     readers = 8
