@@ -21,7 +21,6 @@ from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, StoreRefused, StoreTimeout, StoreUnavailable
 from ..threads import helper
 from .interface import CompareSet, Entry, Listing, Store, Watched
-from .memory import HostedStore
 from .sockets import renew_in_children
 from .tcp_client import TcpStore
 from .tcp_server import TcpStoreServer
@@ -34,7 +33,6 @@ when that is done by one whose leases stand."""
 SCAN_SHARE = 1 / 4
 """Of the patience, which is a lease: a scan takes no more, or its caller's own lease would end."""
 
-Client = HostedStore | TcpStore
 Answer = TypeVar("Answer")
 
 
@@ -67,7 +65,7 @@ class MovingStore(Store):
         *,
         patience: float,
         clock: Clock = monotonic,
-        hosted: tuple[TcpStoreServer, Client] | None = None,
+        hosted: tuple[TcpStoreServer, TcpStore] | None = None,
     ) -> None:
         if not places:
             raise ConfigError("a store needs at least one endpoint, got none")
@@ -78,7 +76,7 @@ class MovingStore(Store):
         self._closed = False
         self._at = 0
         self._stays = hosted is not None
-        self._store: Client | None = None
+        self._store: TcpStore | None = None
         self._server: TcpStoreServer | None = None
         if hosted is not None:
             self._server, self._store = hosted
@@ -187,7 +185,7 @@ class MovingStore(Store):
         if server is not None:
             server.close()
 
-    def _ask(self, question: Callable[[Client], Answer]) -> Answer:
+    def _ask(self, question: Callable[[TcpStore], Answer]) -> Answer:
         store = self._here()
         try:
             try:
@@ -215,7 +213,7 @@ class MovingStore(Store):
         if len(self._refused) == len(self._places):
             raise error
 
-    def _here(self) -> Client:
+    def _here(self) -> TcpStore:
         with self._moving:
             if self._store is None and not self._closed:
                 self._arrive()
@@ -233,7 +231,7 @@ class MovingStore(Store):
                 return
         self._go_to(0)
 
-    def _miss(self, store: Client, error: StoreUnavailable | StoreTimeout) -> None:
+    def _miss(self, store: TcpStore, error: StoreUnavailable | StoreTimeout) -> None:
         with self._moving:
             away = self._clock() - self._heard_at
             stays = self._stays or away < self._patience
@@ -248,7 +246,7 @@ class MovingStore(Store):
             self._why_left = str(error)
             self._go_to(there)
 
-    def _prefer(self, number: int, found: TcpStore, left: Client | None) -> bool:
+    def _prefer(self, number: int, found: TcpStore, left: TcpStore | None) -> bool:
         """Be there from now on, if we still are at the store to be left; else leave what is found;
         which of the two."""
         with self._moving:

@@ -14,7 +14,6 @@ import itertools
 import json
 import struct
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -356,16 +355,6 @@ def _write(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
     return entry_answer(request.id, outcome.entry)
 
 
-def _watch(
-    space: KeySpace, client: int, request: Frame, tell: Callable[[int, Watched], None]
-) -> None:
-    fields, mine = request.fields, partial(tell, request.id)
-    watch = Watch(client, request.id, fields["prefix"], fields["after"], mine, fields["listing"])
-    told = space.watch(watch)
-    if told is not False:
-        mine(told)
-
-
 class ServerEnd(FrameReader):
     """What one client sends becomes requests, one at a time, and answers become bytes for it.
 
@@ -425,24 +414,28 @@ class ServerEnd(FrameReader):
             self.refuse(error)
         return self.request
 
-    def perform(
-        self, space: KeySpace, client: int, now: float, tell: Callable[[int, Watched], None]
-    ) -> None:
-        """Do what the request asks for, and answer it. tell: what is called with its number and
-        what has changed, where it asks for that."""
+    def perform(self, space: KeySpace, client: int, now: float) -> Watched:
+        """Do what the request asks for, and answer it.
+
+        Returns:
+            What `space.watch` returns if the request is a watch, else False.
+        """
         request, self.request = self.request, None
         self.performed += 1
         if request is None:
-            return
+            return False
+        fields = request.fields
         try:
             if request.op == "list":
-                self._begin_listing(request.id, space.list(request.fields["prefix"]))
+                self._begin_listing(request.id, space.list(fields["prefix"]))
             elif request.op == "watch":
-                _watch(space, client, request, tell)
+                prefix, after, listing = fields["prefix"], fields["after"], fields["listing"]
+                return space.watch(Watch(client, request.id, prefix, after, listing))
             else:
                 self.send(_perform(space, client, request, now))
         except (StoreRefused, LeaseLost, ConfigError) as error:
             self.send(error_frame(request.id, error))
+        return False
 
     def refuse(self, error: StoreRefused, number: int = 0) -> None:
         """Say why, and read nothing more."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import ipaddress
+import itertools
 import logging
 import math
 import resource
@@ -19,8 +20,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import attrs
 
@@ -30,7 +30,6 @@ from ..errors import ConfigError, StoreRefused
 from ..threads import helper
 from .interface import Listing, Watched
 from .keyspace import KeySpace, Limits
-from .memory import HostedStore, Shared
 from .secret import NONCE_BYTES, VARIABLE, check_secret
 from .sockets import (
     Joined,
@@ -126,7 +125,7 @@ def _listen_at(host: str, port: int) -> socket.socket:
 class _Peer:
     """A client's connection.
 
-    tell: leaves news of what it watches, under the number of its watch. deadline: when it is cut,
+    deadline: when it is cut,
     if it is not in by then or was refused. awaits: whether the selector waits to read and to write.
     dropped: bytes that came after it was refused. held, listed: of its end, in the server's
     account. goal: once so many bytes are sent and so many requests performed, nothing is left of
@@ -136,7 +135,6 @@ class _Peer:
     number: int
     connection: socket.socket
     end: ServerEnd
-    tell: Callable[[int, Watched], None]
     deadline: float
     awaits: tuple[bool, bool] = True, False
     dropped: int = 0
@@ -158,7 +156,7 @@ class _Peer:
 
 
 class TcpStoreServer:
-    """Serves one keyspace to `TcpStore` clients, and in this process to those of `client`.
+    """Serves one keyspace to `TcpStore` clients.
 
     Args:
         host: the one address, or name, to bind.
@@ -199,15 +197,14 @@ class TcpStoreServer:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._torchs: tuple[socket.AddressFamily, tuple[object, ...]] | None = None
-        # From here on it is the thread's, but for what the lock of the shared keyspace guards, and
-        # the news that others leave.
+        # The server's thread owns all of the following.
         limits = self._limits
         # What can be written can be read: it fits an answer.
         value_bytes = min(limits.store.value_bytes, limits.frame_bytes - HEADER_ROOM)
         own = KeySpace(attrs.evolve(limits.store, value_bytes=value_bytes))
         self._space = self._given or own
-        self._shared = Shared(monotonic, self._space, is_served=True, rouse=self._rouse)
-        self._news: deque[tuple[int, int, Watched]] = deque()
+        self._numbers = itertools.count(1)
+        self._news: deque[tuple[int, int, Watched]] = deque()  # client, its watch, what changed
         self._peers: dict[int, _Peer] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._dirty: set[_Peer] = set()
@@ -258,13 +255,6 @@ class TcpStoreServer:
             )
         return self
 
-    def client(self, address: str = "") -> HostedStore:
-        """A client in this process, which needs no connection. address: of this machine, as the
-        other nodes are to be told it; the server's own unless given."""
-        if self._thread is None:
-            raise ConfigError(f"start the server of {self.address} before you make clients of it")
-        return HostedStore(self._shared, address or self.host)
-
     def lead_torch_to(self, address: tuple[str, int] | None) -> None:
         """Where torch's store of the generation is, to which its clients that come to this port
         are passed on. Without one they are cut off, and the log says so."""
@@ -304,7 +294,8 @@ class TcpStoreServer:
         self._stopping.set()
         if self._thread is None:
             return
-        self._rouse()
+        with contextlib.suppress(OSError):  # the thread has ended already
+            self._wake.send(b"!")
         if not self.wait_closed(self._limits.close_seconds):
             stands = "no longer running"
             if (frame := sys._current_frames().get(self._thread.ident or 0)) is not None:
@@ -325,10 +316,6 @@ class TcpStoreServer:
 
     # -- the thread ---------------------------------------------------------------------------
 
-    def _rouse(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended, or has enough to wake for
-            self._wake.send(b"!")
-
     def _serve(self) -> None:
         try:
             while not self._stopping.is_set():
@@ -336,8 +323,6 @@ class TcpStoreServer:
         except Exception:
             log.exception("the store's server failed: its clients are disconnected")
         finally:
-            for watch, watched in self._shared.end("the server of this store is closed"):
-                watch.tell(watched)
             for peer in list(self._peers.values()):
                 self._drop(peer)
             for link in self._links:
@@ -353,8 +338,7 @@ class TcpStoreServer:
             self._handle(0)
             while self._go_on():
                 pass
-            with self._shared.lock:
-                self._space.end_silent_leases(monotonic())
+            self._space.end_silent_leases(monotonic())
         self._tell()
         self._flush()
         now = monotonic()
@@ -365,7 +349,7 @@ class TcpStoreServer:
 
     def _patience(self, now: float) -> float:
         """Seconds that the loop may sleep if nothing arrives."""
-        if self._news or not self._shared.is_settled or any(map(self._may_go_on, self._waiting)):
+        if self._news or self._space.has_changed or any(map(self._may_go_on, self._waiting)):
             return 0.0
         look, stranger = self._space.clock.until_due(now), self._first_stranger()
         pause = min(
@@ -440,8 +424,8 @@ class TcpStoreServer:
         nonce = secrets.token_bytes(NONCE_BYTES).hex()
         end = ServerEnd(self.job, self._secret, nonce, limits.frame_bytes)
         deadline = monotonic() + limits.handshake_seconds
-        number = next(self._shared.owners)
-        peer = _Peer(number, connection, end, partial(self._leave_news, number), deadline)
+        number = next(self._numbers)
+        peer = _Peer(number, connection, end, deadline)
         self._peers[number] = peer
         heapq.heappush(self._deadlines, (deadline, number))
         self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -503,8 +487,9 @@ class TcpStoreServer:
             if not self._may_go_on(peer):
                 self._wait_for_room(peer)
                 break
-            with self._shared.lock:
-                end.perform(self._space, peer.number, now, peer.tell)
+            watched = end.perform(self._space, peer.number, now)
+            if watched is not False:
+                self._news.append((peer.number, request.id, watched))
             if len(end.unsent) >= FLUSH_BYTES and not self._flush_one(peer):
                 return
         else:
@@ -514,19 +499,10 @@ class TcpStoreServer:
         if end.held_bytes >= FLUSH_BYTES:
             self._count(peer)
 
-    def _leave_news(self, client: int, number: int, watched: Watched) -> None:
-        """Called by whatever thread has changed what this client watches."""
-        self._news.append((client, number, watched))
-        if threading.current_thread() is not self._thread:
-            self._rouse()
-
     def _tell(self) -> None:
-        """Tell watchers of the changes of this turn, and of those by clients in this process."""
-        if not self._shared.is_settled:
-            with self._shared.lock:
-                news = self._shared.settle()
-            for watch, watched in news:
-                watch.tell(watched)
+        """Tell watchers of the changes of this turn."""
+        for watch, watched in self._space.news():
+            self._news.append((watch.owner, watch.number, watched))
         shown: Listing | None = None
         fields, value = "", b""
         while self._news:
@@ -691,8 +667,7 @@ class TcpStoreServer:
 
     def _leave(self, peer: _Peer) -> None:
         self._waiting.pop(peer, None)
-        with self._shared.lock:
-            self._space.depart(peer.number)
+        self._space.depart(peer.number)
 
     def _drop(self, peer: _Peer, *, close: bool = True) -> None:
         del self._peers[peer.number]

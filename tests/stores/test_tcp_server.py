@@ -224,12 +224,6 @@ def test_a_closed_server_cannot_be_started_again(was_started: bool) -> None:
     assert not server.serving
 
 
-def test_a_client_in_the_process_of_a_server_that_was_not_started_is_refused() -> None:
-    server = TcpStoreServer("127.0.0.1", 29400)
-    with pytest.raises(ConfigError, match=r"start the server of 127\.0\.0\.1:29400 before"):
-        server.client()
-
-
 def test_closing_the_server_ends_the_waits_on_it(server: TcpStoreServer) -> None:
     with TcpStore(server.host, server.port) as store, ThreadPoolExecutor(1) as pool:
         version = store.set("key", b"").version
