@@ -33,7 +33,6 @@ _HOMES = {
         "deal_seats",
     ),
     "rendezvous.document": (
-        "FailureKind",
         "Limits",
         "Node",
         "Timing",
@@ -131,7 +130,6 @@ if TYPE_CHECKING:
     from .observe.reading import read_history as read_history
     from .observe.report import Report as Report
     from .observe.report import report as report
-    from .rendezvous.document import FailureKind as FailureKind
     from .rendezvous.document import Limits as Limits
     from .rendezvous.document import Node as Node
     from .rendezvous.document import Timing as Timing
