@@ -15,7 +15,7 @@ import attrs
 
 from ..errors import IllegalTransition
 from ..foreign import read_json
-from ..rendezvous.document import Change, ChangeKind, FailureKind
+from ..rendezvous.document import Change, ChangeKind
 from ..workers.exit import WorkerExit
 from ..workers.interface import RESIZE, Notice
 from ..workers.spec import WorkerState
@@ -114,14 +114,13 @@ class StartFailed(Event):
 
 @attrs.frozen
 class WorkerEnded(Event):
-    """A worker ended by itself, or because it was stopped; what kind of failure that is.
+    """A worker ended by itself, or because it was stopped.
 
     unsaved: it failed, or was killed by others, when it was to save and end. alone: and the others
     have not agreed yet where to stop, so that they will not.
     """
 
     exit: WorkerExit
-    kind: FailureKind = FailureKind.ORDINARY
     unsaved: bool = False
     alone: bool = False
     keeps: bool = False
@@ -243,8 +242,10 @@ class StopSooner(Command):
 
 @attrs.frozen
 class ReportFailure(Command):
+    """Tell that workers failed; killed: a signal from outside ended the worker."""
+
     reason: str
-    kind: FailureKind = FailureKind.ORDINARY
+    killed: bool = False
 
 
 @attrs.frozen
@@ -361,7 +362,7 @@ def _worker_ended(now: Supervision, event: WorkerEnded) -> Step:
     gone = {event.exit.local_rank}
     now = attrs.evolve(now, awaited=now.awaited - gone, spare=now.spare - gone)
     if not event.exit.ok:
-        failure = ReportFailure(event.exit.describe(), event.kind)
+        failure = ReportFailure(event.exit.describe(), event.exit.was_killed)
         return _fail(now, failure, keeps=event.keeps)
     if now.awaited:
         return now, ()

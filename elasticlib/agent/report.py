@@ -274,7 +274,7 @@ class Report:
     def failure(self, failure: policy.ReportFailure) -> None:
         log.warning("%s", failure.reason)
         since = self._silent_since
-        word = (failure.kind.value or "ordinary") if since is None else "hang"
+        word = "hang" if since is not None else "killed" if failure.killed else "ordinary"
         silent = None if since is None else round(self._clock() - since, 3)
         self._tell("failure", reason=failure.reason, failure=word, silent=silent)
 

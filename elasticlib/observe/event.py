@@ -68,7 +68,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "failure": {
         "reason": "in words",
-        "failure": "its kind: ordinary, killed, at start or hang",
+        "failure": "its kind: ordinary, killed or hang",
         "silent": "of a hang, seconds for which a worker here had given no sign of life; else null",
     },
     "stopping": {

@@ -226,5 +226,5 @@ class RendezvousContract:
         return infos[0].generation
 
     def _fails(self, node: Node) -> None:
-        if not node.handler.report_failure("the test says so"):
+        if not node.handler.report_failure("the test says so", killed=True):
             pytest.skip("this handler leaves failures to the agents")

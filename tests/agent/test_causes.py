@@ -105,8 +105,8 @@ class Second(LoneNode):
         seat = deal_seats(NODES)[1]
         return attrs.evolve(super().next_rendezvous(), seat=seat, store=self.store, board=BOARD)
 
-    def report_failure(self, reason: str) -> bool:
-        del reason
+    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
+        del reason, killed
         self.over.set()
         return True
 
@@ -185,8 +185,8 @@ class Deserted(LoneNode):
             raise error
         return super().next_rendezvous()
 
-    def report_failure(self, reason: str) -> bool:
-        del reason
+    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
+        del reason, killed
         return True
 
 
