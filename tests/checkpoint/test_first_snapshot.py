@@ -25,16 +25,6 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An agent's memory, as its worker is told of it."""
-    era = tmp_path / "memory" / "1"
-    era.mkdir(parents=True)
-    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
-    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
-    return era
-
-
 def made(kind: str = "adamw") -> dict[str, Any]:
     model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
     return {"model": model, "optimizer": KINDS[kind](model), "note": "x", "step": 0}
@@ -71,21 +61,25 @@ def threads() -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_job_has_the_memory_of_its_first_snapshot_before_it_is_made(
-    tmp_path: Path, kept: Path, kind: str
+    tmp_path: Path, generation_memory: Path, kind: str
 ) -> None:
     state = made(kind)
     size = sum(one.nbytes for one in state["model"].parameters())
     with CheckpointManager(tmp_path / "disk") as manager:
         assert not manager.restore(state)
-        wait_until("its pages", lambda: sum(resident(kept).values()) >= size and idle(manager))
-        before = resident(kept)
+        wait_until(
+            "its pages", lambda: sum(resident(generation_memory).values()) >= size and idle(manager)
+        )
+        before = resident(generation_memory)
         train(state, 1)
         assert manager.snapshot(1, state)
-        name, needed = size_of_the_newest(kept)
+        name, needed = size_of_the_newest(generation_memory)
         assert needed <= before[name] < needed * 1.1
 
 
-def test_so_does_a_rank_that_has_a_part_of_a_sharded_state(tmp_path: Path, kept: Path) -> None:
+def test_so_does_a_rank_that_has_a_part_of_a_sharded_state(
+    tmp_path: Path, generation_memory: Path
+) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -94,11 +88,11 @@ def test_so_does_a_rank_that_has_a_part_of_a_sharded_state(tmp_path: Path, kept:
         state["optimizer"] = KINDS["adamw"](state["model"])
         with CheckpointManager(tmp_path / "disk") as manager:
             assert not manager.restore(state)
-            wait_until("its slot", lambda: resident(kept) and idle(manager))
-            before = resident(kept)
+            wait_until("its slot", lambda: resident(generation_memory) and idle(manager))
+            before = resident(generation_memory)
             train(state, 1)
             assert manager.snapshot(1, state)
-            name, needed = size_of_the_newest(kept)
+            name, needed = size_of_the_newest(generation_memory)
             assert needed <= before[name] < needed * 1.1
     finally:
         dist.destroy_process_group()
@@ -110,20 +104,20 @@ def idle(manager: CheckpointManager) -> bool:
     return all(one.reserved == len(one.memory) for one in slots)
 
 
-def test_a_job_that_goes_on_from_a_disk_has_it_too(tmp_path: Path, kept: Path) -> None:
+def test_a_job_that_goes_on_from_a_disk_has_it_too(tmp_path: Path, generation_memory: Path) -> None:
     state = made()
     with CheckpointManager(tmp_path / "disk") as manager:
         train(state, 1)
         manager.save(1, state).wait()
-        assert resident(kept) == {}
+        assert resident(generation_memory) == {}
     state = made()
     with CheckpointManager(tmp_path / "disk") as manager:
         assert manager.restore(state).source == "disk"
-        wait_until("its slot", lambda: resident(kept) and idle(manager))
-        before = resident(kept)
+        wait_until("its slot", lambda: resident(generation_memory) and idle(manager))
+        before = resident(generation_memory)
         train(state, 2)
         assert manager.snapshot(2, state)
-        name, needed = size_of_the_newest(kept)
+        name, needed = size_of_the_newest(generation_memory)
         assert needed <= before[name] < needed * 1.1
 
 
@@ -142,33 +136,33 @@ class Average:
 
 
 def test_an_object_with_a_state_of_its_own_is_not_asked_and_the_slot_grows_for_it(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, generation_memory: Path
 ) -> None:
     asked: list[str] = []
     state = made() | {"average": Average(asked)}
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        wait_until("its slot", lambda: resident(kept) and idle(manager))
+        wait_until("its slot", lambda: resident(generation_memory) and idle(manager))
         assert asked == []
-        (before,) = resident(kept)
+        (before,) = resident(generation_memory)
         train(state, 1)
         assert manager.snapshot(1, state)
-        name, needed = size_of_the_newest(kept)
+        name, needed = size_of_the_newest(generation_memory)
         assert name == before
     found = made() | {"average": Average(asked)}
     found["average"].values.zero_()
     with CheckpointManager(tmp_path / "disk") as manager:
         assert manager.restore(found).source == "memory"
         # How large the last one was is known.
-        wait_until("its slot", lambda: resident(kept) and idle(manager))
-        (pages,) = resident(kept).values()
+        wait_until("its slot", lambda: resident(generation_memory) and idle(manager))
+        (pages,) = resident(generation_memory).values()
         assert needed <= pages < needed + memory.RECORD_BYTES
     assert found["average"].values.eq(1).all()
     for name, value in state["model"].state_dict().items():
         assert torch.equal(found["model"].state_dict()[name], value)
 
 
-@pytest.mark.usefixtures("kept")
+@pytest.mark.usefixtures("generation_memory")
 def test_a_state_whose_size_is_not_known_yet_is_gone_on_from_all_the_same(tmp_path: Path) -> None:
     itself: list[Any] = []
     itself.append(itself)
@@ -179,31 +173,31 @@ def test_a_state_whose_size_is_not_known_yet_is_gone_on_from_all_the_same(tmp_pa
 
 
 def test_a_job_that_saves_without_snapshots_gets_the_memory_back(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, generation_memory: Path
 ) -> None:
     state = made()
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        wait_until("its slot", lambda: resident(kept))
+        wait_until("its slot", lambda: resident(generation_memory))
         manager.save(1, state).wait()
-        assert [*kept.iterdir()] == []
+        assert [*generation_memory.iterdir()] == []
         assert manager.snapshot(2, state), "it may change its mind"
         manager.save(2, state).wait()
-        assert len(memory.look(kept.parent)) == 1
+        assert len(memory.look(generation_memory.parent)) == 1
 
 
 def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_memory(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, generation_memory: Path
 ) -> None:
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore({"w": torch.zeros(8 << 20)})
-    assert [*kept.iterdir()] == []
+    assert [*generation_memory.iterdir()] == []
     # One that dies leaves its slot to the next start of the workers.
     left = CheckpointManager(tmp_path / "disk")
     left.restore(made())
-    wait_until("its slot", lambda: [*kept.iterdir()])
-    memory.remove_torn(kept.parent, 2)
-    assert [*kept.iterdir()] == []
+    wait_until("its slot", lambda: [*generation_memory.iterdir()])
+    memory.remove_torn(generation_memory.parent, 2)
+    assert [*generation_memory.iterdir()] == []
     left.close()
 
 

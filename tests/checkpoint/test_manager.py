@@ -110,7 +110,7 @@ def damaged(data: bytes, every: int) -> list[bytes]:
     return [*flipped, *(data[:at] for at in places), data + b"\0"]
 
 
-@pytest.mark.parametrize(("name", "every"), [("manifest.json", 1), ("state.*.pack", 17)])
+@pytest.mark.parametrize(("name", "every"), [("manifest.json", 5), ("state.*.pack", 41)])
 def test_any_flipped_or_cut_byte_is_found_and_the_older_one_taken(
     tmp_path: Path, name: str, every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
