@@ -150,6 +150,7 @@ def endless():
         ({"d": collections.defaultdict(lambda: 1)}, "state['d'] is a defaultdict of <function"),
         ({int: 1}, "state.key(<class 'int'>) is a type"),
         ({"t": torch.eye(2).to_sparse()}, "state['t'] is a tensor without plain elements"),
+        ([torch.ones(1, device="meta")], "state[0] is a tensor without plain elements"),
         (nested(MAX_DEPTH + 1), f"{'[0]' * MAX_DEPTH} is nested deeper than {MAX_DEPTH} levels"),
         (endless(), "state['again'][0] contains itself"),
     ],

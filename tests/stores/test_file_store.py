@@ -112,7 +112,7 @@ def test_a_writer_killed_at_any_time_loses_nothing_that_it_was_told_is_written(
     tmp_path: Path,
 ) -> None:
     with FileStore(tmp_path) as store:
-        for turn in range(8):
+        for turn in (0, 3, 7):
             with subprocess.Popen(
                 [sys.executable, "-c", WRITING, str(tmp_path)], stdout=subprocess.PIPE
             ) as writer:
