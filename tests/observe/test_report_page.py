@@ -3,7 +3,6 @@ says what was told, and what was left out."""
 
 from __future__ import annotations
 
-import math
 import re
 from html.parser import HTMLParser
 
@@ -27,7 +26,7 @@ from elasticlib.observe.history import (
     Why,
 )
 from elasticlib.observe.reading import history_of
-from elasticlib.observe.report.curves import gaps, loss, sample_rate, step_rate
+from elasticlib.observe.report.curves import gaps, sample_rate, step_rate
 from elasticlib.observe.report.page import fragment, page
 from elasticlib.observe.report.style import ROOT
 from elasticlib.observe.report.tables import failures
@@ -257,20 +256,6 @@ def test_a_node_that_was_requeued_is_counted_once() -> None:
     twice = attrs.evolve(history, nodes=(*history.nodes, *again))
     (once,) = re.findall(r"Nodes \d+", told(history))
     assert once in told(twice)
-
-
-def test_a_loss_that_is_no_number_is_left_out_and_told() -> None:
-    history = histories.eventful()
-    broken = [
-        attrs.evolve(pace, loss=math.nan if pace.loss is not None and at in (40, 43) else pace.loss)
-        for at, pace in enumerate(history.paces)
-    ]
-    spoilt = sum(one.loss is not None and math.isnan(one.loss) for one in broken)
-    assert spoilt
-    history = attrs.evolve(history, paces=tuple(broken))
-    assert len(loss(history).left_out) == spoilt
-    step = next(one.step for one in broken if one.loss is not None and math.isnan(one.loss))
-    assert f"not finite, and left out; the first is nan at step {step}" in told(history)
 
 
 def test_samples_are_those_of_all_nodes_and_steps_those_of_one() -> None:
