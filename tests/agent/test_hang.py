@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import attrs
 import pytest
 
@@ -209,11 +207,6 @@ def test_nor_one_of_another_node_but_one_that_may_stand_in_its_first_step_is() -
         assert last is not None
         assert last.rank == rank
         assert f"hung: rank {rank} " in describe_hang(pulses, 2.0)
-
-
-def test_what_a_node_says_that_does_not_count_its_steps_is_read() -> None:
-    said = [{"rank": 0, "host": "a", "step": step, "seconds": 1.0} for step in (7, NOTHING)]
-    assert [pulse.steps for pulse in decode_pulses(json.dumps(said).encode())] == [1, 0]
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"{}", b"[1]", b'[{"rank": "x"}]', b'[{"rank": 1}]'])

@@ -26,16 +26,6 @@ from elasticlib.checkpoint.persist import LastWrites
 from elasticlib.testing.waiting import wait_until
 
 
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An agent's memory, as its worker is told of it."""
-    era = tmp_path / "memory" / "1"
-    era.mkdir(parents=True)
-    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
-    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
-    return era.parent
-
-
 def state(value: float, size: int = 100_000) -> dict[str, Any]:
     return {"w": torch.full((size,), value)}
 

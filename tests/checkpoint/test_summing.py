@@ -8,6 +8,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from elasticlib.checkpoint.place import (
     LocalPlace,
     crc32_beside,
     crc32_combine,
-    no_news,
     read_summed,
 )
 from elasticlib.errors import CheckpointError
@@ -87,17 +87,10 @@ class Slow(LocalPlace):
         super().__init__(folder)
         self.together = threading.Barrier(2)
 
-    def read_into(
-        self,
-        name: str,
-        buffer: memoryview,
-        *,
-        start: int = 0,
-        seen: Callable[[memoryview], None] = no_news,
-    ) -> int:
+    def read_into(self, name: str, buffer: memoryview, *, start: int = 0, **options: Any) -> int:
         if start % SEGMENT == 0 and len(buffer) == SEGMENT and start < 2 * SEGMENT:
             self.together.wait(60)
-        return super().read_into(name, buffer, start=start, seen=seen)
+        return super().read_into(name, buffer, start=start, **options)
 
 
 def test_a_checkpoint_is_read_by_several_threads_and_a_changed_byte_in_the_middle_found(

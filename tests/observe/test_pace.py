@@ -281,17 +281,3 @@ def test_at_rest_a_look_a_second_at_eight_workers_takes_less_than_a_thousandth_o
     assert (time.process_time() - began) / 200 < 1e-3
     for channel in channels:
         channel.close()
-
-
-def test_a_worker_of_an_older_version_tells_what_it_knows() -> None:
-    agent = Channel.made()
-    # Its words: the step, how many, and when.
-    agent._words[8], agent._words[9], agent._seconds[10] = 5, 3, 7.0
-    # Or, of a version between, its last loss.
-    agent._words[21] = 1
-    assert (agent.beat().loss, agent.beat().losses) == (0.0, None)
-    agent._words[21] = 0
-    beat = agent.beat()
-    assert (beat.step, beat.steps, beat.at) == (5, 3, 7.0)
-    assert (beat.first_step, beat.snapshot, beat.loss, beat.restored) == (-1, -1, None, None)
-    agent.close()

@@ -263,19 +263,6 @@ def test_a_guardian_that_stands_still_holds_nobody_up() -> None:
     guardian.close()
 
 
-def test_a_guardian_that_was_killed_is_replaced(run: Run) -> None:
-    run.start(shell("while :; do sleep 1; done"))
-    (name,) = run.workers.running().values()
-    guardian = Guardian(patience=30.0)
-    guardian.add(int(name.removeprefix("pid ")))
-    assert guardian._process is not None
-    guardian._process.send_signal(signal.SIGKILL)
-    guardian._process.wait(10)
-    guardian.remove(1)
-    guardian.close()
-    assert run.end().signal == "SIGKILL"
-
-
 KILLED_AS_IT_REPLACES = """
 import os, signal, subprocess, sys
 from elasticlib.workers.session import Guardian
