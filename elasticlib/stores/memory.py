@@ -7,6 +7,7 @@ It has no thread: every operation first ends the leases that its clock says are 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,6 @@ from ..clock import Clock, monotonic
 from ..errors import StoreUnavailable
 from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
 from .keyspace import KeySpace, Lease, Limits
-from .sockets import renew_in_children
 
 
 @attrs.define(eq=False)
@@ -26,7 +26,7 @@ class Shared:
 
     clock: Clock
     space: KeySpace
-    ended: str = ""  # why the store refuses every operation
+    pid: int = attrs.field(factory=os.getpid)  # the one process that has the keyspace
     lock: threading.RLock = attrs.field(factory=threading.RLock)
     owners: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
     changed: threading.Condition = attrs.field()
@@ -51,12 +51,6 @@ class MemoryStore(Store):
         self._shared = shared
         self._owner = next(shared.owners)
         self._closed = False
-        renew_in_children(self)
-
-    def begin_anew(self) -> None:
-        """What a forked child has is a copy that nobody else sees: it serves nothing there."""
-        why = "a MemoryStore is in the process that made it, and this is a forked child of that"
-        self._shared = Shared(self._shared.clock, KeySpace(), ended=why)
 
     def client(self) -> MemoryStore:
         """Another client of the same store, with leases of its own."""
@@ -106,6 +100,8 @@ class MemoryStore(Store):
         return True
 
     def close(self) -> None:
+        if self._shared.pid != os.getpid():
+            return
         with self._shared.lock:
             self._closed = True
             self._shared.space.depart(self._owner)
@@ -118,8 +114,8 @@ class MemoryStore(Store):
     def _begin(self) -> None:
         """Refuse if the store is closed; else end the leases that are over."""
         shared = self._shared
-        if shared.ended or self._closed:
-            raise StoreUnavailable(shared.ended or "this store is closed")
+        if self._closed:
+            raise StoreUnavailable("this store is closed")
         version = shared.space.version
         shared.space.end_silent_leases(shared.clock())
         if shared.space.version != version:
@@ -129,6 +125,11 @@ class MemoryStore(Store):
     def _turn(self) -> Iterator[KeySpace]:
         """The keyspace, without ended leases, for this thread alone; wakes waiters on a change."""
         shared = self._shared
+        if shared.pid != os.getpid():
+            # What the child has is a copy that no other process sees.
+            raise StoreUnavailable(
+                "a MemoryStore is in the process that made it, and this is a forked child of that"
+            )
         with shared.lock:
             self._begin()
             version = shared.space.version

@@ -35,9 +35,7 @@ from .sockets import (
     Joined,
     address_of,
     await_events,
-    close_in_children,
     keep_honest,
-    renew_in_children,
 )
 from .tcp_protocol import (
     HEADER_ROOM,
@@ -109,7 +107,7 @@ class ServerLimits:
 def _listen_at(host: str, port: int) -> socket.socket:
     """A listener at the first address of the host, which does not block. Raises OSError."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = close_in_children(socket.socket(family, kind, proto))
+    listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -186,23 +184,17 @@ class TcpStoreServer:
         self.port = port
         self.job = job
         self._more_hosts = more_hosts
-        self._given = space
         self._limits = limits or ServerLimits()
         self._secret = check_secret(secret)
-        self.begin_anew()
-        renew_in_children(self)
-
-    def begin_anew(self) -> None:
-        """Serve nothing, as a forked child does: the parent serves, the child is free to start."""
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._torchs: tuple[socket.AddressFamily, tuple[object, ...]] | None = None
         # The server's thread owns all of the following.
-        limits = self._limits
+        stored = self._limits.store
         # What can be written can be read: it fits an answer.
-        value_bytes = min(limits.store.value_bytes, limits.frame_bytes - HEADER_ROOM)
-        own = KeySpace(attrs.evolve(limits.store, value_bytes=value_bytes))
-        self._space = self._given or own
+        value_bytes = min(stored.value_bytes, self._limits.frame_bytes - HEADER_ROOM)
+        own = KeySpace(attrs.evolve(stored, value_bytes=value_bytes))
+        self._space = space or own
         self._numbers = itertools.count(1)
         self._news: deque[tuple[int, int, Watched]] = deque()  # client, its watch, what changed
         self._peers: dict[int, _Peer] = {}
@@ -239,9 +231,9 @@ class TcpStoreServer:
             except OSError as error:
                 log.info("cannot also serve the store at %s: %s", host, error)
         self._most = self._limits.most_connections()
-        self._woken, self._wake = map(close_in_children, socket.socketpair())
+        self._woken, self._wake = socket.socketpair()
         self._wake.setblocking(False)
-        self._selector = close_in_children(selectors.DefaultSelector())
+        self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._listen(True)
         self._thread = helper(self._serve, "tcp-store-server")
@@ -279,6 +271,8 @@ class TcpStoreServer:
     @property
     def labels(self) -> tuple[str, ...]:
         """The `TcpStore.label` of every client that is connected."""
+        if not self.serving:
+            return ()
         # The list is made in one step, whatever the thread does.
         return tuple(peer.end.label for peer in list(self._peers.values()) if peer.end.is_in)
 
@@ -292,8 +286,8 @@ class TcpStoreServer:
         """End all connections and the thread, within some seconds: what does not end by then is
         named in the log and left behind. Closing twice is harmless."""
         self._stopping.set()
-        if self._thread is None:
-            return
+        if self._thread is None or not self.serving:
+            return  # it has ended, or is in the process of which this one is a forked child
         with contextlib.suppress(OSError):  # the thread has ended already
             self._wake.send(b"!")
         if not self.wait_closed(self._limits.close_seconds):
@@ -414,7 +408,7 @@ class TcpStoreServer:
             self._welcome(connection)
 
     def _welcome(self, connection: socket.socket) -> None:
-        close_in_children(connection).setblocking(False)
+        connection.setblocking(False)
         limits = self._limits
         try:
             keep_honest(connection, limits.silent_network_seconds)
@@ -546,7 +540,7 @@ class TcpStoreServer:
             return
         family, address = self._torchs
         try:
-            store = close_in_children(socket.socket(family, socket.SOCK_STREAM))
+            store = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
             log.warning("cannot forward a client to torch's store at the moment: %s", error)
             self._drop(peer)
