@@ -77,14 +77,15 @@ class RendezvousMachine(RuleBasedStateMachine):
         self._moment = moment
         self._agents: list[Agent] = []
         self._closed = False
+        self._at_close: list[Agent] = []  # the agents of the run when it was closed
         self._came = 0
 
     def teardown(self) -> None:
         self._cluster.close()
 
     @precondition(lambda self: len(self._agents) < AGENTS and self._came < len(NAMES))
-    # Who comes when a job is over and all have left may be late for it, or begin another.
-    @precondition(lambda self: self._agents or not self._closed)
+    # A node that starts while no node of the ended run is left would begin a new run.
+    @precondition(lambda self: not self._closed or self._of_ended_run(self._agents))
     @rule()
     def join(self) -> None:
         node = self._cluster.node(NAMES[self._came], LEAST, MOST, max_restarts=1000)
@@ -131,8 +132,12 @@ class RendezvousMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, AGENTS - 1))
     def close(self, which: int) -> None:
         self._agents[which % len(self._agents)].node.handler.set_closed()
-        self._closed = True
+        if not self._closed:
+            self._closed, self._at_close = True, list(self._agents)
         self._settles()
+
+    def _of_ended_run(self, agents: list[Agent]) -> list[Agent]:
+        return [agent for agent in agents if agent in self._at_close]
 
     def _members(self) -> list[Agent]:
         return [agent for agent in self._agents if agent.held is not None]
