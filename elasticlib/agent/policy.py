@@ -7,15 +7,15 @@ group of workers is stopped is in `stopping.py`.
 from __future__ import annotations
 
 import enum
-import json
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import attrs
 
-from ..errors import IllegalTransition
-from ..foreign import read_json
+from ..errors import IllegalTransition, RendezvousMismatch
+from ..rendezvous import layout
 from ..rendezvous.document import Change, ChangeKind
+from ..rendezvous.layout import encode as encode
 from ..workers.exit import WorkerExit
 from ..workers.interface import RESIZE, Notice
 from ..workers.spec import WorkerState
@@ -499,39 +499,12 @@ def react(now: Supervision, event: Event) -> Step:
     return transition(now, event)
 
 
-# What nodes post for one another is JSON, of which nobody's is trusted.
+# Nodes post values for one another as JSON, and trust no such value.
 
 
-def encode(value: object) -> bytes:
-    return json.dumps(value).encode()
-
-
-def read(data: bytes) -> Any:
-    """What JSON says; None where it is none."""
+def decode(kind: type[Value], data: bytes) -> Value | None:
+    """Return the value that a node has posted, or None if it is none of exactly this type."""
     try:
-        return read_json(data)
-    except ValueError:
-        return None
-
-
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "float": (int, float),
-    "tuple[int, ...]": (list,),
-}
-
-
-def decode(kind: type[Value], said: Any) -> Value | None:
-    """A value of this attrs class, or None: another version may post others. Fields that are not
-    known here are skipped, and those left out are as by default."""
-    if not isinstance(said, dict):
-        return None
-    fields = [field for field in attrs.fields(kind) if field.name in said]  # type: ignore[arg-type]
-    if any(type(said[field.name]) not in _TYPES[str(field.type)] for field in fields):
-        return None
-    try:
-        return kind(**{field.name: said[field.name] for field in fields})
-    except (TypeError, ValueError):
+        return layout.decode(kind, data, "a post")
+    except RendezvousMismatch:
         return None

@@ -316,7 +316,10 @@ def read_object(data: bytes | str, what: str, version: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{what} is an object of JSON, got {data[:60]!r}")
     if found.get("v") != version:
-        raise ValueError(f"{what} of version {version} is read here, got {found.get('v')!r:.20}")
+        raise ValueError(
+            f"{what} of version {version} is read here, got {found.get('v')!r:.20}: use the "
+            "version of elasticlib that wrote it"
+        )
     return found
 
 

@@ -33,8 +33,6 @@ from .wording import grouped, ranks_of, spans
 log = logging.getLogger("elasticlib.observe")
 
 VERSION = 1
-WHAT = "stacks"
-"""Earlier versions asked for more than that, and still do."""
 LONGEST_QUESTION = 64 * 1024
 LONGEST_STACKS = 64 * 1024
 """Characters of one rank's."""
@@ -67,7 +65,7 @@ class Stacks:
 
 def encode_question(question: Question) -> bytes:
     ranks = None if question.ranks is None else sorted(question.ranks)
-    return _dump({"what": WHAT, "number": question.number, "ranks": ranks})
+    return _dump({"number": question.number, "ranks": ranks})
 
 
 def decode_question(data: bytes) -> Question:
@@ -75,8 +73,6 @@ def decode_question(data: bytes) -> Question:
     if len(data) > LONGEST_QUESTION:
         raise ValueError(f"a question is at most {LONGEST_QUESTION} bytes, got {len(data)}")
     said = read_object(data, "a question", VERSION)
-    if said.get("what") != WHAT:
-        raise ValueError(f"nobody knows the question {said.get('what')!r:.60}")
     ranks = said.get("ranks")
     chosen = None if ranks is None else frozenset(_ranks(ranks, "a question's ranks"))
     return Question(read_field("number", said.get("number"), (int,)), chosen)
@@ -177,7 +173,7 @@ class Asker:
         Raises:
             StoreError: the store did not answer.
         """
-        live = StoredJob(self._job, self._store.list(self._job.node())).live(set())
+        live = StoredJob(self._job, self._store.list(self._job.node())).live()
         if not live:
             return JobStacks(live, {})
         self._number += 1

@@ -76,7 +76,7 @@ def read_job(store: Store, run_id: str, statuses: StatusReader | None = None) ->
     return JobView(
         run=run_id,
         document=read.document(None)[0],
-        live=read.live(set()),
+        live=read.live(),
         note=Note() if note is None else decode_record(Note, note.value, "the note"),
         published=(statuses or StatusReader(store, run_id)).read(),
     )

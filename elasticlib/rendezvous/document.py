@@ -180,13 +180,12 @@ class State:
     incarnation names this run of the job as against one that ended before it, or one that another
     store, or the same one emptied, may hold. generation counts settled memberships from 1 (0:
     none yet), and membership names the list of its members, of whom there are `nodes`. cause says
-    why the last generation ended or the next is sought, for people, and why says it for programs
-    (None: whoever wrote it did not say); failure is the claim that is to be charged
-    when the next one settles; expelled nodes have used up the budget and must leave; surplus ones
-    are not needed as spares. supersedes: the incarnation of which no node was alive when this one
-    was started in its place. planned: the last generation ended on purpose, with all its
-    workers at work, so they may stop at a step that they agree on. quick: how many generations in
-    a row have failed soon after they began.
+    why the last generation ended or the next is sought, for people, and why says it for programs;
+    failure is the claim that is to be charged when the next one settles; expelled nodes have used
+    up the budget and must leave; surplus ones are not needed as spares. supersedes: the incarnation
+    of which no node was alive when this one was started in its place. planned: the last generation
+    ended on purpose, with all its workers at work, so they may stop at a step that they agree on.
+    quick: how many generations in a row have failed soon after they began.
     """
 
     limits: Limits
@@ -204,7 +203,7 @@ class State:
     supersedes: str = ""
     planned: bool = False
     quick: int = 0
-    why: Why | None = Why.START
+    why: Why = Why.START
 
 
 @attrs.frozen

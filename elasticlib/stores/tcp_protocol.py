@@ -86,7 +86,7 @@ TRUTH = _Field("true or false", lambda v: type(v) is bool)
 ROWS = _Field("a list of [key, version, size]", lambda v: type(v) is list and all(map(_is_row, v)))
 HEXADECIMAL = _Field(f"{DIGITS} hexadecimal digits", is_digits)
 
-# hello stays as it is in every protocol, so that one of another protocol is refused by number.
+# The fields of hello never change, so that a client of another protocol is refused by number.
 SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "hello": {"protocol": WHOLE, "job": TEXT, "client": TEXT},
     "challenge": {"nonce": HEXADECIMAL},
@@ -302,7 +302,10 @@ def _admission(job: str, secret: bytes | None, nonce: str) -> Generator[bytes, F
     hello = _due((yield b""), "hello", "a connection begins with hello")
     spoken, label = hello.fields["protocol"], hello.fields["client"]
     if spoken != PROTOCOL:
-        raise StoreRefused(f"speaks protocol {PROTOCOL}, not {spoken}")
+        raise StoreRefused(
+            f"speaks protocol {PROTOCOL}, not {spoken}: start all nodes with the same version of "
+            "elasticlib"
+        )
     if len(label) > LABEL_CHARACTERS:
         raise StoreRefused(f"a client's label is at most {LABEL_CHARACTERS} long, got {len(label)}")
     if secret is not None:

@@ -222,7 +222,7 @@ def context() -> Context:
 def _reached(path: str) -> Channel | None:
     if not path:
         return None
-    with contextlib.suppress(OSError):  # of an agent that is gone, or of another version
+    with contextlib.suppress(OSError):  # of an agent that is gone
         channel = Channel(path)
         if channel.own(os.getpid()):
             write_on_demand(channel)

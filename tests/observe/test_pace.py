@@ -130,8 +130,6 @@ def first(step: int, at: float, steps: int = 1) -> Heartbeat:
         # or it has not come so far as to be heard of, or never is.
         ({0: first(7, 103.0), 1: Heartbeat()}, False, []),
         ({0: first(7, 103.0, steps=2), 1: Heartbeat()}, False, [("training.began", 3.0)]),
-        # A worker of another version does not tell of its first step.
-        ({0: beat(7, at=103.0)}, False, []),
     ],
 )
 def test_training_begins_with_the_first_step_of_the_last_worker(

@@ -19,7 +19,7 @@ from elasticlib.errors import ConfigError, RendezvousClosed, RendezvousMismatch,
 from elasticlib.rendezvous.document import Limits, Node, Timing
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
-from elasticlib.rendezvous.layout import Keys
+from elasticlib.rendezvous.layout import FORMAT, Keys
 from elasticlib.stores.interface import Listing, Watched
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
@@ -281,6 +281,22 @@ def test_other_limits_than_the_jobs_are_refused_by_name(cluster: Cluster) -> Non
     cluster.join(cluster.node("a", Limits(1, 2))).result(20)
     with pytest.raises(RendezvousMismatch, match="max_nodes is 3 here and 2 there"):
         cluster.join(cluster.node("b", Limits(1, 3))).result(20)
+
+
+def test_a_node_of_another_version_is_refused_and_the_others_go_on(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = Keys("run")
+    cluster.client().set(keys.node("other"), b'{"id":"other"}')
+    info = cluster.join(cluster.node("a", Limits(1, 1))).result(20)
+    assert info.world_size == 1
+    assert "ignored the node at run/node/other: a node needs the fields" in caplog.text
+    document = cluster.store.get(keys.state)
+    assert document is not None
+    newer = document.value.replace(f'"format":{FORMAT}'.encode(), b'"format":99')
+    cluster.client().set(keys.state, newer)
+    with pytest.raises(RendezvousMismatch, match="has format 99, this elasticlib reads only"):
+        cluster.join(cluster.node("b", Limits(1, 1))).result(20)
 
 
 def test_closing_a_job_that_has_ended_is_harmless(cluster: Cluster) -> None:

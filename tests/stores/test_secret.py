@@ -175,13 +175,7 @@ def test_nobody_learns_the_job_without_the_secret() -> None:
             store.get("key")
 
 
-def test_an_older_client_and_an_older_server_are_refused_by_a_sentence(
-    server: TcpStoreServer,
-) -> None:
-    with dial(server) as connection:
-        refused = ask(connection, Frame("hello", 0, {**HELLO.fields, "protocol": 3}))
-        assert refused.fields["message"] == f"speaks protocol {PROTOCOL}, not 3"
-    # What a server of protocol 3 says of a hello of this one.
+def test_a_server_that_refuses_the_clients_protocol_is_quoted_in_the_error() -> None:
     error = {"kind": "refused", "message": f"speaks protocol 3, not {PROTOCOL}"}
     with (
         impostor([Frame("error", 0, error)]) as (port, _),

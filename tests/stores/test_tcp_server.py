@@ -104,6 +104,15 @@ def test_an_operation_before_the_handshake_is_refused(server: TcpStoreServer) ->
     assert error.fields["message"] == "a connection begins with hello, got get"
 
 
+def test_another_protocol_is_refused_by_number(server: TcpStoreServer) -> None:
+    with dial(server) as connection:
+        connection.sendall(encode(Frame("hello", 0, {**HELLO.fields, "protocol": 7})))
+        (error,) = until_closed(connection)
+    assert error.fields["message"] == (
+        f"speaks protocol {PROTOCOL}, not 7: start all nodes with the same version of elasticlib"
+    )
+
+
 def test_an_answer_sent_as_an_operation_is_refused_and_the_connection_stays(
     server: TcpStoreServer,
 ) -> None:
