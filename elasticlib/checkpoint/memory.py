@@ -72,9 +72,9 @@ class Record:
 
     name: of the snapshots, where a program has several kinds. sequence: counted from 1 by its
     writer. size: of the pack behind the record, in bytes. part, parts: as `Held` has them. folder:
-    where it is written when the job ends without it; empty for nowhere. shared: whether that folder
-    is one for all nodes. run, launch, generation: see `commit.Writer`. sharded: whether it is a
-    rank's part of a sharded state (see `sharded.lay_out_part`), be it the only one.
+    where it is written when the job ends without it; empty for nowhere. run, launch, generation:
+    see `commit.Writer`. sharded: whether it is a rank's part of a sharded state (see
+    `sharded.lay_out_part`), be it the only one.
     """
 
     name: str
@@ -86,7 +86,6 @@ class Record:
     part: int = 0
     parts: int = 1
     folder: str = ""
-    shared: bool = True
     launch: str = ""
     sharded: bool = False
 

@@ -305,21 +305,14 @@ class LocalPlace(Place):
             self._write(handle, name, data)
         self._sync_folder(folder)
 
-    def put(self, name: str, data: bytes) -> None:
-        with self.replacing(name) as handle:
-            self._write(handle, name, memoryview(data))
-
-    @contextlib.contextmanager
-    def replacing(self, name: str) -> Iterator[int]:
-        """A new file, which takes the place of what stands there, durably, when the block ends; of
-        one that fails nothing is left. The folder is there."""
+    def put(self, name: str, data: bytes | memoryview) -> None:
         path = self._path(name)
         folder, base = os.path.split(path)
         aside = os.path.join(folder, aside_name(base, secrets.randbits(32)))
         handle = self._disk.create(aside)
         with self._or_removed(aside):
             with self._synced(handle):
-                yield handle
+                self._write(handle, name, memoryview(data))
             self._disk.rename(aside, path)
         self._sync_folder(folder)
 

@@ -96,7 +96,7 @@ class SnapshotMemory(Source):
     managers. rank, world_size: of this worker. writes: whether it keeps a state that is the same on
     all ranks, which only one worker of each node has to; of a sharded one each keeps its part.
     folder: where the agent writes the newest snapshot when the job drains or fails for good; empty
-    for nowhere. shared: whether that folder is one for all nodes, or each has its own.
+    for nowhere.
 
     All ranks snapshot the same steps, with a collective (such as that of the gradients) in
     between; then of a state in parts there is a step that all ranks hold, whenever they are killed.
@@ -116,7 +116,6 @@ class SnapshotMemory(Source):
         world_size: int = 1,
         writes: bool = True,
         folder: str = "",
-        shared: bool = True,
     ) -> None:
         if not 0 <= rank < world_size:
             raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
@@ -139,7 +138,6 @@ class SnapshotMemory(Source):
             run=where.run,
             generation=where.generation,
             folder=os.path.abspath(folder) if folder and "://" not in folder else folder,
-            shared=shared,
             launch=where.launch,
         )
 

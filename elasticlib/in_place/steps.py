@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, SupportsFloat
+from typing import Any
 
 import attrs
 import torch
@@ -79,15 +79,16 @@ class Attempt:
         *,
         loss: float | None = None,
         samples: float | None = None,
-        metrics: Mapping[str, SupportsFloat] | None = None,
+        pin: bool = False,
     ) -> None:
         """What is told of this step once it is committed.
 
         Args:
             loss, samples: as of `elasticlib.context().step`.
-            metrics: as of `CheckpointManager.save`, where this step is saved.
+            pin: save this step even if `save_every` does not ask for it, and pin the checkpoint as
+                `CheckpointManager.save` does. All ranks give the same value.
         """
-        self.told = {"loss": loss, "samples": samples, "metrics": metrics}
+        self.told = {"loss": loss, "samples": samples, "pin": pin}
 
     def __enter__(self) -> Any:
         if self.entered:
@@ -272,7 +273,7 @@ class Steps:
             while not (yield from self._in_this_group()):
                 self._begin_group()
         if self._manager is not None and self._saved != self.step:
-            self._save(None)
+            self._save()
 
     # -- in one group -----------------------------------------------------------------------------
 
@@ -320,21 +321,21 @@ class Steps:
     def _commit(self, attempt: Attempt) -> None:
         self._settle()
         told, manager = dict(attempt.told), self._manager
-        metrics = told.pop("metrics", None)
+        pin = told.pop("pin", False)
         context().step(self.step, **told)
         if manager is not None and _is_due(self.step, self.snapshot_every):
             manager.snapshot(self.step, self._parts)
-        if _is_due(self.step, self.save_every):
+        if pin or _is_due(self.step, self.save_every):
             try:
-                self._save(metrics)
+                self._save(pin=pin)
             except Exception as error:
                 # To save a sharded state takes all ranks.
                 if not self._is_of_group(error):
                     raise
 
-    def _save(self, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def _save(self, *, pin: bool = False) -> None:
         if self._manager is not None:
-            self._manager.save(self.step, self._parts, metrics)
+            self._manager.save(self.step, self._parts, pin=pin)
             self._saved = self.step
 
     def _leaves_for_more(self) -> bool:

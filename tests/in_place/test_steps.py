@@ -55,13 +55,13 @@ def test_a_job_goes_on_where_its_last_step_was_saved(tmp_path: Path) -> None:
     assert run(2) + run(3) == [*range(10)]
 
 
-def test_the_last_step_is_saved_without_being_asked_for(tmp_path: Path) -> None:
+def test_the_last_step_and_a_pinned_one_are_saved_when_none_is_due(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for attempt in elasticlib.steps(batches(), {"n": 1}, manager=manager):
             with attempt:
-                attempt.report(loss=0.5, samples=4, metrics={"loss": 0.5})
+                attempt.report(loss=0.5, samples=4, pin=attempt.step == 2)
         manager.wait()
-        assert manager.steps() == [3]
+        assert (manager.steps(), manager.steps(pinned_only=True)) == ([2, 3], [2])
 
 
 def fails_in_its_second_step(loop: elasticlib.Steps) -> None:

@@ -113,8 +113,8 @@ def test_a_run_that_lost_a_worker_ends_with_the_weights_of_the_undisturbed_one(
     assert scores[int(best)] == max(scores.values())
     check_it_has_learned(undisturbed.text, max(scores.values()))
     manager = CheckpointManager(storm.checkpoints)
-    assert manager.best(("top1", "max")) == int(best)
-    kept = manager.load(int(best))["progress"]["top1"]
+    assert manager.steps(pinned_only=True)[-1] == int(best)
+    kept = manager.load(int(best))["progress"]["best_top1"]
     assert kept == pytest.approx(max(scores.values()), abs=0.005)
 
 
