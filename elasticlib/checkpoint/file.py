@@ -1,8 +1,8 @@
 """Single checkpoint files, each with one state.
 
 A file is a pack (see `pack`), and so a safetensors file, which any tool opens. Its head has the
-CRC-32 of its data. The functions here add nothing to what the manager uses: a state is laid out and
-copied by `pack`, put in place by `LocalPlace`, and verified by `folder.sum_flaw`.
+checksum of its data. The functions here add nothing to what the manager uses: a state is laid out
+and copied by `pack`, put in place by `LocalPlace`, and verified by `folder.sum_flaw`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +20,7 @@ from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
 from .folder import DataFile, sum_flaw
 from .pack import fill, lay_out, unpack
 from .pack_head import HEAD_BYTES, Head, read_head, size_of, with_sum
-from .place import PIECE, READERS, LocalPlace, new_memory, target_of
+from .place import PIECE, READERS, LocalPlace, checksum, new_memory, target_of
 from .state import MapLocation, values_of
 
 _ZIP = b"PK\3\4"  # A file of torch.save begins with it.
@@ -56,7 +55,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
     try:
         pack = memoryview(new_memory(layout.size))
         fill(layout, torch.frombuffer(pack, dtype=torch.uint8))
-        pack[:start] = with_sum(layout.head, zlib.crc32(pack[start:]))
+        pack[:start] = with_sum(layout.head, checksum(pack[start:]))
         target.parent.mkdir(parents=True, exist_ok=True)
         for name in place.files(""):
             if target_of(name) == target.name:

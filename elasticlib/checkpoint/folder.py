@@ -69,11 +69,11 @@ class OtherFormat(CheckpointCorrupt):
 
 @attrs.frozen
 class DataFile:
-    """A file of a checkpoint: its name in the checkpoint's folder, bytes, and their CRC-32."""
+    """A file of a checkpoint: its name in the checkpoint's folder, bytes, and their checksum."""
 
     name: str
     size: int
-    crc32: int
+    checksum: int  # see `place.checksum_of`
 
 
 @attrs.frozen
@@ -190,8 +190,8 @@ def _out_of_range(manifest: Manifest) -> str | None:
     for file in files:
         if not _FILE.fullmatch(file.name) or file.name in (".", "..", MANIFEST):
             return f"{file.name!r:.80} is not the name of a file beside it"
-        if not (0 <= file.size <= MAX_BYTES and 0 <= file.crc32 < 1 << 32):
-            return f"{file.name} has {file.size} bytes with the CRC-32 {file.crc32:x}"
+        if not (0 <= file.size <= MAX_BYTES and 0 <= file.checksum < 1 << 32):
+            return f"{file.name} has {file.size} bytes with the checksum {file.checksum:x}"
     return None
 
 
@@ -647,15 +647,15 @@ def sum_flaw(
     """Read bytes, and return how they differ from what is expected, or None if they do not.
 
     Args:
-        file: how many bytes there must be, and their CRC-32.
+        file: how many bytes there must be, and their checksum.
         read: reads some of them, as `read_summed` calls it.
         into: where the bytes go; without it they are only checked.
     """
     count, summed = read_summed(read, file.size, into, threads=threads, seen=seen)
     if count != file.size:
         return f"{file.name} has {count} of {file.size} bytes"
-    if summed != file.crc32:
-        return f"{file.name} should have CRC-32 {file.crc32:08x}, its bytes give {summed:08x}"
+    if summed != file.checksum:
+        return f"{file.name} should have checksum {file.checksum:08x}, its bytes give {summed:08x}"
     return None
 
 
