@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 
-from ..clock import Clock, monotonic
+from ..clock import monotonic
 from ..errors import StoreError
 from ..rendezvous.document import Node
 from ..rendezvous.layout import Keys, StoredJob
@@ -162,11 +162,10 @@ class JobStacks:
 class Asker:
     """Asks one question after another of one job; leaving it takes back the last."""
 
-    def __init__(self, store: Store, run_id: str, *, clock: Clock = monotonic) -> None:
+    def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
         self._job = Keys(run_id)
         self._keys = QuestionKeys(run_id)
-        self._clock = clock
         self._id = secrets.token_hex(8)
         self._question = f"{self._keys.questions}{self._id}"
         self._number = 0
@@ -198,14 +197,14 @@ class Asker:
     def _answers(self, awaited: set[str], timeout: float) -> set[str]:
         """The nodes that have answered."""
         prefix = f"{self._keys.answers}{self._id}/"
-        deadline = self._clock() + timeout
-        looked = self._clock()
+        deadline = monotonic() + timeout
+        looked = monotonic()
         while True:
             listing = self._store.list(prefix)
             found = {
                 entry.key.removeprefix(prefix) for entry in listing.entries if self._is_new(entry)
             }
-            now = self._clock()
+            now = monotonic()
             if now - looked > STILL_THERE_SECONDS:
                 living = self._store.list(self._job.node()).entries
                 awaited &= {entry.key.removeprefix(self._job.node()) for entry in living}
@@ -214,7 +213,7 @@ class Asker:
                 return found
             # As many answers as come at once are read at once.
             self._pause.wait(PACE_SECONDS + PACE_A_NODE * len(awaited))
-            left = min(deadline - self._clock(), STILL_THERE_SECONDS)
+            left = min(deadline - monotonic(), STILL_THERE_SECONDS)
             self._store.wait(prefix, after=listing.version, timeout=max(left, 0.0))
 
     def _is_new(self, entry: Entry) -> bool:

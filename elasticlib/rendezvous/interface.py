@@ -16,8 +16,7 @@ from ..stores.interface import Store
 from .document import Change as Change
 from .document import ChangeKind as ChangeKind
 from .document import FailureKind as FailureKind
-from .document import Node as Node
-from .document import Why as Why
+from .document import Why
 from .ranks import Seat as Seat
 from .ranks import deal_seats as deal_seats
 

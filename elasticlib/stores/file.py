@@ -37,6 +37,7 @@ from .sockets import renew_in_children
 LONGEST_PAUSE = 0.5
 """Seconds after which to look again for leases that are new, at the latest."""
 LOCK_POLL = 0.003
+WAIT_POLL_S = 0.02  # interval at which `wait` looks at the folder
 REMEMBERED = 256
 """How many changes are remembered; a waiter that is further behind is woken without a cause."""
 
@@ -317,15 +318,12 @@ class FileStore(Store):
     Args:
         folder: made, with its parents, at the first operation.
         timeout: seconds that an operation may wait for the folder's lock.
-        poll: seconds between two looks of `wait`.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], *, timeout: float = 60.0, poll: float = 0.02
-    ) -> None:
-        if not (timeout > 0 and poll > 0):
-            raise ConfigError(f"timeout and poll are positive seconds, got {timeout} and {poll}")
-        self._path, self._timeout, self._poll = Path(folder), timeout, poll
+    def __init__(self, folder: str | os.PathLike[str], *, timeout: float = 60.0) -> None:
+        if not timeout > 0:
+            raise ConfigError(f"timeout must be a positive number of seconds, got {timeout}")
+        self._path, self._timeout = Path(folder), timeout
         self._closed = threading.Event()
         self.begin_anew()
         renew_in_children(self)
@@ -395,7 +393,7 @@ class FileStore(Store):
             left = deadline - monotonic()
             if left <= 0:
                 return False
-            self._closed.wait(min(left, self._poll))
+            self._closed.wait(min(left, WAIT_POLL_S))
 
     def close(self) -> None:
         if self._closed.is_set():

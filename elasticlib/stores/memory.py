@@ -93,16 +93,6 @@ class MemoryStore(Store):
         other._attach(self._shared)
         return other
 
-    def expire(self) -> float | None:
-        """End the leases that are over by the clock; seconds until the next look is worth it.
-
-        Operations do this by themselves. A simulator calls it when it has moved its clock, in
-        steps of less than a quarter of the shortest ttl, so that waiters wake; None means that
-        there are no leases.
-        """
-        with self._turn() as space:
-            return space.clock.until_due(self._shared.clock())
-
     def get(self, key: str) -> Entry | None:
         with self._turn() as space:
             return space.get(check_key(key))

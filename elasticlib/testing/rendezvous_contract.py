@@ -17,10 +17,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from ..clock import monotonic
 from ..errors import RendezvousClosed, RendezvousError, RendezvousTimeout
 from ..rendezvous.interface import ChangeKind
-from .rendezvous_cluster import Cluster as Cluster
+from .rendezvous_cluster import Cluster, Node, closed, until
 from .rendezvous_cluster import HandlerRequest as HandlerRequest
 from .rendezvous_cluster import MakeHandler as MakeHandler
-from .rendezvous_cluster import Node, closed, until
 from .rendezvous_machine import RendezvousMachine
 
 _RUNS = (f"run-{number}" for number in itertools.count())

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from ..clock import Clock, monotonic
+from ..clock import monotonic
 from .interface import (
     NOTHING,
     POINT,
@@ -405,8 +405,7 @@ class Channel:
 class Channels:
     """The agent's ends of the channels of one group at a time; for several threads."""
 
-    def __init__(self, clock: Clock = monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._open: dict[int, Channel] = {}
         self._newcomers: set[int] = set()
@@ -497,10 +496,10 @@ class Channels:
         already, and what they have done since the last save would be lost.
         """
         with self._lock:
-            now, channels = self._clock(), self._members()
+            now, channels = monotonic(), self._members()
             if not self._listened and not any(c.listens or c.listens_soon(now) for c in channels):
                 return False
-            self._notice, self._deadline = notice, self._clock() + notice.seconds
+            self._notice, self._deadline = notice, monotonic() + notice.seconds
             self._saves, self._asked = self._saved(), False
             if not notice.after_save:
                 self._ask(notice)
@@ -514,7 +513,7 @@ class Channels:
             if notice is None:
                 return None
             if not self._asked:
-                late = self._deadline - self._clock() <= notice.seconds / 2
+                late = self._deadline - monotonic() <= notice.seconds / 2
                 if not (now or late or self._saved() > self._saves):
                     return None
                 self._ask(notice)
@@ -526,7 +525,7 @@ class Channels:
     def stop_at(self, call: int, notice: Notice) -> None:
         """All ranks stop at this call, for this reason."""
         with self._lock:
-            deadline = min(self._deadline, self._clock() + notice.seconds)
+            deadline = min(self._deadline, monotonic() + notice.seconds)
             for channel in self._members():
                 channel.tell_stop(call, REASONS.index(notice.reason), deadline)
 

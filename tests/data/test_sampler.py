@@ -76,7 +76,8 @@ def test_an_epochs_order_is_one_permutation_at_any_world_size(n, world, epoch, t
     ranks = []
     for sampler in world_of(n, world, tail=tail):
         sampler.set_epoch(epoch)
-        left, here = sampler.samples_left, sampler.local_samples_left
+        left = sampler.samples_left
+        here = len(range(sampler.rank, left, world))
         ranks.append(list(sampler))
         assert len(sampler) == len(ranks[-1]) >= here
         assert ranks[-1][:here] == order[sampler.rank : left : world]
