@@ -74,13 +74,10 @@ def agent_memory() -> AgentMemory | None:
 
 @attrs.frozen
 class Snapshot:
-    """What one has cost. size: bytes. seconds: for which the caller stood still, of which `copied`
-    went into copying; the rest is for laying the state out and, the first few times, for memory."""
+    """Cost of a snapshot."""
 
     step: int
-    size: int
-    seconds: float
-    copied: float
+    seconds: float  # how long the caller waited
 
 
 # -- how large the first one will be: pure ---------------------------------------------------------
@@ -226,12 +223,12 @@ class SnapshotMemory(Source):
             part, parts = self._rank, self._world_size
         else:
             layout, part, parts = lay_out(plain, {"step": step}), 0, 1
-        made = self.keep(step, layout, part=part, parts=parts, sharded=bool(shards))
-        return attrs.evolve(made, seconds=monotonic() - began)
+        self.keep(step, layout, part=part, parts=parts, sharded=bool(shards))
+        return Snapshot(step, monotonic() - began)
 
     def keep(
         self, step: int, layout: Layout, *, part: int = 0, parts: int = 1, sharded: bool = False
-    ) -> Snapshot:
+    ) -> None:
         """Keep what was laid out: see `Record`."""
         self._sequence = (self._sequence or self._made_before(part)) + 1
         record = attrs.evolve(
@@ -243,13 +240,10 @@ class SnapshotMemory(Source):
             parts=parts,
             sharded=sharded,
         )
-        began = monotonic()
         try:
             self._sealing.pause()
             with self._slots.writing(record) as view:
-                copying = monotonic()
                 fill(layout, torch.frombuffer(view, dtype=torch.uint8))
-                copied = monotonic() - copying
             self._record = record
             # What is of no more use goes before memory for the next one is made.
             if not tell(self._folder) and self._earlier and record.sequence >= record.keep:
@@ -257,7 +251,6 @@ class SnapshotMemory(Source):
         finally:
             self._sealing.resume()
         self._sealing.begin(record)
-        return Snapshot(step, layout.size, monotonic() - began, copied)
 
     def held(self) -> Sequence[Held]:
         """What is in the memory of this worker's agent: its workers' snapshots, and replicas."""
