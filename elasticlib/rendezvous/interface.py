@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..stores.interface import Store
 from .document import Change as Change
 from .document import ChangeKind as ChangeKind
+from .document import FailureKind as FailureKind
 from .document import Node as Node
 from .document import Why
 from .ranks import Seat as Seat

@@ -196,7 +196,7 @@ def test_what_a_worker_started_ends_with_it_even_outside_its_group(run: Run) -> 
     exit_ = run.end()
     child = int(run.file("stdout.log"))
     assert child != exit_.pid
-    assert session.members(exit_.pid) == []
+    assert session.members_of({exit_.pid}) == []
 
 
 def test_all_workers_are_asked_at_once_and_killed_together(run: Run) -> None:
