@@ -15,7 +15,6 @@ from ..errors import ConfigError
 from ..stores.interface import Store
 from .document import Change as Change
 from .document import ChangeKind as ChangeKind
-from .document import FailureKind as FailureKind
 from .document import Node as Node
 from .document import Why
 from .ranks import Seat as Seat
