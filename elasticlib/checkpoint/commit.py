@@ -18,6 +18,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("elasticlib.checkpoint")
 
 FENCE = "fence.json"
+_SCRATCH = "final-save."  # see final_save.py
 _FORMAT = 1
 _LOST_KEPT = 64
 """So many launches that lost the folder are refused by name; it is small, and they are few."""
@@ -179,6 +181,12 @@ def decode_fence(data: bytes) -> Fence:
 def data_name(kind: str, token: str, number: int) -> str:
     """The name of a data file, `kind` being `state` or `part-<rank>`: no other writer's has it."""
     return f"{kind}.{token}.{number}.pack"
+
+
+def scratch_prefix(writer: Writer) -> str:
+    """Return how the names of the scratch directories of a generation's final save begin."""
+    generation = f"{writer.start}/{writer.generation}"
+    return f"{_SCRATCH}{hashlib.sha256(generation.encode()).hexdigest()[:16]}"
 
 
 def leftovers(sizes: Mapping[str, int], named: Container[str], live: str) -> list[str]:
@@ -372,6 +380,12 @@ class Committer:
                 self._place.remove(name)
         for folder in self._place.folders():
             step = step_of(folder)
+            is_scratch = folder.startswith(_SCRATCH) and not live
+            if is_scratch and not folder.startswith(scratch_prefix(self.writer)):
+                with self._or_it_stays():
+                    for name in self._place.files(folder):
+                        self._place.remove(f"{folder}/{name}")
+                    self._place.remove_folder(folder)
             if step is not None:
                 with self._or_it_stays(failed if step in doomed else None):
                     self._sweep_folder(step, live, doomed=step in doomed)

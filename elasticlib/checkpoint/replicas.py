@@ -2,7 +2,7 @@
 
 It begins anew with each generation, and frees what workers that ended were writing. Without
 replicas that is all until the end: the workers write into its memory and clear up themselves. What
-is in memory alone at the end `persist.py` writes.
+is in memory alone at the end `final_save.py` writes.
 
 A replica is a snapshot that one node gives another. Node r gives to the next nodes by rank,
 wrapping at the end; so each node keeps as many as it gives, and the loss of any one node leaves
@@ -51,6 +51,7 @@ from ..stores.keyspace import Entry, KeySpace, Lease
 from ..stores.secret import NONCE_BYTES, is_digits
 from ..threads import helper
 from ..workers.spec import WorkerGroup
+from .final_save import FinalSave
 from .memory import (
     NEWS,
     Found,
@@ -66,7 +67,6 @@ from .memory import (
     sum_of,
     tell,
 )
-from .persist import LastWrites
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -104,12 +104,11 @@ class Stores:
     """How stores are reached.
 
     connect: (host, port, job=, secret=, timeout=) to a client. serve: (host, port, job=, secret=,
-    space=) to a server of this keyspace. alone: makes a store in this process.
+    space=) to a server of this keyspace.
     """
 
     connect: Callable[..., Store]
     serve: Callable[..., Server]
-    alone: Callable[[], Store]
 
 
 # -- who gives to whom: pure -----------------------------------------------------------------------
@@ -514,7 +513,7 @@ class SnapshotKeeper(Memory):
         self._folder: Path | None = None
         self._info: RendezvousInfo | None = None
         self._replicating: Replicating | None = None
-        self._helping: LastWrites | None = None
+        self._helping: FinalSave | None = None
 
     def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         self._end()
@@ -566,8 +565,8 @@ class SnapshotKeeper(Memory):
         self.saved = last.saved
         return problem
 
-    def _last_writes(self, folder: Path, *, leaves: bool) -> LastWrites:
-        return LastWrites(folder.parent, self._info, self._stores.alone, leaves=leaves)
+    def _last_writes(self, folder: Path, *, leaves: bool) -> FinalSave:
+        return FinalSave(folder.parent, self._info, is_leaving=leaves)
 
     def _end(self) -> None:
         if self._helping is not None:

@@ -24,7 +24,6 @@ from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables
 from ..compat.launching import values_of as values_of
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
-from ..stores.memory import MemoryStore
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_server import ServerLimits, TcpStoreServer
 from ..workers.interface import Workers
@@ -235,7 +234,7 @@ def keep_snapshots(
 def snapshot_stores(replicas: int) -> Stores:
     """How agents that keep so many replicas of one another's snapshots reach each other."""
     limits = ServerLimits(connections=STRANGERS + replicas)
-    return Stores(TcpStore, partial(TcpStoreServer, limits=limits), MemoryStore)
+    return Stores(TcpStore, partial(TcpStoreServer, limits=limits))
 
 
 def shutdown_seconds(config: LaunchConfig) -> float:

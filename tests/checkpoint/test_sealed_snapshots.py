@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from elasticlib.checkpoint.persist import LastWrites
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +23,6 @@ from elasticlib.checkpoint.memory import (
     encode_seal,
     word_sum,
 )
-from elasticlib.checkpoint.persist import LastWrites
 from elasticlib.testing.waiting import wait_until
 
 
