@@ -18,10 +18,16 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
-from .pack import Layout, lay_out, unpack
-from .pack_head import HEAD_BYTES, Head, read_head, size_of, with_sum
+from .pack import PackImage, plan_layout, unpack
 from .place import CHUNK, READERS, LocalPlace, new_memory, read_summed, target_of
-from .state import MapLocation, values_of
+from .safetensors_header import (
+    PREFIX_BYTES,
+    PackHeader,
+    read_header,
+    read_size,
+    with_data_crc32,
+)
+from .tensor_layout import MapLocation
 
 _CHUNK = 1 << 20
 _ZIP = b"PK\3\4"  # A file of torch.save begins with it.
@@ -48,7 +54,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
     """
     target = Path(path)
     try:
-        layout = lay_out(values_of(state))
+        image = plan_layout(state)
     except CheckpointError as error:
         raise CheckpointError(f"{target} was not written: {error}") from None
     try:
@@ -58,7 +64,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
                 beside.unlink(missing_ok=True)
         try:
             with LocalPlace(target.parent).replacing(target.name) as handle:
-                _write(handle, layout)
+                _write(handle, image)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{target} was not written: its partial file is gone, because another save of the "
@@ -134,58 +140,56 @@ def _natural_key(name: str) -> tuple[list[str | int], str]:
     return [int(part) if at % 2 else part for at, part in enumerate(parts)], name
 
 
-def _write(handle: int, layout: Layout) -> None:
+def _write(handle: int, image: PackImage) -> None:
     with open(handle, "wb", buffering=_CHUNK, closefd=False) as file:
-        file.write(layout.head)
+        file.write(image.header)
         summed = 0
-        for piece in _pieces(layout):
+        for piece in _pieces(image):
             file.write(piece)
             summed = zlib.crc32(piece, summed)
         file.seek(0)
-        file.write(with_sum(layout.head, summed))
+        file.write(with_data_crc32(image.header, summed))
 
 
-def _pieces(layout: Layout) -> Iterator[memoryview]:
+def _pieces(image: PackImage) -> Iterator[memoryview]:
     """The data of a pack without a second state in memory: piece by piece, of 16 MiB at most.
 
     Each is valid until the next one is asked for.
     """
-    most = max((tensor.nbytes for tensor, _, _ in layout.parts), default=0)
+    most = max((tensor.nbytes for tensor in image.sources), default=0)
     memory = bytearray(max(1, min(most, CHUNK)))
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    for tensor, begin, end in layout.parts:
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
+    for flat in image.iter_bytes():
         for at in range(0, len(flat), len(memory)):
             piece = flat[at : at + len(memory)]
             buffer[: len(piece)].copy_(piece)
             yield memoryview(memory)[: len(piece)]
-        yield memoryview(bytes(end - begin - len(flat)))
 
 
 def _corrupt(path: str | os.PathLike[str], reason: object) -> CheckpointCorrupt:
     return CheckpointCorrupt(f"{os.fspath(path)} is not a complete checkpoint: {reason}")
 
 
-def _head(file: BinaryIO, path: str | os.PathLike[str]) -> Head:
+def _head(file: BinaryIO, path: str | os.PathLike[str]) -> PackHeader:
     """That of a pack of ours, which has as many bytes as it says."""
-    first, there = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
+    first, there = file.read(PREFIX_BYTES), os.fstat(file.fileno()).st_size
     if first.startswith(_ZIP):
         raise CheckpointError(
             f"{os.fspath(path)} is a zip archive, as torch.save writes it, and has no checksum: "
             f"load it with torch.load({os.fspath(path)!r}, weights_only=True)"
         )
     try:
-        size, start = size_of(first)
+        size, start = read_size(first)
         if size != there:
             raise CheckpointCorrupt(f"it should have {size} bytes, and has {there}")
-        head = read_head(first + file.read(start - len(first)))
+        head = read_header(first + file.read(start - len(first)))
     except CheckpointCorrupt as error:
         raise _corrupt(
             path, f"{error}: truncated, changed, or not written by elasticlib"
         ) from error
     except Unreadable as error:
         raise Unreadable(f"{os.fspath(path)} cannot be read: {error}") from error
-    if head.summed is None:
+    if head.crc32 is None:
         raise CheckpointError(
             f"{os.fspath(path)} has no checksum, as a file of a CheckpointManager: load "
             "it with CheckpointManager(folder).load(step)"
@@ -194,7 +198,7 @@ def _head(file: BinaryIO, path: str | os.PathLike[str]) -> Head:
 
 
 def _check_pack(
-    file: BinaryIO, path: str | os.PathLike[str], head: Head, into: memoryview | None = None
+    file: BinaryIO, path: str | os.PathLike[str], head: PackHeader, into: memoryview | None = None
 ) -> None:
     """Read a pack's data, all of them, and compare their sum."""
 
@@ -207,7 +211,7 @@ def _check_pack(
     count, summed = read_summed(read, size, into, threads=READERS)
     if count < size:
         raise _corrupt(path, f"it ends after {head.start + count} of {head.size} bytes")
-    if summed != head.summed:
+    if summed != head.crc32:
         raise _corrupt(
-            path, f"it says CRC-32 {head.summed:08x} of its data, these give {summed:08x}"
+            path, f"it says CRC-32 {head.crc32:08x} of its data, these give {summed:08x}"
         )
