@@ -44,7 +44,6 @@ FROM_MODULES = {
         "Change",
         "ChangeKind",
     ),
-    "rendezvous.document": ("FailureKind",),
     "workers.interface": ("Notice",),
     "workers.spec": ("WorkerGroup", "Worker", "worker_environment"),
     "workers.exit": ("WorkerExit",),

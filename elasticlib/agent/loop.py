@@ -21,17 +21,11 @@ import attrs
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, present
 from ..observe.journal import Journal
-from ..rendezvous.decide import NOT_RETRIED
 from ..rendezvous.document import Change, ChangeKind
-from ..rendezvous.interface import (
-    FailureKind,
-    RendezvousHandler,
-    RendezvousInfo,
-    check_restart_budget,
-)
+from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
 from ..signals import signal_name
 from ..threads import helper
-from ..workers.exit import WorkerExit, classify
+from ..workers.exit import WorkerExit
 from ..workers.interface import Notice, Workers
 from ..workers.spec import (
     Ladder,
@@ -162,7 +156,7 @@ class ElasticAgent:
         self._slots = Slots(handler, workers, spec.local_world_size)
         self._board = Board(self._tell, self._broke, clock)
         self._waiter = Waiter(handler, interval, self._tell_of, self._broke)
-        self._turned_at = self._started_at = clock()
+        self._turned_at = clock()
         # What the loop owns.
         self._now = Supervision()
         self._stopping: Stopping | None = None
@@ -172,7 +166,6 @@ class ElasticAgent:
         self._started_in: dict[int, int] = {}
         """The start of workers in which each of them was begun, by its local rank."""
         self._prepared = self._notified = self._said_unseen = self._told_to_end = False
-        self._is_first = True
         self._info: RendezvousInfo | None = None
         self._group: WorkerGroup | None = None
         if self._options.hang is not None and not workers.tell_steps:
@@ -485,14 +478,8 @@ class ElasticAgent:
         cause = self._report.ended(exit_, supervised=self._now.state is State.RUNNING)
         if cause is not None:
             self._board.do(post_cause(cause))
-        kind = classify(
-            exit_,
-            self._spec.entrypoint,
-            uptime=self._clock() - self._started_at,
-            first=self._is_first,
-        )
         alone = unsaved and stopping is not None and (stopping.agreeing or stopping.keep > 0)
-        return policy.WorkerEnded(exit_, kind, unsaved, alone, self._slots.keeps())
+        return policy.WorkerEnded(exit_, unsaved, alone, self._slots.keeps())
 
     def _heed(self, number: int) -> Event:
         options, name = self._options, signal_name(number)
@@ -567,7 +554,6 @@ class ElasticAgent:
     def _begin(self, group: WorkerGroup) -> policy.StartFailed | policy.Broke | None:
         """Start those workers of the group that do not run yet; return the failure, if any."""
         self._mark_progress(START_SECONDS)
-        self._started_at = self._clock()
         self._started += 1
         number, kept = group.attempt, self.workers.running().keys()
         for worker in (*group.workers, *group.newcomers):
@@ -587,8 +573,7 @@ class ElasticAgent:
         self._mark_progress(START_SECONDS)
         self._notified = False
         self._board.open(info)
-        self._is_first, self._group = self._group is None, self._group_of(info)
-        group = self._group
+        group = self._group = self._group_of(info)
         self._report.starting(info, group)
         if self._memory is not None:
             self._memory.begin(info, group)
@@ -635,12 +620,10 @@ class ElasticAgent:
     def _report_failure(self, failure: policy.ReportFailure) -> None:
         reason, budget = failure.reason, self._own_budget
         self._report.failure(failure)
-        if self._handler.report_failure_as(failure.kind, reason):
+        if self._handler.report_failure(reason, killed=failure.killed):
             return
         self._own_restarts += 1
-        if failure.kind is FailureKind.AT_START:
-            self._fail_job(f"{reason} ({NOT_RETRIED})")
-        elif self._own_restarts > budget:
+        if self._own_restarts > budget:
             self._fail_job(f"{reason} ({budget} of {budget} restarts used)")
 
     def _fail_job(self, reason: str) -> None:

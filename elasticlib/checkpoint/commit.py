@@ -51,7 +51,7 @@ from .folder import (
     step_of,
     summed,
 )
-from .place import NotAFile, crc32_beside, target_of
+from .place import NotAFile, checksum_beside, target_of
 
 if TYPE_CHECKING:
     from .peers import Peers
@@ -260,7 +260,7 @@ class Committer:
         """
         folder = folder_of(step)
         with self._at_work(f"could not be written to {folder}"):
-            summed = crc32_beside(data, lambda: self._place.write(f"{folder}/{name}", data))
+            summed = checksum_beside(data, lambda: self._place.write(f"{folder}/{name}", data))
             return DataFile(name, len(data), summed)
 
     def commit(

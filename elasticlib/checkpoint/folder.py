@@ -30,6 +30,7 @@ from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, Unreadable
 from ..foreign import read_fields, read_object
 from .place import (
     CHUNK,
+    Fill,
     LocalPlace,
     NotAFile,
     Place,
@@ -68,11 +69,11 @@ class OtherFormat(CheckpointCorrupt):
 
 @attrs.frozen
 class DataFile:
-    """A file of a checkpoint: its name in the checkpoint's folder, bytes, and their CRC-32."""
+    """A file of a checkpoint: its name in the checkpoint's folder, bytes, and their checksum."""
 
     name: str
     size: int
-    crc32: int
+    checksum: int  # see `place.checksum_of`
 
 
 @attrs.frozen
@@ -189,8 +190,8 @@ def _out_of_range(manifest: Manifest) -> str | None:
     for file in files:
         if not _FILE.fullmatch(file.name) or file.name in (".", "..", MANIFEST):
             return f"{file.name!r:.80} is not the name of a file beside it"
-        if not (0 <= file.size <= MAX_BYTES and 0 <= file.crc32 < 1 << 32):
-            return f"{file.name} has {file.size} bytes with the CRC-32 {file.crc32:x}"
+        if not (0 <= file.size <= MAX_BYTES and 0 <= file.checksum < 1 << 32):
+            return f"{file.name} has {file.size} bytes with the checksum {file.checksum:x}"
     return None
 
 
@@ -536,20 +537,14 @@ class CheckpointFolder:
         """What is wrong with a file, having read every byte of it; None if nothing."""
         file, path = manifest.files[number], _path(manifest, number)
 
-        def fill(start: int, buffer: memoryview, piece: Callable[[memoryview], None]) -> int:
+        def read(start: int, buffer: memoryview, piece: Callable[[memoryview], None]) -> int:
             return self.place.read_into(path, buffer, start=start, seen=piece)
 
         try:
             with self._reading(manifest):
-                threads = self.place.readers
-                count, summed = read_summed(fill, file.size, into, threads=threads, seen=seen)
+                return sum_flaw(file, read, into, threads=self.place.readers, seen=seen)
         except FileNotFoundError:
             return f"{file.name} is missing"
-        if count != file.size:
-            return f"{file.name} has {count} of {file.size} bytes"
-        if summed != file.crc32:
-            return f"{file.name} should have CRC-32 {file.crc32:08x}, its bytes give {summed:08x}"
-        return None
 
     @contextlib.contextmanager
     def _reading(self, manifest: Manifest) -> Iterator[None]:
@@ -639,6 +634,29 @@ class CheckpointFolder:
             like,
             map_location=map_location,
         )
+
+
+def sum_flaw(
+    file: DataFile,
+    read: Fill,
+    into: memoryview | None = None,
+    *,
+    threads: int = 1,
+    seen: Callable[[memoryview], None] = no_news,
+) -> str | None:
+    """Read bytes, and return how they differ from what is expected, or None if they do not.
+
+    Args:
+        file: how many bytes there must be, and their checksum.
+        read: reads some of them, as `read_summed` calls it.
+        into: where the bytes go; without it they are only checked.
+    """
+    count, summed = read_summed(read, file.size, into, threads=threads, seen=seen)
+    if count != file.size:
+        return f"{file.name} has {count} of {file.size} bytes"
+    if summed != file.checksum:
+        return f"{file.name} should have checksum {file.checksum:08x}, its bytes give {summed:08x}"
+    return None
 
 
 def _path(manifest: Manifest, number: int) -> str:

@@ -52,7 +52,6 @@ from .tensor_layout import (
     dtype_from_name,
     dtype_name,
     is_copyable,
-    memory_bytes,
     relocated,
     strided_view,
 )
@@ -132,10 +131,6 @@ class PackImage:
             # Copies from a device into page-locked memory may still be running.
             for device in devices:
                 torch.accelerator.synchronize(device)
-
-    def iter_bytes(self) -> Iterator[torch.Tensor]:
-        """Yield the bytes of each tensor in the order of the pack, which leaves no gaps."""
-        return map(memory_bytes, self.sources)
 
 
 class LayoutCache:

@@ -6,11 +6,12 @@ file new and durable before the next begins, and one small file put last.
 On a disk a file is there whole or not at all, whenever the machine or we die: each file is synced
 before its name counts, and each name by syncing its folder; what is replaced is replaced by a
 rename. All system calls that change anything go through `Disk`. Behind a URL there is no rename and
-no lock: object stores put a file whole or not at all, and only one writer is supported.
+no lock: object stores put a file whole or not at all, and only one job may write at a time.
 
 Large files are read and summed by several threads at once: a CRC-32 takes longer than a copy, and
 neither needs Python's lock. Each thread reads a segment, sums each piece of it while that is still
-in its core's cache, and goes on to the next one. The sums of the segments make that of the file.
+in its core's cache, and goes on to the next one. The checksum of the file is that of the segments'
+sums.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import re
 import secrets
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
@@ -48,7 +48,8 @@ MAX_SMALL = 64 << 20
 """Bytes of a small file, such as a manifest of a hundred thousand parts."""
 
 SEGMENT = 8 << 20
-"""Bytes that one thread reads and sums before it takes the next ones."""
+"""Bytes that one thread reads and sums before it takes the next ones. Each segment has a CRC-32,
+so another value here changes the checksums of files."""
 READERS = min(8, len(os.sched_getaffinity(0)))
 """At most so many threads read at once: they keep up with any disk, and with memory."""
 BESIDE = 2
@@ -86,51 +87,24 @@ def target_of(name: str) -> str | None:
     return match["target"] if match else None
 
 
-# -- sums: pure ------------------------------------------------------------------------------------
-
-_POLYNOMIAL = 0xEDB88320
-_ONE, _X = 1 << 31, 1 << 30
-"""Polynomials as a CRC-32 has them: the coefficient of x^0 is the highest bit."""
+# -- checksums: pure -------------------------------------------------------------------------------
 
 
-def crc32_combine(first: int, second: int, size: int) -> int:
-    """The CRC-32 of two runs of bytes, one behind the other, by the sum of each.
+def checksum(data: memoryview) -> int:
+    """Return the checksum of a file's bytes: see `checksum_of`."""
+    starts = range(0, len(data), SEGMENT)
+    return checksum_of(zlib.crc32(data[at : at + SEGMENT]) for at in starts)
 
-    A CRC is a remainder of polynomials over GF(2): `size` bytes behind the first run multiply its
-    remainder by x^(8 size). So does zlib's crc32_combine, by Mark Adler.
+
+def checksum_of(segments: Iterable[int]) -> int:
+    """Return the checksum of a file: the CRC-32 of the CRC-32s of its segments.
+
+    Several threads can compute it, because each segment of `SEGMENT` bytes has a CRC-32 of its own.
 
     Args:
-        size: bytes of the second run.
+        segments: their CRC-32s, in order.
     """
-    return _product(first, _power(8 * size)) ^ second
-
-
-def _joined(found: list[tuple[int, int]]) -> tuple[int, int]:
-    """The bytes and the sum of runs, one behind the other."""
-    size, summed = 0, 0
-    for count, one in found:
-        size, summed = size + count, crc32_combine(summed, one, count)
-    return size, summed
-
-
-@functools.lru_cache(256)
-def _power(exponent: int) -> int:
-    """x^exponent modulo the CRC's polynomial."""
-    if exponent < 2:
-        return (_ONE, _X)[exponent]
-    half = _power(exponent // 2)
-    square = _product(half, half)
-    return _product(square, _X) if exponent & 1 else square
-
-
-def _product(one: int, other: int) -> int:
-    """Of two polynomials, modulo the CRC's."""
-    found = 0
-    for place in range(31, -1, -1):
-        if one >> place & 1:
-            found ^= other
-        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)  # times x
-    return found
+    return zlib.crc32(b"".join(crc32.to_bytes(4, "little") for crc32 in segments))
 
 
 # -- a place ---------------------------------------------------------------------------------------
@@ -305,21 +279,14 @@ class LocalPlace(Place):
             self._write(handle, name, data)
         self._sync_folder(folder)
 
-    def put(self, name: str, data: bytes) -> None:
-        with self.replacing(name) as handle:
-            self._write(handle, name, memoryview(data))
-
-    @contextlib.contextmanager
-    def replacing(self, name: str) -> Iterator[int]:
-        """A new file, which takes the place of what stands there, durably, when the block ends; of
-        one that fails nothing is left. The folder is there."""
+    def put(self, name: str, data: bytes | memoryview) -> None:
         path = self._path(name)
         folder, base = os.path.split(path)
         aside = os.path.join(folder, aside_name(base, secrets.randbits(32)))
         handle = self._disk.create(aside)
         with self._or_removed(aside):
             with self._synced(handle):
-                yield handle
+                self._write(handle, name, memoryview(data))
             self._disk.rename(aside, path)
         self._sync_folder(folder)
 
@@ -412,7 +379,7 @@ def _lock(handle: int, path: str) -> None:
 class RemotePlace(Place):
     """A folder that fsspec reaches. The extra `fsspec` is imported when one is first used.
 
-    Only one process may write to it at a time: it has no lock, so fencing is not enforced.
+    Only one job may write to it at a time: it has no lock, so fencing is not enforced.
     """
 
     readers = 8
@@ -547,7 +514,7 @@ def read_summed(
     threads: int = 1,
     seen: Callable[[memoryview], None] = no_news,
 ) -> tuple[int, int]:
-    """Read `size` bytes: how many there were before the end, and their CRC-32.
+    """Read `size` bytes. Return how many there were before the end, and their checksum.
 
     Args:
         fill: called by several threads at once, by each with a segment of its own.
@@ -578,20 +545,21 @@ def read_summed(
 
     found = _in_threads(segment, -(-size // SEGMENT), threads)
     whole = sum(1 for count, _ in found if count == SEGMENT)
-    return _joined(found[: whole + 1])
+    there = [(count, crc32) for count, crc32 in found[: whole + 1] if count]
+    return sum(count for count, _ in there), checksum_of(crc32 for _, crc32 in there)
 
 
-def crc32_beside(data: memoryview, act: Callable[[], object]) -> int:
-    """The CRC-32 of `data`, which must not change, summed by other threads while `act` runs."""
+def checksum_beside(data: memoryview, act: Callable[[], object]) -> int:
+    """Return the checksum of `data`, which must not change: other threads compute it while `act`
+    runs."""
 
-    def do(number: int) -> tuple[int, int]:
+    def do(number: int) -> int:
         if number == 0:
             act()
-            return 0, 0
-        part = data[(number - 1) * SEGMENT : number * SEGMENT]
-        return len(part), zlib.crc32(part)
+            return 0
+        return zlib.crc32(data[(number - 1) * SEGMENT : number * SEGMENT])
 
-    return _joined(_in_threads(do, 1 + -(-len(data) // SEGMENT), 1 + BESIDE))[1]
+    return checksum_of(_in_threads(do, 1 + -(-len(data) // SEGMENT), 1 + BESIDE)[1:])
 
 
 def _in_threads(act: Callable[[int], T], count: int, threads: int) -> list[T]:

@@ -10,8 +10,8 @@ padded with spaces, and the header's `__metadata__` has three strings before the
     n * 4096     the bytes of the entries, in the order of the header, without gaps
 
 - `size` is the size of the file in bytes, `head` the CRC-32 of the header without these eight
-  digits, and `data` the CRC-32 of the data. If the checksum of the data is stored elsewhere, `data`
-  is eight dashes. All three are hexadecimal.
+  digits, and `data` the checksum of the data (see `place`). If that is stored elsewhere, `data` is
+  eight dashes. All three are hexadecimal.
 - The values are JSON that changes from save to save: `meta` (such as the step) and `values`, the
   plain values of the state in the order of the tree.
 - The tree is JSON that depends only on the structure of the state (see `tensor_layout`). It is
@@ -95,7 +95,7 @@ class PackHeader:
     values: Sequence[Any]  # encoded plain values of the state, in the order of the tree
     tree: Mapping[str, Any]  # JSON that describes the structure of the state
     entries: tuple[PackEntry, ...]  # in the order of their bytes; they cover all data
-    crc32: int | None = None  # of the data, if the header contains it
+    checksum: int | None = None  # of the data (`place.checksum`), if the header contains it
 
 
 def encode_tree(entries: Iterable[PackEntry], tree: Mapping[str, Any]) -> bytes:
@@ -142,10 +142,10 @@ def encode_header(values: str, tree: bytes, start: int, data_bytes: int) -> byte
     return b"%s%08x%s" % (front, zlib.crc32(back, zlib.crc32(front)), back)
 
 
-def with_data_crc32(header: bytes, crc32: int) -> bytes:
-    """Return an encoded header that contains the CRC-32 of the data."""
+def with_data_checksum(header: bytes, checksum: int) -> bytes:
+    """Return an encoded header that contains the checksum of the data."""
     begin, end = _span(header, 4)
-    return _with_header_crc32(header[:begin] + b"%08x" % crc32 + header[end:])
+    return _with_header_crc32(header[:begin] + b"%08x" % checksum + header[end:])
 
 
 def order_entries(sizes: Sequence[int]) -> list[int]:
@@ -208,12 +208,12 @@ def read_header(pack: bytes | memoryview) -> PackHeader:
     except ValueError as error:
         raise CheckpointCorrupt(f"the pack's header cannot be parsed: {error!s:.200}") from error
     _check_cover(entries, size - start)
-    crc32 = None if record[4] == _NO_CHECKSUM else int(record[4], 16)
+    checksum = None if record[4] == _NO_CHECKSUM else int(record[4], 16)
     notes = _load_object(values, "values")
     meta, rows = notes.get("meta"), notes.get("values")
     if not isinstance(meta, dict) or not isinstance(rows, list):
         raise CheckpointCorrupt("the pack's values lack the list of values or the metadata")
-    return PackHeader(size, start, meta, rows, _load_object(tree, "tree"), entries, crc32)
+    return PackHeader(size, start, meta, rows, _load_object(tree, "tree"), entries, checksum)
 
 
 def read_meta(pack: bytes | memoryview) -> dict[str, Any]:

@@ -75,12 +75,10 @@ def snapshot_location() -> SnapshotLocation | None:
 
 @attrs.frozen
 class SnapshotCost:
-    """The cost of a snapshot."""
+    """Cost of a snapshot."""
 
     step: int
-    size: int  # bytes
-    seconds: float  # for which the caller waited
-    copied: float  # seconds for the copy alone; the rest is for planning and, at first, for memory
+    seconds: float  # how long the caller waited
 
 
 def is_sharded(value: Any) -> bool:
@@ -192,19 +190,13 @@ class SnapshotSource(Source):
             part, parts = self._rank, self._world_size
         else:
             image, part, parts = layouts.plan(flat, {"step": step}), 0, 1
-        copied = self._write(step, image, part, parts, sharded=bool(shards))
-        return SnapshotCost(step, image.size, monotonic() - started_at, copied)
+        self.keep(step, image, part=part, parts=parts, sharded=bool(shards))
+        return SnapshotCost(step, monotonic() - started_at)
 
     def keep(
         self, step: int, image: PackImage, *, part: int = 0, parts: int = 1, sharded: bool = False
-    ) -> SnapshotCost:
+    ) -> None:
         """Write a snapshot that was planned. The arguments are fields of its header."""
-        started_at = monotonic()
-        copied = self._write(step, image, part, parts, sharded=sharded)
-        return SnapshotCost(step, image.size, monotonic() - started_at, copied)
-
-    def _write(self, step: int, image: PackImage, part: int, parts: int, *, sharded: bool) -> float:
-        """Write a snapshot, and return how long the copy took, in seconds."""
         self._sequence = (self._sequence or self._last_sequence(part)) + 1
         header = attrs.evolve(
             self._header,
@@ -219,9 +211,7 @@ class SnapshotSource(Source):
             self._allocator.pause()
             write = self._slots.open_for_writing(header)
             with write as view:
-                copied_at = monotonic()
                 _copy(image, present(write.slot, "the slot"), view)
-                copied = monotonic() - copied_at
             self._header = header
             # Snapshots that are not needed any more are freed before memory is allocated.
             is_due = self._has_earlier and header.sequence >= header.num_retained
@@ -231,7 +221,6 @@ class SnapshotSource(Source):
             self._allocator.resume()
         if not self._slots.has_free_slot(header):
             self._allocator.begin(header)
-        return copied
 
     def held(self) -> Sequence[Held]:
         """Return the snapshots in the agent's memory: those of its workers, and replicas."""

@@ -131,20 +131,6 @@ def element_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return fresh.copy_(tensor).view(-1).view(torch.uint8)
 
 
-def memory_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as bytes, in the order of memory if they are dense.
-
-    The bytes are not copied if the tensor is dense and is no lazy conjugate or negative.
-    """
-    resolved = tensor.detach().resolve_conj().resolve_neg()
-    layout = StridedLayout.of(resolved)
-    if not layout.is_dense or not layout.extent:
-        return resolved.contiguous().view(-1).view(torch.uint8)
-    flat = StridedLayout(layout.dtype, (layout.extent,), (1,))
-    offset = int(resolved.storage_offset())
-    return strided_view(resolved.untyped_storage(), offset, flat).view(torch.uint8)
-
-
 def device_tag(tensor: torch.Tensor) -> str:
     """Return the name of the tensor's device as `torch.load` passes it to `map_location`."""
     return "cpu" if tensor.is_cpu else str(location_tag(tensor.untyped_storage()))

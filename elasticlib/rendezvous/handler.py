@@ -41,7 +41,7 @@ from .bootstrap import (
     import_torch,
     open_torch_store,
 )
-from .document import Change, ChangeKind, FailureKind, Limits, Node, State, Timing, Why
+from .document import Change, ChangeKind, Limits, Node, State, Timing, Why
 from .interface import (
     BootstrapStoreInfo,
     RendezvousHandler,
@@ -77,7 +77,7 @@ class Event:
     """What a caller, or a change in the store, gives the thread to do; after each it looks."""
 
     joins: bool = False
-    failed: tuple[str, FailureKind] | None = None
+    failed: tuple[str, bool] | None = None
     draining: str = ""
     slots: tuple[int, bool] | None = None
     keeps: bool = False
@@ -330,7 +330,8 @@ class NodeLoop:
         if event.joins:
             self._seek(self._join)
         if event.failed is not None:
-            node.intent = node.intent.fail(*event.failed)
+            reason, killed = event.failed
+            node.intent = node.intent.fail(reason, killed=killed)
         if event.draining:
             node.intent = node.intent.saying(draining=event.draining)
         if event.slots is not None:
@@ -603,11 +604,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         loop.wait(lambda: loop.change, timeout)
         return _as_change(loop.refusal()) if loop.stopping else loop.change
 
-    def report_failure(self, reason: str) -> bool:
-        return self.report_failure_as(FailureKind.ORDINARY, reason)
-
-    def report_failure_as(self, kind: FailureKind, reason: str) -> bool:
-        self._loop.post(Event(failed=(reason, kind)))
+    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
+        self._loop.post(Event(failed=(reason, killed)))
         return True
 
     def report_slots(self, slots: int, *, kept: bool = False) -> bool:

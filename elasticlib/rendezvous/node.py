@@ -30,6 +30,7 @@ from .document import (
     end,
 )
 from .layout import (
+    REMEDY,
     Keys,
     StoredJob,
     decode,
@@ -128,7 +129,7 @@ class LocalNode:
         self._called_at = self._resumed_at = float("-inf")  # of `speak`; after a pause
         self._finish_said = ""
         # What it has read.
-        self._foreign: set[str] = set()
+        self._unreadable: set[str] = set()  # keys of node records that a warning was logged for
         self._arrived_at = self._stands_since = float("-inf")
         self._document: Document | None = None
         # What it waits for.
@@ -276,7 +277,7 @@ class LocalNode:
             if state is not None and not nodes:
                 # The leader may have left or died while other nodes of the run are alive.
                 listing = self.store.list(self.keys.node())
-                nodes.extend(StoredJob(self.keys, listing).live(self._foreign))
+                nodes.extend(StoredJob(self.keys, listing).live())
             self.intent = self.intent.arrive(state, reading.seat, nodes)
         if reading.view is not None:
             nodes.extend(reading.view.live)
@@ -314,7 +315,10 @@ class LocalNode:
             # Its members are lost, and only they themselves can tell who they were.
             memory, document = document.state, None
         self._document = document
-        live = job.live(self._foreign)
+        live, unreadable = job.records()
+        for key in unreadable.keys() - self._unreadable:
+            log.warning("ignored the node at %s: %s (%s)", key, unreadable[key], REMEDY)
+        self._unreadable |= unreadable.keys()
         if document is not None and has_live_node(document, live):
             self._check_limits(document)
         known = () if self.seen is None or self.seen.view is None else self.seen.view.live

@@ -21,7 +21,6 @@ from ..workers.exit import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 from .agent_acts import CODE, Act
 from .agent_job import WORKERS, Job, MakeAgent
-from .agent_job import AgentRequest as AgentRequest
 from .agent_stage import Scene, Stage, place
 from .waiting import wait_until
 

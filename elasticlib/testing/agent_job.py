@@ -143,7 +143,7 @@ class Job:
             self._store.client(),
             self._id,
             Node(f"{self._id}-{name}", name, "127.0.0.1", WORKERS),
-            Limits(*nodes, max_restarts, last_call=0.0, restart_backoff=0.0),
+            Limits(*nodes, max_restarts, last_call=0.0),
             timing=Timing(join=self._patience, lease=2.0, refresh=0.2, close=5.0),
             open_bootstrap=Listener,
         )

@@ -17,10 +17,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from ..clock import monotonic
 from ..errors import RendezvousClosed, RendezvousError, RendezvousTimeout
 from ..rendezvous.interface import ChangeKind
-from .rendezvous_cluster import Cluster as Cluster
+from .rendezvous_cluster import Cluster, Node, closed
 from .rendezvous_cluster import HandlerRequest as HandlerRequest
 from .rendezvous_cluster import MakeHandler as MakeHandler
-from .rendezvous_cluster import Node, closed
 from .rendezvous_machine import RendezvousMachine
 from .waiting import wait_until
 
@@ -227,5 +226,5 @@ class RendezvousContract:
         return infos[0].generation
 
     def _fails(self, node: Node) -> None:
-        if not node.handler.report_failure("the test says so"):
+        if not node.handler.report_failure("the test says so", killed=True):
             pytest.skip("this handler leaves failures to the agents")

@@ -128,7 +128,8 @@ class RendezvousMachine(RuleBasedStateMachine):
         members = self._members()
         before = _newest(members)
         failed = members[which % len(members)]
-        if failed.node.handler.report_failure("the test says so"):
+        # Consecutive quick failures delay a restart, unless the workers were killed.
+        if failed.node.handler.report_failure("the test says so", killed=True):
             self._settles(after=before)
 
     @precondition(lambda self: self._agents)

@@ -160,20 +160,12 @@ def test_one_failure_stops_the_other_worker_up_the_same_ladder(supervised: Super
     assert list(result.failures) == [0]
 
 
-def test_what_failed_at_start_is_not_tried_again(supervised: Supervised) -> None:
-    result = supervised.run("exit 2", max_restarts=5)
-    assert (result.state, result.generation) == (WorkerState.FAILED, 1)
-    assert result.reason.endswith(
-        "exited with code 2 (not retried: the workers failed right after they started)"
-    )
-
-
-def test_the_same_in_a_later_generation_is_a_failure_like_any_other(
+def test_workers_that_fail_as_soon_as_they_start_are_restarted_within_the_budget(
     supervised: Supervised,
 ) -> None:
-    line = '[ "$TORCHELASTIC_RESTART_COUNT" = 0 ] && exit 1; exit 2'
-    result = supervised.run(line, max_restarts=2)
+    result = supervised.run("exit 2", max_restarts=2)
     assert (result.state, result.generation) == (WorkerState.FAILED, 3)
+    assert result.reason.endswith("exited with code 2 (2 of 2 restarts used)")
 
 
 class Broken(OneNode):

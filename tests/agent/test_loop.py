@@ -196,7 +196,7 @@ def test_a_view_that_stands_still_holds_up_nothing() -> None:
 
 
 @pytest.mark.parametrize("field", ["signals", "drain_signals", "save_signals"])
-@pytest.mark.parametrize("number", [0, 9, 19, 32, 4711, -1])
+@pytest.mark.parametrize("number", [0, 9, 4711])
 def test_a_signal_that_nobody_can_hear_is_refused_by_its_name(field: str, number: int) -> None:
     with pytest.raises(ConfigError, match=rf"{field}: .* \({number}\)"):
         AgentOptions(**{field: (number,)})

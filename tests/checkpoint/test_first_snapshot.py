@@ -18,16 +18,6 @@ from elasticlib.checkpoint import snapshot_slots
 from elasticlib.testing.waiting import wait_until
 
 
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An agent's memory, as its worker is told of it."""
-    era = tmp_path / "memory" / "1"
-    era.mkdir(parents=True)
-    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
-    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
-    return era
-
-
 def made() -> dict[str, Any]:
     model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
     return {
@@ -95,13 +85,16 @@ def sharded() -> dict[str, Any]:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("make", [made, sharded])
 def test_restore_from_memory_prepares_the_next_snapshot(
-    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], dict[str, Any]]
+    tmp_path: Path,
+    generation_memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], dict[str, Any]],
 ) -> None:
     state = make()
     with CheckpointManager(tmp_path / "disk") as manager:
         train(state, 1)
         assert manager.snapshot(1, state)
-    (era := kept.parent / "2").mkdir()
+    (era := generation_memory.parent / "2").mkdir()
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
     monkeypatch.setenv("ELASTICLIB_GENERATION", "2")
     state = make()
@@ -116,16 +109,18 @@ def idle(manager: CheckpointManager) -> bool:
     return all(one.reserved == len(one.memory) for one in slots)
 
 
-def test_restore_from_a_disk_prepares_the_next_snapshot(tmp_path: Path, kept: Path) -> None:
+def test_restore_from_a_disk_prepares_the_next_snapshot(
+    tmp_path: Path, generation_memory: Path
+) -> None:
     state = made()
     with CheckpointManager(tmp_path / "disk") as manager:
         train(state, 1)
         manager.save(1, state).wait()
-        assert resident(kept) == {}
+        assert resident(generation_memory) == {}
     state = made()
     with CheckpointManager(tmp_path / "disk") as manager:
         assert manager.restore(state).source == "disk"
-        assert has_memory_for_the_next_snapshot(manager, kept, 2, state)
+        assert has_memory_for_the_next_snapshot(manager, generation_memory, 2, state)
 
 
 def saved(folder: Path) -> dict[str, Any]:
@@ -138,32 +133,32 @@ def saved(folder: Path) -> dict[str, Any]:
 
 
 def test_a_job_that_saves_without_snapshots_gets_the_memory_back(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, generation_memory: Path
 ) -> None:
     state = saved(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        wait_until("its slot", lambda: resident(kept))
+        wait_until("its slot", lambda: resident(generation_memory))
         manager.save(2, state).wait()
-        assert [*kept.iterdir()] == []
+        assert [*generation_memory.iterdir()] == []
         assert manager.snapshot(3, state), "it may change its mind"
         manager.save(3, state).wait()
-        assert len(snapshot_slots.list_snapshots(kept.parent)) == 1
+        assert len(snapshot_slots.list_snapshots(generation_memory.parent)) == 1
 
 
 def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_memory(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, generation_memory: Path
 ) -> None:
     state = saved(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-    assert [*kept.iterdir()] == []
+    assert [*generation_memory.iterdir()] == []
     # One that dies leaves its slot to the next start of the workers.
     left = CheckpointManager(tmp_path / "disk")
     left.restore(state)
-    wait_until("its slot", lambda: [*kept.iterdir()])
-    snapshot_slots.remove_incomplete(kept.parent, 2)
-    assert [*kept.iterdir()] == []
+    wait_until("its slot", lambda: [*generation_memory.iterdir()])
+    snapshot_slots.remove_incomplete(generation_memory.parent, 2)
+    assert [*generation_memory.iterdir()] == []
     left.close()
 
 

@@ -31,16 +31,6 @@ SNAPSHOTS = (
 REJECTED = "another call is still copying"
 
 
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The memory of an agent, which the environment of this process names."""
-    era = tmp_path / "memory" / "1"
-    era.mkdir(parents=True)
-    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
-    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
-    return era.parent
-
-
 def state_of(step: int, size: int = 100) -> dict[str, Any]:
     return {"n": step, "w": [torch.full((size,), float(step)) for _ in range(3)]}
 
@@ -65,7 +55,13 @@ def assert_next_snapshot_works(manager: CheckpointManager, kept: Path, step: int
     assert newest_step(kept) == step
 
 
-@pytest.mark.parametrize("grows", [False, True], ids=["same size", "larger each time"])
+@pytest.mark.parametrize(
+    "grows",
+    [
+        pytest.param(False, id="same size"),
+        pytest.param(True, id="larger each time", marks=pytest.mark.long),
+    ],
+)
 def test_interrupted_at_any_line_a_snapshot_is_complete_or_the_one_before_stays(
     tmp_path: Path, kept: Path, grows: bool
 ) -> None:
@@ -109,7 +105,14 @@ def close(manager: CheckpointManager) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("act", [snapshot, save, close])
+@pytest.mark.parametrize(
+    "act",
+    [
+        snapshot,
+        pytest.param(save, marks=pytest.mark.long),
+        pytest.param(close, marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_handler_at_any_line_gets_an_error_at_worst(
     tmp_path: Path, kept: Path, act: Callable[[CheckpointManager], None]
 ) -> None:

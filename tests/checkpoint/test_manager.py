@@ -110,15 +110,14 @@ def damaged(data: bytes, every: int) -> list[bytes]:
     return [*flipped, *(data[:at] for at in places), data + b"\0"]
 
 
-@pytest.mark.parametrize(("name", "every"), [("manifest.json", 1), ("state.*.pack", 17)])
 def test_any_flipped_or_cut_byte_is_found_and_the_older_one_taken(
-    tmp_path: Path, name: str, every: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, 1, 2).close()
-    (path,) = (tmp_path / "step-0000000002").glob(name)
+    (path,) = (tmp_path / "step-0000000002").glob("state.*.pack")
     whole = path.read_bytes()
     manager = CheckpointManager(tmp_path)
-    for data in damaged(whole, every):
+    for data in damaged(whole, 41):
         path.write_bytes(data)
         assert list(manager.verify()) == [2]
         if len(data) % 50 == 0 or data[0] != whole[0]:

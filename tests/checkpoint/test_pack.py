@@ -21,7 +21,7 @@ from sample_states import in_words
 from elasticlib.checkpoint.pack import LayoutCache, plan_layout, unpack
 from elasticlib.checkpoint.pack import pack_state as packed
 from elasticlib.checkpoint.safetensors_header import read_meta, read_size
-from elasticlib.checkpoint.state_tree import flatten
+from elasticlib.checkpoint.state_tree import MAX_DEPTH, flatten
 from elasticlib.checkpoint.tensor_layout import StridedLayout
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
@@ -292,12 +292,22 @@ LOOP: list[Any] = []
 LOOP.append(LOOP)
 
 
+def nested(levels: int, width: int) -> list[Any]:
+    """A list in a list, so many levels deep; each level holds the next one `width` times."""
+    state: list[Any] = []
+    for _ in range(levels):
+        state = [state] * width
+    return state
+
+
 @pytest.mark.parametrize(
     ("state", "said"),
     [
         ({"a": [1, Odd()]}, r"state\['a'\]\[1\] is a test_pack.Odd"),
         ({Odd: 1}, r"state.key\(.*\) is a type"),
         (LOOP, r"state\[0\]\[0\]\[0\] contains itself, or is nested deeper than 100 levels"),
+        (nested(MAX_DEPTH + 1, 1), rf"contains itself, or is nested deeper than {MAX_DEPTH}"),
+        (nested(MAX_DEPTH - 1, 2), "has more than .* containers occur in many places"),
         ({"w": torch.eye(2).to_sparse()}, r"state\['w'\] is a tensor without plain elements"),
         ([torch.ones(1, device="meta")], r"state\[0\] is a tensor without plain elements"),
     ],

@@ -40,7 +40,7 @@ class Host:
 
     def keep(self, step: int, **more: Any) -> Host:
         layout = plan_layout(state(step), {"step": step})
-        record = SnapshotHeader("state", step, step, layout.size, "job", 3, launch="first")
+        record = SnapshotHeader("state", step, step, layout.size, "job", 3, incarnation="first")
         record = attrs.evolve(record, **{"folder": str(self.checkpoints), **more})
         with SnapshotSlots(self.memory / "1").open_for_writing(record) as view:
             layout.copy_to(view)

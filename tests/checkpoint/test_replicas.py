@@ -303,7 +303,9 @@ def test_a_place_that_does_not_know_the_secret_is_given_nothing(
         hosts[0].begin(infos[0]).snapshot(5, b"the state")
         wait_until("the refusal", lambda: "do not reach node 1" in caplog.text)
         assert "another secret" in caplog.text
-        assert not false.client().list("").entries
+        secret = place.key(b"another")
+        with TcpStore(place.address, place.port, job=place.job(job), secret=secret) as store:
+            assert not store.list("").entries
 
 
 def test_silent_strangers_make_way_for_those_whose_duty_it_is(hosts: list[Host]) -> None:

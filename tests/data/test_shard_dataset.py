@@ -97,6 +97,7 @@ def test_torchdatas_loader_goes_on_at_any_world_size_from_any_ranks_state(urls, 
     assert Counter(used) == Counter(range(TOTAL))
 
 
+@pytest.mark.parametrize("urls", ["memory"], indirect=True)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_torchs_loader_follows_the_count_over_epochs_also_with_workers_that_persist(
     urls, persistent

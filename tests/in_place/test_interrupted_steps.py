@@ -145,6 +145,7 @@ def test_a_loop_that_was_left_goes_on_from_its_last_step(
     assert training.result() == expected
 
 
+@pytest.mark.long  # The test below interrupts the same step, with a manager.
 def test_a_step_interrupted_anywhere_is_applied_once(expected: list[Any]) -> None:
     interrupter = Interrupter("in_place/", "data/")
     not_undone, is_interrupted = [], True

@@ -194,14 +194,14 @@ def test_each_task_of_an_array_is_requeued_by_itself(submit: Any, slurm: Slurm) 
     wait_until("both to train", lambda: all(list(f.glob("place.*.json")) for f in folders))
     slurm.tell("scancel", "--signal=USR1", tasks[1])
     wait_until("it to be requeued", lambda: slurm.field(tasks[1], "Restarts") == "1")
-    slurm.becomes(tasks[1], "PENDING")
+    slurm.wait_for_state(tasks[1], "PENDING")
     assert slurm.field(tasks[0], "JobState") == "RUNNING"
     ((_, step),) = batch.ends(DRAINED, "task.1")
     batch.wake(tasks[1])
     wait_until("it to go on", (folders[1] / f"start.0.{step}").exists)
     for task, folder in zip(tasks, folders, strict=True):
         (folder / "finish").touch()
-        slurm.becomes(task, "COMPLETED")
+        slurm.wait_for_state(task, "COMPLETED")
     assert [slurm.field(task, "Restarts") for task in tasks] == ["0", "1"]
 
 
@@ -222,7 +222,7 @@ def test_exit_code_stays_if_slurm_refuses_to_requeue(submit: Any, slurm: Slurm) 
     batch = submit("requeue", "--no-requeue")
     batch.settled(2)
     slurm.tell("scancel", "--signal=USR1", batch.id)
-    batch.becomes("FAILED")
+    batch.wait_for_state("FAILED")
     assert slurm.field(batch.id, "ExitCode") == "75:0"
     assert len(batch.ends(DRAINED)) == 2
     assert f"disabled for job {batch.id}" in batch.said

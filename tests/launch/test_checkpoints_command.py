@@ -82,7 +82,7 @@ def test_verify_ends_with_1_and_names_what_is_damaged(
     rows = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in rows if row["status"] == "damaged"] == [9]
     assert main(["checkpoints", str(folder), "--verify"]) == 1
-    assert re.search(r"^9 .*damaged: state.* should have CRC-32", capsys.readouterr().out, re.M)
+    assert re.search(r"^9 .*damaged: state.* should have checksum", capsys.readouterr().out, re.M)
 
 
 def test_a_folder_that_is_not_there_is_an_error(

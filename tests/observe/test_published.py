@@ -119,15 +119,20 @@ def test_what_would_fill_the_memory_or_the_screen_is_cut_or_refused() -> None:
 NODE = Node("id0", "h0", "", 1)
 
 
-def test_what_a_later_version_adds_is_skipped_and_what_an_earlier_lacks_is_as_by_default() -> None:
+@pytest.mark.parametrize("name", ["run", "expelled", "loop_silent"])
+def test_a_status_without_one_of_its_fields_is_rejected(name: str) -> None:
     said = json.loads(encode(Published(NodeStatus("job", "n", saved=4), 1.0, 2.0), 0.0))
-    said["colour"] = "red"
-    del said["expelled"], said["loop_silent"]
-    found = decode(json.dumps(said).encode(), since(0.0))
-    assert (found.status.saved, found.status.expelled, found.loop_silent) == (4, False, 0.0)
-    del said["run"]
-    with pytest.raises(ValueError, match="the field run is None"):
+    del said[name]
+    with pytest.raises(ValueError, match=f"the field {name} is missing"):
         decode(json.dumps(said).encode(), since(0.0))
+
+
+def test_a_status_of_another_version_is_rejected_with_its_number() -> None:
+    said = json.loads(encode(Published(NodeStatus("job", "n"), 1.0, 2.0), 0.0))
+    with pytest.raises(
+        ValueError, match="a status of version 1 is read here, got 2: use the version"
+    ):
+        decode(json.dumps({**said, "v": 2}).encode(), since(0.0))
 
 
 class Counted(MemoryStore):

@@ -19,7 +19,7 @@ from elasticlib.errors import ConfigError, RendezvousClosed, RendezvousMismatch,
 from elasticlib.rendezvous.document import Limits, Node, Timing
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
-from elasticlib.rendezvous.layout import Keys
+from elasticlib.rendezvous.layout import FORMAT, Keys
 from elasticlib.stores.interface import Listing, Watched
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
@@ -101,18 +101,6 @@ def test_a_wait_is_told_of_once_it_is_one_and_until_it_is_over(
     assert "the job has failed" not in caplog.text
 
 
-def test_a_newcomer_makes_the_next_generation_for_all(cluster: Cluster) -> None:
-    limits = Limits(1, 2, last_call=0.0)
-    first = cluster.node("a", limits)
-    before = cluster.join(first).result(20)
-    joining = cluster.join(cluster.node("b", limits))
-    assert change(first) == Change(ChangeKind.RESIZE, "b joined")
-    after = cluster.join(first).result(20)
-    assert (after.generation, after.world_size, after.rank) == (2, 2, 0)
-    assert joining.result(20).rank == 1
-    assert after.bootstrap_store_info != before.bootstrap_store_info
-
-
 def test_a_node_keeps_its_lease_while_its_own_name_is_looked_up(cluster: Cluster) -> None:
     answers = threading.Event()
     answers.set()
@@ -149,17 +137,6 @@ def test_a_node_keeps_its_lease_while_its_own_name_is_looked_up(cluster: Cluster
     assert [future.result(20).generation for future in joining] == [2, 2]
 
 
-def test_a_node_that_leaves_is_missed_at_once(cluster: Cluster) -> None:
-    limits = Limits(1, 2)
-    first, second = cluster.node("a", limits), cluster.node("b", limits)
-    for future in [cluster.join(first), cluster.join(second)]:
-        future.result(20)
-    first.shutdown()
-    assert change(second).reason == "a left"
-    info = cluster.join(second).result(20)
-    assert (info.rank, info.world_size, info.restarts) == (0, 1, 0)
-
-
 def test_a_claimed_failure_restarts_all_and_is_charged_once(cluster: Cluster) -> None:
     limits = Limits(2, 2, max_restarts=3)
     handlers = [cluster.node(name, limits) for name in ("a", "b")]
@@ -182,19 +159,6 @@ def test_a_spent_budget_is_told_to_every_node_with_its_cause(cluster: Cluster) -
     for future in [cluster.join(h) for h in handlers]:
         with pytest.raises(RendezvousClosed, match="b: exit code 7"):
             future.result(20)
-
-
-def test_success_is_known_when_all_are_done_and_a_late_joiner_hears_of_it(
-    cluster: Cluster,
-) -> None:
-    limits = Limits(1, 2)
-    handlers = [cluster.node(name, limits) for name in ("a", "b")]
-    for future in [cluster.join(h) for h in handlers]:
-        future.result(20)
-    assert all(h.report_done() for h in handlers)
-    assert [change(h).kind for h in handlers] == [ChangeKind.SUCCEEDED] * 2
-    with pytest.raises(RendezvousClosed, match="succeeded"):
-        cluster.join(cluster.node("late", limits)).result(20)
 
 
 def test_the_wait_for_others_ends_with_a_sentence(cluster: Cluster) -> None:
@@ -254,14 +218,6 @@ def test_a_second_call_takes_the_place_of_the_first(cluster: Cluster) -> None:
         first.result(20)
     cluster.join(cluster.node("b", Limits(2, 2)))
     assert second.result(20).world_size == 2
-
-
-def test_shutdown_ends_a_wait(cluster: Cluster) -> None:
-    handler = cluster.node("a", Limits(2, 2))
-    waiting = cluster.join(handler)
-    assert handler.shutdown()
-    with pytest.raises(RendezvousClosed):
-        waiting.result(20)
 
 
 def test_who_has_never_reached_a_store_leaves_at_once_though_the_search_goes_on(
@@ -327,6 +283,22 @@ def test_other_limits_than_the_jobs_are_refused_by_name(cluster: Cluster) -> Non
         cluster.join(cluster.node("b", Limits(1, 3))).result(20)
 
 
+def test_a_node_of_another_version_is_refused_and_the_others_go_on(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = Keys("run")
+    cluster.client().set(keys.node("other"), b'{"id":"other"}')
+    info = cluster.join(cluster.node("a", Limits(1, 1))).result(20)
+    assert info.world_size == 1
+    assert "ignored the node at run/node/other: a node needs the fields" in caplog.text
+    document = cluster.store.get(keys.state)
+    assert document is not None
+    newer = document.value.replace(f'"format":{FORMAT}'.encode(), b'"format":99')
+    cluster.client().set(keys.state, newer)
+    with pytest.raises(RendezvousMismatch, match="has format 99, this elasticlib reads only"):
+        cluster.join(cluster.node("b", Limits(1, 1))).result(20)
+
+
 def test_closing_a_job_that_has_ended_is_harmless(cluster: Cluster) -> None:
     handler = cluster.node("a", Limits(1, 1))
     cluster.join(handler).result(20)
@@ -335,16 +307,6 @@ def test_closing_a_job_that_has_ended_is_harmless(cluster: Cluster) -> None:
     handler.set_closed()
     assert change(handler).kind is ChangeKind.SUCCEEDED
     assert handler.shutdown()
-
-
-def test_closing_ends_the_job_for_all(cluster: Cluster) -> None:
-    limits = Limits(1, 2)
-    handlers = [cluster.node(name, limits) for name in ("a", "b")]
-    for future in [cluster.join(h) for h in handlers]:
-        future.result(20)
-    handlers[0].set_closed()
-    assert change(handlers[1]) == Change(ChangeKind.ABORTED, "closed by a")
-    assert handlers[1].is_closed()
 
 
 def static(cluster: Cluster, rank: int) -> StaticRendezvousHandler:

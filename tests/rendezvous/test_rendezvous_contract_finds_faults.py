@@ -120,7 +120,8 @@ class MeetsOnce(DynamicRendezvousHandler):
 
 
 class TakesUpNoFailure(DynamicRendezvousHandler):
-    def report_failure(self, reason: str) -> bool:
+    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
+        del killed
         return bool(reason)
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from elasticlib.agent.stopping import Need, agreed, decode_need, post_need
 from elasticlib.clock import monotonic
+from elasticlib.errors import ConfigError
 from elasticlib.held_folder import is_held
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel, Channels
 from elasticlib.workers.context import Context
@@ -285,6 +286,17 @@ def test_the_most_urgent_reason_and_the_shortest_time_hold_for_all() -> None:
 def test_what_cannot_be_read_is_no_agreement(data: bytes) -> None:
     assert decode_need(data) == Need(None)
     assert decode_need(post_need(0, Need(3, DRAIN, 1.5)).value) == Need(3, DRAIN, 1.5)
+
+
+def test_a_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> None:
+    agent = Channel.made()
+    agent._words[0] += 1
+    with pytest.raises(ConfigError, match="channel, the agent's has version 3: install the same"):
+        Channel(agent.path)
+    agent._words[0] = 0
+    with pytest.raises(OSError, match="is not a worker's channel"):
+        Channel(agent.path)
+    agent.close()
 
 
 # -- the agent's ends --------------------------------------------------------------------------

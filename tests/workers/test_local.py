@@ -196,7 +196,7 @@ def test_what_a_worker_started_ends_with_it_even_outside_its_group(run: Run) -> 
     exit_ = run.end()
     child = int(run.file("stdout.log"))
     assert child != exit_.pid
-    assert session.members(exit_.pid) == []
+    assert session.members_of({exit_.pid}) == []
 
 
 def test_all_workers_are_asked_at_once_and_killed_together(run: Run) -> None:
@@ -261,19 +261,6 @@ def test_a_guardian_that_stands_still_holds_nobody_up() -> None:
     assert guardian._process is not None
     guardian._process.send_signal(signal.SIGSTOP)
     guardian.close()
-
-
-def test_a_guardian_that_was_killed_is_replaced(run: Run) -> None:
-    run.start(shell("while :; do sleep 1; done"))
-    (name,) = run.workers.running().values()
-    guardian = Guardian(patience=30.0)
-    guardian.add(int(name.removeprefix("pid ")))
-    assert guardian._process is not None
-    guardian._process.send_signal(signal.SIGKILL)
-    guardian._process.wait(10)
-    guardian.remove(1)
-    guardian.close()
-    assert run.end().signal == "SIGKILL"
 
 
 KILLED_AS_IT_REPLACES = """
