@@ -147,11 +147,15 @@ def choose_slots(
         The slots that can hold it, the best one first, and the slots that are of no more use. The
         newest `num_retained` complete snapshots are in neither list.
     """
-    order = sorted(slots, key=lambda slot: slot.header.sequence if slot.header else 0)
+    order = sorted(slots, key=_sequence)
     retained = [slot for slot in order if slot.header][-num_retained:]
     free = [slot for slot in order if slot not in retained]
     usable = [slot for slot in free if size <= slot.capacity <= size * MAX_OVERSIZE_FACTOR]
     return usable, [slot for slot in free if slot not in usable]
+
+
+def _sequence(slot: Slot) -> int:
+    return slot.header.sequence if slot.header else 0
 
 
 SnapshotSeries: TypeAlias = tuple[str, str, int, int]
@@ -249,6 +253,7 @@ class SlotFile(Slot):
     # The first bytes of the file that have memory. Writing after them could raise SIGBUS.
     reserved: int = 0
     is_unused: bool = True  # whether no snapshot was written here yet
+    num_writes: int = 0
     is_dropped: bool = False  # whether this process has begun to free it
     # The layout of the last snapshot here, and the views of the memory that belong to it.
     views: tuple[Any, list[Any]] | None = None
@@ -340,11 +345,6 @@ class SnapshotSlots:
         """
         return SlotWrite(self, header)
 
-    def has_free_slot(self, header: SnapshotHeader) -> bool:
-        """Return True if another snapshot like this one finds a slot."""
-        with self._lock:
-            return bool(choose_slots(self._files, header.size, header.num_retained)[0])
-
     def preallocate(self, header: SnapshotHeader, may_continue: Callable[[], bool]) -> None:
         """Create a slot for the snapshot after this one, unless there is one or memory is short.
 
@@ -427,6 +427,7 @@ class SnapshotSlots:
             self._drop([file])
             raise self._out_of_memory(size, error) from error
         file.is_unused = False
+        file.num_writes += 1
         return file
 
     def _drop(self, files: list[SlotFile]) -> None:

@@ -198,20 +198,26 @@ class SnapshotSource(Source):
     ) -> None:
         """Write a snapshot that was planned. The arguments are fields of its header."""
         self._sequence = (self._sequence or self._last_sequence(part)) + 1
-        header = attrs.evolve(
-            self._header,
+        last = self._header  # `attrs.evolve` would take as long as the rest of this method
+        header = SnapshotHeader(
+            name=last.name,
             step=step,
             sequence=self._sequence,
             size=image.size,
+            run=last.run,
+            generation=last.generation,
             part=part,
             parts=parts,
+            folder=last.folder,
+            incarnation=last.incarnation,
             sharded=sharded,
         )
         try:
             self._allocator.pause()
             write = self._slots.open_for_writing(header)
             with write as view:
-                _copy(image, present(write.slot, "the slot"), view)
+                slot = present(write.slot, "the slot")
+                _copy(image, slot, view)
             self._header = header
             # Snapshots that are not needed any more are freed before memory is allocated.
             is_due = self._has_earlier and header.sequence >= header.num_retained
@@ -219,7 +225,8 @@ class SnapshotSource(Source):
                 self._has_earlier = not remove_superseded(self._memory, self._list(), self._era)
         finally:
             self._allocator.resume()
-        if not self._slots.has_free_slot(header):
+        if slot.num_writes == 1:
+            # The next snapshot uses the slot of an earlier one if this one did not need a new slot.
             self._allocator.begin(header)
 
     def held(self) -> Sequence[Held]:
