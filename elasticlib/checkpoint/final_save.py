@@ -1,46 +1,41 @@
-"""Final save: agents write snapshots that exist only in memory as a checkpoint when a job ends early.
+"""Final save: when a job ends early, agents write the snapshots in their memory as a checkpoint.
 
 An agent does this last, after its workers have ended and before their memory is freed. A snapshot
 and a checkpoint have the same bytes, so a final save is a copy and a commit, and needs no torch.
 
-**Which state is written.** Each agent can write the parts in its memory: those of its own workers,
-and replicas of other nodes' parts. Nodes may hold different newest steps. A state is complete if
-every part of it is available, or if the boxes of the available parts cover every element, as with
-HSDP copies. The newest complete state is written. A state that is the same on all ranks has one
-part, and any agent that holds it can write it.
+**Which state is written.** An agent can write the parts in its memory: those of its own workers and
+replicas of other nodes' parts. Nodes may hold different newest steps. A state is complete if every
+part is available, or if the boxes of the available parts cover every element, as HSDP copies do.
+The newest complete state is written. A state that is the same on all ranks has one part.
 
-**How agents learn about each other.** The agents of one generation share a scratch directory in the
+**How agents learn about each other.** The agents of a generation share a scratch directory in the
 checkpoint directory. Each agent keeps one report there: the parts that it can write, the data files
-that it has written, the task that it is working on, and the states that it has seen committed. A
-report has a version in its file name and a checksum, so a reader never uses a partial or a cached
-one. `next_action` decides from the reports what an agent does next, and is a pure function. Before
-an agent starts a task, it reads the reports again and publishes its claim while it holds the lock of
-the checkpoint directory, so that no two agents start the same task. The last task is the commit: the
-agent that sees a data file for every part claims it. Without a lock (behind a URL) two agents may
-write the same part or commit the same files, which costs time only.
+that it has written, its current task, and the states that it has committed. `next_action`, a pure
+function, decides from the reports what an agent does next. If another agent could start the same
+task, an agent holds the lock of the checkpoint directory while it reads the reports and publishes
+its task, so that each part is written once. The commit is the last task. The agent that completes
+the set of data files starts it. Without a lock, behind a URL, two agents may write the same part
+or commit the same files, which costs only time.
 
 **What can go wrong.**
 
-- *An agent dies.* Every agent renews its report, also while it writes. A report that has not been
-  renewed for `lost_s` counts no longer, except for the files that are already written. Replicas of
-  the lost agent's parts are then written by their holders, or an older state becomes the newest
-  complete one.
+- *An agent dies.* An agent renews its report, also while it writes. If a report is not renewed for
+  `lost_s`, only the files that its agent has written count. Other holders of the same elements
+  write the rest, or an older state is the newest complete one.
 - *An agent is late.* The others start at once if the newest known state is complete. Otherwise they
-  wait `settle_s` for a newer state to become complete, or `peers_s` if no state is complete. An agent
-  that arrives after the commit accepts the committed state. If a newer state is complete by then, it
-  is committed as well.
-- *The disk is full, or a snapshot in memory is damaged.* The agent withdraws what it cannot write,
-  and publishes the reason. Agents that hold the same elements write them instead. If none does, each
-  agent reports the reason.
-- *A later generation owns the directory.* The job continues from its own snapshots or checkpoints.
-  Nothing is committed, and this is not an error. A different launch that owns the directory is one.
-- *A worker of the same generation saves at the same time.* Its commit may delete data files that no
-  manifest names yet. They are written again, up to `MAX_WRITES` times, unless the worker's checkpoint
-  is at least as new.
-- *The disk hangs.* The agent gives up after `total_s`, or when the caller says so.
+  wait: `settle_s` if an older state is complete, else `peers_s`. A late agent accepts what has been
+  committed. It commits a newer state if that is complete by then.
+- *The disk is full.* The agent withdraws its parts and publishes the reason. Other holders write
+  them. If there is none, every agent reports the reason.
+- *A snapshot is unreadable.* The agent does not offer it.
+- *A later generation owns the directory.* It continues the job from its own snapshots. Nothing is
+  committed, and this is not an error. If another launch owns the directory, it is an error.
+- *A worker of the generation saves at the same time.* Its commit may delete data files that are not
+  in a manifest yet. They are written again, unless the checkpoint of the worker is as new.
+- *The disk hangs.* The agent gives up after `total_s`, or when its caller tells it to.
 
-The last agent deletes the scratch directory. If an agent was lost, the directory remains until the
-next generation or launch acquires the checkpoint directory.
+The last agent deletes the scratch directory. If an agent was lost, the directory stays until a
+later generation or launch acquires the checkpoint directory.
 """
 
 from __future__ import annotations
@@ -55,10 +50,8 @@ import secrets
 import socket
 import threading
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +62,6 @@ from ..errors import CheckpointError, describe
 from ..foreign import read_fields, read_json, read_object
 from ..rendezvous.interface import RendezvousInfo
 from ..threads import helper
-from . import memory as memories
 from .commit import ClearedAway, Committer, Writer, data_name, scratch_prefix
 from .cover import Chunk, chunks_of, lacking, some
 from .folder import (
@@ -82,9 +74,15 @@ from .folder import (
     step_of,
     summed,
 )
-from .memory import Found, Record, flaw, pinned, that_count
-from .pack_head import read_meta
 from .place import Place
+from .safetensors_header import read_meta
+from .snapshot_slots import (
+    SnapshotHeader,
+    SnapshotRef,
+    list_snapshots,
+    map_snapshot,
+    valid_snapshots,
+)
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -101,9 +99,8 @@ class Timeouts:
     """Time limits of a final save, in seconds."""
 
     poll_s: float = 0.2  # between two reads of the reports
-    heartbeat_s: float = 3.0  # between two renewals of a report
+    heartbeat_s: float = 5.0  # between two renewals of a report
     lost_s: float = 30.0  # without a renewal, the agent of a report is considered lost
-    replica_s: float = 3.0  # before a replica is written whose owner has not reported
     settle_s: float = 5.0  # for late agents, if an older state than the newest is complete
     peers_s: float = 60.0  # for late agents, if no state is complete: workers may end slowly
     announce_s: float = 3.0  # a final save that takes longer is announced in the log
@@ -148,9 +145,7 @@ class SavePlan:
 
 
 LoadChunks = Callable[[str], Sequence[Chunk] | None]
-"""Return the chunks of a share, or None if they are not available."""
-
-_Shares = Mapping[str, Sequence[PartOffer]]
+"""Returns the chunks of a share, or None if they are not available."""
 
 
 def offer_part(
@@ -158,15 +153,10 @@ def offer_part(
 ) -> PartOffer:
     """Return the offer of a part of a sharded state that contains `chunks`."""
     boxes = {(c.name, c.dtype, c.shape, c.box) for c in chunks}
-    encoded = json.dumps(sorted(boxes)).encode()
-    return PartOffer(
-        state,
-        part,
-        hashlib.sha256(encoded).hexdigest()[:32],
-        sum(math.prod(sizes) for _, _, _, (_, sizes) in boxes),
-        sum(math.prod(shape) for shape in {c.name: c.shape for c in chunks}.values()),
-        is_replica,
-    )
+    share = hashlib.sha256(json.dumps(sorted(boxes)).encode()).hexdigest()[:32]
+    num_elements = sum(math.prod(sizes) for _, _, _, (_, sizes) in boxes)
+    total_elements = sum(math.prod(shape) for shape in {c.name: c.shape for c in chunks}.values())
+    return PartOffer(state, part, share, num_elements, total_elements, is_replica)
 
 
 def newest_complete(offers: Iterable[PartOffer], load_chunks: LoadChunks) -> SavePlan | str:
@@ -174,46 +164,51 @@ def newest_complete(offers: Iterable[PartOffer], load_chunks: LoadChunks) -> Sav
 
     Args:
         offers: of all agents.
-        load_chunks: called only for states that lack a part but may still be complete.
+        load_chunks: called only for a state that lacks a part but may be complete all the same.
 
     Returns:
         The plan, or the reason why the newest state is incomplete, as the end of a sentence.
     """
-    by_state: dict[SnapshotState, dict[str, list[PartOffer]]] = {}
+    states: dict[SnapshotState, dict[str, PartOffer]] = {}
+    parts: dict[SnapshotState, set[int]] = {}
     for offer in sorted(offers, key=lambda offer: (offer.state, -offer.part), reverse=True):
-        by_state.setdefault(offer.state, {}).setdefault(offer.share, []).append(offer)
+        states.setdefault(offer.state, {}).setdefault(offer.share, offer)
+        parts.setdefault(offer.state, set()).add(offer.part)
     reasons = []
-    for state, shares in by_state.items():
-        reason = _describe_missing(state, shares, load_chunks)
+    for state, by_share in states.items():
+        missing = [part for part in range(state.num_parts) if part not in parts[state]]
+        reason = _describe_missing(missing, by_share, load_chunks)
         if not reason:
-            return SavePlan(state, tuple(shares))
+            return SavePlan(state, tuple(by_share))
         reasons.append(reason)
     return reasons[0] if reasons else "is not available: no agent can write a part of it"
 
 
-def _describe_missing(state: SnapshotState, shares: _Shares, load_chunks: LoadChunks) -> str:
-    available = {offer.part for offers in shares.values() for offer in offers}
-    missing = [part for part in range(state.num_parts) if part not in available]
+def _describe_missing(
+    missing: Sequence[int], offers: Mapping[str, PartOffer], load_chunks: LoadChunks
+) -> str:
+    """Return what a state lacks that lacks parts, or an empty string if it is complete."""
     if not missing:
         return ""
-    firsts = [offers[0] for offers in shares.values()]
-    if sum(one.num_elements for one in firsts) >= max(one.total_elements for one in firsts):
-        loaded = {offer.part: load_chunks(offer.share) for offer in firsts}
+    num_parts = next(iter(offers.values())).state.num_parts
+    total_elements = max(offer.total_elements for offer in offers.values())
+    if sum(offer.num_elements for offer in offers.values()) >= total_elements:
+        loaded = {offer.part: load_chunks(share) for share, offer in offers.items()}
         chunks = {part: rows for part, rows in loaded.items() if rows is not None}
-        if len(chunks) == len(firsts):
-            try:
-                return lacking(chunks, state.num_parts)
-            except CheckpointError as error:
-                return f"is not consistent: {error}"
-    return f"is not complete: no agent holds {some(missing, 'part')} of {state.num_parts}"
+        try:
+            if len(chunks) == len(offers):
+                return lacking(chunks, num_parts)
+        except CheckpointError as error:
+            return f"is not consistent: {error}"
+    return f"is not complete: no agent holds {some(missing, 'part')} of {num_parts}"
 
 
 # -- what an agent does next: pure -----------------------------------------------------------------
 
 
 @attrs.frozen
-class Claim:
-    """The right to write one share of a state, or to commit the state (`COMMIT`)."""
+class Task:
+    """Writing one share of a state, or committing the state if the share is `COMMIT`."""
 
     state: SnapshotState
     share: str
@@ -223,31 +218,8 @@ class Claim:
 
 
 @attrs.frozen
-class Write:
-    """Write a part."""
-
-    offer: PartOffer
-
-    @property
-    def claim(self) -> Claim:
-        return Claim(self.offer.state, self.offer.share)
-
-
-@attrs.frozen
-class Commit:
-    """Commit a state whose shares are all written."""
-
-    state: SnapshotState
-    files: tuple[DataFile, ...]
-
-    @property
-    def claim(self) -> Claim:
-        return Claim(self.state, COMMIT)
-
-
-@attrs.frozen
 class Finish:
-    """End the final save."""
+    """The end of a final save."""
 
     step: int | None = None  # the committed step
     problem: str = ""  # why the snapshots were not written
@@ -257,108 +229,80 @@ class Finish:
 class AgentReport:
     """What an agent publishes to the other agents of its generation."""
 
-    offers: tuple[PartOffer, ...] = ()  # the parts of its own workers before replicas
-    claim: Claim | None = None  # the task that it is working on
+    offers: tuple[PartOffer, ...] = ()  # newest first, and parts of its workers before replicas
+    task: Task | None = None  # what it is doing
     committed: tuple[SnapshotState, ...] = ()  # states that it has committed or found committed
-    is_leaving: bool = True  # False: it helps agents that leave, and its job continues
-    can_write: bool = True  # False after a write failed
-    is_finished: bool = False  # it writes nothing more and reads no reports
+    can_write: bool = True  # False: only its data files count
+    is_finished: bool = False  # it reads no reports any more
     problem: str = ""  # why it could not write something
 
 
-@attrs.frozen
-class JobView:
-    """What one agent knows about the final save."""
-
-    agent: str  # its own id
-    num_agents: int  # nodes of the generation
-    reports: Mapping[str, AgentReport]  # by agent id; its own is included
-    lost: AbstractSet[str] = frozenset()  # agents whose reports are not renewed any more
-    waited_s: float = 0.0  # since this agent started its final save
-
-    @property
-    def has_all_reports(self) -> bool:
-        return len(self.reports) >= self.num_agents
-
-    @property
-    def active(self) -> set[str]:
-        """The agents that can still write."""
-        return {
-            agent
-            for agent, report in self.reports.items()
-            if agent not in self.lost and report.can_write and not report.is_finished
-        }
-
-    @property
-    def usable_offers(self) -> list[PartOffer]:
-        """The parts that are written, or that an active agent can write."""
-        active = self.active
-        return [
-            offer
-            for agent, report in self.reports.items()
-            for offer in report.offers
-            if offer.file or agent in active
-        ]
-
-
 def next_action(
-    view: JobView, load_chunks: LoadChunks, limits: Timeouts
-) -> Write | Commit | Finish | None:
+    agent: str,
+    reports: Mapping[str, AgentReport],
+    load_chunks: LoadChunks,
+    *,
+    is_settled: bool,
+    has_all_reports: bool,
+) -> Task | Finish | None:
     """Decide what an agent does next.
 
+    Args:
+        agent: the id of the agent.
+        reports: by agent id, its own included. Those of lost agents have `can_write=False`.
+        load_chunks: see `newest_complete`.
+        is_settled: no agent will report within `settle_s` of the start.
+        has_all_reports: no agent will report any more.
+
     Returns:
-        A task to claim and do, the end of the final save, or None to wait for the other agents.
+        A task, the end of the final save, or None to wait for other agents.
     """
-    reports = view.reports.values()
-    plan = newest_complete(view.usable_offers, load_chunks)
+    writers = {other: report for other, report in reports.items() if report.can_write}
+    offers = [o for a, r in reports.items() for o in r.offers if o.file or a in writers]
+    plan = newest_complete(offers, load_chunks)
     if isinstance(plan, SavePlan):
-        newest = max(offer.state for report in reports for offer in report.offers)
-        is_settled = view.has_all_reports or view.waited_s >= limits.settle_s
+        newest = max(offer.state for report in reports.values() for offer in report.offers)
         if plan.state != newest and not is_settled:
             return None
-        if any(plan.state in report.committed for report in reports):
+        if any(plan.state in report.committed for report in reports.values()):
             return Finish(plan.state.step)
-        if view.active:
-            return _next_task(view, plan, limits)
-        return _give_up(view, "was not committed", limits)
-    return _give_up(view, plan, limits)
-
-
-def _next_task(view: JobView, plan: SavePlan, limits: Timeouts) -> Write | Commit | None:
-    if view.agent not in view.active:
+        if agent in writers:
+            return _next_task(agent, writers, offers, plan, is_settled=is_settled)
+        if writers:
+            return None
+    # If no agent can write any more, only an agent that reports late could help.
+    if not (has_all_reports or (is_settled and not writers)):
         return None
-    files = {o.share: o.file for o in view.usable_offers if o.state == plan.state and o.file}
-    others = [view.reports[agent] for agent in view.active - {view.agent}]
-    claims = {report.claim for report in others}
-    owned = {(o.state, o.share) for report in others for o in report.offers if not o.is_replica}
-    may_write_replicas = view.has_all_reports or view.waited_s >= limits.replica_s
-    for offer in view.reports[view.agent].offers:
-        task = Write(offer)
-        if offer.state != plan.state or offer.share in files or task.claim in claims:
+    problems = sorted({report.problem for report in reports.values() if report.problem})
+    reason = plan if isinstance(plan, str) else "was not committed"
+    return Finish(problem="; ".join(problems) or f"it {reason}")
+
+
+def _next_task(
+    agent: str,
+    writers: Mapping[str, AgentReport],
+    offers: Iterable[PartOffer],
+    plan: SavePlan,
+    *,
+    is_settled: bool,
+) -> Task | None:
+    written = {offer.share for offer in offers if offer.state == plan.state and offer.file}
+    others = [report for other, report in writers.items() if other != agent]
+    for offer in writers[agent].offers:
+        task = Task(offer.state, offer.share)
+        if offer.state != plan.state or offer.share in written or _is_taken(task, others):
             continue
-        # The bytes of a replica are written by the node whose workers made them, if it is there.
-        is_mine = not offer.is_replica
-        if is_mine or (may_write_replicas and (offer.state, offer.share) not in owned):
+        # A replica is written only if no node whose workers made the part can write it.
+        has_owner = any(task.is_for(o) and not o.is_replica for r in others for o in r.offers)
+        if not offer.is_replica or (is_settled and not has_owner):
             return task
-    if files.keys() < set(plan.shares):
-        return None
-    commit = Commit(plan.state, tuple(files[share] for share in plan.shares))
-    return None if commit.claim in claims else commit
+    commit = Task(plan.state, COMMIT)
+    is_complete = written.issuperset(plan.shares)
+    return commit if is_complete and not _is_taken(commit, others) else None
 
 
-def _give_up(view: JobView, reason: str, limits: Timeouts) -> Finish | None:
-    # If every agent has failed, only agents that have not reported can still write something.
-    timeout_s = limits.peers_s if view.active else limits.settle_s
-    if not view.has_all_reports and view.waited_s < timeout_s:
-        return None
-    details = []
-    if not view.has_all_reports:
-        details.append(f"{len(view.reports)} of {view.num_agents} nodes took part")
-    if view.lost:
-        details.append(f"{len(view.lost)} of them stopped responding")
-    suffix = f" ({', '.join(details)})" if details else ""
-    problems = sorted({report.problem for report in view.reports.values() if report.problem})
-    return Finish(problem=("; ".join(problems) or f"it {reason}") + suffix)
+def _is_taken(task: Task, others: Iterable[AgentReport]) -> bool:
+    return any(report.task == task for report in others)
 
 
 # -- the scratch directory -------------------------------------------------------------------------
@@ -373,91 +317,85 @@ def decode_report(data: bytes) -> AgentReport | None:
     """Decode a report. Return None if it is incomplete or corrupt."""
     body = body_of(data)
     try:
-        fields = read_object(body) if body else {}
-        offers = tuple(map(_read_offer, fields.pop("offers")))
+        fields = read_object(body or b"")
+        offers = tuple(
+            read_fields(
+                PartOffer,
+                {name: row[name] for name in row if name not in ("state", "file")},
+                state=read_fields(SnapshotState, row["state"]),
+                file=read_fields(DataFile, row["file"]) if row["file"] else None,
+            )
+            for row in fields.pop("offers")
+        )
         committed = tuple(read_fields(SnapshotState, row) for row in fields.pop("committed"))
-        claim = fields.pop("claim")
-        state = read_fields(SnapshotState, claim.pop("state")) if claim else None
-        claimed = read_fields(Claim, claim, state=state) if claim else None
-        return read_fields(AgentReport, fields, offers=offers, committed=committed, claim=claimed)
+        row = fields.pop("task")
+        task = Task(read_fields(SnapshotState, row["state"]), str(row["share"])) if row else None
+        return read_fields(AgentReport, fields, offers=offers, committed=committed, task=task)
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def _read_offer(row: dict[str, object]) -> PartOffer:
-    file = row.pop("file")
-    state = read_fields(SnapshotState, row.pop("state"))
-    return read_fields(
-        PartOffer, row, state=state, file=read_fields(DataFile, file) if file else None
-    )
-
-
 class ReportExchange:
-    """The reports of the agents of one generation, as files of a scratch directory.
+    """The reports of the agents of a generation, as files of a scratch directory.
 
-    `publish` and `close` may be called by any thread, the other methods by one thread. The
-    directory is not used if there is no other agent.
+    `publish` may be called by any thread, the other methods by one thread. If there is no other
+    agent, nothing is written.
     """
 
     def __init__(self, storage: Place, directory: str, agent: str, num_agents: int) -> None:
-        self.agent = agent  # id of this agent, and its writer token
+        self.mine = AgentReport()  # the report of this agent
         self.num_agents = num_agents
-        self.mine = AgentReport()  # the report that was published last
-        self._storage, self._directory = storage, directory
-        self._lock = threading.Lock()  # guards the next three fields
+        self._storage, self._directory, self._agent = storage, directory, agent
+        self._lock = threading.Lock()  # guards the version
         self._version = 0  # of the last report that was published
-        self._published = ""  # file name of that report
-        self._is_closed = False
-        self._reports: dict[str, tuple[int, float, AgentReport]] = {}  # version, seen at, report
+        self._seen: dict[str, tuple[int, float]] = {}  # version of each report, and when it changed
+        self._reports: dict[str, AgentReport] = {}  # of the other agents
         self._chunks: dict[str, Mapping[str, Sequence[Chunk]]] = {}  # by agent, then by share
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Return a context that excludes the other agents, and writers of checkpoints."""
-        return self._storage.locked() if self.num_agents > 1 else contextlib.nullcontext()
-
-    def publish(self, report: AgentReport | None = None) -> None:
-        """Replace this agent's report, or renew it. Raise OSError if the disk fails."""
+    def publish(self, **changes: Any) -> None:
+        """Change this agent's report and publish it. Raise OSError if the disk fails."""
         with self._lock:
-            self.mine = report or self.mine
-            if self.num_agents == 1 or self._is_closed:
-                return
-            previous, name = self._published, f"{self.agent}.{self._version + 1}.report"
-            # A new name for each version: NFS clients may cache what they have read of an old one.
-            self._storage.write(self._path(name), memoryview(encode_report(self.mine)))
-            self._version, self._published = self._version + 1, name
-            if previous:
-                self._storage.remove(self._path(previous))
+            self.mine = attrs.evolve(self.mine, **changes)
+            if self.num_agents > 1:
+                # Each version has a name of its own, because NFS clients cache what they have read.
+                data = memoryview(encode_report(self.mine))
+                self._storage.write(self._path(f"{self._agent}.{self._version + 1}"), data)
+                self._storage.remove(self._path(f"{self._agent}.{self._version}"))
+                self._version += 1
 
     def publish_chunks(self, chunks: Mapping[str, Sequence[Chunk]]) -> None:
         """Publish the chunks of this agent's parts by share. Raise OSError if the disk fails."""
-        self._chunks[self.agent] = chunks
+        self._chunks[self._agent] = chunks
         if self.num_agents > 1 and chunks:
             rows = {share: [chunk.row() for chunk in held] for share, held in chunks.items()}
-            data = zlib.compress(json.dumps(rows).encode())
-            self._storage.write(self._path(f"{self.agent}.chunks"), memoryview(data))
+            data = memoryview(zlib.compress(json.dumps(rows).encode()))
+            self._storage.write(self._path(f"{self._agent}.chunks"), data)
 
-    def read(self) -> Mapping[str, AgentReport]:
-        """Return the newest reports by agent; this agent's own is included."""
+    def read(self, lost_s: float = math.inf) -> dict[str, AgentReport]:
+        """Return the reports by agent, this agent's included.
+
+        Args:
+            lost_s: an agent that has not renewed its report for so long is considered lost.
+        """
         now = monotonic()
-        names = self._storage.files(self._directory) if self.num_agents > 1 else {}
-        for name in names:
-            agent, _, version = name.removesuffix(".report").partition(".")
-            if not version.isdecimal() or int(version) <= self._reports.get(agent, (0,))[0]:
-                continue
-            report = decode_report(self._storage.read(self._path(name)) or b"")
-            if report is not None:
-                self._reports[agent] = int(version), now, report
-        reports = {agent: report for agent, (_, _, report) in self._reports.items()}
-        return {**reports, self.agent: self.mine}
-
-    def lost_agents(self, timeout_s: float) -> set[str]:
-        """Return the agents whose reports have not been renewed for `timeout_s`."""
-        oldest = monotonic() - timeout_s
-        seen = {agent: seen_at for agent, (_, seen_at, _) in self._reports.items()}
-        return {agent for agent, seen_at in seen.items() if seen_at < oldest} - {self.agent}
+        for name in self._storage.files(self._directory) if self.num_agents > 1 else ():
+            agent, _, version = name.partition(".")
+            last_version, _ = self._seen.get(agent, (0, now))
+            if agent != self._agent and version.isdecimal() and int(version) > last_version:
+                report = decode_report(self._storage.read(self._path(name)) or b"")
+                if report is not None:
+                    self._seen[agent], self._reports[agent] = (int(version), now), report
+        found = {self._agent: self.mine}
+        for agent, report in self._reports.items():
+            is_lost = now - self._seen[agent][1] > lost_s and not report.is_finished
+            if is_lost:
+                problem = report.problem or "an agent stopped responding"
+                report = attrs.evolve(report, can_write=False, task=None, problem=problem)
+            found[agent] = report
+        return found
 
     def load_chunks(self, share: str) -> Sequence[Chunk] | None:
-        """Return the chunks of a share as published by any agent, or None."""
+        """Return the chunks of a share as any agent has published them, or None."""
         for agent, report in self.read().items():
             if all(offer.share != share for offer in report.offers):
                 continue
@@ -470,14 +408,14 @@ class ReportExchange:
                 return self._chunks[agent][share]
         return None
 
-    def close(self) -> None:
-        """Mark this agent as finished. The last agent deletes the directory."""
+    def close(self, problem: str) -> None:
+        """Publish that this agent has finished. The last agent deletes the directory."""
         with contextlib.suppress(OSError):
-            self.publish(attrs.evolve(self.mine, is_finished=True, claim=None))
-            with self._lock:
-                self._is_closed = True
-            reports = self.read()
-            if len(reports) >= self.num_agents > 1 and all(r.is_finished for r in reports.values()):
+            if self._version == 0 and len(self.read()) == 1:
+                return  # no agent has published a report
+            self.publish(can_write=False, is_finished=True, task=None, problem=problem)
+            reports = self.read().values()
+            if len(reports) >= self.num_agents > 1 and all(r.is_finished for r in reports):
                 for name in self._storage.files(self._directory):
                     self._storage.remove(self._path(name))
                 self._storage.remove_folder(self._directory)
@@ -493,9 +431,9 @@ class ReportExchange:
 class SnapshotSet:
     """The snapshots of one name in an agent's memory."""
 
-    newest: Record
+    newest: SnapshotHeader
     offers: list[PartOffer] = attrs.field(factory=list)  # newest first, local before replicas
-    snapshots: defaultdict[Claim, list[Found]] = attrs.field(factory=lambda: defaultdict(list))
+    refs: dict[Task, SnapshotRef] = attrs.field(factory=dict)  # the snapshot of each offer
     chunks: dict[str, list[Chunk]] = attrs.field(factory=dict)  # by share
 
     @property
@@ -508,50 +446,40 @@ class SnapshotSet:
         return f"the snapshot of step {self.newest.step} was not written to {where}: {reason}"
 
 
-def state_of(record: Record) -> SnapshotState:
+def state_of(header: SnapshotHeader) -> SnapshotState:
     """Return the state that a snapshot is a part of."""
-    is_sharded = record.sharded or record.parts > 1
-    return SnapshotState(record.generation, record.step, record.parts, is_sharded)
+    is_sharded = header.sharded or header.parts > 1
+    return SnapshotState(header.generation, header.step, header.parts, is_sharded)
 
 
 def snapshot_sets(memory: Path) -> list[SnapshotSet]:
-    """Return the snapshots in an agent's memory that have a checkpoint directory, by name."""
+    """Return the snapshots in an agent's memory that have a checkpoint directory."""
     sets: dict[str, SnapshotSet] = {}
-    valid = [ref for ref in that_count(memories.look(memory)) if ref.record.folder]
-    for ref in sorted(valid, key=lambda ref: state_of(ref.record), reverse=True):
-        state, record = state_of(ref.record), ref.record
-        snapshots = sets.setdefault(record.name, SnapshotSet(record))
+    refs = [ref for ref in valid_snapshots(list_snapshots(memory)) if ref.header.folder]
+    for ref in sorted(refs, key=lambda ref: state_of(ref.header), reverse=True):
+        header, state = ref.header, state_of(ref.header)
+        snapshots = sets.setdefault(header.name, SnapshotSet(header))
+        offer = PartOffer(state, 0, is_replica=bool(ref.owner))
         if state.is_sharded:
-            chunks = read_chunks(memory, ref)
-            if chunks is None:
+            try:
+                with map_snapshot(memory, ref) as view:
+                    if view is None:
+                        continue
+                    chunks = chunks_of(read_meta(view))
+            except CheckpointError as error:
+                what = "part %d of the snapshot of step %d is skipped: %s"
+                log.warning(what, header.part, header.step, error)
                 continue
-            offer = offer_part(state, record.part, chunks, is_replica=bool(ref.owner))
+            offer = offer_part(state, header.part, chunks, is_replica=bool(ref.owner))
             snapshots.chunks[offer.share] = chunks
-        else:
-            offer = PartOffer(state, 0, is_replica=bool(ref.owner))
-        refs = snapshots.snapshots[Claim(state, offer.share)]
-        if not refs:
+        task = Task(state, offer.share)
+        if task not in snapshots.refs:
+            snapshots.refs[task] = ref
             snapshots.offers.append(offer)
-        refs.append(ref)
     return [snapshots for _, snapshots in sorted(sets.items())]
 
 
-def read_chunks(memory: Path, ref: Found) -> list[Chunk] | None:
-    """Return the chunks of a part, or None if the snapshot is gone or its header is corrupt."""
-    with pinned(memory, ref) as view:
-        try:
-            return None if view is None else chunks_of(read_meta(view))
-        except CheckpointError as error:
-            step, part = ref.record.step, ref.record.part
-            log.warning("part %d of the snapshot of step %d is skipped: %s", part, step, error)
-            return None
-
-
 # -- one agent's work ------------------------------------------------------------------------------
-
-
-class _SnapshotUnusable(CheckpointError):
-    """A snapshot in memory is gone or corrupt."""
 
 
 @attrs.define(eq=False)
@@ -560,72 +488,75 @@ class SetSaver:
 
     memory: Path
     snapshots: SnapshotSet
+    agent: str  # id of this agent, and its writer token
     exchange: ReportExchange
     folder: CheckpointFolder
     committer: Committer
     limits: Timeouts
-    is_leaving: bool  # False: it only helps agents that leave
     stop: threading.Event  # when it is set, this agent starts nothing more
     saved_step: int | None = None  # the step that this agent or another one has committed
     _started_at: float = attrs.field(init=False, factory=monotonic)
-    _num_writes: Counter[Claim] = attrs.field(init=False, factory=Counter)
+    _num_writes: Counter[Task] = attrs.field(init=False, factory=Counter)
+
+    def wait_for_another_agent(self) -> None:
+        """Return when another agent has published a report, or `stop` is set."""
+        while len(self.exchange.read()) < 2 and not self.stop.wait(self.limits.poll_s):
+            pass
 
     def run(self) -> str:
         """Return what was not written, as a sentence, or an empty string if nothing is lost."""
-        if not self._wait_for_leaving_agent():
-            return ""
         self._started_at = monotonic()
-        is_over = threading.Event()
+        is_over, problem = threading.Event(), ""
+        renewing = helper(lambda: self._renew(is_over), "agent-final-save-renew")
         try:
             if self._is_saved(self.snapshots.state):
                 return ""
             self._join()
-            helper(lambda: self._renew(is_over), "agent-final-save-renew").start()
-            return self._work()
+            renewing.start()
+            problem = self._work()
         finally:
             is_over.set()
-            self.exchange.close()
-
-    def _wait_for_leaving_agent(self) -> bool:
-        while not (self.is_leaving or any(r.is_leaving for r in self.exchange.read().values())):
-            if self.stop.wait(self.limits.poll_s):
-                return False
-        return True
-
-    def _join(self) -> None:
-        offers = tuple(self.snapshots.offers)
-        self.exchange.mine = AgentReport(offers, is_leaving=self.is_leaving)
-        try:
-            self.committer.claim()
-            self.exchange.publish_chunks(self.snapshots.chunks)
-        except (CheckpointError, OSError) as error:
-            self._fail(error)
-        else:
-            self._publish()
+            if renewing.is_alive():
+                renewing.join()
+            self.exchange.close(problem)
+        # A worker may have saved in the meantime.
+        is_lost = problem and not self._is_saved(self.snapshots.state)
+        return self.snapshots.describe_failure(problem) if is_lost else ""
 
     def _renew(self, is_over: threading.Event) -> None:
         while not is_over.wait(self.limits.heartbeat_s):
             with contextlib.suppress(OSError):
                 self.exchange.publish()
 
+    def _join(self) -> None:
+        try:
+            self.committer.claim()
+            self.exchange.publish_chunks(self.snapshots.chunks)
+            self.exchange.publish(offers=tuple(self.snapshots.offers))
+        except (CheckpointError, OSError) as error:
+            self._fail(error)
+
     def _work(self) -> str:
+        """Do one task after the other. Return why the snapshots were not written, if so."""
         while not self.stop.is_set():
             if self._was_superseded():
                 step = self.snapshots.newest.step
                 log.info("step %d is not written: a later generation continues the job", step)
-                return ""
-            action = self._claim_next()
+                break
+            action = self._decide()
             if isinstance(action, Finish):
                 self.saved_step = action.step
-                # A worker may have saved in the meantime.
-                if not action.problem or self._is_saved(self.snapshots.state):
-                    return ""
-                return self.snapshots.describe_failure(action.problem)
+                return action.problem
             if action is None:
                 self.stop.wait(self.limits.poll_s)
-            else:
+            elif self._start(action):
                 self._do(action)
         return ""
+
+    def _was_superseded(self) -> bool:
+        with contextlib.suppress(CheckpointError, OSError):  # the commit reports a corrupt fence
+            return self.committer.goes_on()
+        return False
 
     def _is_saved(self, state: SnapshotState) -> bool:
         """Return whether a complete checkpoint of the state's step or of a later one exists."""
@@ -644,108 +575,115 @@ class SetSaver:
                 return True
         return False
 
-    def _was_superseded(self) -> bool:
-        with contextlib.suppress(CheckpointError, OSError):  # the commit reports a corrupt fence
-            return self.committer.goes_on()
-        return False
-
-    def _claim_next(self) -> Write | Commit | Finish | None:
-        """Decide what to do next. If it is a task, decide again under the lock, and claim it."""
-        action = self._decide()
-        if isinstance(action, Write | Commit):
-            with self.exchange.locked():
-                action = self._decide()
-                if isinstance(action, Write | Commit):
-                    self._publish(claim=action.claim)
-        return action
-
-    def _decide(self) -> Write | Commit | Finish | None:
-        reports = self.exchange.read()
+    def _reports(self) -> dict[str, AgentReport]:
+        """Return the reports without data files that another writer has deleted."""
+        reports = self.exchange.read(self.limits.lost_s)
         steps = {o.state.step for report in reports.values() for o in report.offers if o.file}
         sizes = {step: self.folder.place.files(folder_of(step)) for step in steps}
 
         def verified(offer: PartOffer) -> PartOffer:
             file = offer.file
-            is_there = file and sizes[offer.state.step].get(file.name) == file.size
+            is_there = file is None or sizes[offer.state.step].get(file.name) == file.size
             return offer if is_there else attrs.evolve(offer, file=None)
 
-        view = JobView(
-            self.exchange.agent,
-            self.exchange.num_agents,
-            {
-                agent: attrs.evolve(report, offers=tuple(map(verified, report.offers)))
-                for agent, report in reports.items()
-            },
-            self.exchange.lost_agents(self.limits.lost_s),
-            monotonic() - self._started_at,
-        )
-        return next_action(view, self.exchange.load_chunks, self.limits)
+        return {
+            agent: attrs.evolve(report, offers=tuple(map(verified, report.offers)))
+            for agent, report in reports.items()
+        }
 
-    def _do(self, task: Write | Commit) -> None:
-        """Do a task, and publish the result."""
-        state, offers = task.claim.state, self.exchange.mine.offers
+    def _decide(self) -> Task | Finish | None:
+        reports, waited_s = self._reports(), monotonic() - self._started_at
+        has_all_reports = len(reports) >= self.exchange.num_agents
+        return next_action(
+            self.agent,
+            reports,
+            self.exchange.load_chunks,
+            is_settled=has_all_reports or waited_s >= self.limits.settle_s,
+            has_all_reports=has_all_reports or waited_s >= self.limits.peers_s,
+        )
+
+    def _start(self, task: Task) -> bool:
+        """Publish the task. Return False if another agent has started it before."""
+        reports = self.exchange.read(self.limits.lost_s).values()
+        offers = [offer for report in reports if report.can_write for offer in report.offers]
+        owners = [offer for offer in offers if task.is_for(offer) and not offer.is_replica]
         try:
-            if self._is_saved(state):
-                self._publish(claim=None, committed=(*self.exchange.mine.committed, state))
-            elif isinstance(task, Commit):
-                self.committer.commit(state.step, task.files, len(task.files) * state.is_sharded)
-                directory = self.snapshots.newest.folder
-                log.info("step %d was written to %s, from the last snapshot", state.step, directory)
-                self._publish(claim=None, committed=(*self.exchange.mine.committed, state))
+            with contextlib.ExitStack() as stack:
+                # No other agent starts the task of the only owner. A commit has no owner.
+                if len(owners) != 1 and self.exchange.num_agents > 1:
+                    stack.enter_context(self.folder.place.locked())
+                    if self._decide() != task:
+                        return False
+                self.exchange.publish(task=task)
+        except OSError as error:
+            self._fail(error)
+            return False
+        return True
+
+    def _do(self, task: Task) -> None:
+        """Do a task, and publish the result."""
+        state, mine = task.state, self.exchange.mine
+        try:
+            if task.share == COMMIT or self._is_saved(state):
+                self._commit(state)
+                self.exchange.publish(task=None, committed=(*mine.committed, state))
             else:
-                written = attrs.evolve(task.offer, file=self._write(task))
-                is_same = task.claim.is_for
-                self._publish(claim=None, offers=[written if is_same(o) else o for o in offers])
+                [offer] = [offer for offer in mine.offers if task.is_for(offer)]
+                written = [attrs.evolve(offer, file=self._write(task, offer.part))]
+                offers = [*written, *(other for other in mine.offers if other != offer)]
+                self.exchange.publish(task=None, offers=tuple(offers))
         except ClearedAway as error:
             log.info("writing step %d again: %s", state.step, error)
-            self._publish(claim=None)
-        except _SnapshotUnusable as error:
-            self._withdraw(task.claim, str(error))
+            self.exchange.publish(task=None)
         except (CheckpointError, OSError) as error:
             self._fail(error)
 
-    def _write(self, task: Write) -> DataFile:
+    def _write(self, task: Task, part: int) -> DataFile:
         """Write the data file of a part durably."""
-        state, ref = task.claim.state, self.snapshots.snapshots[task.claim][0]
-        if self._num_writes[task.claim] == MAX_WRITES:
+        if self._num_writes[task] == MAX_WRITES:
             raise CheckpointError(
-                f"a data file is missing: other writers have deleted it {MAX_WRITES} times"
+                f"a data file is missing: another writer has deleted it {MAX_WRITES} times"
             )
-        self._num_writes[task.claim] += 1
-        kind = f"part-{task.offer.part:05d}" if state.is_sharded else "state"
-        name = data_name(kind, self.exchange.agent, self._num_writes.total())
-        with pinned(self.memory, ref) as view:
+        self._num_writes[task] += 1
+        kind = f"part-{part:05d}" if task.state.is_sharded else "state"
+        name = data_name(kind, self.agent, self._num_writes.total())
+        with map_snapshot(self.memory, self.snapshots.refs[task]) as view:
             if view is None:
-                raise _SnapshotUnusable(f"the snapshot of step {state.step} is gone")
-            if corruption := flaw(self.memory, ref, view):
-                raise _SnapshotUnusable(corruption)
-            return self.committer.write(state.step, name, view)
+                raise CheckpointError(f"the snapshot of step {task.state.step} was deleted")
+            return self.committer.write(task.state.step, name, view)
 
-    def _withdraw(self, claim: Claim, problem: str) -> None:
-        """Use another copy of a part, or offer the part no longer."""
-        log.warning("a snapshot cannot be written: %s", problem)
-        refs, offers = self.snapshots.snapshots[claim], self.exchange.mine.offers
-        del refs[0]
-        if not refs:
-            offers = tuple(offer for offer in offers if not claim.is_for(offer))
-        self._publish(claim=None, offers=offers, problem=problem)
+    def _commit(self, state: SnapshotState) -> None:
+        """Commit a state whose shares are all written, unless it has a checkpoint."""
+        if self._is_saved(state):
+            return
+        offers = [o for r in self._reports().values() for o in r.offers if o.state == state]
+        plan = newest_complete((o for o in offers if o.file), self.exchange.load_chunks)
+        files = {offer.share: offer.file for offer in offers if offer.file}
+        if isinstance(plan, str):
+            raise ClearedAway(f"step {state.step} {plan}")
+        named = tuple(files[share] for share in plan.shares)
+        self.committer.commit(state.step, named, len(named) if state.is_sharded else 0)
+        directory = self.snapshots.newest.folder
+        log.info("step %d was written to %s, from the last snapshot", state.step, directory)
 
     def _fail(self, error: Exception) -> None:
-        """Publish that this agent can write nothing more."""
-        self._publish(claim=None, can_write=False, problem=describe(error))
-
-    def _publish(self, **changes: Any) -> None:
-        try:
-            self.exchange.publish(attrs.evolve(self.exchange.mine, **changes))
-        except OSError as error:
-            # If the disk is full, the other agents will consider this agent lost. This one waits
-            # for their commit all the same.
-            problem = self.exchange.mine.problem or describe(error)
-            self.exchange.mine = attrs.evolve(self.exchange.mine, can_write=False, problem=problem)
+        """Write nothing more, and wait for what the other agents can do."""
+        # If the report cannot be written either, the other agents will consider this one lost.
+        with contextlib.suppress(OSError):
+            self.exchange.publish(task=None, can_write=False, problem=describe(error))
 
 
 class FinalSave:
-    """The final save of one agent: writes what exists only in its memory."""
+    """The final save of one agent.
+
+    Args:
+        memory: the directory of the agent's snapshots.
+        info: the last generation; None if there was none.
+        is_leaving: whether this node's run is over. Otherwise the agent only writes parts that
+            agents whose runs are over need.
+        storage: the checkpoint directory, if it is not the one that the snapshots name.
+        limits: the time limits.
+    """
 
     def __init__(
         self,
@@ -754,20 +692,10 @@ class FinalSave:
         *,
         is_leaving: bool = True,
         storage: Place | None = None,
-        limits: Timeouts = Timeouts(),
+        limits: Timeouts | None = None,
     ) -> None:
-        """Do nothing yet.
-
-        Args:
-            memory: the directory of the agent's snapshots.
-            info: the last generation; None if there was none.
-            is_leaving: whether this node's run is over. If it is not, the agent writes only parts
-                that agents that leave need.
-            storage: the checkpoint directory, if it is not the one that the snapshots name.
-            limits: the time limits.
-        """
         self._memory, self._info, self._storage = memory, info, storage
-        self._is_leaving, self._limits = is_leaving, limits
+        self._is_leaving, self._limits = is_leaving, limits or Timeouts()
         self._stop = threading.Event()
         self.saved: int | None = None  # the step that was written, by any agent
         self._unfinished: list[SnapshotSet] = []
@@ -799,21 +727,21 @@ class FinalSave:
 
     def _wait(self, thread: threading.Thread, given_up: Callable[[], str]) -> str:
         """Return why the wait ended before the thread did, or an empty text."""
-        limits, started_at, is_announced = self._limits, monotonic(), False
+        total_s, started_at, is_announced = self._limits.total_s, monotonic(), False
         while thread.is_alive() and not self._stop.is_set():
             waited_s = monotonic() - started_at
-            if waited_s >= limits.total_s:
-                return f"it was not written within {limits.total_s:g} s"
+            if waited_s >= total_s:
+                return f"it was not written within {total_s:g} s"
             if reason := given_up():
                 return reason
-            if self._is_leaving and not is_announced and waited_s >= limits.announce_s:
+            if self._is_leaving and not is_announced and waited_s >= self._limits.announce_s:
                 is_announced = True
                 log.info(
                     "still writing the last snapshots, for up to %g s more; a further SIGTERM "
                     "gives them up",
-                    limits.total_s - waited_s,
+                    total_s - waited_s,
                 )
-            thread.join(min(WAIT_INTERVAL_S, limits.total_s - waited_s))
+            thread.join(min(WAIT_INTERVAL_S, total_s - waited_s))
         return ""
 
     def _save_all(self) -> None:
@@ -835,24 +763,25 @@ class FinalSave:
             del self._unfinished[0]
 
     def _save(self, snapshots: SnapshotSet) -> str:
-        newest, info = snapshots.newest, self._info
+        newest, info, agent = snapshots.newest, self._info, secrets.token_hex(8)
         # Workers of the last generation may own the directory without having made a snapshot.
         generation = max(newest.generation, info.generation if info else 0)
         label = f"agent {os.getpid()} on {socket.gethostname()}"
-        agent = secrets.token_hex(8)
-        writer = Writer(newest.run, newest.launch, generation, agent, label)
+        writer = Writer(newest.run, newest.incarnation, generation, agent, label)
         folder = CheckpointFolder(self._storage or open_place(newest.folder))
-        directory = f"{scratch_prefix(writer)}.{zlib.crc32(newest.name.encode()):08x}"
+        scratch = f"{scratch_prefix(writer)}.{zlib.crc32(newest.name.encode()):08x}"
         saver = SetSaver(
             self._memory,
             snapshots,
-            ReportExchange(folder.place, directory, agent, info.world_size if info else 1),
+            agent,
+            ReportExchange(folder.place, scratch, agent, info.world_size if info else 1),
             folder,
             Committer(folder, writer, _KEEP_ALL, beside=True),
             self._limits,
-            self._is_leaving,
             self._stop,
         )
-        problem = saver.run()
+        if not self._is_leaving:
+            saver.wait_for_another_agent()
+        problem = "" if self._stop.is_set() else saver.run()
         self.saved = self.saved if saver.saved_step is None else saver.saved_step
         return problem

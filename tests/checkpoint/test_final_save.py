@@ -19,9 +19,9 @@ from managers import manager_at
 from elasticlib import CheckpointManager, Node
 from elasticlib.checkpoint.final_save import FinalSave, Timeouts
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.memory import Record, Slots
-from elasticlib.checkpoint.pack import fill, lay_out
+from elasticlib.checkpoint.pack import plan_layout
 from elasticlib.checkpoint.place import Disk, LocalPlace
+from elasticlib.checkpoint.snapshot_slots import SnapshotHeader, SnapshotSlots
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.testing.waiting import wait_until
 
@@ -40,11 +40,11 @@ class Host:
         (memory / "1").mkdir(parents=True)
 
     def keep(self, step: int, **more: Any) -> Host:
-        layout = lay_out(state(step), {"step": step})
-        record = Record("state", step, step, layout.size, "job", 3, launch="first")
-        record = attrs.evolve(record, **{"folder": str(self.checkpoints), **more})
-        with Slots(self.memory / "1").writing(record) as view:
-            fill(layout, torch.frombuffer(view, dtype=torch.uint8))
+        layout = plan_layout(state(step), {"step": step})
+        header = SnapshotHeader("state", step, step, layout.size, "job", 3, incarnation="first")
+        header = attrs.evolve(header, **{"folder": str(self.checkpoints), **more})
+        with SnapshotSlots(self.memory / "1").open_for_writing(header) as view:
+            layout.copy_to(view)
         return self
 
     def save(self, info: RendezvousInfo | None = None, disk: Disk | None = None) -> str:
@@ -112,7 +112,7 @@ def test_nothing_is_written_if_a_later_generation_owns_the_directory(
 
 
 class Swept(LocalPlace):
-    """Storage in which a worker that saves deletes the next `times` files after they are written."""
+    """Storage in which another writer deletes the next `times` files after they are written."""
 
     def __init__(self, folder: Path, times: int) -> None:
         super().__init__(folder)

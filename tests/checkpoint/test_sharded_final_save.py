@@ -18,21 +18,18 @@ from ranks import Ranks
 from test_final_save import Full, nodes
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.cover import Chunk
 from elasticlib.checkpoint.final_save import (
+    COMMIT,
     UNSHARDED,
     AgentReport,
-    Claim,
-    Commit,
     FinalSave,
     Finish,
-    JobView,
     PartOffer,
     SavePlan,
     SnapshotState,
+    Task,
     Timeouts,
-    Write,
     decode_report,
     encode_report,
     newest_complete,
@@ -41,6 +38,11 @@ from elasticlib.checkpoint.final_save import (
 )
 from elasticlib.checkpoint.folder import DataFile
 from elasticlib.checkpoint.place import LocalPlace
+from elasticlib.checkpoint.snapshot_slots import (
+    HEADER_BYTES,
+    list_snapshots,
+    remove_snapshots,
+)
 
 
 class Job:
@@ -101,21 +103,22 @@ def job(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def lose_part(memory_dir: Path, part: int) -> None:
-    refs = [ref for ref in memory.look(memory_dir) if ref.record.part == part]
-    memory.remove(memory_dir, refs)
+    refs = [ref for ref in list_snapshots(memory_dir) if ref.header.part == part]
+    remove_snapshots(memory_dir, refs)
 
 
 def replicate(memory_dir: Path, to: Path) -> None:
     """Copy the snapshots of node 0 to another node's memory, as replicas."""
-    for ref in memory.look(memory_dir):
+    for ref in list_snapshots(memory_dir):
         shutil.copyfile(memory_dir / ref.file, to / "1" / f"from.0.{Path(ref.file).name[4:]}")
 
 
-def corrupt(memory_dir: Path, step: int, at: int) -> None:
-    ref = next(ref for ref in memory.look(memory_dir) if ref.record.step == step)
-    data = bytearray((memory_dir / ref.file).read_bytes())
-    data[at] ^= 1
-    (memory_dir / ref.file).write_bytes(data)
+def corrupt_metadata(memory_dir: Path, step: int) -> None:
+    """Overwrite the first bytes of the pack of one part."""
+    ref = next(ref for ref in list_snapshots(memory_dir) if ref.header.step == step)
+    with (memory_dir / ref.file).open("r+b") as file:
+        file.seek(HEADER_BYTES)
+        file.write(b"\xff" * 16)
 
 
 def test_agents_write_the_newest_step_that_is_complete(job: Job) -> None:
@@ -193,7 +196,7 @@ def test_replicas_of_a_lost_node_are_written(job: Job) -> None:
     states = job.leave_snapshots([3, 3, 3, 3])
     replicate(job.memory(0), job.memory(1))
     shutil.rmtree(job.memory(0))
-    assert job.final_save(1, replica_s=0.2).run() == ""
+    assert job.final_save(1, settle_s=0.2).run() == ""
     assert job.restore(3) == (3, states[3])
 
 
@@ -209,26 +212,25 @@ def test_older_complete_step_is_written_if_the_rest_of_the_newest_is_never_repor
     job: Job,
 ) -> None:
     states = job.leave_snapshots([3, 3, 3, 3], copies=2)
-    third = [ref for ref in memory.look(job.memory(0)) if ref.record.step == 3]
-    memory.remove(job.memory(0), [ref for ref in third if ref.record.part == 1])
+    third = [ref for ref in list_snapshots(job.memory(0)) if ref.header.step == 3]
+    remove_snapshots(job.memory(0), [ref for ref in third if ref.header.part == 1])
     # The copies on the other node would complete step 3, but its agent is killed.
     final_save = job.final_save(0, settle_s=1.0)
     assert (final_save.run(), final_save.saved) == ("", 2)
     assert job.restore(3) == (2, states[2])
 
 
-@pytest.mark.parametrize("at", [memory.RECORD_BYTES + 200, -1])
-def test_older_step_is_written_instead_of_a_corrupt_snapshot(job: Job, at: int) -> None:
+def test_older_step_is_written_instead_of_an_unreadable_snapshot(job: Job) -> None:
     states = job.leave_snapshots([3, 3, 3, 3])
-    corrupt(job.memory(0), 3, at)
+    corrupt_metadata(job.memory(0), 3)
     assert job.run_both() == ["", ""]
     assert job.restore(3) == (2, states[2])
 
 
-def test_replica_is_written_instead_of_a_corrupt_snapshot(job: Job) -> None:
+def test_replica_is_written_instead_of_an_unreadable_snapshot(job: Job) -> None:
     states = job.leave_snapshots([3, 3, 3, 3])
     replicate(job.memory(0), job.memory(1))
-    corrupt(job.memory(0), 3, -1)
+    corrupt_metadata(job.memory(0), 3)
     assert job.run_both() == ["", ""]
     assert job.restore(3) == (3, states[3])
 
@@ -271,7 +273,7 @@ def no_chunks(share: str) -> list[Chunk]:
 
 def test_newest_complete_state_is_chosen() -> None:
     old, new = SnapshotState(3, 5, 2, True), SnapshotState(3, 6, 2, True)
-    offers, chunks = offer_parts(old, {0: LEFT, 1: RIGHT})
+    offers, _ = offer_parts(old, {0: LEFT, 1: RIGHT})
     plan = SavePlan(old, tuple(offer.share for offer in offers))
     assert newest_complete(offers, no_chunks) == plan
     half, _ = offer_parts(new, {0: LEFT})
@@ -308,40 +310,47 @@ def test_copies_complete_a_state_and_chunks_are_loaded_only_if_parts_are_missing
 STATE = SnapshotState(1, 5, 2, True)
 
 
-def view_of(reports: dict[str, AgentReport], **fields: Any) -> JobView:
-    """Return what agent "a" sees."""
-    return JobView(**{"agent": "a", "num_agents": len(reports), "reports": reports, **fields})
-
-
-def act(view: JobView) -> Write | Commit | Finish | None:
-    return next_action(view, lambda _: None, Timeouts())
+def act(
+    reports: dict[str, AgentReport], *, is_settled: bool = True, has_all_reports: bool = True
+) -> Task | Finish | None:
+    """Return what agent "a" does."""
+    return next_action(
+        "a",
+        reports,
+        lambda _: None,
+        is_settled=is_settled,
+        has_all_reports=has_all_reports,
+    )
 
 
 def test_replica_is_left_to_its_owner_as_long_as_the_owner_can_write() -> None:
-    offers, _ = offer_parts(STATE, {0: LEFT, 1: RIGHT})
-    replica = attrs.evolve(offers[1], is_replica=True)
-    mine = AgentReport((attrs.evolve(offers[0], file=DataFile("0", 1, 1)), replica))
-    owner = AgentReport((offers[1],))
-    assert act(view_of({"a": mine, "b": owner})) is None
-    assert act(view_of({"a": mine, "b": owner}, lost={"b"})) == Write(replica)
-    assert act(view_of({"a": mine, "b": attrs.evolve(owner, can_write=False)})) == Write(replica)
+    own, other = offers_of(STATE)
+    replica = attrs.evolve(other, is_replica=True)
+    mine = AgentReport((attrs.evolve(own, file=DataFile("0", 1, 1)), replica))
+    task = Task(STATE, replica.share)
+    assert act({"a": mine, "b": AgentReport((other,))}) is None
+    assert act({"a": mine, "b": AgentReport((other,), can_write=False)}) == task
     # The owner may report within the next seconds.
-    assert act(view_of({"a": mine}, num_agents=2)) is None
-    assert act(view_of({"a": mine}, num_agents=2, waited_s=3.0)) == Write(replica)
+    assert act({"a": mine}, is_settled=False, has_all_reports=False) is None
+    assert act({"a": mine}, has_all_reports=False) == task
 
 
 def test_agent_waits_for_late_agents_only_if_they_can_make_a_difference() -> None:
-    old = [attrs.evolve(offer, state=attrs.evolve(STATE, step=4)) for offer in offers_of(STATE)]
-    new = offers_of(STATE)
-    assert act(view_of({"a": AgentReport(tuple(new))}, num_agents=2)) == Write(new[0])
+    old_state = attrs.evolve(STATE, step=4)
+    new, old = offers_of(STATE), offers_of(old_state)
+    complete = {"a": AgentReport(tuple(new))}
+    first = Task(STATE, new[0].share)
+    assert act(complete, is_settled=False, has_all_reports=False) == first
     partial = {"a": AgentReport((new[0], *old))}
-    assert act(view_of(partial, num_agents=2)) is None
-    assert act(view_of(partial, num_agents=2, waited_s=5.0)) == Write(old[0])
-    assert act(view_of(partial)) == Write(old[0])
+    assert act(partial, is_settled=False, has_all_reports=False) is None
+    assert act(partial, has_all_reports=False) == Task(old_state, old[0].share)
     incomplete = {"a": AgentReport((new[0],))}
-    assert act(view_of(incomplete, num_agents=2, waited_s=59.0)) is None
-    assert isinstance(act(view_of(incomplete, num_agents=2, waited_s=60.0)), Finish)
-    assert isinstance(act(view_of(incomplete)), Finish)
+    assert act(incomplete, has_all_reports=False) is None
+    assert isinstance(act(incomplete), Finish)
+    # An agent that cannot write waits only a short time for another one that can.
+    failed = {"a": AgentReport((new[0],), can_write=False, problem="the disk is full")}
+    assert act(failed, is_settled=False, has_all_reports=False) is None
+    assert act(failed, has_all_reports=False) == Finish(problem="the disk is full")
 
 
 def offers_of(state: SnapshotState) -> list[PartOffer]:
@@ -351,7 +360,7 @@ def offers_of(state: SnapshotState) -> list[PartOffer]:
 def test_report_is_decoded_as_it_was_encoded_and_never_from_a_part_of_its_bytes() -> None:
     written = attrs.evolve(offers_of(STATE)[0], file=DataFile("part", 3, 4))
     report = AgentReport(
-        (written, PartOffer(STATE, 1)), Claim(STATE, UNSHARDED), (STATE,), problem="full"
+        (written, PartOffer(STATE, 1)), Task(STATE, UNSHARDED), (STATE,), problem="full"
     )
     data = encode_report(report)
     assert decode_report(data) == report
@@ -363,56 +372,61 @@ def test_report_is_decoded_as_it_was_encoded_and_never_from_a_part_of_its_bytes(
 class Fleet:
     """Agents that act on each other's reports in any order, and may fail or die."""
 
-    def __init__(self, held: list[dict[str, bool]], shares: str) -> None:
+    def __init__(self, holdings: list[dict[str, bool]], shares: str) -> None:
+        """Args: holdings: which shares each agent has, and whether as a replica."""
         state = SnapshotState(1, 5, len(shares), True)
-        self.shares, self.state = shares, state
-        self.commits = 0
+        self.shares = set(shares)
+        self.num_commits = 0
         self.dead: set[str] = set()
         self.reports = {
             str(number): AgentReport(
                 tuple(
                     PartOffer(state, shares.index(share), share, is_replica=is_replica)
-                    for share, is_replica in sorted(held_shares.items(), key=lambda item: item[1])
+                    for share, is_replica in sorted(held.items(), key=lambda item: item[1])
                 )
             )
-            for number, held_shares in enumerate(held)
+            for number, held in enumerate(holdings)
         }
 
-    def act(self, agent: str) -> Write | Commit | Finish | None:
-        view = JobView(agent, len(self.reports), self.reports, self.dead, 1000.0)
-        return next_action(view, lambda _: None, Timeouts())
+    def act(self, agent: str) -> Task | Finish | None:
+        reports = {
+            other: attrs.evolve(report, can_write=False, task=None)
+            if other in self.dead
+            else report
+            for other, report in self.reports.items()
+        }
+        return next_action(agent, reports, lambda _: None, is_settled=True, has_all_reports=True)
 
-    def begin(self, agent: str) -> bool:
-        """Let an agent that has no task claim one. Return whether there was one."""
-        action = self.act(agent)
-        if not isinstance(action, Write | Commit):
+    def start(self, agent: str) -> bool:
+        """Let an idle agent start a task. Return whether there is one."""
+        task = self.act(agent)
+        if not isinstance(task, Task):
             return False
         for other, report in self.reports.items():
-            assert other in self.dead or report.claim != action.claim
-        self.reports[agent] = attrs.evolve(self.reports[agent], claim=action.claim)
+            assert other in self.dead or report.task != task
+        self.reports[agent] = attrs.evolve(self.reports[agent], task=task)
         return True
 
     def end(self, agent: str, outcome: str) -> None:
         """Let an agent complete its task, fail or die."""
         report = self.reports[agent]
-        claim = report.claim
-        assert claim is not None
-        report = attrs.evolve(report, claim=None)
+        task = report.task
+        assert task is not None
+        report = attrs.evolve(report, task=None)
         if outcome == "die":
             self.dead.add(agent)
             return
         if outcome == "fail":
             report = attrs.evolve(report, can_write=False, problem="full")
-        elif claim.share == "commit":
-            assert {o.share for r in self.reports.values() for o in r.offers if o.file} == {
-                *self.shares
-            }
-            self.commits += 1
-            report = attrs.evolve(report, committed=(claim.state,))
+        elif task.share == COMMIT:
+            offers = [offer for each in self.reports.values() for offer in each.offers]
+            assert {offer.share for offer in offers if offer.file} == self.shares
+            self.num_commits += 1
+            report = attrs.evolve(report, committed=(task.state,))
         else:
-            file = DataFile(claim.share, 1, 1)
-            offers = (attrs.evolve(o, file=file) if claim.is_for(o) else o for o in report.offers)
-            report = attrs.evolve(report, offers=tuple(offers))
+            file = DataFile(task.share, 1, 1)
+            written = [attrs.evolve(o, file=file) if task.is_for(o) else o for o in report.offers]
+            report = attrs.evolve(report, offers=tuple(written))
         self.reports[agent] = report
 
 
@@ -427,26 +441,23 @@ def test_state_is_committed_once_if_every_part_is_written_or_has_an_agent_that_c
     steady = data.draw(st.sampled_from(sorted(fleet.reports)))
     for _ in range(200):
         alive = sorted(fleet.reports.keys() - fleet.dead)
-        busy = [agent for agent in alive if fleet.reports[agent].claim]
+        busy = [agent for agent in alive if fleet.reports[agent].task]
         idle = [agent for agent in alive if agent not in busy]
-        if idle and data.draw(st.booleans()) and fleet.begin(data.draw(st.sampled_from(idle))):
+        if idle and data.draw(st.booleans()) and fleet.start(data.draw(st.sampled_from(idle))):
             continue
         if busy:
             agent = data.draw(st.sampled_from(busy))
-            outcomes = ["complete"] if agent == steady else ["complete", "complete", "die", "fail"]
-            fleet.end(agent, data.draw(st.sampled_from(outcomes)))
-        elif not any(fleet.begin(agent) for agent in idle):
+            outcome = data.draw(st.sampled_from(("complete", "complete", "die", "fail")))
+            fleet.end(agent, "complete" if agent == steady else outcome)
+        elif not any(fleet.start(agent) for agent in idle):
             break
-    able = [
-        report
-        for agent, report in fleet.reports.items()
-        if agent not in fleet.dead and report.can_write
-    ]
-    offers = [offer for report in able for offer in report.offers]
-    offers += [o for report in fleet.reports.values() for o in report.offers if o.file]
-    is_possible = {offer.share for offer in offers} == set(shares)
-    assert fleet.commits == is_possible
-    for agent in fleet.reports.keys() - fleet.dead:
+    reports = fleet.reports
+    able = {agent for agent in reports.keys() - fleet.dead if reports[agent].can_write}
+    offers = [(agent, offer) for agent in reports for offer in reports[agent].offers]
+    usable = {offer.share for agent, offer in offers if agent in able or offer.file}
+    is_possible = usable == fleet.shares
+    assert fleet.num_commits == is_possible
+    for agent in reports.keys() - fleet.dead:
         action = fleet.act(agent)
         assert isinstance(action, Finish)
         assert (action.step == 5) is is_possible
