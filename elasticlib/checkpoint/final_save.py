@@ -1,6 +1,6 @@
 """Final save: when a job ends early, agents write the snapshots in their memory as a checkpoint.
 
-An agent does this last, after its workers have ended and before their memory is freed. A snapshot
+An agent does this last, after its workers have exited and before their memory is freed. A snapshot
 and a checkpoint have the same bytes, so a final save is a copy and a commit, and needs no torch.
 
 **Which state is written.** An agent can write the parts in its memory: those of its own workers and
@@ -32,7 +32,7 @@ or commit the same files, which costs only time.
   committed, and this is not an error. If another launch owns the directory, it is an error.
 - *A worker of the generation saves at the same time.* Its commit may delete data files that are not
   in a manifest yet. They are written again, unless the checkpoint of the worker is as new.
-- *The disk hangs.* The agent gives up after `total_s`, or when its caller tells it to.
+- *The disk hangs.* The agent gives up after `total_s`, or when its caller asks for it.
 
 The last agent deletes the scratch directory. If an agent was lost, the directory stays until a
 later generation or launch acquires the checkpoint directory.
@@ -167,7 +167,7 @@ def newest_complete(offers: Iterable[PartOffer], load_chunks: LoadChunks) -> Sav
         load_chunks: called only for a state that lacks a part but may be complete all the same.
 
     Returns:
-        The plan, or the reason why the newest state is incomplete, as the end of a sentence.
+        The plan, or the reason why the newest state is incomplete, as the end of an error message.
     """
     states: dict[SnapshotState, dict[str, PartOffer]] = {}
     parts: dict[SnapshotState, set[int]] = {}
@@ -227,7 +227,7 @@ class Finish:
 
 @attrs.frozen
 class AgentReport:
-    """What an agent publishes to the other agents of its generation."""
+    """The status that an agent publishes to the other agents of its generation."""
 
     offers: tuple[PartOffer, ...] = ()  # newest first, and parts of its workers before replicas
     task: Task | None = None  # what it is doing
@@ -367,7 +367,9 @@ class ReportExchange:
         """Publish the chunks of this agent's parts by share. Raise OSError if the disk fails."""
         self._chunks[self._agent] = chunks
         if self.num_agents > 1 and chunks:
-            rows = {share: [chunk.row() for chunk in held] for share, held in chunks.items()}
+            rows = {
+                share: [chunk.row() for chunk in of_share] for share, of_share in chunks.items()
+            }
             data = memoryview(zlib.compress(json.dumps(rows).encode()))
             self._storage.write(self._path(f"{self._agent}.chunks"), data)
 
@@ -441,7 +443,7 @@ class SnapshotSet:
         return state_of(self.newest)
 
     def describe_failure(self, reason: str) -> str:
-        """Return the sentence that reports that these snapshots were not written."""
+        """Return the error message for snapshots that were not written."""
         where = self.newest.folder
         return f"the snapshot of step {self.newest.step} was not written to {where}: {reason}"
 
@@ -504,7 +506,7 @@ class SetSaver:
             pass
 
     def run(self) -> str:
-        """Return what was not written, as a sentence, or an empty string if nothing is lost."""
+        """Return an error message about what was not written, or an empty string."""
         self._started_at = monotonic()
         is_over, problem = threading.Event(), ""
         renewing = helper(lambda: self._renew(is_over), "agent-final-save-renew")
@@ -709,7 +711,7 @@ class FinalSave:
                 times a second, by the calling thread.
 
         Returns:
-            What was not written, as a sentence, or an empty text if nothing is lost.
+            An error message about what was not written, or an empty string if nothing is lost.
         """
         # Nothing can interrupt a thread that writes to a disk that hangs.
         thread = helper(self._save_all, "agent-final-save")

@@ -1,4 +1,4 @@
-"""What ranks do that leave sharded snapshots in the memory of agents: see test_salvage."""
+"""Functions that ranks run to leave sharded snapshots in the memory of agents."""
 
 from __future__ import annotations
 
