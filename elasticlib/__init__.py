@@ -83,8 +83,8 @@ _HOMES = {
     "checkpoint.manager": ("CheckpointManager",),
     "checkpoint.restore": ("Restored",),
     "checkpoint.commit": ("Save",),
-    "in_place.group": ("init_process_group",),
-    "in_place.steps": ("steps", "Steps", "Attempt"),
+    "in_place.process_group": ("init_process_group",),
+    "in_place.step_loop": ("steps", "StepLoop", "StepAttempt"),
     "observe.report": ("Report", "report"),
     "observe.history": ("History",),
     "observe.reading": ("read_history",),
@@ -115,10 +115,10 @@ if TYPE_CHECKING:
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .data.shard_dataset import ShardDataset as ShardDataset
     from .errors import ElasticError as ElasticError
-    from .in_place.group import init_process_group as init_process_group
-    from .in_place.steps import Attempt as Attempt
-    from .in_place.steps import Steps as Steps
-    from .in_place.steps import steps as steps
+    from .in_place.process_group import init_process_group as init_process_group
+    from .in_place.step_loop import StepAttempt as StepAttempt
+    from .in_place.step_loop import StepLoop as StepLoop
+    from .in_place.step_loop import steps as steps
     from .launch.backends import BackendRequest as BackendRequest
     from .launch.config import LaunchConfig as LaunchConfig
     from .launch.config import SupervisionOptions as SupervisionOptions

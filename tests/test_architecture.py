@@ -47,7 +47,7 @@ PURE = (
     "agent/hang.py",
     "checkpoint/cover.py",
     "data/position.py",
-    "in_place/decide.py",
+    "in_place/takeover.py",
     "launch/schedulers.py",
     "logical/shares.py",
     "observe/event.py",

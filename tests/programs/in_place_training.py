@@ -68,12 +68,12 @@ own = folder / f"committed.{os.environ.get('NODE')}.{os.environ['LOCAL_RANK']}.{
 committed = own.open("a", buffering=1)
 with elasticlib.CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
     attempts = elasticlib.steps(
-        batches, state, manager=manager, epochs=EPOCHS, logical=logical, save_every=25
+        batches, state, manager=manager, epochs=EPOCHS, logical_workers=logical, save_every=25
     )
     for attempt in attempts:
         with attempt as indices:
             step, world = attempt.step, dist.get_world_size()
-            if attempt.new_group:
+            if attempt.is_new_group:
                 write_down(f"{folder}/trace", resumed=step - 1, at=time.time())
             used = {"epoch": attempt.epoch, "indices": indices, "world_size": world}
             write_down(f"{folder}/trace", step=step, **used)
@@ -82,11 +82,11 @@ with elasticlib.CheckpointManager(folder / "checkpoints", keep_last=2) as manage
                 raise ValueError("an error of the script's own")
             attempt.report(loss=float(train(step, indices)), samples=len(indices))
             pause(3, step)
-        if attempt.committed:
+        if attempt.is_committed:
             generation = int(os.environ["ELASTICLIB_GENERATION"])
             print(json.dumps([step, generation, world]), file=committed)
-if attempts.stopped:
-    print(f"stopped: {attempts.stopped.reason}", flush=True)
+if attempts.stop_request:
+    print(f"stopped: {attempts.stop_request.reason}", flush=True)
 elif dist.get_rank() == 0:
     print(f"done: steps {attempts.step} weights sha256 {sha256_of(model)}", flush=True)
 dist.destroy_process_group()
