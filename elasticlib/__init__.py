@@ -68,7 +68,7 @@ _HOMES = {
     "launch.elastic_launch": ("elastic_launch", "keep_snapshots"),
     "launch.observed": ("observed",),
     "data.sampler": ("ElasticDistributedSampler",),
-    "logical.workers": (
+    "logical.logical_workers": (
         "LogicalWorkers",
         "LogicalWorker",
     ),
@@ -125,8 +125,8 @@ if TYPE_CHECKING:
     from .launch.elastic_launch import elastic_launch as elastic_launch
     from .launch.elastic_launch import keep_snapshots as keep_snapshots
     from .launch.observed import observed as observed
-    from .logical.workers import LogicalWorker as LogicalWorker
-    from .logical.workers import LogicalWorkers as LogicalWorkers
+    from .logical.logical_workers import LogicalWorker as LogicalWorker
+    from .logical.logical_workers import LogicalWorkers as LogicalWorkers
     from .observe.history import History as History
     from .observe.reading import read_history as read_history
     from .observe.report import Report as Report

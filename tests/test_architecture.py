@@ -49,7 +49,7 @@ PURE = (
     "data/position.py",
     "in_place/takeover.py",
     "launch/schedulers.py",
-    "logical/shares.py",
+    "logical/tree_sum.py",
     "observe/event.py",
     "rendezvous/decide.py",
     "rendezvous/document.py",

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Sampler, default_collate
 
 from ..errors import ConfigError
 from .permutation import index_chunks
-from .position import SamplerPosition, Tail, check_int, check_one_of, share_of
+from .position import SamplerPosition, Tail, check_int, check_one_of, even_share
 from .sampler import ElasticDistributedSampler, GlobalPositionIterable, _warn
 
 
@@ -119,7 +119,7 @@ class ElasticBatchSampler(GlobalPositionIterable, Sampler[list[int]]):
         """Return this rank's part of a batch of so many samples."""
         rank, world_size = self.sampler.rank, self.sampler.num_replicas
         if self.contiguous:
-            return share_of(samples, rank=rank, world_size=world_size)
+            return even_share(samples, rank=rank, world_size=world_size)
         return range(rank, samples, world_size)
 
     def _chunks(self, start: SamplerPosition) -> Iterator[list[list[int]]]:

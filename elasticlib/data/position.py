@@ -108,7 +108,7 @@ def epoch_end(position: SamplerPosition, unit: int, tail: Tail) -> int:
     return dropped if tail == "drop" else dropped + unit
 
 
-def share_of(size: int, *, rank: int, world_size: int) -> range:
+def even_share(size: int, *, rank: int, world_size: int) -> range:
     """Return this rank's contiguous part of range(size); the first ranks may have one more.
 
     Raises:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.state import Way, changed, fit, values_of
-from ..logical.workers import LogicalWorkers
+from ..logical.logical_workers import LogicalWorkers
 
 
 @attrs.frozen(eq=False)

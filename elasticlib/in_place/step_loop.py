@@ -36,7 +36,7 @@ from ..clock import monotonic
 from ..data.batch_sampler import ElasticBatchSampler
 from ..data.position import check_int
 from ..errors import CheckpointError, ConfigError
-from ..logical.workers import LogicalWorkers
+from ..logical.logical_workers import LogicalWorkers
 from ..workers.context import Stop, context
 from .process_group import POLL_INTERVAL_S, RegroupableGroup, current_group
 from .rollback import StateRollback
@@ -422,7 +422,7 @@ class StepLoop:
             self._use_state(self._create_state())
         if group is not None:
             if self._logical_workers is not None:
-                self._logical_workers.regrouped()
+                self._logical_workers.on_group_changed()
             if self._manager is not None:
                 nodes = [member.node for member in group.members]
                 self._manager.regrouped(local_rank=nodes[:rank].count(nodes[rank]))

@@ -26,7 +26,7 @@ from elasticlib import (
     ElasticDistributedSampler,
     ShardDataset,
 )
-from elasticlib.data.position import share_of
+from elasticlib.data.position import even_share
 from elasticlib.errors import ConfigError, StateMismatch
 
 pytestmark = [
@@ -181,7 +181,9 @@ def test_contiguous_shares_are_the_same_batches_and_as_large(n, batch, world):
     ranks = [ElasticBatchSampler(s, batch, tail="exact", contiguous=True) for s in samplers]
     for step, shares in enumerate(zip(*ranks, strict=True)):
         sizes = [len(share) for share in shares]
-        assert sizes == [len(share_of(sum(sizes), rank=r, world_size=world)) for r in range(world)]
+        assert sizes == [
+            len(even_share(sum(sizes), rank=r, world_size=world)) for r in range(world)
+        ]
         assert sum(shares, []) == order[step * batch : (step + 1) * batch]  # noqa: RUF017 - short
         for batches in ranks:
             batches.advance()
