@@ -72,7 +72,7 @@ _HOMES = {
         "LogicalWorkers",
         "LogicalWorker",
     ),
-    "data.batch_sampler": ("ElasticBatchSampler", "CollateOrEmpty"),
+    "data.batch_sampler": ("ElasticBatchSampler", "EmptyBatchCollator"),
     "data.loader_workers": ("ignore_signals_worker_init",),
     "data.shard_dataset": ("ShardDataset",),
     "checkpoint.file": (
@@ -109,8 +109,8 @@ if TYPE_CHECKING:
     from .compat.failures import SignalException as SignalException
     from .compat.failures import record as record
     from .compat.launching import TorchrunOptions as TorchrunOptions
-    from .data.batch_sampler import CollateOrEmpty as CollateOrEmpty
     from .data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
+    from .data.batch_sampler import EmptyBatchCollator as EmptyBatchCollator
     from .data.loader_workers import ignore_signals_worker_init as ignore_signals_worker_init
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .data.shard_dataset import ShardDataset as ShardDataset

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elasticlib
-from elasticlib import CheckpointManager, CollateOrEmpty, ElasticBatchSampler, StepLoop
+from elasticlib import CheckpointManager, ElasticBatchSampler, EmptyBatchCollator, StepLoop
 from elasticlib import ElasticDistributedSampler as Sampler
 
 SAMPLES, GLOBAL_BATCH, EPOCHS, SAVE_EVERY = 80, 8, 3, 5
@@ -35,7 +35,9 @@ def train(manager: CheckpointManager) -> StepLoop:
         state,
         manager=manager,
         epochs=EPOCHS,
-        loader=lambda local: DataLoader(data, batch_sampler=local, collate_fn=CollateOrEmpty(data)),
+        loader=lambda local: DataLoader(
+            data, batch_sampler=local, collate_fn=EmptyBatchCollator(data)
+        ),
         save_every=SAVE_EVERY,
     )
     for attempt in loop:  # a step that is interrupted is attempted again

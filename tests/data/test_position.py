@@ -1,4 +1,4 @@
-"""How positions are dealt."""
+"""The positions that each rank uses, and the saved state."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections import Counter
 
 import attrs
 import pytest
-from dealing import in_turn
 from hypothesis import given
 from hypothesis import strategies as st
+from round_robin import interleave
 
 from elasticlib.data.position import (
     SamplerPosition,
@@ -32,21 +32,21 @@ def positions(draw):
     return SamplerPosition(draw(st.integers(-9, 9)), draw(st.integers(0, 9)), consumed, length)
 
 
-def dealt(position, world, tail):
-    """All ranks' positions, round by round: the order in which the job uses them."""
-    return in_turn(
+def used_positions(position, world, tail):
+    """Return the positions of all ranks, round by round: the order in which the job uses them."""
+    return interleave(
         positions_of_rank(position, rank=r, world_size=world, tail=tail) for r in range(world)
     )
 
 
 @given(positions(), worlds)
-def test_exact_deals_each_position_left_once_and_in_order(position, world):
+def test_exact_uses_each_remaining_position_once_and_in_order(position, world):
     left = list(range(position.consumed, position.length))
-    assert dealt(position, world, "exact") == left
+    assert used_positions(position, world, "exact") == left
 
 
 @given(positions(), worlds)
-def test_exact_leaves_no_rank_more_than_one_behind(position, world):
+def test_exact_counts_of_ranks_differ_by_at_most_one(position, world):
     counts = [
         len(positions_of_rank(position, rank=r, world_size=world, tail="exact"))
         for r in range(world)
@@ -55,9 +55,9 @@ def test_exact_leaves_no_rank_more_than_one_behind(position, world):
 
 
 @given(positions(), worlds)
-def test_pad_adds_fewer_than_a_world_at_the_very_end_from_the_start_of_the_order(position, world):
+def test_pad_repeats_fewer_samples_than_ranks_at_the_end(position, world):
     left = list(range(position.consumed, position.length))
-    places = dealt(position, world, "pad")
+    places = used_positions(position, world, "pad")
     repeats = places[len(left) :]
     assert places[: len(left)] == left
     assert repeats == list(range(position.length, position.length + len(repeats)))
@@ -66,36 +66,36 @@ def test_pad_adds_fewer_than_a_world_at_the_very_end_from_the_start_of_the_order
 
 
 @given(positions(), worlds)
-def test_drop_leaves_out_fewer_than_a_world_at_the_very_end(position, world):
+def test_drop_leaves_out_fewer_samples_than_ranks_at_the_end(position, world):
     left = list(range(position.consumed, position.length))
-    places = dealt(position, world, "drop")
+    places = used_positions(position, world, "drop")
     assert places == left[: len(places)]
     assert len(left) - len(places) <= world - 1
     assert len(places) % world == 0
 
 
 @given(positions(), st.lists(st.tuples(worlds, st.integers(0, 4), st.integers(1, 5))))
-def test_any_worlds_one_after_another_use_the_order_of_an_undisturbed_job(start, segments):
+def test_any_sequence_of_world_sizes_uses_the_order_of_an_undisturbed_job(start, segments):
     position, used = start, []
     for world, steps, batch in segments:
         count = steps * batch * world
-        used += dealt(position, world, "exact")[:count]
+        used += used_positions(position, world, "exact")[:count]
         position = advance(position, count)
         assert used == list(range(start.consumed, position.consumed))
 
 
-def test_a_thousand_samples_resumed_at_400_are_used_once_whatever_the_worlds():
+def test_a_thousand_samples_are_used_once_at_several_world_sizes():
     """Row A7: torch's elastic sampler repeats 228 of them and never uses 228 others."""
     position, used = SamplerPosition(0, 0, 0, 1000), Counter()
     for world, until in ((4, 400), (3, 700), (7, 993), (5, 1000)):
         count = until - position.consumed
-        used.update(dealt(position, world, "exact")[:count])
+        used.update(used_positions(position, world, "exact")[:count])
         position = advance(position, count)
     assert used == Counter(range(1000))
-    assert dealt(position, 5, "pad") == []
+    assert used_positions(position, 5, "pad") == []
 
 
-def test_an_epoch_of_2_to_the_62_is_dealt_without_a_list():
+def test_an_epoch_of_2_to_the_62_needs_no_list():
     places = positions_of_rank(
         SamplerPosition(0, 0, 2**61, 2**62), rank=1, world_size=3, tail="pad"
     )
@@ -110,24 +110,24 @@ def test_advance_stops_at_the_end_of_the_epoch(position, count):
     assert attrs.evolve(ahead, consumed=position.consumed) == position
 
 
-def test_samples_are_not_given_back():
+def test_a_position_never_moves_back():
     with pytest.raises(ConfigError, match=r"count.*got -1"):
         advance(SamplerPosition(0, 0, 5, 10), -1)
 
 
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_rank_outside_its_world_is_refused(rank, world):
+def test_a_rank_out_of_range_is_rejected(rank, world):
     with pytest.raises(ConfigError, match=f"rank.*got {rank} and {world}"):
         positions_of_rank(SamplerPosition(0, 0, 0, 10), rank=rank, world_size=world, tail="pad")
 
 
-def test_an_unknown_tail_is_refused_also_where_there_is_none():
+def test_an_unknown_tail_is_rejected_even_if_it_has_no_effect():
     with pytest.raises(ConfigError, match=r"tail is 'cut'.*pad, drop, exact"):
         positions_of_rank(SamplerPosition(0, 0, 0, 10), rank=0, world_size=2, tail="cut")
 
 
 @given(positions())
-def test_the_saved_state_is_integers_and_a_name_and_is_read_back(position):
+def test_the_saved_state_has_integers_and_a_name_and_can_be_decoded(position):
     state = encode(position)
     assert state.pop("order") == position.order
     assert set(state) == {"format", "seed", "epoch", "consumed", "length"}
@@ -138,9 +138,9 @@ def test_the_saved_state_is_integers_and_a_name_and_is_read_back(position):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"format": 3}, "format is 3 .*format 4 only"),
-        ({"format": [4]}, r"format is \[4\] .*format 4 only"),
-        ({"format": 4.0}, "format is 4.0.*int"),
+        ({"format": 3}, "format is 3 .*only format 5"),
+        ({"format": [5]}, r"format is \[5\] .*only format 5"),
+        ({"format": 5.0}, "format is 5.0.*int"),
         ({"consumed": 11}, "consumed.*got 11 and 10"),
         ({"consumed": -1}, "consumed.*got -1 and 10"),
         ({"epoch": -1}, "epoch.*got -1"),
@@ -152,15 +152,15 @@ def test_the_saved_state_is_integers_and_a_name_and_is_read_back(position):
         ({"world": 4}, "'world' is not a field"),
     ],
 )
-def test_a_state_that_is_not_whole_is_refused_with_field_value_and_rule(change, named):
+def test_an_invalid_state_is_rejected_with_field_value_and_rule(change, named):
     state = {**encode(SamplerPosition(0, 0, 4, 10)), **change}
-    for on_mismatch in ("refuse", "keep", "restart"):
+    for on_mismatch in ("raise", "keep", "restart"):
         with pytest.raises(StateMismatch, match=named):
             resume(state, SamplerPosition(0, 0, 0, 10), on_mismatch)
 
 
 @pytest.mark.parametrize("name", encode(SamplerPosition(0, 0, 4, 10)))
-def test_a_state_that_lacks_a_field_is_refused(name):
+def test_a_state_without_a_field_is_rejected(name):
     state = encode(SamplerPosition(0, 0, 4, 10))
     del state[name]
     with pytest.raises(StateMismatch, match=f"{name} is missing"):
@@ -175,21 +175,21 @@ def test_a_state_that_lacks_a_field_is_refused(name):
         (SamplerPosition(0, 2, 8, 10, "sequential"), "order is 'sequential'.*'shuffled'"),
     ],
 )
-def test_who_changed_the_data_says_what_is_meant(saved, named):
-    mine = SamplerPosition(0, 0, 0, 10)
+def test_a_mismatch_is_rejected_unless_the_caller_allows_it(saved, named):
+    current = SamplerPosition(0, 0, 0, 10)
     with pytest.raises(StateMismatch, match=named):
-        resume(encode(saved), mine)
-    assert resume(encode(saved), mine, "restart") == SamplerPosition(0, 2, 0, 10)
-    assert resume(encode(saved), mine, "keep") == SamplerPosition(0, 2, 8, 10)
+        resume(encode(saved), current)
+    assert resume(encode(saved), current, "restart") == SamplerPosition(0, 2, 0, 10)
+    assert resume(encode(saved), current, "keep") == SamplerPosition(0, 2, 8, 10)
     same = SamplerPosition(0, 2, 8, 10)
-    assert resume(encode(same), mine, "restart") == same
-    assert resume(encode(SamplerPosition(0, 2, 12, 12)), mine, "keep") == SamplerPosition(
+    assert resume(encode(same), current, "restart") == same
+    assert resume(encode(SamplerPosition(0, 2, 12, 12)), current, "keep") == SamplerPosition(
         0, 2, 10, 10
     )
-    with pytest.raises(ConfigError, match=r"on_mismatch is 'yes'.*refuse, restart"):
-        resume(encode(same), mine, "yes")
+    with pytest.raises(ConfigError, match=r"on_mismatch is 'yes'.*raise, restart"):
+        resume(encode(same), current, "yes")
 
 
-def test_dealing_needs_no_torch():
+def test_the_module_does_not_import_torch():
     check = "import sys; from elasticlib.data import position; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=100).returncode == 0

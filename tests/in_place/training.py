@@ -75,7 +75,7 @@ def train(folder: Path, number: int, pause: float = 0.0, saves: bool = True) -> 
         for attempt in loop:
             with attempt as indices:
                 world = dist.get_world_size()
-                total = job.batches.samples
+                total = job.batches.next_batch_size
                 first = job.logical.samples(total).start
                 for worker in job.logical.step(attempt.step):
                     mine = worker.samples(total)

@@ -47,7 +47,7 @@ def pause(at: int, step: int) -> None:
 
 
 def train(step: int, indices: list[int]) -> torch.Tensor:
-    whole, share = batches.samples, torch.zeros(())
+    whole, share = batches.next_batch_size, torch.zeros(())
     first = logical.samples(whole).start
     for worker in logical.step(step):
         places = worker.samples(whole)
