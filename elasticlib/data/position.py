@@ -122,6 +122,10 @@ def even_share(size: int, *, rank: int, world_size: int) -> range:
     return range(start, start + length + (rank < remainder))
 
 
+STATE_FIELDS = frozenset({*attrs.fields_dict(SamplerPosition), "format"})
+"""The keys of the saved state of a position, which no other state dict has."""
+
+
 def encode(position: SamplerPosition) -> dict[str, Any]:
     """Return the saved state of a position: a dict of integers and one string."""
     return {**attrs.asdict(position), "format": STATE_FORMAT}
@@ -141,7 +145,7 @@ def decode(state: Mapping[str, Any]) -> SamplerPosition:
             f" only format {STATE_FORMAT}: resume with the version that saved the state, or restore"
             " without the sampler"
         )
-    fields = {**attrs.fields_dict(SamplerPosition), "format": None}
+    fields = [*attrs.fields_dict(SamplerPosition), "format"]
     for name in fields:
         if name not in state:
             raise StateMismatch(f"{name} is missing: a sampler's state has {', '.join(fields)}")
