@@ -116,8 +116,8 @@ class ElasticBatchSampler(GlobalPositionIterable, Sampler[list[int]]):
         _warn(self.progress.surplus_warning())
         return batch_size
 
-    def _share(self, batch_size: int) -> range:
-        """Return this rank's part of a batch of `batch_size` samples."""
+    def _local_offsets(self, batch_size: int) -> range:
+        """Return the offsets of this rank's samples in a batch of `batch_size` samples."""
         rank, world_size = self.sampler.rank, self.sampler.num_replicas
         if self.contiguous:
             return even_share(batch_size, rank=rank, world_size=world_size)
@@ -127,9 +127,9 @@ class ElasticBatchSampler(GlobalPositionIterable, Sampler[list[int]]):
         order, end = self.sampler.epoch_order(start.epoch), self._epoch_end(start)
         last = (end - start.consumed) % self.global_batch  # samples in a smaller last batch
         full_batches = range(start.consumed, end - last, self.global_batch)
-        yield from index_chunks(order, full_batches, self._share(self.global_batch))
+        yield from index_chunks(order, full_batches, self._local_offsets(self.global_batch))
         if last:
-            yield from index_chunks(order, range(end - last, end, last), self._share(last))
+            yield from index_chunks(order, range(end - last, end, last), self._local_offsets(last))
 
 
 class EmptyBatchCollator:

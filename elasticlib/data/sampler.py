@@ -160,13 +160,13 @@ class EpochProgress:
     # -- Warnings about wrong counts. Each method returns a message or an empty string. ------------
 
     def missing_counts_warning(self) -> str:
-        """Warn if the last iterator is finished and too few samples were counted."""
+        """Return a warning if the last iterator is finished and too few samples were counted."""
         if self._iteration is None:
             return ""
         return self._once("missing", self._iteration.missing_counts_warning())
 
     def surplus_warning(self) -> str:
-        """Warn if more samples were counted than the epoch has.
+        """Return a warning if more samples were counted than the epoch has.
 
         A script may count a smaller last batch as a full one.
         """
@@ -181,7 +181,7 @@ class EpochProgress:
         )
 
     def no_counts_warning(self) -> str:
-        """Warn if samples were drawn since the last save and none has ever been counted."""
+        """Return a warning if samples were drawn since the last save and none was ever counted."""
         last, at_last_save = self._iteration, self._drawn_at_save
         self._drawn_at_save = last, last.yielded if last is not None else 0
         # A loader reads ahead, so samples may be drawn before the first step.
@@ -221,7 +221,7 @@ class Iteration:
         self._drawn_at_first_count: int | None = None
 
     def chunks(self) -> Iterator[Iterator[Any]]:
-        """Yield the items in lists, as iterators whose remaining length is known."""
+        """Yield the items in chunks, as list iterators, so that their remaining length is known."""
         while (chunk := next(self._chunks, None)) is not None:
             self._num_in_chunks += len(chunk)
             self._current = iter(chunk)

@@ -97,10 +97,12 @@ class ShardDataset(Dataset[T]):
         while start < stop:
             shard = bisect.bisect_right(self._starts, start) - 1
             end = min(self._starts[shard + 1], stop)
-            yield from self._read(shard, start - self._starts[shard], end - self._starts[shard])
+            yield from self._read_exactly(
+                shard, start - self._starts[shard], end - self._starts[shard]
+            )
             start = end
 
-    def _read(self, shard: int, start: int, stop: int) -> Iterator[T]:
+    def _read_exactly(self, shard: int, start: int, stop: int) -> Iterator[T]:
         count = 0
         for count, sample in enumerate(self.read(self.shards[shard], start, stop), 1):
             if count <= stop - start:

@@ -223,9 +223,12 @@ class _GroupSockets:
         }
 
     def shut_down(self) -> None:
-        """Shut down the connections of the group in both directions. They stay open."""
+        """Shut down the connections of the group in both directions. Descriptors stay open."""
         for inode, descriptor in self._descriptors().items():
-            with contextlib.suppress(OSError), _connection(descriptor, inode) as connection:
+            with (
+                contextlib.suppress(OSError),
+                _duplicate_connection(descriptor, inode) as connection,
+            ):
                 if connection is not None:
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -257,8 +260,8 @@ def _socket_inode(descriptor: int) -> int | None:
 
 
 @contextlib.contextmanager
-def _connection(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
-    """Provide a duplicate of a socket, or None if it listens or the descriptor was reused."""
+def _duplicate_connection(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
+    """Provide a duplicate of a connection, or None if it listens or its descriptor was reused."""
     duplicate = os.dup(descriptor)
     if _socket_inode(duplicate) != inode:
         os.close(duplicate)
@@ -270,7 +273,10 @@ def _connection(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
 
 
 def _tcp_bytes(descriptor: int, inode: int) -> tuple[int, ...]:
-    with contextlib.suppress(OSError, struct.error), _connection(descriptor, inode) as connection:
+    with (
+        contextlib.suppress(OSError, struct.error),
+        _duplicate_connection(descriptor, inode) as connection,
+    ):
         if connection is not None:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
             return struct.unpack_from("=QQ", info, TCP_INFO_ACKED_OFFSET)

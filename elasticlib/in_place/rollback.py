@@ -54,8 +54,8 @@ class StateRollback:
         # The values of LogicalWorkers never change.
         kinds = (nn.Module, torch.optim.Optimizer, LogicalWorkers)
         self._others = {name: part for name, part in state.items() if not isinstance(part, kinds)}
-        self._with_gradients = _find_all(state, (nn.Module, torch.optim.Optimizer))
-        self._scalers = _find_all(state, torch.amp.GradScaler)
+        self._with_gradients = _find_instances(state, (nn.Module, torch.optim.Optimizer))
+        self._scalers = _find_instances(state, torch.amp.GradScaler)
         self._parameters: list[Tensor] = []  # of all modules, see refresh_modules
         self._buffer_owners: list[nn.Module] = []  # submodules that have buffers of their own
         self._saved: _SavedValues | None = None  # of the last `begin`
@@ -138,8 +138,8 @@ class StateRollback:
         return True
 
 
-def _find_all(state: object, kind: Any) -> list[Any]:
-    """Return all values of a type, at any depth of the state."""
+def _find_instances(state: object, kind: Any) -> list[Any]:
+    """Return all values of a type, or of one of several types, at any depth of the state."""
     found: list[Any] = []
 
     def visit(_path: Way, value: Any) -> Any:

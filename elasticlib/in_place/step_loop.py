@@ -180,7 +180,7 @@ class StepAttempt:
     ) -> bool:
         if error is None:
             # This assignment commits the step. If an exception, such as one of a signal handler,
-            # interrupts what follows, StepLoop._settle completes the step later.
+            # interrupts what follows, StepLoop._finish_last_attempt completes the step later.
             self.is_committed = True
             self._loop._on_committed(self)
             return False
@@ -229,7 +229,7 @@ class StepLoop:
         self.state: TrainingState = {}
         """The state that the script has given, or created for the current group."""
         self.stop_request: Stop | None = None
-        """The request of the agent because of which the loop stopped early, or None."""
+        """The agent's request that stopped the loop early, or None."""
         self._create_state = state if callable(state) else None
         self._batches = batches
         self._manager = manager
@@ -260,17 +260,17 @@ class StepLoop:
                 # watcher stops before the group is closed.
                 stack.callback(self._group.close)
                 stack.enter_context(self._group.abort_on_group_end())
-            self._settle()
-            self._start_group()
+            self._finish_last_attempt()
+            self._join_group()
             while not (yield from self._attempts_in_group()):
-                self._start_group()
+                self._join_group()
         if self._manager is not None and self._saved_step != self.step:
             self._save(None)
 
     # -- Steps within one group --------------------------------------------------------------------
 
     def _attempts_in_group(self) -> Generator[StepAttempt, None, bool]:
-        """Yield attempts until this group ends, and return True if the loop ends with it."""
+        """Yield attempts until this group or the loop ends. Return True if the loop ends."""
         is_new_group = True
         self._rollback.refresh_modules()
         for epoch in range(self.epoch, self._epochs):
@@ -285,7 +285,7 @@ class StepLoop:
                 self._attempt = attempt = StepAttempt(self, batch, is_new_group=is_new_group)
                 yield attempt
                 is_new_group = False
-                self._settle()
+                self._finish_last_attempt()
                 if not attempt._is_entered:
                     raise ConfigError("each attempt must be entered: `with attempt as batch`")
                 if not attempt.is_committed or self._should_leave_for_resize():
@@ -294,8 +294,8 @@ class StepLoop:
                     return True
         return self._finish_together()
 
-    def _settle(self) -> None:
-        """Count the last attempt if it was committed, otherwise roll it back.
+    def _finish_last_attempt(self) -> None:
+        """Count the last attempt if it was committed; otherwise roll it back.
 
         An exception may interrupt this method at any line. The next call does the rest.
         """
@@ -313,8 +313,8 @@ class StepLoop:
         self._attempt = None
 
     def _on_committed(self, attempt: StepAttempt) -> None:
-        """Count the step, report it, and take the snapshot and the checkpoint that are due."""
-        self._settle()
+        """Count and report the step, and take a snapshot and save if they are due."""
+        self._finish_last_attempt()
         context().step(self.step, **attempt._reported_fields)
         if self._manager is not None and _is_due(self.step, self._snapshot_every):
             self._manager.snapshot(self.step, self._parts)
@@ -360,7 +360,7 @@ class StepLoop:
         """Roll the step back if the group is broken. Return False for an error of the script."""
         if not self._is_group_failure(error):
             return False
-        self._settle()
+        self._finish_last_attempt()
         outcome = "it was rolled back"
         if not self._is_complete:
             outcome = "an optimizer may have written, so the state of another worker is used"
@@ -388,7 +388,7 @@ class StepLoop:
 
     # -- From one group to the next ----------------------------------------------------------------
 
-    def _start_group(self) -> None:
+    def _join_group(self) -> None:
         """Join a group in which all members have the state of the same step."""
         while True:
             try:
