@@ -1,20 +1,16 @@
 """Pictures of real runs: where the training stood, and what each generation cost it.
 
-They show what a run's history tells and judge nothing. matplotlib (the extra `plot`) is imported
-when a picture is asked for.
+They show what a run's history tells and judge nothing. They need matplotlib.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from elasticlib.errors import ConfigError
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from elasticlib.observe.history import Generation, History, Why
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 HUES = ("#4477aa", "#ee6677", "#228833", "#997700", "#aa3377", "#44aabb", "#ee8844", "#777777")
 """Of generations, in turn; told apart by colour-blind readers too, and numbered besides."""
@@ -25,9 +21,6 @@ BAND, PALE = 0.62, 0.13
 def draw_steps(history: History) -> Figure:
     """A run from its first generation to its end: its nodes above, and below them its steps, with
     the generations as bands.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
     """
     figure = _figure(4.2 + 0.4 * len(history.nodes))
     heights = [len(history.nodes), 6]
@@ -77,10 +70,6 @@ def cost_of(history: History) -> str:
 
 
 def _figure(height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("drawing needs matplotlib: pip install 'elasticlib[plot]'") from error
     return Figure(figsize=(11, height), layout="constrained")
 
 

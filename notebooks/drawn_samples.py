@@ -1,22 +1,17 @@
 """Pictures of who trained on which sample: a cell for each sample, coloured by rank.
 
 They draw what they are given and judge nothing: a sample that nobody trained on is an empty cell,
-and one that was trained on more often has a frame. matplotlib (the extra `plot`) is imported when a
-picture is asked for.
+and one that was trained on more often has a frame. They need matplotlib.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
-
-from elasticlib.errors import ConfigError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 HUES = ("#4477aa", "#ee6677", "#228833", "#997700", "#aa3377", "#44aabb", "#ee8844", "#777777")
 """Of ranks, in turn; told apart by colour-blind readers too."""
@@ -35,11 +30,7 @@ class Use:
 
 
 def draw_turns(uses: Iterable[Use]) -> Figure:
-    """As they were dealt: a row a rank, a column a turn, and in each cell the sample's number.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """As they were dealt: a row a rank, a column a turn, and in each cell the sample's number."""
     uses = list(uses)
     ranks, offsets = 1 + max(use.rank for use in uses), _offsets(uses)
     width = max(offsets[use.generation] + use.turn + 1 for use in uses)
@@ -57,9 +48,6 @@ def draw_turns(uses: Iterable[Use]) -> Figure:
 def draw_samples(uses: Iterable[Use], length: int) -> Figure:
     """The data set: each of its samples in the colour of the rank that trained on it, and in it the
     number of the generation.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
     """
     of: dict[int, list[Use]] = {sample: [] for sample in range(length)}
     for use in uses:
@@ -92,10 +80,6 @@ def _offsets(uses: Sequence[Use]) -> dict[int, float]:
 
 def _figure(columns: float, rows: int) -> tuple[Figure, Axes]:
     """Of square cells, with room for a line of words above."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("drawing needs matplotlib: pip install 'elasticlib[plot]'") from error
     figure = Figure(figsize=(11, 0.3 + 10.5 * (rows + 1.5) / columns), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlim(-0.6, columns - 0.4)
@@ -110,8 +94,6 @@ def _figure(columns: float, rows: int) -> tuple[Figure, Axes]:
 def _cell(
     axes: Axes, column: float, row: float, rank: int | None, words: str, *, frame: bool = False
 ) -> None:
-    from matplotlib.patches import Rectangle
-
     side = 1 - 2 * GAP
     hue = "none" if rank is None else HUES[rank % len(HUES)]
     edge = "black" if frame else "#999999" if rank is None else hue

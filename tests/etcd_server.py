@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from jobs import BOUND, until
 from ports import held_port
+
+from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
 BINARY = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(BINARY is None, reason="no etcd here: install etcd-server")
@@ -78,7 +79,7 @@ class Server:
 
     def wait_until_it_serves(self) -> None:
         try:
-            until(f"{self.NAME} to serve", self._serves)
+            wait_until(f"{self.NAME} to serve", self._serves)
         except BaseException:
             self.kill()
             raise
@@ -98,7 +99,7 @@ class Server:
     def kill(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
-            self._process.wait(BOUND)
+            self._process.wait(DEFAULT_TIMEOUT_S)
             self._process = None
 
 

@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from jobs import WITHOUT_TORCH, Job, Node, left_in, until
+from jobs import WITHOUT_TORCH, Job, Node, left_in
+
+from elasticlib.testing.waiting import wait_until
 
 NETWORK = "10.77.0"
 NETWORK6 = "fd77:"
@@ -198,7 +200,7 @@ class Host:
             self._cluster.job.reap()
             return not pids
 
-        until(f"all processes on {self.name} to be gone", none_left)
+        wait_until(f"all processes on {self.name} to be gone", none_left)
 
 
 def _send(pid: int, number: int) -> None:

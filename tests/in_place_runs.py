@@ -16,11 +16,12 @@ from pathlib import Path
 import attrs
 import pytest
 import torch.distributed as dist
-from jobs import PROGRAMS, Job, Node, until
+from jobs import PROGRAMS, Job, Node
 from processes import alive
 from traces import survey
 
 from elasticlib import CheckpointManager
+from elasticlib.testing.waiting import wait_until
 
 IN_PLACE = hasattr(dist, "_reconfigure")
 needs_newest = pytest.mark.skipif(
@@ -98,7 +99,7 @@ class Training:
 
         what = f"{world} workers at work past step {past}"
         try:
-            return until(what, look, TIMEOUT_S)
+            return wait_until(what, look, TIMEOUT_S)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.workers()}\n{self.job.logs}") from None
 

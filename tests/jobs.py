@@ -14,10 +14,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from getpass import getuser
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from ports import held_port
@@ -27,6 +27,7 @@ from elasticlib.held_folder import LOCK
 from elasticlib.launch.commands import main
 from elasticlib.observe.event import KINDS, Event, decode
 from elasticlib.observe.runs import find_runs, runs_folder
+from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
 PROGRAMS = Path(__file__).with_name("programs")
 WORKER = str(PROGRAMS / "fault_worker.py")
@@ -34,31 +35,10 @@ WORKER = str(PROGRAMS / "fault_worker.py")
 _PATHS = (str(PROGRAMS / "stub_torch"), os.environ.get("PYTHONPATH"))
 WITHOUT_TORCH = os.pathsep.join(filter(None, _PATHS))
 TAG = "ELASTICLIB_TEST_TAG"
-BOUND = 60.0
 PATIENT = ("--timeout", "30")
 """Of a question that all answer, which is over as soon as they have."""
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 """Signals of a process's own faults, by which a launcher ends only if a test sent them."""
-
-Found = TypeVar("Found")
-
-
-def until(
-    what: str,
-    look: Callable[[], Found],
-    seconds: float = BOUND,
-    *,
-    failure: type[Exception] = AssertionError,
-) -> Found:
-    """The first true thing that `look` finds; fails naming what was awaited."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found = look()
-        if found:
-            return found
-        if time.monotonic() > deadline:
-            raise failure(f"not within {seconds:g} s: {what}")
-        time.sleep(0.005)
 
 
 def left_in(folder: Path) -> list[Path]:
@@ -120,9 +100,9 @@ class Node:
     def kill(self) -> None:
         """SIGKILL to this process alone: what it started must end by other means."""
         self.signal(signal.SIGKILL)
-        self.process.wait(BOUND)
+        self.process.wait(DEFAULT_TIMEOUT_S)
 
-    def exit_code(self, seconds: float = BOUND) -> int:
+    def exit_code(self, seconds: float = DEFAULT_TIMEOUT_S) -> int:
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -148,10 +128,7 @@ class Node:
 
     def says(self, pattern: str) -> re.Match[str]:
         """Waits for a line in its log."""
-        try:
-            return until(pattern, lambda: re.search(pattern, self.text))
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.text}") from None
+        return wait_until(pattern, lambda: re.search(pattern, self.text), details=lambda: self.text)
 
 
 class Job:
@@ -212,7 +189,9 @@ class Job:
         said = [json.loads(file.read_text()) for file in files]
         return sorted(said, key=lambda place: int(place["RANK"]))
 
-    def settled(self, world: int, after: int = 0, seconds: float = BOUND) -> list[dict[str, Any]]:
+    def settled(
+        self, world: int, after: int = 0, seconds: float = DEFAULT_TIMEOUT_S
+    ) -> list[dict[str, Any]]:
         """Waits for a generation past `after` in which `world` workers run."""
 
         def look() -> list[dict[str, Any]]:
@@ -223,10 +202,8 @@ class Job:
                     return places
             return []
 
-        try:
-            return until(f"a world of {world} after generation {after}", look, seconds)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.logs}") from None
+        what = f"a world of {world} after generation {after}"
+        return wait_until(what, look, seconds, details=lambda: self.logs)
 
     def check_unchanged(self, places: list[dict[str, Any]], seconds: float) -> None:
         """These workers run for so long, and nobody starts others."""
@@ -285,13 +262,14 @@ class Job:
         """All living processes that descend from this job, whoever their parent is now."""
         return marked(TAG, self.tag)
 
-    def gone(self, seconds: float = BOUND) -> None:
+    def gone(self, seconds: float = DEFAULT_TIMEOUT_S) -> None:
         """Waits until no process of the job is left."""
-        try:
-            until("the job's processes to be gone", lambda: not self.processes(), seconds)
-        except AssertionError as error:
-            left = "\n".join(described(pid) for pid in sorted(self.processes()))
-            raise AssertionError(f"{error}; left are\n{left}") from None
+
+        def remaining() -> str:
+            return "\n".join(described(pid) for pid in sorted(self.processes()))
+
+        what = "the job's processes to be gone"
+        wait_until(what, lambda: not self.processes(), seconds, details=remaining)
 
     def reap(self) -> None:
         """Take note of the processes that have ended."""

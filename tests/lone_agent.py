@@ -7,23 +7,19 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jobs import until
-
 from elasticlib import (
-    BootstrapStoreInfo,
     Command,
     ElasticAgent,
-    LocalElasticAgent,
     Node,
     RendezvousHandler,
-    RendezvousInfo,
     RunResult,
-    WorkerExit,
-    WorkerGroup,
     Workers,
     WorkerSpec,
-    deal_seats,
 )
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.testing.waiting import wait_until
+from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.spec import WorkerGroup
 
 
 class LoneNode(RendezvousHandler):
@@ -122,7 +118,7 @@ def running(
     workers: OneWorker,
     handler: RendezvousHandler | None = None,
     *,
-    kind: Callable[..., ElasticAgent] = LocalElasticAgent,
+    kind: Callable[..., ElasticAgent] = ElasticAgent,
     **settings: Any,
 ) -> Iterator[Run]:
     """An agent whose worker is up; in the end it has ended, and its threads with it."""
@@ -130,9 +126,9 @@ def running(
     spec = WorkerSpec(Command("none"))
     run = Run(kind(spec, handler or LoneNode(), workers, **settings))
     try:
-        until("the worker to be up", workers.up.is_set)
+        wait_until("the worker to be up", workers.up.is_set)
         yield run
     finally:
         workers.finish()
         run.result()
-        until("the run's threads to end", lambda: set(threading.enumerate()) <= before)
+        wait_until("the run's threads to end", lambda: set(threading.enumerate()) <= before)

@@ -296,9 +296,17 @@ def test_every_public_name_can_be_had() -> None:
     assert python("import elasticlib; [getattr(elasticlib, n) for n in elasticlib.__all__]") == 0
 
 
-def test_a_suite_is_found_and_the_simulator_needs_none() -> None:
+def test_dir_lists_the_public_names_alone() -> None:
     code = (
-        "import sys, elasticlib.testing.simulation, elasticlib.testing as testing; "
+        "import sys, elasticlib; elasticlib.Store; "
+        "sys.exit(dir(elasticlib) != sorted(elasticlib.__all__))"
+    )
+    assert python(code) == 0
+
+
+def test_contract_suites_are_imported_with_their_dependencies_on_first_use() -> None:
+    code = (
+        "import sys, elasticlib.testing as testing; "
         "assert not {'pytest', 'hypothesis'} & set(sys.modules); "
         "[getattr(testing, name) for name in testing.__all__]"
     )

@@ -16,16 +16,10 @@ import pytest
 from making.reference import COLUMNS, check_told, pages, plain, with_bold_fields
 
 import elasticlib
-from elasticlib import (
-    Command,
-    Worker,
-    WorkerExit,
-    WorkerGroup,
-    WorkerSpec,
-    testing,
-    worker_environment,
-)
+from elasticlib import Command, WorkerSpec, testing
 from elasticlib.launch.flags import FLAGS, build_parser
+from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.spec import Worker, WorkerGroup, worker_environment
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -138,6 +132,16 @@ def test_each_public_name_is_in_the_reference_once() -> None:
     assert ".. automodule:: elasticlib.errors" in written
 
 
+@pytest.mark.parametrize("page", ["writing_a_backend", "writing_a_handler", "writing_an_agent"])
+def test_reference_shows_what_authors_import_from_modules(page: str) -> None:
+    written = "\n".join(pages().values())
+    lines = re.findall(r"^from (elasticlib\.\w+\.\w+) import (.*)$", text(page), re.MULTILINE)
+    names = [f"{module}.{name}" for module, line in lines for name in line.split(", ")]
+    assert names
+    for name in names:
+        assert re.search(rf"^\.\. auto\w+:: {re.escape(name)}$", written, re.MULTILINE), name
+
+
 def test_what_a_base_tells_that_is_not_public_stands_with_the_class() -> None:
     (told,) = re.findall(
         r"autoclass:: elasticlib.ElasticBatchSampler\n(?: .*\n?)+", pages()["data.rst"]
@@ -164,7 +168,7 @@ def test_a_public_name_without_a_docstring_is_refused() -> None:
         check_told("here.Told", Told)
     with pytest.raises(LookupError, match="here is public and has no docstring"):
         check_told("here", lambda: None)
-    check_told("elasticlib.WorkerExit", WorkerExit)
+    check_told("elasticlib.workers.exit.WorkerExit", WorkerExit)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from typing import Any
 import nbclient
 import nbformat
 import pytest
-from jobs import TAG, until
+from jobs import TAG
 from processes import marked
+
+from elasticlib.testing.waiting import wait_until
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -67,7 +69,7 @@ def test_a_notebook_runs_shows_a_picture_and_leaves_nothing(path: Path, elsewher
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert [output.text for output in outputs if output.get("name") == "stderr"] == []
-    until("no process to be left", lambda: not processes(elsewhere), 10.0)
+    wait_until("no process to be left", lambda: not processes(elsewhere), 10.0)
     assert not os.listdir(elsewhere / "here")
     assert not os.listdir(elsewhere / "tmp")
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import until
 from processes import alive, children
 from ranks import Ranks
+
+from elasticlib.testing.waiting import wait_until
 
 
 def add(value: float) -> list[float]:
@@ -99,7 +100,7 @@ def be_killed_while_asking_another() -> int:
     asking = os.fork()
     if not asking:
         warm.run(wait_for_ever, 1)
-    until("a rank", lambda: children(warm.pid))
+    wait_until("a rank", lambda: children(warm.pid))
     os.kill(asking, signal.SIGKILL)
     return warm.close()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import redis
-from jobs import Job, check_one_world, until
+from jobs import Job, check_one_world
 from modules import path_with, with_module
 from pages import blocks_of, by_name, check_suite_passes
 from redis_server import RedisServer, needs_redis
@@ -29,6 +29,7 @@ from elasticlib.errors import ConfigError, StoreTimeout, StoreUnavailable
 from elasticlib.launch.commands import main
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.rendezvous_setup import open_meeting
+from elasticlib.testing.waiting import wait_until
 
 TEXT, BLOCKS = blocks_of("writing_a_backend.md")
 FILES = by_name([code for kind, code in BLOCKS if kind != "sh"])
@@ -215,7 +216,7 @@ def test_a_write_without_an_answer_is_an_error_and_is_not_tried_again(
     def connections() -> int:
         return int(client.info("stats")["total_connections_received"])
 
-    until("a connection", answered)
+    wait_until("a connection", answered)
     with redis.Redis.from_url(server.url) as client:
         came = connections()
         server.signal(signal.SIGSTOP)

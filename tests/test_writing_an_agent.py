@@ -22,7 +22,7 @@ from elasticlib.testing import AgentRequest
 from elasticlib.testing.agent_acts import Act
 from elasticlib.testing.agent_job import Job
 from elasticlib.testing.agent_stage import Scene, Stage
-from elasticlib.testing.rendezvous_cluster import until
+from elasticlib.testing.waiting import wait_until
 
 _, BLOCKS = blocks_of("writing_an_agent.md")
 FILES = by_name([code for _, code in BLOCKS])
@@ -155,7 +155,7 @@ def test_an_agent_that_is_killed_leaves_no_worker_elsewhere(site: Path, stage: S
             stage.until_up(1, 2)
         finally:
             agent.kill()
-    until("the workers to be gone", lambda: not stage.busy(1), PATIENCE)
+    wait_until("the workers to be gone", lambda: not stage.busy(1), PATIENCE)
 
 
 def test_a_connection_that_is_lost_is_a_failure_that_is_charged(job: Job) -> None:

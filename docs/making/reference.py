@@ -34,6 +34,31 @@ FOLDERS = {
     "errors": "Errors",
 }
 """The pages of names, in their order; what stands elsewhere comes under its folder's own name."""
+FROM_MODULES = {
+    "stores.interface": ("Entry", "CompareSet", "Listing", "ABSENT", "check_key", "check_ttl"),
+    "rendezvous.interface": (
+        "RendezvousInfo",
+        "BootstrapStoreInfo",
+        "Seat",
+        "deal_seats",
+        "Change",
+        "ChangeKind",
+    ),
+    "workers.interface": ("Notice",),
+    "workers.spec": ("WorkerGroup", "Worker", "worker_environment"),
+    "workers.exit": ("WorkerExit",),
+    "workers.context": ("Context", "Stop"),
+    "compat.failures": ("ProcessFailure", "SignalException"),
+    "launch.backends": ("BackendRequest",),
+    "data.batch_sampler": ("EmptyBatchCollator",),
+    "logical.logical_workers": ("LogicalWorker",),
+    "checkpoint.commit": ("Save",),
+    "checkpoint.restore": ("Restored",),
+    "in_place.step_loop": ("StepLoop", "StepAttempt"),
+    "observe.report": ("Report",),
+    "observe.history": ("History",),
+}
+"""Names outside `elasticlib.__all__` that users import from a module or get from a call."""
 CONTRACTS = {"stores", "rendezvous", "workers"}
 """Folders whose `interface.py` says in its docstring what an author has to keep."""
 COLUMNS = 88
@@ -61,16 +86,18 @@ def pages() -> dict[str, str]:
 
 
 def _names_pages() -> Iterator[tuple[str, str]]:
-    by_folder: dict[str, list[str]] = {folder: [] for folder in FOLDERS}
+    by_folder: dict[str, list[tuple[str, str]]] = {folder: [] for folder in FOLDERS}
     for module, names in elasticlib._HOMES.items():
-        by_folder.setdefault(module.split(".")[0], []).extend(names)
-    for folder, names in by_folder.items():
+        by_folder.setdefault(module.split(".")[0], []).extend(("elasticlib", n) for n in names)
+    for module, names in FROM_MODULES.items():
+        by_folder[module.split(".")[0]].extend((f"elasticlib.{module}", n) for n in names)
+    for folder, places in by_folder.items():
         title = FOLDERS.get(folder, folder.capitalize())
         if folder == "errors":
             yield folder, _errors_page(title)
         else:
             told = [_directive("automodule", f"elasticlib.{folder}.interface")]
-            named = [_named("elasticlib", name) for name in names]
+            named = [_named(module, name) for module, name in places]
             yield folder, _page(title, "", *(told if folder in CONTRACTS else []), *named)
 
 
@@ -84,7 +111,8 @@ def _named(module: str, name: str) -> str:
         if not {base.__name__ for base in value.__bases__} <= NOTHING_TOLD:
             options.append(":show-inheritance:")
         ours = [base for base in value.__mro__[1:] if base.__module__.startswith("elasticlib.")]
-        if any(base.__name__ not in elasticlib.__all__ for base in ours):
+        shown = {*elasticlib.__all__, *(name for names in FROM_MODULES.values() for name in names)}
+        if any(base.__name__ not in shown for base in ours):
             # What such a base tells stands nowhere else; what others' bases tell stands with them.
             others = {base.__name__ for base in value.__mro__[1:]} - {one.__name__ for one in ours}
             options.append(f":inherited-members: {', '.join(sorted(others))}")

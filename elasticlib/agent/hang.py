@@ -14,7 +14,7 @@ import attrs
 from ..errors import ConfigError
 from ..observe.wording import grouped, ranks_of
 from ..workers.interface import NOTHING, Heartbeat
-from .policy import Command, Gather, Hung, Post, decode, encode, read
+from .policy import Command, Gather, Hung, Post, decode, encode
 
 HANG = "hang/"
 """What is posted under it where workers hang: the pulses of each node's, under its rank."""
@@ -104,15 +104,14 @@ class Pulse:
     host: str
     step: int
     seconds: float
-    steps: int = attrs.field()
-
-    @steps.default
-    def _of_one_who_does_not_count(self) -> int:
-        return 0 if self.step == NOTHING else 1
+    steps: int
 
     def __str__(self) -> str:
         at = "has made no step" if self.step == NOTHING else f"is at step {self.step}"
         return f"rank {self.rank} on {self.host} {at}, silent for {self.seconds:.1f} s"
+
+
+Pulses = tuple[Pulse, ...]
 
 
 def stepping(pulses: Iterable[Pulse]) -> list[Pulse]:
@@ -145,15 +144,13 @@ def describe_hang(pulses: Iterable[Pulse], limit: float) -> str:
 
 
 def encode_pulses(pulses: Iterable[Pulse]) -> bytes:
-    return encode([attrs.asdict(pulse) for pulse in pulses])
+    return encode(tuple(pulses))
 
 
 def decode_pulses(data: bytes) -> list[Pulse]:
     """What cannot be read says nothing."""
-    said = read(data)
-    pulses = [decode(Pulse, one) for one in said] if isinstance(said, list) else []
-    found = [attrs.evolve(p, host=p.host[:LONGEST_HOST]) for p in pulses if p is not None]
-    return found if len(found) == len(pulses) else []
+    pulses = decode(Pulses, data) or ()
+    return [attrs.evolve(pulse, host=pulse.host[:LONGEST_HOST]) for pulse in pulses]
 
 
 @attrs.frozen

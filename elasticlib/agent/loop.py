@@ -21,17 +21,11 @@ import attrs
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, present
 from ..observe.journal import Journal
-from ..rendezvous.decide import NOT_RETRIED
 from ..rendezvous.document import Change, ChangeKind
-from ..rendezvous.interface import (
-    FailureKind,
-    RendezvousHandler,
-    RendezvousInfo,
-    check_restart_budget,
-)
+from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
 from ..signals import signal_name
 from ..threads import helper
-from ..workers.exit import WorkerExit, classify
+from ..workers.exit import WorkerExit
 from ..workers.interface import Notice, Workers
 from ..workers.spec import (
     Ladder,
@@ -162,8 +156,7 @@ class ElasticAgent:
         self._slots = Slots(handler, workers, spec.local_world_size)
         self._board = Board(self._tell, self._broke, clock)
         self._waiter = Waiter(handler, interval, self._tell_of, self._broke)
-        self._turned_at = self._started_at = clock()
-        self._allowed = 0.0
+        self._turned_at = clock()
         # What the loop owns.
         self._now = Supervision()
         self._stopping: Stopping | None = None
@@ -173,7 +166,6 @@ class ElasticAgent:
         self._started_in: dict[int, int] = {}
         """The start of workers in which each of them was begun, by its local rank."""
         self._prepared = self._notified = self._said_unseen = self._told_to_end = False
-        self._is_first = True
         self._info: RendezvousInfo | None = None
         self._group: WorkerGroup | None = None
         if self._options.hang is not None and not workers.tell_steps:
@@ -228,11 +220,10 @@ class ElasticAgent:
             )
         self._has_run = True
         cause = None
-        self._turns()
         self._report.began()
         with SignalObserver(self._options.heeded, self.heed):
             try:
-                self._handler.follow(self._stuck)
+                self._mark_progress()
                 # What cannot work is said by the start, to which it belongs.
                 with contextlib.suppress(ElasticError, OSError):
                     self.workers.prepare(self._spec)
@@ -259,20 +250,17 @@ class ElasticAgent:
         """How a worker of the group ended."""
         return self.workers.collect(local_rank)
 
-    def _turns(self, allowed: float = 0.0) -> None:
-        """The loop turns. allowed: seconds that what it does now may take beside."""
-        self._turned_at, self._allowed = self._clock(), allowed
-
-    def _stuck(self) -> float:
-        """Seconds for which it has not, beyond those."""
-        return max(0.0, self._clock() - self._turned_at - self._allowed)
+    def _mark_progress(self, allowance_s: float = 0.0) -> None:
+        """Record that the loop makes progress; the next operation may take `allowance_s` longer."""
+        self._turned_at = self._clock()
+        self._handler.mark_progress(allowance_s)
 
     def _clean_up(self) -> None:
         """Each part is closed, whatever became of the one before."""
         closing = (self._board.close, self.workers.end, self._keep, self.workers.close)
         for close in (*closing, self._handler.shutdown, self._waiter.stop):
-            self._turns(KEEP_SECONDS if close == self._keep else 0.0)
             try:
+                self._mark_progress(KEEP_SECONDS if close == self._keep else 0.0)
                 close()
             except Exception:
                 # How the run ended is known by now, and must still be told.
@@ -325,7 +313,7 @@ class ElasticAgent:
             self._board.do(post_failed(info.rank, failed))
         self._board.do(policy.Gather(CAUSE))
         deadline = self._clock() + ANSWER_SECONDS
-        self._turns(ANSWER_SECONDS)
+        self._mark_progress(ANSWER_SECONDS)
         with contextlib.suppress(queue.Empty):
             while True:
                 _, news = self._inbox.get(timeout=max(0.0, deadline - self._clock()))
@@ -342,7 +330,7 @@ class ElasticAgent:
     # -- the loop -----------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        self._turns()
+        self._mark_progress()
         self._look()
         if self._now.state is State.ENDED:
             return
@@ -374,9 +362,7 @@ class ElasticAgent:
         commands: Iterable[Command] = ()
         stopping, watch, now = self._stopping, self._watch, self._clock()
         if stopping is not None:
-            call = None
-            if stopping.asking:
-                call = self.workers.earliest_stop(now=bool(stopping.needs))
+            call = self.workers.earliest_stop() if stopping.asking else None
             breaks: tuple[Command, ...] = ()
             if stopping.keep and stopping.noticing and self.workers.broken():
                 stopping, breaks = stopping.sooner(now, None)
@@ -492,14 +478,8 @@ class ElasticAgent:
         cause = self._report.ended(exit_, supervised=self._now.state is State.RUNNING)
         if cause is not None:
             self._board.do(post_cause(cause))
-        kind = classify(
-            exit_,
-            self._spec.entrypoint,
-            uptime=self._clock() - self._started_at,
-            first=self._is_first,
-        )
         alone = unsaved and stopping is not None and (stopping.agreeing or stopping.keep > 0)
-        return policy.WorkerEnded(exit_, kind, unsaved, alone, self._slots.keeps())
+        return policy.WorkerEnded(exit_, unsaved, alone, self._slots.keeps())
 
     def _heed(self, number: int) -> Event:
         options, name = self._options, signal_name(number)
@@ -525,7 +505,7 @@ class ElasticAgent:
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
         for command in commands:
-            self._turns()
+            self._mark_progress()
             _ACTS[type(command)](self, command)
 
     def _seek(self) -> None:
@@ -573,8 +553,7 @@ class ElasticAgent:
 
     def _begin(self, group: WorkerGroup) -> policy.StartFailed | policy.Broke | None:
         """Start those workers of the group that do not run yet; return the failure, if any."""
-        self._turns(START_SECONDS)
-        self._started_at = self._clock()
+        self._mark_progress(START_SECONDS)
         self._started += 1
         number, kept = group.attempt, self.workers.running().keys()
         for worker in (*group.workers, *group.newcomers):
@@ -591,11 +570,10 @@ class ElasticAgent:
 
     def _start(self) -> None:
         info = present(self._info, "the generation")
-        self._turns(START_SECONDS)
+        self._mark_progress(START_SECONDS)
         self._notified = False
         self._board.open(info)
-        self._is_first, self._group = self._group is None, self._group_of(info)
-        group = self._group
+        group = self._group = self._group_of(info)
         self._report.starting(info, group)
         if self._memory is not None:
             self._memory.begin(info, group)
@@ -642,12 +620,10 @@ class ElasticAgent:
     def _report_failure(self, failure: policy.ReportFailure) -> None:
         reason, budget = failure.reason, self._own_budget
         self._report.failure(failure)
-        if self._handler.report_failure_as(failure.kind, reason):
+        if self._handler.report_failure(reason, killed=failure.killed):
             return
         self._own_restarts += 1
-        if failure.kind is FailureKind.AT_START:
-            self._fail_job(f"{reason} ({NOT_RETRIED})")
-        elif self._own_restarts > budget:
+        if self._own_restarts > budget:
             self._fail_job(f"{reason} ({budget} of {budget} restarts used)")
 
     def _fail_job(self, reason: str) -> None:
@@ -774,6 +750,3 @@ _ACTS: Mapping[type[Command], Callable[[ElasticAgent, Any], object]] = {
     policy.Hung: ElasticAgent._hung,
 }
 """What is done for each command of a machine."""
-
-LocalElasticAgent = ElasticAgent
-"""The name that torch has for it; what runs the workers is given in either case."""

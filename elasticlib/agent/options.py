@@ -22,7 +22,7 @@ from .hang import HangLimits
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DRAIN_SIGNALS = (signal.SIGUSR2,)
 SAVE_SIGNALS = (signal.SIGTERM,)
-RESIZES = IMMEDIATE, AT_STEP, AT_CHECKPOINT = ("immediate", "at-step", "at-checkpoint")
+RESIZES = IMMEDIATE, AT_STEP = ("immediate", "at-step")
 REGROUP_SECONDS = 10.0
 HEARD_SECONDS = 0.2
 """Whoever hears signals waits no longer than this without a look.
@@ -43,12 +43,11 @@ class AgentOptions:
     signals: which end the run. drain_signals: which have this node save and leave. save_signals:
     those of `signals` that do the same where the workers listen to notices. Of all of them, those
     ignored on entry stay ignored. checkpoint_grace: seconds that listening workers have to
-    save and end when the job changes its size, or this node leaves. resize: when they stop for the
-    former: `immediate` (unasked), `at-step` or, at half of the grace at the latest,
-    `at-checkpoint` (once they have saved). hang: what silence of workers that tell
-    of their steps is a hang; None: they are not watched. regroup_grace: seconds for workers that go
-    on in another group to leave one that is over. snapshot_replicas: how many other nodes
-    keep the snapshots of this node's workers as well.
+    save and end when the job changes its size, or this node leaves. resize: how they stop for the
+    former: `at-step` (with a notice) or `immediate` (without one). hang: what silence of workers
+    that tell of their steps is a hang; None: they are not watched. regroup_grace: seconds for
+    workers that go on in another group to leave one that is over. snapshot_replicas: how many other
+    nodes keep the snapshots of this node's workers as well.
     """
 
     signals: tuple[int, ...] = attrs.field(default=SIGNALS, converter=_numbers)
@@ -93,11 +92,9 @@ class AgentOptions:
 
     def notice(self, reason: str) -> Notice | None:
         """What workers are told that are to save and end for this reason; None if they are not."""
-        if reason != RESIZE:
-            return Notice(reason, self.checkpoint_grace)
-        if self.resize == IMMEDIATE:
+        if reason == RESIZE and self.resize == IMMEDIATE:
             return None
-        return Notice(reason, self.checkpoint_grace, after_save=self.resize == AT_CHECKPOINT)
+        return Notice(reason, self.checkpoint_grace)
 
     def why_drained(self, number: int) -> str:
         """The notice's reason when this signal has a node save and leave."""

@@ -7,15 +7,15 @@ group of workers is stopped is in `stopping.py`.
 from __future__ import annotations
 
 import enum
-import json
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import attrs
 
-from ..errors import IllegalTransition
-from ..foreign import read_json
-from ..rendezvous.document import Change, ChangeKind, FailureKind
+from ..errors import IllegalTransition, RendezvousMismatch
+from ..rendezvous import layout
+from ..rendezvous.document import Change, ChangeKind
+from ..rendezvous.layout import encode as encode
 from ..workers.exit import WorkerExit
 from ..workers.interface import RESIZE, Notice
 from ..workers.spec import WorkerState
@@ -114,14 +114,13 @@ class StartFailed(Event):
 
 @attrs.frozen
 class WorkerEnded(Event):
-    """A worker ended by itself, or because it was stopped; what kind of failure that is.
+    """A worker ended by itself, or because it was stopped.
 
     unsaved: it failed, or was killed by others, when it was to save and end. alone: and the others
     have not agreed yet where to stop, so that they will not.
     """
 
     exit: WorkerExit
-    kind: FailureKind = FailureKind.ORDINARY
     unsaved: bool = False
     alone: bool = False
     keeps: bool = False
@@ -243,8 +242,10 @@ class StopSooner(Command):
 
 @attrs.frozen
 class ReportFailure(Command):
+    """Tell that workers failed; killed: a signal from outside ended the worker."""
+
     reason: str
-    kind: FailureKind = FailureKind.ORDINARY
+    killed: bool = False
 
 
 @attrs.frozen
@@ -361,7 +362,7 @@ def _worker_ended(now: Supervision, event: WorkerEnded) -> Step:
     gone = {event.exit.local_rank}
     now = attrs.evolve(now, awaited=now.awaited - gone, spare=now.spare - gone)
     if not event.exit.ok:
-        failure = ReportFailure(event.exit.describe(), event.kind)
+        failure = ReportFailure(event.exit.describe(), event.exit.was_killed)
         return _fail(now, failure, keeps=event.keeps)
     if now.awaited:
         return now, ()
@@ -498,39 +499,12 @@ def react(now: Supervision, event: Event) -> Step:
     return transition(now, event)
 
 
-# What nodes post for one another is JSON, of which nobody's is trusted.
+# Nodes post values for one another as JSON, and trust no such value.
 
 
-def encode(value: object) -> bytes:
-    return json.dumps(value).encode()
-
-
-def read(data: bytes) -> Any:
-    """What JSON says; None where it is none."""
+def decode(kind: type[Value], data: bytes) -> Value | None:
+    """Return the value that a node has posted, or None if it is none of exactly this type."""
     try:
-        return read_json(data)
-    except ValueError:
-        return None
-
-
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "float": (int, float),
-    "tuple[int, ...]": (list,),
-}
-
-
-def decode(kind: type[Value], said: Any) -> Value | None:
-    """A value of this attrs class, or None: another version may post others. Fields that are not
-    known here are skipped, and those left out are as by default."""
-    if not isinstance(said, dict):
-        return None
-    fields = [field for field in attrs.fields(kind) if field.name in said]  # type: ignore[arg-type]
-    if any(type(said[field.name]) not in _TYPES[str(field.type)] for field in fields):
-        return None
-    try:
-        return kind(**{field.name: said[field.name] for field in fields})
-    except (TypeError, ValueError):
+        return layout.decode(kind, data, "a post")
+    except RendezvousMismatch:
         return None

@@ -24,7 +24,7 @@ from ..workers.interface import Notice, Workers
 from ..workers.spec import WorkerGroup, WorkerState
 from . import policy
 from .interface import Cause, RunResult
-from .policy import Event, Outcome, Post, decode, encode, read
+from .policy import Event, Outcome, Post, decode, encode
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -38,6 +38,7 @@ LONGEST_TRACE = 8 * 1024
 LONGEST_TAIL = 4 * 1024
 LONGEST_LINE = 1024
 MOST_RANKS = 64
+Ranks = tuple[int, ...]
 
 
 # Causes, as the nodes tell one another: bounded, and plain JSON.
@@ -64,7 +65,7 @@ def cause_of(failure: WorkerExit, host: str, generation: int) -> Cause:
 
 def post_cause(cause: Cause) -> Post:
     """Whoever comes later has followed, and says so at the end of its run."""
-    return Post(CAUSE, FIRST, encode(attrs.asdict(cause)), first=True)
+    return Post(CAUSE, FIRST, encode(cause), first=True)
 
 
 def post_failed(node: int, ranks: Collection[int]) -> Post:
@@ -74,12 +75,11 @@ def post_failed(node: int, ranks: Collection[int]) -> Post:
 
 def first_cause(said: Mapping[str, bytes]) -> Cause | None:
     """What all nodes said of a generation, by the ends of their keys, as one cause."""
-    cause = decode(Cause, read(said[FIRST])) if FIRST in said else None
+    cause = decode(Cause, said[FIRST]) if FIRST in said else None
     if cause is None:
         return None
-    also = [read(data) for key, data in said.items() if key.startswith(ALSO)]
-    ranks = (rank for told in also if isinstance(told, list) for rank in told[:MOST_RANKS])
-    return followed_by(cause, (rank for rank in ranks if type(rank) is int))
+    also = [decode(Ranks, data) or () for key, data in said.items() if key.startswith(ALSO)]
+    return followed_by(cause, (rank for ranks in also for rank in ranks[:MOST_RANKS]))
 
 
 def followed_by(cause: Cause, ranks: Iterable[int]) -> Cause:
@@ -274,7 +274,7 @@ class Report:
     def failure(self, failure: policy.ReportFailure) -> None:
         log.warning("%s", failure.reason)
         since = self._silent_since
-        word = (failure.kind.value or "ordinary") if since is None else "hang"
+        word = "hang" if since is not None else "killed" if failure.killed else "ordinary"
         silent = None if since is None else round(self._clock() - since, 3)
         self._tell("failure", reason=failure.reason, failure=word, silent=silent)
 

@@ -27,7 +27,6 @@ from .policy import (
     StopAt,
     decode,
     encode,
-    read,
 )
 
 STOP = "stop/"
@@ -79,7 +78,7 @@ def more_urgent(*reasons: str) -> str:
 
 def decode_need(data: bytes) -> Need:
     """What cannot be read is no agreement."""
-    need = decode(Need, read(data))
+    need = decode(Need, data)
     if need is None or need.reason not in REASONS:
         return NO_CALL
     return attrs.evolve(need, seconds=max(0.0, need.seconds))
@@ -87,7 +86,7 @@ def decode_need(data: bytes) -> Need:
 
 def post_need(node: int, need: Need) -> Post:
     """Tell the other nodes, unless this one has said something before."""
-    return Post(STOP, str(node), encode(attrs.asdict(need)), first=True)
+    return Post(STOP, str(node), encode(need), first=True)
 
 
 Climb = tuple["Stopping", tuple[Command, ...]]
@@ -156,10 +155,7 @@ class Stopping:
             notice=notice,
             deadline=now + notice.seconds,
         )
-        # Whether others have saved, and wait for ours, is of use where ours wait for a save.
-        hears = self.agrees and notice.after_save and self._with_others
-        breaks = (Gather(OVER),) if self.keep and self._with_others else ()
-        return stopping, (Gather(STOP), *breaks) if hears else breaks
+        return stopping, (Gather(OVER),) if self.keep and self._with_others else ()
 
     def sooner(self, now: float, notice: Notice | None) -> Climb:
         """Those with a notice get this one, if it leaves them less time; None: they get no more.

@@ -27,7 +27,6 @@ import zlib
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from itertools import count
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -52,7 +51,7 @@ from .folder import (
     step_of,
     summed,
 )
-from .place import NotAFile, crc32_beside, target_of
+from .place import NotAFile, checksum_beside, target_of
 
 if TYPE_CHECKING:
     from .peers import Peers
@@ -206,7 +205,7 @@ class ClearedAway(CheckpointError):
 
 
 class TakesNoWrites(CheckpointError):
-    """The folder can be read, but not written: it is full, read-only, or somebody else's."""
+    """The folder cannot be written: it is full, read-only, or this process lacks the permission."""
 
 
 class Committer:
@@ -261,7 +260,7 @@ class Committer:
         """
         folder = folder_of(step)
         with self._at_work(f"could not be written to {folder}"):
-            summed = crc32_beside(data, lambda: self._place.write(f"{folder}/{name}", data))
+            summed = checksum_beside(data, lambda: self._place.write(f"{folder}/{name}", data))
             return DataFile(name, len(data), summed)
 
     def commit(
@@ -270,13 +269,13 @@ class Committer:
         files: tuple[DataFile, ...],
         parts: int = 0,
         *,
-        metrics: Mapping[str, float] = MappingProxyType({}),
         world: int = 0,
+        pinned: bool = False,
     ) -> None:
         """Make them count, in place of what there was of this step; then delete what is too old.
 
         Args:
-            parts, metrics, world: see `Manifest`.
+            parts, world, pinned: see `Manifest`.
 
         Raises:
             CheckpointRefused: somebody has taken the folder over. CheckpointError: the disk
@@ -292,8 +291,8 @@ class Committer:
             generation=writer.generation,
             writer=writer.token,
             saved_at=wall(),
-            metrics=dict(metrics),
             world=world,
+            pinned=pinned,
         )
         with self._at_work(f"could not commit {folder}"), self._place.locked():
             reason = why_not(self._fence(), writer, beside=self._beside)
@@ -373,7 +372,7 @@ class Committer:
                 self._place.remove(name)
         for folder in self._place.folders():
             step = step_of(folder)
-            if step is not None and not self._place.is_linked(folder):
+            if step is not None:
                 with self._or_it_stays(failed if step in doomed else None):
                     self._sweep_folder(step, live, doomed=step in doomed)
         return failed
@@ -395,7 +394,7 @@ class Committer:
 
     @contextlib.contextmanager
     def _or_it_stays(self, failed: list[Exception] | None = None) -> Iterator[None]:
-        """What cannot be deleted, as it is another user's, is in nobody's way."""
+        """Log a file that cannot be deleted, and go on: it does not fail the save."""
         try:
             yield
         except (CheckpointError, OSError) as error:
@@ -408,19 +407,17 @@ class Committer:
                 log.warning("%s: %s: %s", self._place.name, what, error)
 
     def _select(self, just: int | None = None, unread: Container[int] = ()) -> Selection:
-        rows, metrics = [], {}
-        for one in self._folder.found():
-            metrics[one.step] = one.manifest.metrics if one.manifest else {}
-            # What a link leads to is not ours to delete: it stays as what nobody could look at.
-            linked = self._place.is_linked(folder_of(one.step))
-            if one.unread or linked or one.step in unread:
+        rows, found = [], self._folder.found()
+        for one in found:
+            if one.unread or one.step in unread:
                 health = Health.UNREAD
             elif one.manifest is None:
                 health = Health.BAD
             else:
                 health = self._folder.health(one.manifest)
             rows.append((one.step, health))
-        return select(rows, self._retention, just, metrics)
+        pinned = {one.step for one in found if one.pinned}
+        return select(rows, self._retention, just, pinned)
 
     def _fence(self, *, damaged_is_none: bool = False) -> Fence | None:
         try:
@@ -473,8 +470,9 @@ class Writers:
         self,
         step: int,
         data: memoryview,
-        metrics: Mapping[str, float] = MappingProxyType({}),
         world_size: int = 0,
+        *,
+        pinned: bool = False,
     ) -> None:
         """Write this rank's pack as a file, and commit those of all.
 
@@ -488,7 +486,7 @@ class Writers:
         try:
             files = self._all_do(step, partial(commits.write, step, name, data))
             parts = len(files) if self._peers else 0
-            commit = partial(commits.commit, step, files, parts, metrics=metrics, world=world_size)
+            commit = partial(commits.commit, step, files, parts, world=world_size, pinned=pinned)
             self._all_do(step, commit if first else None)
         except BaseException:
             commits.abandon(step, name)
@@ -713,8 +711,8 @@ class OthersSave(Save):
                 pause.wait(STORE_SECONDS if outcomes.reachable else FOLDER_SECONDS)
             elif outcomes.reachable:
                 return (
-                    f"no news of the save of step {step}, which rank {outcomes.writer} "
-                    "makes: it has died, is still saving, or did not call save"
+                    f"no news of the save of step {step}, which rank 0 makes: it has died, is "
+                    "still saving, or did not call save"
                 )
             else:
                 return f"there is no {self._folder.describe(step)}, which another rank was to save"
@@ -728,15 +726,15 @@ class OthersSave(Save):
             looked = map(self._folder.look, {step, outcomes.newest})
             self._over = any(found is not None and found.manifest for found in looked)
         elif not self._over and (said := outcomes.heard(self._number)) is not None:
-            self._over, by = True, f"rank {outcomes.writer}"
+            self._over = True
             if said["step"] != step:
                 self._failure = CheckpointError(
-                    f"{by} was asked to save step {said['step']}, and this rank step {step}: all "
+                    f"rank 0 was asked to save step {said['step']}, and this rank step {step}: all "
                     "ranks have to make the same calls"
                 )
             elif said["error"]:
                 self._failure = CheckpointError(
-                    f"step {step} was not saved by {by}: {said['error']}"
+                    f"step {step} was not saved by rank 0: {said['error']}"
                 )
         return self._over
 
@@ -746,13 +744,13 @@ class Outcomes:
 
     Each save has a number, which is the same on all ranks, as all make the same calls.
 
-    store: torch's; None if there is none. name: the same on all ranks. writer: the rank that
-    writes. mine: whether that is this one, which tells the others. reachable: whether the store is,
-    as far as is known by now. newest: the step of the last save that another rank was to make.
+    store: torch's; None if there is none. name: the same on all ranks. mine: whether this is
+    rank 0, which writes and tells the others. reachable: whether the store is, as far as is known
+    by now. newest: the step of the last save that another rank was to make.
     """
 
-    def __init__(self, store: Any, name: str, writer: int, *, mine: bool) -> None:
-        self._store, self.writer, self._mine = store, writer, mine
+    def __init__(self, store: Any, name: str, *, mine: bool) -> None:
+        self._store, self._mine = store, mine
         self._prefix = f"elasticlib/saves/{zlib.crc32(name.encode()):08x}"
         self.reachable, self.newest = store is not None, 0
 

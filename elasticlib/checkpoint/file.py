@@ -1,8 +1,8 @@
-"""A state in one file that is there whole or not at all, and is never trusted unread.
+"""Single checkpoint files, each with one state.
 
-The file is a pack (see `pack`), and so a safetensors file, which any tool opens; its head tells the
-sum of its data. A save writes beside the target, syncs, and renames; a crash at any moment leaves
-the old file or the new one. A load checks every byte before anything is made of them.
+A file is a pack (see `pack`), and so a safetensors file, which any tool opens. Its head has the
+checksum of its data. The functions here add nothing to what the manager uses: a state is laid out
+and copied by `pack`, put in place by `LocalPlace`, and verified by `folder.sum_flaw`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
-from .pack import Layout, lay_out, unpack
+from .folder import DataFile, sum_flaw
+from .pack import fill, lay_out, unpack
 from .pack_head import HEAD_BYTES, Head, read_head, size_of, with_sum
-from .place import CHUNK, READERS, LocalPlace, new_memory, read_summed, target_of
+from .place import PIECE, READERS, LocalPlace, checksum, new_memory, target_of
 from .state import MapLocation, values_of
 
-_CHUNK = 1 << 20
 _ZIP = b"PK\3\4"  # A file of torch.save begins with it.
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -32,9 +31,10 @@ log = logging.getLogger("elasticlib.checkpoint")
 def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
     """Write `state` to the file `path`, in place of what was there, durably or not at all.
 
-    When it returns, the file is complete and on the disk. Missing folders are created. Leftovers of
-    an earlier crash at the same path are removed; so if two saves write to one path at once, the
-    one that began first may fail. Save from one rank only.
+    When it returns, the file is complete and on the disk. The call needs memory for one copy of the
+    state. Missing folders are created. Partial files that an earlier crash left at the same path
+    are removed; so if two saves write to one path at once, the one that began first may fail. Save
+    from one rank only.
 
     Args:
         path: the file. It is a safetensors file, whatever its name ends in: other tools read its
@@ -51,14 +51,17 @@ def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
         layout = lay_out(values_of(state))
     except CheckpointError as error:
         raise CheckpointError(f"{target} was not written: {error}") from None
+    place, start = LocalPlace(target.parent), len(layout.head)
     try:
+        pack = memoryview(new_memory(layout.size))
+        fill(layout, torch.frombuffer(pack, dtype=torch.uint8))
+        pack[:start] = with_sum(layout.head, checksum(pack[start:]))
         target.parent.mkdir(parents=True, exist_ok=True)
-        for beside in target.parent.iterdir():
-            if target_of(beside.name) == target.name:
-                beside.unlink(missing_ok=True)
+        for name in place.files(""):
+            if target_of(name) == target.name:
+                place.remove(name)
         try:
-            with LocalPlace(target.parent).replacing(target.name) as handle:
-                _write(handle, layout)
+            place.put(target.name, pack)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{target} was not written: its partial file is gone, because another save of the "
@@ -86,7 +89,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
         # The memory is the tensors' own.
         memory = memoryview(new_memory(head.size))
         os.preadv(file.fileno(), [memory[: head.start]], 0)
-        _check_pack(file, path, head, memory[head.start :])
+        _check_data(file, path, head, memory[head.start :])
     try:
         return unpack(memory, map_location=map_location, copy=False)
     except CheckpointCorrupt as error:
@@ -114,7 +117,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
         path = Path(folder, name)
         try:
             with open(path, "rb") as file:
-                _check_pack(file, path, _head(file, path))
+                _check_data(file, path, _head(file, path))
         except (CheckpointError, OSError) as error:
             log.warning("checkpoint skipped: %s", error)
             newest_error = newest_error or error
@@ -134,34 +137,6 @@ def _natural_key(name: str) -> tuple[list[str | int], str]:
     return [int(part) if at % 2 else part for at, part in enumerate(parts)], name
 
 
-def _write(handle: int, layout: Layout) -> None:
-    with open(handle, "wb", buffering=_CHUNK, closefd=False) as file:
-        file.write(layout.head)
-        summed = 0
-        for piece in _pieces(layout):
-            file.write(piece)
-            summed = zlib.crc32(piece, summed)
-        file.seek(0)
-        file.write(with_sum(layout.head, summed))
-
-
-def _pieces(layout: Layout) -> Iterator[memoryview]:
-    """The data of a pack without a second state in memory: piece by piece, of 16 MiB at most.
-
-    Each is valid until the next one is asked for.
-    """
-    most = max((tensor.nbytes for tensor, _, _ in layout.parts), default=0)
-    memory = bytearray(max(1, min(most, CHUNK)))
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    for tensor, begin, end in layout.parts:
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
-        for at in range(0, len(flat), len(memory)):
-            piece = flat[at : at + len(memory)]
-            buffer[: len(piece)].copy_(piece)
-            yield memoryview(memory)[: len(piece)]
-        yield memoryview(bytes(end - begin - len(flat)))
-
-
 def _corrupt(path: str | os.PathLike[str], reason: object) -> CheckpointCorrupt:
     return CheckpointCorrupt(f"{os.fspath(path)} is not a complete checkpoint: {reason}")
 
@@ -178,36 +153,33 @@ def _head(file: BinaryIO, path: str | os.PathLike[str]) -> Head:
         size, start = size_of(first)
         if size != there:
             raise CheckpointCorrupt(f"it should have {size} bytes, and has {there}")
-        head = read_head(first + file.read(start - len(first)))
+        return read_head(first + file.read(start - len(first)))
     except CheckpointCorrupt as error:
         raise _corrupt(
             path, f"{error}: truncated, changed, or not written by elasticlib"
         ) from error
     except Unreadable as error:
         raise Unreadable(f"{os.fspath(path)} cannot be read: {error}") from error
+
+
+def _check_data(
+    file: BinaryIO, path: str | os.PathLike[str], head: Head, into: memoryview | None = None
+) -> None:
+    """Read the data of a pack, and compare their checksum with that in its head.
+
+    The file stays open meanwhile, because another save may replace it at any moment.
+    """
     if head.summed is None:
         raise CheckpointError(
             f"{os.fspath(path)} has no checksum, as a file of a CheckpointManager: load "
             "it with CheckpointManager(folder).load(step)"
         )
-    return head
 
-
-def _check_pack(
-    file: BinaryIO, path: str | os.PathLike[str], head: Head, into: memoryview | None = None
-) -> None:
-    """Read a pack's data, all of them, and compare their sum."""
-
-    def read(at: int, buffer: memoryview, piece: Callable[[memoryview], None]) -> int:
-        count = os.preadv(file.fileno(), [buffer[:_CHUNK]], head.start + at)
+    def read(start: int, buffer: memoryview, piece: Callable[[memoryview], None]) -> int:
+        count = os.preadv(file.fileno(), [buffer[:PIECE]], head.start + start)
         piece(buffer[:count])
         return count
 
-    size = head.size - head.start
-    count, summed = read_summed(read, size, into, threads=READERS)
-    if count < size:
-        raise _corrupt(path, f"it ends after {head.start + count} of {head.size} bytes")
-    if summed != head.summed:
-        raise _corrupt(
-            path, f"it says CRC-32 {head.summed:08x} of its data, these give {summed:08x}"
-        )
+    data = DataFile(Path(path).name, head.size - head.start, head.summed)
+    if flaw := sum_flaw(data, read, into, threads=READERS):
+        raise _corrupt(path, flaw)

@@ -5,9 +5,9 @@ and when. Each of the manifest's own bytes is summed, too. A checkpoint counts f
 which its manifest, written last, is in place. Its data are summed when they are read: what is
 damaged is found out before it is used.
 
-The newest few are kept, one each so many steps, the best, and always the last good one. Nothing is
-deleted while no checkpoint that stays is known to be good, and never what could not be read: it may
-be whole.
+The newest few are kept, one each so many steps, those that are pinned, and always the last good
+one. Nothing is deleted while no checkpoint that stays is known to be good, and never what could not
+be read: it may be whole.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import mmap
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -32,6 +31,7 @@ from ..foreign import read_fields, read_object
 from .pack_head import HEAD_BYTES, size_of
 from .place import (
     CHUNK,
+    Fill,
     LocalPlace,
     NotAFile,
     Place,
@@ -69,11 +69,11 @@ class OtherFormat(CheckpointCorrupt):
 
 @attrs.frozen
 class DataFile:
-    """A file of a checkpoint: its name in the checkpoint's folder, bytes, and their CRC-32."""
+    """A file of a checkpoint: its name in the checkpoint's folder, bytes, and their checksum."""
 
     name: str
     size: int
-    crc32: int
+    checksum: int  # see `place.checksum_of`
 
 
 @attrs.frozen
@@ -83,8 +83,8 @@ class Manifest:
     step: after which the state was taken. parts: 0 for a state that is the same on all ranks, in
     one file; else so many ranks wrote a file each, in the order of their ranks. run, launch,
     generation, writer: see `commit.Writer`. saved_at: seconds since 1970 by the writer's wall
-    clock, for people. metrics: what the script measured of the state, such as its loss; finite
-    numbers by name. world: the number of ranks that the job had; 0 where it is not known.
+    clock, for people. world: the number of ranks that the job had; 0 where it is not known. pinned:
+    whether retention never deletes this checkpoint.
     """
 
     step: int
@@ -95,8 +95,8 @@ class Manifest:
     generation: int = 0
     writer: str = ""
     saved_at: float = 0.0
-    metrics: Mapping[str, float] = attrs.Factory(dict)
     world: int = 0
+    pinned: bool = False
 
     @property
     def size(self) -> int:
@@ -168,19 +168,11 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     if type(rows) is not list:
         raise ValueError(f"files is {rows!r:.80}, must be a list")
     files = tuple(read_fields(DataFile, row) for row in rows)
-    metrics = fields.pop("metrics", {})
-    if type(metrics) is not dict or not all(map(_is_finite, metrics.values())):
-        raise ValueError(f"metrics are {metrics!r:.80}, must be finite numbers by name")
-    manifest = read_fields(Manifest, fields, files=files, metrics=metrics)
+    manifest = read_fields(Manifest, fields, files=files)
     reason = _out_of_range(manifest)
     if reason:
         raise ValueError(reason)
     return manifest
-
-
-def _is_finite(value: object) -> bool:
-    # What is no number in JSON is text here, and an int may be larger than any float.
-    return type(value) is float or (type(value) is int and -MAX_BYTES <= value <= MAX_BYTES)
 
 
 def _out_of_range(manifest: Manifest) -> str | None:
@@ -198,8 +190,8 @@ def _out_of_range(manifest: Manifest) -> str | None:
     for file in files:
         if not _FILE.fullmatch(file.name) or file.name in (".", "..", MANIFEST):
             return f"{file.name!r:.80} is not the name of a file beside it"
-        if not (0 <= file.size <= MAX_BYTES and 0 <= file.crc32 < 1 << 32):
-            return f"{file.name} has {file.size} bytes with the CRC-32 {file.crc32:x}"
+        if not (0 <= file.size <= MAX_BYTES and 0 <= file.checksum < 1 << 32):
+            return f"{file.name} has {file.size} bytes with the checksum {file.checksum:x}"
     return None
 
 
@@ -230,45 +222,18 @@ class Health(enum.Enum):
     BAD = "bad"
 
 
-Metrics = Mapping[int, Mapping[str, float]]
-"""By step, what was measured of it."""
-
-
 @attrs.frozen
 class Retention:
-    """last: how many of the newest are kept. every: so is each whose step it divides (0: none).
-    best: a metric, whether its "min" or "max" is best, and how many of the best are kept, too."""
+    """last: how many of the newest are kept. every: so is each whose step it divides (0: none)."""
 
     last: int = 3
     every: int = 0
-    best: tuple[str, str, int] | None = None
 
     def __attrs_post_init__(self) -> None:
         for name, least in (("last", 1), ("every", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"need keep_{name} >= {least}, a whole number, got {value!r}")
-        match self.best:
-            case None:
-                pass
-            case (str(), "min" | "max", int(count)) if type(count) is int and count >= 1:
-                pass
-            case _:
-                raise ConfigError(
-                    f'need keep_best such as ("loss", "min", 3): a metric, "min" or "max", and how '
-                    f"many (>= 1), got {self.best!r}"
-                )
-
-
-def best_of(steps: Iterable[int], metrics: Metrics, metric: str, order: str) -> list[int]:
-    """Those of which this was measured, the best first; of two that are as good, the newer one.
-
-    Args:
-        order: "min" if less is better, "max" if more is.
-    """
-    sign = 1 if order == "min" else -1
-    known = (step for step in steps if metric in metrics.get(step, {}))
-    return sorted(known, key=lambda step: (sign * metrics[step][metric], -step))
 
 
 @attrs.frozen
@@ -284,7 +249,7 @@ def select(
     found: Iterable[tuple[int, Health]],
     retention: Retention,
     just: int | None = None,
-    metrics: Metrics = MappingProxyType({}),
+    pinned: Container[int] = (),
 ) -> Selection:
     """Which of these checkpoints to keep. Those UNREAD stay, and so do those BAD that are newer
     than all that are GOOD. Neither are counted: what is whole does not go in their place.
@@ -293,7 +258,7 @@ def select(
         found: the steps that there are, and how each is.
         just: the step that was written just now: it stays, whatever its number. (Who went back
             to an older step writes smaller ones than there are.)
-        metrics: what the manifests say; a step without the metric in question is never best.
+        pinned: steps whose manifests say that they are pinned; they stay even if damaged.
     """
     health = dict(found)
     steps = sorted(health)
@@ -308,9 +273,7 @@ def select(
     kept = {*usable[-retention.last :], good[-1], *unread, *damaged}
     if retention.every:
         kept |= {step for step in usable if step % retention.every == 0}
-    if retention.best:
-        metric, order, count = retention.best
-        kept |= {*best_of(usable, metrics, metric, order)[:count]}
+    kept |= {step for step in steps if step in pinned}
     if just in health:
         kept.add(just)
     return Selection(tuple(sorted(kept)), tuple(step for step in steps if step not in kept))
@@ -335,12 +298,14 @@ class Found:
     """A step's folder: what its manifest says, or why it is no checkpoint (any more).
 
     unread: whether that is because it could not be read: then it may be one all the same.
+    pinned: what its manifest says, even if a data file is missing or has another size.
     """
 
     step: int
     manifest: Manifest | None
     flaw: str = ""
     unread: bool = False
+    pinned: bool = False
 
     @property
     def trouble(self) -> str:
@@ -351,7 +316,7 @@ class Found:
 class CheckpointFolder:
     """Reads the checkpoints in one place.
 
-    passed_over: why the last `load`, `latest` or `best` did not take those before, by step.
+    passed_over: why the last `load` or `latest` did not take those before, by step.
     """
 
     def __init__(self, place: Place) -> None:
@@ -396,13 +361,10 @@ class CheckpointFolder:
         except NotAFile as error:
             return Found(step, None, f"its manifest cannot be read: {error}")
         except OSError as error:
-            if not self.place.is_linked(folder):
-                return Found(step, None, str(error), unread=True)
-            # Ours have no links: nobody waits for what somebody else has led away.
-            return Found(step, None, f"it is a link whose target cannot be read: {error}")
+            return Found(step, None, str(error), unread=True)
         except CheckpointCorrupt as error:
             return Found(step, None, str(error))
-        return Found(step, None if flaw else manifest, flaw or "")
+        return Found(step, None if flaw else manifest, flaw or "", pinned=manifest.pinned)
 
     def named(self, step: int) -> set[str] | None:
         """The files that a step's manifest names; None if that cannot be read: who knows."""
@@ -518,9 +480,8 @@ class CheckpointFolder:
         """One file of a checkpoint on this machine's disk, not yet checked; what is written to the
         memory does not change it. Raises as `read`."""
         file, path = manifest.files[number], os.path.join(self.place.name, _path(manifest, number))
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            with self._reading(manifest), open(os.open(path, flags), "rb") as opened:
+            with self._reading(manifest), open(path, "rb") as opened:
                 rights = mmap.PROT_READ | mmap.PROT_WRITE
                 return mmap.mmap(opened.fileno(), file.size, mmap.MAP_PRIVATE, rights)
         except (FileNotFoundError, ValueError) as error:
@@ -576,20 +537,14 @@ class CheckpointFolder:
         """What is wrong with a file, having read every byte of it; None if nothing."""
         file, path = manifest.files[number], _path(manifest, number)
 
-        def fill(start: int, buffer: memoryview, piece: Callable[[memoryview], None]) -> int:
+        def read(start: int, buffer: memoryview, piece: Callable[[memoryview], None]) -> int:
             return self.place.read_into(path, buffer, start=start, seen=piece)
 
         try:
             with self._reading(manifest):
-                threads = self.place.readers
-                count, summed = read_summed(fill, file.size, into, threads=threads, seen=seen)
+                return sum_flaw(file, read, into, threads=self.place.readers, seen=seen)
         except FileNotFoundError:
             return f"{file.name} is missing"
-        if count != file.size:
-            return f"{file.name} has {count} of {file.size} bytes"
-        if summed != file.crc32:
-            return f"{file.name} should have CRC-32 {file.crc32:08x}, its bytes give {summed:08x}"
-        return None
 
     @contextlib.contextmanager
     def _reading(self, manifest: Manifest) -> Iterator[None]:
@@ -617,18 +572,6 @@ class CheckpointFolder:
         """See `CheckpointManager.latest`."""
         with contextlib.suppress(FileNotFoundError):
             return self._take_first(self.found(), self.check)
-        return None
-
-    def best(self, metric: str, order: str) -> int | None:
-        """See `CheckpointManager.best`."""
-        found = {one.step: one for one in self.found()}
-        for one in found.values():
-            if one.unread:
-                self._whole(one)  # raises: it may be better than all others
-        metrics = {step: one.manifest.metrics for step, one in found.items() if one.manifest}
-        best = [found[step] for step in best_of(metrics, metrics, metric, order)]
-        with contextlib.suppress(FileNotFoundError):
-            return self._take_first(best, self.check)
         return None
 
     def _take_first(self, candidates: Iterable[Found], take: Callable[[Manifest], T]) -> T:
@@ -691,6 +634,29 @@ class CheckpointFolder:
             like,
             map_location=map_location,
         )
+
+
+def sum_flaw(
+    file: DataFile,
+    read: Fill,
+    into: memoryview | None = None,
+    *,
+    threads: int = 1,
+    seen: Callable[[memoryview], None] = no_news,
+) -> str | None:
+    """Read bytes, and return how they differ from what is expected, or None if they do not.
+
+    Args:
+        file: how many bytes there must be, and their checksum.
+        read: reads some of them, as `read_summed` calls it.
+        into: where the bytes go; without it they are only checked.
+    """
+    count, summed = read_summed(read, file.size, into, threads=threads, seen=seen)
+    if count != file.size:
+        return f"{file.name} has {count} of {file.size} bytes"
+    if summed != file.checksum:
+        return f"{file.name} should have checksum {file.checksum:08x}, its bytes give {summed:08x}"
+    return None
 
 
 def _path(manifest: Manifest, number: int) -> str:

@@ -9,23 +9,22 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import mmap
 import os
 import secrets
 import socket
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, SupportsFloat
+from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 
 from ..clock import monotonic
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from ..threads import CallRejected, ExclusiveCall
 from ..workers.context import context
 from .commit import Committer, OthersSave, Outcomes, OwnSave, Save, TakesNoWrites, Writer, Writers
@@ -138,18 +137,14 @@ class CheckpointManager:
 
     All ranks make the same calls. If the state is the same on all ranks, one of them writes it; if
     it has sharded tensors (DTensors, as in FSDP2), each rank writes its part. A checkpoint is kept
-    if any of `keep_last`, `keep_every` and `keep_best` keeps it.
+    if `keep_last` or `keep_every` keeps it, or if it was saved with `pin=True`.
 
     Args:
-        folder: a path, any fsspec URL, or a place of your own.
+        folder: a path, any fsspec URL, or a place of your own; all nodes must reach the same one.
         keep_last: keep this many of the newest checkpoints.
         keep_every: also keep steps that are a multiple of this; 0: none.
-        keep_best: also keep the best by a metric that `save` is given: its name, which values are
-            better ("min" or "max"), and how many to keep (1 by default).
-        shared: True if all nodes see the same folder; then rank 0 writes. False if each node has a
-            folder of its own; then the first rank of each node writes.
-        group: the ranks that share the state; all of the default process group by default. It
-            needs one folder for all, and each of its ranks keeps snapshots.
+        group: the ranks that share the state; all of the default process group by default. Each of
+            its ranks keeps snapshots.
 
     Attributes:
         stall: seconds that the last `save` or `snapshot` took of the training step.
@@ -162,20 +157,13 @@ class CheckpointManager:
         *,
         keep_last: int = 3,
         keep_every: int = 0,
-        keep_best: tuple[str, str] | tuple[str, str, int] | None = None,
-        shared: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if group is not None and not shared:
-            raise ConfigError(
-                "shared=False has the first rank of each node write, which of a group is not "
-                "known: give a folder that all its ranks see, or leave group out"
-            )
         self.stall = 0.0
         self.durable: float | None = None
-        self._folder, self._shared, self._group = folder, shared, group
+        self._folder, self._group = folder, group
         self._name = folder.name if isinstance(folder, Place) else os.fspath(folder)
-        self._retention = Retention(keep_last, keep_every, _with_count(keep_best))
+        self._retention = Retention(keep_last, keep_every)
         self._host = HostBuffer()
         self._writing: dist.ProcessGroup | None = None
         self._saving = ExclusiveCall()
@@ -190,9 +178,7 @@ class CheckpointManager:
 
     # -- saving -------------------------------------------------------------------------------
 
-    def save(
-        self, step: int, state: object, metrics: Mapping[str, SupportsFloat] | None = None
-    ) -> Save:
+    def save(self, step: int, state: object, *, pin: bool = False) -> Save:
         """Save the state after `step`; returns once it is copied, and may be changed again.
 
         Waits for the save before it, if that is still under way. An older checkpoint of the same
@@ -208,24 +194,24 @@ class CheckpointManager:
         Args:
             state: nested containers of tensors, NumPy arrays, plain values, and objects with
                 `state_dict` and `load_state_dict`; docs/checkpoints.md lists all that is taken.
-            metrics: measured values, by name, for `best`, `keep_best` and people. Those of the rank
-                that commits are kept; an infinite one, or one that is not a number, is left out
-                with a warning.
+            pin: never delete this checkpoint, whatever `keep_last` and `keep_every` say. It stays
+                until a person deletes its folder, or until the same step is saved again without
+                `pin`. All ranks give the same value.
 
         Returns:
             A handle: wait for the save, or ask whether it has failed.
 
         Raises:
             CheckpointError: the save before this one failed, nobody has asked about it, and this
-                one was not begun; the state or the metrics cannot be saved; or another call of
-                `save` is still copying a state, in another thread or under the signal handler that
-                calls this one. CheckpointRefused: somebody newer has the folder.
+                one was not begun; the state cannot be saved; or another call of `save` is still
+                copying a state, in another thread or under the signal handler that calls this one.
+                CheckpointRefused: somebody newer has the folder.
         """
         began = monotonic()
         check_step(step)
         self._must_be_open()
         try:
-            return self._saving.run(partial(self._save, step, state, metrics, began))
+            return self._saving.run(partial(self._save, step, state, began, pinned=bool(pin)))
         except CallRejected:
             raise self._rejected(step) from None
         finally:
@@ -241,18 +227,12 @@ class CheckpointManager:
         self._outcomes.tell(self._outcomes.begin(), step, error)
         return error
 
-    def _save(
-        self,
-        step: int,
-        state: object,
-        metrics: Mapping[str, SupportsFloat] | None,
-        began: float,
-    ) -> Save:
+    def _save(self, step: int, state: object, began: float, *, pinned: bool) -> Save:
         outcomes, last, number = self._outcomes, self._last, 0
         try:
             # Counted on all ranks alike, whatever comes of it on one of them.
             number = outcomes.begin()
-            return self._begin(step, state, self._measured(step, metrics), number, began)
+            return self._begin(step, state, number, began, pinned=pinned)
         except BaseException as error:
             if self._last is not None and self._last is not last:
                 self._last.begin()  # The copy is complete: it is written although this call raises.
@@ -260,9 +240,7 @@ class CheckpointManager:
                 outcomes.tell(number, step, error)
             raise
 
-    def _begin(
-        self, step: int, state: object, metrics: Mapping[str, float], number: int, began: float
-    ) -> Save:
+    def _begin(self, step: int, state: object, number: int, began: float, *, pinned: bool) -> Save:
         """Copy the state, and start to write the copy, if this rank does."""
         self._wait_for_last()
         if memory := vars(self).get("_memory"):
@@ -282,7 +260,8 @@ class CheckpointManager:
             atexit.register(self._last_words)
             self._forget = context().on_stop(self._settle)
         data = self._host.take(layout)
-        write = partial(writers.write, step, data, metrics, self._rank_info.world_size)
+        world_size = self._rank_info.world_size
+        write = partial(writers.write, step, data, world_size, pinned=pinned)
         tell = partial(self._outcomes.tell, number, step)
         save = OwnSave(step, partial(self._write, step, write, tell, self._committer, began))
         self._last = save
@@ -310,27 +289,6 @@ class CheckpointManager:
         # Where another rank commits, it has when this one hears of it.
         self.durable = (committed if committed > began else monotonic()) - began
         context().saved(step)
-
-    def _measured(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
-        """The metrics that can be kept."""
-        best, found = self._retention.best, dict[str, float]()
-        if metrics and best is not None and best[0] not in metrics:
-            raise CheckpointError(
-                f"step {step} has no metric {best[0]!r}, which keep_best goes by; it has "
-                f"{', '.join(map(repr, metrics))}: name that one, too, or give no metrics"
-            )
-        for name, value in (metrics or {}).items():
-            number = _as_float(value)
-            if type(name) is not str or number is None:
-                raise CheckpointError(
-                    f"metrics[{name!r}] is {value!r:.80}: a metric is a finite number under a "
-                    "name, so leave out what was not measured"
-                )
-            if math.isfinite(number):
-                found[name] = number
-            else:
-                log.warning("step %d: the metric %r is %s, and is left out", step, name, value)
-        return found
 
     def snapshot(self, step: int, state: object) -> bool:
         """Keep the state after `step` in memory of this node's agent, which outlives this process.
@@ -395,7 +353,7 @@ class CheckpointManager:
     @property
     def writes(self) -> bool:
         """Whether this rank writes states that are the same on all ranks."""
-        return not (self._rank_info.rank if self._shared else self._rank_info.local_rank)
+        return self._rank_info.rank == 0
 
     def claim(self) -> None:
         """Take the folder for this generation, if this rank writes: from now on, older generations
@@ -604,28 +562,14 @@ class CheckpointManager:
         """
         return self._reader.latest()
 
-    def best(self, by: tuple[str, str] | None = None) -> int | None:
-        """The step of the whole checkpoint that is best by a metric, checked as by `latest`; of
-        two that are as good the newer one. None if no checkpoint has that metric.
+    def steps(self, *, pinned_only: bool = False) -> list[int]:
+        """Return the steps of all checkpoints, in order; judged by manifests and sizes alone.
 
         Args:
-            by: the metric, and which values are better, "min" or "max"; as of `keep_best` by
-                default.
-
-        Raises:
-            ConfigError: nobody has said by what. CheckpointError: one cannot be read, which may be
-                better, or all that have the metric are damaged.
+            pinned_only: return only those that were saved with `pin=True`.
         """
-        rule = self._retention if by is None else Retention(best=_with_count(by))
-        if rule.best is None:
-            raise ConfigError(
-                'best() needs a metric: give it ("loss", "min"), or the manager keep_best'
-            )
-        return self._reader.best(*rule.best[:2])
-
-    def steps(self) -> list[int]:
-        """The steps that there are checkpoints of, in order; by manifests and sizes alone."""
-        return sorted(found.step for found in self._reader.found() if found.manifest)
+        found = (one for one in self._reader.found() if one.manifest)
+        return sorted(one.step for one in found if one.pinned or not pinned_only)
 
     def verify(self, step: int | None = None) -> dict[int, str]:
         """Read every byte of one checkpoint, or of all. Returns what is wrong, by step.
@@ -637,7 +581,7 @@ class CheckpointManager:
 
     @property
     def passed_over(self) -> dict[int, str]:
-        """Why the last `latest`, `best` or `load` skipped checkpoints, by step."""
+        """Why the last `latest` or `load` skipped checkpoints, by step."""
         return dict(self._reader.passed_over)
 
     def prune(self) -> Selection:
@@ -681,26 +625,20 @@ class CheckpointManager:
 
     @cached_property
     def _all_ranks(self) -> Writers:
-        if not self._shared:
-            raise CheckpointError(
-                "sharded state needs one folder that all ranks see, and shared=False says that "
-                "each node has one of its own"
-            )
         ranks = None if self._group is None else dist.get_process_group_ranks(self._group)
         self._writing = dist.new_group(ranks, backend="gloo")
         return Writers(self._committer, Peers(self._writing))
 
     @cached_property
     def _outcomes(self) -> Outcomes:
-        rank_info, group, store = self._rank_info, self._group, None
-        writer = 0 if self._shared else rank_info.rank - rank_info.local_rank
+        group, store = self._group, None
         if dist.is_available() and dist.is_initialized():
             # torch has no public name for the store that a process group met in.
             store = dist.distributed_c10d._get_default_store()
         ranks = None if group is None else dist.get_process_group_ranks(group)
         # Saves are counted anew in each generation: one that joins later has made none of them.
-        name = f"{self._name}\0{ranks}\0{writer}\0{rank_info.writer.generation}"
-        return Outcomes(store, name, writer, mine=self.writes)
+        name = f"{self._name}\0{ranks}\0{self._rank_info.writer.generation}"
+        return Outcomes(store, name, mine=self.writes)
 
     @cached_property
     def _memory(self) -> SnapshotMemory | None:
@@ -718,7 +656,6 @@ class CheckpointManager:
             writes=self._group is not None or rank_info.local_rank == 0,
             # Of a place of the caller's own an agent knows nothing.
             folder=place.name if isinstance(place, LocalPlace | RemotePlace) else "",
-            shared=self._shared,
         )
 
     @property
@@ -733,16 +670,3 @@ class CheckpointManager:
                 "this process was forked from the one that has the CheckpointManager of "
                 f"{self._name}, which alone may save"
             )
-
-
-def _with_count(best: Any) -> Any:
-    """What `keep_best` says, with how many stay; `Retention` checks it."""
-    return (*best, 1) if isinstance(best, tuple) and len(best) == 2 else best
-
-
-def _as_float(value: Any) -> float | None:
-    """The number that it is; None if it is none, or too large for one."""
-    try:
-        return float(value) if hasattr(value, "__float__") else None
-    except (OverflowError, RuntimeError, TypeError, ValueError):
-        return None

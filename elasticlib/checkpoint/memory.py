@@ -72,9 +72,9 @@ class Record:
 
     name: of the snapshots, where a program has several kinds. sequence: counted from 1 by its
     writer. size: of the pack behind the record, in bytes. part, parts: as `Held` has them. folder:
-    where it is written when the job ends without it; empty for nowhere. shared: whether that folder
-    is one for all nodes. run, launch, generation: see `commit.Writer`. sharded: whether it is a
-    rank's part of a sharded state (see `sharded.lay_out_part`), be it the only one.
+    where it is written when the job ends without it; empty for nowhere. run, launch, generation:
+    see `commit.Writer`. sharded: whether it is a rank's part of a sharded state (see
+    `sharded.lay_out_part`), be it the only one.
     """
 
     name: str
@@ -86,7 +86,6 @@ class Record:
     part: int = 0
     parts: int = 1
     folder: str = ""
-    shared: bool = True
     launch: str = ""
     sharded: bool = False
 
@@ -277,11 +276,6 @@ class _File(Slot):
             os.posix_fallocate(self.handle, self.reserved, end - self.reserved)
             self.reserved = end
 
-    def grow(self, capacity: int) -> None:
-        """Nobody may have a view of it. Raises OSError: it stays as it is."""
-        self.memory.resize(RECORD_BYTES + capacity)
-        self.capacity = capacity
-
     def close(self) -> None:
         self.is_empty = False
         os.close(self.handle)
@@ -427,11 +421,6 @@ class Slots:
             self._drop(gone)
             what = "snapshots in %s were removed by another program; the next steps are kept again"
             log.warning(what, self._folder)
-        # How large the first snapshot is was a guess when its slot was prepared.
-        for file in self._files:
-            if file.is_empty and file.capacity < size:
-                with contextlib.suppress(OSError):
-                    file.grow(size)
         use, drop = usable_slots(self._files, size, keep)
         # First, so that a larger state need not find room beside those that have become too small.
         self._drop(drop)

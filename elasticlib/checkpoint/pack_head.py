@@ -9,9 +9,9 @@ padded with spaces, and the header's `__metadata__` has two strings of ours befo
     n * 4096     the entries' bytes, in the order of the header, without gaps
 
 `size` is that of the whole file, in bytes; `head` the CRC-32 of the head without these eight
-digits; `data` that of the data, or dashes where whoever stores or sends the pack sums it up. All
-three are hexadecimal. The second string is the outline: JSON with the state's structure, its plain
-values, and which tensor is which view of which entry (see `pack`).
+digits; `data` the checksum of the data (see `place.checksum_of`), or dashes where whoever stores
+or sends the pack sums it up. All three are hexadecimal. The second string is the outline: JSON with
+the state's structure, its plain values, and which tensor is which view of which entry (see `pack`).
 
 Nothing here needs torch, so agents can read heads.
 """
@@ -85,8 +85,8 @@ class Head:
     """What the head of a pack says.
 
     size: of the whole, in bytes. start: where its data begin. outline: as `write_head` was given
-    it. entries: in the order of their bytes, all of the data. summed: the CRC-32 of the data, if
-    the head has it.
+    it. entries: in the order of their bytes, all of the data. summed: the checksum of the data,
+    if the head has it.
     """
 
     size: int
@@ -147,10 +147,10 @@ def entry_names(paths: Sequence[tuple[str, bool]]) -> list[str]:
     return names
 
 
-def with_sum(head: bytes, crc32: int) -> bytes:
-    """A head that `write_head` made, with the CRC-32 of its data."""
+def with_sum(head: bytes, checksum: int) -> bytes:
+    """Return a head that `write_head` made, with the checksum of its data."""
     begin, end = _span(head, 4)
-    return _sealed(head[:begin] + b"%08x" % crc32 + head[end:])
+    return _sealed(head[:begin] + b"%08x" % checksum + head[end:])
 
 
 def size_of(first: bytes | memoryview) -> tuple[int, int]:

@@ -216,7 +216,8 @@ class Agreed:
     step: 0 if there was nothing, and then the state is as it was. kind: what rank `rank`, this one,
     has it from, `memory`, `disk`, `sharded disk`, or nothing (""). holder: the rank that read it;
     -1 if there was nothing. moved: whether a rank was sent anything of a sharded state, or there
-    was another number of ranks. received: bytes of sharded tensors that this rank was sent.
+    was another number of ranks. received: bytes of sharded tensors that this rank was sent. size:
+    bytes of the pack of a state that is the same on all ranks; 0 if it is sharded or not known.
     passed_over: why newer states were not taken, or others' copies not used, a sentence each.
     """
 
@@ -226,6 +227,7 @@ class Agreed:
     rank: int
     moved: bool = False
     received: int = 0
+    size: int = 0
     passed_over: tuple[str, ...] = ()
 
     @property

@@ -686,7 +686,7 @@ class LastWrites:
         except Exception as error:
             self._problems.append(f"snapshots in memory were not written: {describe(error)}")
             return
-        self._left = [k for k in kinds if self._leaves or (k.newest.sharded and k.record.shared)]
+        self._left = [k for k in kinds if self._leaves or k.newest.sharded]
         while self._left and not self._over.is_set():
             kind = self._left[0]
             try:
@@ -699,12 +699,11 @@ class LastWrites:
             del self._left[0]
 
     def _write(self, kind: Kind) -> str:
-        if kind.record.shared:
-            try:
-                return self._write_at(kind, self._board)
-            except StoreError as error:
-                # Perhaps twice, but not never, whatever becomes of the store.
-                log.info("the nodes cannot agree who writes a snapshot: %s", error)
+        try:
+            return self._write_at(kind, self._board)
+        except StoreError as error:
+            # Perhaps twice, but not never, whatever becomes of the store.
+            log.info("the nodes cannot agree who writes a snapshot: %s", error)
         return self._write_at(kind, Board(self._alone))
 
     def _write_at(self, kind: Kind, board: Board) -> str:

@@ -6,12 +6,12 @@ file new and durable before the next begins, and one small file put last.
 On a disk a file is there whole or not at all, whenever the machine or we die: each file is synced
 before its name counts, and each name by syncing its folder; what is replaced is replaced by a
 rename. All system calls that change anything go through `Disk`. Behind a URL there is no rename and
-no lock: object stores put a file whole or not at all, and the fence is looked at right before the
-manifest is put, as best it can be.
+no lock: object stores put a file whole or not at all, and only one job may write at a time.
 
 Large files are read and summed by several threads at once: a CRC-32 takes longer than a copy, and
 neither needs Python's lock. Each thread reads a segment, sums each piece of it while that is still
-in its core's cache, and goes on to the next one. The sums of the segments make that of the file.
+in its core's cache, and goes on to the next one. The checksum of the file is that of the segments'
+sums.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
-import io
-import logging
 import mmap
 import os
 import re
 import secrets
-import stat
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
@@ -40,7 +36,6 @@ from ..errors import CheckpointError
 from ..foreign import opened
 from ..threads import helper
 
-log = logging.getLogger("elasticlib.checkpoint")
 T = TypeVar("T")
 
 CHUNK = 16 << 20
@@ -53,7 +48,8 @@ MAX_SMALL = 64 << 20
 """Bytes of a small file, such as a manifest of a hundred thousand parts."""
 
 SEGMENT = 8 << 20
-"""Bytes that one thread reads and sums before it takes the next ones."""
+"""Bytes that one thread reads and sums before it takes the next ones. Each segment has a CRC-32,
+so another value here changes the checksums of files."""
 READERS = min(8, len(os.sched_getaffinity(0)))
 """At most so many threads read at once: they keep up with any disk, and with memory."""
 BESIDE = 2
@@ -91,59 +87,32 @@ def target_of(name: str) -> str | None:
     return match["target"] if match else None
 
 
-# -- sums: pure ------------------------------------------------------------------------------------
-
-_POLYNOMIAL = 0xEDB88320
-_ONE, _X = 1 << 31, 1 << 30
-"""Polynomials as a CRC-32 has them: the coefficient of x^0 is the highest bit."""
+# -- checksums: pure -------------------------------------------------------------------------------
 
 
-def crc32_combine(first: int, second: int, size: int) -> int:
-    """The CRC-32 of two runs of bytes, one behind the other, by the sum of each.
+def checksum(data: memoryview) -> int:
+    """Return the checksum of a file's bytes: see `checksum_of`."""
+    starts = range(0, len(data), SEGMENT)
+    return checksum_of(zlib.crc32(data[at : at + SEGMENT]) for at in starts)
 
-    A CRC is a remainder of polynomials over GF(2): `size` bytes behind the first run multiply its
-    remainder by x^(8 size). So does zlib's crc32_combine, by Mark Adler.
+
+def checksum_of(segments: Iterable[int]) -> int:
+    """Return the checksum of a file: the CRC-32 of the CRC-32s of its segments.
+
+    Several threads can compute it, because each segment of `SEGMENT` bytes has a CRC-32 of its own.
 
     Args:
-        size: bytes of the second run.
+        segments: their CRC-32s, in order.
     """
-    return _product(first, _power(8 * size)) ^ second
-
-
-def _joined(found: list[tuple[int, int]]) -> tuple[int, int]:
-    """The bytes and the sum of runs, one behind the other."""
-    size, summed = 0, 0
-    for count, one in found:
-        size, summed = size + count, crc32_combine(summed, one, count)
-    return size, summed
-
-
-@functools.lru_cache(256)
-def _power(exponent: int) -> int:
-    """x^exponent modulo the CRC's polynomial."""
-    if exponent < 2:
-        return (_ONE, _X)[exponent]
-    half = _power(exponent // 2)
-    square = _product(half, half)
-    return _product(square, _X) if exponent & 1 else square
-
-
-def _product(one: int, other: int) -> int:
-    """Of two polynomials, modulo the CRC's."""
-    found = 0
-    for place in range(31, -1, -1):
-        if one >> place & 1:
-            found ^= other
-        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)  # times x
-    return found
+    return zlib.crc32(b"".join(crc32.to_bytes(4, "little") for crc32 in segments))
 
 
 # -- a place ---------------------------------------------------------------------------------------
 
 
 class NotAFile(OSError):
-    """Something else stands where a file belongs (a folder, a pipe), or one that is far too large.
-    It was looked at: no disk has failed, and it will not be another thing the next time."""
+    """A file is larger than any file of its kind can be. No disk has failed, so reading it again
+    gives the same answer."""
 
 
 class Place(abc.ABC):
@@ -155,16 +124,12 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def locked(self) -> AbstractContextManager[None]:
-        """Keep other writers out, if that is possible here; makes the folder."""
+        """Keep other writers out while the block runs, and create the folder. A `RemotePlace` does
+        neither."""
 
     @abc.abstractmethod
     def folders(self) -> list[str]:
         """The names of the folders in it; none if it is not there."""
-
-    def is_linked(self, folder: str) -> bool:  # noqa: ARG002 - most know no links
-        """Whether a folder in it is a link to another place: it is read like any other, and what
-        lies there is never written or deleted."""
-        return False
 
     @abc.abstractmethod
     def files(self, folder: str) -> dict[str, int]:
@@ -172,8 +137,8 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str) -> bytes | None:
-        """A small file whole; None if it is not there. Raises NotAFile where nothing can be read
-        as one; it never waits for what may not come, as of a pipe."""
+        """Return a whole small file, or None if it does not exist. Raise NotAFile if it is larger
+        than MAX_SMALL."""
 
     @abc.abstractmethod
     def read_into(
@@ -252,16 +217,8 @@ class LocalPlace(Place):
     def locked(self) -> Iterator[None]:
         self._make(self.name)
         path = os.path.join(self.name, LOCK)
-        with contextlib.ExitStack() as stack:
-            # A handle of its own each time: two of our threads keep each other out, too.
-            try:
-                flags = os.O_RDWR | os.O_CREAT
-                handle = stack.enter_context(opened(path, flags, mode=0o644))
-            except PermissionError:
-                if not os.path.exists(path):
-                    raise
-                # Another user made it. Whoever may read it can lock it, if the disk is local.
-                handle = stack.enter_context(opened(path))
+        # A handle of its own each time: two of our threads keep each other out, too.
+        with opened(path, os.O_RDWR | os.O_CREAT, mode=0o644) as handle:
             _lock(handle, path)
             try:
                 yield
@@ -273,12 +230,9 @@ class LocalPlace(Place):
     def folders(self) -> list[str]:
         try:
             with os.scandir(self.name) as entries:
-                return sorted(entry.name for entry in entries if _is_folder(entry))
+                return sorted(entry.name for entry in entries if entry.is_dir())
         except FileNotFoundError:
             return []
-
-    def is_linked(self, folder: str) -> bool:
-        return os.path.islink(self._path(folder))
 
     def files(self, folder: str) -> dict[str, int]:
         found = {}
@@ -291,11 +245,11 @@ class LocalPlace(Place):
 
     def read(self, name: str) -> bytes | None:
         try:
-            with _opened(self._path(name)) as file:
+            with open(self._path(name), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size > MAX_SMALL:
                     raise NotAFile(f"{name} has {size} bytes, at most {MAX_SMALL} are read of it")
-                return file.readall()
+                return file.read(size)
         except FileNotFoundError:
             return None
 
@@ -308,7 +262,7 @@ class LocalPlace(Place):
         seen: Callable[[memoryview], None] = no_news,
     ) -> int:
         done = 0
-        with _opened(self._path(name)) as file:
+        with open(self._path(name), "rb", buffering=0) as file:
             while done < len(buffer):
                 count = os.preadv(file.fileno(), [buffer[done : done + PIECE]], start + done)
                 if not count:
@@ -320,28 +274,19 @@ class LocalPlace(Place):
     def write(self, name: str, data: memoryview) -> None:
         path = self._path(name)
         folder = os.path.dirname(path)
-        if folder != self.name and os.path.islink(folder):
-            self._unlink_folder(folder)
         handle = self._created(path, folder)
         with self._or_removed(path), self._synced(handle):
             self._write(handle, name, data)
         self._sync_folder(folder)
 
-    def put(self, name: str, data: bytes) -> None:
-        with self.replacing(name) as handle:
-            self._write(handle, name, memoryview(data))
-
-    @contextlib.contextmanager
-    def replacing(self, name: str) -> Iterator[int]:
-        """A new file, which takes the place of what stands there, durably, when the block ends; of
-        one that fails nothing is left. The folder is there."""
+    def put(self, name: str, data: bytes | memoryview) -> None:
         path = self._path(name)
         folder, base = os.path.split(path)
         aside = os.path.join(folder, aside_name(base, secrets.randbits(32)))
         handle = self._disk.create(aside)
         with self._or_removed(aside):
             with self._synced(handle):
-                yield handle
+                self._write(handle, name, memoryview(data))
             self._disk.rename(aside, path)
         self._sync_folder(folder)
 
@@ -370,14 +315,6 @@ class LocalPlace(Place):
         with contextlib.suppress(FileExistsError):
             self._disk.make_folder(path)
             self._sync_folder(parent)
-
-    def _unlink_folder(self, folder: str) -> None:
-        """Take a link away that stands where a folder of ours belongs; what it leads to stays."""
-        log.warning("%s leads to %s: a folder takes its place", folder, os.path.realpath(folder))
-        # Another rank may have been here already.
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-            self._disk.remove(folder)
-            self._sync_folder(self.name)
 
     def _created(self, path: str, folder: str) -> int:
         """A new file in a folder, which whoever clears up may take away while it is empty."""
@@ -422,22 +359,6 @@ class LocalPlace(Place):
             os.close(handle)
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        return True  # a link in a circle, or to where we may not look: to read it says why
-
-
-def _opened(path: str) -> io.FileIO:
-    """To read. Raises NotAFile; whoever opens a pipe else waits for its other end."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise NotAFile(f"{path} is no file")
-    return io.FileIO(handle, "rb")
-
-
 def _lock(handle: int, path: str) -> None:
     """Wait for the lock, which ends with its holder, however that ended."""
     deadline, pause = monotonic() + LOCK_TIMEOUT, threading.Event()
@@ -456,7 +377,10 @@ def _lock(handle: int, path: str) -> None:
 
 
 class RemotePlace(Place):
-    """A folder that fsspec reaches (the extra `fsspec`, imported when one is first used)."""
+    """A folder that fsspec reaches. The extra `fsspec` is imported when one is first used.
+
+    Only one job may write to it at a time: it has no lock, so fencing is not enforced.
+    """
 
     readers = 8
 
@@ -590,7 +514,7 @@ def read_summed(
     threads: int = 1,
     seen: Callable[[memoryview], None] = no_news,
 ) -> tuple[int, int]:
-    """Read `size` bytes: how many there were before the end, and their CRC-32.
+    """Read `size` bytes. Return how many there were before the end, and their checksum.
 
     Args:
         fill: called by several threads at once, by each with a segment of its own.
@@ -621,20 +545,21 @@ def read_summed(
 
     found = _in_threads(segment, -(-size // SEGMENT), threads)
     whole = sum(1 for count, _ in found if count == SEGMENT)
-    return _joined(found[: whole + 1])
+    there = [(count, crc32) for count, crc32 in found[: whole + 1] if count]
+    return sum(count for count, _ in there), checksum_of(crc32 for _, crc32 in there)
 
 
-def crc32_beside(data: memoryview, act: Callable[[], object]) -> int:
-    """The CRC-32 of `data`, which must not change, summed by other threads while `act` runs."""
+def checksum_beside(data: memoryview, act: Callable[[], object]) -> int:
+    """Return the checksum of `data`, which must not change: other threads compute it while `act`
+    runs."""
 
-    def do(number: int) -> tuple[int, int]:
+    def do(number: int) -> int:
         if number == 0:
             act()
-            return 0, 0
-        part = data[(number - 1) * SEGMENT : number * SEGMENT]
-        return len(part), zlib.crc32(part)
+            return 0
+        return zlib.crc32(data[(number - 1) * SEGMENT : number * SEGMENT])
 
-    return _joined(_in_threads(do, 1 + -(-len(data) // SEGMENT), 1 + BESIDE))[1]
+    return checksum_of(_in_threads(do, 1 + -(-len(data) // SEGMENT), 1 + BESIDE)[1:])
 
 
 def _in_threads(act: Callable[[int], T], count: int, threads: int) -> list[T]:

@@ -313,7 +313,8 @@ def _fetch_pack(
         return None
     raise_any(words, error, f"cannot restore step {step}")
     holder = origin(route, peers.rank)
-    return present(put, "what fits"), Agreed(step, holders[holder].kind, holder, peers.rank)
+    kind, size = holders[holder].kind, len(packs[0])
+    return present(put, "what fits"), Agreed(step, kind, holder, peers.rank, size=size)
 
 
 def _differ(search: Search, holders: Mapping[int, Held], prints: Mapping[int, str]) -> bool:

@@ -21,7 +21,7 @@ import attrs
 import torch
 
 from ..clock import monotonic
-from ..errors import CheckpointCorrupt, CheckpointError, describe
+from ..errors import CheckpointCorrupt, CheckpointError
 from ..threads import CallRejected, ExclusiveCall, Latch, helper
 from ..workers.spec import SNAPSHOTS
 from . import memory
@@ -41,7 +41,7 @@ from .pack import Layout, fill, lay_out
 from .pack_head import HEAD_BYTES, size_of
 from .peers import MEMORY, Agreed, Held, Source
 from .sharded import lay_out_part
-from .state import Way, changed, is_array, is_sharded_kind, local_of, take_shards, values_of
+from .state import is_sharded_kind, take_shards, values_of
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -74,66 +74,16 @@ def agent_memory() -> AgentMemory | None:
 
 @attrs.frozen
 class Snapshot:
-    """What one has cost. size: bytes. seconds: for which the caller stood still, of which `copied`
-    went into copying; the rest is for laying the state out and, the first few times, for memory."""
+    """Cost of a snapshot."""
 
     step: int
-    size: int
-    seconds: float
-    copied: float
-
-
-# -- how large the first one will be: pure ---------------------------------------------------------
-
-_HEAD_BYTES, _TENSOR_BYTES = 4096, 512
-"""What a pack's head takes at least, and for each tensor, or somewhat less."""
-
-
-def size_once_trained(state: object) -> tuple[int, bool]:
-    """About how large a snapshot is once the state's optimizers have taken a step, and whether it
-    is a part of a sharded state.
-
-    No object is asked for its state, as that of a loader may start its workers: one that is neither
-    a module nor an optimizer counts for nothing. Raises CheckpointError: it is no state.
-    """
-    found: dict[int, torch.Tensor] = {}
-    more = 0
-
-    def look(_way: Way, value: Any) -> Any:
-        nonlocal more
-        if isinstance(value, torch.Tensor):
-            found[id(value)] = value
-        elif isinstance(value, torch.nn.Module):
-            found.update((id(one), one) for one in (*value.parameters(), *value.buffers()))
-        elif isinstance(value, torch.optim.Optimizer):
-            changed(value.state, look)
-            more += 0 if value.state else _made_by_a_step(value)
-        elif is_array(value):
-            more += value.nbytes
-        return value
-
-    changed(state, look)
-    size = sum(local_of(tensor).nbytes + _TENSOR_BYTES for tensor in found.values()) + more
-    return size + (_HEAD_BYTES if size else 0), any(map(is_cut, found.values()))
+    seconds: float  # how long the caller waited
 
 
 def is_cut(value: Any) -> bool:
     """Whether ranks have different elements of a tensor."""
     placements = value.placements if is_sharded_kind(value) else ()
     return not all(placement.is_replicate() for placement in placements)
-
-
-def _made_by_a_step(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the state that one of torch's own makes at its first step; of others 0."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return 0
-    size = 0
-    for group in optimizer.param_groups:
-        # As Adam and its kin have two averages of a gradient, SGD and others a momentum.
-        like = 2 + bool(group.get("amsgrad")) if "betas" in group else bool(group.get("momentum"))
-        trained = [one for one in group["params"] if one.requires_grad]
-        size += sum(like * (local_of(one).nbytes + _TENSOR_BYTES) for one in trained)
-    return size
 
 
 class SnapshotMemory(Source):
@@ -143,7 +93,7 @@ class SnapshotMemory(Source):
     managers. rank, world_size: of this worker. writes: whether it keeps a state that is the same on
     all ranks, which only one worker of each node has to; of a sharded one each keeps its part.
     folder: where the agent writes the newest snapshot when the job drains or fails for good; empty
-    for nowhere. shared: whether that folder is one for all nodes, or each has its own.
+    for nowhere.
 
     All ranks snapshot the same steps, with a collective (such as that of the gradients) in
     between; then of a state in parts there is a step that all ranks hold, whenever they are killed.
@@ -163,7 +113,6 @@ class SnapshotMemory(Source):
         world_size: int = 1,
         writes: bool = True,
         folder: str = "",
-        shared: bool = True,
     ) -> None:
         if not 0 <= rank < world_size:
             raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
@@ -186,7 +135,6 @@ class SnapshotMemory(Source):
             run=where.run,
             generation=where.generation,
             folder=os.path.abspath(folder) if folder and "://" not in folder else folder,
-            shared=shared,
             launch=where.launch,
         )
 
@@ -226,12 +174,12 @@ class SnapshotMemory(Source):
             part, parts = self._rank, self._world_size
         else:
             layout, part, parts = lay_out(plain, {"step": step}), 0, 1
-        made = self.keep(step, layout, part=part, parts=parts, sharded=bool(shards))
-        return attrs.evolve(made, seconds=monotonic() - began)
+        self.keep(step, layout, part=part, parts=parts, sharded=bool(shards))
+        return Snapshot(step, monotonic() - began)
 
     def keep(
         self, step: int, layout: Layout, *, part: int = 0, parts: int = 1, sharded: bool = False
-    ) -> Snapshot:
+    ) -> None:
         """Keep what was laid out: see `Record`."""
         self._sequence = (self._sequence or self._made_before(part)) + 1
         record = attrs.evolve(
@@ -243,13 +191,10 @@ class SnapshotMemory(Source):
             parts=parts,
             sharded=sharded,
         )
-        began = monotonic()
         try:
             self._sealing.pause()
             with self._slots.writing(record) as view:
-                copying = monotonic()
                 fill(layout, torch.frombuffer(view, dtype=torch.uint8))
-                copied = monotonic() - copying
             self._record = record
             # What is of no more use goes before memory for the next one is made.
             if not tell(self._folder) and self._earlier and record.sequence >= record.keep:
@@ -257,7 +202,6 @@ class SnapshotMemory(Source):
         finally:
             self._sealing.resume()
         self._sealing.begin(record)
-        return Snapshot(step, layout.size, monotonic() - began, copied)
 
     def held(self) -> Sequence[Held]:
         """What is in the memory of this worker's agent: its workers' snapshots, and replicas."""
@@ -298,28 +242,24 @@ class SnapshotMemory(Source):
         """
         memory.remove(self._memory, given_up(self._look(), self._era, step))
 
-    def prepare(self, step: int, state: object) -> None:
-        """Memory is made behind the training for the first snapshot after `step`, from which this
-        state goes on. A job that makes none gets it back: see `give_back_unused`."""
-        try:
-            size, cut = size_once_trained(state)
-        except Exception as error:
-            # As of a module whose sizes are not known yet. A guess fails no start.
-            log.info("the first snapshot is to make its memory itself: %s", describe(error))
-            return
-        if not size or not (cut or self._writes) or self._record.sequence:
-            return
-        if cut:
-            from . import sharded  # noqa: F401 - it takes its time to import
-        part, parts = (self._rank, self._world_size) if cut else (0, 1)
+    def _prepare(self, found: Agreed) -> None:
+        """Allocate memory in the background for the first snapshot after a restore.
+
+        It is as large as what was restored. If that size is not known here, as of a sharded state
+        on a disk, the first snapshot allocates its memory itself.
+        """
+        part, parts, size = 0, 1, found.size
         for record in (one.record for one in self._found()):
-            if (record.step, record.part, record.parts) == (step, part, parts):
-                size = record.size
-        first = attrs.evolve(self._record, size=size, part=part, parts=parts)
-        self._sealing.begin(first, seal=False)
+            own = (record.part, record.parts) in ((0, 1), (self._rank, self._world_size))
+            if record.step == found.step and own:
+                part, parts, size = record.part, record.parts, record.size
+        # Without DTensors only some ranks keep a snapshot.
+        if size and (self._writes or parts > 1):
+            first = attrs.evolve(self._record, size=size, part=part, parts=parts)
+            self._sealing.begin(first, seal=False)
 
     def give_back_unused(self) -> None:
-        """The job saves without snapshots: free what was prepared for the first one."""
+        """Free what a restore prepared for the first snapshot, because the job makes none."""
         if not self._record.sequence:
             self._sealing.forget()
             # A call that is running makes the first snapshot, which needs the memory.
@@ -342,7 +282,7 @@ class SnapshotMemory(Source):
                 # All ranks have what they go on from: one that has no room beside it goes on too.
                 log.warning("step %d is not kept on this node: %s", found.step, error)
         else:
-            self.prepare(found.step, state)
+            self._prepare(found)
 
     def close(self) -> None:
         """Let go of the memory; what it holds stays. Raises CheckpointError: a call is running."""

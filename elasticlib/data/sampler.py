@@ -555,11 +555,6 @@ class ElasticDistributedSampler(GlobalPositionIterable, DistributedSampler[int])
         start = self.position
         return min(self._epoch_end(start), start.length) - start.consumed
 
-    @property
-    def local_samples_left(self) -> int:
-        """This rank's part of `samples_left`. Further indices that it yields are repeats."""
-        return len(range(self.rank, self.samples_left, self.num_replicas))
-
     def advance(self, global_batch: int) -> None:
         """Count `global_batch` more samples, of all ranks together, as trained on.
 

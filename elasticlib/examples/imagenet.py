@@ -33,10 +33,10 @@ from elasticlib import (
     CheckpointManager,
     ElasticBatchSampler,
     ElasticDistributedSampler,
-    EmptyBatchCollator,
     context,
     ignore_signals_worker_init,
 )
+from elasticlib.data.batch_sampler import EmptyBatchCollator
 from elasticlib.errors import ConfigError
 
 ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -161,7 +161,7 @@ class Training:
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay
         )
-        self.progress: dict[str, Any] = {"step": 0, "validated": 0, "top1": 0.0}
+        self.progress: dict[str, Any] = {"step": 0, "validated": 0, "best_top1": -1.0}
         self.state: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -282,26 +282,28 @@ def train(training: Training, manager: CheckpointManager) -> bool:
             if stop:
                 say(f"stopping after step {training.step}: {stop.reason}")
                 return False
+        is_best = False
         if progress["validated"] <= epoch:
             top1 = training.validate()
             if top1 is None:
                 manager.save(training.step, state)
                 say(f"stopping after step {training.step}, which is to be validated")
                 return False
-            progress.update(validated=epoch + 1, top1=top1)
+            is_best = top1 > progress["best_top1"]
+            progress.update(validated=epoch + 1, best_top1=max(top1, progress["best_top1"]))
         manager.snapshot(training.step, state)
-        manager.save(training.step, state, metrics={"top1": progress["top1"]})
+        manager.save(training.step, state, pin=is_best)
     return True
 
 
 def evaluate(training: Training, manager: CheckpointManager) -> None:
     """Validate the best checkpoint, also beside a job that trains: `load` takes nothing from it."""
-    best = manager.best()
-    if best is None:
+    best = manager.steps(pinned_only=True)
+    if not best:
         raise ConfigError(
             f"--evaluate needs a checkpoint, and {training.args.checkpoints} has none"
         )
-    saved = manager.load(best)
+    saved = manager.load(best[-1])
     training.model.load_state_dict(saved["model"])
     training.progress.update(saved["progress"])
     training.validate()
@@ -322,12 +324,13 @@ def main(args: argparse.Namespace) -> None:
         draw_images(args.data, args.synthetic, args.image_size)
     dist.barrier()
     training = Training(args)
-    with CheckpointManager(args.checkpoints, keep_best=("top1", "max")) as manager:
+    with CheckpointManager(args.checkpoints) as manager:
         if args.evaluate:
             evaluate(training, manager)
         elif train(training, manager):
             manager.wait()
-            say(f"done: steps {training.step}, the best after step {manager.best()}")
+            best = manager.steps(pinned_only=True)[-1]
+            say(f"done: steps {training.step}, the best after step {best}")
     dist.destroy_process_group()
 
 
@@ -358,7 +361,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("-j", "--workers", type=at_least(0), default=4, help="that load images, a rank")
     add("--evaluate", action="store_true", help="score the best checkpoint, and end")
-    add("--checkpoints", default="checkpoints", help="a folder, or a URL; the best is kept, too")
+    add("--checkpoints", default="checkpoints", help="a folder, or a URL")
     add("--save-every", type=count, default=1000, metavar="STEPS", help="and after each epoch")
     add("--snapshot-every", type=count, default=10, metavar="STEPS", help="into the agent's memory")
     add("--print-freq", type=count, default=10, metavar="STEPS")

@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elasticlib
-from elasticlib import CheckpointManager, ElasticBatchSampler, EmptyBatchCollator, StepLoop
+from elasticlib import CheckpointManager, ElasticBatchSampler
 from elasticlib import ElasticDistributedSampler as Sampler
+from elasticlib.data.batch_sampler import EmptyBatchCollator
+from elasticlib.in_place.step_loop import StepLoop
 
 SAMPLES, GLOBAL_BATCH, EPOCHS, SAVE_EVERY = 80, 8, 3, 5
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -147,24 +147,25 @@ class StepAttempt:
         self._position = loop._batches.position  # before the step
         self._is_entered = False
         self._reported_fields: dict[str, Any] = {}  # keyword arguments of context().step
-        self._metrics: Mapping[str, SupportsFloat] | None = None
+        self._is_pinned = False  # save this step, and never prune the checkpoint
 
     def report(
         self,
         *,
         loss: float | None = None,
         samples: float | None = None,
-        metrics: Mapping[str, SupportsFloat] | None = None,
+        pin: bool = False,
     ) -> None:
         """Set what is reported about this step once it is committed.
 
         Args:
             loss: as for `elasticlib.context().step`.
             samples: as for `elasticlib.context().step`.
-            metrics: as for `CheckpointManager.save`, if this step is saved.
+            pin: save this step even if `save_every` does not require it, and pin the checkpoint as
+                `CheckpointManager.save` does. All ranks must pass the same value.
         """
         self._reported_fields = {"loss": loss, "samples": samples}
-        self._metrics = metrics
+        self._is_pinned = pin
 
     def __enter__(self) -> Any:
         if self._is_entered:
@@ -265,7 +266,7 @@ class StepLoop:
             while not (yield from self._attempts_in_group()):
                 self._join_group()
         if self._manager is not None and self._saved_step != self.step:
-            self._save(None)
+            self._save()
 
     # -- Steps within one group --------------------------------------------------------------------
 
@@ -318,17 +319,17 @@ class StepLoop:
         context().step(self.step, **attempt._reported_fields)
         if self._manager is not None and _is_due(self.step, self._snapshot_every):
             self._manager.snapshot(self.step, self._parts)
-        if _is_due(self.step, self._save_every):
+        if attempt._is_pinned or _is_due(self.step, self._save_every):
             try:
-                self._save(attempt._metrics)
+                self._save(pin=attempt._is_pinned)
             except Exception as error:
                 # All ranks take part in saving a sharded state, so a lost member is an error here.
                 if not self._is_group_failure(error):
                     raise
 
-    def _save(self, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def _save(self, *, pin: bool = False) -> None:
         if self._manager is not None:
-            self._manager.save(self.step, self._parts, metrics)
+            self._manager.save(self.step, self._parts, pin=pin)
             self._saved_step = self.step
 
     def _should_leave_for_resize(self) -> bool:

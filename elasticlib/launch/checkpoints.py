@@ -21,7 +21,7 @@ from .command_tools import Table, complain, show
 REPORT_SECONDS = 5.0
 """Between two lines about progress, where there is no terminal to show it in place."""
 REDRAW_SECONDS = 0.2
-HEAD = ("STEP", "SIZE", "SAVED", "AGE", "WORLD", "METRICS", "BY", "STATE")
+HEAD = ("STEP", "SIZE", "SAVED", "AGE", "WORLD", "PINNED", "BY", "STATE")
 
 COMPLETE, VERIFIED = "complete", "verified"
 """The state of a checkpoint whose files are all there with their sizes, and of one every byte of
@@ -145,7 +145,7 @@ def _fields(one: Found, intact: str) -> dict[str, Any]:
     if made is not None:
         fields |= {"bytes": made.size, "parts": made.parts, "saved_at": made.saved_at}
         fields |= {"run": made.run, "generation": made.generation}
-        fields |= {"world": made.world or None, "metrics": dict(made.metrics)}
+        fields |= {"world": made.world or None, "pinned": made.pinned}
     return fields
 
 
@@ -155,7 +155,7 @@ def _row(one: Found, intact: str) -> tuple[str, ...]:
         return (str(one.step), *"------", state)
     much = size(made.size) + (f" in {made.parts} parts" if made.parts else "")
     by = f"{made.run} generation {made.generation}" if made.run else "-"
-    metrics = " ".join(f"{name}={value:.4g}" for name, value in made.metrics.items())
+    pinned = "pinned" if made.pinned else "-"
     age = duration(max(0.0, wall() - made.saved_at))
     world = str(made.world or "-")
-    return (str(one.step), much, date_of(made.saved_at), age, world, metrics or "-", by, state)
+    return (str(one.step), much, date_of(made.saved_at), age, world, pinned, by, state)

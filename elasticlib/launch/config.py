@@ -147,19 +147,18 @@ def _read(key: str, text: str, rule: str, read: Callable[[str], Any]) -> Any:
         raise ConfigError(f"--rdzv-conf {key} is {rule}, got {text!r}") from None
 
 
-def check_name(said: str, name: str) -> str:
-    """The name of a job, if every node and store can encode it; said: what gave it.
+def check_run_id(name: str) -> None:
+    """Check that every node and store can encode the name of a job.
 
     Raises:
-        ConfigError: names both and the rule.
+        ConfigError: `name` is not text in UTF-8, or its length is not allowed.
     """
     try:
         length = len(name.encode())
     except UnicodeEncodeError:  # bytes of the command line that Python had to smuggle in
-        raise ConfigError(f"{said} is a name in UTF-8, got {name[:40]!r}") from None
+        raise ConfigError(f"--rdzv-id is a name in UTF-8, got {name[:40]!r}") from None
     if not 0 < length <= LONGEST_NAME:
-        raise ConfigError(f"{said} is a name of 1 to {LONGEST_NAME} bytes, got {name[:40]!r}")
-    return name
+        raise ConfigError(f"--rdzv-id is a name of 1 to {LONGEST_NAME} bytes, got {name[:40]!r}")
 
 
 class RefusedConfig(ConfigError):
@@ -250,16 +249,16 @@ def _port_text(value: str | int | None) -> str | None:
     return None if value in (None, "") else str(value)
 
 
-def read_port(text: str, name: str, host: str) -> tuple[str, int]:
-    """Host and port of `[HOST:]PORT`; host: where none is given.
+def read_port(text: str, name: str) -> tuple[str, int]:
+    """Return host and port of `[HOST:]PORT`; the host is the loopback address if none is given.
 
     Raises:
-        ConfigError: it is neither; name says what was read.
+        ConfigError: `text` has another form. The message begins with `name`.
     """
     text = text.strip()
     port = port_of(text)
     if port is not None:
-        return host, port
+        return LOOPBACK, port
     try:
         if text.isdigit():
             raise ConfigError(text)
@@ -278,7 +277,7 @@ def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
         ConfigError: the variable is not `[HOST:]PORT`.
     """
     text = environment.get(HEALTH_VARIABLE, "").strip()
-    return None if text in ("", "0") else read_port(text, HEALTH_VARIABLE, LOOPBACK)
+    return None if text in ("", "0") else read_port(text, HEALTH_VARIABLE)
 
 
 @attrs.frozen
@@ -352,7 +351,7 @@ class LaunchConfig:
         check_types(self)
         for name, value in plain_values(self).items():
             object.__setattr__(self, name, value)
-        check_name("--rdzv-id", self.run_id)
+        check_run_id(self.run_id)
         check_start(self.start_method, self.preload)
         refusal = next(self._refusals(), None)
         if refusal is not None:
@@ -468,7 +467,7 @@ class LaunchConfig:
     def observed_at(self) -> tuple[str, int] | None:
         """Where it answers who asks for health and metrics; None: nowhere."""
         text = self.observe_port
-        return None if text is None else read_port(text, OBSERVE_FLAG, LOOPBACK)
+        return None if text is None else read_port(text, OBSERVE_FLAG)
 
     @property
     def alone(self) -> bool:

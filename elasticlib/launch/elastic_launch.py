@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 
 from ..agent.interface import Memory, RunResult
-from ..agent.loop import ElasticAgent, LocalElasticAgent
+from ..agent.loop import ElasticAgent
 from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.replicas import SnapshotKeeper, Stores
 from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables
@@ -139,7 +139,7 @@ def run_node(
         )
         shown = f": elasticlib status {shlex.quote(journal.found_by)} shows it{_elsewhere(config)}"
         log.info("run %s begins%s", config.run_id, shown if journal.found_by else "")
-        agent = LocalElasticAgent(
+        agent = ElasticAgent(
             spec_of(config, entrypoint),
             meeting.handler,
             runners,

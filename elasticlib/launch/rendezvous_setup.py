@@ -87,7 +87,7 @@ class Meeting:
         try:
             while not stopped() and monotonic() < deadline:
                 read = StoredJob(keys, self.store.list(keys.job))
-                if len(read.live(set())) < needed:
+                if len(read.live()) < needed:
                     return
                 if goes_on_without(self.me, read):
                     # They have met; whoever has not read so yet does within a refresh.
@@ -123,9 +123,7 @@ def has_workers(read: StoredJob) -> bool:
     if document is None:
         return False
     members = document.member_ids
-    return any(
-        node.id in members and node.stopped != document.membership for node in read.live(set())
-    )
+    return any(node.id in members and node.stopped != document.membership for node in read.live())
 
 
 def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:

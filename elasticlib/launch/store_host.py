@@ -19,7 +19,6 @@ from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, StoreUnavailable
 from ..stores.failover import MovingStore, Place
 from ..stores.interface import Store
-from ..stores.memory import HostedStore
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_server import ServerLimits, TcpStoreServer
 from ..threads import helper
@@ -95,7 +94,7 @@ class TcpMeetingPlace:
         static = config.rdzv_backend == "static"
         self._links = SPARE_DESCRIPTORS + LINKS_PER_WORKER * workers if static else 0
 
-    def open(self) -> tuple[TcpStoreServer | None, HostedStore | TcpStore | MovingStore]:
+    def open(self) -> tuple[TcpStoreServer | None, TcpStore | MovingStore]:
         """The server, if this node is the host, and a client.
 
         Raises:
@@ -104,7 +103,7 @@ class TcpMeetingPlace:
         config = self._config
         if config.alone:
             server = self._serve("127.0.0.1", 0)
-            return server, server.client()
+            return server, self._reach(server.host, server.port)
         endpoints = [split_endpoint(name, STORE_PORT) for name in config.endpoints]
         places = [
             Place(
@@ -120,7 +119,7 @@ class TcpMeetingPlace:
         ((host, port),) = endpoints
         hosted = self._host_if_ours(host, port)
         if hosted is not None:
-            own = hosted.client(self._own_address or "")
+            own = self._reach(self._own_address or hosted.host, hosted.port)
             if self._hosts or is_literal(host) or is_localhost(host):
                 return hosted, own
             store = MovingStore(places, patience=patience, hosted=(hosted, own))
@@ -293,7 +292,7 @@ class TcpMeetingPlace:
         self._said = said
 
 
-def address_towards(store: HostedStore | TcpStore | MovingStore) -> str:
+def address_towards(store: TcpStore | MovingStore) -> str:
     """This node's literal address, learnt from the socket that reached the store."""
     store.connect()
     address = store.local_address

@@ -68,7 +68,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "failure": {
         "reason": "in words",
-        "failure": "its kind: ordinary, killed, at start or hang",
+        "failure": "its kind: ordinary, killed or hang",
         "silent": "of a hang, seconds for which a worker here had given no sign of life; else null",
     },
     "stopping": {
@@ -316,7 +316,10 @@ def read_object(data: bytes | str, what: str, version: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{what} is an object of JSON, got {data[:60]!r}")
     if found.get("v") != version:
-        raise ValueError(f"{what} of version {version} is read here, got {found.get('v')!r:.20}")
+        raise ValueError(
+            f"{what} of version {version} is read here, got {found.get('v')!r:.20}: use the "
+            "version of elasticlib that wrote it"
+        )
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import attrs
 
-from ..clock import Clock, monotonic, wall
+from ..clock import monotonic, wall
 from ..errors import describe
 from ..threads import Aside
 from ..workers.interface import Heartbeat
@@ -125,7 +125,6 @@ class NodeJournal(Journal):
         found_by: str = "",
         waiting: int = 10_000,
         retry: float = 1.0,
-        clock: Clock = monotonic,
     ) -> None:
         self.story = Story()
         self.on_event: Callable[[], object] = lambda: None
@@ -135,7 +134,6 @@ class NodeJournal(Journal):
         self._node = node
         self._fold = Guard(self.story)
         self._views = [(view, Guard(view)) for view in views]
-        self._clock = clock
         self._file = Aside("journal", _broke, waiting=waiting)
         self._retry = retry
         # The thread that tells events owns the first two counts, the one that writes the others.
@@ -151,7 +149,7 @@ class NodeJournal(Journal):
     def tell(
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
-        event = Event(kind, self._run, self._node, generation, wall(), self._clock(), rank, facts)
+        event = Event(kind, self._run, self._node, generation, wall(), monotonic(), rank, facts)
         self._fold.call(partial(self.story.fold, event), prompt=True)
         self.on_event()
         for view, guard in self._views:
@@ -164,7 +162,7 @@ class NodeJournal(Journal):
 
     def status(self, heartbeats: Mapping[int, Heartbeat]) -> NodeStatus:
         """The node's status now; heartbeats: of its workers, by local rank. For any thread."""
-        return with_heartbeats(self.story.status, heartbeats, self._clock())
+        return with_heartbeats(self.story.status, heartbeats, monotonic())
 
     def close(self) -> None:
         """Nothing more will happen; what did is put where it belongs, within some seconds."""

@@ -87,7 +87,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Each metric by its name."""
 
-FAILURES = ("ordinary", "killed", "at start")
+FAILURES = ("ordinary", "killed")
 """Kinds of failures that are shown as 0 until there is one."""
 
 

@@ -2,7 +2,7 @@
 
 A node writes its status when its state changes, and now and then while its workers make steps;
 nobody asks it. What is read here comes from others, so it is read strictly, within bounds, and
-nothing of it is ever executed; fields that nobody knows are skipped.
+nothing of it is ever executed.
 """
 
 from __future__ import annotations
@@ -126,12 +126,14 @@ def decode(data: bytes, age: Callable[[float], float]) -> Published:
 
 
 def _fields(kind: type, said: Mapping[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What is said of a class's fields; a version that does not know one leaves it out."""
+    """Return the class's fields as they are in `said`, but for those in `without`."""
     found = {}
     for name, hint in _hints(kind).items():
-        default = attrs.fields_dict(kind)[name].default
-        if name not in without and (name in said or default is attrs.NOTHING):
-            found[name] = read_field(name, said.get(name), typing.get_args(hint) or (hint,))
+        if name in without:
+            continue
+        if name not in said:
+            raise ValueError(f"the field {name} is missing")
+        found[name] = read_field(name, said[name], typing.get_args(hint) or (hint,))
     return found
 
 

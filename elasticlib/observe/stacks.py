@@ -20,7 +20,7 @@ from typing import Any
 
 import attrs
 
-from ..clock import Clock, monotonic
+from ..clock import monotonic
 from ..errors import StoreError
 from ..rendezvous.document import Node
 from ..rendezvous.layout import Keys, StoredJob
@@ -33,8 +33,6 @@ from .wording import grouped, ranks_of, spans
 log = logging.getLogger("elasticlib.observe")
 
 VERSION = 1
-WHAT = "stacks"
-"""Earlier versions asked for more than that, and still do."""
 LONGEST_QUESTION = 64 * 1024
 LONGEST_STACKS = 64 * 1024
 """Characters of one rank's."""
@@ -67,7 +65,7 @@ class Stacks:
 
 def encode_question(question: Question) -> bytes:
     ranks = None if question.ranks is None else sorted(question.ranks)
-    return _dump({"what": WHAT, "number": question.number, "ranks": ranks})
+    return _dump({"number": question.number, "ranks": ranks})
 
 
 def decode_question(data: bytes) -> Question:
@@ -75,8 +73,6 @@ def decode_question(data: bytes) -> Question:
     if len(data) > LONGEST_QUESTION:
         raise ValueError(f"a question is at most {LONGEST_QUESTION} bytes, got {len(data)}")
     said = read_object(data, "a question", VERSION)
-    if said.get("what") != WHAT:
-        raise ValueError(f"nobody knows the question {said.get('what')!r:.60}")
     ranks = said.get("ranks")
     chosen = None if ranks is None else frozenset(_ranks(ranks, "a question's ranks"))
     return Question(read_field("number", said.get("number"), (int,)), chosen)
@@ -162,11 +158,10 @@ class JobStacks:
 class Asker:
     """Asks one question after another of one job; leaving it takes back the last."""
 
-    def __init__(self, store: Store, run_id: str, *, clock: Clock = monotonic) -> None:
+    def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
         self._job = Keys(run_id)
         self._keys = QuestionKeys(run_id)
-        self._clock = clock
         self._id = secrets.token_hex(8)
         self._question = f"{self._keys.questions}{self._id}"
         self._number = 0
@@ -178,7 +173,7 @@ class Asker:
         Raises:
             StoreError: the store did not answer.
         """
-        live = StoredJob(self._job, self._store.list(self._job.node())).live(set())
+        live = StoredJob(self._job, self._store.list(self._job.node())).live()
         if not live:
             return JobStacks(live, {})
         self._number += 1
@@ -198,14 +193,14 @@ class Asker:
     def _answers(self, awaited: set[str], timeout: float) -> set[str]:
         """The nodes that have answered."""
         prefix = f"{self._keys.answers}{self._id}/"
-        deadline = self._clock() + timeout
-        looked = self._clock()
+        deadline = monotonic() + timeout
+        looked = monotonic()
         while True:
             listing = self._store.list(prefix)
             found = {
                 entry.key.removeprefix(prefix) for entry in listing.entries if self._is_new(entry)
             }
-            now = self._clock()
+            now = monotonic()
             if now - looked > STILL_THERE_SECONDS:
                 living = self._store.list(self._job.node()).entries
                 awaited &= {entry.key.removeprefix(self._job.node()) for entry in living}
@@ -214,7 +209,7 @@ class Asker:
                 return found
             # As many answers as come at once are read at once.
             self._pause.wait(PACE_SECONDS + PACE_A_NODE * len(awaited))
-            left = min(deadline - self._clock(), STILL_THERE_SECONDS)
+            left = min(deadline - monotonic(), STILL_THERE_SECONDS)
             self._store.wait(prefix, after=listing.version, timeout=max(left, 0.0))
 
     def _is_new(self, entry: Entry) -> bool:

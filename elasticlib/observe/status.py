@@ -76,7 +76,7 @@ def read_job(store: Store, run_id: str, statuses: StatusReader | None = None) ->
     return JobView(
         run=run_id,
         document=read.document(None)[0],
-        live=read.live(set()),
+        live=read.live(),
         note=Note() if note is None else decode_record(Note, note.value, "the note"),
         published=(statuses or StatusReader(store, run_id)).read(),
     )
@@ -375,11 +375,11 @@ class Health:
     sentence: str
 
 
-def judge(state: JobState, reason: str, silent: float, patience: float = PATIENCE) -> Health:
+def judge(state: JobState, reason: str, silent: float) -> Health:
     """Of a node in this state, whose agent's loop has been silent for so many seconds."""
     if state is JobState.FAILED:
         return Health(False, f"the node has failed: {reason}")
-    if silent > patience and not state.over:
+    if silent > PATIENCE and not state.over:
         return Health(False, f"the agent's loop has not turned for {silent:.1f} s")
     return Health(True, state.value)
 

@@ -48,8 +48,8 @@ class Look:
 
     @property
     def first(self) -> tuple[int, float] | None:
-        """The first step, and when all of them had made it; None where that is not known."""
-        begun = [beat for beat in self.stepping if beat.first_at]
+        """The first step, and when all of them had made it; None where none reports steps."""
+        begun = self.stepping
         if not begun:
             return None
         return min(beat.first_step for beat in begun), max(beat.first_at for beat in begun)

@@ -81,7 +81,6 @@ class NodeStatus:
     snapshot: int | None = None
     step: int | None = None
     per_second: float | None = None
-    exit_code: int | None = None
     expelled: bool = False
     workers: tuple[WorkerStatus, ...] = ()
 
@@ -113,7 +112,6 @@ def after(status: NodeStatus, event: Event) -> NodeStatus:
 _TAKEN: Mapping[str, tuple[str, ...]] = {
     "run.began": ("host", "pid", "slots"),
     "generation.began": ("node_rank", "nodes", "world", "restarts", "max_restarts"),
-    "run.ended": ("exit_code",),
 }
 
 

@@ -7,7 +7,6 @@ says what should stand in the store for it, and what has become of the generatio
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from .document import (
     Document,
     Ending,
     Failure,
-    FailureKind,
     Leader,
     Limits,
     Node,
@@ -41,14 +39,9 @@ QUORUM = (
     "without a quorum the job might continue twice; quorum=False, or --rdzv-conf quorum=any, "
     "allows that"
 )
-QUICK_SECONDS = 10.0
-"""A generation that fails sooner than this has repeated what the one before it did."""
-FREE_RESTARTS = 2
-"""Quick failures in a row that are not held back: most are mended by the first restart."""
-FIRST_PAUSE = 0.5
-"""Seconds that a restart is held back at first; it doubles up to `Limits.restart_backoff`."""
-
-NOT_RETRIED = "not retried: the workers failed right after they started"
+QUICK_FAILURE_S = 10.0  # a generation that fails sooner than this is a quick failure
+FREE_RESTARTS = 2  # quick failures in a row without a delay: the first restart mends most causes
+RESTART_DELAY_S = 5.0  # delay of each restart after more quick failures in a row than these
 
 
 @attrs.frozen
@@ -190,7 +183,7 @@ def _start_new_run(view: View, document: Document) -> Decision:
 
 
 def _watch(view: View, document: Document) -> Decision:
-    if view.stands >= QUICK_SECONDS:
+    if view.stands >= QUICK_FAILURE_S:
         # A generation that lasts ends the row of quick failures, whatever it is ended by itself.
         document = attrs.evolve(document, quick=0)
     members = document.member_ids
@@ -291,12 +284,6 @@ def _admit(view: View, document: Document) -> Decision:
     if not ready or not room:
         spare = f", {len(newcomers)} spare" if newcomers else ""
         return Decision(f"generation {document.generation} stands{spare}")
-    if view.stands < limits.resize_interval:
-        return Decision(
-            f"newcomers are let in once generation {document.generation} has run for "
-            f"{limits.resize_interval:g} s (resize_interval)",
-            again=limits.resize_interval - view.stands,
-        )
     if len(ready) < room and view.quiet < limits.last_call:
         return _last_call(view.quiet, limits)
     cause = f"{_names(ready[:room], view)} joined"
@@ -321,15 +308,13 @@ def _gather(view: View, document: Document) -> Decision:
     if first is not None:
         return first
     charged = document.failure is not None and members <= here
-    hopeless = [n for n in candidates if _failed_at_start(n, document)]
-    if charged and (hopeless or document.restarts >= limits.max_restarts):
-        return _spent(view, document, candidates, hopeless)
-    held_back = pause(document) - view.stands if charged else 0.0
-    if held_back > 0:
+    if charged and document.restarts >= limits.max_restarts:
+        return _spent(view, document, candidates)
+    if charged and document.quick > FREE_RESTARTS and view.stands < RESTART_DELAY_S:
         return Decision(
-            f"the last {document.quick} generations failed soon after they began: the restart "
-            f"waits for {pause(document):.1f} s",
-            again=held_back,
+            f"the last {document.quick} generations failed within {QUICK_FAILURE_S:g} s each: the "
+            f"restart is delayed by {RESTART_DELAY_S:g} s",
+            again=RESTART_DELAY_S - view.stands,
         )
     back = [n for n in candidates if n.id in members]
     starting = [n for n in back if not n.slots]
@@ -380,30 +365,18 @@ def _too_few(here: Sequence[Node], document: Document) -> Decision:
     return Decision(f"{said}; {document.cause}" if document.why is Why.LOSS else said)
 
 
-def _spent(
-    view: View, document: Document, candidates: list[Node], hopeless: list[Node]
-) -> Decision:
-    """The budget is used up, or no restart would help: who failed leaves, and the job ends if it
-    cannot go on without."""
+def _spent(view: View, document: Document, candidates: list[Node]) -> Decision:
+    """The restart budget is used up: the failed node leaves, or the job ends if it needs it."""
     failure = present(document.failure, "the failure")
     limits = document.limits
     failed = [n for n in candidates if n.id == failure.node]
     budget = f"{document.restarts} of {limits.max_restarts} restarts used"
-    if hopeless:
-        # All of them, as each by itself would take a generation to fail likewise; what the
-        # others failed of may be that these had gone.
-        failed, budget = hopeless, NOT_RETRIED
-        failure = Failure(failed[0].id, failed[0].claim or "", FailureKind.AT_START)
     out = [n.id for n in failed]
     if len(candidates) - len(out) >= limits.min_nodes:
         write = expel(document, out, {n.id for n in view.live})
         return Decision(f"{_names(failed, view)} must leave: {budget}", write=write)
     cause = f"{_name_of(failure.node, view)}: {failure.reason} ({budget})"
     return Decision(cause, write=_over(view, document, Phase.FAILED, cause, failure))
-
-
-def _failed_at_start(node: Node, document: Document) -> bool:
-    return node.claim_membership == document.membership and node.claim_kind is FailureKind.AT_START
 
 
 def _over(
@@ -424,7 +397,7 @@ def _claim(document: Document, live: Iterable[Node]) -> Failure | None:
     for node in live:
         is_of_this = node.id in members and node.claim_membership == document.membership
         if is_of_this and node.claim is not None:
-            return Failure(node.id, node.claim, node.claim_kind)
+            return Failure(node.id, node.claim, node.claim_killed)
     return None
 
 
@@ -453,26 +426,14 @@ def _name_of(node_id: str, view: View) -> str:
 
 
 def quick_failures(document: Document, failure: Failure, stood: float) -> int:
-    """How many quick failures in a row there are with this one, after `stood` seconds.
+    """Return the number of quick failures in a row, including this one after `stood` seconds.
 
-    What was killed from outside repeats nothing of its own, and is no more likely to be killed
-    again for being started at once.
+    A worker that was killed from outside is not counted: an immediate restart makes it no more
+    likely that the next one is killed as well.
     """
-    if stood >= QUICK_SECONDS:
+    if stood >= QUICK_FAILURE_S:
         return 0
-    return document.quick + (failure.kind is not FailureKind.KILLED)
-
-
-def pause(document: Document) -> float:
-    """Seconds to hold back the restart that this document waits for; no two jobs draw alike."""
-    beyond = document.quick - FREE_RESTARTS
-    longest = document.limits.restart_backoff
-    if beyond <= 0 or longest <= 0:
-        return 0.0
-    # Bounded before it is raised: the exponent grows for as long as the budget lasts.
-    grown = min(longest, FIRST_PAUSE * 2.0 ** min(beyond - 1, 30))
-    draw = zlib.crc32(f"{document.incarnation} {document.membership}".encode()) / 0xFFFFFFFF
-    return grown * (0.5 + 0.5 * draw)
+    return document.quick + (not failure.killed)
 
 
 def forgiven_in(document: Document, stood: float) -> float | None:
@@ -543,10 +504,10 @@ class Intent:
         member = self.saying(membership=state.membership, rank=seat.rank, runs=True, came_after="")
         return attrs.evolve(member, memory=state)
 
-    def fail(self, reason: str, kind: FailureKind = FailureKind.ORDINARY) -> Intent:
+    def fail(self, reason: str, *, killed: bool = False) -> Intent:
         """Our workers of the held generation failed."""
         of = self.node.membership
-        return self.saying(claim=reason, claim_membership=of, claim_kind=kind)
+        return self.saying(claim=reason, claim_membership=of, claim_killed=killed)
 
     def finish(self) -> Intent:
         """Our workers of the held generation succeeded."""
@@ -619,8 +580,6 @@ class Intent:
             return Change(ChangeKind(state.phase.value), state.cause, node)
         if me in state.expelled:
             spent = f"{state.restarts} of {state.limits.max_restarts} restarts used"
-            if self.node.claim_kind is FailureKind.AT_START:
-                spent = NOT_RETRIED
             reason = f"this node's workers failed and the job goes on without it ({spent})"
             return Change(ChangeKind.EXPELLED, reason, me)
         if me in state.surplus:

@@ -93,8 +93,6 @@ class Limits:
     beyond max_nodes may wait (None: any). quorum: whether a store that has forgotten the job
     needs more than half of the last generation to remember it. restart_window: seconds that a
     generation must stand for the restarts before it to count no more (0: they always do).
-    restart_backoff: longest delay of a restart after quick failures in a row, in seconds (0: no
-    delay). resize_interval: seconds that a generation stands at least before newcomers end it.
     """
 
     min_nodes: int
@@ -105,8 +103,6 @@ class Limits:
     spares: int | None = None
     quorum: bool = False
     restart_window: float = 0.0
-    restart_backoff: float = 10.0
-    resize_interval: float = 0.0
 
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -118,21 +114,9 @@ class Limits:
             raise ConfigError(f"need max_restarts >= 0, got {self.max_restarts}")
         if self.spares is not None and self.spares < 0:
             raise ConfigError(f"need spares >= 0, got {self.spares}")
-        for name in ("last_call", "restart_window", "restart_backoff", "resize_interval"):
+        for name in ("last_call", "restart_window"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
-
-
-class FailureKind(enum.Enum):
-    """What a failure of workers lets one expect of a restart.
-
-    ORDINARY: it may help. KILLED: a signal ended them from outside, and nothing speaks against
-    it. AT_START: they failed before they were at work, in a way that a restart cannot mend.
-    """
-
-    ORDINARY = ""
-    KILLED = "killed"
-    AT_START = "at start"
 
 
 @attrs.frozen
@@ -146,8 +130,9 @@ class Node:
     runs: whether it may be running workers of it. stopped: the
     generation whose workers it has stopped, to wait for a later one. came_after: the incarnation
     of which this node found no live node when it started, so that it is not part of it. claim: why
-    its workers failed in the generation `claim_membership`, and claim_kind how. draining: why it is
-    about to leave, once its workers have saved; empty if not.
+    its workers failed in the generation `claim_membership`; claim_killed: a signal from outside
+    ended the worker that failed. draining: why it is about to leave, once its workers have saved;
+    empty if not.
 
     Generations are named by their memberships: a number comes again if a store has forgotten it.
     """
@@ -166,18 +151,18 @@ class Node:
     came_after: str = ""
     claim: str | None = None
     claim_membership: str = ""
-    claim_kind: FailureKind = FailureKind.ORDINARY
+    claim_killed: bool = False
     draining: str = ""
     kept: bool = False
 
 
 @attrs.frozen
 class Failure:
-    """Which node's workers failed first, and how."""
+    """The node whose workers failed first, and why; killed: as `claim_killed` of its `Node`."""
 
     node: str
     reason: str
-    kind: FailureKind = FailureKind.ORDINARY
+    killed: bool = False
 
 
 @attrs.frozen
@@ -195,13 +180,12 @@ class State:
     incarnation names this run of the job as against one that ended before it, or one that another
     store, or the same one emptied, may hold. generation counts settled memberships from 1 (0:
     none yet), and membership names the list of its members, of whom there are `nodes`. cause says
-    why the last generation ended or the next is sought, for people, and why says it for programs
-    (None: whoever wrote it did not say); failure is the claim that is to be charged
-    when the next one settles; expelled nodes have used up the budget and must leave; surplus ones
-    are not needed as spares. supersedes: the incarnation of which no node was alive when this one
-    was started in its place. planned: the last generation ended on purpose, with all its
-    workers at work, so they may stop at a step that they agree on. quick: how many generations in
-    a row have failed soon after they began.
+    why the last generation ended or the next is sought, for people, and why says it for programs;
+    failure is the claim that is to be charged when the next one settles; expelled nodes have used
+    up the budget and must leave; surplus ones are not needed as spares. supersedes: the incarnation
+    of which no node was alive when this one was started in its place. planned: the last generation
+    ended on purpose, with all its workers at work, so they may stop at a step that they agree on.
+    quick: how many generations in a row have failed soon after they began.
     """
 
     limits: Limits
@@ -219,7 +203,7 @@ class State:
     supersedes: str = ""
     planned: bool = False
     quick: int = 0
-    why: Why | None = Why.START
+    why: Why = Why.START
 
 
 @attrs.frozen
@@ -345,8 +329,7 @@ def resize(document: Document, cause: str) -> Document:
 def settle(document: Document, members: Iterable[Node], *, charged: bool, nonce: str) -> Document:
     """The next generation, of these members in this order; `nonce` is used for no other."""
     chosen = tuple(
-        attrs.evolve(node, claim=None, claim_membership="", claim_kind=FailureKind.ORDINARY)
-        for node in members
+        attrs.evolve(node, claim=None, claim_membership="", claim_killed=False) for node in members
     )
     limits = document.limits
     if not limits.min_nodes <= len(chosen) <= limits.max_nodes:

@@ -41,7 +41,7 @@ from .bootstrap import (
     import_torch,
     open_torch_store,
 )
-from .document import Change, ChangeKind, FailureKind, Limits, Node, State, Timing, Why
+from .document import Change, ChangeKind, Limits, Node, State, Timing, Why
 from .interface import (
     BootstrapStoreInfo,
     RendezvousHandler,
@@ -77,7 +77,7 @@ class Event:
     """What a caller, or a change in the store, gives the thread to do; after each it looks."""
 
     joins: bool = False
-    failed: tuple[str, FailureKind] | None = None
+    failed: tuple[str, bool] | None = None
     draining: str = ""
     slots: tuple[int, bool] | None = None
     keeps: bool = False
@@ -106,8 +106,8 @@ class NodeLoop:
     """The thread that turns one node until it is stopped. It knows nothing of the handler, or that
     would never be dropped.
 
-    silent: seconds for which the loop of this node's agent has not turned. change: what has become
-    of the generation that the node holds.
+    progress_due: the time at which the agent's loop must have made progress again. change: what
+    has become of the generation that the node holds.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class NodeLoop:
         clock: Clock,
     ) -> None:
         self.node = node
-        self.silent: Callable[[], float] = lambda: 0.0
+        self.progress_due = float("inf")  # an agent that never marks progress is not observed
         self.stopping = False
         self.change: Change | None = None
         self._new_serving = new_serving
@@ -287,7 +287,7 @@ class NodeLoop:
         if self._find_address is not None and not node.intent.node.address:
             node.intent = node.intent.saying(address=self._find_address())
         now = self._clock()
-        node.speak(now, self.silent())
+        node.speak(now, self.progress_due)
         if now >= self._look_at:
             self._look_at = now + self._look(now, listing)
         self._advance()
@@ -330,7 +330,8 @@ class NodeLoop:
         if event.joins:
             self._seek(self._join)
         if event.failed is not None:
-            node.intent = node.intent.fail(*event.failed)
+            reason, killed = event.failed
+            node.intent = node.intent.fail(reason, killed=killed)
         if event.draining:
             node.intent = node.intent.saying(draining=event.draining)
         if event.slots is not None:
@@ -575,8 +576,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         if self._open_bootstrap in OF_TORCH:
             import_torch().join(IMPORT_SECONDS)
 
-    def follow(self, silent: Callable[[], float]) -> None:
-        self._loop.silent = silent
+    def mark_progress(self, allowance_s: float = 0.0) -> None:
+        self._loop.progress_due = self._clock() + self._timing.loop + allowance_s
 
     def join(self, put: Put) -> bool:
         self._loop.join(put)
@@ -603,11 +604,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         loop.wait(lambda: loop.change, timeout)
         return _as_change(loop.refusal()) if loop.stopping else loop.change
 
-    def report_failure(self, reason: str) -> bool:
-        return self.report_failure_as(FailureKind.ORDINARY, reason)
-
-    def report_failure_as(self, kind: FailureKind, reason: str) -> bool:
-        self._loop.post(Event(failed=(reason, kind)))
+    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
+        self._loop.post(Event(failed=(reason, killed)))
         return True
 
     def report_slots(self, slots: int, *, kept: bool = False) -> bool:

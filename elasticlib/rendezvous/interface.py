@@ -15,9 +15,8 @@ from ..errors import ConfigError
 from ..stores.interface import Store
 from .document import Change as Change
 from .document import ChangeKind as ChangeKind
-from .document import FailureKind as FailureKind
 from .document import Node as Node
-from .document import Why as Why
+from .document import Why
 from .ranks import Seat as Seat
 from .ranks import deal_seats as deal_seats
 
@@ -114,10 +113,17 @@ class RendezvousHandler(abc.ABC):
         The agent calls it once, in a thread, before it asks for its first generation: the other
         nodes go on meanwhile."""
 
-    def follow(self, silent: Callable[[], float]) -> None:  # noqa: B027 - not all keep a lease
-        """Before the first rendezvous: `silent()` says, to any thread, for how many seconds the
-        agent's loop has not turned. A handler that keeps a lease for its node lets that end where
-        the loop stands still, so that the others need not wait for what reacts to nothing."""
+    def mark_progress(self, allowance_s: float = 0.0) -> None:  # noqa: B027 - optional
+        """Record that the agent's loop makes progress.
+
+        The agent calls this in each iteration of its loop, before the first rendezvous as well. A
+        handler that keeps a lease for its node in a thread of its own ends the lease if the calls
+        stop, so that the other nodes do not wait for an agent that does not react. The default
+        does nothing.
+
+        Args:
+            allowance_s: Seconds that the next call may take longer than usual.
+        """
 
     @abc.abstractmethod
     def next_rendezvous(self) -> RendezvousInfo:
@@ -194,21 +200,19 @@ class RendezvousHandler(abc.ABC):
             return Change(ChangeKind.RESIZE, f"{waiting} nodes wait to be let in")
         return None
 
-    def report_failure(self, reason: str) -> bool:
-        """This node's workers failed. False: unsupported, the agent keeps its own budget.
+    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
+        """Take note that this node's workers failed.
 
-        True: the job will be reopened or ended, and `wait_for_change` says which.
+        Args:
+            reason: Why they failed, for people.
+            killed: A signal from outside ended the worker. Its restart needs no delay.
+
+        Returns:
+            False if this is unsupported, as by default: the agent keeps a restart budget of its
+            own. True if the job will be reopened or ended, and `wait_for_change` reports which.
         """
-        del reason
+        del reason, killed
         return False
-
-    def report_failure_as(self, kind: FailureKind, reason: str) -> bool:
-        """The same, with what the failure lets one expect of a restart.
-
-        The default tells the reason alone, and a failure at start is retried like any other.
-        """
-        del kind
-        return self.report_failure(reason)
 
     def report_slots(self, slots: int, *, kept: bool = False) -> bool:
         """This node comes to the next generation with so many workers, or would. False:

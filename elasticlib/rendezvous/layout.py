@@ -4,16 +4,14 @@ All that every node watches is under `head/`, and small. The rest is for the nod
 leased records of the living, the members of generations cut into shards, and who has finished.
 
 Values are JSON objects with exactly the fields of their attrs class, by whose annotations they are
-written and read; nothing that comes off a store is ever executed. Keys and fields keep the names
-that format 3 gave them (`head`, `roll`, `refused`), so that nodes of two versions can be in one
-job.
+written and read; nothing that comes off a store is ever executed. All nodes of a job run the same
+version: a node that reads a document of another format leaves with a `RendezvousMismatch`.
 """
 
 from __future__ import annotations
 
 import enum
 import json
-import logging
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -28,19 +26,9 @@ from ..stores.interface import Entry, Listing
 from .document import Document, Leader, Node, Phase, State, of_members
 from .ranks import Row, Seat, shard_count
 
-log = logging.getLogger("elasticlib.rendezvous")
-
-FORMAT = 4
-WITHOUT_WHY = 3
-"""An earlier one, which is read as well: its states do not say why for programs."""
+FORMAT = 5
+REMEDY = "start all nodes with the same version of elasticlib"
 LARGEST = 2**63
-JSON_NAMES = {
-    "membership": "roll",
-    "stopped": "left",
-    "came_after": "beyond",
-    "claim_membership": "claim_roll",
-    "surplus": "refused",
-}
 
 SCALARS: dict[Any, tuple[type, ...]] = {
     str: (str,),
@@ -147,22 +135,22 @@ class StoredJob:
         members = (node for node, _ in sorted(rows, key=lambda row: row[1].rank))
         return of_members(state, members), True
 
-    def live(self, foreign: set[str]) -> tuple[Node, ...]:
-        """Those whose lease stands, in the order in which they spoke.
+    def live(self) -> tuple[Node, ...]:
+        """Return the nodes whose lease is valid, the one that last wrote its record at the end."""
+        return self.records()[0]
 
-        A node of another version, whose record cannot be read, is not let in. That is logged once:
-        `foreign` holds the keys for which it was.
+    def records(self) -> tuple[tuple[Node, ...], dict[str, str]]:
+        """Return the nodes as `live` does, and the error of each record that cannot be read.
+
+        Such a record, as that of a node of another version, does not end the job of the others.
         """
-        found = sorted(self._under(self._keys.node()), key=lambda entry: entry.version)
-        nodes = []
-        for entry in found:
+        nodes, errors = [], {}
+        for entry in sorted(self._under(self._keys.node()), key=lambda entry: entry.version):
             try:
                 nodes.append(decode_node(entry.value))
             except RendezvousMismatch as error:
-                if entry.key not in foreign:
-                    foreign.add(entry.key)
-                    log.warning("%s is ignored: %s", entry.key, error)
-        return tuple(nodes)
+                errors[entry.key] = str(error)
+        return tuple(nodes), errors
 
     def finished(self) -> frozenset[str]:
         """The members that have finished the state's generation."""
@@ -220,12 +208,12 @@ def _plain(value: Any) -> Any:
 
 
 def _fields(value: Any, kind: type) -> dict[str, Any]:
-    return {key: getattr(value, name) for name, key in _json_names(kind).items()}
+    return {name: getattr(value, name) for name in _names(kind)}
 
 
 @cache
-def _json_names(kind: type) -> dict[str, str]:
-    return {name: JSON_NAMES.get(name, name) for name in attrs.fields_dict(kind)}
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(attrs.fields_dict(kind))
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), sort_keys=True, default=_plain)
@@ -253,13 +241,11 @@ def decode_node(data: bytes) -> Node:
 def decode_state(data: bytes) -> State:
     raw = _parse(data, "the document")
     found = raw.pop("format", None) if isinstance(raw, dict) else None
-    if found not in (WITHOUT_WHY, FORMAT):
+    if found != FORMAT:
         raise RendezvousMismatch(
-            f"the document has format {found!r}, this elasticlib reads {FORMAT}: "
-            "start all nodes with the same version"
+            f"the job's document has format {found!r:.80}, this elasticlib reads only format "
+            f"{FORMAT}: {REMEDY}"
         )
-    if found == WITHOUT_WHY:
-        raw["why"] = None
     return typing.cast(State, _read(State, raw, "the document"))
 
 
@@ -307,11 +293,10 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return partial(_read_scalar, kind)
     if attrs.has(kind):
         hints = typing.get_type_hints(kind)
-        names = {key: (name, _reader(hints[name])) for name, key in _json_names(kind).items()}
-        return partial(_read_fields, kind, names)
+        return partial(_read_fields, kind, {name: _reader(hints[name]) for name in _names(kind)})
     if isinstance(kind, types.UnionType):
         (wanted,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
-        return partial(_read_optional, _reader(wanted), _words(wanted))
+        return partial(_read_optional, _reader(wanted))
     if typing.get_origin(kind) is tuple:  # of any number of one kind
         return partial(_read_tuple, _reader(typing.get_args(kind)[0]))
     if words := _words(kind):
@@ -339,10 +324,8 @@ def _read_word(words: dict[str, Any], raw: Any) -> Any:
     return words[raw]
 
 
-def _read_optional(read_wanted: Callable[[Any], Any], words: dict[str, Any], raw: Any) -> Any:
-    # What may be left unsaid, a later version may say in words that this one does not know.
-    unknown = words and isinstance(raw, str) and raw not in words
-    return None if raw is None or unknown else read_wanted(raw)
+def _read_optional(read_wanted: Callable[[Any], Any], raw: Any) -> Any:
+    return None if raw is None else read_wanted(raw)
 
 
 def _read_tuple(read_one: Callable[[Any], Any], raw: Any) -> tuple[Any, ...]:
@@ -357,16 +340,16 @@ def _read_tuple(read_one: Callable[[Any], Any], raw: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _read_fields(kind: Any, readers: dict[str, tuple[str, Callable[[Any], Any]]], raw: Any) -> Any:
+def _read_fields(kind: Any, readers: dict[str, Callable[[Any], Any]], raw: Any) -> Any:
     if not isinstance(raw, dict) or raw.keys() != readers.keys():
         found = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
         raise _Misfit(f" needs the fields {sorted(readers)}, got {found}")
-    fields, key = {}, ""
+    fields, name = {}, ""
     try:
-        for key, (name, read_field) in readers.items():
-            fields[name] = read_field(raw[key])
+        for name, read_field in readers.items():
+            fields[name] = read_field(raw[name])
     except _Misfit as error:
-        raise _Misfit(f": field {key!r}{error}") from error
+        raise _Misfit(f": field {name!r}{error}") from error
     try:
         return kind(**fields)
     except ConfigError as error:

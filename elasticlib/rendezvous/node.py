@@ -30,6 +30,7 @@ from .document import (
     end,
 )
 from .layout import (
+    REMEDY,
     Keys,
     StoredJob,
     decode,
@@ -56,33 +57,13 @@ LONGEST_PAUSE = 0.5
 """Shorter than a last call, so that those who remember a job are back before newcomers begin
 another."""
 LATE_SHARE = 1 / 4
-"""Of the bound on a standstill: a look that comes so much later than the one before shows that this
-process could not run, as on a paused or overloaded machine; then the agent's loop could not."""
+"""Share of `Timing.loop`. If the thread of the rendezvous was late by this much, the whole process
+could not run, as on a paused or overloaded machine, and neither could the agent's loop."""
 UNANSWERED = Note(reason="the store has not answered")
 """Until the node that leads is heard."""
 NEVER_REACHED = "; the store was never reached: if the job is already over, its store is gone, too"
 
 Item = TypeVar("Item")
-
-
-class Standstill:
-    """Judges whether an agent's loop stands still; its caller looks again and again.
-
-    A node whose agent reacts to nothing is of no use to the others, and must not have them wait.
-    bound: seconds that a loop may be silent for, while the process can run at all.
-    """
-
-    def __init__(self, bound: float) -> None:
-        self._bound = bound
-        self._looked: float | None = None
-        self._since = 0.0
-
-    def judge(self, silent: float, now: float) -> bool:
-        """silent: seconds since the loop last turned."""
-        if self._looked is None or now - self._looked > self._bound * LATE_SHARE:
-            self._since = now
-        self._looked = now
-        return min(silent, now - self._since) > self._bound
 
 
 def backoff(misses: int) -> float:
@@ -144,10 +125,11 @@ class LocalNode:
         self._kept_at = float("-inf")
         self._spoke_at = float("-inf")
         self._away = 0.0
-        self._standstill, self._still = Standstill(timing.loop), False
+        self._agent_is_blocked = False
+        self._called_at = self._resumed_at = float("-inf")  # of `speak`; after a pause
         self._finish_said = ""
         # What it has read.
-        self._foreign: set[str] = set()
+        self._unreadable: set[str] = set()  # keys of node records that a warning was logged for
         self._arrived_at = self._stands_since = float("-inf")
         self._document: Document | None = None
         # What it waits for.
@@ -174,27 +156,30 @@ class LocalNode:
 
     # -- announcing ---------------------------------------------------------------------------
 
-    def speak(self, now: float, silent: float = 0.0) -> None:
+    def speak(self, now: float, progress_due: float = float("inf")) -> None:
         """Keep the leases, and have what the intent wants stand under this node's.
 
-        silent: seconds for which the loop of the node's agent has not turned. Where it stands
-        still the node gives up its place, and reads what has become of the generation before it
-        speaks again.
+        progress_due: the time at which the agent's loop must have made progress again. If it has
+        not, the node gives up its place. Once it has, the node reads what has become of the
+        generation before it speaks again.
         """
-        if self._standstill.judge(silent, now):
-            if not self._still:
+        if now - self._called_at > self.timing.loop * LATE_SHARE:
+            self._resumed_at = now
+        self._called_at = now
+        if now > max(progress_due, self._resumed_at + self.timing.loop):
+            if not self._agent_is_blocked:
                 log.warning(
                     "the agent's loop has been blocked for %g s: this node leaves the group until "
                     "it runs again",
                     self.timing.loop,
                 )
-            self._still = True
+            self._agent_is_blocked = True
             self.withdraw()
             return
-        if self._still:
+        if self._agent_is_blocked:
             log.warning("the agent's loop runs again: this node rejoins")
             self.read(now)
-            self._still = False
+            self._agent_is_blocked = False
         record = self.intent.record(self.state)
         if record is None:
             self.withdraw()
@@ -292,7 +277,7 @@ class LocalNode:
             if state is not None and not nodes:
                 # The leader may have left or died while other nodes of the run are alive.
                 listing = self.store.list(self.keys.node())
-                nodes.extend(StoredJob(self.keys, listing).live(self._foreign))
+                nodes.extend(StoredJob(self.keys, listing).live())
             self.intent = self.intent.arrive(state, reading.seat, nodes)
         if reading.view is not None:
             nodes.extend(reading.view.live)
@@ -330,7 +315,10 @@ class LocalNode:
             # Its members are lost, and only they themselves can tell who they were.
             memory, document = document.state, None
         self._document = document
-        live = job.live(self._foreign)
+        live, unreadable = job.records()
+        for key in unreadable.keys() - self._unreadable:
+            log.warning("ignored the node at %s: %s (%s)", key, unreadable[key], REMEDY)
+        self._unreadable |= unreadable.keys()
         if document is not None and has_live_node(document, live):
             self._check_limits(document)
         known = () if self.seen is None or self.seen.view is None else self.seen.view.live

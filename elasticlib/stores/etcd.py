@@ -39,10 +39,11 @@ from ..errors import (
     present,
 )
 from ..threads import helper
+from .forks import ForkAware
 from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
 from .keyspace import check_lease, lost_lease
 from .name_lookup import dial
-from .sockets import close_in_children, keep_honest, renew_in_children
+from .sockets import keep_honest
 
 ETCD_PORT = 2379
 LONGEST_TTL = 9_000_000_000
@@ -196,7 +197,7 @@ class _Connection(HTTPConnection):
             self.sock = dial(self.host, self.port, seconds)
             if self._tls is not None:
                 self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
-            keep_honest(close_in_children(self.sock), silent)
+            keep_honest(self.sock, silent)
         except ssl.SSLCertVerificationError as error:
             why = f"{name} shows a certificate that is not trusted: {error}"
             raise StoreRefused(why) from error
@@ -414,7 +415,7 @@ class _Watch:
 # -- the store ---------------------------------------------------------------------------------
 
 
-class EtcdStore(Store):
+class EtcdStore(Store, ForkAware):
     """A client of an etcd, version 3.4 or later, over its JSON gateway.
 
     etcd grants leases in whole seconds, at least one and a half times its election timeout (2 s
@@ -460,11 +461,9 @@ class EtcdStore(Store):
         sign_in = None if user is None else Request("auth/authenticate", login, what)
         self._reach = partial(_Gateway, members, timeout, tls, sign_in)
         self._closed = threading.Event()
-        self.begin_anew()
-        renew_in_children(self)
+        self._check_process()
 
-    def begin_anew(self) -> None:
-        """Be another client, with no connection and no lock that a thread may hold."""
+    def _begin_in_process(self) -> None:
         self._gateway = self._reach()
         self._watches: dict[str, _Watch] = {}
         self._state = threading.Lock()
@@ -532,6 +531,7 @@ class EtcdStore(Store):
         return True
 
     def close(self) -> None:
+        self._check_process()
         self._closed.set()
         with self._state:
             watches, self._watches = self._watches, {}
@@ -643,6 +643,7 @@ class EtcdStore(Store):
         return StoreUnavailable(f"{self.address}: this store is closed")
 
     def _ask(self, path: str, body: Fields, what: str, *, repeatable: bool = False) -> Fields:
+        self._check_process()
         if self._closed.is_set():
             raise self._closed_error()
         return self._gateway.ask(Request(path, body, what, repeatable))

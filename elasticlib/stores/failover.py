@@ -20,9 +20,8 @@ import attrs
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, StoreRefused, StoreTimeout, StoreUnavailable
 from ..threads import helper
+from .forks import ForkAware
 from .interface import CompareSet, Entry, Listing, Store, Watched
-from .memory import HostedStore
-from .sockets import renew_in_children
 from .tcp_client import TcpStore
 from .tcp_server import TcpStoreServer
 
@@ -34,7 +33,6 @@ when that is done by one whose leases stand."""
 SCAN_SHARE = 1 / 4
 """Of the patience, which is a lease: a scan takes no more, or its caller's own lease would end."""
 
-Client = HostedStore | TcpStore
 Answer = TypeVar("Answer")
 
 
@@ -51,7 +49,7 @@ class Place:
     serve: Callable[[], TcpStoreServer | None]
 
 
-class MovingStore(Store):
+class MovingStore(Store, ForkAware):
     """A client of the store at whichever of its places that is served at.
 
     Args:
@@ -67,35 +65,32 @@ class MovingStore(Store):
         *,
         patience: float,
         clock: Clock = monotonic,
-        hosted: tuple[TcpStoreServer, Client] | None = None,
+        hosted: tuple[TcpStoreServer, TcpStore] | None = None,
     ) -> None:
         if not places:
             raise ConfigError("a store needs at least one endpoint, got none")
         self._places = tuple(places)
         self._patience = patience
         self._clock = clock
-        self._moving = threading.RLock()
         self._closed = False
         self._at = 0
         self._stays = hosted is not None
-        self._store: Client | None = None
-        self._server: TcpStoreServer | None = None
-        if hosted is not None:
-            self._server, self._store = hosted
+        self._check_process()
+        self._server: TcpStoreServer | None = None if hosted is None else hosted[0]
+        self._store: TcpStore | None = None if hosted is None else hosted[1]
         self._heard_at = clock()
         self._why_left = ""  # for those who still ask there
         self._refused: set[int] = set()
-        self._probed: set[int] = set()
-        renew_in_children(self)
 
-    def begin_anew(self) -> None:
-        """A forked child is another client, by a connection of its own, and serves nothing."""
+    def _begin_in_process(self) -> None:
         self._moving = threading.RLock()
         self._server = None
+        self._probed: set[int] = set()
 
     @property
     def server(self) -> TcpStoreServer | None:
         """The server where we are, if it is ours."""
+        self._check_process()
         return self._server
 
     @property
@@ -140,6 +135,7 @@ class MovingStore(Store):
     def look_elsewhere(self, accept: Callable[[Store, bool], bool]) -> bool:
         """As in the contract; `accept` is called in threads of its own, one for each place, and a
         place that has not answered within SCAN_SECONDS in all is passed over this time."""
+        self._check_process()
         store, at = self._store, self._at
         probes = [
             (number, self._probe(number, accept, number < at))
@@ -172,6 +168,7 @@ class MovingStore(Store):
 
     def _is_alone(self) -> bool:
         """Whether we serve here, and for nobody but ourselves."""
+        self._check_process()
         with self._moving:
             server, store = self._server, self._store
             if self._closed or server is None or store is None:
@@ -180,6 +177,7 @@ class MovingStore(Store):
 
     def close(self) -> None:
         # Without the lock: whoever holds it may be trying to connect.
+        self._check_process()
         self._closed = True
         store, server = self._store, self._server
         if store is not None:
@@ -187,7 +185,7 @@ class MovingStore(Store):
         if server is not None:
             server.close()
 
-    def _ask(self, question: Callable[[Client], Answer]) -> Answer:
+    def _ask(self, question: Callable[[TcpStore], Answer]) -> Answer:
         store = self._here()
         try:
             try:
@@ -215,7 +213,8 @@ class MovingStore(Store):
         if len(self._refused) == len(self._places):
             raise error
 
-    def _here(self) -> Client:
+    def _here(self) -> TcpStore:
+        self._check_process()
         with self._moving:
             if self._store is None and not self._closed:
                 self._arrive()
@@ -233,7 +232,7 @@ class MovingStore(Store):
                 return
         self._go_to(0)
 
-    def _miss(self, store: Client, error: StoreUnavailable | StoreTimeout) -> None:
+    def _miss(self, store: TcpStore, error: StoreUnavailable | StoreTimeout) -> None:
         with self._moving:
             away = self._clock() - self._heard_at
             stays = self._stays or away < self._patience
@@ -248,7 +247,7 @@ class MovingStore(Store):
             self._why_left = str(error)
             self._go_to(there)
 
-    def _prefer(self, number: int, found: TcpStore, left: Client | None) -> bool:
+    def _prefer(self, number: int, found: TcpStore, left: TcpStore | None) -> bool:
         """Be there from now on, if we still are at the store to be left; else leave what is found;
         which of the two."""
         with self._moving:

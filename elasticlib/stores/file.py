@@ -30,13 +30,14 @@ import filelock
 from ..clock import monotonic
 from ..errors import ConfigError, StoreError, StoreRefused, StoreTimeout, StoreUnavailable
 from ..hard_lock import hard_lock
+from .forks import ForkAware
 from .interface import ABSENT, CompareSet, Entry, Listing, Store, check_key, check_ttl
 from .keyspace import Journal, LeaseClock, check_lease, lost_lease
-from .sockets import renew_in_children
 
 LONGEST_PAUSE = 0.5
 """Seconds after which to look again for leases that are new, at the latest."""
 LOCK_POLL = 0.003
+WAIT_POLL_S = 0.02  # interval at which `wait` looks at the folder
 REMEMBERED = 256
 """How many changes are remembered; a waiter that is further behind is woken without a cause."""
 
@@ -311,27 +312,22 @@ class _Folder:
 # -- the store ---------------------------------------------------------------------------------
 
 
-class FileStore(Store):
+class FileStore(Store, ForkAware):
     """A client of the store in `folder`.
 
     Args:
         folder: made, with its parents, at the first operation.
         timeout: seconds that an operation may wait for the folder's lock.
-        poll: seconds between two looks of `wait`.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], *, timeout: float = 60.0, poll: float = 0.02
-    ) -> None:
-        if not (timeout > 0 and poll > 0):
-            raise ConfigError(f"timeout and poll are positive seconds, got {timeout} and {poll}")
-        self._path, self._timeout, self._poll = Path(folder), timeout, poll
+    def __init__(self, folder: str | os.PathLike[str], *, timeout: float = 60.0) -> None:
+        if not timeout > 0:
+            raise ConfigError(f"timeout must be a positive number of seconds, got {timeout}")
+        self._path, self._timeout = Path(folder), timeout
         self._closed = threading.Event()
-        self.begin_anew()
-        renew_in_children(self)
+        self._check_process()
 
-    def begin_anew(self) -> None:
-        """Be another client, without a lock that a thread may hold; a closed one stays closed."""
+    def _begin_in_process(self) -> None:
         self._folder, self._made = _Folder(self._path), False
         self._owner = secrets.token_hex(8)
         self._has_leased = False
@@ -395,9 +391,10 @@ class FileStore(Store):
             left = deadline - monotonic()
             if left <= 0:
                 return False
-            self._closed.wait(min(left, self._poll))
+            self._closed.wait(min(left, WAIT_POLL_S))
 
     def close(self) -> None:
+        self._check_process()
         if self._closed.is_set():
             return
         self._closed.set()
@@ -411,6 +408,7 @@ class FileStore(Store):
     @contextmanager
     def _open(self, _: str = "") -> Iterator[_Folder]:
         """The folder, which is made where it is not there; leases that are over are gone."""
+        self._check_process()
         if self._closed.is_set():
             raise StoreUnavailable(f"this FileStore of {self._path} is closed")
         with self._folder.reached():

@@ -41,7 +41,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .keyspace import ABSENT as ABSENT
-from .keyspace import MAX_KEY_BYTES as MAX_KEY_BYTES
 from .keyspace import CompareSet as CompareSet
 from .keyspace import Entry as Entry
 from .keyspace import Listing as Listing

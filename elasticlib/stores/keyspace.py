@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, KeysView, Sequence
+from collections.abc import Hashable, KeysView, Sequence
 from typing import Generic, TypeVar
 
 import attrs
@@ -187,7 +187,6 @@ class Watch:
     number: int
     prefix: str
     after: int
-    tell: Callable[[Watched], None]
     listing: bool = False
 
 
@@ -231,7 +230,7 @@ class KeySpace(Journal):
         self._watches: dict[str, dict[tuple[int, int], Watch]] = {}
         self._watched: dict[int, dict[int, str]] = {}
         self._watch_count = 0
-        self.told = 0
+        self._told = 0
         """The version up to which `news` has been asked."""
 
     def get(self, key: str) -> Entry | None:
@@ -289,11 +288,12 @@ class KeySpace(Journal):
         )
         return Listing(tuple(self._entries[key] for key in keys), self.version)
 
-    def depart(self, owner: int) -> Sequence[Watch]:
-        """The owner is gone, and its leases with it; its watches, which nobody is to tell now."""
+    def depart(self, owner: int) -> None:
+        """Remove the leases and the watches of an owner that is gone."""
         for key in sorted(key for key, lease in self._leases.items() if lease.owner == owner):
             self._remove(self._entries[key])
-        return self.forget_watches(owner)
+        for number in list(self._watched.get(owner, ())):
+            self._take_watch(owner, number)
 
     def end_silent_leases(self, now: float) -> None:
         """Look at the leases, if a look is due, and end those silent for their ttl."""
@@ -333,12 +333,6 @@ class KeySpace(Journal):
         watch = self._take_watch(owner, number)
         return watch is None or self.changed(watch.prefix, watch.after)
 
-    def forget_watches(self, owner: int | None = None) -> Sequence[Watch]:
-        """Those of that owner, or of all, which nobody is going to tell any more."""
-        owners = list(self._watched) if owner is None else [owner]
-        keys = [(one, number) for one in owners for number in self._watched.get(one, ())]
-        return [watch for key in keys if (watch := self._take_watch(*key)) is not None]
-
     def _take_watch(self, owner: int, number: int) -> Watch | None:
         own = self._watched.get(owner, {})
         prefix = own.pop(number, None)
@@ -353,12 +347,17 @@ class KeySpace(Journal):
             del self._watches[prefix]
         return watch
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether there is a change that `news` has not been asked for."""
+        return self._told != self.version
+
     def news(self) -> Sequence[tuple[Watch, Watched]]:
         """The watches whose change has come since this was last asked, and what to tell them."""
-        if self.told == self.version:
+        if not self.has_changed:
             return []
-        touched = [prefix for prefix in self._watches if self.changed(prefix, self.told)]
-        self.told = self.version
+        touched = [prefix for prefix in self._watches if self.changed(prefix, self._told)]
+        self._told = self.version
         found: list[tuple[Watch, Watched]] = []
         for prefix in touched:
             there: Watched = False

@@ -18,7 +18,7 @@ import attrs
 
 from ..clock import monotonic
 from ..threads import helper
-from .sockets import close_in_children, renew_in_children
+from .forks import ForkAware
 
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
 MAX_ANSWER_AGE_S = 30.0  # an answer that came after its caller had given up is used for so long
@@ -42,7 +42,7 @@ class _Lookup:
             self.answer.set_result(found)
 
 
-class NameLookup:
+class NameLookup(ForkAware):
     """Calls getaddrinfo so that no caller waits longer than it wants to. Thread-safe.
 
     A call that outlasts its caller is shared by the callers after it, so that a name server which
@@ -50,11 +50,9 @@ class NameLookup:
     """
 
     def __init__(self) -> None:
-        self.begin_anew()
-        renew_in_children(self)
+        self._check_process()
 
-    def begin_anew(self) -> None:
-        """Forget all lookups: a forked child does not have the threads that make them."""
+    def _begin_in_process(self) -> None:
         self._lock = threading.Lock()
         self._lookups: dict[tuple[str, int], _Lookup] = {}
 
@@ -68,6 +66,7 @@ class NameLookup:
             return socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
             )
+        self._check_process()
         name = (host, port)
         lookup = self._begin(name)
         if not concurrent.futures.wait([lookup.answer], timeout_s).done:
@@ -116,7 +115,7 @@ def dial(
         # A silent address must leave time for those behind it.
         share = max(deadline - monotonic(), 0.01) / (len(addresses) - tried)
         try:
-            connection = close_in_children(socket.socket(family, kind, proto))
+            connection = socket.socket(family, kind, proto)
         except OSError as error:
             failure = error  # of a family that this kernel does not have
             continue

@@ -36,10 +36,11 @@ from ..errors import (
     describe,
 )
 from ..threads import helper
+from .forks import ForkAware
 from .interface import CompareSet, Entry, Listing, Store, Watched, check_key, check_ttl
 from .name_lookup import dial
 from .secret import NONCE_BYTES, check_secret
-from .sockets import address_of, close_in_children, keep_honest, renew_in_children
+from .sockets import address_of, keep_honest
 from .tcp_protocol import ClientEnd, Frame, error_of, read_entry, read_listing
 
 log = logging.getLogger("elasticlib.stores")
@@ -55,7 +56,7 @@ LONGEST_WAIT = 1e6
 Answer = Frame | ElasticError
 
 
-class TcpStore(Store):
+class TcpStore(Store, ForkAware):
     """A client of the `TcpStoreServer` at an address.
 
     Args:
@@ -68,9 +69,11 @@ class TcpStore(Store):
         secret: what the server must prove to know, as this client does; it is never sent. What
             follows the proof is neither encrypted nor signed.
 
-    label: this client's own name, as the server knows it. local_address: this machine's literal
-    address towards the store; None before the first connection.
+    local_address: this machine's literal address towards the store; None before the first
+    connection.
     """
+
+    _link: _Link | None = None
 
     def __init__(
         self,
@@ -93,18 +96,25 @@ class TcpStore(Store):
             raise ConfigError(f"timeouts are positive, got {timeout} and {connect_timeout}")
         self._secret = check_secret(secret)
         self._closed = threading.Event()
-        self.begin_anew()
-        renew_in_children(self)
+        self._check_process()
 
-    def begin_anew(self) -> None:
-        """Have no connection, and no lock that a thread may hold; a closed store stays closed."""
-        self.label = f"{os.getpid()}@{socket.gethostname()}/{secrets.token_hex(4)}"
+    def _begin_in_process(self) -> None:
+        self._label = f"{os.getpid()}@{socket.gethostname()}/{secrets.token_hex(4)}"
         self._connecting = threading.Lock()
         was_closed, self._closed = self._closed.is_set(), threading.Event()
         if was_closed:
             self._closed.set()
-        self._link: _Link | None = None
+        if self._link is not None:
+            # Without a shutdown, which would end the connection of the parent.
+            self._link.connection.close()
+        self._link = None
         self.local_address: str | None = None
+
+    @property
+    def label(self) -> str:
+        """This client's own name, as the server knows it."""
+        self._check_process()
+        return self._label
 
     @property
     def address(self) -> str:
@@ -203,6 +213,7 @@ class TcpStore(Store):
         return True
 
     def close(self) -> None:
+        self._check_process()
         self._closed.set()
         link = self._link
         if link is not None:
@@ -211,6 +222,7 @@ class TcpStore(Store):
     # -- connecting ---------------------------------------------------------------------------
 
     def _live_link(self, patience: float | None = None) -> _Link:
+        self._check_process()
         link = self._link
         if link is not None and link.alive:
             return link
@@ -255,7 +267,7 @@ class TcpStore(Store):
         """Connect and be let in. Raises OSError or StoreError."""
         deadline = monotonic() + patience
         nonce = secrets.token_bytes(NONCE_BYTES).hex()
-        end = ClientEnd(self.address, self._job, self.label, self._secret, nonce)
+        end = ClientEnd(self.address, self._job, self._label, self._secret, nonce)
         connection = dial(self._host, self._port, patience)
         try:
             data = end.hello
@@ -441,23 +453,22 @@ class _Link:
             self.connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Receiver:
+class _Receiver(ForkAware):
     """The thread that reads all links of this process; it is there while there is one."""
 
     def __init__(self) -> None:
-        self.begin_anew()
-        renew_in_children(self)
+        self._check_process()
 
-    def begin_anew(self) -> None:
-        """Have no thread and listen to nothing: a child's sockets are closed for it."""
+    def _begin_in_process(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._selector: selectors.BaseSelector | None = None
 
     def add(self, link: _Link) -> None:
         """From now on it hears what arrives, until its connection ends. Raises OSError."""
+        self._check_process()
         with self._lock:
-            selector = self._selector or close_in_children(selectors.DefaultSelector())
+            selector = self._selector or selectors.DefaultSelector()
             # A selector that waits in the thread takes it in at once.
             selector.register(link.connection, selectors.EVENT_READ, link)
             if self._selector is not None:

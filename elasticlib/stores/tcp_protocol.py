@@ -14,7 +14,6 @@ import itertools
 import json
 import struct
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -87,7 +86,7 @@ TRUTH = _Field("true or false", lambda v: type(v) is bool)
 ROWS = _Field("a list of [key, version, size]", lambda v: type(v) is list and all(map(_is_row, v)))
 HEXADECIMAL = _Field(f"{DIGITS} hexadecimal digits", is_digits)
 
-# hello stays as it is in every protocol, so that one of another protocol is refused by number.
+# The fields of hello never change, so that a client of another protocol is refused by number.
 SCHEMA: Mapping[str, Mapping[str, _Field]] = {
     "hello": {"protocol": WHOLE, "job": TEXT, "client": TEXT},
     "challenge": {"nonce": HEXADECIMAL},
@@ -303,7 +302,10 @@ def _admission(job: str, secret: bytes | None, nonce: str) -> Generator[bytes, F
     hello = _due((yield b""), "hello", "a connection begins with hello")
     spoken, label = hello.fields["protocol"], hello.fields["client"]
     if spoken != PROTOCOL:
-        raise StoreRefused(f"speaks protocol {PROTOCOL}, not {spoken}")
+        raise StoreRefused(
+            f"speaks protocol {PROTOCOL}, not {spoken}: start all nodes with the same version of "
+            "elasticlib"
+        )
     if len(label) > LABEL_CHARACTERS:
         raise StoreRefused(f"a client's label is at most {LABEL_CHARACTERS} long, got {len(label)}")
     if secret is not None:
@@ -354,16 +356,6 @@ def _write(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
     if outcome.won and outcome.entry is not None:
         return answer(request.id, True, outcome.entry.version)
     return entry_answer(request.id, outcome.entry)
-
-
-def _watch(
-    space: KeySpace, client: int, request: Frame, tell: Callable[[int, Watched], None]
-) -> None:
-    fields, mine = request.fields, partial(tell, request.id)
-    watch = Watch(client, request.id, fields["prefix"], fields["after"], mine, fields["listing"])
-    told = space.watch(watch)
-    if told is not False:
-        mine(told)
 
 
 class ServerEnd(FrameReader):
@@ -425,24 +417,28 @@ class ServerEnd(FrameReader):
             self.refuse(error)
         return self.request
 
-    def perform(
-        self, space: KeySpace, client: int, now: float, tell: Callable[[int, Watched], None]
-    ) -> None:
-        """Do what the request asks for, and answer it. tell: what is called with its number and
-        what has changed, where it asks for that."""
+    def perform(self, space: KeySpace, client: int, now: float) -> Watched:
+        """Do what the request asks for, and answer it.
+
+        Returns:
+            What `space.watch` returns if the request is a watch, else False.
+        """
         request, self.request = self.request, None
         self.performed += 1
         if request is None:
-            return
+            return False
+        fields = request.fields
         try:
             if request.op == "list":
-                self._begin_listing(request.id, space.list(request.fields["prefix"]))
+                self._begin_listing(request.id, space.list(fields["prefix"]))
             elif request.op == "watch":
-                _watch(space, client, request, tell)
+                prefix, after, listing = fields["prefix"], fields["after"], fields["listing"]
+                return space.watch(Watch(client, request.id, prefix, after, listing))
             else:
                 self.send(_perform(space, client, request, now))
         except (StoreRefused, LeaseLost, ConfigError) as error:
             self.send(error_frame(request.id, error))
+        return False
 
     def refuse(self, error: StoreRefused, number: int = 0) -> None:
         """Say why, and read nothing more."""

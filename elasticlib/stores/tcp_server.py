@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import ipaddress
+import itertools
 import logging
 import math
 import resource
@@ -19,8 +20,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import attrs
 
@@ -30,15 +30,12 @@ from ..errors import ConfigError, StoreRefused
 from ..threads import helper
 from .interface import Listing, Watched
 from .keyspace import KeySpace, Limits
-from .memory import HostedStore, Shared
 from .secret import NONCE_BYTES, VARIABLE, check_secret
 from .sockets import (
     Joined,
     address_of,
     await_events,
-    close_in_children,
     keep_honest,
-    renew_in_children,
 )
 from .tcp_protocol import (
     HEADER_ROOM,
@@ -110,7 +107,7 @@ class ServerLimits:
 def _listen_at(host: str, port: int) -> socket.socket:
     """A listener at the first address of the host, which does not block. Raises OSError."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = close_in_children(socket.socket(family, kind, proto))
+    listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -126,7 +123,7 @@ def _listen_at(host: str, port: int) -> socket.socket:
 class _Peer:
     """A client's connection.
 
-    tell: leaves news of what it watches, under the number of its watch. deadline: when it is cut,
+    deadline: when it is cut,
     if it is not in by then or was refused. awaits: whether the selector waits to read and to write.
     dropped: bytes that came after it was refused. held, listed: of its end, in the server's
     account. goal: once so many bytes are sent and so many requests performed, nothing is left of
@@ -136,7 +133,6 @@ class _Peer:
     number: int
     connection: socket.socket
     end: ServerEnd
-    tell: Callable[[int, Watched], None]
     deadline: float
     awaits: tuple[bool, bool] = True, False
     dropped: int = 0
@@ -158,7 +154,7 @@ class _Peer:
 
 
 class TcpStoreServer:
-    """Serves one keyspace to `TcpStore` clients, and in this process to those of `client`.
+    """Serves one keyspace to `TcpStore` clients.
 
     Args:
         host: the one address, or name, to bind.
@@ -188,26 +184,19 @@ class TcpStoreServer:
         self.port = port
         self.job = job
         self._more_hosts = more_hosts
-        self._given = space
         self._limits = limits or ServerLimits()
         self._secret = check_secret(secret)
-        self.begin_anew()
-        renew_in_children(self)
-
-    def begin_anew(self) -> None:
-        """Serve nothing, as a forked child does: the parent serves, the child is free to start."""
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._torchs: tuple[socket.AddressFamily, tuple[object, ...]] | None = None
-        # From here on it is the thread's, but for what the lock of the shared keyspace guards, and
-        # the news that others leave.
-        limits = self._limits
+        # The server's thread owns all of the following.
+        stored = self._limits.store
         # What can be written can be read: it fits an answer.
-        value_bytes = min(limits.store.value_bytes, limits.frame_bytes - HEADER_ROOM)
-        own = KeySpace(attrs.evolve(limits.store, value_bytes=value_bytes))
-        self._space = self._given or own
-        self._shared = Shared(monotonic, self._space, is_served=True, rouse=self._rouse)
-        self._news: deque[tuple[int, int, Watched]] = deque()
+        value_bytes = min(stored.value_bytes, self._limits.frame_bytes - HEADER_ROOM)
+        own = KeySpace(attrs.evolve(stored, value_bytes=value_bytes))
+        self._space = space or own
+        self._numbers = itertools.count(1)
+        self._news: deque[tuple[int, int, Watched]] = deque()  # client, its watch, what changed
         self._peers: dict[int, _Peer] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._dirty: set[_Peer] = set()
@@ -242,9 +231,9 @@ class TcpStoreServer:
             except OSError as error:
                 log.info("cannot also serve the store at %s: %s", host, error)
         self._most = self._limits.most_connections()
-        self._woken, self._wake = map(close_in_children, socket.socketpair())
+        self._woken, self._wake = socket.socketpair()
         self._wake.setblocking(False)
-        self._selector = close_in_children(selectors.DefaultSelector())
+        self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._listen(True)
         self._thread = helper(self._serve, "tcp-store-server")
@@ -257,13 +246,6 @@ class TcpStoreServer:
                 VARIABLE,
             )
         return self
-
-    def client(self, address: str = "") -> HostedStore:
-        """A client in this process, which needs no connection. address: of this machine, as the
-        other nodes are to be told it; the server's own unless given."""
-        if self._thread is None:
-            raise ConfigError(f"start the server of {self.address} before you make clients of it")
-        return HostedStore(self._shared, address or self.host)
 
     def lead_torch_to(self, address: tuple[str, int] | None) -> None:
         """Where torch's store of the generation is, to which its clients that come to this port
@@ -289,6 +271,8 @@ class TcpStoreServer:
     @property
     def labels(self) -> tuple[str, ...]:
         """The `TcpStore.label` of every client that is connected."""
+        if not self.serving:
+            return ()
         # The list is made in one step, whatever the thread does.
         return tuple(peer.end.label for peer in list(self._peers.values()) if peer.end.is_in)
 
@@ -302,9 +286,10 @@ class TcpStoreServer:
         """End all connections and the thread, within some seconds: what does not end by then is
         named in the log and left behind. Closing twice is harmless."""
         self._stopping.set()
-        if self._thread is None:
-            return
-        self._rouse()
+        if self._thread is None or not self.serving:
+            return  # it has ended, or is in the process of which this one is a forked child
+        with contextlib.suppress(OSError):  # the thread has ended already
+            self._wake.send(b"!")
         if not self.wait_closed(self._limits.close_seconds):
             stands = "no longer running"
             if (frame := sys._current_frames().get(self._thread.ident or 0)) is not None:
@@ -325,10 +310,6 @@ class TcpStoreServer:
 
     # -- the thread ---------------------------------------------------------------------------
 
-    def _rouse(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended, or has enough to wake for
-            self._wake.send(b"!")
-
     def _serve(self) -> None:
         try:
             while not self._stopping.is_set():
@@ -336,8 +317,6 @@ class TcpStoreServer:
         except Exception:
             log.exception("the store's server failed: its clients are disconnected")
         finally:
-            for watch, watched in self._shared.end("the server of this store is closed"):
-                watch.tell(watched)
             for peer in list(self._peers.values()):
                 self._drop(peer)
             for link in self._links:
@@ -353,8 +332,7 @@ class TcpStoreServer:
             self._handle(0)
             while self._go_on():
                 pass
-            with self._shared.lock:
-                self._space.end_silent_leases(monotonic())
+            self._space.end_silent_leases(monotonic())
         self._tell()
         self._flush()
         now = monotonic()
@@ -365,7 +343,7 @@ class TcpStoreServer:
 
     def _patience(self, now: float) -> float:
         """Seconds that the loop may sleep if nothing arrives."""
-        if self._news or not self._shared.is_settled or any(map(self._may_go_on, self._waiting)):
+        if self._news or self._space.has_changed or any(map(self._may_go_on, self._waiting)):
             return 0.0
         look, stranger = self._space.clock.until_due(now), self._first_stranger()
         pause = min(
@@ -430,7 +408,7 @@ class TcpStoreServer:
             self._welcome(connection)
 
     def _welcome(self, connection: socket.socket) -> None:
-        close_in_children(connection).setblocking(False)
+        connection.setblocking(False)
         limits = self._limits
         try:
             keep_honest(connection, limits.silent_network_seconds)
@@ -440,8 +418,8 @@ class TcpStoreServer:
         nonce = secrets.token_bytes(NONCE_BYTES).hex()
         end = ServerEnd(self.job, self._secret, nonce, limits.frame_bytes)
         deadline = monotonic() + limits.handshake_seconds
-        number = next(self._shared.owners)
-        peer = _Peer(number, connection, end, partial(self._leave_news, number), deadline)
+        number = next(self._numbers)
+        peer = _Peer(number, connection, end, deadline)
         self._peers[number] = peer
         heapq.heappush(self._deadlines, (deadline, number))
         self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -503,8 +481,9 @@ class TcpStoreServer:
             if not self._may_go_on(peer):
                 self._wait_for_room(peer)
                 break
-            with self._shared.lock:
-                end.perform(self._space, peer.number, now, peer.tell)
+            watched = end.perform(self._space, peer.number, now)
+            if watched is not False:
+                self._news.append((peer.number, request.id, watched))
             if len(end.unsent) >= FLUSH_BYTES and not self._flush_one(peer):
                 return
         else:
@@ -514,19 +493,10 @@ class TcpStoreServer:
         if end.held_bytes >= FLUSH_BYTES:
             self._count(peer)
 
-    def _leave_news(self, client: int, number: int, watched: Watched) -> None:
-        """Called by whatever thread has changed what this client watches."""
-        self._news.append((client, number, watched))
-        if threading.current_thread() is not self._thread:
-            self._rouse()
-
     def _tell(self) -> None:
-        """Tell watchers of the changes of this turn, and of those by clients in this process."""
-        if not self._shared.is_settled:
-            with self._shared.lock:
-                news = self._shared.settle()
-            for watch, watched in news:
-                watch.tell(watched)
+        """Tell watchers of the changes of this turn."""
+        for watch, watched in self._space.news():
+            self._news.append((watch.owner, watch.number, watched))
         shown: Listing | None = None
         fields, value = "", b""
         while self._news:
@@ -570,7 +540,7 @@ class TcpStoreServer:
             return
         family, address = self._torchs
         try:
-            store = close_in_children(socket.socket(family, socket.SOCK_STREAM))
+            store = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
             log.warning("cannot forward a client to torch's store at the moment: %s", error)
             self._drop(peer)
@@ -691,8 +661,7 @@ class TcpStoreServer:
 
     def _leave(self, peer: _Peer) -> None:
         self._waiting.pop(peer, None)
-        with self._shared.lock:
-            self._space.depart(peer.number)
+        self._space.depart(peer.number)
 
     def _drop(self, peer: _Peer, *, close: bool = True) -> None:
         del self._peers[peer.number]

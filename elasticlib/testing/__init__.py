@@ -1,7 +1,7 @@
-"""The contracts of a store, a handler and an agent as test suites, and simulated clusters.
+"""Test suites that check the contracts of a store, a rendezvous handler and an agent.
 
-A suite needs pytest and hypothesis (the extra `testing`) and the simulator does not, so each name
-is loaded from its module when it is first used.
+The suites need pytest and hypothesis (the extra `testing`). Each name is loaded from its module
+when it is first used, so that importing this package needs neither.
 """
 
 from __future__ import annotations

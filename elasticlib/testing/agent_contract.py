@@ -21,9 +21,8 @@ from ..workers.exit import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 from .agent_acts import CODE, Act
 from .agent_job import WORKERS, Job, MakeAgent
-from .agent_job import AgentRequest as AgentRequest
 from .agent_stage import Scene, Stage, place
-from .rendezvous_cluster import until
+from .waiting import wait_until
 
 SUCCEED, FAIL, STAY, KEEP = Act.SUCCEED, Act.FAIL, Act.STAY, Act.KEEP
 
@@ -284,7 +283,7 @@ class KeptWorkersContract(AgentSuite):
         job.stage.until_kept(1, 2 * WORKERS)
         other.handler.shutdown()
         spare = node.agent.workers.spare
-        until("the others to wait", lambda: sum(spare().values()) == WORKERS, self.patience)
+        wait_until("the others to wait", lambda: sum(spare().values()) == WORKERS, self.patience)
         node.handler.set_closed()
         results = [node.result(), other.result()]
         assert [result.state for result in results] == [WorkerState.FAILED] * 2

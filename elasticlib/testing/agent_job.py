@@ -23,8 +23,9 @@ from ..rendezvous.interface import RendezvousHandler
 from ..stores.memory import MemoryStore
 from ..workers.spec import Entrypoint, Ladder, WorkerSpec
 from .agent_stage import Scene, Stage
-from .rendezvous_cluster import in_thread, until
+from .rendezvous_cluster import in_thread
 from .rendezvous_over_store import Listener
+from .waiting import wait_until
 
 WORKERS = 2
 """A node."""
@@ -142,7 +143,7 @@ class Job:
             self._store.client(),
             self._id,
             Node(f"{self._id}-{name}", name, "127.0.0.1", WORKERS),
-            Limits(*nodes, max_restarts, last_call=0.0, restart_backoff=0.0),
+            Limits(*nodes, max_restarts, last_call=0.0),
             timing=Timing(join=self._patience, lease=2.0, refresh=0.2, close=5.0),
             open_bootstrap=Listener,
         )
@@ -158,7 +159,9 @@ class Job:
         try:
             for node in self.nodes:
                 node.end()
-            until("nothing to be left of the workers", lambda: not self.stage.left(), self._moment)
+            wait_until(
+                "nothing to be left of the workers", lambda: not self.stage.left(), self._moment
+            )
         finally:
             for node in self.nodes:
                 node.free()

@@ -13,7 +13,7 @@ import attrs
 
 from ..workers.spec import Command, Entrypoint, Function, WorkerGroup
 from .agent_acts import CUE, SHELL_LINE, Act, perform
-from .rendezvous_cluster import until
+from .waiting import wait_until
 
 GENERATIONS = range(1, 9)
 """More than any test of the suite comes to."""
@@ -88,7 +88,7 @@ class Stage:
     def until_kept(self, generation: int, count: int) -> dict[tuple[str, ...], str]:
         """Wait until so many of these have taken their place."""
         what = f"{count} workers to have a place in generation {generation}"
-        until(what, lambda: len(self.kept(generation)) >= count, self._patience)
+        wait_until(what, lambda: len(self.kept(generation)) >= count, self._patience)
         return self.kept(generation)
 
     def cue(self) -> None:
@@ -113,7 +113,7 @@ class Stage:
     def until_up(self, generation: int, count: int) -> None:
         """Wait until so many workers have come up."""
         what = f"{count} workers of generation {generation} to be up"
-        until(what, lambda: len(self.up(generation)) >= count, self._patience)
+        wait_until(what, lambda: len(self.up(generation)) >= count, self._patience)
 
     def left(self) -> list[int]:
         """The generations of which something is left."""

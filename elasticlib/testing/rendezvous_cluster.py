@@ -18,6 +18,7 @@ import attrs
 from ..clock import monotonic
 from ..errors import RendezvousClosed
 from ..rendezvous.interface import Change, RendezvousHandler, RendezvousInfo
+from .waiting import wait_until
 
 PAUSE = 0.01
 """Seconds between looks at a handler that cannot tell of changes itself."""
@@ -43,15 +44,6 @@ class HandlerRequest:
 
 
 MakeHandler = Callable[[HandlerRequest], RendezvousHandler]
-
-
-def until(what: str, look: Callable[[], Found | None], seconds: float) -> Found:
-    """The first true thing that `look` finds; fails naming what was awaited."""
-    deadline = monotonic() + seconds
-    while not (found := look()):
-        assert monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        threading.Event().wait(PAUSE)
-    return found
 
 
 def in_thread(call: Callable[[], Found]) -> Future[Found]:
@@ -95,7 +87,7 @@ class Node:
         """The same once some node is said to wait, as an agent does that goes by that alone."""
 
         def joins() -> RendezvousInfo:
-            until("num_nodes_waiting above 0", self.handler.num_nodes_waiting, self._patience)
+            wait_until("num_nodes_waiting above 0", self.handler.num_nodes_waiting, self._patience)
             return self.meet()
 
         return in_thread(joins)
@@ -103,7 +95,7 @@ class Node:
     def counts_nobody(self, seconds: float) -> bool:
         """Whether no node is said to wait for so long; at first, an older answer may stand."""
         look = self.handler.num_nodes_waiting
-        until("num_nodes_waiting to be 0", lambda: look() == 0, self._patience)
+        wait_until("num_nodes_waiting to be 0", lambda: look() == 0, self._patience)
         deadline = monotonic() + seconds
         while monotonic() < deadline:
             if look() != 0:
@@ -118,7 +110,7 @@ class Node:
     def change(self) -> Change:
         """What becomes of the generation that this node holds."""
         what = f"wait_for_change to tell {self.name} of a change"
-        return until(what, lambda: self.handler.wait_for_change(0.1), self._patience)
+        return wait_until(what, lambda: self.handler.wait_for_change(0.1), self._patience)
 
     def keeps(self, seconds: float) -> bool:
         """Whether no change is told of for so long."""

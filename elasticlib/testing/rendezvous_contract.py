@@ -17,11 +17,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from ..clock import monotonic
 from ..errors import RendezvousClosed, RendezvousError, RendezvousTimeout
 from ..rendezvous.interface import ChangeKind
-from .rendezvous_cluster import Cluster as Cluster
+from .rendezvous_cluster import Cluster, Node, closed
 from .rendezvous_cluster import HandlerRequest as HandlerRequest
 from .rendezvous_cluster import MakeHandler as MakeHandler
-from .rendezvous_cluster import Node, closed, until
 from .rendezvous_machine import RendezvousMachine
+from .waiting import wait_until
 
 _RUNS = (f"run-{number}" for number in itertools.count())
 
@@ -137,7 +137,7 @@ class RendezvousContract:
         cluster.settled(first, second)
         first.handler.set_closed()
         for node in (first, second):
-            until("is_closed to say so", node.handler.is_closed, self.patience)
+            wait_until("is_closed to say so", node.handler.is_closed, self.patience)
             assert node.change().kind.final
             assert closed(node.join(), self.patience)
 
@@ -226,5 +226,5 @@ class RendezvousContract:
         return infos[0].generation
 
     def _fails(self, node: Node) -> None:
-        if not node.handler.report_failure("the test says so"):
+        if not node.handler.report_failure("the test says so", killed=True):
             pytest.skip("this handler leaves failures to the agents")

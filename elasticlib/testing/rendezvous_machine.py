@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from ..errors import RendezvousClosed
 from ..rendezvous.interface import RendezvousInfo
-from .rendezvous_cluster import PAUSE, Cluster, Node, in_thread, until
+from .rendezvous_cluster import PAUSE, Cluster, Node, in_thread
+from .waiting import wait_until
 
 LEAST, MOST, AGENTS = 2, 3, 4
 """Nodes of a generation at least and at most, and how many there are at most: one is a spare."""
@@ -45,7 +46,7 @@ class Agent:
 
     def hear_of_the_end(self, patience: float) -> None:
         """It ends by itself, and without an error."""
-        until(f"{self.node.name} to hear of the end", lambda: self.ended, patience)
+        wait_until(f"{self.node.name} to hear of the end", lambda: self.ended, patience)
         assert self.held is None
         assert self.node.handler.is_closed()
 
@@ -103,7 +104,7 @@ class RendezvousMachine(RuleBasedStateMachine):
         before = 0 if agent.held is None else agent.held.generation
         assert agent.node.leaves() is True
         self._settles(after=before)
-        until(f"{agent.node.name} to end", lambda: agent.ended, self._cluster.patience)
+        wait_until(f"{agent.node.name} to end", lambda: agent.ended, self._cluster.patience)
 
     @precondition(lambda self: self._closed and not self._agents)
     @rule()
@@ -127,7 +128,8 @@ class RendezvousMachine(RuleBasedStateMachine):
         members = self._members()
         before = _newest(members)
         failed = members[which % len(members)]
-        if failed.node.handler.report_failure("the test says so"):
+        # Consecutive quick failures delay a restart, unless the workers were killed.
+        if failed.node.handler.report_failure("the test says so", killed=True):
             self._settles(after=before)
 
     @precondition(lambda self: self._agents)
@@ -156,7 +158,7 @@ class RendezvousMachine(RuleBasedStateMachine):
                 agent.hear_of_the_end(patience)
             return
         size = min(len(self._agents), MOST) if len(self._agents) >= LEAST else 0
-        until(
+        wait_until(
             f"{size} of {len(self._agents)} nodes in one generation after {after}",
             lambda: self._stands(size, after),
             patience,

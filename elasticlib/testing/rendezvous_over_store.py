@@ -64,13 +64,7 @@ class StoreRendezvousContract(RendezvousContract):
 
     def handler(self, store: Store, node: Node, request: HandlerRequest) -> RendezvousHandler:
         """The handler over this store; override it for one of your own."""
-        limits = Limits(
-            request.min_nodes,
-            request.max_nodes,
-            request.max_restarts,
-            last_call=0.0,
-            restart_backoff=0.0,  # histories fail again and again
-        )
+        limits = Limits(request.min_nodes, request.max_nodes, request.max_restarts, last_call=0.0)
         timing = Timing(join=request.join_timeout, lease=self.lease, refresh=self.refresh, close=5)
         return DynamicRendezvousHandler(
             store, request.run_id, node, limits, timing=timing, open_bootstrap=Listener

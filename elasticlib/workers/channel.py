@@ -14,7 +14,8 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from ..clock import Clock, monotonic
+from ..clock import monotonic
+from ..errors import ConfigError
 from .interface import (
     NOTHING,
     POINT,
@@ -34,7 +35,8 @@ VARIABLE = "ELASTICLIB_CHANNEL"
 
 SIZE = 8192
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-MAGIC = 0x656C6173_00000002
+MAGIC = 0x656C6173 << 32  # "elas"
+VERSION = 2  # of the words below; the first word is MAGIC + VERSION
 STARTING_SECONDS = 10.0
 """For which a worker that has begun may be about to make its first step."""
 RECENT = 32
@@ -45,8 +47,6 @@ RECENT = 32
 _MAGIC, _OWNER, _ENTERED, _PASSED, _HELD = range(5)
 _WORKER = 5
 _STEP, _STEPS, _STEPPED_AT, _SAVED, _SAVES, _DUMPS, _ALIVE_AT, _STARTED_AT = range(8, 16)
-# Words that were added later tell nothing while they are 0, as a worker of an older version,
-# which does not know of them, leaves them.
 _FIRST_STEP, _FIRST_AT, _SNAPSHOT, _SNAPSHOTS, _LOSS, _LOSSES, _SAMPLES = range(16, 23)
 _RESTORED_STEP, _SOURCE, _RESTORE_BEGAN, _RESTORE_ENDED, _RESTORES = range(23, 28)
 _DUMPS_TO, _COUNT = 28, 29  # _COUNT: of losses
@@ -75,7 +75,8 @@ class Channel:
     """Either end of it: the worker's, by the path that it was told, or its agent's, by `made`.
 
     Raises:
-        OSError: there is no channel at this path, or none of this version.
+        OSError: there is no channel at this path.
+        ConfigError: the agent runs another version of elasticlib.
     """
 
     def __init__(self, path: str) -> None:
@@ -83,6 +84,15 @@ class Channel:
         self._made = -1
         handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
+            version = int.from_bytes(os.pread(handle, 8, 8 * _MAGIC), sys.byteorder) - MAGIC
+            if not 0 <= version < 1 << 32:
+                raise OSError(f"{path} is not a worker's channel")
+            if version != VERSION:
+                raise ConfigError(
+                    f"this worker cannot talk to its agent: its elasticlib has version {VERSION} "
+                    f"of the channel, the agent's has version {version}: install the same version "
+                    "of elasticlib for the agent and its workers"
+                )
             if os.fstat(handle).st_size != SIZE:
                 raise OSError(f"{path} is not a worker's channel: it does not have {SIZE} bytes")
             self._memory = mmap.mmap(handle, SIZE)
@@ -91,9 +101,6 @@ class Channel:
         self._view = memoryview(self._memory)
         self._words = self._view.cast("q")
         self._seconds = self._view.cast("d")
-        if self._words[_MAGIC] != MAGIC:
-            self.close()
-            raise OSError(f"{path} is not a worker's channel of this version")
 
     @classmethod
     def made(cls) -> Channel:
@@ -106,7 +113,7 @@ class Channel:
             # Now, and not at the first write, which full memory would answer with SIGBUS.
             os.posix_fallocate(handle, 0, SIZE)
             fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _FIXED)
-            os.pwrite(handle, MAGIC.to_bytes(8, sys.byteorder), 8 * _MAGIC)
+            os.pwrite(handle, (MAGIC + VERSION).to_bytes(8, sys.byteorder), 8 * _MAGIC)
             # As this /proc counts processes, whichever namespace it is of.
             channel = cls(f"/proc/{os.readlink('/proc/self')}/fd/{handle}")
         except BaseException:
@@ -391,7 +398,6 @@ class Channel:
     def _restored(self) -> TakenUp | None:
         words, seconds = self._words, self._seconds
         source = words[_SOURCE]
-        # A worker of a newer version may know of more of them.
         if not words[_RESTORES] or not 0 <= source < len(SOURCES):
             return None
         return TakenUp(
@@ -405,16 +411,12 @@ class Channel:
 class Channels:
     """The agent's ends of the channels of one group at a time; for several threads."""
 
-    def __init__(self, clock: Clock = monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._open: dict[int, Channel] = {}
         self._newcomers: set[int] = set()
         self._last: dict[int, Heartbeat] = {}
-        self._notice: Notice | None = None
         self._deadline = 0.0
-        self._saves = 0
-        self._asked = False
         self._listened = False
 
     def give_place(self, local_rank: int, variables: Mapping[str, str]) -> None:
@@ -487,38 +489,26 @@ class Channels:
     def begin(self) -> None:
         """Another group starts, which has been asked nothing."""
         with self._lock:
-            self._notice, self._asked = None, False
             self._last.clear()
 
     def notify(self, notice: Notice) -> bool:
-        """Ask for a stop, now or after the next save; False if no worker here ever looks.
+        """Ask for a stop; False if no worker here ever looks.
 
         Where workers of an earlier group have looked, these are about to: they may have stepped
         already, and what they have done since the last save would be lost.
         """
         with self._lock:
-            now, channels = self._clock(), self._members()
+            now, channels = monotonic(), self._members()
             if not self._listened and not any(c.listens or c.listens_soon(now) for c in channels):
                 return False
-            self._notice, self._deadline = notice, self._clock() + notice.seconds
-            self._saves, self._asked = self._saved(), False
-            if not notice.after_save:
-                self._ask(notice)
+            self._deadline = now + notice.seconds
+            for channel in channels:
+                channel.ask(REASONS.index(notice.reason), self._deadline)
             return True
 
-    def earliest_stop(self, *, now: bool) -> int | None:
-        """The first call at which all can stop; None while one of them is in a call or, where a
-        save is waited for, that has not come. now: it has, elsewhere."""
+    def earliest_stop(self) -> int | None:
+        """Return the first call at which all can stop; None while one of them is in a call."""
         with self._lock:
-            notice = self._notice
-            if notice is None:
-                return None
-            if not self._asked:
-                late = self._deadline - self._clock() <= notice.seconds / 2
-                if not (now or late or self._saved() > self._saves):
-                    return None
-                self._ask(notice)
-                return None  # they have to see it first
             calls = [channel.earliest_stop() for channel in self._members()]
             known = [call for call in calls if call is not None]
             return max(known, default=1) if len(known) == len(calls) else None
@@ -526,7 +516,7 @@ class Channels:
     def stop_at(self, call: int, notice: Notice) -> None:
         """All ranks stop at this call, for this reason."""
         with self._lock:
-            deadline = min(self._deadline, self._clock() + notice.seconds)
+            deadline = min(self._deadline, monotonic() + notice.seconds)
             for channel in self._members():
                 channel.tell_stop(call, REASONS.index(notice.reason), deadline)
 
@@ -549,11 +539,3 @@ class Channels:
 
     def _members(self) -> list[Channel]:
         return [page for local, page in self._open.items() if local not in self._newcomers]
-
-    def _ask(self, notice: Notice) -> None:
-        for channel in self._members():
-            channel.ask(REASONS.index(notice.reason), self._deadline)
-        self._asked = True
-
-    def _saved(self) -> int:
-        return sum(channel.beat().saves for channel in self._open.values())

@@ -24,7 +24,7 @@ LOOK_SECONDS = 2e-4
 
 @attrs.frozen
 class Stop:
-    """Save, and end. reason: `preempted`, `resize` or `drain`; see `elasticlib.Notice`.
+    """Save, and end. reason: `preempted`, `resize` or `drain`; see `Notice`.
     deadline: until when, on this machine's monotonic clock; then the agent ends this worker."""
 
     reason: str
@@ -47,11 +47,17 @@ class Context:
     """
 
     def __init__(self, channel: Channel | None) -> None:
-        self._channel = channel
+        self._of_worker = channel
+        self._pid = os.getpid()
         self._calls = self._place = 0
         self._stop: Stop | None = None
         self._pause = threading.Event()
         self._before_stop: list[Callable[[], object]] = []
+
+    @property
+    def _channel(self) -> Channel | None:
+        """The channel to the agent; None in a forked child, which is no worker."""
+        return self._of_worker if self._pid == os.getpid() else None
 
     @property
     def attached(self) -> bool:
@@ -189,10 +195,6 @@ class Context:
         self._calls, self._stop = 0, None
         return variables
 
-    def detach(self) -> None:
-        """Stop all communication with the agent."""
-        self._channel = None
-
     def _agreed(self, channel: Channel, call: int) -> Stop | None:
         channel.hold(call)
         while not (stop_at := channel.stop_at):
@@ -220,20 +222,10 @@ def context() -> Context:
 def _reached(path: str) -> Channel | None:
     if not path:
         return None
-    with contextlib.suppress(OSError):  # of an agent that is gone, or of another version
+    with contextlib.suppress(OSError):  # of an agent that is gone
         channel = Channel(path)
         if channel.own(os.getpid()):
             write_on_demand(channel)
             return channel
         channel.close()
     return None
-
-
-def _forget() -> None:
-    """A forked child is no worker: its calls must not be counted as its parent's."""
-    if _context is not None:
-        _context.detach()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)

@@ -63,33 +63,25 @@ def oom_kills(membership: Path = MEMBERSHIP, mount: Path = CGROUPS) -> int | Non
 
 
 def counters(membership: str, mount: Path) -> list[Path]:
-    """Where the count may stand, the nearest first, given what /proc/self/cgroup says."""
+    """Return the files that may hold the count, the nearest cgroup first.
+
+    Args:
+        membership: the content of /proc/self/cgroup.
+        mount: the folder in which cgroups are mounted.
+    """
     found: list[Path] = []
-    for top, path in _places(membership, "memory", mount):
-        name = "memory.events" if top == mount else "memory.oom_control"
-        # In a container the path may be the host's, and our own group the top of what is mounted.
-        found += [top / path / name, top / name]
-    return found
-
-
-def groups(membership: str, controller: str, mount: Path) -> list[Path]:
-    """The folders of this process's cgroup and of all above it, each of which can limit it."""
-    return [
-        top / part
-        for top, path in _places(membership, controller, mount)
-        for part in (path, *path.parents)
-    ]
-
-
-def _places(membership: str, controller: str, mount: Path) -> Iterator[tuple[Path, Path]]:
-    """The folder in which a controller's cgroups lie, and the path of this process's from there."""
     for line in membership.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if controller in controllers.split(","):
-            yield mount / controller, Path(path.lstrip("/"))
+        if "memory" in controllers.split(","):
+            top, name = mount / "memory", "memory.oom_control"
         elif not controllers:
-            yield mount, Path(path.lstrip("/"))
+            top, name = mount, "memory.events"
+        else:
+            continue
+        # In a container the path may be the host's, and our own group the top of what is mounted.
+        found += [top / path.lstrip("/") / name, top / name]
+    return found
 
 
 def parse(text: str) -> int | None:

@@ -1,4 +1,4 @@
-"""How a worker ended: the one value of a failure, its words, and what a restart may mend.
+"""How a worker ended: the one value of a failure, and its words.
 
 A signal is told apart from an exit code, and what the worker itself wrote about its failure
 (torch's error.json) comes before what can be guessed from outside. torch's shapes of a failure
@@ -12,9 +12,7 @@ from typing import Any
 
 import attrs
 
-from ..rendezvous.document import FailureKind
 from ..visible import shorten, visible
-from .spec import Entrypoint, Script
 
 SIGNALS = {
     **{1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS"},
@@ -24,6 +22,8 @@ SIGNALS = {
 """Linux numbers, as a table: a pure module does not import signal."""
 _OF_ITS_OWN = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
 """Not SIGABRT, by which libraries end a process that has lost its peers."""
+_FROM_OUTSIDE = frozenset({"SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGTERM"})
+"""A program's own faults end it by other signals: SIGSEGV, SIGABRT, SIGBUS and the like."""
 
 UNKNOWN = 1
 """In place of a returncode that cannot be had: no success."""
@@ -95,6 +95,11 @@ class WorkerExit:
         return self.signal in _OF_ITS_OWN and not self.stopped
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it that usually comes from outside, such as SIGKILL."""
+        return self.signal in _FROM_OUTSIDE
+
+    @property
     def how(self) -> str:
         """The kind of end: a code, a signal and whose, want of memory."""
         if self.ending:
@@ -133,43 +138,3 @@ def last_words(tail: str, returncode: int) -> str:
         return ": ".join(fatal[-2:])
     # What is killed is cut off in the middle: its last line tells of something else.
     return lines[-1].strip() if lines and returncode > 0 else ""
-
-
-# -- what a restart may mend ------------------------------------------------------------------
-
-START_SECONDS = 60.0
-"""A program that has come further than this has read its arguments and its imports."""
-FROM_OUTSIDE = frozenset({"SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGTERM"})
-"""A program's own faults end it by others: SIGSEGV, SIGABRT, SIGBUS and the like."""
-USAGE, NOT_FOUND = 2, 127
-"""Exit codes: of argparse, and of Python for a script that is not there; of a program that is
-not there."""
-UNMENDABLE = frozenset(
-    {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
-)
-MISFITS = ("StateMismatch: ", "RuntimeError: Error(s) in loading state_dict for ")
-"""How a program begins to say that a state that was saved is not its own: that of another model."""
-
-
-def classify(
-    exit_: WorkerExit, entrypoint: Entrypoint, *, uptime: float, first: bool
-) -> FailureKind:
-    """What kind of failure this is: only what failed before it was at work, in a way that would
-    come again, is not worth a restart; and a worker that was killed failed at nothing.
-
-    uptime: seconds since the worker was started. first: whether it was of the first generation
-    that this node ran workers of; in a later one, the same program has been at work before.
-    """
-    if exit_.signal in FROM_OUTSIDE:
-        return FailureKind.KILLED
-    # A large state takes a while to be read.
-    misfit = exit_.message.startswith(MISFITS)
-    at_start = uptime < START_SECONDS and _would_come_again(exit_, entrypoint)
-    return FailureKind.AT_START if first and (misfit or at_start) else FailureKind.ORDINARY
-
-
-def _would_come_again(exit_: WorkerExit, entrypoint: Entrypoint) -> bool:
-    kind = exit_.message.partition(":")[0]
-    if kind == "FileNotFoundError" and isinstance(entrypoint, Script):
-        return repr(entrypoint.path) in exit_.message
-    return exit_.returncode in (USAGE, NOT_FOUND) or kind in UNMENDABLE

@@ -125,12 +125,11 @@ class Notice:
 
     reason: `preempted` (the machine is taken away), `resize` (the job goes on with other
     nodes), or `drain` (a node was asked to leave). seconds: in which the workers may save and
-    end by themselves. after_save: they are told when they next have saved, or at half the time.
+    end by themselves.
     """
 
     reason: str
     seconds: float
-    after_save: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.reason not in REASONS or self.seconds < 0:
@@ -184,10 +183,11 @@ class Workers(abc.ABC):
     """Whether those who were notified wait to be told at which call of `should_stop` to end, so
     that all ranks of the job end at the same; then there are the next two."""
 
-    def earliest_stop(self, *, now: bool) -> int | None:
-        """Having notified them: the first call at which all workers here can stop, or None while
-        one of them is in a call. For any thread. now: do not wait for a save any more."""
-        del now
+    def earliest_stop(self) -> int | None:
+        """Return the first call at which all workers here can stop; None while one is in a call.
+
+        Called from any thread, after `notify` returned True.
+        """
         return None
 
     def stop_at(self, call: int, notice: Notice) -> None:  # noqa: B027 - not all agree

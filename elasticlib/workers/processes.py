@@ -618,8 +618,8 @@ class LocalWorkers(Workers):
         self._stopped = self._stopped or heard
         return heard
 
-    def earliest_stop(self, *, now: bool) -> int | None:
-        return self._channels.earliest_stop(now=now)
+    def earliest_stop(self) -> int | None:
+        return self._channels.earliest_stop()
 
     def stop_at(self, call: int, notice: Notice) -> None:
         self._channels.stop_at(call, notice)

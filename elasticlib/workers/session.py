@@ -35,18 +35,14 @@ from .bootstrap import began_at, stat_fields
 log = logging.getLogger("elasticlib.workers")
 
 ROUNDS = 5
+KILL_TIMEOUT_S = 2.0  # limit for the end of all processes of the sessions that are killed
 LOOK_SECONDS = 0.1
 THREADS = 17
 """Where their number stands, of the fields behind the command."""
 
 
-def members(session: int) -> list[int]:
-    """Return the living processes of a session, its leader included."""
-    return [pid for pid, _ in members_of({session})]
-
-
 def members_of(sessions: Collection[int]) -> list[tuple[int, int]]:
-    """Return the pid and the session of each living process of some sessions.
+    """Return the pid and the session of each living process of some sessions, leaders included.
 
     All processes of the machine are listed once. Only for those of these sessions a file is read,
     as that takes twenty times as long as to ask for a process's session.
@@ -159,19 +155,18 @@ def is_over(pid: int) -> bool:
     return _all_have_ended(fields)
 
 
-def kill_sessions(sessions: Mapping[int, int], seconds: float = 2.0) -> list[int]:
+def kill_sessions(sessions: Mapping[int, int]) -> list[int]:
     """Kill all processes of some sessions, and wait until they are gone.
 
     Args:
         sessions: the number of each session, with when its leader began, as `began_at` says it. A
             session whose number has passed to another is left alone. 0 stands for a leader that is
             known to be unreaped.
-        seconds: the limit for all of it.
 
     Returns:
         The pids of the processes that are not gone.
     """
-    deadline = monotonic() + seconds
+    deadline = monotonic() + KILL_TIMEOUT_S
     ours = {n for n, began in sessions.items() if not began or began_at(n) in (0, began)}
     for leader in ours:
         signal_group(leader, signal.SIGKILL)

@@ -50,7 +50,7 @@ def begin_in_worker() -> None:
     """In a Python worker that the agent has started, before the user's code runs: from now on the
     agent can have this process's stacks, whether the code ever asks for its context or not."""
     path = os.environ.get(VARIABLE, "")
-    with contextlib.suppress(OSError):  # of an agent that is gone, or of another version
+    with contextlib.suppress(OSError):  # of an agent that is gone
         if path:
             channel = Channel(path)
             write_on_demand(channel)

@@ -13,17 +13,12 @@ from pathlib import Path
 import attrs
 import pytest
 
-from elasticlib import (
-    Command,
-    ElasticAgent,
-    LocalWorkers,
-    RunResult,
-    WorkerExit,
-    WorkerGroup,
-)
+from elasticlib import Command, ElasticAgent, LocalWorkers, RunResult
 from elasticlib.testing import AgentContract, AgentRequest, KeptWorkersContract
 from elasticlib.testing.agent_job import Job
 from elasticlib.testing.agent_stage import Stage
+from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.spec import WorkerGroup
 
 Ended = Callable[[int], None]
 Fault = type[ElasticAgent] | type[LocalWorkers]

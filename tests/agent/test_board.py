@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elasticlib import BootstrapStoreInfo, MemoryStore, Node, RendezvousInfo, Store, deal_seats
+from elasticlib import MemoryStore, Node, Store
 from elasticlib.agent.board import Board, Gathered
 from elasticlib.agent.policy import Gather, Post
 from elasticlib.errors import StoreRefused, StoreUnavailable
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.stores.interface import CompareSet, Entry, Listing, Watched
 
 NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))

@@ -10,7 +10,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of, until
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of
+
+from elasticlib.testing.waiting import wait_until
 
 KEPT = str(PROGRAMS / "kept_worker.py")
 TOGETHER = ("--rdzv-backend=tcp", "--rdzv-id=job", "--nnodes=1:3")
@@ -43,7 +45,7 @@ def kill(place: Place) -> None:
 
 def newcomer(job: Job) -> int:
     """The first that has said that it is one."""
-    found = until("a newcomer", lambda: sorted(job.folder.glob("newcomer.*")))
+    found = wait_until("a newcomer", lambda: sorted(job.folder.glob("newcomer.*")))
     return int(found[0].suffix[1:])
 
 
@@ -95,7 +97,7 @@ def test_what_is_shown_of_a_run_goes_on_with_the_worker_that_was_kept(job: Job) 
     job.settled(1, after=1)
     node.says("generation 2 after")
     left = {0: ["generation 1", "generation 2"]}
-    until("all lines of the one that is left", lambda: shown(job) == left)
+    wait_until("all lines of the one that is left", lambda: shown(job) == left)
     job.settled(2, after=2)
     job.finish()
     assert node.exit_code() == 0, job.logs
@@ -284,7 +286,7 @@ def test_a_signal_ends_those_that_wait_for_a_place(job: Job) -> None:
     assert all(alive(pid) for pid in pids(first, "one"))
     node.signal(signal.SIGTERM)
     assert node.exit_code() == 128 + signal.SIGTERM, job.logs
-    until("its workers to be gone", lambda: not any(map(alive, pids(first, "one"))))
+    wait_until("its workers to be gone", lambda: not any(map(alive, pids(first, "one"))))
 
 
 def test_one_that_dies_while_it_waits_for_a_place_is_replaced(job: Job) -> None:

@@ -12,22 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import until
 
 from elasticlib import (
-    BootstrapStoreInfo,
     Command,
-    LocalElasticAgent,
+    ElasticAgent,
     LocalWorkers,
     Node,
     RendezvousHandler,
-    RendezvousInfo,
     RunResult,
     WorkerSpec,
     WorkerState,
-    deal_seats,
 )
 from elasticlib.errors import RendezvousTimeout
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import Ladder
 
 
@@ -74,9 +72,9 @@ class Supervised:
         self.result: RunResult | None = None
         self._thread: threading.Thread | None = None
 
-    def agent(self, line: str, max_restarts: int = 0, grace: float = 30.0) -> LocalElasticAgent:
+    def agent(self, line: str, max_restarts: int = 0, grace: float = 30.0) -> ElasticAgent:
         spec = WorkerSpec(Command("sh", ("-c", line, "sh", str(self.folder))), 2)
-        return LocalElasticAgent(
+        return ElasticAgent(
             spec,
             self.handler,
             LocalWorkers(os.environ),
@@ -88,7 +86,7 @@ class Supervised:
     def run(self, line: str, max_restarts: int = 0, grace: float = 30.0) -> RunResult:
         return self.agent(line, max_restarts, grace).run()
 
-    def begin(self, line: str) -> LocalElasticAgent:
+    def begin(self, line: str) -> ElasticAgent:
         agent = self.agent(line)
 
         def work() -> None:
@@ -105,7 +103,7 @@ class Supervised:
         return self.result
 
     def poll(self, name: str) -> None:
-        until(name, (self.folder / name).exists)
+        wait_until(name, (self.folder / name).exists)
 
 
 @pytest.fixture
@@ -113,7 +111,7 @@ def supervised(tmp_path: Path) -> Iterator[Supervised]:
     before = set(threading.enumerate())
     yield Supervised(tmp_path)
     # Who told of a worker's end ends a moment later.
-    until("its threads to end", lambda: set(threading.enumerate()) <= before)
+    wait_until("its threads to end", lambda: set(threading.enumerate()) <= before)
 
 
 def test_success_is_a_result(supervised: Supervised) -> None:
@@ -162,20 +160,12 @@ def test_one_failure_stops_the_other_worker_up_the_same_ladder(supervised: Super
     assert list(result.failures) == [0]
 
 
-def test_what_failed_at_start_is_not_tried_again(supervised: Supervised) -> None:
-    result = supervised.run("exit 2", max_restarts=5)
-    assert (result.state, result.generation) == (WorkerState.FAILED, 1)
-    assert result.reason.endswith(
-        "exited with code 2 (not retried: the workers failed right after they started)"
-    )
-
-
-def test_the_same_in_a_later_generation_is_a_failure_like_any_other(
+def test_workers_that_fail_as_soon_as_they_start_are_restarted_within_the_budget(
     supervised: Supervised,
 ) -> None:
-    line = '[ "$TORCHELASTIC_RESTART_COUNT" = 0 ] && exit 1; exit 2'
-    result = supervised.run(line, max_restarts=2)
+    result = supervised.run("exit 2", max_restarts=2)
     assert (result.state, result.generation) == (WorkerState.FAILED, 3)
+    assert result.reason.endswith("exited with code 2 (2 of 2 restarts used)")
 
 
 class Broken(OneNode):

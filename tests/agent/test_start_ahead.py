@@ -9,8 +9,10 @@ import os
 import signal
 
 import pytest
-from jobs import Job, Node, alive, check_one_world, generation_of, until
+from jobs import Job, Node, alive, check_one_world, generation_of
 from test_kept_workers import join, kill, pids
+
+from elasticlib.testing.waiting import wait_until
 
 SLOW = ("start", "2")
 
@@ -22,7 +24,7 @@ def newcomers(job: Job, count: int = 2) -> set[int]:
         found = {int(path.suffix[1:]) for path in job.folder.glob("newcomer.*")}
         return found if len(found) >= count else set()
 
-    return until(f"{count} newcomers", look)
+    return wait_until(f"{count} newcomers", look)
 
 
 def pair(job: Job, *flags: str) -> tuple[Node, Node]:
@@ -105,7 +107,7 @@ def test_a_signal_ends_those_that_are_started_before_their_node_was_ever_in(
     started = newcomers(job)
     two.signal(number)
     assert two.exit_code() == code, job.logs
-    until("its workers to be gone", lambda: not any(map(alive, started)))
+    wait_until("its workers to be gone", lambda: not any(map(alive, started)))
     assert job.settled(2) == alone
     job.finish()
     assert one.exit_code() == 0, job.logs

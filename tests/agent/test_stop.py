@@ -161,21 +161,6 @@ def test_all_leave_their_group_at_once_where_it_breaks_before_they_have_stopped(
     assert one.stopping.over(one.now, {"1"}) == (one.stopping, ()), "once is enough"
 
 
-def test_a_node_that_waits_for_a_save_hears_when_the_others_have_saved(
-    sides: tuple[Side, Side],
-) -> None:
-    one, other = sides
-    one.begin(Notice(RESIZE, 60.0, after_save=True))
-    assert one.did == [Gather("stop/")]
-    one.look()
-    assert not one.stopping.needs
-    other.begin(Notice(RESIZE, 60.0, after_save=True))
-    other.look(call=9)
-    one.look()
-    assert one.stopping.asking
-    assert one.stopping.needs, "it asks its own to wait no longer"
-
-
 def test_a_node_alone_stops_where_its_own_workers_can() -> None:
     side = Side({}, 0, nodes=1)
     side.begin(Notice(DRAIN, 30.0))

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from jobs import until
 from lone_agent import OneWorker, running
 
-from elasticlib import AgentOptions, RendezvousInfo, WorkerGroup, WorkerState
+from elasticlib import AgentOptions, WorkerState
 from elasticlib.agent.interface import Memory
 from elasticlib.observe.journal import NodeJournal
+from elasticlib.rendezvous.interface import RendezvousInfo
+from elasticlib.testing.waiting import wait_until
+from elasticlib.workers.spec import WorkerGroup
 
 
 class Kept(Memory):
@@ -88,7 +90,7 @@ def test_a_second_sigterm_ends_the_final_write(
             workers.finish(1)
             assert memory.writing.wait(30)
             run.agent.heed(signal.SIGTERM)
-            until("a word on the first one", lambda: "a second one ends" in caplog.text)
+            wait_until("a word on the first one", lambda: "a second one ends" in caplog.text)
         # Signals that do not end a run change nothing.
         run.agent.heed(signal.SIGUSR2)
         assert memory.looked(times=20)

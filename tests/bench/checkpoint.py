@@ -134,7 +134,6 @@ def one_round(
     manager.wait()
     ways.note("save: durable", manager.durable or 0.0)
     from_disk(ways, copy, manager)
-    first_in_memory(ways, state)
     in_memory(ways, state, memory)
     data = memoryview(copy["large.0"].numpy()).cast("B")
     repeated = memoryview(bytearray(sum(t.nbytes for t in state.values())))
@@ -181,18 +180,6 @@ def in_memory(ways: Ways, state: State, memory: SnapshotMemory) -> None:
     ways.note("restore from memory", seconds(lambda: restore_from([memory], target)))
 
 
-def first_in_memory(ways: Ways, state: State) -> None:
-    with agents_memory() as memory:
-        memory.prepare(0, state)
-        size, slots = sum(tensor.nbytes for tensor in state.values()), Path(memory.folder)
-        while sum(slot.stat().st_blocks * 512 for slot in slots.iterdir()) < size:
-            time.sleep(0.05)
-        time.sleep(0.05)
-        made = memory.snapshot(1, state)
-        assert made is not None
-        ways.note("first snapshot: stall", made.seconds)
-
-
 @contextlib.contextmanager
 def agents_memory() -> Iterator[SnapshotMemory]:
     """As an agent gives it to a worker."""
@@ -227,12 +214,6 @@ def compare(mib: int, repeat: int, folder: Path) -> Iterator[Row]:
 COMPARED = (
     ("save", "a step waits for `save`", "save: stall", "plain copy"),
     ("snapshot", "a step waits for `snapshot`", "snapshot: stall", "plain copy"),
-    (
-        "snapshot.first",
-        "a step waits for its first `snapshot`",
-        "first snapshot: stall",
-        "plain copy",
-    ),
     ("save.torch", "a step waits for `save`", "save: stall", "torch.save"),
     ("save.fsync", "a step waits for `save`", "save: stall", "torch.save and fsync"),
     ("save.dcp", "a step waits for `save`", "save: stall", "async_save: stall"),

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 from figures import Row, Samples, run
 
-from elasticlib import Context
 from elasticlib.workers.channel import Channel
+from elasticlib.workers.context import Context
 
 
 def rounds(call: Callable[[], object], calls: int, repeat: int) -> Samples:

@@ -32,6 +32,7 @@ import attrs
 from figures import Row, Samples, run
 
 from elasticlib.observe.journal import FILE, NodeJournal
+from elasticlib.testing.waiting import wait_until
 
 ROUND = 1000
 WORKERS = 2
@@ -134,9 +135,9 @@ def run_agent(folder: Path, events: bool, rest: float, rests: int, told: Connect
 
 
 def shares_of_rest(folder: Path, rest: float, rests: int) -> list[list[float]]:
-    deadline = time.monotonic() + BOUND
-    while len([*folder.glob("stepped-*")]) < WORKERS and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(
+        f"{WORKERS} workers to step", lambda: len([*folder.glob("stepped-*")]) == WORKERS, BOUND
+    )
     stream = [thread for thread in threading.enumerate() if thread.name in THREADS]
     clocks = [time.pthread_getcpuclockid(thread.ident or 0) for thread in stream]
     # What a start leaves to do is over soon.

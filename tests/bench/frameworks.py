@@ -26,7 +26,9 @@ TESTS = Path(__file__).parent.parent
 sys.path += [str(TESTS), str(TESTS / "integrations")]
 
 from framework_jobs import PRELOAD, FrameworkJob  # noqa: E402
-from jobs import Job, until  # noqa: E402
+from jobs import Job  # noqa: E402
+
+from elasticlib.testing.waiting import wait_until  # noqa: E402
 
 KILLED_AT = 12
 """A step in the midst of the second epoch."""
@@ -56,7 +58,7 @@ def once(name: str, way: str) -> float:
                 assert node.process.poll() is None, node.text
                 return 0.0
 
-            again = until(f"{name} to train again", trains_again, 120.0)
+            again = wait_until(f"{name} to train again", trains_again, 120.0)
             assert node.exit_code() == 0, node.text
             return again - float(Path(f"{running.hold}.killed").read_text())
         finally:

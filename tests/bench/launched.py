@@ -17,6 +17,8 @@ from typing import Any
 
 from figures import Samples
 
+from elasticlib.testing.waiting import wait_until
+
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.append(str(TESTS))
 from ports import free_port  # noqa: E402
@@ -48,16 +50,6 @@ class Late(TimeoutError):
     def __init__(self, why: str, more: str = "") -> None:
         super().__init__(f"{why} {more}")
         self.why = why
-
-
-def until(look: Callable[[], Any], seconds: float) -> Any:
-    """The first true thing that it finds."""
-    deadline = time.monotonic() + seconds
-    while not (found := look()):
-        if time.monotonic() > deadline:
-            raise Late(f"not within {seconds:g} s")
-        time.sleep(0.002)
-    return found
 
 
 class Job:
@@ -109,11 +101,14 @@ class Job:
             return []
 
         try:
-            found: list[dict[str, Any]] = until(look, seconds)
+            return wait_until(f"a group of {world}", look, seconds)
         except Late as error:
-            said = (self.folder / "log").read_text(errors="replace")
-            raise Late(error.why, f"for a group of {world}: {said[-2000:]}") from None
-        return found
+            raise Late(error.why, self._end_of_log()) from None
+        except AssertionError as error:
+            raise Late(f"not within {seconds:g} s", f"{error}\n{self._end_of_log()}") from None
+
+    def _end_of_log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")[-2000:]
 
     def end(self, seconds: float = 10.0) -> None:
         (self.folder / "finish").touch()

@@ -41,8 +41,9 @@ from launched import (
     cpu_seconds,
     in_turn,
     job,
-    until,
 )
+
+from elasticlib.testing.waiting import wait_until
 
 FIRST_LINE = "import sys, time; open(f'{sys.argv[1]}/line', 'x').write(str(time.monotonic()))"
 MEASURED = {
@@ -89,7 +90,7 @@ def join(times: Times, launcher: str) -> None:
         began = time.monotonic()
         running.join()
         with times.trying(launcher, *MEASURED["join"]):
-            until(lambda: not alive(alone["pid"]), PROBABLY_NEVER)
+            wait_until("the worker to end", lambda: not alive(alone["pid"]), PROBABLY_NEVER)
             stopped = time.monotonic()
             running.up(2, PROBABLY_NEVER)
         times.since(began, "join", launcher)

@@ -223,6 +223,7 @@ time.sleep(1000)
 }
 
 
+@pytest.mark.long
 def test_a_run_is_ended_when_its_time_is_over_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

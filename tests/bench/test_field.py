@@ -132,14 +132,24 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
 
 
-def test_flags_that_cannot_work_are_refused() -> None:
-    for flags, why in (
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
         (("--only", "mpirun"), "no launcher mpirun: there are elasticrun, in-place"),
         (("--python", "mpirun=python"), "no launcher mpirun"),
         (("--seconds", "5"), "no kill every 10 s within 5 s"),
-    ):
-        done = run(*flags)
-        assert (done.returncode, why in done.stderr) == (2, True), done.stderr
+    ],
+)
+def test_flags_that_cannot_work_are_refused(
+    flags: tuple[str, ...],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["field.py", *flags])
+    with pytest.raises(SystemExit) as ended:
+        field.arguments()
+    assert (ended.value.code, reason in capsys.readouterr().err) == (2, True)
 
 
 @pytest.mark.long

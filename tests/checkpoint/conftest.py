@@ -29,3 +29,20 @@ def _unsynced() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
+
+
+@pytest.fixture
+def generation_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of generation 1 in an agent's snapshot memory; the environment names it as a worker's
+    does."""
+    folder = tmp_path / "memory" / "1"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(folder))
+    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
+    return folder
+
+
+@pytest.fixture
+def kept(generation_memory: Path) -> Path:
+    """An agent's snapshot memory, with a folder for each generation."""
+    return generation_memory.parent

@@ -35,15 +35,14 @@ def test_the_pages_program_runs_and_goes_on(
         exec(PROGRAM, names)
     assert trained == [*range(1, 151), *range(101, 231)]
     assert CheckpointManager("checkpoints").steps() == [100, 200]
-    with CheckpointManager("checkpoints", keep_best=("loss", "min")) as manager:
-        names |= {"manager": manager, "step": 1300, "loss": 0.5}
+    with CheckpointManager("checkpoints") as manager:
+        names |= {"manager": manager, "step": 1300, "best_step": 200}
         exec(HANDLE, names)
         assert manager.steps() == [100, 200, 1300]
         exec(GOING_ON, names)
     assert names["found"].step == 1300
     assert torch.equal(names["whole"]["model"]["bias"], model.bias)
-    # That of the best, which was restored last.
-    assert manager.best() == 200
+    assert manager.steps(pinned_only=True) == [1300]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # DCP warns that it runs in one process.
@@ -64,7 +63,7 @@ def test_the_pages_export_is_read_by_torch(tmp_path: Path, monkeypatch: pytest.M
 def test_the_pages_commands_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with CheckpointManager("kept") as manager:
-        manager.save(1, {"w": torch.ones(2)}, {"loss": 0.5})
+        manager.save(1, {"w": torch.ones(2)}, pin=True)
     lines = re.findall(r"^elasticlib (checkpoints .*?)(?:  .*)?$", TEXT, re.MULTILINE)
     assert len(lines) == 2
     for line in lines:

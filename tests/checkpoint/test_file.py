@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 import os
 import re
 import resource
 import signal
 import stat
-import threading
 
 import pytest
 import sample_states
@@ -25,7 +23,6 @@ from elasticlib import (
 )
 from elasticlib.checkpoint import pack_head
 from elasticlib.checkpoint.place import aside_name, target_of
-from elasticlib.checkpoint.state import MAX_DEPTH
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 
@@ -48,12 +45,6 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert os.listdir(path.parent) == ["step-7.pt"]
 
 
-def test_all_that_a_state_may_hold_comes_back_to_the_bit(tmp_path):
-    save_checkpoint(tmp_path / "a.pt", sample_states.everything())
-    found = sample_states.in_words(load_checkpoint(tmp_path / "a.pt"))
-    assert found == sample_states.in_words(sample_states.everything())
-
-
 def test_an_object_with_a_state_is_saved_as_that(tmp_path):
     model, optimizer = sample_states.trained()
     save_checkpoint(tmp_path / "a.pt", {"model": model, "more": [optimizer]})
@@ -62,16 +53,14 @@ def test_an_object_with_a_state_is_saved_as_that(tmp_path):
     assert sample_states.in_words(found) == sample_states.in_words(want)
 
 
-def test_a_large_file_is_written_and_summed_in_pieces(tmp_path):
-    wide, odd = torch.arange(5 << 20), torch.arange(17, dtype=torch.uint8)
-    views = [odd, odd[:16].view(torch.int64), wide[1::2]]
-    path, state = tmp_path / "a.pt", {"w": wide, "x": [torch.ones(3)] * 3, "views": views}
-    save_checkpoint(path, state)
-    assert sample_states.in_words(load_checkpoint(path)) == sample_states.in_words(state)
+def test_damage_far_behind_the_head_of_a_large_file_is_found(tmp_path):
+    path, wide = tmp_path / "a.pt", torch.arange(5 << 20)
+    save_checkpoint(path, {"w": wide})
+    assert torch.equal(load_checkpoint(path)["w"], wide)
     with open(path, "r+b") as file:
-        file.seek(3 << 20)
+        file.seek(30 << 20)
         file.write(b"\1")
-    with pytest.raises(CheckpointCorrupt, match="CRC-32"):
+    with pytest.raises(CheckpointCorrupt, match="checksum"):
         load_checkpoint(path)
 
 
@@ -129,87 +118,14 @@ def test_the_file_has_the_rights_that_the_umask_gives(tmp_path):
     assert stat.S_IMODE((tmp_path / "a.pt").stat().st_mode) == 0o640
 
 
-def nested(levels):
-    state = None
-    for _ in range(levels):
-        state = [state]
-    return state
-
-
-def endless():
-    state = {}
-    state["again"] = (state,)
-    return state
-
-
-@pytest.mark.parametrize(
-    ("state", "sentence"),
-    [
-        ({"a": [1, (2, {"b": object()})]}, "state['a'][1][1]['b'] is an object"),
-        ({"f": print}, "state['f'] is a builtin_function_or_method"),
-        ({"d": collections.defaultdict(lambda: 1)}, "state['d'] is a defaultdict of <function"),
-        ({int: 1}, "state.key(<class 'int'>) is a type"),
-        ({"t": torch.eye(2).to_sparse()}, "state['t'] is a tensor without plain elements"),
-        (nested(MAX_DEPTH + 1), f"{'[0]' * MAX_DEPTH} is nested deeper than {MAX_DEPTH} levels"),
-        (endless(), "state['again'][0] contains itself"),
-    ],
-)
-def test_what_could_not_be_read_back_is_refused_and_nothing_written(tmp_path, state, sentence):
+def test_what_could_not_be_read_back_is_refused_and_nothing_written(tmp_path):
     path = tmp_path / "a.pt"
     save_checkpoint(path, "old")
     with pytest.raises(CheckpointError) as refused:
-        save_checkpoint(path, state)
-    assert f"{path} was not written: " in str(refused.value)
-    assert sentence in str(refused.value)
+        save_checkpoint(path, {"a": [1, (2, {"b": object()})]})
+    assert f"{path} was not written: state['a'][1][1]['b'] is an object" in str(refused.value)
     assert load_checkpoint(path) == "old"
     assert os.listdir(tmp_path) == ["a.pt"]
-
-
-def test_parts_that_are_shared_over_and_over_are_walked_once_and_refused(tmp_path):
-    shared = [1]
-    for _ in range(MAX_DEPTH - 1):
-        shared = [shared, shared]
-    with pytest.raises(CheckpointError, match="stand in many places"):
-        save_checkpoint(tmp_path / "a.pt", shared)
-
-
-dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
-leaves = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.integers(1 << 2000, 1 << 9000),
-    st.floats(allow_nan=False),
-    st.complex_numbers(allow_nan=False),
-    st.text(),
-    st.binary(),
-    st.builds(
-        lambda shape, dtype: torch.ones(shape).to(dtype),
-        st.lists(st.integers(0, 3), max_size=3),
-        st.sampled_from(dtypes),
-    ),
-    st.builds(lambda: torch.nn.Parameter(torch.ones(2))),
-    st.sampled_from([torch.Size([2, 3]), torch.float16, torch.device("cpu"), {1, "a"}, set()]),
-)
-keys = st.one_of(st.text(max_size=5), st.integers(), st.none(), st.tuples(st.integers()))
-states = st.recursive(
-    leaves,
-    lambda part: st.one_of(
-        st.lists(part, max_size=3),
-        st.lists(part, max_size=3).map(tuple),
-        st.dictionaries(keys, part, max_size=3),
-        st.dictionaries(keys, part, max_size=3).map(collections.OrderedDict),
-        part.map(lambda shared: [shared, shared]),
-    ),
-    max_leaves=8,
-)
-
-
-@given(states)
-def test_whatever_is_accepted_is_read_back_equal(tmp_path_factory, state):
-    path = tmp_path_factory.getbasetemp() / "any.pt"
-    save_checkpoint(path, state)
-    assert sample_states.in_words(load_checkpoint(path)) == sample_states.in_words(state)
 
 
 def test_the_newest_by_number_is_the_latest(tmp_path):
@@ -340,27 +256,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/a\.pt"):
         save_checkpoint(tmp_path / "file" / "a.pt", 1)
-
-
-def test_of_many_saves_of_one_path_at_once_the_last_to_begin_is_kept(tmp_path):
-    path, failures = tmp_path / "a.pt", []
-
-    def save(number):
-        try:
-            save_checkpoint(path, {"number": number, "w": torch.full((10000,), number)})
-        except CheckpointError as error:
-            failures.append(str(error))
-
-    threads = [threading.Thread(target=save, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    state = load_checkpoint(path)
-    assert torch.equal(state["w"], torch.full((10000,), state["number"]))
-    assert len(failures) < len(threads)
-    assert all("another save of the same path" in failure for failure in failures)
-    assert os.listdir(tmp_path) == ["a.pt"]
 
 
 def test_a_save_that_another_one_of_the_path_has_overtaken_says_so(tmp_path, monkeypatch):

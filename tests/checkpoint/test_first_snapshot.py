@@ -1,43 +1,31 @@
-"""The first snapshot finds its memory made, behind the training before it; where there is to be
-none, that memory is given back."""
+"""Memory for the first snapshot after a restore: allocated in the background, freed if unused."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import until
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import memory
-
-KINDS = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
-    "amsgrad": lambda model: torch.optim.Adam(model.parameters(), lr=0.1, amsgrad=True),
-}
+from elasticlib.testing.waiting import wait_until
 
 
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An agent's memory, as its worker is told of it."""
-    era = tmp_path / "memory" / "1"
-    era.mkdir(parents=True)
-    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
-    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
-    return era
-
-
-def made(kind: str = "adamw") -> dict[str, Any]:
+def made() -> dict[str, Any]:
     model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
-    return {"model": model, "optimizer": KINDS[kind](model), "note": "x", "step": 0}
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1),
+        "note": "x",
+        "step": 0,
+    }
 
 
 def train(state: dict[str, Any], step: int) -> None:
@@ -69,39 +57,50 @@ def threads() -> list[str]:
     return [one.name for one in threading.enumerate()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_new_job_has_the_memory_of_its_first_snapshot_before_it_is_made(
-    tmp_path: Path, kept: Path, kind: str
+def has_memory_for_the_next_snapshot(
+    manager: CheckpointManager, era: Path, step: int, state: dict[str, Any]
+) -> bool:
+    """Wait for the memory that was prepared. Return whether the next snapshot is written there."""
+    wait_until("its slot", lambda: resident(era) and idle(manager))
+    before = resident(era)
+    train(state, step)
+    assert manager.snapshot(step, state)
+    name, needed = size_of_the_newest(era)
+    return needed <= before.get(name, 0) < needed * 1.1
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded() -> dict[str, Any]:
+    state = made()
+    fully_shard(state["model"], mesh=init_device_mesh("cpu", (1,)))
+    return state | {"optimizer": torch.optim.AdamW(state["model"].parameters(), lr=0.1)}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("make", [made, sharded])
+def test_restore_from_memory_prepares_the_next_snapshot(
+    tmp_path: Path,
+    generation_memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], dict[str, Any]],
 ) -> None:
-    state = made(kind)
-    size = sum(one.nbytes for one in state["model"].parameters())
+    state = make()
     with CheckpointManager(tmp_path / "disk") as manager:
-        assert not manager.restore(state)
-        until("its pages", lambda: sum(resident(kept).values()) >= size and idle(manager))
-        before = resident(kept)
         train(state, 1)
         assert manager.snapshot(1, state)
-        name, needed = size_of_the_newest(kept)
-        assert needed <= before[name] < needed * 1.1
-
-
-def test_so_does_a_rank_that_has_a_part_of_a_sharded_state(tmp_path: Path, kept: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        state = made()
-        fully_shard(state["model"], mesh=mesh)
-        state["optimizer"] = KINDS["adamw"](state["model"])
-        with CheckpointManager(tmp_path / "disk") as manager:
-            assert not manager.restore(state)
-            until("its slot", lambda: resident(kept) and idle(manager))
-            before = resident(kept)
-            train(state, 1)
-            assert manager.snapshot(1, state)
-            name, needed = size_of_the_newest(kept)
-            assert needed <= before[name] < needed * 1.1
-    finally:
-        dist.destroy_process_group()
+    (era := generation_memory.parent / "2").mkdir()
+    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
+    monkeypatch.setenv("ELASTICLIB_GENERATION", "2")
+    state = make()
+    with CheckpointManager(tmp_path / "disk") as manager:
+        assert manager.restore(state).source == "memory"
+        assert has_memory_for_the_next_snapshot(manager, era, 2, state)
 
 
 def idle(manager: CheckpointManager) -> bool:
@@ -110,104 +109,61 @@ def idle(manager: CheckpointManager) -> bool:
     return all(one.reserved == len(one.memory) for one in slots)
 
 
-def test_a_job_that_goes_on_from_a_disk_has_it_too(tmp_path: Path, kept: Path) -> None:
+def test_restore_from_a_disk_prepares_the_next_snapshot(
+    tmp_path: Path, generation_memory: Path
+) -> None:
     state = made()
     with CheckpointManager(tmp_path / "disk") as manager:
         train(state, 1)
         manager.save(1, state).wait()
-        assert resident(kept) == {}
+        assert resident(generation_memory) == {}
     state = made()
     with CheckpointManager(tmp_path / "disk") as manager:
         assert manager.restore(state).source == "disk"
-        until("its slot", lambda: resident(kept) and idle(manager))
-        before = resident(kept)
-        train(state, 2)
-        assert manager.snapshot(2, state)
-        name, needed = size_of_the_newest(kept)
-        assert needed <= before[name] < needed * 1.1
+        assert has_memory_for_the_next_snapshot(manager, generation_memory, 2, state)
 
 
-class Average:
-    """Has a state of its own, and is neither a module nor an optimizer."""
-
-    def __init__(self, asked: list[str]) -> None:
-        self.values, self._asked = torch.ones(100_000), asked
-
-    def state_dict(self) -> dict[str, Any]:
-        self._asked.append("state_dict")
-        return {"values": self.values}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state["values"].clone()
-
-
-def test_an_object_with_a_state_of_its_own_is_not_asked_and_the_slot_grows_for_it(
-    tmp_path: Path, kept: Path
-) -> None:
-    asked: list[str] = []
-    state = made() | {"average": Average(asked)}
-    with CheckpointManager(tmp_path / "disk") as manager:
-        manager.restore(state)
-        until("its slot", lambda: resident(kept) and idle(manager))
-        assert asked == []
-        (before,) = resident(kept)
+def saved(folder: Path) -> dict[str, Any]:
+    """Save step 1 of a trained state, and return it."""
+    state = made()
+    with CheckpointManager(folder) as manager:
         train(state, 1)
-        assert manager.snapshot(1, state)
-        name, needed = size_of_the_newest(kept)
-        assert name == before
-    found = made() | {"average": Average(asked)}
-    found["average"].values.zero_()
-    with CheckpointManager(tmp_path / "disk") as manager:
-        assert manager.restore(found).source == "memory"
-        # How large the last one was is known.
-        until("its slot", lambda: resident(kept) and idle(manager))
-        (pages,) = resident(kept).values()
-        assert needed <= pages < needed + memory.RECORD_BYTES
-    assert found["average"].values.eq(1).all()
-    for name, value in state["model"].state_dict().items():
-        assert torch.equal(found["model"].state_dict()[name], value)
-
-
-@pytest.mark.usefixtures("kept")
-def test_a_state_whose_size_is_not_known_yet_is_gone_on_from_all_the_same(tmp_path: Path) -> None:
-    itself: list[Any] = []
-    itself.append(itself)
-    for name, unknown in {"lazy": torch.nn.LazyLinear(3), "itself": itself}.items():
-        with CheckpointManager(tmp_path / name) as manager:
-            assert not manager.restore({"a": unknown, "b": torch.ones(3)})
-            assert manager.snapshot(1, {"b": torch.ones(3)})
+        manager.save(1, state)
+    return state
 
 
 def test_a_job_that_saves_without_snapshots_gets_the_memory_back(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, generation_memory: Path
 ) -> None:
-    state = made()
+    state = saved(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        until("its slot", lambda: resident(kept))
-        manager.save(1, state).wait()
-        assert [*kept.iterdir()] == []
-        assert manager.snapshot(2, state), "it may change its mind"
+        wait_until("its slot", lambda: resident(generation_memory))
         manager.save(2, state).wait()
-        assert len(memory.look(kept.parent)) == 1
+        assert [*generation_memory.iterdir()] == []
+        assert manager.snapshot(3, state), "it may change its mind"
+        manager.save(3, state).wait()
+        assert len(memory.look(generation_memory.parent)) == 1
 
 
 def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_memory(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, generation_memory: Path
 ) -> None:
+    state = saved(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
-        manager.restore({"w": torch.zeros(8 << 20)})
-    assert [*kept.iterdir()] == []
+        manager.restore(state)
+    assert [*generation_memory.iterdir()] == []
     # One that dies leaves its slot to the next start of the workers.
     left = CheckpointManager(tmp_path / "disk")
-    left.restore(made())
-    until("its slot", lambda: [*kept.iterdir()])
-    memory.remove_torn(kept.parent, 2)
-    assert [*kept.iterdir()] == []
+    left.restore(state)
+    wait_until("its slot", lambda: [*generation_memory.iterdir()])
+    memory.remove_torn(generation_memory.parent, 2)
+    assert [*generation_memory.iterdir()] == []
     left.close()
 
 
 def test_no_memory_is_made_where_no_agent_keeps_snapshots(tmp_path: Path) -> None:
+    state = saved(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
-        manager.restore(made())
+        manager.restore(state)
         assert "elasticlib-seal" not in threads()

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import until
 from sample_states import in_words
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import memory
+from elasticlib.testing.waiting import wait_until
 
 FLIPS = [40, pytest.param(1000, marks=pytest.mark.long)]
 
@@ -80,7 +80,7 @@ def test_a_bit_that_flips_in_memory_is_found_out_or_changes_nothing(
         manager.wait()
         assert manager.snapshot(2, state(2))
         (kept,) = memory.look(era.parent)
-        until("the sum", lambda: memory.sum_of(era.parent, kept) is not None)
+        wait_until("the sum", lambda: memory.sum_of(era.parent, kept) is not None)
     found_out = 0
     for what in flips(era.parent / kept.file, count):
         found = dict.fromkeys(state(0))

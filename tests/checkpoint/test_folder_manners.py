@@ -11,9 +11,6 @@ import pytest
 from managers import manager_at
 
 from elasticlib import CheckpointManager, FileStore
-from elasticlib.checkpoint.commit import Committer, Writer, Writers
-from elasticlib.checkpoint.folder import CheckpointFolder, Retention
-from elasticlib.checkpoint.place import LocalPlace
 from elasticlib.errors import CheckpointError, CheckpointRefused, StoreRefused
 
 
@@ -68,16 +65,3 @@ def test_a_file_system_without_locks_is_an_error(
         manager.claim()
     with FileStore(tmp_path / "store") as store, pytest.raises(StoreRefused, match="lock files in"):
         store.set("key", b"")
-
-
-def test_the_best_by_a_metric_stay_beside_the_newest(tmp_path: Path) -> None:
-    folder = CheckpointFolder(LocalPlace(tmp_path))
-    retention = Retention(1, best=("loss", "min", 2))
-    writers = Writers(Committer(folder, Writer("", "l", 0, "0" * 16), retention))
-    for step, loss in enumerate([3.0, 1.0, 2.0, 1.0, 5.0]):
-        writers.write(step, memoryview(b"state"), {"loss": loss}, 4)
-    writers.write(5, memoryview(b"state"))
-    found = {one.step: one.manifest for one in folder.found()}
-    assert sorted(found) == [1, 3, 5]
-    assert found[3] is not None
-    assert (found[3].metrics, found[3].world) == ({"loss": 1.0}, 4)

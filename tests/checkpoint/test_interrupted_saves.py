@@ -251,6 +251,7 @@ def test_save_writes_in_the_calling_thread_if_no_thread_can_be_started(
         assert_next_save_works(manager, 1, 3)
 
 
+@pytest.mark.long
 def test_interrupted_at_any_line_without_threads_save_leaves_complete_checkpoints(
     tmp_path: Path,
 ) -> None:

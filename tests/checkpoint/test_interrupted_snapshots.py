@@ -16,26 +16,16 @@ from typing import Any
 import pytest
 import torch
 from interrupts import Interrupter
-from jobs import until
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.pack import unpack
 from elasticlib.errors import CheckpointError
+from elasticlib.testing.waiting import wait_until
 
 TRACED = ("checkpoint/", "threads.py", threading.__file__)
 SNAPSHOTS = ("checkpoint/manager.py", "checkpoint/snapshots.py", "checkpoint/memory.py")
 REJECTED = "another call is still copying"
-
-
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The memory of an agent, which the environment of this process names."""
-    era = tmp_path / "memory" / "1"
-    era.mkdir(parents=True)
-    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
-    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
-    return era.parent
 
 
 def state_of(step: int, size: int = 100) -> dict[str, Any]:
@@ -62,10 +52,16 @@ def assert_next_snapshot_works(manager: CheckpointManager, kept: Path, step: int
     assert manager.snapshot(step, state_of(step))
     assert newest_step(kept) == step
     (newest,) = [one for one in memory.look(kept) if one.record.step == step]
-    until("the checksum", lambda: memory.sum_of(kept, newest) is not None)
+    wait_until("the checksum", lambda: memory.sum_of(kept, newest) is not None)
 
 
-@pytest.mark.parametrize("grows", [False, True], ids=["same size", "larger each time"])
+@pytest.mark.parametrize(
+    "grows",
+    [
+        pytest.param(False, id="same size"),
+        pytest.param(True, id="larger each time", marks=pytest.mark.long),
+    ],
+)
 def test_interrupted_at_any_line_a_snapshot_is_complete_or_the_one_before_stays(
     tmp_path: Path, kept: Path, grows: bool
 ) -> None:
@@ -109,7 +105,14 @@ def close(manager: CheckpointManager) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("act", [snapshot, save, close])
+@pytest.mark.parametrize(
+    "act",
+    [
+        snapshot,
+        pytest.param(save, marks=pytest.mark.long),
+        pytest.param(close, marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_handler_at_any_line_gets_an_error_at_worst(
     tmp_path: Path, kept: Path, act: Callable[[CheckpointManager], None]
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Job, until
+from jobs import Job
 from managers import Gated, manager_at
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
@@ -27,6 +27,7 @@ from elasticlib.errors import (
     CheckpointRefused,
     ConfigError,
 )
+from elasticlib.testing.waiting import wait_until
 
 
 def state(value: int) -> dict[str, Any]:
@@ -109,15 +110,14 @@ def damaged(data: bytes, every: int) -> list[bytes]:
     return [*flipped, *(data[:at] for at in places), data + b"\0"]
 
 
-@pytest.mark.parametrize(("name", "every"), [("manifest.json", 1), ("state.*.pack", 17)])
 def test_any_flipped_or_cut_byte_is_found_and_the_older_one_taken(
-    tmp_path: Path, name: str, every: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, 1, 2).close()
-    (path,) = (tmp_path / "step-0000000002").glob(name)
+    (path,) = (tmp_path / "step-0000000002").glob("state.*.pack")
     whole = path.read_bytes()
     manager = CheckpointManager(tmp_path)
-    for data in damaged(whole, every):
+    for data in damaged(whole, 41):
         path.write_bytes(data)
         assert list(manager.verify()) == [2]
         if len(data) % 50 == 0 or data[0] != whole[0]:
@@ -357,14 +357,11 @@ def test_who_has_lost_the_folder_prunes_nothing_of_the_new_holders(tmp_path: Pat
     assert mine.exists()
 
 
-def test_only_the_first_rank_writes_or_the_first_of_each_node(tmp_path: Path) -> None:
-    for rank, local_rank, shared, writes in [
-        *((0, 0, True, True), (2, 0, True, False)),
-        *((2, 0, False, True), (3, 1, False, False)),
-    ]:
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    for rank, local_rank, writes in [(0, 0, True), (2, 0, False)]:
         place = {"rank": rank, "local_rank": local_rank, "world": 4}
-        folder = tmp_path / f"{rank} {shared}"
-        with manager_at(folder, place, shared=shared) as manager:
+        folder = tmp_path / str(rank)
+        with manager_at(folder, place) as manager:
             assert manager.writes is writes
             manager.claim()
             manager.save(1, {})
@@ -403,7 +400,7 @@ def test_a_stop_and_the_end_of_the_process_wait_for_what_was_saved(
     command = (sys.executable, "-m", "elasticlib.launch", "--standalone", "--max-restarts", "0")
     node = job.start("a", *command, str(tmp_path / "ending.py"), str(tmp_path / "kept"))
     manager = CheckpointManager(tmp_path / "kept")
-    until("a checkpoint", manager.latest)
+    wait_until("a checkpoint", manager.latest)
     node.signal(signal.SIGTERM)
     node.exit_code()
     assert "an error of the script's own" in node.text

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from elasticlib.checkpoint.pack import fill, lay_out, unpack
 from elasticlib.checkpoint.pack_head import read_meta, size_of
+from elasticlib.checkpoint.state import MAX_DEPTH
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 DTYPES = [
@@ -253,12 +254,22 @@ LOOP: list[Any] = []
 LOOP.append(LOOP)
 
 
+def nested(levels: int, width: int) -> list[Any]:
+    """A list in a list, so many levels deep; each level holds the next one `width` times."""
+    state: list[Any] = []
+    for _ in range(levels):
+        state = [state] * width
+    return state
+
+
 @pytest.mark.parametrize(
     ("state", "said"),
     [
         ({"a": [1, Odd()]}, r"state\['a'\]\[1\] is a test_pack.Odd"),
         ({Odd: 1}, r"state.key\(.*\) is a type"),
         (LOOP, r"state\[0\] contains itself"),
+        (nested(MAX_DEPTH + 1, 1), rf"(\[0\]){{{MAX_DEPTH}}} is nested deeper than {MAX_DEPTH}"),
+        (nested(MAX_DEPTH - 1, 2), "stand in many places"),
         ({"w": torch.eye(2).to_sparse()}, r"state\['w'\] is a tensor without plain elements"),
         ([torch.ones(1, device="meta")], r"state\[0\] is a tensor without plain elements"),
     ],

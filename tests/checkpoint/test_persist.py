@@ -13,23 +13,16 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from jobs import until
 from managers import manager_at
 
-from elasticlib import (
-    BootstrapStoreInfo,
-    CheckpointManager,
-    MemoryStore,
-    Node,
-    RendezvousInfo,
-    Store,
-    deal_seats,
-)
+from elasticlib import CheckpointManager, MemoryStore, Node, Store
 from elasticlib.checkpoint.folder import CheckpointFolder
 from elasticlib.checkpoint.memory import Record, Slots
 from elasticlib.checkpoint.pack import fill, lay_out
 from elasticlib.checkpoint.persist import LastWrites
 from elasticlib.checkpoint.place import Disk, LocalPlace
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.testing.waiting import wait_until
 
 PLACE: dict[str, object] = {"run": "job", "launch": "first", "generation": 3}
 
@@ -284,7 +277,7 @@ def test_a_disk_that_hangs_holds_nobody_for_ever(host: Host, checkpoints: Path) 
     assert said.startswith(f"the snapshot of step 4 was not written to {checkpoints}: ")
     assert said.endswith("it was not there after 0.05 s")
     disk.go_on.set()
-    until("the thread", lambda: all(t.name != "agent-persist" for t in threading.enumerate()))
+    wait_until("the thread", lambda: all(t.name != "agent-persist" for t in threading.enumerate()))
 
 
 def test_who_writes_says_so_for_as_long_as_it_takes(host: Host) -> None:
@@ -298,7 +291,7 @@ def test_who_writes_says_so_for_as_long_as_it_takes(host: Host) -> None:
         said.update(e.version for e in store.list(info.board).entries if "/written/" in e.key)
         return len(said) > 2
 
-    until("two more words", look)
+    wait_until("two more words", look)
     disk.go_on.set()
     thread.join(60)
 

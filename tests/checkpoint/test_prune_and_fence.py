@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import attrs
 import pytest
@@ -33,34 +32,21 @@ from elasticlib.checkpoint.folder import (
     step_of,
     summed,
 )
-from elasticlib.errors import CheckpointCorrupt, ConfigError
+from elasticlib.errors import CheckpointCorrupt
 
 found = st.dictionaries(st.integers(0, 40), st.sampled_from(Health), max_size=12)
-bests = st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3))
-retentions = st.builds(Retention, st.integers(1, 5), st.integers(0, 6), st.none() | bests)
-# Few values, so that many are alike.
-losses = st.sampled_from([{}, {"other": 0.0}, *({"loss": float(n)} for n in (-1, 0, 2))])
-measured = st.dictionaries(st.integers(0, 40), losses, max_size=40)
+retentions = st.builds(Retention, st.integers(1, 5), st.integers(0, 6))
+pins = st.sets(st.integers(0, 40), max_size=5)
 
 
-def best(steps: list[int], metrics: dict[int, dict[str, float]], retention: Retention) -> set[int]:
-    """Those that fewer others beat than are kept; a newer one beats one that is as good."""
-    if retention.best is None:
-        return set()
-    name, order, count = retention.best
-    sign = 1 if order == "min" else -1
-    rank = {s: (sign * metrics[s][name], -s) for s in steps if name in metrics.get(s, {})}
-    return {s for s in rank if sum(other < rank[s] for other in rank.values()) < count}
-
-
-@given(found, retentions, st.none() | st.integers(0, 40), measured)
-def test_the_last_good_one_the_newest_few_the_best_and_newer_damaged_ones_always_stay(
+@given(found, retentions, st.none() | st.integers(0, 40), pins)
+def test_the_last_good_one_the_newest_few_the_pinned_and_newer_damaged_ones_always_stay(
     health: dict[int, Health],
     retention: Retention,
     just: int | None,
-    metrics: dict[int, dict[str, float]],
+    pinned: set[int],
 ) -> None:
-    chosen = select(health.items(), retention, just, metrics)
+    chosen = select(health.items(), retention, just, pinned)
     assert sorted([*chosen.kept, *chosen.deleted]) == sorted(health)
     good = [step for step in health if health[step] is Health.GOOD]
     usable = sorted(s for s in health if health[s] in (Health.GOOD, Health.UNKNOWN))
@@ -74,33 +60,24 @@ def test_the_last_good_one_the_newest_few_the_best_and_newer_damaged_ones_always
     if retention.every:
         assert {step for step in usable if step % retention.every == 0} <= set(chosen.kept)
     assert just not in chosen.deleted
-    assert best(usable, metrics, retention) <= set(chosen.kept)
+    assert pinned.isdisjoint(chosen.deleted)
     if good:
         damaged = {step for step in health if health[step] is Health.BAD and step > max(good)}
         assert damaged <= set(chosen.kept)
-        wanted = {*usable[-retention.last :], max(good), just, *unread, *damaged}
-        wanted |= best(usable, metrics, retention)
+        wanted = {*usable[-retention.last :], max(good), just, *unread, *damaged, *pinned}
         assert all(
             step in wanted or (retention.every and step % retention.every == 0)
             for step in chosen.kept
         )
 
 
-@given(found, retentions, measured)
+@given(found, retentions, pins)
 def test_pruning_again_deletes_nothing_more(
-    health: dict[int, Health], retention: Retention, metrics: dict[int, dict[str, float]]
+    health: dict[int, Health], retention: Retention, pinned: set[int]
 ) -> None:
-    kept = select(health.items(), retention, None, metrics).kept
-    again = select([(step, health[step]) for step in kept], retention, None, metrics)
+    kept = select(health.items(), retention, None, pinned).kept
+    again = select([(step, health[step]) for step in kept], retention, None, pinned)
     assert again.deleted == ()
-
-
-@pytest.mark.parametrize(
-    "wrong", [(), ("loss", "min"), ("loss", "least", 1), ("loss", "min", 0), ("l", "min", True), 3]
-)
-def test_a_rule_for_the_best_that_is_none_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="need keep_best such as"):
-        Retention(best=wrong)
 
 
 writers = st.builds(
@@ -176,8 +153,8 @@ MANIFEST = Manifest(
     generation=3,
     writer="w",
     saved_at=1.5,
-    metrics={"loss": 0.1, "step \u00e9": -2.0},
     world=2,
+    pinned=True,
 )
 
 

@@ -16,21 +16,8 @@ from pathlib import Path
 
 import attrs
 import pytest
-from jobs import until
 
-from elasticlib import (
-    BootstrapStoreInfo,
-    CheckpointManager,
-    MemoryStore,
-    Node,
-    RendezvousInfo,
-    Script,
-    Store,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    deal_seats,
-)
+from elasticlib import CheckpointManager, MemoryStore, Node, Script, Store, WorkerSpec
 from elasticlib.checkpoint import memory
 from elasticlib.checkpoint.memory import Found, Record, word_sum
 from elasticlib.checkpoint.replicas import (
@@ -42,8 +29,11 @@ from elasticlib.checkpoint.replicas import (
 )
 from elasticlib.errors import CheckpointError, ConfigError, StoreRefused
 from elasticlib.launch.elastic_launch import STRANGERS, snapshot_stores
+from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
+from elasticlib.testing.waiting import wait_until
+from elasticlib.workers.spec import Worker, WorkerGroup
 
 SECRET = b"the secret of the job"
 
@@ -123,7 +113,9 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
     yield hosts
     for host in hosts:
         host.keeper.finish(keep=False)
-    until("threads", lambda: not [t for t in threading.enumerate() if t.name[:6] == "agent-"], 30)
+    wait_until(
+        "threads", lambda: not [t for t in threading.enumerate() if t.name[:6] == "agent-"], 30
+    )
 
 
 def begin(hosts: list[Host], number: int = 1, store: Store | None = None) -> None:
@@ -140,30 +132,30 @@ def test_each_snapshot_is_with_the_next_node_and_nowhere_else(hosts: list[Host])
         host.snapshot(5, large + bytes([rank]))
     for rank, host in enumerate(hosts):
         before = str((rank - 1) % 3)
-        until("the replica", host.has(before, 5))
+        wait_until("the replica", host.has(before, 5))
         (replica,) = host.found(before)
-        pack = until("its pack", lambda host=host, one=replica: host.pack(one))
+        pack = wait_until("its pack", lambda host=host, one=replica: host.pack(one))
         assert pack == large + bytes([int(before)])
         assert not host.found(str((rank + 1) % 3))
         assert replica.record == hosts[int(before)].found()[0].record
-        until("its sum", lambda f=host.folder, one=replica: memory.sum_of(f, one) is not None)
+        wait_until("its sum", lambda f=host.folder, one=replica: memory.sum_of(f, one) is not None)
         assert memory.sum_of(host.folder, replica) == word_sum(memoryview(bytearray(pack)))
     for step in (6, 7, 8):
         hosts[0].snapshot(step)
-    until("the newest", hosts[1].has("0", 8))
+    wait_until("the newest", hosts[1].has("0", 8))
     assert len(list(hosts[1].folder.glob("1/from.0.*"))) <= 2
 
 
 def test_replicas_are_given_again_where_the_memory_was_removed(hosts: list[Host]) -> None:
     begin(hosts)
     hosts[0].snapshot(5)
-    until("the replica", hosts[1].has("0", 5))
+    wait_until("the replica", hosts[1].has("0", 5))
     for host in hosts[:2]:
         shutil.rmtree(host.folder)
     # The first finds the folder gone, and makes it anew; the next is made while it is there.
     for step in (6, 7):
         hosts[0].snapshot(step)
-        until("the replica", hosts[1].has("0", step))
+        wait_until("the replica", hosts[1].has("0", step))
 
 
 def test_a_snapshot_that_its_writer_cuts_while_it_is_given_ends_nobody(hosts: list[Host]) -> None:
@@ -190,7 +182,7 @@ def test_replicas_of_a_node_that_is_gone_stay_until_the_new_world_stands_on_its_
     for part, host in enumerate(hosts):
         host.snapshot(5, part=part, parts=3)
     for rank, host in enumerate(hosts):
-        until("replicas", host.has(str((rank - 1) % 3), 5))
+        wait_until("replicas", host.has(str((rank - 1) % 3), 5))
     hosts[2].keeper.finish(keep=False)
     left, (first, second) = hosts[:2], generation(2, 2, store)
     hosts[0].begin(first)
@@ -206,14 +198,14 @@ def test_replicas_of_a_node_that_is_gone_stay_until_the_new_world_stands_on_its_
     for part, host in enumerate(left):
         host.snapshot(6, part=part, parts=2)
     for rank, host in enumerate(left):
-        until("replicas", host.has(str(1 - rank), 6))
+        wait_until("replicas", host.has(str(1 - rank), 6))
     for step in (7, 8, 9):
         for part, host in enumerate(left):
             host.snapshot(step, part=part, parts=2)
         for rank, host in enumerate(left):
-            until("replicas", host.has(str(1 - rank), step))
+            wait_until("replicas", host.has(str(1 - rank), step))
     for host in left:
-        until("the old ones to go", lambda host=host: not list(host.folder.glob("1/*.*")))
+        wait_until("the old ones to go", lambda host=host: not list(host.folder.glob("1/*.*")))
 
 
 def test_one_that_dies_while_it_gives_leaves_the_last_whole_replica(hosts: list[Host]) -> None:
@@ -236,7 +228,7 @@ def test_one_that_dies_while_it_gives_leaves_the_last_whole_replica(hosts: list[
 def let_in(store: Store, info: RendezvousInfo, to: int, secret: bytes | None = SECRET) -> Store:
     """A connection of the node with this seat, as an agent of it would make it."""
     key = f"{info.board}snapshots/place/{to}"
-    entry = until("the place", lambda: store.get(key))
+    entry = wait_until("the place", lambda: store.get(key))
     place = decode_mailbox(entry.value)
     assert place is not None
     link = TcpStore(
@@ -292,7 +284,7 @@ def test_strangers_and_those_whose_duty_it_is_not_are_turned_away(hosts: list[Ho
 
 
 def present(store: Store, key: str) -> bytes:
-    return until("what stands there", lambda: store.get(key)).value
+    return wait_until("what stands there", lambda: store.get(key)).value
 
 
 def test_a_place_that_does_not_know_the_secret_is_given_nothing(
@@ -308,9 +300,11 @@ def test_a_place_that_does_not_know_the_secret_is_given_nothing(
         place = attrs.evolve(place, port=false.port)
         store.set(f"{job}snapshots/place/1", encode_mailbox(place))
         hosts[0].begin(infos[0]).snapshot(5, b"the state")
-        until("the refusal", lambda: "do not reach node 1" in caplog.text)
+        wait_until("the refusal", lambda: "do not reach node 1" in caplog.text)
         assert "another secret" in caplog.text
-        assert not false.client().list("").entries
+        secret = place.key(b"another")
+        with TcpStore(place.address, place.port, job=place.job(job), secret=secret) as store:
+            assert not store.list("").entries
 
 
 def test_silent_strangers_make_way_for_those_whose_duty_it_is(hosts: list[Host]) -> None:

@@ -1,4 +1,4 @@
-"""What `save` returns, which checkpoints are kept and gone back to, and which is the best."""
+"""What `save` returns, which checkpoints are kept and gone back to, and what a pin does."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import until
 from managers import Gated, told
 from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.folder import summed
-from elasticlib.errors import CheckpointError, ConfigError
+from elasticlib.errors import CheckpointError
+from elasticlib.launch.commands import main
+from elasticlib.testing.waiting import wait_until
 
 
 def state(value: float) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_a_failure_that_somebody_has_seen_is_not_raised_again(tmp_path: Path) ->
     manager.wait()
     assert full in str(other.error)
     last = manager.save(3, state(3))
-    until("its end", last.done)
+    wait_until("its end", last.done)
     assert full in str(last.error)
     assert full in repr(last)
     place.full = False
@@ -195,91 +195,55 @@ def test_all_ranks_go_back_to_the_step_that_all_of_them_ask_for(
     assert first[4] == second[4] == ([said], 0.0)
 
 
-# -- metrics -----------------------------------------------------------------------------------
+# -- pinned checkpoints ------------------------------------------------------------------------
 
 
-def trained(folder: Path, losses: dict[int, float], **options: Any) -> CheckpointManager:
-    manager = CheckpointManager(folder, **options)
-    for step, loss in losses.items():
-        manager.save(step, state(loss), {"loss": loss, "lr": 0.1})
-    manager.wait()
-    return manager
-
-
-LOSSES = {10: 0.9, 20: 0.3, 30: 0.7, 40: 0.2, 50: 0.8, 60: 0.5}
-
-
-def test_the_best_stay_beside_the_newest_and_those_of_each_so_many_steps(tmp_path: Path) -> None:
-    manager = trained(tmp_path, LOSSES, keep_last=1, keep_every=50, keep_best=("loss", "min", 2))
-    assert manager.steps() == [20, 40, 50, 60]
-    assert manager.best() == 40
-    assert manager.best(("loss", "max")) == 50
-    assert manager.best(("lr", "max")) == 60  # as good as the others, and the newest
-    assert manager.best(("top1", "max")) is None
-    manager.close()
-    # What was measured is kept with it: whoever comes later knows it, and goes on keeping it.
-    with trained(tmp_path, {70: 0.4}, keep_last=1, keep_best=("loss", "min")) as later:
-        assert later.steps() == [40, 70]
+def test_a_pinned_checkpoint_is_never_pruned_even_by_a_later_manager(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with CheckpointManager(tmp_path, keep_last=1, keep_every=50) as manager:
+        for step in (10, 20, 30, 40, 50, 60):
+            manager.save(step, state(step), pin=step in (20, 40))
+        manager.wait()
+        assert manager.steps() == [20, 40, 50, 60]
+    with CheckpointManager(tmp_path, keep_last=1) as later:
+        later.save(70, state(70)).wait()
+        later.prune()
+        assert (later.steps(), later.steps(pinned_only=True)) == ([20, 40, 70], [20, 40])
         found = state(0)
-        assert later.restore(found, step=later.best()).step == 40
-        assert found["w"].tolist() == pytest.approx([0.2] * 3)
+        assert later.restore(found, step=40).step == 40
+        assert found["w"].tolist() == [40] * 3
+        assert main(["checkpoints", str(tmp_path)]) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+        assert [(row[0], "pinned" in row) for row in rows] == [
+            ("70", False),
+            ("40", True),
+            ("20", True),
+        ]
+        later.save(20, state(21)).wait()  # The last save of a step says whether it is pinned.
+        assert later.steps() == [20, 40, 70]
+        later.prune()
+        assert later.steps() == [40, 70]
 
 
-def test_a_damaged_best_one_is_passed_over_and_one_that_cannot_be_read_is_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trained(tmp_path, LOSSES, keep_last=9).close()
-    (path,) = (tmp_path / "step-0000000040").glob("state.*")
-    path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    assert CheckpointManager(tmp_path).best(("loss", "min")) == 20
-    assert "step-0000000040 is damaged" in caplog.text
-    (tmp_path / "step-0000000050" / "manifest.json").write_bytes(summed(b'{"format":999}'))
-    with pytest.raises(CheckpointError, match="this version reads"):
-        CheckpointManager(tmp_path).best(("loss", "min"))
+def test_a_pinned_checkpoint_with_a_truncated_file_is_not_deleted(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=1) as manager:
+        manager.save(1, state(1), pin=True).wait()
+        (path,) = (tmp_path / "step-0000000001").glob("state.*")
+        os.truncate(path, 100)
+        manager.save(2, state(2)).wait()
+    assert path.exists()
+    assert CheckpointManager(tmp_path).verify().keys() == {1}
 
 
-def test_a_metric_that_is_no_number_costs_the_metric_and_not_the_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with CheckpointManager(tmp_path, keep_best=("loss", "min")) as manager:
-        manager.save(1, state(1), {"loss": torch.tensor(2.0)})
-        manager.save(2, state(2), {"loss": float("nan")})
-        manager.save(3, state(3), {"loss": torch.tensor(float("inf"))})
-        manager.save(4, state(4)).wait()
-        assert (manager.best(), manager.steps()) == (1, [1, 2, 3, 4])
-    assert "step 2: the metric 'loss' is nan, and is left out" in caplog.text
+def save_sharded(folder: Path) -> list[int]:
+    with CheckpointManager(folder, keep_last=1) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, sharded(step), pin=step == 1)
+        manager.wait()
+        return manager.steps(pinned_only=True)
 
 
-NO_NUMBERS = (None, 1j, 10**1000, torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("metrics", "said"),
-    [
-        ({"lr": 0.1}, r"step 1 has no metric 'loss', which keep_best goes by; it has 'lr'"),
-        ({"loss": "0.1"}, r"metrics\['loss'\] is '0.1'"),
-        ({"loss": [0.1]}, r"metrics\['loss'\] is \[0.1\]"),
-        ({"loss": 0.1, 3: 0.1}, r"metrics\[3\]"),
-        *(({"loss": value}, r"metrics\['loss'\] is .* a finite number") for value in NO_NUMBERS),
-    ],
-)
-def test_metrics_that_cannot_be_kept_are_refused_before_anything_is_written(
-    tmp_path: Path, metrics: Any, said: str
-) -> None:
-    with CheckpointManager(tmp_path, keep_best=("loss", "min")) as manager:
-        with pytest.raises(CheckpointError, match=said):
-            manager.save(1, state(1), metrics)
-        assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    "best", [("loss",), ("loss", "least"), ("loss", "min", 0), ("loss", "min", True), "loss", 3]
-)
-def test_a_rule_for_the_best_that_says_nothing_is_refused(tmp_path: Path, best: Any) -> None:
-    with pytest.raises(ConfigError, match="keep_best"):
-        CheckpointManager(tmp_path, keep_best=best)
-
-
-def test_the_best_of_nothing_that_was_named_is_no_guess(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"best\(\) needs a metric"):
-        CheckpointManager(tmp_path).best()
+def test_a_sharded_checkpoint_is_pinned_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(save_sharded, 2, tmp_path) == [[1], [1]]
+    assert CheckpointManager(tmp_path).steps() == [1, 3]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import until
 
 from elasticlib import CheckpointManager, MemoryStore
 from elasticlib.checkpoint import memory
@@ -24,16 +23,7 @@ from elasticlib.checkpoint.memory import (
     word_sum,
 )
 from elasticlib.checkpoint.persist import LastWrites
-
-
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An agent's memory, as its worker is told of it."""
-    era = tmp_path / "memory" / "1"
-    era.mkdir(parents=True)
-    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
-    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
-    return era.parent
+from elasticlib.testing.waiting import wait_until
 
 
 def state(value: float, size: int = 100_000) -> dict[str, Any]:
@@ -48,7 +38,7 @@ def snapshot_beside_a_checkpoint(folder: Path, kept: Path, *, summed: bool = Tru
         assert manager.snapshot(2, state(2))
         (found,) = memory.look(kept)
         if summed:
-            until("the sum", lambda: memory.sum_of(kept, found) is not None)
+            wait_until("the sum", lambda: memory.sum_of(kept, found) is not None)
     return kept / found.file
 
 
@@ -98,7 +88,7 @@ def test_each_snapshot_is_summed_when_there_is_time_also_where_slots_are_used_ag
             if step % 7:
                 continue
             newest = max(memory.look(kept), key=lambda one: one.record.sequence)
-            until("the sum", lambda newest=newest: memory.sum_of(kept, newest) is not None)
+            wait_until("the sum", lambda newest=newest: memory.sum_of(kept, newest) is not None)
             found = state(0, size=1 << (step % 20))
             with CheckpointManager(tmp_path / "disk") as reader:
                 assert reader.restore(found).step == step

@@ -13,24 +13,16 @@ import torch.distributed as dist
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
-from elasticlib.errors import CheckpointError, ConfigError
-
-
-@pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An agent's, as its worker is told of it."""
-    era = tmp_path / "memory" / "1"
-    era.mkdir(parents=True)
-    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
-    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
-    return era
+from elasticlib.errors import CheckpointError
 
 
 def state(value: float) -> dict[str, Any]:
     return {"weight": torch.full((2,), value)}
 
 
-def test_each_of_two_managers_goes_on_from_its_own_snapshots(memory: Path, tmp_path: Path) -> None:
+def test_each_of_two_managers_goes_on_from_its_own_snapshots(
+    generation_memory: Path, tmp_path: Path
+) -> None:
     names = ("generator", "critic")
     for turn, (name, value) in enumerate(zip(names, (1.0, 2.0), strict=True)):
         with CheckpointManager(tmp_path / name) as manager:
@@ -41,11 +33,11 @@ def test_each_of_two_managers_goes_on_from_its_own_snapshots(memory: Path, tmp_p
         with CheckpointManager(tmp_path / name) as manager:
             assert manager.restore(found).step == 5 + turn
         assert found["weight"].tolist() == [value, value]
-    assert list(memory.iterdir())
+    assert list(generation_memory.iterdir())
 
 
 def test_to_go_back_to_a_step_on_the_disk_gives_up_what_was_snapshot_after_it(
-    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    generation_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with CheckpointManager(tmp_path / "kept") as manager:
         assert not manager.restore(state(0.0))
@@ -53,7 +45,7 @@ def test_to_go_back_to_a_step_on_the_disk_gives_up_what_was_snapshot_after_it(
         for step in (4, 5):
             assert manager.snapshot(step, state(float(step)))
     # The workers are started again.
-    (later := memory.parent / "2").mkdir()
+    (later := generation_memory.parent / "2").mkdir()
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(later))
     found = state(0.0)
     with CheckpointManager(tmp_path / "kept") as manager:
@@ -78,32 +70,31 @@ def test_ranks_that_have_not_met_are_told_to(
         manager.restore(state(0.0))
 
 
-@pytest.mark.parametrize(("local_rank", "writes"), [("0", True), ("3", False)])
-def test_who_is_first_on_a_node_is_known_where_all_have_local_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: str, writes: bool
+@pytest.mark.usefixtures("generation_memory")
+@pytest.mark.parametrize(("local_rank", "keeps"), [("0", True), ("3", False)])
+def test_the_first_rank_of_a_node_keeps_the_snapshot_where_all_have_local_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: str, keeps: bool
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("ELASTICLIB_LOCAL_RANK", local_rank)
-    assert CheckpointManager(tmp_path, shared=False).writes is writes
+    with CheckpointManager(tmp_path / "kept") as manager:
+        assert manager.snapshot(1, state(1.0)) is keeps
 
 
-def save_in_a_group_of_its_own(folder: Path) -> tuple[str, int] | None:
+def save_in_a_group_of_its_own(folder: Path) -> int | None:
     group = dist.new_group([1])
     if dist.get_rank() == 0:
         return None
-    with pytest.raises(ConfigError) as refused:
-        CheckpointManager(folder, group=group, shared=False)
     with CheckpointManager(folder / "kept", group=group) as manager:
         step = manager.restore({"weight": torch.zeros(2)}).step
         manager.save(1, {"weight": torch.ones(2)})
-    return str(refused.value), step
+    return step
 
 
 def test_the_first_rank_of_a_group_writes_what_the_group_shares(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    _, (refused, step) = ranks.run(save_in_a_group_of_its_own, 2, tmp_path)
-    assert "shared=False has the first rank of each node write" in refused
+    _, step = ranks.run(save_in_a_group_of_its_own, 2, tmp_path)
     assert step == 0
     assert CheckpointManager(tmp_path / "kept").steps() == [1]
 

@@ -28,7 +28,7 @@ from elasticlib.checkpoint.replicas import (
 )
 from elasticlib.errors import CheckpointError
 
-RECORD = Record("state", 7, 3, 64, "run", 2, part=1, parts=4, folder="/där", shared=False)
+RECORD = Record("state", 7, 3, 64, "run", 2, part=1, parts=4, folder="/där")
 
 
 def found(era: int, sequence: int, step: int, owner: str = "", **more: int) -> Found:

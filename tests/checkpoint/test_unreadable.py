@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from elasticlib.checkpoint.folder import (
     folder_of,
     summed,
 )
-from elasticlib.checkpoint.place import LocalPlace, no_news
+from elasticlib.checkpoint.place import LocalPlace
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 
@@ -34,16 +34,9 @@ class Away(LocalPlace):
         self._reach(name)
         return super().read(name)
 
-    def read_into(
-        self,
-        name: str,
-        buffer: memoryview,
-        *,
-        start: int = 0,
-        seen: Callable[[memoryview], None] = no_news,
-    ) -> int:
+    def read_into(self, name: str, buffer: memoryview, **options: Any) -> int:
         self._reach(name)
-        return super().read_into(name, buffer, start=start, seen=seen)
+        return super().read_into(name, buffer, **options)
 
     def _reach(self, name: str) -> None:
         if self.away and name.endswith(self.away):
@@ -53,15 +46,8 @@ class Away(LocalPlace):
 class Short(LocalPlace):
     """Says that the file has ended three bytes before its end."""
 
-    def read_into(
-        self,
-        name: str,
-        buffer: memoryview,
-        *,
-        start: int = 0,
-        seen: Callable[[memoryview], None] = no_news,
-    ) -> int:
-        return super().read_into(name, buffer, start=start, seen=seen) - 3
+    def read_into(self, name: str, buffer: memoryview, **options: Any) -> int:
+        return super().read_into(name, buffer, **options) - 3
 
 
 def test_a_file_of_which_fewer_bytes_come_than_it_has_is_damaged(tmp_path: Path) -> None:

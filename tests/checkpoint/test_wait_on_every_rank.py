@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import until
 from managers import told
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.place import Disk, LocalPlace
 from elasticlib.errors import CheckpointError
+from elasticlib.testing.waiting import wait_until
 
 Act = Callable[[Path], object]
 Play = Callable[[Act, Act], list[Any]]
@@ -32,7 +32,7 @@ class Gated(Disk):
         self.gate = gate
 
     def sync(self, handle: int) -> None:
-        until("the gate", self.gate.exists)
+        wait_until("the gate", self.gate.exists)
         super().sync(handle)
 
 
@@ -162,20 +162,19 @@ def test_ranks_that_do_not_make_the_same_calls_are_told_so(play: Play) -> None:
     ]
 
 
-@pytest.mark.parametrize("shared", [True, False])
 def test_a_rank_that_has_met_nobody_looks_for_the_checkpoint_itself(
-    tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    mine = manager(tmp_path, shared=shared)
+    mine = manager(tmp_path)
     mine.save(1, state(1))
     with pytest.raises(CheckpointError, match=r"000001.*another rank"):
         mine.wait(timeout=0.2)
     mine.save(1, state(1))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with manager(tmp_path, shared=shared) as writer:
+    with manager(tmp_path) as writer:
         writer.save(1, state(1))
     mine.wait()
     assert mine.steps() == [1]

@@ -12,7 +12,8 @@ from round_robin import interleave
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
-from elasticlib import ElasticBatchSampler, ElasticDistributedSampler, EmptyBatchCollator
+from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
+from elasticlib.data.batch_sampler import EmptyBatchCollator
 from elasticlib.errors import ConfigError
 
 worlds = st.integers(1, 7)

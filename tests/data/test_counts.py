@@ -82,16 +82,17 @@ def test_a_count_that_is_twice_too_large_is_reported_when_it_exceeds_the_epoch(
     assert sampler.position.consumed == 96
 
 
-@given(
-    n=st.integers(1, 60),
-    world=st.integers(1, 4),
-    batch=st.integers(1, 5),
-    lead=st.integers(0, 6),
-    accumulate=st.integers(1, 3),
-    stop=st.integers(1, 70),
-    tail=st.sampled_from(["pad", "drop", "exact"]),
-    drop_last=st.booleans(),
-)
+RUNS: dict[str, st.SearchStrategy[Any]] = {
+    "n": st.integers(1, 60),
+    "world": st.integers(1, 4),
+    "batch": st.integers(1, 5),
+    "lead": st.integers(0, 6),
+    "stop": st.integers(1, 70),
+    "tail": st.sampled_from(["pad", "drop", "exact"]),
+}
+
+
+@given(**RUNS, accumulate=st.integers(1, 3), drop_last=st.booleans())
 def test_correct_counts_are_never_reported(
     *,
     n: int,
@@ -117,14 +118,7 @@ def test_correct_counts_are_never_reported(
                 uncounted = 0
 
 
-@given(
-    n=st.integers(1, 60),
-    world=st.integers(1, 4),
-    batch=st.integers(1, 20),
-    lead=st.integers(0, 6),
-    stop=st.integers(1, 70),
-    tail=st.sampled_from(["pad", "drop", "exact"]),
-)
+@given(**RUNS)
 def test_correct_counts_of_a_batch_sampler_are_never_reported(
     *, n: int, world: int, batch: int, lead: int, stop: int, tail: Any
 ) -> None:
@@ -139,10 +133,17 @@ def test_correct_counts_of_a_batch_sampler_are_never_reported(
 
 @forks
 @torchdata
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [3, 22, None])
-@pytest.mark.parametrize("counts", [True, False])
-@pytest.mark.parametrize("make", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize(
+    ("make", "counts", "stop", "workers"),
+    [
+        (DataLoader, True, 22, 0),
+        (DataLoader, True, None, 2),
+        (DataLoader, False, 3, 0),
+        (StatefulDataLoader, True, 3, 2),
+        (StatefulDataLoader, True, None, 0),
+        (StatefulDataLoader, False, 22, 2),
+    ],
+)
 def test_correct_counts_of_loaders_are_not_reported(
     make: Callable[..., Any], counts: bool, stop: int | None, workers: int
 ) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import Counter
 
-import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from round_robin import interleave
 
 from elasticlib.data.position import (
     SamplerPosition,
-    advance,
     decode,
     encode,
     positions_of_rank,
@@ -32,19 +28,6 @@ def positions(draw):
     return SamplerPosition(draw(st.integers(-9, 9)), draw(st.integers(0, 9)), consumed, length)
 
 
-def used_positions(position, world, tail):
-    """Return the positions of all ranks, round by round: the order in which the job uses them."""
-    return interleave(
-        positions_of_rank(position, rank=r, world_size=world, tail=tail) for r in range(world)
-    )
-
-
-@given(positions(), worlds)
-def test_exact_uses_each_remaining_position_once_and_in_order(position, world):
-    left = list(range(position.consumed, position.length))
-    assert used_positions(position, world, "exact") == left
-
-
 @given(positions(), worlds)
 def test_exact_counts_of_ranks_differ_by_at_most_one(position, world):
     counts = [
@@ -54,76 +37,10 @@ def test_exact_counts_of_ranks_differ_by_at_most_one(position, world):
     assert max(counts) - min(counts) <= 1
 
 
-@given(positions(), worlds)
-def test_pad_repeats_fewer_samples_than_ranks_at_the_end(position, world):
-    left = list(range(position.consumed, position.length))
-    places = used_positions(position, world, "pad")
-    repeats = places[len(left) :]
-    assert places[: len(left)] == left
-    assert repeats == list(range(position.length, position.length + len(repeats)))
-    assert len(repeats) <= world - 1
-    assert len(places) % world == 0
-
-
-@given(positions(), worlds)
-def test_drop_leaves_out_fewer_samples_than_ranks_at_the_end(position, world):
-    left = list(range(position.consumed, position.length))
-    places = used_positions(position, world, "drop")
-    assert places == left[: len(places)]
-    assert len(left) - len(places) <= world - 1
-    assert len(places) % world == 0
-
-
-@given(positions(), st.lists(st.tuples(worlds, st.integers(0, 4), st.integers(1, 5))))
-def test_any_sequence_of_world_sizes_uses_the_order_of_an_undisturbed_job(start, segments):
-    position, used = start, []
-    for world, steps, batch in segments:
-        count = steps * batch * world
-        used += used_positions(position, world, "exact")[:count]
-        position = advance(position, count)
-        assert used == list(range(start.consumed, position.consumed))
-
-
-def test_a_thousand_samples_are_used_once_at_several_world_sizes():
-    """Row A7: torch's elastic sampler repeats 228 of them and never uses 228 others."""
-    position, used = SamplerPosition(0, 0, 0, 1000), Counter()
-    for world, until in ((4, 400), (3, 700), (7, 993), (5, 1000)):
-        count = until - position.consumed
-        used.update(used_positions(position, world, "exact")[:count])
-        position = advance(position, count)
-    assert used == Counter(range(1000))
-    assert used_positions(position, 5, "pad") == []
-
-
-def test_an_epoch_of_2_to_the_62_needs_no_list():
-    places = positions_of_rank(
-        SamplerPosition(0, 0, 2**61, 2**62), rank=1, world_size=3, tail="pad"
-    )
-    assert places[0] == 2**61 + 1
-    assert len(places) == (2**61 + 2) // 3
-
-
-@given(positions(), st.integers(0, 100))
-def test_advance_stops_at_the_end_of_the_epoch(position, count):
-    ahead = advance(position, count)
-    assert ahead.consumed == min(position.consumed + count, position.length)
-    assert attrs.evolve(ahead, consumed=position.consumed) == position
-
-
-def test_a_position_never_moves_back():
-    with pytest.raises(ConfigError, match=r"count.*got -1"):
-        advance(SamplerPosition(0, 0, 5, 10), -1)
-
-
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_rank_out_of_range_is_rejected(rank, world):
     with pytest.raises(ConfigError, match=f"rank.*got {rank} and {world}"):
         positions_of_rank(SamplerPosition(0, 0, 0, 10), rank=rank, world_size=world, tail="pad")
-
-
-def test_an_unknown_tail_is_rejected_even_if_it_has_no_effect():
-    with pytest.raises(ConfigError, match=r"tail is 'cut'.*pad, drop, exact"):
-        positions_of_rank(SamplerPosition(0, 0, 0, 10), rank=0, world_size=2, tail="cut")
 
 
 @given(positions())

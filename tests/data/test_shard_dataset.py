@@ -20,12 +20,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from elasticlib import (
-    ElasticBatchSampler,
-    ElasticDistributedSampler,
-    EmptyBatchCollator,
-    ShardDataset,
-)
+from elasticlib import ElasticBatchSampler, ElasticDistributedSampler, ShardDataset
+from elasticlib.data.batch_sampler import EmptyBatchCollator
 from elasticlib.data.position import even_share
 from elasticlib.errors import ConfigError, StateMismatch
 
@@ -101,6 +97,7 @@ def test_a_stateful_loader_continues_at_any_world_size_from_the_state_of_any_ran
     assert Counter(used) == Counter(range(TOTAL))
 
 
+@pytest.mark.parametrize("urls", ["memory"], indirect=True)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_loader_follows_the_position_over_several_epochs(urls, persistent):
     dataset, state = ShardDataset(urls, SIZES, read), None

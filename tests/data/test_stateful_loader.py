@@ -41,30 +41,34 @@ def drawn(loader, steps=None):
     return found, loader.state_dict()
 
 
+def resumed_from(state, make=sampled, *args):
+    """A loader that continues from the state, and its sampler."""
+    loader, sampler = make(*(args or (1, 0)))
+    loader.load_state_dict(state)
+    return loader, sampler
+
+
 def order(epoch=0):
     sampler = ElasticDistributedSampler(range(N), 1, 0)
     sampler.set_epoch(epoch)
     return list(sampler)
 
 
-@pytest.mark.parametrize("make", [sampled, batched])
-@pytest.mark.parametrize(("workers", "every"), [(0, 1), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("make", "workers", "every"), [(sampled, 0, 1), (batched, 2, 3)])
 def test_a_loader_continues_after_the_batches_that_it_returned(make, workers, every):
     whole, _ = drawn(make(2, 0)[0])
     loader, sampler = make(2, 0, workers, every)
     before, state = drawn(loader, 4)
     assert sampler.position.consumed == 0  # nobody counted
-    resumed, _ = make(2, 0, workers, every)
-    resumed.load_state_dict(state)
+    resumed, _ = resumed_from(state, make, 2, 0, workers, every)
     again, later = drawn(resumed, 3)
-    third, _ = make(2, 0, workers, every)
-    third.load_state_dict(later)
+    third, _ = resumed_from(later, make, 2, 0, workers, every)
     assert before + again + drawn(third)[0] == whole
 
 
 @pytest.mark.parametrize(
     ("make", "workers", "every"),
-    [(sampled, 0, 1), (sampled, 2, 1), (batched, 0, 1), (batched, 2, 1), (batched, 2, 3)],
+    [(sampled, 2, 1), (batched, 0, 1), (batched, 2, 3)],
 )
 def test_any_world_size_continues_from_the_state_of_any_rank(make, workers, every):
     used, state = Counter(), None
@@ -81,16 +85,14 @@ def test_any_world_size_continues_from_the_state_of_any_rank(make, workers, ever
     assert used == Counter(range(N))
 
 
-@pytest.mark.parametrize("make", [sampled, batched])
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("steps", [3, 21, None])
+@pytest.mark.parametrize(("make", "workers"), [(sampled, 0), (batched, 2)])
 def test_later_epochs_are_complete_after_a_resume_at_any_step(make, workers, steps):
     """A script sets the epoch that it has saved; it is empty if all of its samples were used."""
     loader, sampler = make(1, 0, workers)
     sampler.set_epoch(0)
     first, state = drawn(loader, steps)
-    resumed, sampler = make(1, 0, workers)
-    resumed.load_state_dict(state)
+    resumed, sampler = resumed_from(state, make, 1, 0, workers)
     used = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -100,17 +102,16 @@ def test_later_epochs_are_complete_after_a_resume_at_any_step(make, workers, ste
     assert used[1:] == [order(1), order(2)]
 
 
-@pytest.mark.parametrize("make", [sampled, batched])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("steps", [3, None])
+@pytest.mark.parametrize(
+    ("make", "workers", "steps"), [(sampled, 0, 3), (batched, 0, None), (sampled, 2, None)]
+)
 # An iterator of torchdata's with workers cannot be deleted if its sampler has raised.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_missing_set_epoch_is_an_error_after_a_resume(make, workers, steps):
     loader, sampler = make(1, 0, workers)
     sampler.set_epoch(0)
     _, state = drawn(loader, steps)
-    resumed, sampler = make(1, 0, workers)
-    resumed.load_state_dict(state)
+    resumed, sampler = resumed_from(state, make, 1, 0, workers)
     with pytest.raises(ConfigError, match=r"epoch 0 is complete.*call set_epoch\(1\)"):
         _ = drawn(resumed), drawn(resumed)
 
@@ -120,8 +121,7 @@ def test_the_epoch_after_a_finished_loaded_one_starts_at_its_first_sample(steps)
     """21 batches are all: whether or not the loader has noticed that it is at the end."""
     loader, _ = sampled(1, 0)
     _, state = drawn(loader, steps)
-    resumed, sampler = sampled(1, 0)
-    resumed.load_state_dict(state)
+    resumed, sampler = resumed_from(state)
     sampler.set_epoch(1)
     assert [index for batch in drawn(resumed)[0] for index in batch] == order(1)
 
@@ -129,13 +129,11 @@ def test_the_epoch_after_a_finished_loaded_one_starts_at_its_first_sample(steps)
 def test_setting_another_epoch_within_a_loaded_one_is_rejected():
     loader, _ = sampled(1, 0)
     _, state = drawn(loader, 3)
-    resumed, sampler = sampled(1, 0)
-    resumed.load_state_dict(state)
+    resumed, sampler = resumed_from(state)
     sampler.set_epoch(1)
     with pytest.raises(StateMismatch, match="12 of 83"):
         next(iter(resumed))
-    resumed, sampler = sampled(1, 0)
-    resumed.load_state_dict(state)
+    resumed, sampler = resumed_from(state)
     sampler.set_epoch(0)
     assert [index for batch in drawn(resumed)[0] for index in batch] == order(0)[12:]
 
@@ -146,8 +144,7 @@ def test_setting_an_epoch_that_does_not_follow_a_loaded_one_is_rejected(named):
     loader, sampler = sampled(1, 0)
     sampler.set_epoch(1)
     _, state = drawn(loader)
-    resumed, sampler = sampled(1, 0)
-    resumed.load_state_dict(state)
+    resumed, sampler = resumed_from(state)
     sampler.set_epoch(named)
     message = rf"epoch is 1 .* 83 of 83 .* set_epoch was called with {named}: call set_epoch\(2\)"
     with pytest.raises(StateMismatch, match=message):
@@ -163,8 +160,7 @@ def test_the_state_of_a_loader_overrides_other_counts(workers):
         if step == 2:
             break
     state = loader.state_dict()
-    resumed, sampler = sampled(1, 0, workers)
-    resumed.load_state_dict(state)
+    resumed, sampler = resumed_from(state, sampled, 1, 0, workers)
     batch = next(iter(resumed))
     assert batch.tolist() == order()[12:16]
     assert sampler.position.consumed == 12

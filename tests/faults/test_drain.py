@@ -16,7 +16,6 @@ from typing import Any
 import attrs
 import pytest
 from jobs import (
-    BOUND,
     PROGRAMS,
     WITHOUT_TORCH,
     WORKER,
@@ -25,9 +24,10 @@ from jobs import (
     alive,
     check_one_world,
     generation_of,
-    until,
 )
 from processes import children
+
+from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -52,7 +52,7 @@ class Save:
 
     @property
     def bound(self) -> float:
-        return self.seconds + BOUND
+        return self.seconds + DEFAULT_TIMEOUT_S
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save:
     before = job.settled(2)
     generation, (stays, leaves) = generation_of(before), (place["node"] for place in before)
     nodes[leaves].signal(signal.SIGUSR2)
-    until("its workers to save", lambda: (job.folder / f"saving.{generation}.1").exists())
+    wait_until("its workers to save", lambda: (job.folder / f"saving.{generation}.1").exists())
     # Schedulers repeat themselves, and a drain that is under way is not to be cut short for it.
     nodes[leaves].signal(signal.SIGUSR2)
     assert nodes[leaves].exit_code(save.bound) == 75
@@ -136,7 +136,7 @@ def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_sav
     for pid in reached:
         os.kill(pid, signal.SIGUSR2)
     for rank in range(2):
-        until("both to save", (job.folder / f"saving.1.{rank}").exists)
+        wait_until("both to save", (job.folder / f"saving.1.{rank}").exists)
     assert job.processes() == reached
     slow.unlink()
     assert agent.exit_code(save.bound) == 75
@@ -168,9 +168,9 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     agent.says("preempted: the workers have 600 s to save")
     agent.signal(signal.SIGINT)
     agent.says("still there after they were asked to save, sending SIGTERM: pid")
-    until("one worker to hear it", (job.folder / "heard.0").exists)
+    wait_until("one worker to hear it", (job.folder / "heard.0").exists)
     holds[0].unlink()
-    until("one worker to end", lambda: not alive(workers[0]), save.bound)
+    wait_until("one worker to end", lambda: not alive(workers[0]), save.bound)
     assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 75
@@ -207,7 +207,7 @@ def test_fifty_nested_processes_leave_none_behind(job: Job) -> None:
 
     def line(generation: int) -> list[int]:
         path = job.folder / f"nested.{generation}"
-        until(f"the line of generation {generation}", path.exists)
+        wait_until(f"the line of generation {generation}", path.exists)
         return [int(pid) for pid in path.read_text().split()]
 
     first = line(1)
@@ -222,18 +222,13 @@ def test_fifty_nested_processes_leave_none_behind(job: Job) -> None:
     job.gone()
 
 
-def test_quick_failures_are_held_back_and_a_signal_is_heard_meanwhile(job: Job) -> None:
+def test_quick_failures_are_delayed_and_a_signal_is_handled_meanwhile(job: Job) -> None:
     flags = ("--standalone", "--max-restarts", "9", "--no-python")
-
-    def stopped_meanwhile() -> bool:
-        agent = elasticrun(job, f"agent{len(job.nodes)}", *flags, "sh", "-c", "exit 3")
-        agent.says(r"the last 4 generations failed soon after they began: the restart waits for \d")
-        agent.signal(signal.SIGTERM)
-        assert agent.exit_code() == 128 + signal.SIGTERM
-        return len(re.findall(r"elasticrun: generation \d", agent.text)) == 4
-
-    # The wait, of half a second and more, may be over before the signal is sent.
-    until("a signal during the wait", stopped_meanwhile)
+    agent = elasticrun(job, "a", *flags, "sh", "-c", "exit 3")
+    agent.says("the last 3 generations failed within 10 s each: the restart is delayed by 5 s")
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 128 + signal.SIGTERM
+    assert len(re.findall(r"elasticrun: generation \d", agent.text)) == 3
 
 
 SPACES = ("unshare", "--pid", "--fork", "--mount-proc")
@@ -258,10 +253,10 @@ def test_as_process_1_it_reaps_orphans_and_takes_no_end_from_its_agent(job: Job)
     run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
     script = ("--no-python", "sh", "-c", ORPHANS, str(job.folder))
     outside = job.start("a", *run, *script, PYTHONPATH=WITHOUT_TORCH)
-    until("the worker", (job.folder / "up").exists)
+    wait_until("the worker", (job.folder / "up").exists)
     (first,) = children(outside.pid)
     # All that is left below process 1 is the agent itself.
-    until("the orphans to be reaped", lambda: len(children(first)) == 1)
+    wait_until("the orphans to be reaped", lambda: len(children(first)) == 1)
     job.finish()
     assert outside.exit_code() == 1
     assert "exited with code 7" in outside.text
@@ -273,7 +268,7 @@ def test_process_1_forks_before_torch_is_imported(job: Job) -> None:
     # To count the processors, `auto` asks torch, while the command line is read.
     script = ("--nproc-per-node", "auto", "--no-python", "sh", "-c", ORPHANS, str(job.folder))
     outside = job.start("a", *run, *script)
-    until("the worker", (job.folder / "up").exists)
+    wait_until("the worker", (job.folder / "up").exists)
     (first,) = children(outside.pid)
     maps, status = (Path(f"/proc/{first}/{name}").read_text() for name in ("maps", "status"))
     assert "libtorch" not in maps

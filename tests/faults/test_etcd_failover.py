@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from etcd_server import needs_etcd
 from hosts import ETCD_PORT, Cluster, Host, at_members, leader, three_members
-from jobs import check_one_world, generation_of, until
+from jobs import check_one_world, generation_of
+
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.faults, needs_etcd]
 
@@ -26,7 +28,7 @@ def test_workers_go_on_when_the_leading_member_is_killed(cluster: Cluster) -> No
     nodes = [host.run(*flags(ordered, "1:3")) for host in hosts]
     before = cluster.job.settled(3)
     members.pop(dead).kill()
-    until("another leader", lambda: leader(members))
+    wait_until("another leader", lambda: leader(members))
     cluster.job.check_unchanged(before, 1.5 * LEASE)
     assert not cluster.job.places(generation_of(before) + 1)
     # And it can still change: a member's death is noticed as before.

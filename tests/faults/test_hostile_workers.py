@@ -12,8 +12,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from jobs import WITHOUT_TORCH, Job, Node, alive, generation_of, until
+from jobs import WITHOUT_TORCH, Job, Node, alive, generation_of
 from processes import children
+
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -184,9 +186,11 @@ def test_a_killed_guardian_is_replaced_and_the_next_clears_up_after_its_agent(jo
     node = job.run("a", *flags, worker=("child",), PYTHONPATH=WITHOUT_TORCH)
     (place,) = job.settled(1)
     for _ in range(3):
-        killed = until("a guardian", lambda: guardian_of(node.pid, place["pid"]))
+        killed = wait_until("a guardian", lambda: guardian_of(node.pid, place["pid"]))
         os.kill(killed, signal.SIGKILL)
-        until("another", lambda old=killed: guardian_of(node.pid, place["pid"]) not in (0, old))
+        wait_until(
+            "another", lambda old=killed: guardian_of(node.pid, place["pid"]) not in (0, old)
+        )
     # The next worker is started when the last guardian has been told of all before it.
     os.kill(place["pid"], signal.SIGKILL)
     (place,) = job.settled(1, after=generation_of([place]))
@@ -198,7 +202,8 @@ def test_a_killed_guardian_is_replaced_and_the_next_clears_up_after_its_agent(jo
 
 HOST = """
 import os, signal, sys
-from elasticlib import Command, LocalWorkers, Worker, WorkerGroup, WorkerSpec
+from elasticlib import Command, LocalWorkers, WorkerSpec
+from elasticlib.workers.spec import Worker, WorkerGroup
 
 workers = LocalWorkers(os.environ)
 group = WorkerSpec(Command("sleep", ("600",))), (Worker(0, 0, 0, 1, 1),)
@@ -218,8 +223,8 @@ def test_a_fork_that_holds_the_pipe_keeps_no_guardian_waiting(job: Job, end: str
     folder.mkdir()
     host = job.start("host", sys.executable, "-c", HOST, end, TMPDIR=str(folder))
     assert host.exit_code() == -signal.SIGKILL, host.text
-    until("what was in the folder to be gone", lambda: not os.listdir(folder))
-    (fork,) = until("the fork alone", lambda: len(job.processes()) == 1 and job.processes())
+    wait_until("what was in the folder to be gone", lambda: not os.listdir(folder))
+    (fork,) = wait_until("the fork alone", lambda: len(job.processes()) == 1 and job.processes())
     os.kill(fork, signal.SIGKILL)
 
 

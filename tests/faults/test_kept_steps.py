@@ -15,11 +15,12 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from jobs import PROGRAMS, Job, Node, until
+from jobs import PROGRAMS, Job, Node
 from processes import workers_of
 from traces import survey
 
 from elasticlib import CheckpointManager
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -89,7 +90,7 @@ class Run:
                 return 0
             return newest if found[newest].last >= step else 0
 
-        return until(f"step {step} in a generation after {after}", look, 120.0)
+        return wait_until(f"step {step} in a generation after {after}", look, 120.0)
 
     def committed(self) -> int:
         """The newest step that is on the disk."""
@@ -107,7 +108,9 @@ def weights_of(node: Node, steps: int) -> str:
 
 
 def kill_a_worker(node: Node, dice: random.Random) -> None:
-    os.kill(dice.choice(until("workers to kill", lambda: workers_of(node.pid))), signal.SIGKILL)
+    os.kill(
+        dice.choice(wait_until("workers to kill", lambda: workers_of(node.pid))), signal.SIGKILL
+    )
 
 
 @pytest.mark.long

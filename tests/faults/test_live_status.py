@@ -10,8 +10,10 @@ import sys
 from typing import Any
 
 import pytest
-from jobs import PATIENT, PROGRAMS, WITHOUT_TORCH, Job, Node, generation_of, until
+from jobs import PATIENT, PROGRAMS, WITHOUT_TORCH, Job, Node, generation_of
 from processes import name_of
+
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -28,7 +30,7 @@ def at_work(job: Job, *arguments: str) -> dict[str, Any]:
         begun = sum(len(node["workers"]) for node in found["nodes"])
         return found if begun == found["world"] else None
 
-    return until("all workers in the status", look)
+    return wait_until("all workers in the status", look)
 
 
 def stepping(job: Job, name: str, *flags: str) -> Node:
@@ -57,12 +59,12 @@ def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
         f"pid {place['pid']}" for place in places
     }
     # By the job's name, as this machine remembers it, and its steps go on.
-    again = until("steps", lambda: _past(found["step"] or 0, job.status("the job")))
+    again = wait_until("steps", lambda: _past(found["step"] or 0, job.status("the job")))
     assert again["per_second"] > 0
     if backend == "tcp":
         # Nobody is asked: its last status is there, and grows old.
         os.kill(nodes[1].pid, signal.SIGSTOP)
-        still = until("its status to be old", lambda: _older_than(3.0, nodes[1].pid, job))
+        still = wait_until("its status to be old", lambda: _older_than(3.0, nodes[1].pid, job))
         assert still["state"] == "RUNNING"
         assert all(node["answers"] and node["workers"] for node in still["nodes"])
         os.kill(nodes[1].pid, signal.SIGCONT)
@@ -97,7 +99,7 @@ def test_a_job_is_seen_waiting_restarting_and_failed(job: Job) -> None:
     budget = ("--max-restarts", "1")
     nodes = [job.run("a", *flags, *budget, PYTHONPATH=WITHOUT_TORCH, NODE="a")]
     known = ("--secret-file", str(secret), meet[3])
-    waits = until("a node", lambda: _waits(job, *known))
+    waits = wait_until("a node", lambda: _waits(job, *known))
     assert waits["nodes"][0]["state"] == "RENDEZVOUS"
     _, refused = job.ask("status", *PATIENT, meet[3], code=4)
     assert "secret" in refused
@@ -129,7 +131,7 @@ def stacks(job: Job, *patterns: str, ranks: tuple[str, ...] = ()) -> str:
         return all(re.search(pattern, shown) for pattern in patterns)
 
     try:
-        until(f"stacks with {patterns}", look)
+        wait_until(f"stacks with {patterns}", look)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{shown}") from None
     return shown
@@ -159,7 +161,7 @@ def test_stacks_of_ranks_that_sleep_in_python_and_in_c_and_of_one_that_is_stoppe
     node = job.start(
         "a", *job.agent(*flags, program=str(script)), PYTHONPATH=WITHOUT_TORCH, NODE="a"
     )
-    until("all ranks", lambda: len(list(job.folder.glob("up.*"))) == 4)
+    wait_until("all ranks", lambda: len(list(job.folder.glob("up.*"))) == 4)
     stacks(
         job,
         r"rank 2:\n  .*\n.*sleeps.py\", line 11 in <module>",
@@ -196,10 +198,10 @@ def test_a_worker_that_became_another_program_is_not_hurt_by_the_question(job: J
     def became() -> bool:
         return "sleep" in map(name_of, job.processes())
 
-    until("the worker to be another program", became)
+    wait_until("the worker to be another program", became)
     stacks(job, "has become another program")
     # Its node's status is published a moment after it has changed.
-    until("it to run", lambda: job.status(code=None)["state"] == "RUNNING")
+    wait_until("it to run", lambda: job.status(code=None)["state"] == "RUNNING")
     node.signal(signal.SIGTERM)
     node.exit_code()
 

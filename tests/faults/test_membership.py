@@ -7,7 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from jobs import WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of, until
+from jobs import WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of
+
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -123,7 +125,7 @@ def test_one_spare_is_wanted_and_takes_over_and_another_is_sent_away(job: Job) -
     members = {name: start(name) for name in "ab"}
     before = job.settled(2)
     extra = {name: start(name) for name in "cd"}
-    until("a spare to end", lambda: any(n.process.poll() is not None for n in extra.values()))
+    wait_until("a spare to end", lambda: any(n.process.poll() is not None for n in extra.values()))
     (spare,) = [name for name, node in extra.items() if node.process.poll() is None]
     (sent_away,) = extra.keys() - {spare}
     assert extra[sent_away].exit_code() == 1

@@ -7,8 +7,10 @@ import shutil
 import signal
 
 import pytest
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, alive, generation_of, until
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, alive, generation_of
 from processes import workers_of
+
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -126,7 +128,7 @@ def test_a_worker_that_is_killed_while_a_module_is_imported_late_is_restarted_at
     os.mkfifo(job.folder / "pipe")
     agent = run_with_deferred_import(job, f"open({str(job.folder / 'pipe')!r}).read()")
     before = job.settled(2)
-    until("the import to begin", (job.folder / "begun").exists)
+    wait_until("the import to begin", (job.folder / "begun").exists)
     os.kill(before[0]["pid"], signal.SIGKILL)
     after = job.settled(2, after=generation_of(before))
     # Forked by the same server, which would have been given up if it had not answered.

@@ -11,8 +11,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, Job, Node, alive, generation_of, left_in, until
+from jobs import PROGRAMS, Job, Node, alive, generation_of, left_in
 from processes import footprint, second_servers
+
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -38,7 +40,7 @@ def test_a1_every_kill_is_one_recovery_and_one_restart_and_leaks_nothing(
         places = _kill_one(job, draw, places, kill)
         if kill == min(WARM_UP, kills):
             # It begins when a fork server is idle, and stays.
-            until("a second fork server", lambda: all(second_servers(a.pid) for a in agents))
+            wait_until("a second fork server", lambda: all(second_servers(a.pid) for a in agents))
             before = _held(job, agents)
     grown: dict[str, int] = {}
 
@@ -49,7 +51,7 @@ def test_a1_every_kill_is_one_recovery_and_one_restart_and_leaks_nothing(
         return not any(more > MAPPINGS * ("mappings" in what) for what, more in grown.items())
 
     try:
-        until("the agents to hold no more than before", back_to_before)
+        wait_until("the agents to hold no more than before", back_to_before)
     except AssertionError as error:
         raise AssertionError(f"{error}; they hold {grown} more") from None
     job.finish()

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, Job, Node, generation_of, until
+from jobs import PROGRAMS, Job, Node, generation_of
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import memory
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -34,7 +35,7 @@ def permit(job: Job, step: int) -> None:
 def kept(job: Job, step: int, world: int) -> str:
     """The digest of the state of a step, once all ranks have kept their part of it."""
     files = [job.folder / f"kept.{step}.{rank}" for rank in range(world)]
-    until(f"step {step}", lambda: all(file.exists() for file in files), PATIENT)
+    wait_until(f"step {step}", lambda: all(file.exists() for file in files), PATIENT)
     (digest,) = {json.loads(file.read_text()) for file in files}
     return str(digest)
 
@@ -81,7 +82,7 @@ def test_what_a_killed_node_had_given_away_is_written_by_those_that_have_it(job:
     nodes, places = two_nodes(job, "--nnodes", "2", "--snapshot-replicas", "1")
     digest = kept(job, 3, world=4)
     stays, goes = places[0], places[2]
-    until("replicas", holds(stays["memory"], step=3, owner="1", parts={2, 3}))
+    wait_until("replicas", holds(stays["memory"], step=3, owner="1", parts={2, 3}))
     nodes[goes["node"]].signal(signal.SIGSTOP)  # it is not to see that its workers are gone
     for place in places[2:]:
         os.kill(place["pid"], signal.SIGKILL)

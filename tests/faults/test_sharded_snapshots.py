@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, Job, Node, generation_of, until
+from jobs import PROGRAMS, Job, Node, generation_of
 
 from elasticlib.checkpoint import memory
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -64,7 +65,7 @@ class Resizing:
             held = [part for place in places for part in parts_of(place["memory"], step, world)]
             return all(held.count(part) >= copies for part in range(world))
 
-        until(f"step {step} on {copies} nodes each", is_committed, BOUND)
+        wait_until(f"step {step} on {copies} nodes each", is_committed, BOUND)
 
     def kill(self, places: Places) -> None:
         """These nodes, worker and agent at one moment."""

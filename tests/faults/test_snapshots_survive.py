@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import PROGRAMS, Job, Node, alive, generation_of, until
+from jobs import PROGRAMS, Job, Node, alive, generation_of
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import memory
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -49,15 +50,15 @@ def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drai
         assert place["wrong"] == []
         assert (place["held"][0][0] if place["held"] else 0) in {begun, done}, "a step was lost"
         generation, before = generation_of([place]), done
-        until("two more", lambda before=before: progress(job)[1] >= before + 2)
-        until("one begun", lambda: progress(job)[0] > progress(job)[1])
+        wait_until("two more", lambda before=before: progress(job)[1] >= before + 2)
+        wait_until("one begun", lambda: progress(job)[0] > progress(job)[1])
         os.kill(place["pid"], signal.SIGKILL)
-        until("its end", lambda pid=place["pid"]: not alive(pid))
+        wait_until("its end", lambda pid=place["pid"]: not alive(pid))
         begun, done = progress(job)
         halves += begun > done
     assert halves > kills // 2, "they were to be killed in the middle"
     (place,) = job.settled(1, after=generation)
-    until("a step", lambda: progress(job)[1] > done)
+    wait_until("a step", lambda: progress(job)[1] > done)
     agent.signal(signal.SIGUSR2)
     assert agent.exit_code() == 75
     begun, done = progress(job)
@@ -78,7 +79,7 @@ def test_a_second_sigterm_gives_up_a_final_write_that_waits_for_another_node(job
     flags = (*flags, "--rdzv-conf", "keep_alive_max_attempt=1000")
     nodes = {name: run(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
     job.settled(2)
-    until("step 5", lambda: [progress(job, rank)[1] for rank in (0, 1)] == [5, 5])
+    wait_until("step 5", lambda: [progress(job, rank)[1] for rank in (0, 1)] == [5, 5])
     nodes["b"].signal(signal.SIGSTOP)
     nodes["a"].signal(signal.SIGTERM)
     nodes["a"].says("still writing the last snapshots, .*; a further SIGTERM gives them up")
@@ -108,8 +109,8 @@ def test_a_node_that_is_killed_leaves_its_last_snapshot_with_its_buddy_and_nothi
     nodes = {name: run(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
     places = job.settled(4)
     stays, goes = places[0], places[2]
-    until("replicas", lambda: held_by(stays["memory"], 5, "1", {2, 3}))
-    until("replicas", lambda: held_by(goes["memory"], 5, "0", {0, 1}))
+    wait_until("replicas", lambda: held_by(stays["memory"], 5, "1", {2, 3}))
+    wait_until("replicas", lambda: held_by(goes["memory"], 5, "0", {0, 1}))
     # In the middle of the next one, perhaps, its workers and then the agent, which is not to see
     # that they are gone.
     permit(job, 6)
@@ -127,10 +128,10 @@ def test_a_node_that_is_killed_leaves_its_last_snapshot_with_its_buddy_and_nothi
             of_step.setdefault(step, set()).add(part)
         newest = max(step for step, parts in of_step.items() if parts == {0, 1, 2, 3})
         assert newest in (5, 6)
-    until("the dead one's memory to be gone", lambda: not Path(goes["memory"]).exists())
+    wait_until("the dead one's memory to be gone", lambda: not Path(goes["memory"]).exists())
     # The smaller world goes on, and when it stands on its own what the larger one left goes.
     permit(job, 9)
-    until("steps", lambda: [progress(job, rank)[1] for rank in (0, 1)] == [9, 9])
+    wait_until("steps", lambda: [progress(job, rank)[1] for rank in (0, 1)] == [9, 9])
     assert {found.era for found in memory.look(stays["memory"])} == {1}
     assert {found.record.parts for found in memory.look(stays["memory"])} == {2}
     (job.folder / "disk").touch()  # where a folder is to be

@@ -9,8 +9,10 @@ import signal
 from typing import Any
 
 import pytest
-from jobs import BOUND, PROGRAMS, WITHOUT_TORCH, Job, Node, check_one_world, generation_of, until
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, check_one_world, generation_of
 from processes import waits_of
+
+from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -36,7 +38,7 @@ def trained(job: Job) -> list[int]:
 def goes_on(job: Job) -> None:
     """Waits for some steps more."""
     count = len(trained(job))
-    until("more steps", lambda: len(trained(job)) > count + 3)
+    wait_until("more steps", lambda: len(trained(job)) > count + 3)
 
 
 def stopped(job: Job, places: list[dict[str, Any]]) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def stopped(job: Job, places: list[dict[str, Any]]) -> dict[str, Any]:
     said = []
     for rank in range(len(places)):
         path = job.folder / f"stopped.{generation}.{rank}"
-        until(f"rank {rank} to stop", path.exists)
+        wait_until(f"rank {rank} to stop", path.exists)
         said.append(json.loads(path.read_text()))
     left = [one.pop("left") for one in said]
     assert said == [said[0]] * len(said)
@@ -57,7 +59,7 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
 ) -> None:
     meet = ("--nnodes", "1:3", "--nproc-per-node", "2", "--rdzv-endpoint", job.store())
     last = ("--rdzv-conf", "last_call_timeout=0.3")
-    seconds, bound = save_seconds + 15, save_seconds + BOUND
+    seconds, bound = save_seconds + 15, save_seconds + DEFAULT_TIMEOUT_S
     grace = ("--checkpoint-grace", f"{seconds:g}")
     save = ("save", str(save_seconds))
     nodes = {name: asking(job, name, *meet, *last, *SHORT, *grace, worker=save) for name in "ab"}
@@ -85,26 +87,6 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     assert rest[0]["TORCHELASTIC_RESTART_COUNT"] == "0"
     job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0]
-    steps = trained(job)
-    assert steps == list(range(len(steps)))
-
-
-def test_a_resize_waits_for_the_next_save_where_it_is_asked_to(job: Job) -> None:
-    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
-    last = ("--rdzv-conf", "last_call_timeout=0.3", "--checkpoint-grace", "100", *SHORT)
-    nodes = [asking(job, "a", *meet, *last, resize="at-checkpoint")]
-    one = job.settled(1)
-    goes_on(job)
-    nodes.append(asking(job, "b", *meet, *last, resize="at-checkpoint"))
-    nodes[0].says("resize: the workers have 100 s to save and end")
-    goes_on(job)
-    (job.folder / "save").touch()
-    job.settled(2, after=generation_of(one))
-    at = stopped(job, one)
-    assert at["saved"] is not None, "it was stopped before it saved"
-    assert at["left"] > 50, "it was stopped as half of the grace was over"
-    job.finish()
-    assert [node.exit_code() for node in nodes] == [0, 0]
     steps = trained(job)
     assert steps == list(range(len(steps)))
 
@@ -163,7 +145,7 @@ def test_a_job_that_is_paused_as_a_whole_goes_on_and_has_not_hung(job: Job) -> N
     def turn() -> bool:
         return all(waits_of(pid) > waits + 1 for pid, waits in before_turns.items())
 
-    until("the agents to be at work again, before any worker makes a step", turn)
+    wait_until("the agents to be at work again, before any worker makes a step", turn)
     for pid in workers:
         os.kill(pid, signal.SIGCONT)
     goes_on(job)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Node, generation_of, until
+from jobs import Job, Node, generation_of
+
+from elasticlib.testing.waiting import wait_until
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 ALONE = ("--standalone", "--max-restarts=3")
@@ -25,7 +27,7 @@ def start(job: Job, name: str, device: str, *flags: str, words: tuple[str, ...] 
 def steps_done(job: Job, least: int) -> int:
     """Waits until rank 0 has done so many; how many they are."""
     file = job.folder / "step.0"
-    text = until(f"step {least}", lambda: read_step(file) >= least and file.read_text(), 120)
+    text = wait_until(f"step {least}", lambda: read_step(file) >= least and file.read_text(), 120)
     return int(text)
 
 

@@ -22,9 +22,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from jobs import until
 from ports import free_port
 
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.channel import VARIABLE, Channel
 from elasticlib.workers.interface import REASONS
 from elasticlib.workers.spec import SNAPSHOTS
@@ -158,7 +158,7 @@ class Agent:
             channel.ask(RESIZE, deadline)
         call = 0
         for channel in channels:
-            until("it is in no call", lambda c=channel: c.earliest_stop() is not None)
+            wait_until("it is in no call", lambda c=channel: c.earliest_stop() is not None)
             call = max(call, channel.earliest_stop() or 0)
         for channel in channels:
             channel.tell_stop(call, RESIZE, deadline)
@@ -171,7 +171,7 @@ class Agent:
             return self.channels[number].is_out
 
         for number in numbers:
-            until(f"worker {number} has left its group", partial(look, number))
+            wait_until(f"worker {number} has left its group", partial(look, number))
 
     def lines(self, number: int) -> list[dict[str, Any]]:
         """Return what a worker has recorded."""
@@ -188,7 +188,7 @@ class Agent:
         )
 
     def until_step(self, numbers: Sequence[int], step: int) -> None:
-        until(f"workers {numbers} at step {step}", lambda: self.steps(numbers) >= step)
+        wait_until(f"workers {numbers} at step {step}", lambda: self.steps(numbers) >= step)
 
     def until_applied(self, number: int, step: int) -> None:
         """Wait until the optimizer of a worker has applied a step."""
@@ -196,7 +196,7 @@ class Agent:
         def look() -> bool:
             return any(line.get("applied", 0) >= step for line in self.lines(number))
 
-        until(f"worker {number} has applied step {step}", look)
+        wait_until(f"worker {number} has applied step {step}", look)
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Wait until these workers have finished their training."""

@@ -145,6 +145,7 @@ def test_iterating_again_continues_after_the_last_step(
     assert training.result() == expected
 
 
+@pytest.mark.long  # The test below interrupts the same step, with a manager.
 def test_a_step_interrupted_anywhere_is_applied_once(expected: list[Any]) -> None:
     interrupter = Interrupter("in_place/", "data/")
     not_rolled_back, is_interrupted = [], True

@@ -13,8 +13,10 @@ import time
 import attrs
 import pytest
 from in_place_runs import Training, Worker, kill, needs_newest, pids, undisturbed
-from jobs import Job, until
+from jobs import Job
 from processes import alive
+
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = [needs_newest, pytest.mark.faults]
 
@@ -74,7 +76,7 @@ class Storm:
             lost = self.dice.choice(sorted({worker.node for worker in before}))
             self.training.nodes.pop(lost).kill()
             killed = pids(worker for worker in before if worker.node == lost)
-            until("its workers to exit", lambda: not any(map(alive, killed)))
+            wait_until("its workers to exit", lambda: not any(map(alive, killed)))
             self.add_node()
             return pids(before) - killed
         # Usually one worker is killed; otherwise more are killed while the next group forms.

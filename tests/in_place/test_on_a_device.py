@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import until
 from played import Agent
 from regrouping import train_compiled
+
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"),
@@ -31,7 +32,9 @@ def regrouped(folder: Path, count: int, device: str, backend: str) -> list[list[
         agent.start(train_compiled, count, device, backend)
         for group in range(1, REGROUPS + 2):
             for number in numbers:
-                until(f"{number} in group {group}", lambda n=number, g=group: in_group(agent, n, g))
+                wait_until(
+                    f"{number} in group {group}", lambda n=number, g=group: in_group(agent, n, g)
+                )
             if group <= REGROUPS:
                 agent.regroup(numbers)
         groups = range(1, REGROUPS + 2)

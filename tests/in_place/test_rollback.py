@@ -97,8 +97,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("kind", ["adam", "foreach", "data"])
-@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(("kind", "before"), [("adam", 0), ("foreach", 2), ("data", 0)])
 def test_a_step_interrupted_anywhere_is_rolled_back_or_reported(kind: str, before: int) -> None:
     expected = Training(kind, before)
     began = expected.now()

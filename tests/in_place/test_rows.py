@@ -16,8 +16,10 @@ from in_place_runs import (
     pids,
     undisturbed,
 )
-from jobs import Job, until
+from jobs import Job
 from processes import alive
+
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
@@ -63,7 +65,7 @@ def test_all_workers_are_killed_while_a_group_forms_and_restored_from_memory(
     kill(before[0])
     time.sleep(0.02)
     kill(*before[1:])
-    until("all to be dead", lambda: not any(alive(worker.pid) for worker in before))
+    wait_until("all to be dead", lambda: not any(alive(worker.pid) for worker in before))
     step = training.last_step
     after = training.at_work(3)
     assert not pids(before) & pids(after)

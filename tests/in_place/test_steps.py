@@ -16,6 +16,7 @@ from training import Job
 import elasticlib
 from elasticlib import CheckpointManager, ElasticBatchSampler, ElasticDistributedSampler
 from elasticlib.errors import ConfigError
+from elasticlib.in_place.step_loop import StepLoop
 
 
 def batches(samples: int = 10, batch: int = 4) -> ElasticBatchSampler:
@@ -55,16 +56,16 @@ def test_a_job_resumes_after_its_last_saved_step(tmp_path: Path) -> None:
     assert run(2) + run(3) == [*range(10)]
 
 
-def test_the_last_step_is_saved_when_the_loop_ends(tmp_path: Path) -> None:
+def test_the_last_step_and_a_pinned_step_are_saved_even_if_no_save_is_due(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for attempt in elasticlib.steps(batches(), {"n": 1}, manager=manager):
             with attempt:
-                attempt.report(loss=0.5, samples=4, metrics={"loss": 0.5})
+                attempt.report(loss=0.5, samples=4, pin=attempt.step == 2)
         manager.wait()
-        assert manager.steps() == [3]
+        assert (manager.steps(), manager.steps(pinned_only=True)) == ([2, 3], [2])
 
 
-def fail_in_second_step(loop: elasticlib.StepLoop) -> None:
+def fail_in_second_step(loop: StepLoop) -> None:
     for attempt in loop:
         with attempt:
             _ = 1 / (2 - attempt.step)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jobs import until
 from played import write_down
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import elasticlib
 from elasticlib import ElasticBatchSampler, ElasticDistributedSampler, LogicalWorkers
 from elasticlib.errors import CheckpointError
+from elasticlib.testing.waiting import wait_until
 
 SAMPLES, BATCH, EPOCHS = 240, 8, 100
 
@@ -151,7 +151,7 @@ def train_with_a_late_error(
                 write_down(folder, number, applied=attempt.step)
                 time.sleep(pause)
                 if attempt.step == held:
-                    until("released", (folder / "released").exists)
+                    wait_until("released", (folder / "released").exists)
                 dist.all_reduce(loss.detach())
             if attempt.is_committed:
                 world = dist.get_world_size()

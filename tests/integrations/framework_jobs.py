@@ -9,8 +9,10 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from jobs import PROGRAMS, Job, Node, until
+from jobs import PROGRAMS, Job, Node
 from traces import Survey, survey
+
+from elasticlib.testing.waiting import wait_until
 
 SAMPLES, BATCH, EPOCHS, SAVE_EVERY = 80, 8, 3, 5
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -70,11 +72,7 @@ class FrameworkJob:
         )
 
     def _until(self, what: str, is_it: Callable[[dict], bool]) -> None:
-        try:
-            until(what, lambda: any(map(is_it, self.lines())))
-        except AssertionError as error:
-            logs = "\n".join(f"-- {node.name}\n{node.text}" for node in self.job.nodes)
-            raise AssertionError(f"{error}\n{logs}") from None
+        wait_until(what, lambda: any(map(is_it, self.lines())), details=lambda: self.job.logs)
 
     def survey(self) -> Survey:
         return survey(self.trace)

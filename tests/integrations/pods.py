@@ -12,13 +12,14 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 from hosts import Cluster, Host
-from jobs import PROGRAMS, Found, Node, until
+from jobs import PROGRAMS, Node
 from manifests import Container
+
+from elasticlib.testing.waiting import wait_until
 
 SUFFIX = ".default.svc.cluster.local"
 # Process 1 of a container is the first of its own process namespace.
@@ -44,7 +45,7 @@ class Pod:
         def look() -> str:
             return Path(f"/proc/{self.node.pid}/task/{self.node.pid}/children").read_text().strip()
 
-        return int(until("process 1", look, 10.0))
+        return int(wait_until("process 1", look, 10.0))
 
     def evict(self, grace: float | None = None) -> int:
         """SIGTERM, and SIGKILL once the grace is over; the pod is gone then. Returns the code."""
@@ -131,13 +132,8 @@ class Pods:
                     return generation
             return 0
 
-        return self.wait(f"a step in a world of {world} after generation {after}", look)
-
-    def wait(self, what: str, look: Callable[[], Found]) -> Found:
-        try:
-            return until(what, look)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.said()}") from None
+        what = f"a step in a world of {world} after generation {after}"
+        return wait_until(what, look, details=self.said)
 
     def said(self) -> str:
         nodes = self._cluster.job.nodes

@@ -21,10 +21,10 @@ from elasticlib import (
     ChildFailedError,
     LaunchConfig,
     Script,
-    SignalException,
     SupervisionOptions,
     context,
 )
+from elasticlib.compat.failures import SignalException
 from elasticlib.integrations.ray import ray_launch
 
 FOLDER = Path(sys.argv[3])

@@ -12,12 +12,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hosts import Cluster, Host, why_no_hosts
-from jobs import TAG, Job, Node, left_in, until
+from jobs import TAG, Job, Node, left_in
+
+from elasticlib.testing.waiting import wait_until
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 GPUS = 2
@@ -93,7 +95,7 @@ class Slurm:
 
     def idle(self) -> None:
         """Waits until no job is on any node."""
-        until("the nodes to be idle", lambda: self._states() == {"idle"}, 30.0)
+        wait_until("the nodes to be idle", lambda: self._states() == {"idle"}, 30.0)
 
     def _daemon(self, host: Host, name: str, *flags: str) -> Node:
         program = shutil.which(name)
@@ -134,8 +136,13 @@ class Slurm:
         assert found is not None, f"{name} of {told}"
         return found.group(1)
 
-    def becomes(self, job: str, state: str, seconds: float = 60.0) -> None:
-        until(f"job {job} to be {state}", lambda: self.field(job, "JobState") == state, seconds)
+    def wait_for_state(
+        self, job: str, state: str, *, details: Callable[[], str] | None = None
+    ) -> None:
+        def has_state() -> bool:
+            return self.field(job, "JobState") == state
+
+        wait_until(f"job {job} to be {state}", has_state, details=details)
 
     def cancel(self) -> None:
         """End all that there is."""

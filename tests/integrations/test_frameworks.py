@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from framework_jobs import BATCH, SAMPLES, SAVE_EVERY, STEPS, FrameworkJob, said, undisturbed
-from jobs import Job, Node, until
+from jobs import Job, Node
+
+from elasticlib.testing.waiting import wait_until
 
 NAMES = ("lightning", "transformers", "accelerate", "torchdata")
 NEEDS = {"torchdata": "torchdata.stateful_dataloader"}
@@ -85,7 +87,7 @@ def test_a_node_is_lost_and_another_joins_and_each_sample_is_used_once(
     framework.resumes(generation=together + 1)
     resizes = nodes["a"].text.count(resize)
     nodes["c"] = framework.start("c", *meet)
-    until(resize, lambda: nodes["a"].text.count(resize) > resizes)
+    wait_until(resize, lambda: nodes["a"].text.count(resize) > resizes)
     framework.hold.unlink()
     framework.trains(8, world=2)
     for name in "ac":

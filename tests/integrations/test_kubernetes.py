@@ -25,6 +25,8 @@ from manifests import (
 from pods import Pods
 from traces import survey
 
+from elasticlib.testing.waiting import wait_until
+
 pytestmark = pytest.mark.timeout(240)
 
 SAMPLES = 2000  # at 16 a step, and no faster than 0.3 s each, longer than what is done to them
@@ -94,7 +96,7 @@ def test_a_first_pod_that_dns_hides_for_too_long_begins_anew_and_the_others_come
     pods.trained(1, after=before)
     (first,) = pods.launches()
     pods.start(containers[0], f"--samples={SAMPLES}")
-    pods.wait("a second start", lambda: len(pods.launches()) == 2)
+    wait_until("a second start", lambda: len(pods.launches()) == 2, details=pods.said)
     (second,) = pods.launches() - {first}
     pods.trained(1, launch=second)
     pods.publish()

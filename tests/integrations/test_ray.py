@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Node, alive, check_one_world, generation_of, until
+from jobs import Job, Node, alive, check_one_world, generation_of
 from pages import blocks_of
 from processes import environment_of, marked
+
+from elasticlib.testing.waiting import wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed here: make test-integrations has it")
 from ray.cluster_utils import Cluster
@@ -104,14 +106,14 @@ class Rays:
     def clear(self) -> None:
         """Waits until no agent or worker is left."""
         try:
-            until("the job's processes to be gone", lambda: not self.ours(), 60.0)
+            wait_until("the job's processes to be gone", lambda: not self.ours(), 60.0)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.ours()}") from None
 
     def close(self) -> None:
         self._cluster.shutdown()
         del os.environ[MARK], os.environ["RAY_TMPDIR"]
-        until("the cluster to be gone", lambda: not self.processes(), 60.0)
+        wait_until("the cluster to be gone", lambda: not self.processes(), 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +150,7 @@ def memory_of(places: list[dict[str, Any]]) -> list[Path]:
 
 
 def gone(folders: list[Path]) -> None:
-    until("what is in memory to be cleared", lambda: not any(f.exists() for f in folders))
+    wait_until("what is in memory to be cleared", lambda: not any(f.exists() for f in folders))
 
 
 def test_a_function_trains_on_two_nodes_and_all_values_come_back(job: Job, rays: Rays) -> None:
@@ -187,7 +189,7 @@ def test_a_job_goes_on_without_a_lost_node_and_takes_a_new_one(job: Job, rays: R
     memory = memory_of(two)
     rays.kill(rays.node_of(two[1]["pid"]))
     one = job.settled(1, generation_of(two))
-    until("the lost node's worker to be gone", lambda: not alive(two[1]["pid"]))
+    wait_until("the lost node's worker to be gone", lambda: not alive(two[1]["pid"]))
     rays.add()
     again = job.settled(2, generation_of(one))
     check_one_world(again)

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, check_one_world, generation_of, until
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, check_one_world, generation_of
 from pages import blocks_of
 from slurm_cluster import GPUS, Slurm, needs_slurm, slurm, whole_slurm
 
 from elasticlib.launch.schedulers import expand_nodelist
+from elasticlib.testing.waiting import wait_until
 
 __all__ = ["slurm", "whole_slurm"]
 pytestmark = pytest.mark.timeout(240)
@@ -69,21 +70,18 @@ class Batch:
 
     def finish(self, state: str = "COMPLETED") -> None:
         self.reports.finish()
-        self.becomes(state)
+        self.wait_for_state(state)
 
-    def becomes(self, state: str) -> None:
-        try:
-            self._slurm.becomes(self.id, state)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.said}") from None
+    def wait_for_state(self, state: str) -> None:
+        self._slurm.wait_for_state(self.id, state, details=lambda: self.said)
 
     def check_drained_and_goes_on(self) -> None:
         """All ranks have saved at one step; the job is in the queue again, and goes on there."""
-        until("the job to be requeued", lambda: self._slurm.field(self.id, "Restarts") == "1")
+        wait_until("the job to be requeued", lambda: self._slurm.field(self.id, "Restarts") == "1")
         ends = self.ends(DRAINED)
         (step,) = {step for _, step in ends}
         assert [rank for rank, _ in ends] == [0, 1], self.said
-        self.becomes("PENDING")
+        self.wait_for_state("PENDING")
         for path in self.folder.glob("place.*.json"):
             path.unlink()
         self.wake(self.id)
@@ -111,7 +109,7 @@ class Batch:
                 self._slurm.tell(*update, check=False)
             return self._slurm.field(job, "JobState") == "RUNNING"
 
-        until("the job to run again", runs)
+        wait_until("the job to run again", runs)
 
 
 def is_far(moment: str) -> bool:
@@ -177,7 +175,7 @@ def test_signalled_job_saves_at_one_step_and_is_requeued_by_its_batch_script(
         # Slurm looks every half minute, and may send the signal up to a minute early.
         batch = submit("requeue", "--time=00:02:00", "--signal=USR1@60")
         batch.settled(2)
-        until("Slurm's signal", lambda: batch.ends(DRAINED), 150.0)
+        wait_until("Slurm's signal", lambda: batch.ends(DRAINED), 150.0)
     batch.check_drained_and_goes_on()
     assert slurm.field(batch.id, "ExitCode") == "0:0"
 
@@ -193,17 +191,17 @@ def test_each_task_of_an_array_is_requeued_by_itself(submit: Any, slurm: Slurm) 
     batch = submit("array")
     tasks = [f"{batch.id}_{index}" for index in range(2)]
     folders = [batch.folder / f"task.{index}" for index in range(2)]
-    until("both to train", lambda: all(list(f.glob("place.*.json")) for f in folders))
+    wait_until("both to train", lambda: all(list(f.glob("place.*.json")) for f in folders))
     slurm.tell("scancel", "--signal=USR1", tasks[1])
-    until("it to be requeued", lambda: slurm.field(tasks[1], "Restarts") == "1")
-    slurm.becomes(tasks[1], "PENDING")
+    wait_until("it to be requeued", lambda: slurm.field(tasks[1], "Restarts") == "1")
+    slurm.wait_for_state(tasks[1], "PENDING")
     assert slurm.field(tasks[0], "JobState") == "RUNNING"
     ((_, step),) = batch.ends(DRAINED, "task.1")
     batch.wake(tasks[1])
-    until("it to go on", (folders[1] / f"start.0.{step}").exists)
+    wait_until("it to go on", (folders[1] / f"start.0.{step}").exists)
     for task, folder in zip(tasks, folders, strict=True):
         (folder / "finish").touch()
-        slurm.becomes(task, "COMPLETED")
+        slurm.wait_for_state(task, "COMPLETED")
     assert [slurm.field(task, "Restarts") for task in tasks] == ["0", "1"]
 
 
@@ -224,7 +222,7 @@ def test_exit_code_stays_if_slurm_refuses_to_requeue(submit: Any, slurm: Slurm) 
     batch = submit("requeue", "--no-requeue")
     batch.settled(2)
     slurm.tell("scancel", "--signal=USR1", batch.id)
-    batch.becomes("FAILED")
+    batch.wait_for_state("FAILED")
     assert slurm.field(batch.id, "ExitCode") == "75:0"
     assert len(batch.ends(DRAINED)) == 2
     assert f"disabled for job {batch.id}" in batch.said
@@ -251,12 +249,14 @@ def test_a_job_goes_on_without_a_node_that_has_died(submit: Any, slurm: Slurm) -
     try:
         (left,) = batch.settled(1, after=generation_of(places))
         assert left["node"] == "n1"
-        until("Slurm to know", lambda: "down" in slurm.tell("sinfo", "-h", "-n", "n2", "-o", "%T"))
+        wait_until(
+            "Slurm to know", lambda: "down" in slurm.tell("sinfo", "-h", "-n", "n2", "-o", "%T")
+        )
         assert slurm.field(batch.id, "JobState") == "RUNNING"
         # It has gone on from what was trained, uncharged.
         assert left["TORCHELASTIC_RESTART_COUNT"] == "0"
         batch.reports.finish()
-        until("it to end", lambda: batch.ends("finished"))
+        wait_until("it to end", lambda: batch.ends("finished"))
     finally:
         slurm.repair("n2")
 

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import until
 from pages import blocks_of
+
+from elasticlib.testing.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT, BLOCKS = blocks_of("start.md")
@@ -104,12 +105,12 @@ def test_a_worker_is_killed_and_the_training_goes_on(terminal: Terminal) -> None
     with terminal.begin(RUN.replace(" 600", " 80")) as job:
         try:
             pid = folder / "rank1.pid"
-            until("rank 1 to train", lambda: pid.exists() and pid.read_text(), 120.0)
+            wait_until("rank 1 to train", lambda: pid.exists() and pid.read_text(), 120.0)
             first = pid.read_text()
             if has("status", terminal):
                 terminal.types(LOOK)
             terminal.types(KILL)
-            until("another rank 1 to train", lambda: pid.read_text() not in ("", first), 120.0)
+            wait_until("another rank 1 to train", lambda: pid.read_text() not in ("", first), 120.0)
             said, _ = job.communicate(timeout=120)
         finally:
             job.terminate()

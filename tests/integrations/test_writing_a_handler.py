@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, check_one_world, until
+from jobs import Job, check_one_world
 from lone_agent import OneWorker, Run
 from modules import path_with, with_module
 from pages import blocks_of, by_name, run_suite
 
 from elasticlib import Command, ElasticAgent, Limits, Node, WorkerSpec, WorkerState
+from elasticlib.testing.waiting import wait_until
 
 TEXT, BLOCKS = blocks_of("writing_a_handler.md")
 FILES = by_name([code for kind, code in BLOCKS if kind != "sh"])
@@ -86,7 +87,7 @@ class TwoAgents:
             self.runs[name] = Run(agent)
 
     def started(self, times: int) -> None:
-        until(
+        wait_until(
             f"start {times} on both nodes",
             lambda: all(workers.starts == times for workers in self.workers.values()),
         )
@@ -111,7 +112,7 @@ def two_agents(tmp_path: Path) -> Iterator[TwoAgents]:
 
 def test_a_node_that_is_done_waits_for_the_others_and_all_succeed(two_agents: TwoAgents) -> None:
     two_agents.workers["a"].finish()
-    until("a to be done", lambda: two_agents.workers["a"].running() == {})
+    wait_until("a to be done", lambda: two_agents.workers["a"].running() == {})
     # Each agent looks at the job every 10 ms meanwhile.
     assert not two_agents.runs["a"].ended(0.5)
     assert two_agents.workers["b"].running()
@@ -125,7 +126,7 @@ def test_a_worker_that_fails_after_another_node_is_done_restarts_both(
     two_agents: TwoAgents,
 ) -> None:
     two_agents.workers["a"].finish()
-    until("a to be done", lambda: two_agents.workers["a"].running() == {})
+    wait_until("a to be done", lambda: two_agents.workers["a"].running() == {})
     two_agents.workers["b"].finish(1)
     two_agents.started(2)
     for workers in two_agents.workers.values():

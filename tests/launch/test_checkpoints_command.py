@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     writers = Writers(Committer(CheckpointFolder(LocalPlace(tmp_path)), writer, Retention(5)))
     writers.write(8, memoryview(bytes(3000)))
     for step in (9, 10):
-        writers.write(step, memoryview(bytes(3000)), {"loss": 1 / step, "top1": 77}, 4)
+        writers.write(step, memoryview(bytes(3000)), 4, pinned=step == 10)
     return tmp_path
 
 
@@ -42,9 +42,9 @@ def test_a_list_shows_each_one_and_the_cut_one_as_damaged(
     os.truncate(path, 100)
     assert main(["checkpoints", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["STEP", "SIZE", "SAVED", "AGE", "WORLD", "METRICS", "BY", "STATE"]
+    assert lines[0].split() == ["STEP", "SIZE", "SAVED", "AGE", "WORLD", "PINNED", "BY", "STATE"]
     date, age = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", r"(?:under )?[\d.]+ s"
-    row = rf"10    2.9 KiB  {date}  {age}  4      loss=0.1 top1=77  job7 generation 2  complete"
+    row = rf"10    2.9 KiB  {date}  {age}  4      pinned  job7 generation 2  complete"
     assert re.fullmatch(row, lines[1])
     assert lines[2].endswith(f"damaged: {path.name} should have 3000 bytes, and has 100")
     assert main(["checkpoints", str(folder), "--json"]) == 0
@@ -52,8 +52,8 @@ def test_a_list_shows_each_one_and_the_cut_one_as_damaged(
     states = [(row["step"], row["status"]) for row in rows]
     assert states == [(10, "complete"), (9, "damaged"), (8, "complete")]
     assert rows[0]["bytes"] == 3000
-    assert (rows[0]["world"], rows[0]["metrics"]) == (4, {"loss": 0.1, "top1": 77.0})
-    assert (rows[2]["world"], rows[2]["metrics"]) == (None, {})
+    assert (rows[0]["world"], rows[0]["pinned"]) == (4, True)
+    assert (rows[2]["world"], rows[2]["pinned"]) == (None, False)
 
 
 def test_only_verify_says_verified_and_a_list_says_complete_of_bytes_that_it_does_not_read(
@@ -82,7 +82,7 @@ def test_verify_ends_with_1_and_names_what_is_damaged(
     rows = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in rows if row["status"] == "damaged"] == [9]
     assert main(["checkpoints", str(folder), "--verify"]) == 1
-    assert re.search(r"^9 .*damaged: state.* should have CRC-32", capsys.readouterr().out, re.M)
+    assert re.search(r"^9 .*damaged: state.* should have checksum", capsys.readouterr().out, re.M)
 
 
 def test_a_folder_that_is_not_there_is_an_error(

@@ -10,18 +10,11 @@ import pytest
 import torch.distributed.run as torchrun
 from pages import blocks_of
 
-from elasticlib import (
-    Command,
-    Module,
-    Script,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    worker_environment,
-)
+from elasticlib import Command, Module, Script, WorkerSpec
 from elasticlib.errors import ConfigError
 from elasticlib.flag_values import TORCHRUN_ONLY
 from elasticlib.launch.arguments import read_launch
+from elasticlib.workers.spec import Worker, WorkerGroup, worker_environment
 
 TEXT, BLOCKS = blocks_of("coming_from_torchrun.md")
 ROWS = re.findall(r"^\| `(--[a-z-]+)`[^|]*\| (\w+) \| ", TEXT, re.MULTILINE)

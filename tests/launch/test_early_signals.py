@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import until
+
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -50,7 +51,7 @@ def told_at(module: str, folder: Path, number: int, *flags: str) -> tuple[int, s
     # Open for both: nobody who has ended is waited for.
     gate = os.open(folder / "gate", os.O_RDWR)
     try:
-        until(f"{module} to be imported", (folder / "reached").exists)
+        wait_until(f"{module} to be imported", (folder / "reached").exists)
         node.send_signal(number)
         os.write(gate, b"\n")
         said = node.communicate(timeout=100)[1]

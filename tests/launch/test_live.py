@@ -6,13 +6,12 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
-from jobs import until
-
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.observed import answering, stacks_of
 from elasticlib.launch.rendezvous_setup import open_meeting
 from elasticlib.observe.journal import NodeJournal
 from elasticlib.observe.published import StatusReader
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.interface import Heartbeat
 
 
@@ -48,6 +47,6 @@ def test_a_node_says_since_when_the_store_has_its_word() -> None:
         stack.enter_context(answering(meeting, journal, agent))
         assert meeting.store is not None
         store, run_id = meeting.store, meeting.run_id
-        until("its status", lambda: StatusReader(store, run_id).read())
+        wait_until("its status", lambda: StatusReader(store, run_id).read())
         (published,) = StatusReader(store, run_id).read().values()
     assert published.heard is not None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, until
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node
 from ports import free_port
 
 from elasticlib import LaunchConfig
@@ -23,6 +23,7 @@ from elasticlib.launch.arguments import parse
 from elasticlib.launch.config import health_port
 from elasticlib.launch.observed import Observed
 from elasticlib.observe.status import FIELDS
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 TALKER = str(PROGRAMS / "talking_worker.py")
@@ -75,12 +76,14 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
         value = metric(get(address, "/metrics")[1], name, labels)
         return value is not None and value >= least
 
-    until("steps to be shown", lambda: shows("elasticlib_worker_step", 5, 'rank="1"'))
+    wait_until("steps to be shown", lambda: shows("elasticlib_worker_step", 5, 'rank="1"'))
     # It has grown smaller by more than nothing only if the agent's loop has answered.
-    until("the loop to be seen turning", lambda: not shows("elasticlib_loop_silent_seconds", 0.3))
+    wait_until(
+        "the loop to be seen turning", lambda: not shows("elasticlib_loop_silent_seconds", 0.3)
+    )
     assert get(address, "/healthz") == (200, "RUNNING\n")
     (job.folder / "fail.1").touch()
-    until("the restart to be shown", lambda: shows("elasticlib_restarts_total", 1))
+    wait_until("the restart to be shown", lambda: shows("elasticlib_restarts_total", 1))
     _, text = get(address, "/metrics")
     assert metric(text, "elasticlib_failures_total", 'kind="ordinary"') == 1
     assert metric(text, "elasticlib_restarts_left") == 0
@@ -93,7 +96,9 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
         return dict(json.loads(text))
 
     # Workers are told of one by one, once their generation has begun.
-    until("both workers", lambda: [w["rank"] for w in status()["nodes"][0]["workers"]] == [0, 1])
+    wait_until(
+        "both workers", lambda: [w["rank"] for w in status()["nodes"][0]["workers"]] == [0, 1]
+    )
     said = status()
     assert said.keys() == FIELDS.keys()
     assert (said["v"], said["state"]) == (2, "RUNNING")
@@ -115,12 +120,12 @@ def test_an_agent_whose_loop_is_stuck_is_not_well_until_it_turns_again(job: Job)
         GATE=str(gate),
     )
     address = agent.says(r"observed at http://(127\.0\.0\.1:\d+)/healthz").group(1)
-    until("the workers", lambda: get(address, "/healthz") == (200, "RUNNING\n"))
+    wait_until("the workers", lambda: get(address, "/healthz") == (200, "RUNNING\n"))
     (job.folder / "fail.1").touch()
-    until("a probe to fail", lambda: get(address, "/healthz")[0] == 503)
+    wait_until("a probe to fail", lambda: get(address, "/healthz")[0] == 503)
     assert "the agent's loop has not turned for" in get(address, "/healthz")[1]
     gate.write_text("go on")
-    until("the restarted workers", lambda: get(address, "/healthz") == (200, "RUNNING\n"))
+    wait_until("the restarted workers", lambda: get(address, "/healthz") == (200, "RUNNING\n"))
     job.finish()
     assert agent.exit_code() == 0
 
@@ -149,7 +154,7 @@ def test_health_port_serves_health_alone_and_only_at_the_addresses_asked_for(
     for path in ("/metrics", "/status.json"):
         assert get(f"127.0.0.1:{port}", path)[0] == 404
     # Before it has workers nobody may listen for signals yet.
-    until("a worker", lambda: list(job.folder.glob("talks.*")))
+    wait_until("a worker", lambda: list(job.folder.glob("talks.*")))
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 143
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elasticlib import LaunchConfig, RunResult, WorkerExit, WorkerState
+from elasticlib import LaunchConfig, RunResult, WorkerState
 from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.integrations.ray import (
     ENDPOINT,
@@ -19,6 +19,7 @@ from elasticlib.integrations.ray import (
     read_values,
 )
 from elasticlib.integrations.ray.driver import actor_options, merged
+from elasticlib.workers.exit import WorkerExit
 
 
 @pytest.mark.parametrize(

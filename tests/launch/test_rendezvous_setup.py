@@ -7,18 +7,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from jobs import until
 
-from elasticlib import (
-    DynamicRendezvousHandler,
-    Limits,
-    MemoryStore,
-    Node,
-    RendezvousInfo,
-    TcpStoreServer,
-    Timing,
-)
+from elasticlib import DynamicRendezvousHandler, Limits, MemoryStore, Node, TcpStoreServer, Timing
 from elasticlib.launch.rendezvous_setup import Meeting
+from elasticlib.rendezvous.interface import RendezvousInfo
+from elasticlib.testing.waiting import wait_until
 
 CLOSE = 0.2
 TIMING = Timing(lease=30.0, refresh=0.1, close=CLOSE)
@@ -56,7 +49,7 @@ class Departure:
         both = [self.pool.submit(handler.next_rendezvous) for handler in (self.host, self.other)]
         assert {info.result(60).world_size for info in both} == {2}
         self.host.shutdown()
-        until("the other hears of it", lambda: self.other.wait_for_change(0.1))
+        wait_until("the other hears of it", lambda: self.other.wait_for_change(0.1))
         self.next: Future[RendezvousInfo] | None = None
 
     def serve(self, *, stop_after: float | None, stopping: float) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 import attrs
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from jobs import Job, Node, until
+from jobs import Job, Node
 
 from elasticlib.endpoint import split_endpoint
 from elasticlib.rendezvous.layout import Keys
@@ -22,6 +22,7 @@ from elasticlib.stores.etcd import EtcdStore
 from elasticlib.stores.file import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
+from elasticlib.testing.waiting import wait_until
 
 # Appends one line for each worker that runs, and fails while the file `broken` exists.
 WORKER = """
@@ -114,7 +115,7 @@ def test_a_node_that_starts_while_a_node_of_the_ended_run_lives_gets_its_result(
     spare = job.run("spare", *flags)
     nodes = Keys(RUN_ID).node()
     with place.open() as store:
-        until("the spare to be announced", lambda: len(store.list(nodes).entries) == 2)
+        wait_until("the spare to be announced", lambda: len(store.list(nodes).entries) == 2)
     spare.signal(signal.SIGSTOP)
     job.finish()
     assert member.exit_code() == 0

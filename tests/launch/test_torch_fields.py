@@ -25,7 +25,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import read_launch
 from elasticlib.launch.elastic_launch import shutdown_seconds
 from elasticlib.launch.own_workers import local_workers
-from elasticlib.workers.spec import Command, Function, Module, Script, WorkerSpec
+from elasticlib.workers.spec import Function, Module, Script, WorkerSpec
 
 # On this machine no worker could be bound, so these never go further than the config.
 NODE = NumaOptions(affinity_mode=AffinityMode.NODE)
@@ -231,7 +231,6 @@ def test_what_cannot_be_heeded_is_refused(fields: dict[str, Any], sentence: str)
     ("make", "sentence"),
     [
         (lambda: LaunchConfig(nproc_per_node="2"), "nproc_per_node is a whole number, got '2'"),
-        (lambda: LaunchConfig(max_restarts="3"), "max_restarts is a whole number, got '3'"),
         (lambda: LaunchConfig(store_grace="5"), "store_grace is a number, got '5'"),
         (lambda: LaunchConfig(virtual_local_rank="no"), "virtual_local_rank is True or False"),
         (
@@ -248,13 +247,8 @@ def test_what_cannot_be_heeded_is_refused(fields: dict[str, Any], sentence: str)
             lambda: Script("x.py", "--a 1"),
             r"args must be a tuple or a list, .* got '--a 1': give \('--a', '1'\)$",
         ),
-        (lambda: Script("x.py", b"ab"), r"args must be a tuple or a list, .* got b'ab'"),
-        (lambda: Function(print, "abc"), r"args must be a tuple or a list, .* got 'abc'"),
         (lambda: Function(print, 4), r"args must be a tuple or a list, .* got 4: give \(4,\)$"),
-        (lambda: Function(print, None), r"args must be a tuple or a list, .* got None"),
-        (lambda: Function(print, {"a": 1}), r"args must be a tuple or a list, .* got {'a': 1}"),
         (lambda: Module("m", 4), r"args must be a tuple or a list, .* got 4: give \('4',\)$"),
-        (lambda: Command("true", 4), r"args must be a tuple or a list, .* got 4: give \('4',\)$"),
         (lambda: Script("-"), "cannot be standard input or another open file descriptor, got '-'"),
         (lambda: LocalWorkers({}, start_method="x"), r"start_method \(--start-method\) is one of"),
         (lambda: LaunchConfig(start_method="x"), "^start_method is one of"),

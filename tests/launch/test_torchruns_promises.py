@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, WITHOUT_TORCH, until
+from jobs import PROGRAMS, WITHOUT_TORCH
+
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -239,7 +241,7 @@ def test_a_signal_that_is_to_be_handled_stops_the_workers_and_is_in_the_exit_cod
     ran = Ran(
         place / "signal", *flags, PROGRAM, args=("0:9:0",), TORCHELASTIC_ERROR_FILE=str(error)
     )
-    until("both workers", lambda: len(ran.attempt(0)) == 2)
+    wait_until("both workers", lambda: len(ran.attempt(0)) == 2)
     ran.process.send_signal(signal.SIGUSR1)
     assert ran.end().code == 128 + signal.SIGUSR1
     assert not [s for s in ran.attempt(0) if Path(f"/proc/{s['pid']}").exists()]

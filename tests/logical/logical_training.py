@@ -74,6 +74,8 @@ def train(folder, segment):
     """
     until, killed, fault = segment["until"], segment.get("killed", -1), segment.get("fault")
     group = dist.new_group(segment["members"]) if "members" in segment else None
+    # A rank that is not in the group leaves at once, while others may still be connecting to it.
+    dist.barrier()
     if dist.get_rank(group) < 0:
         return []
     last = dist.get_rank(group) == dist.get_world_size(group) - 1

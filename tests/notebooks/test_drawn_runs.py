@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import attrs
 import pytest
 from drawn_runs import HUES, LOST, cost_of, draw_crashes, draw_steps
 from matplotlib.axes import Axes
 
-from elasticlib.errors import ConfigError
 from elasticlib.observe.history import (
     Cost,
     Generation,
@@ -99,9 +96,3 @@ def test_a_run_that_told_of_no_steps_has_bands_and_no_line() -> None:
     assert not steps.lines
     assert len(nodes.texts) == 6
     draw_steps(attrs.evolve(RUN, generations=(), stays=()))
-
-
-def test_drawing_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'elasticlib\[plot\]'"):
-        draw_steps(RUN)

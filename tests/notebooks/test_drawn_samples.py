@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import pytest
 from drawn_samples import HUES, Use, draw_samples, draw_turns
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-
-from elasticlib.errors import ConfigError
 
 USES = [Use(0, 1, 0, 0), Use(1, 1, 1, 0), Use(3, 1, 0, 1), Use(1, 2, 0, 0), Use(5, 2, 2, 0)]
 
@@ -44,9 +40,3 @@ def test_turns_stand_in_their_order_with_the_samples_numbers() -> None:
     assert places[USES[0]] == places[USES[1]] < places[USES[2]] < places[USES[3]]
     assert [word for word in words(figure) if word.isdigit()] == ["0", "1", "3", "1", "5"]
     assert "generation 2: 2 ranks" in words(figure)
-
-
-def test_drawing_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'elasticlib\[plot\]'"):
-        draw_samples(USES, 6)

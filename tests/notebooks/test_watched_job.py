@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import watched_job
-from jobs import PROGRAMS, WITHOUT_TORCH, until
+from jobs import PROGRAMS, WITHOUT_TORCH
 from watched_job import JobStuck, WatchedJob
 
 from elasticlib.errors import ConfigError
 from elasticlib.observe.history import JobState, Why
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.long]
 
@@ -80,7 +81,7 @@ def test_closing_ends_all_processes_and_takes_the_folder(job: WatchedJob) -> Non
     assert len(found) == 3
     job.close()
     assert not job.folder.exists()
-    until("its processes to be gone", lambda: all(map(gone, found)), 10.0)
+    wait_until("its processes to be gone", lambda: all(map(gone, found)), 10.0)
     job.close()
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import until
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import StoreRefused
@@ -37,6 +36,7 @@ from elasticlib.stores.file import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
+from elasticlib.testing.waiting import wait_until
 
 NODES = tuple(Node(f"id{n}", f"h{n}", "", 1) for n in range(3))
 KEYS, ASKED = Keys("job"), QuestionKeys("job")
@@ -77,7 +77,7 @@ def test_all_who_live_answer_at_once_and_again(stores: tuple[Store, Store]) -> N
                 assert [node.id for node in view.live] == ["id0", "id1", "id2"]
             assert monotonic() - began < 10.0
         # The answers go with the question.
-        until("no answer", lambda: not ours.list("?").entries, 10.0)
+        wait_until("no answer", lambda: not ours.list("?").entries, 10.0)
 
 
 def test_who_does_not_answer_is_named_and_not_waited_for_longer(
@@ -93,7 +93,7 @@ def test_who_does_not_answer_is_named_and_not_waited_for_longer(
             return [node.host for node in view.live if node.id not in view.stacks]
 
         # A busy machine may need more than one question.
-        until("all others to answer", lambda: silent() == ["h2"])
+        wait_until("all others to answer", lambda: silent() == ["h2"])
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_those_of_some_ranks_can_be_asked_for(served: tuple[TcpStoreServer, TcpS
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"{", b"[]", b'{"v":1,"what":"standing","number":1}', b"x" * 70_000]
+    "value", [b"", b"{", b"[]", b'{"v":2,"number":1,"ranks":null}', b"x" * 70_000]
 )
 def test_what_is_no_question_is_passed_over(
     value: bytes, served: tuple[TcpStoreServer, TcpStore]
@@ -138,7 +138,7 @@ def test_what_is_no_question_is_passed_over(
     settled(store)
     with answering(store, *NODES):
         store.set(f"{ASKED.questions}wrong", value)
-        store.set(f"{ASKED.questions}{'long' * 99}", b'{"v":1,"what":"stacks","number":1}')
+        store.set(f"{ASKED.questions}{'long' * 99}", b'{"v":1,"number":1,"ranks":null}')
         assert len(Asker(store, "job").ask(20.0).stacks) == 3
         assert not store.list(f"{ASKED.answers}wrong").entries
         assert not store.list(f"{ASKED.answers}long").entries
@@ -153,7 +153,7 @@ def test_a_wrong_answer_is_none(served: tuple[TcpStoreServer, TcpStore]) -> None
         (question,) = store.list(ASKED.questions).entries
         asked = question.key.removeprefix(ASKED.questions)
         store.set(f"{ASKED.answers}{asked}/id2", json.dumps({"v": 1}).encode())
-        until("the others' answers alone", lambda: {*asker.ask(0.3).stacks} == {"id0", "id1"})
+        wait_until("the others' answers alone", lambda: {*asker.ask(0.3).stacks} == {"id0", "id1"})
 
 
 def test_the_node_that_leads_is_not_woken_by_what_people_ask(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, left_in, until
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, left_in
 
 from elasticlib.observe.event import KINDS, Event, decode
 from elasticlib.observe.history import JobState
@@ -17,6 +17,7 @@ from elasticlib.observe.reading import read_history
 from elasticlib.observe.report import fragment, report
 from elasticlib.observe.runs import find_runs, runs_folder
 from elasticlib.observe.story import NodeStatus, after
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -42,11 +43,11 @@ def run_with_a_loss(job: Job) -> list[Event]:
     command = job.agent("--standalone", *flags, program=CONTEXT, worker=("checkpoint", "10"))
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     first = job.settled(2)
-    until("steps beyond a checkpoint", lambda: len(steps_of(job)) > 25)
+    wait_until("steps beyond a checkpoint", lambda: len(steps_of(job)) > 25)
     os.kill(first[1]["pid"], signal.SIGKILL)
     job.settled(2, after=1)
     count = len(steps_of(job))
-    until("more steps", lambda: len(steps_of(job)) > count + 25)
+    wait_until("more steps", lambda: len(steps_of(job)) > count + 25)
     agent.signal(signal.SIGUSR2)
     assert agent.exit_code() == 75, agent.text
     (events,) = job.events()

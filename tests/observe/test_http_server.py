@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from jobs import until
 
 from elasticlib.clock import monotonic
 from elasticlib.observe.http_server import (
@@ -20,6 +19,7 @@ from elasticlib.observe.http_server import (
     HttpServer,
     text_response,
 )
+from elasticlib.testing.waiting import wait_until
 
 LARGE = HttpResponse(200, "text/plain", b"x" * (64 * 1024 * 1024))
 Start = Callable[..., HttpServer]
@@ -47,7 +47,7 @@ def start() -> Iterator[Start]:
             return server
 
         yield started
-    until("all threads to end", lambda: set(threading.enumerate()) <= before)
+    wait_until("all threads to end", lambda: set(threading.enumerate()) <= before)
 
 
 def connected(server: HttpServer) -> socket.socket:
@@ -144,7 +144,7 @@ def test_connection_that_ends_makes_room_for_another(start: Start) -> None:
         assert response_to(server, "GET", "/good")[0] == 503
         second.sendall(b"GET /good HTTP/1.0\r\n\r\n")
         assert received(second).startswith(b"HTTP/1.0 200 OK")
-        until("room", lambda: response_to(server, "GET", "/good") == (200, b"well\n"))
+        wait_until("room", lambda: response_to(server, "GET", "/good") == (200, b"well\n"))
         first.sendall(b"GET /good HTTP/1.0\r\n\r\n")
         assert received(first).startswith(b"HTTP/1.0 200 OK")
 
@@ -174,7 +174,7 @@ def test_client_that_does_not_read_its_response_is_disconnected(start: Start) ->
     server = start(max_connections=1, client_timeout_s=0.5)
     with connected(server) as client:
         client.sendall(b"GET /large HTTP/1.0\r\n\r\n")
-        until("its place", lambda: response_to(server, "GET", "/good") == (200, b"well\n"))
+        wait_until("its place", lambda: response_to(server, "GET", "/good") == (200, b"well\n"))
         assert len(received(client)) < len(LARGE.body)
 
 

@@ -12,6 +12,7 @@ import pytest
 from elasticlib.clock import monotonic
 from elasticlib.observe.event import Event, decode
 from elasticlib.observe.journal import CLOSE_SECONDS, Guard, NodeJournal, View, appended
+from elasticlib.testing.waiting import wait_until
 
 
 def read(path: Path) -> list[Event]:
@@ -19,10 +20,7 @@ def read(path: Path) -> list[Event]:
 
 
 def await_lines(path: Path, count: int) -> list[Event]:
-    deadline = monotonic() + 20
-    while not path.exists() or len(read(path)) < count:
-        assert monotonic() < deadline
-        threading.Event().wait(0.01)
+    wait_until(f"{count} lines", lambda: path.exists() and len(read(path)) >= count)
     return read(path)
 
 

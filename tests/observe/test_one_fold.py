@@ -78,37 +78,6 @@ def test_a_fault_costs_what_its_phases_took_and_the_steps_that_are_made_again() 
     assert sums.cost.seconds == pytest.approx(sums.lost.seconds + 3.0)
 
 
-def test_a_generation_that_ends_before_a_step_was_a_start_where_steps_are_told() -> None:
-    crash = (
-        began(1.0, 0),
-        (3.0, "restored", {"step": 49, "seconds": 0.5}),
-        (61.0, "failure", {"failure": "hang", "silent": 40.0}),
-        (61.0, "stopping", {"why": ""}),
-        (62.0, "stopped", {"seconds": 1.0}),
-        (62.0, "rendezvous.began", {"why": "hangs"}),
-        began(63.0, 1),
-    )
-    known = {"detect": 40.0, "stop": 1.0, "rendezvous": 2.0, "restore": 0.5}
-    assert phases(folded(*crash).cost) == pytest.approx({**known, "start": 1.5})
-    trained = folded(*crash, (65.0, "training.began", {"step": 50, "seconds": 2.0}))
-    assert phases(trained.cost) == pytest.approx({**known, "start": 60.0 - 40.0 - 0.5 + 2.0})
-    assert trained.cost.seconds == pytest.approx(65.0)
-
-
-def test_steps_that_are_done_after_a_notice_are_neither_lost_nor_part_of_a_recovery() -> None:
-    sums = folded(
-        began(1.0, 0),
-        (3.0, "training.began", {"step": 1, "seconds": 2.0}),
-        (20.0, "stopping", {"why": "resize", "seconds": 600.0}),
-        (320.0, "stopped", {"seconds": 300.0}),
-        (320.1, "steps", {"step": 400, "per_second": 1.0, "silent": 0.6}),
-        (320.1, "rendezvous.began", {"why": "n2 joined", "planned": True}),
-        began(321.0, 0),
-    )
-    assert phases(sums.cost) == pytest.approx({"rendezvous": 2.0, "start": 2.0, "stop": 0.5})
-    assert (sums.started.count, sums.started.seconds) == (1, pytest.approx(1.5))
-
-
 def test_a_recovery_is_counted_from_its_first_sign_until_started_and_until_trained() -> None:
     sums = folded(*FAULT)
     assert (sums.started.count, sums.started.seconds) == (1, 2.0)

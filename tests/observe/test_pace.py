@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 import pytest
 
-from elasticlib import Context
 from elasticlib.observe.event import KINDS, Event, decode, encode
 from elasticlib.observe.step_watch import EVERY_SECONDS, SOON_SECONDS, StepWatch
 from elasticlib.workers.channel import Channel
+from elasticlib.workers.context import Context
 from elasticlib.workers.interface import Heartbeat
 
 
@@ -130,8 +130,6 @@ def first(step: int, at: float, steps: int = 1) -> Heartbeat:
         # or it has not come so far as to be heard of, or never is.
         ({0: first(7, 103.0), 1: Heartbeat()}, False, []),
         ({0: first(7, 103.0, steps=2), 1: Heartbeat()}, False, [("training.began", 3.0)]),
-        # A worker of another version does not tell of its first step.
-        ({0: beat(7, at=103.0)}, False, []),
     ],
 )
 def test_training_begins_with_the_first_step_of_the_last_worker(
@@ -281,17 +279,3 @@ def test_at_rest_a_look_a_second_at_eight_workers_takes_less_than_a_thousandth_o
     assert (time.process_time() - began) / 200 < 1e-3
     for channel in channels:
         channel.close()
-
-
-def test_a_worker_of_an_older_version_tells_what_it_knows() -> None:
-    agent = Channel.made()
-    # Its words: the step, how many, and when.
-    agent._words[8], agent._words[9], agent._seconds[10] = 5, 3, 7.0
-    # Or, of a version between, its last loss.
-    agent._words[21] = 1
-    assert (agent.beat().loss, agent.beat().losses) == (0.0, None)
-    agent._words[21] = 0
-    beat = agent.beat()
-    assert (beat.step, beat.steps, beat.at) == (5, 3, 7.0)
-    assert (beat.first_step, beat.snapshot, beat.loss, beat.restored) == (-1, -1, None, None)
-    agent.close()

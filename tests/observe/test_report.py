@@ -12,7 +12,6 @@ import histories
 import pytest
 from told_runs import Agent
 
-import elasticlib
 from elasticlib.errors import ConfigError, NoSuchRun
 from elasticlib.launch.commands import main
 from elasticlib.observe.event import encode
@@ -177,7 +176,7 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 
 def test_a_notebook_is_shown_the_report_alone() -> None:
-    made = elasticlib.Report(histories.uneventful())
+    made = Report(histories.uneventful())
     shown = made._repr_html_()
     assert shown.startswith("<article")
     assert "<html" not in shown

@@ -3,7 +3,6 @@ says what was told, and what was left out."""
 
 from __future__ import annotations
 
-import math
 import re
 from html.parser import HTMLParser
 
@@ -27,10 +26,9 @@ from elasticlib.observe.history import (
     Why,
 )
 from elasticlib.observe.reading import history_of
-from elasticlib.observe.report.curves import gaps, loss, sample_rate, step_rate
-from elasticlib.observe.report.drawing import Axis, curve
+from elasticlib.observe.report.curves import gaps, sample_rate, step_rate
 from elasticlib.observe.report.page import fragment, page
-from elasticlib.observe.report.style import DARK, LIGHT, ROOT
+from elasticlib.observe.report.style import ROOT
 from elasticlib.observe.report.tables import failures
 from elasticlib.observe.wording import duration, plural
 
@@ -260,20 +258,6 @@ def test_a_node_that_was_requeued_is_counted_once() -> None:
     assert once in told(twice)
 
 
-def test_a_loss_that_is_no_number_is_left_out_and_told() -> None:
-    history = histories.eventful()
-    broken = [
-        attrs.evolve(pace, loss=math.nan if pace.loss is not None and at in (40, 43) else pace.loss)
-        for at, pace in enumerate(history.paces)
-    ]
-    spoilt = sum(one.loss is not None and math.isnan(one.loss) for one in broken)
-    assert spoilt
-    history = attrs.evolve(history, paces=tuple(broken))
-    assert len(loss(history).left_out) == spoilt
-    step = next(one.step for one in broken if one.loss is not None and math.isnan(one.loss))
-    assert f"not finite, and left out; the first is nan at step {step}" in told(history)
-
-
 def test_samples_are_those_of_all_nodes_and_steps_those_of_one() -> None:
     paces = [
         Pace(10.0, "b", 1, 5, 1.0, None, 30.0),
@@ -330,15 +314,6 @@ def test_the_speed_of_a_short_run_is_read_off_the_times_of_its_losses(
     assert all(rate == pytest.approx(10.0 if speed is None else 50.0) for _, rate in line)
 
 
-def test_a_point_alone_is_a_round_dot_and_points_together_are_a_line() -> None:
-    """As of a short run, whose generations each told of their steps once."""
-    drawn = str(curve([[(0.0, 0.0), (1.0, 1.0)], [(0.5, 0.5)]], Axis(0, 1), Axis(0, 1), (0, 10)))
-    assert re.findall(r'class="([^"]+)"', drawn) == ["curve", "curve alone"]
-    style = fragment(histories.uneventful())
-    assert re.search(r"\.curve \{[^}]*stroke-linecap: round", style)
-    assert re.search(r"\.curve\.alone \{ stroke-width: [4-9]px", style)
-
-
 def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:
     history = histories.eventful()
     words = told(history)
@@ -382,32 +357,6 @@ def test_rules_of_style_reach_nothing_but_the_report() -> None:
         for one in selector.split(","):
             inside = one.strip().startswith((f".{ROOT}", "@media", "@container"))
             assert inside or one.strip() == "(min-width: 640px)", one
-
-
-def test_a_pages_own_rules_do_not_push_the_figures_aside() -> None:
-    """As furo's do, whose selector for lists is longer than ours can be."""
-    style = fragment(histories.uneventful())
-    assert re.search(r"dl\.figures dd \{ margin: 0 !important", style)
-
-
-@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
-def test_signs_and_bands_stand_out_from_the_page(colours: dict[str, str]) -> None:
-    for name in ("band-a", "good", "bad", "gone", "leave", "curve", "soft"):
-        assert contrast(colours[name], colours["page"]) >= 3.0, name
-    for name in ("a", "b"):
-        assert contrast(colours[f"on-{name}"], colours[f"band-{name}"]) >= 4.5
-
-
-def contrast(one: str, other: str) -> float:
-    """Of two colours, as WCAG has it."""
-    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (bright + 0.05) / (dark + 0.05)
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 class Counted(float):

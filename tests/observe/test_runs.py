@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import forget_own_records, until
+from jobs import forget_own_records
 
 from elasticlib.clock import wall
 from elasticlib.errors import NoSuchRun
@@ -28,6 +28,7 @@ from elasticlib.observe.runs import (
     known_runs,
     remove_old,
 )
+from elasticlib.testing.waiting import wait_until
 
 
 def recorded(
@@ -170,7 +171,7 @@ def test_an_agent_that_is_killed_lives_no_longer_whatever_it_has_started(tmp_pat
         agent.kill()
         agent.wait(20)
         # Its child may not have begun to be another program when the agent was killed.
-        until("the lock to be let go", lambda: not is_living(path))
+        wait_until("the lock to be let go", lambda: not is_living(path))
         assert (path / LOCK).read_text() == f"{agent.pid}\n"
     finally:
         os.killpg(agent.pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ from elasticlib.observe.wording import (
     spans,
     table,
 )
-from elasticlib.visible import shorten
+from elasticlib.visible import shorten, visible
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,7 @@ def test_a_long_line_stays_one_where_it_is_cut(between: str) -> None:
     assert cut.startswith("word000")
     assert cut.endswith("word199")
     assert shorten(text, len(text)) == text
+
+
+def test_control_characters_are_shown_as_escapes() -> None:
+    assert visible("a\x1b[31mb\x1b[0m\x07\u202ec\r\nd\ud800") == "ab\\x07\\u202ec\nd\\ud800"

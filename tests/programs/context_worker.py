@@ -4,7 +4,7 @@
 nobody before all ranks are in it. Rank 0 writes the steps done to FOLDER/steps and, when it saves,
 FOLDER/checkpoint, from which the next generation goes on; where they stop each leaves
 FOLDER/stopped.GENERATION.RANK. They end with success some steps after FOLDER/finish is there. A
-rank that is to hang does so once, in that step. Rank 0 saves once more where there is FOLDER/save.
+rank that is to hang does so once, in that step.
 """
 
 import json
@@ -67,14 +67,6 @@ def hang_once(folder: Path) -> None:
         time.sleep(600)
 
 
-def asked_to_save(folder: Path) -> bool:
-    """Once for each time."""
-    asked = (folder / "save").exists()
-    if asked:
-        (folder / "save").unlink()
-    return asked
-
-
 def main() -> None:
     folder = Path(sys.argv[1])
     place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "beside": []}
@@ -111,11 +103,10 @@ def main() -> None:
         stop = context.should_stop()
         if stop:
             said = {"step": step, "reason": stop.reason, "left": stop.seconds_left}
-            said["saved"] = json.loads(checkpoint.read_text()) if checkpoint.exists() else None
             save()
             write(folder / f"stopped.{generation}.{rank}", said)
             return
-        if (every and step % every == every - 1) or (rank == 0 and asked_to_save(folder)):
+        if every and step % every == every - 1:
             save()
         step += 1
 

@@ -9,9 +9,10 @@ import os
 import sys
 from pathlib import Path
 
-from elasticlib import LocalWorkers, Notice, Workers
+from elasticlib import LocalWorkers, Workers
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.elastic_launch import run_node
+from elasticlib.workers.interface import Notice
 
 
 class Listening(LocalWorkers, Workers):

@@ -129,8 +129,8 @@ class Member:
     def finish(self) -> None:
         self.part.intent = self.part.intent.finish()
 
-    def fail(self) -> None:
-        self.part.intent = self.part.intent.fail("exit code 1")
+    def fail(self, *, killed: bool = False) -> None:
+        self.part.intent = self.part.intent.fail("its workers failed", killed=killed)
 
     def leave(self) -> None:
         self.part.leave()

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elasticlib.rendezvous.decide import (
-    FIRST_PAUSE,
     FREE_RESTARTS,
-    QUICK_SECONDS,
+    QUICK_FAILURE_S,
+    RESTART_DELAY_S,
     Decision,
     Intent,
     View,
     decide,
-    pause,
 )
 from elasticlib.rendezvous.document import (
     Document,
-    Failure,
-    FailureKind,
     Limits,
     Node,
     Phase,
@@ -29,7 +24,7 @@ from elasticlib.rendezvous.document import (
 )
 from elasticlib.rendezvous.interface import ChangeKind
 
-LIMITS = Limits(1, 4, max_restarts=9, restart_window=60.0, resize_interval=20.0)
+LIMITS = Limits(1, 4, max_restarts=9, restart_window=60.0)
 A, B, C = (Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1) for name in "abc")
 
 
@@ -53,9 +48,9 @@ def waiting(*members: Node) -> list[Node]:
     return [attrs.evolve(member, stopped="1.m") for member in members]
 
 
-def failed(member: Node, kind: FailureKind = FailureKind.ORDINARY) -> Node:
+def failed(member: Node, *, killed: bool = False) -> Node:
     return attrs.evolve(
-        member, claim=f"{member.host} broke", claim_membership="1.m", claim_kind=kind
+        member, claim=f"{member.host} broke", claim_membership="1.m", claim_killed=killed
     )
 
 
@@ -111,80 +106,47 @@ def test_who_slept_through_a_resize_hears_of_a_generation_that_it_is_not_in() ->
     assert change.kind is ChangeKind.REOPENED
 
 
-# -- failures at start -----------------------------------------------------------------------------
-
-
-def test_a_failure_at_start_ends_a_job_that_cannot_do_without_the_node() -> None:
-    limits = attrs.evolve(LIMITS, min_nodes=2)
-    opened = written(settled(A, B, limits=limits), A, failed(B, FailureKind.AT_START))
-    over = written(opened, *waiting(A, failed(B, FailureKind.AT_START)))
-    assert over.phase is Phase.FAILED
-    assert over.cause == "b: b broke (not retried: the workers failed right after they started)"
-    assert over.restarts == 0
-
-
-def test_nodes_that_failed_at_start_leave_together_and_the_others_go_on() -> None:
-    # What the third died of was that the others had gone.
-    here = [failed(A), *(failed(node, FailureKind.AT_START) for node in (B, C))]
-    opened = written(settled(A, B, C), *here)
-    assert opened.failure == Failure(A.id, "a broke")
-    after = written(opened, *waiting(*here))
-    assert (after.phase, after.expelled) == (Phase.OPEN, (B.id, C.id))
-    intent = Intent(here[1], memory=opened)
-    change = intent.change(after)
-    assert change is not None
-    assert change.kind is ChangeKind.EXPELLED
-    assert "(not retried: the workers failed right after they started)" in change.reason
-
-
-def test_a_failure_at_start_beside_a_lost_node_is_neither_charged_nor_final() -> None:
-    bad = failed(B, FailureKind.AT_START)
-    opened = written(settled(A, B, C), A, bad)
-    on = written(opened, *waiting(A, bad))
-    assert (on.phase, on.restarts, on.expelled) == (Phase.SETTLED, 0, ())
-
-
 # -- quick failures in a row -----------------------------------------------------------------------
 
 
-def after_failures(*lived: float, kind: FailureKind = FailureKind.ORDINARY) -> Document:
+def after_failures(*lived: float, killed: bool = False) -> Document:
     document = settled(A, B)
     for seconds in lived:
-        document = written(attrs.evolve(document, phase=Phase.SETTLED), A, failed(B, kind),
-                           stands=seconds)  # fmt: skip
+        document = attrs.evolve(document, phase=Phase.SETTLED)
+        document = written(document, A, failed(B, killed=killed), stands=seconds)
     return document
 
 
 def test_the_first_restarts_are_not_held_back() -> None:
     opened = after_failures(*[1.0] * FREE_RESTARTS)
-    assert pause(opened) == 0
     assert written(opened, *waiting(A, failed(B))).phase is Phase.SETTLED
 
 
-def test_later_ones_wait_longer_each_time_and_then_start() -> None:
-    opened = after_failures(*[1.0] * (FREE_RESTARTS + 1))
-    assert FIRST_PAUSE / 2 <= pause(opened) <= FIRST_PAUSE
+@pytest.mark.parametrize("count", [FREE_RESTARTS + 1, 30])
+def test_later_restarts_are_delayed_by_a_constant(count: int) -> None:
+    opened = after_failures(*[1.0] * count)
     waits = next_of(opened, *waiting(A, failed(B)), stands=0.1)
-    assert waits.write is None
-    assert waits.again == pytest.approx(pause(opened) - 0.1)
-    assert "the last 3 generations failed soon" in waits.reason
-    on = written(opened, *waiting(A, failed(B)), stands=pause(opened))
+    assert (waits.write, waits.again) == (None, RESTART_DELAY_S - 0.1)
+    assert waits.reason == (
+        f"the last {count} generations failed within 10 s each: the restart is delayed by 5 s"
+    )
+    on = written(opened, *waiting(A, failed(B)), stands=RESTART_DELAY_S)
     assert (on.phase, on.restarts) == (Phase.SETTLED, 1)
-    assert pause(after_failures(*[1.0] * 30)) <= LIMITS.restart_backoff
 
 
 def test_a_generation_that_was_at_work_for_a_while_begins_the_count_anew() -> None:
-    assert after_failures(1.0, 1.0, 1.0, QUICK_SECONDS).quick == 0
+    assert after_failures(1.0, 1.0, 1.0, QUICK_FAILURE_S).quick == 0
 
 
 def test_so_does_one_that_ends_for_another_reason_after_a_while() -> None:
     document = settled(A, B, quick=5)
-    assert written(document, A, stands=QUICK_SECONDS).quick == 0
-    assert written(document, A, stands=QUICK_SECONDS / 2).quick == 5
+    assert written(document, A, stands=QUICK_FAILURE_S).quick == 0
+    assert written(document, A, stands=QUICK_FAILURE_S / 2).quick == 5
 
 
 def test_who_is_killed_again_and_again_comes_back_at_once() -> None:
-    assert pause(after_failures(*[0.1] * 20, kind=FailureKind.KILLED)) == 0
+    opened = after_failures(*[0.1] * 20, killed=True)
+    assert written(opened, *waiting(A, failed(B, killed=True))).phase is Phase.SETTLED
 
 
 def test_a_resize_is_never_held_back() -> None:
@@ -195,13 +157,6 @@ def test_a_resize_is_never_held_back() -> None:
 def test_the_last_failure_that_the_budget_allows_is_told_at_once() -> None:
     opened = attrs.evolve(after_failures(*[1.0] * 9), restarts=9)
     assert written(opened, *waiting(A, failed(B))).expelled == (B.id,)
-
-
-@given(st.integers(0, 10_000), st.text())
-def test_no_pause_is_longer_than_the_constant(quick: int, membership: str) -> None:
-    assert (
-        0 <= pause(Document(LIMITS, quick=quick, membership=membership)) <= LIMITS.restart_backoff
-    )
 
 
 # -- what time brings ------------------------------------------------------------------------------
@@ -222,17 +177,11 @@ def test_without_a_window_restarts_count_for_ever() -> None:
     assert next_of(settled(A, limits=limits, restarts=3), A, stands=1e9).write is None
 
 
-def test_newcomers_wait_until_the_generation_has_stood_for_the_least_interval() -> None:
-    waits = next_of(settled(A), A, B, quiet=9.0, stands=5.0)
-    assert (waits.write, waits.again) == (None, 15.0)
-    assert "20 s (resize_interval)" in waits.reason
-    after = written(settled(A), A, B, quiet=9.0, stands=20.0)
-    assert (after.cause, after.planned) == ("b joined", True)
-
-
 def test_whichever_comes_first_is_when_to_look_again() -> None:
-    waits = next_of(settled(A, restarts=1), A, B, quiet=9.0, stands=10.0)
-    assert waits.again == 10.0
+    waits = next_of(settled(A, restarts=1), A, B, quiet=0.5, stands=10.0)
+    assert waits.again == LIMITS.last_call - 0.5
+    waits = next_of(settled(A, restarts=1), A, B, quiet=0.5, stands=59.0)
+    assert waits.again == 1.0
 
 
 def test_a_reopened_generation_forgets_that_it_was_planned() -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 from crowd import Crowd, Told, crowd
+from simulation import Faults, Simulation
 
 from elasticlib.rendezvous.document import Limits, Phase
-from elasticlib.testing.simulation import Faults, Simulation
 
 NODES = 10_000
 SIMULATED = 20_000

@@ -10,7 +10,7 @@ import pytest
 from test_ending import state_of
 from test_handlers import Cluster, change
 
-from elasticlib.rendezvous.document import FailureKind, Limits
+from elasticlib.rendezvous.document import Limits
 from elasticlib.rendezvous.interface import Change, ChangeKind
 
 
@@ -45,7 +45,7 @@ def test_a_node_comes_with_as_many_workers_as_it_says_and_the_others_hear_of_mor
     handlers = [cluster.node(name, Limits(2, 2, max_restarts=1), slots=2) for name in "ab"]
     for future in [cluster.join(handler) for handler in handlers]:
         assert future.result(20).seat.world_size == 4
-    handlers[0].report_failure_as(FailureKind.KILLED, "killed")
+    handlers[0].report_failure("killed", killed=True)
     assert [change(handler).kind for handler in handlers] == [ChangeKind.REOPENED] * 2
     assert handlers[0].report_slots(1)
     seats = [f.result(20).seat for f in [cluster.join(handler) for handler in handlers]]
@@ -65,7 +65,7 @@ def test_restarts_are_forgiven_once_a_generation_has_stood_for_the_window(
     handler = cluster.node("a", Limits(1, 1, max_restarts=1, restart_window=1.0))
     cluster.join(handler).result(20)
     for _ in range(2):
-        handler.report_failure_as(FailureKind.KILLED, "killed")
+        handler.report_failure("killed", killed=True)
         assert change(handler).kind is ChangeKind.REOPENED
         info = cluster.join(handler).result(20)
         assert info.restarts == 1

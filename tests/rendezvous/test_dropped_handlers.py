@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from jobs import until
 
 from elasticlib.rendezvous.document import Limits, Node, Timing
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
@@ -22,6 +21,7 @@ from elasticlib.stores.file import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.waiting import wait_until
 
 # No lease ends by itself within a test.
 TIMING = Timing(join=60.0, lease=1000.0, refresh=0.1, close=20.0)
@@ -68,7 +68,7 @@ def cluster() -> Iterator[Cluster]:
     with ExitStack() as stack:
         yield Cluster(stack)
         gc.collect()
-        until("no node's thread to be left", lambda: not keepers())
+        wait_until("no node's thread to be left", lambda: not keepers())
 
 
 def keepers() -> list[threading.Thread]:

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
-from jobs import until
 
 from elasticlib.errors import RendezvousClosed
 from elasticlib.rendezvous.document import Limits, Node, Timing
@@ -20,6 +19,7 @@ from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.waiting import wait_until
 
 RUN = "run"
 LEASE = 2.0
@@ -74,7 +74,7 @@ def test_who_waits_keeps_its_lease_however_many_places_are_silent(stack: ExitSta
     with TcpStore("127.0.0.1", server.port, job=RUN) as other:
         waiting_alone(stack, store)
         key = Keys(RUN).node("a-1")
-        until("the node to have announced itself", lambda: other.get(key) is not None)
+        wait_until("the node to have announced itself", lambda: other.get(key) is not None)
         announced = other.get(key)
         for _ in range(2):  # each of them is asked, and asked again
             for one in silent:

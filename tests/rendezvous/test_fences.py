@@ -11,7 +11,7 @@ from elasticlib.rendezvous.document import Document, Limits, Phase
 from elasticlib.rendezvous.node import Reading
 from elasticlib.stores.interface import Entry
 
-LIMITS = Limits(1, 4, max_restarts=1000, last_call=0.0, restart_backoff=0.0)
+LIMITS = Limits(1, 4, max_restarts=1000, last_call=0.0)
 
 
 def crew_of(count: int, limits: Limits = LIMITS) -> Crew:
@@ -193,7 +193,7 @@ def test_keys_do_not_pile_up_over_two_hundred_generations() -> None:
         else:
             some.finish()
             some.part.report(some.seen)
-            some.fail()
+            some.fail(killed=True)
         crew.turns()
         document = crew.settle()
         assert len(document.members) == 4

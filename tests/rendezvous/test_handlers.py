@@ -13,17 +13,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import attrs
 import pytest
-from jobs import until
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, RendezvousClosed, RendezvousMismatch, RendezvousTimeout
 from elasticlib.rendezvous.document import Limits, Node, Timing
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
-from elasticlib.rendezvous.layout import Keys
+from elasticlib.rendezvous.layout import FORMAT, Keys
 from elasticlib.stores.interface import Listing, Watched
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.waiting import wait_until
 
 TIMING = Timing(join=20.0, lease=1.0, refresh=0.1, close=5.0)
 
@@ -101,18 +101,6 @@ def test_a_wait_is_told_of_once_it_is_one_and_until_it_is_over(
     assert "the job has failed" not in caplog.text
 
 
-def test_a_newcomer_makes_the_next_generation_for_all(cluster: Cluster) -> None:
-    limits = Limits(1, 2, last_call=0.0)
-    first = cluster.node("a", limits)
-    before = cluster.join(first).result(20)
-    joining = cluster.join(cluster.node("b", limits))
-    assert change(first) == Change(ChangeKind.RESIZE, "b joined")
-    after = cluster.join(first).result(20)
-    assert (after.generation, after.world_size, after.rank) == (2, 2, 0)
-    assert joining.result(20).rank == 1
-    assert after.bootstrap_store_info != before.bootstrap_store_info
-
-
 def test_a_node_keeps_its_lease_while_its_own_name_is_looked_up(cluster: Cluster) -> None:
     answers = threading.Event()
     answers.set()
@@ -149,17 +137,6 @@ def test_a_node_keeps_its_lease_while_its_own_name_is_looked_up(cluster: Cluster
     assert [future.result(20).generation for future in joining] == [2, 2]
 
 
-def test_a_node_that_leaves_is_missed_at_once(cluster: Cluster) -> None:
-    limits = Limits(1, 2)
-    first, second = cluster.node("a", limits), cluster.node("b", limits)
-    for future in [cluster.join(first), cluster.join(second)]:
-        future.result(20)
-    first.shutdown()
-    assert change(second).reason == "a left"
-    info = cluster.join(second).result(20)
-    assert (info.rank, info.world_size, info.restarts) == (0, 1, 0)
-
-
 def test_a_claimed_failure_restarts_all_and_is_charged_once(cluster: Cluster) -> None:
     limits = Limits(2, 2, max_restarts=3)
     handlers = [cluster.node(name, limits) for name in ("a", "b")]
@@ -184,19 +161,6 @@ def test_a_spent_budget_is_told_to_every_node_with_its_cause(cluster: Cluster) -
             future.result(20)
 
 
-def test_success_is_known_when_all_are_done_and_a_late_joiner_hears_of_it(
-    cluster: Cluster,
-) -> None:
-    limits = Limits(1, 2)
-    handlers = [cluster.node(name, limits) for name in ("a", "b")]
-    for future in [cluster.join(h) for h in handlers]:
-        future.result(20)
-    assert all(h.report_done() for h in handlers)
-    assert [change(h).kind for h in handlers] == [ChangeKind.SUCCEEDED] * 2
-    with pytest.raises(RendezvousClosed, match="succeeded"):
-        cluster.join(cluster.node("late", limits)).result(20)
-
-
 def test_the_wait_for_others_ends_with_a_sentence(cluster: Cluster) -> None:
     handler = cluster.node("a", Limits(2, 2), attrs.evolve(TIMING, join=1.0))
     with pytest.raises(RendezvousTimeout, match=r"1 of at least 2.*here: a.*--nnodes"):
@@ -210,7 +174,7 @@ def test_a_wait_for_the_place_of_a_node_that_is_gone_ends_with_its_name(cluster:
     for future in [cluster.join(first), cluster.join(second)]:
         future.result(20)
     assert first.report_failure("its peer vanished")
-    until("the failure to be known", lambda: change(first).reason == "a: its peer vanished")
+    wait_until("the failure to be known", lambda: change(first).reason == "a: its peer vanished")
     joining = cluster.join(first)
     second.shutdown()
     with pytest.raises(RendezvousTimeout, match=r"1 of at least 2.*; b left; here: a;") as one:
@@ -225,7 +189,7 @@ def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) ->
     assert not spare.is_closed()  # it has seen by now that a generation stands
     waiting = cluster.join(spare)
     key = Keys("run").node("b-1")
-    until("the spare to be there", lambda: cluster.clients[0].get(key) is not None)
+    wait_until("the spare to be there", lambda: cluster.clients[0].get(key) is not None)
     assert first.wait_for_change(0.5) is None
     assert first.num_nodes_waiting() == 0
     assert not waiting.done()
@@ -248,20 +212,12 @@ def test_a_second_call_takes_the_place_of_the_first(cluster: Cluster) -> None:
     handler = cluster.node("a", Limits(2, 2))
     first = cluster.join(handler)
     key = Keys("run").node("a-1")
-    until("the node to be there", lambda: cluster.clients[0].get(key) is not None)
+    wait_until("the node to be there", lambda: cluster.clients[0].get(key) is not None)
     second = cluster.join(handler)
     with pytest.raises(RendezvousClosed, match="another call of next_rendezvous took its place"):
         first.result(20)
     cluster.join(cluster.node("b", Limits(2, 2)))
     assert second.result(20).world_size == 2
-
-
-def test_shutdown_ends_a_wait(cluster: Cluster) -> None:
-    handler = cluster.node("a", Limits(2, 2))
-    waiting = cluster.join(handler)
-    assert handler.shutdown()
-    with pytest.raises(RendezvousClosed):
-        waiting.result(20)
 
 
 def test_who_has_never_reached_a_store_leaves_at_once_though_the_search_goes_on(
@@ -288,7 +244,7 @@ def test_who_has_never_reached_a_store_leaves_at_once_though_the_search_goes_on(
         with pytest.raises(RendezvousClosed):
             joining.result(20.0)
         found.set()
-        until("it to have left", handler.shutdown)
+        wait_until("it to have left", handler.shutdown)
         assert store.list("").entries == ()
 
 
@@ -327,6 +283,22 @@ def test_other_limits_than_the_jobs_are_refused_by_name(cluster: Cluster) -> Non
         cluster.join(cluster.node("b", Limits(1, 3))).result(20)
 
 
+def test_a_node_of_another_version_is_refused_and_the_others_go_on(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = Keys("run")
+    cluster.client().set(keys.node("other"), b'{"id":"other"}')
+    info = cluster.join(cluster.node("a", Limits(1, 1))).result(20)
+    assert info.world_size == 1
+    assert "ignored the node at run/node/other: a node needs the fields" in caplog.text
+    document = cluster.store.get(keys.state)
+    assert document is not None
+    newer = document.value.replace(f'"format":{FORMAT}'.encode(), b'"format":99')
+    cluster.client().set(keys.state, newer)
+    with pytest.raises(RendezvousMismatch, match="has format 99, this elasticlib reads only"):
+        cluster.join(cluster.node("b", Limits(1, 1))).result(20)
+
+
 def test_closing_a_job_that_has_ended_is_harmless(cluster: Cluster) -> None:
     handler = cluster.node("a", Limits(1, 1))
     cluster.join(handler).result(20)
@@ -335,16 +307,6 @@ def test_closing_a_job_that_has_ended_is_harmless(cluster: Cluster) -> None:
     handler.set_closed()
     assert change(handler).kind is ChangeKind.SUCCEEDED
     assert handler.shutdown()
-
-
-def test_closing_ends_the_job_for_all(cluster: Cluster) -> None:
-    limits = Limits(1, 2)
-    handlers = [cluster.node(name, limits) for name in ("a", "b")]
-    for future in [cluster.join(h) for h in handlers]:
-        future.result(20)
-    handlers[0].set_closed()
-    assert change(handlers[1]) == Change(ChangeKind.ABORTED, "closed by a")
-    assert handlers[1].is_closed()
 
 
 def static(cluster: Cluster, rank: int) -> StaticRendezvousHandler:

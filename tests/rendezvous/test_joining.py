@@ -10,7 +10,7 @@ from test_handlers import Cluster
 from elasticlib.errors import RendezvousClosed
 from elasticlib.rendezvous.document import Limits
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
-from elasticlib.testing.rendezvous_cluster import until
+from elasticlib.testing.waiting import wait_until
 
 SECONDS = 60.0
 Outcomes = queue.SimpleQueue[RendezvousInfo | Change | Exception]
@@ -86,7 +86,7 @@ def test_who_comes_later_knows_whether_the_others_workers_are_kept(cluster: Clus
     of_first = joined(first)
     assert isinstance(of_first.get(timeout=SECONDS), RendezvousInfo)
     first.report_keeping()
-    until("it to be known", others[0].others_keep, SECONDS)
+    wait_until("it to be known", others[0].others_keep, SECONDS)
     assert others[1].others_keep(), "to whoever asks for the first time"
     assert others[1].report_slots(0)
     of_other = joined(others[1])
@@ -100,7 +100,7 @@ def test_who_comes_later_knows_whether_the_others_workers_are_kept(cluster: Clus
     assert isinstance(info, RendezvousInfo)
     assert info.seat.slots == 2
     first.set_closed()
-    until(
+    wait_until(
         "a job that is over to have nobody who goes on",
         lambda: not others[0].others_keep(),
         SECONDS,

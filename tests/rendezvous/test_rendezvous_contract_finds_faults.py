@@ -22,8 +22,9 @@ from elasticlib.rendezvous.interface import (
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.testing import HandlerRequest, StoreRendezvousContract
-from elasticlib.testing.rendezvous_cluster import Cluster, MakeHandler, until
+from elasticlib.testing.rendezvous_cluster import Cluster, MakeHandler
 from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.waiting import wait_until
 
 
 class GivesARankTwice(DynamicRendezvousHandler):
@@ -91,7 +92,7 @@ class CountsNobody(DynamicRendezvousHandler):
 class CountsSpares(DynamicRendezvousHandler):
     def num_nodes_waiting(self) -> int:
         # How soon a spare is noticed is the machine's affair; that it counts is the fault.
-        return until("a spare to be noticed", self._spares, 60.0)
+        return wait_until("a spare to be noticed", self._spares, 60.0)
 
     def _spares(self) -> int:
         reading = self._loop.node.seen
@@ -119,7 +120,8 @@ class MeetsOnce(DynamicRendezvousHandler):
 
 
 class TakesUpNoFailure(DynamicRendezvousHandler):
-    def report_failure(self, reason: str) -> bool:
+    def report_failure(self, reason: str, *, killed: bool = False) -> bool:
+        del killed
         return bool(reason)
 
 

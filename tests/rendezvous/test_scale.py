@@ -9,7 +9,6 @@ from contextlib import ExitStack
 
 import pytest
 from counted import KEYS, RUN, CountedStore, Crew, Member
-from jobs import until
 
 from elasticlib.clock import Clock, monotonic
 from elasticlib.rendezvous.document import Limits, Node, Timing
@@ -17,6 +16,7 @@ from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.waiting import wait_until
 
 COUNTS = [8, 32, 128, 256]
 OPERATIONS = 16
@@ -135,7 +135,7 @@ def go_on(stores: Sequence[Ticking], rounds: int) -> None:
     """Wait until all of their nodes have taken so many more."""
     last = [store.rounds + rounds for store in stores]
     for store, number in zip(stores, last, strict=True):
-        until(f"{rounds} more rounds", lambda s=store, n=number: s.rounds > n)
+        wait_until(f"{rounds} more rounds", lambda s=store, n=number: s.rounds > n)
 
 
 class Handlers:

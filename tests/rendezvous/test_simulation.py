@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 
 import pytest
+from simulation import Faults, Mark, Simulation
 
 from elasticlib.rendezvous.document import Limits, Phase
-from elasticlib.testing.simulation import Faults, Mark, Simulation
 
 SLICES = 20
 

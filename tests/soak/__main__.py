@@ -19,7 +19,6 @@ from pathlib import Path
 from elasticlib.workers.bootstrap import die_with
 
 from .campaign import Campaign, CampaignError, draw, read, usual_mix, write
-from .nodes import SoakFailed
 from .proof import TAG, left, undisturbed, wrong_with
 from .report import Rates, as_json, as_markdown
 from .stage import Stage, now
@@ -77,13 +76,13 @@ def run(args: argparse.Namespace, campaign: Campaign) -> int:
     (args.out / "campaign.jsonl").write_text(write(campaign))
     try:
         return play(args.folder, campaign, args.out, own_memory=INSIDE in os.environ)
-    except SoakFailed as error:
+    except AssertionError as error:
         print(f"soak: FAILED: {error}", file=sys.stderr)
         return 1
 
 
 def play(folder: Path, campaign: Campaign, out: Path, *, own_memory: bool) -> int:
-    """Exit code 0 if nothing was lost. Raises SoakFailed where the job did not come to its end."""
+    """Exit code 0 if nothing was lost. Raises AssertionError if the job does not end in time."""
     began = now()
 
     def say(text: str) -> None:

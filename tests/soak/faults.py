@@ -45,7 +45,7 @@ def strike(stage: Stage, fault: Fault, view: View) -> Effect:
     """Do it now, to a job that is whole.
 
     Raises:
-        NoEffect: nothing came of it. SoakFailed: what should follow did not, in time.
+        NoEffect: nothing came of it. AssertionError: what should follow did not, in time.
     """
     return _DOERS[fault.kind](stage, fault, view)
 
@@ -223,12 +223,12 @@ def _store(stage: Stage, fault: Fault, view: View) -> Effect:
     store, at = stage.nodes.store, now()
     old = store.process.pid
     store.kill()
-    stage.until(
+    stage.wait_until(
         "the nodes to lose the store",
         lambda: not any(node.proxy.open_connections() for node in stage.nodes.present),
     )
     store.start()
-    stage.until(
+    stage.wait_until(
         "the nodes to find the store again",
         lambda: all(node.proxy.open_connections() for node in stage.nodes.present),
     )
@@ -253,7 +253,7 @@ def _full(stage: Stage, fault: Fault, view: View) -> Effect:
         filler.unlink(missing_ok=True)
     if os.strerror(errno.ENOSPC) not in failed["save_failed"]:
         raise NoEffect(f"the save failed otherwise: {failed['save_failed']}")
-    stage.until("the next save to succeed", lambda: stage.committed() > failed["step"])
+    stage.wait_until("the next save to succeed", lambda: stage.committed() > failed["step"])
     _nothing_restarted(stage, view, at)
     return Effect(at, f"told at step {failed['step']}: {failed['save_failed']}", restarts=False)
 
@@ -273,7 +273,7 @@ def _fill(path: Path) -> None:
 
 
 def _corrupt(stage: Stage, fault: Fault, view: View) -> Effect:
-    stage.until("a checkpoint to damage", lambda: stage.committed() > 0)
+    stage.wait_until("a checkpoint to damage", lambda: stage.committed() > 0)
     pids = {rank.pid for rank in view.ranks}
     at = now()
     for node in tuple(stage.nodes.present):

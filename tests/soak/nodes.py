@@ -14,13 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
-
-import jobs
 
 from elasticlib.observe.event import Event, decode
+from elasticlib.testing.waiting import wait_until
 
 from .proxy import Proxy
 
@@ -38,18 +36,10 @@ FLAGS = (
     *("--shutdown-timeout", "1", "--preload", "soak.gate"),
     *("--rdzv-conf", "last_call_timeout=0.1,keep_alive_interval=0.5,keep_alive_max_attempt=3"),
 )
-Found = TypeVar("Found")
 
 
-class SoakFailed(Exception):
+class SoakFailed(AssertionError):
     """The job did not do what it should have."""
-
-
-def until(what: str, look: Callable[[], Found | None], seconds: float = 60.0) -> Found:
-    """The first thing that `look` finds; SoakFailed names what was awaited."""
-    found = jobs.until(what, look, seconds, failure=SoakFailed)
-    assert found is not None
-    return found
 
 
 class NodeProcess:
@@ -134,7 +124,7 @@ class StoreProcess:
         def serving() -> re.Match[str] | None:
             return re.search(r"127\.0\.0\.1:(\d+)", self._log.read_text()[before:])
 
-        self.port = int(until("the store to serve", serving, 20.0)[1])
+        self.port = int(wait_until("the store to serve", serving, 20.0)[1])
 
     def kill(self) -> None:
         self.process.kill()

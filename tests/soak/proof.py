@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-import time
 from getpass import getuser
 from pathlib import Path
 
 from processes import marked
 
 from elasticlib.observe.runs import KEPT, is_living, runs_folder
+from elasticlib.testing.waiting import wait_until
 
 from .campaign import BATCH, KEEP_LAST, MOST_NODES, SAMPLES
 from .nodes import SCRIPT, SoakFailed
@@ -81,9 +82,8 @@ def processes(tag: str) -> set[int]:
 def left(tag: str, temporary: Path, own_memory: bool) -> list[str]:
     """Processes, temporary files and, where no one else has any, shared memory; sentences. Records
     of runs stay by design, but bounded, and none of an agent that lives."""
-    deadline = time.monotonic() + 10.0
-    while processes(tag) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    with contextlib.suppress(AssertionError):  # each process that is left is reported below
+        wait_until("all processes to end", lambda: not processes(tag), 10.0)
     wrong = [f"process {pid} is left" for pid in sorted(processes(tag))]
     # torch makes it when what it compiles with is imported, as an optimizer's first step does.
     stays = {f"torchinductor_{getuser()}", runs_folder().name}

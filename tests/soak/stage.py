@@ -13,13 +13,13 @@ from jobs import alive
 
 from elasticlib.checkpoint.folder import CheckpointFolder, open_place
 from elasticlib.observe.event import Event
+from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
 from .board import Board, View
 from .campaign import AHEAD
 from .ledger import Generation, Ledger, read_generation
-from .nodes import NodeProcess, Nodes, SoakFailed, until
+from .nodes import NodeProcess, Nodes, SoakFailed
 
-PATIENCE = 60.0
 Found = TypeVar("Found")
 
 
@@ -40,18 +40,21 @@ class Stage:
 
     # -- waiting ------------------------------------------------------------------------------
 
-    def until(
-        self, what: str, look: Callable[[], Found | None], seconds: float = PATIENCE
+    def wait_until(
+        self,
+        description: str,
+        condition: Callable[[], Found | None],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Found:
-        """As `nodes.until`, and fails at once when a node has ended that should not."""
+        """Wait for the condition, and fail at once if a node ends that should still run."""
 
         def watch() -> Found | None:
-            found = look()
+            found = condition()
             if not found:
                 self._all_live()
             return found
 
-        return until(what, watch, seconds)
+        return wait_until(description, watch, timeout_s)
 
     def _all_live(self) -> None:
         for node in self.nodes.present:
@@ -80,7 +83,7 @@ class Stage:
             return view if view is not None and view.done >= max(done, 1) else None
 
         what = f"nodes {sorted(self.nodes.numbers)} to train in a generation after {after}"
-        return self.until(f"{what}, step {done} done", look)
+        return self.wait_until(f"{what}, step {done} done", look)
 
     def due(self, step: int, nodes: int) -> View:
         """Waits until the job has come to this step and is whole, and so many nodes can come.
@@ -98,7 +101,7 @@ class Stage:
             good = view is not None and view.step >= step and view.done
             return view if good and come else None
 
-        found = self.until(f"step {step}", look)
+        found = self.wait_until(f"step {step}", look)
         self.board.let(self.steps - 1)
         return found
 
@@ -114,7 +117,7 @@ class Stage:
             self.hear()
             return next((e for e in self.events if e.at >= since and wanted(e)), None)
 
-        return self.until(what, look, seconds)
+        return self.wait_until(what, look, seconds)
 
     def hear(self) -> None:
         self.events += self.nodes.new_events()
@@ -129,7 +132,7 @@ class Stage:
             lines = (line for _, _, line in self._lines(generation) if line["at"] >= since)
             return next((line for line in lines if wanted(line)), None)
 
-        return self.until(what, look)
+        return self.wait_until(what, look)
 
     def generations(self, since: int) -> list[Generation]:
         """Those from `since` on, as far as they are written down."""
@@ -182,13 +185,13 @@ class Stage:
             good = view is not None and node.number not in view.nodes and view.done
             return view if good and view is not None and look(view) else None
 
-        return self.until(f"the others to go on without node {node.number}", found)
+        return self.wait_until(f"the others to go on without node {node.number}", found)
 
     def pids_gone(self, pids: set[int], seconds: float = 5.0) -> None:
         def gone() -> bool:
             return not any(alive(pid) for pid in pids)
 
-        until(f"processes {sorted(pids)} to be gone", gone, seconds)
+        wait_until(f"processes {sorted(pids)} to be gone", gone, seconds)
 
 
 def now() -> float:

@@ -62,7 +62,7 @@ def storm(stage: Stage, campaign: Campaign, say: Callable[[str], None], log: Pat
     """Play all faults, and wait for the job's end.
 
     Raises:
-        SoakFailed: the job is stuck, or dead.
+        AssertionError: the job is stuck, or dead.
     """
     told = Told()
     stage.nodes.prepare(FIRST_NODES)
@@ -181,7 +181,7 @@ def _end(stage: Stage) -> None:
     for node in stage.nodes.waiting:
         stage.nodes.dismiss(node)
     stage.nodes.waiting.clear()
-    stage.until(
+    stage.wait_until(
         "the job to come to its end",
         lambda: all(node.process.poll() == 0 for node in stage.nodes.present),
         600.0,

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from etcd_server import EtcdServer
-from jobs import until
 from places import World
+
+from elasticlib.testing.waiting import wait_until
 
 ROOMS = (f"/test/{number}" for number in itertools.count())
 
@@ -43,7 +44,7 @@ def world() -> Iterator[World]:
     with ExitStack() as stack:
         yield World(stack)
     # A receiver ends a moment after its last connection: this test's, and maybe the one before's.
-    until("threads and descriptors to be gone", lambda: not _beyond(before), 20.0)
+    wait_until("threads and descriptors to be gone", lambda: not _beyond(before), 20.0)
 
 
 def _left() -> tuple[int, int]:

@@ -59,7 +59,9 @@ class Conversation:
         number, data = self.client.ask(op, fields, value)
         self.server.receive(data)
         while self.server.next_request() is not None:
-            self.server.perform(self.space, 1, 0.0, lambda *told: self.told.append(told))
+            watched = self.server.perform(self.space, 1, 0.0)
+            if watched is not False:
+                self.told.append((number, watched))
         reader, frames = FrameReader(self.frame_bytes), list[Frame]()
         while self.server.has_more:
             if not self.server.unsent:
@@ -149,7 +151,7 @@ def test_the_rest_of_a_listing_counts_until_it_is_sent_and_is_of_its_moment() ->
     _, data = talk.client.ask("list", {"prefix": ""})
     talk.server.receive(data)
     assert talk.server.next_request() is not None
-    talk.server.perform(talk.space, 1, 0.0, lambda *_: None)
+    talk.server.perform(talk.space, 1, 0.0)
     assert 9 * 20_000 <= talk.server.listed_bytes < 10 * 20_000
     frames = talk.client.feed(talk.sent())
     talk.space.delete("key/9", None)

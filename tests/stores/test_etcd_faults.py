@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from jobs import until
 from ports import held_port
 
 from elasticlib.errors import StoreError, StoreRefused, StoreTimeout, StoreUnavailable
 from elasticlib.stores.etcd import EtcdStore
 from elasticlib.stores.interface import ABSENT
 from elasticlib.testing.store_process import ClientRecipe, said
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = needs_etcd
 
@@ -61,7 +61,7 @@ def until_watched() -> None:
     def watches() -> bool:
         return any(thread.name == "etcd-watch" for thread in threading.enumerate())
 
-    until("a watch", watches)
+    wait_until("a watch", watches)
 
 
 class Relay:

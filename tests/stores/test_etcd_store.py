@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from jobs import until
 from our_words import OurStoreContract
 
 from elasticlib.errors import (
@@ -21,6 +20,7 @@ from elasticlib.errors import (
 from elasticlib.stores.etcd import EtcdStore, Member, read_members
 from elasticlib.stores.interface import Store
 from elasticlib.testing import ClientRecipe
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = needs_etcd
 
@@ -120,8 +120,8 @@ def test_many_ranges_are_watched_with_few_threads(etcd: EtcdServer, room: str) -
         version = store.set("key", b"").version
         for number in range(20):
             assert store.wait(f"{number}/", after=version, timeout=0.01) is False
-        until("unused watches to end", lambda: threading.active_count() <= before + 8, 10.0)
-    until("all watches to end", lambda: threading.active_count() <= before, 10.0)
+        wait_until("unused watches to end", lambda: threading.active_count() <= before + 8, 10.0)
+    wait_until("all watches to end", lambda: threading.active_count() <= before, 10.0)
 
 
 def test_a_replaced_lease_is_ended_in_etcd_too(own_etcd: EtcdServer) -> None:

@@ -17,7 +17,6 @@ import attrs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jobs import until
 from test_wire import frames, raw
 
 from elasticlib.clock import monotonic
@@ -33,6 +32,7 @@ from elasticlib.stores.tcp_protocol import (
 )
 from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
 from elasticlib.testing.store_process import said
+from elasticlib.testing.waiting import wait_until
 
 SECRET = b"a secret of the job"
 HELLO = encode(Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "stranger"}))
@@ -160,8 +160,8 @@ def test_whatever_is_sent_the_server_serves_on_and_keeps_nothing_of_the_sender(
                 if not known:
                     stack.callback(read_to_the_end, connection)
             good.refresh("lease", version)
-        until("strangers to be gone", lambda: server.labels == (good.label,), 10.0)
-        until("no connection of a stranger to be held", lambda: descriptors() <= before, 10.0)
+        wait_until("strangers to be gone", lambda: server.labels == (good.label,), 10.0)
+        wait_until("no connection of a stranger to be held", lambda: descriptors() <= before, 10.0)
         good.refresh("lease", version)
         with TcpStore(server.host, server.port, secret=secret, timeout=10.0) as another:
             another.set("key", b"value")
@@ -314,7 +314,7 @@ def test_a_server_out_of_descriptors_serves_whom_it_has_and_others_when_it_can(
             for _ in range(60):
                 connection = socket.create_connection(("127.0.0.1", port), timeout=10.0)
                 crowd.enter_context(connection).sendall(HELLO)
-            until("the descriptors to be spent", lambda: "cannot accept" in log.read_text())
+            wait_until("the descriptors to be spent", lambda: "cannot accept" in log.read_text())
             for _ in range(100):
                 good.refresh("lease", lease.version)
             entering = threading.Thread(target=late.connect)

@@ -7,13 +7,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from jobs import until
 from places import JOB, PATIENCE, World, is_closed
 
 from elasticlib.errors import StoreUnavailable
 from elasticlib.stores.failover import Place
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
+from elasticlib.testing.waiting import wait_until
 
 
 def test_who_is_asking_where_the_store_leaves_is_told_why_it_left(world: World) -> None:
@@ -52,7 +52,7 @@ def test_who_is_asking_where_the_store_leaves_for_a_better_place_is_told_it(worl
         for _ in ("looking round", "connecting"):
             one.reaching.get(timeout=10.0)
         two.open()
-        until("it to have gone", lambda: store.look_elsewhere(lambda _found, _earlier: True))
+        wait_until("it to have gone", lambda: store.look_elsewhere(lambda _found, _earlier: True))
         with pytest.raises(StoreUnavailable, match=f"now uses the store at {two.endpoint}"):
             asked.result(10.0)
 

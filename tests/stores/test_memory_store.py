@@ -33,18 +33,6 @@ def test_leases_end_by_the_injected_clock_alone() -> None:
         store.refresh("lease", lease.version)
 
 
-def test_expire_says_when_to_look_again() -> None:
-    clock = Clock()
-    store = MemoryStore(clock)
-    assert store.expire() is None
-    store.set("lease", b"", ttl=8.0)
-    looks = 0
-    while (pause := store.expire()) is not None:
-        clock.now += pause
-        looks += 1
-    assert (store.get("lease"), clock.now, looks) == (None, 8.0, 8)
-
-
 def test_a_clock_that_leaps_ends_no_lease_at_once() -> None:
     clock = Clock()
     store = MemoryStore(clock)

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
-from jobs import until
 from our_words import OurStoreContract
 from places import JOB, PATIENCE, Spot, World, is_closed, reaching, until_answered
 
@@ -20,6 +19,7 @@ from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing import ClientRecipe
+from elasticlib.testing.waiting import wait_until
 
 # -- the contract ------------------------------------------------------------------------------
 
@@ -259,12 +259,12 @@ def test_elsewhere_is_every_place_but_this_and_what_is_not_taken_is_closed(world
 
     for _ in range(3):  # a busy machine may take longer than a look
         assert not store.look_elsewhere(refuse)
-    until("both to have been seen", lambda: len({earlier for _, earlier in seen}) == 2)
+    wait_until("both to have been seen", lambda: len({earlier for _, earlier in seen}) == 2)
     for found, earlier in seen:
         assert found in (one.reached if earlier else three.reached)
     for found, _ in seen:
         assert isinstance(found, TcpStore)
-        until("it to be closed", partial(is_closed, found))
+        wait_until("it to be closed", partial(is_closed, found))
     assert store.get("key") == entry
 
 
@@ -281,12 +281,12 @@ def test_who_looks_elsewhere_is_not_held_up_by_one_that_answers_no_question(worl
         del found
         return not earlier or answered.wait(60.0)
 
-    until("the third place to be taken", lambda: store.look_elsewhere(accept))
+    wait_until("the third place to be taken", lambda: store.look_elsewhere(accept))
     assert not answered.is_set()
     assert (store.get("key"), is_closed(two.reached[0])) == (None, True)
     answered.set()
     # What was found too late is left again.
-    until("the first to be left", lambda: all(is_closed(found) for found in one.reached))
+    wait_until("the first to be left", lambda: all(is_closed(found) for found in one.reached))
     with two.joined() as other:
         assert other.get("key") == entry
 
@@ -299,7 +299,7 @@ def test_a_place_where_nobody_serves_or_another_job_does_is_not_offered(world: W
     three.open(job="another")
     assert not store.look_elsewhere(lambda _found, _earlier: True)
     for found in (*two.reached, *three.reached):
-        until("it to be closed", partial(is_closed, found))
+        wait_until("it to be closed", partial(is_closed, found))
     assert not is_closed(one.reached[-1])
 
 
@@ -317,11 +317,11 @@ def test_who_goes_elsewhere_takes_the_first_that_is_accepted_and_leaves_its_own_
     def accept(found: Store, _earlier: bool) -> bool:
         return found.get("key") == entry
 
-    until("it to have gone", lambda: store.look_elsewhere(accept))
+    wait_until("it to have gone", lambda: store.look_elsewhere(accept))
     assert store.get("key") == entry
     assert (store.server, one.served[0].serving) == (None, False)
     for left in (*one.reached, *three.reached):
-        until("it to be closed", partial(is_closed, left))
+        wait_until("it to be closed", partial(is_closed, left))
 
 
 def test_who_hosts_leaves_for_another_server_at_its_place_only_if_nobody_is_with_it(
@@ -339,7 +339,7 @@ def test_who_hosts_leaves_for_another_server_at_its_place_only_if_nobody_is_with
         with one.joined() as other:
             assert not store.follow()
             assert other.get("key") == entry
-        until("the other to be gone", lambda: server.clients == 1)
+        wait_until("the other to be gone", lambda: server.clients == 1)
         assert store.follow()
         assert (store.get("key"), store.server, server.serving) == (None, None, False)
         assert not store.follow()

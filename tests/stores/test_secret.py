@@ -19,7 +19,7 @@ from elasticlib.errors import ConfigError, StoreRefused
 from elasticlib.stores.secret import NONCE_BYTES, Exchange, Role, prove, proves
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, FrameReader, encode
-from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
+from elasticlib.stores.tcp_server import TcpStoreServer
 
 SECRET = b"correct horse battery staple"
 HELLO = Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "test"})
@@ -175,13 +175,7 @@ def test_nobody_learns_the_job_without_the_secret() -> None:
             store.get("key")
 
 
-def test_an_older_client_and_an_older_server_are_refused_by_a_sentence(
-    server: TcpStoreServer,
-) -> None:
-    with dial(server) as connection:
-        refused = ask(connection, Frame("hello", 0, {**HELLO.fields, "protocol": 3}))
-        assert refused.fields["message"] == f"speaks protocol {PROTOCOL}, not 3"
-    # What a server of protocol 3 says of a hello of this one.
+def test_a_server_that_refuses_the_clients_protocol_is_quoted_in_the_error() -> None:
     error = {"kind": "refused", "message": f"speaks protocol 3, not {PROTOCOL}"}
     with (
         impostor([Frame("error", 0, error)]) as (port, _),
@@ -204,16 +198,6 @@ def test_no_operation_is_heard_before_the_proof(server: TcpStoreServer, begin: l
         assert store.get("a") is None
 
 
-def test_a_client_that_stops_at_the_challenge_is_dropped_in_time() -> None:
-    limits = ServerLimits(handshake_seconds=1.5)
-    with (
-        TcpStoreServer("127.0.0.1", 0, secret=SECRET, limits=limits) as server,
-        dial(server) as connection,
-    ):
-        assert ask(connection, HELLO).op == "challenge"
-        assert connection.recv(1000) == b""
-
-
 TOLD = st.binary(min_size=32, max_size=32).map(bytes.hex)
 EXCHANGES = st.builds(Exchange, TOLD, TOLD, st.text(max_size=10))
 ROLES = st.sampled_from(Role)
@@ -228,16 +212,6 @@ def test_a_proof_is_good_for_its_own_secret_role_and_exchange_alone(
     # HMAC pads a short key with zeros, so keys are told apart without those at their ends.
     if (one[0].rstrip(b"\0"), *one[1:]) != (other[0].rstrip(b"\0"), *other[1:]):
         assert not proves(prove(*one), *other)
-
-
-@pytest.mark.parametrize(
-    "change", [{"server_nonce": "2" * 64}, {"client_nonce": "2" * 64}, {"job": "other"}]
-)
-def test_each_part_of_the_exchange_is_proven(change: dict[str, str]) -> None:
-    changed = {"server_nonce": NONCE, "client_nonce": "1" * 64, "job": "job", **change}
-    proof = prove(SECRET, Role.CLIENT, EXCHANGE)
-    assert not proves(proof, SECRET, Role.CLIENT, Exchange(**changed))
-    assert not proves(proof, SECRET, Role.SERVER, EXCHANGE)
 
 
 def test_what_was_told_is_proven_where_it_was_told() -> None:

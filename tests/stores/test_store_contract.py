@@ -37,15 +37,6 @@ class TestFileStore(OurStoreContract):
         )
 
 
-class TestHostedStore(OurStoreContract):
-    """In the process that serves it, beside a client that comes by a connection."""
-
-    @pytest.fixture
-    def make_store(self) -> Iterator[Callable[[], Store]]:
-        with TcpStoreServer("127.0.0.1", 0) as server:
-            yield server.client
-
-
 class TestTcpStore(OurStoreContract):
     host = "127.0.0.1"
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from jobs import until
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import (
@@ -27,6 +26,7 @@ from elasticlib.stores.name_lookup import dial
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, encode
 from elasticlib.stores.tcp_server import TcpStoreServer
+from elasticlib.testing.waiting import wait_until
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_a_name_server_that_does_not_answer_ends_the_attempt_and_is_asked_once(
         assert names.asked == 1
         # A name that takes longer than one attempt is found by a later one.
         names.answers.set()
-        until("the answer to be taken", lambda: reaches(store))
+        wait_until("the answer to be taken", lambda: reaches(store))
         assert names.asked == 1
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticlib.errors import LeaseLost, StoreUnavailable
+from elasticlib.errors import StoreUnavailable
 from elasticlib.stores.failover import MovingStore, Place
 from elasticlib.stores.interface import Listing, Store, Watched
 from elasticlib.stores.memory import MemoryStore
@@ -24,12 +24,8 @@ def server() -> Iterator[TcpStoreServer]:
         yield server
 
 
-@pytest.fixture(params=["tcp", "moving", "hosted"])
+@pytest.fixture(params=["tcp", "moving"])
 def store(request: pytest.FixtureRequest, server: TcpStoreServer) -> Iterator[Store]:
-    if request.param == "hosted":
-        with server.client() as hosted:
-            yield hosted
-        return
     with reached(server) as client:
         if request.param == "tcp":
             yield client
@@ -105,41 +101,15 @@ def test_who_lists_and_watches_misses_nothing(server: TcpStoreServer, store: Sto
             seen = watched
 
 
-def test_in_the_servers_process_and_beyond_all_are_told_of_each_other(
-    server: TcpStoreServer,
-) -> None:
-    with server.client() as here, reached(server) as there:
-        version = here.set("key", b"").version
-        for one, other in ((here, there), (there, here)):
-            heard = [told(store, "watched/", version) for store in (one, other)]
-            version = one.set("watched/a", b"").version
-            assert [each.get(timeout=PATIENCE) for each in heard] == [True, True]
-        lease = here.set("lease", b"", ttl=1000.0)
-        with pytest.raises(LeaseLost, match="another client"):
-            there.refresh("lease", lease.version)
+def test_watch_tells_of_the_end_of_another_clients_leases(server: TcpStoreServer) -> None:
+    with reached(server) as here, reached(server) as there:
         kept = there.set("lease/there", b"", ttl=1000.0)
         gone = told(here, "lease/", kept.version)
         there.close()
         assert gone.get(timeout=PATIENCE) is True
-        assert here.list("lease").entries == (lease,)
-        assert server.labels == ()
-
-
-def test_a_hosted_client_ends_with_its_server() -> None:
-    with TcpStoreServer("127.0.0.1", 0) as server:
-        client = server.client()
-        heard = told(client, "key", client.list("").version)
-        server.close()
-        assert heard.get(timeout=PATIENCE) is False
-        with pytest.raises(StoreUnavailable, match="the server of this store is closed"):
-            client.get("key")
-
-
-def test_a_hosted_lease_that_nobody_refreshes_ends_by_the_servers_thread() -> None:
-    with TcpStoreServer("127.0.0.1", 0) as server, server.client() as client:
-        version = client.set("lease", b"", ttl=0.2).version
-        assert told(client, "lease", version).get(timeout=PATIENCE) is True
-        assert client.get("lease") is None
+        version = here.set("lease/silent", b"", ttl=0.2).version
+        assert told(here, "lease/silent", version).get(timeout=PATIENCE) is True
+        assert here.list("lease").entries == ()
 
 
 def test_a_store_that_can_only_wait_says_so() -> None:

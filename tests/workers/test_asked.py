@@ -11,8 +11,9 @@ from pathlib import Path
 
 from jobs import alive
 from processes import children
-from test_local import Run, poll, shell
+from test_local import Run, shell
 
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import bootstrap
 from elasticlib.workers.interface import DRAIN, Notice
 from elasticlib.workers.session import Guardian
@@ -42,7 +43,10 @@ def training(run: Run) -> Run:
 
 def test_what_workers_report_is_known_while_they_run_and_after_they_have_ended(run: Run) -> None:
     workers = training(run).workers
-    poll(lambda: all(workers.beats()[local].steps > 2 for local in (0, 1)))
+    wait_until(
+        "three steps of each worker",
+        lambda: all(workers.beats()[local].steps > 2 for local in (0, 1)),
+    )
     assert all(beat.attached and beat.saves for beat in workers.beats().values())
     workers.kill()
     ended = {run.end().local_rank, run.end().local_rank}
@@ -54,12 +58,16 @@ def test_what_workers_report_is_known_while_they_run_and_after_they_have_ended(r
 
 def test_the_stacks_of_workers_are_told_and_those_for_people_are_kept(run: Run) -> None:
     workers = training(run).workers
-    poll(lambda: all(beat.steps for beat in workers.beats().values()))
+    wait_until(
+        "a step of each worker", lambda: all(beat.steps for beat in workers.beats().values())
+    )
     assert all(beat.dumps for beat in workers.beats().values())
-    poll(lambda: " in train\n" in workers.dump_stacks_of((1,)).get(1, ""))
+    wait_until(
+        "the stack of worker 1", lambda: " in train\n" in workers.dump_stacks_of((1,)).get(1, "")
+    )
     assert set(workers.dump_stacks_of((1,))) <= {1}
     assert not [*run.folder.glob("*/attempt_0/*/stacks.txt")]
-    poll(lambda: [*workers.dump_stacks()] == [0, 1])
+    wait_until("the stacks of both workers", lambda: [*workers.dump_stacks()] == [0, 1])
     assert all(" in train\n" in run.file("stacks.txt", local) for local in (0, 1))
     assert run.file("stacks.txt").startswith("Stack (most recent call first):")
 
@@ -67,10 +75,12 @@ def test_the_stacks_of_workers_are_told_and_those_for_people_are_kept(run: Run) 
 def test_workers_that_are_notified_stop_at_the_call_that_is_named(run: Run) -> None:
     workers = training(run).workers
     notice = Notice(DRAIN, 60.0)
-    poll(lambda: all(beat.steps for beat in workers.beats().values()))
+    wait_until(
+        "a step of each worker", lambda: all(beat.steps for beat in workers.beats().values())
+    )
     assert workers.notify(notice)
-    poll(lambda: workers.earliest_stop(now=False) is not None)
-    call = workers.earliest_stop(now=False)
+    wait_until("both workers to answer", lambda: workers.earliest_stop() is not None)
+    call = workers.earliest_stop()
     assert call is not None
     workers.stop_at(call, notice)
     ends = [run.end(), run.end()]
@@ -84,7 +94,7 @@ def test_a_guardian_whose_agent_goes_on_is_replaced_when_it_is_killed(run: Run) 
     killed = guardians()
     assert len(killed) == 1
     os.kill(killed[0], signal.SIGKILL)
-    poll(lambda: len(guardians()) == 1 and guardians() != killed)
+    wait_until("another guardian", lambda: len(guardians()) == 1 and guardians() != killed)
 
 
 def guardians() -> list[int]:
@@ -127,4 +137,4 @@ os.kill(os.getpid(), 9)
 def test_what_is_tied_to_a_process_ends_with_it() -> None:
     command = (sys.executable, "-c", TIES, bootstrap.__file__)
     agent = subprocess.run(command, stdout=subprocess.PIPE, timeout=100)
-    poll(lambda: not alive(int(agent.stdout)))
+    wait_until("the worker to end", lambda: not alive(int(agent.stdout)))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from elasticlib.agent.stopping import Need, agreed, decode_need, post_need
 from elasticlib.clock import monotonic
+from elasticlib.errors import ConfigError
 from elasticlib.held_folder import is_held
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel, Channels
 from elasticlib.workers.context import Context
@@ -287,6 +288,17 @@ def test_what_cannot_be_read_is_no_agreement(data: bytes) -> None:
     assert decode_need(post_need(0, Need(3, DRAIN, 1.5)).value) == Need(3, DRAIN, 1.5)
 
 
+def test_a_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> None:
+    agent = Channel.made()
+    agent._words[0] += 1
+    with pytest.raises(ConfigError, match="channel, the agent's has version 3: install the same"):
+        Channel(agent.path)
+    agent._words[0] = 0
+    with pytest.raises(OSError, match="is not a worker's channel"):
+        Channel(agent.path)
+    agent.close()
+
+
 # -- the agent's ends --------------------------------------------------------------------------
 
 
@@ -313,7 +325,7 @@ def test_who_never_asks_is_not_waited_for(channels: Channels) -> None:
     assert channels.notify(Notice(DRAIN, 10.0)) is False
     worker.enter(1)
     assert channels.notify(Notice(DRAIN, 10.0)) is True
-    assert channels.earliest_stop(now=False) == 2
+    assert channels.earliest_stop() == 2
 
 
 def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(channels: Channels) -> None:
@@ -322,7 +334,7 @@ def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(channels
     assert channels.notify(Notice(DRAIN, 10.0)) is False
     worker.tell_starting(monotonic())
     assert channels.notify(Notice(DRAIN, 10.0)) is True
-    assert channels.earliest_stop(now=False) == 1
+    assert channels.earliest_stop() == 1
     worker.tell_starting(monotonic() - STARTING_SECONDS)
     assert channels.notify(Notice(DRAIN, 10.0)) is False
     worker.tell_starting(monotonic())
@@ -338,20 +350,7 @@ def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
     channels.begin()
     channels.open(0)
     assert channels.notify(Notice(DRAIN, 10.0)) is True
-    assert channels.earliest_stop(now=False) == 1
-
-
-def test_who_is_to_save_first_is_asked_when_it_has_or_when_others_have(channels: Channels) -> None:
-    worker = Channel(channels.open(0))
-    worker.enter(1)
-    for now in (False, True):
-        channels.begin()
-        assert channels.notify(Notice(RESIZE, 1e9, after_save=True))
-        assert channels.earliest_stop(now=False) is None
-        if not now:
-            worker.tell_saved(1)
-        assert channels.earliest_stop(now=now) is None  # asked only now
-        assert channels.earliest_stop(now=False) == 2
+    assert channels.earliest_stop() == 1
 
 
 def kept(channels: Channels) -> tuple[Channel, Context]:
@@ -376,11 +375,11 @@ def test_calls_of_an_earlier_group_do_not_count_in_the_next(channels: Channels) 
     channels.begin()
     channels.give_place(0, {"RANK": "1"})
     assert channels.notify(Notice(RESIZE, 10.0)) is True, "it has asked before"
-    assert channels.earliest_stop(now=False) == 1, "whether or not it has taken its place"
+    assert channels.earliest_stop() == 1, "whether or not it has taken its place"
     channels.stop_at(1, Notice(RESIZE, 10.0))
     assert context.take_place() == {"RANK": "1"}
     assert not context.must_leave
-    assert channels.earliest_stop(now=False) == 1
+    assert channels.earliest_stop() == 1
     assert context.should_stop() is not None
 
 
@@ -426,9 +425,9 @@ def test_a_newcomer_is_in_no_group_and_is_asked_nothing_before_it_has_a_place(
     member.enter(1)
     assert channels.notify(Notice(RESIZE, 10.0)) is True
     assert member.enter(2)
-    assert channels.earliest_stop(now=False) is None
+    assert channels.earliest_stop() is None
     member.hold(2)
-    assert channels.earliest_stop(now=False) == 2
+    assert channels.earliest_stop() == 2
     channels.begin()
     channels.give_place(1, {"RANK": "1"})
     assert newcomer.take_place() == {"RANK": "1"}

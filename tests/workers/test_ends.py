@@ -13,9 +13,10 @@ from collections.abc import Iterator
 
 import attrs
 import pytest
-from test_local import Run, poll, shell
+from test_local import Run, shell
 
 from elasticlib.errors import WorkerStartError
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import bootstrap, session
 
 
@@ -36,7 +37,7 @@ def test_a_worker_is_not_taken_for_ended_where_it_can_only_be_looked_at(
     assert run.ends.empty()
     end.touch()
     assert run.end().returncode == 3
-    assert session.members(pid) == []
+    assert session.members_of({pid}) == []
 
 
 def test_what_cannot_be_looked_at_for_now_has_not_been_seen_to_end(
@@ -100,7 +101,7 @@ def test_workers_that_are_closed_leave_no_thread_and_no_open_file(run: Run) -> N
     assert "workers-loop" in held()
     run.workers.close()
     # What other tests left may end meanwhile, so it is asked for what has come.
-    poll(lambda: not held() - before)
+    wait_until("all that was opened to be closed", lambda: not held() - before)
 
 
 # -- what is read of /proc to find what workers have left ------------------------------------------
@@ -155,7 +156,7 @@ def session_with_a_child() -> subprocess.Popen[bytes]:
     assert started.stdout is not None
     with started.stdout:
         assert started.stdout.readline() == b"up\n"
-    assert len(session.members(started.pid)) == 2
+    assert len(session.members_of({started.pid})) == 2
     return started
 
 
@@ -169,7 +170,7 @@ def test_sessions_are_ended_together_by_two_looks_that_open_no_strangers_file(
     # One finds the children, and one that nobody is left.
     assert len(reads.listings) <= 2
     assert not [path for path in reads.files if path.startswith(f"/proc/{stranger}/")]
-    assert not any(session.members(process.pid) for process in started)
+    assert not any(session.members_of({process.pid}) for process in started)
     for process in started:
         process.wait()
 
@@ -184,10 +185,10 @@ ctypes.CDLL(None).pthread_exit(None)
 def test_a_process_whose_first_thread_has_ended_is_still_of_its_session() -> None:
     command = [sys.executable, "-c", FIRST_THREAD_ENDS]
     with subprocess.Popen(command, start_new_session=True) as process:
-        poll(lambda: bootstrap.stat_fields(process.pid)[0] == b"Z", seconds=60.0)
-        assert session.members(process.pid) == [process.pid]
+        wait_until("the first thread to end", lambda: bootstrap.stat_fields(process.pid)[0] == b"Z")
+        assert session.members_of({process.pid}) == [(process.pid, process.pid)]
         assert session.kill_sessions({process.pid: 0}) == []
-    assert session.members(process.pid) == []
+    assert session.members_of({process.pid}) == []
 
 
 def test_workers_that_end_while_others_are_cleaned_up_after_cost_one_more_look(
@@ -209,7 +210,7 @@ def test_workers_that_end_while_others_are_cleaned_up_after_cost_one_more_look(
         cleaner.clean(process.pid, 0, lambda pid=process.pid: cleaned.append(pid))
     reads.listings.clear()
     go_on.set()
-    poll(lambda: len(cleaned) == len(rest))
+    wait_until("the other sessions to be cleaned", lambda: len(cleaned) == len(rest))
     assert len(reads.listings) <= 2
     for process in started:
         process.wait()
@@ -220,7 +221,10 @@ def test_who_collects_workers_reads_nothing_of_other_processes(
 ) -> None:
     run.start(shell(HAS_A_CHILD), count=4)
     pids = [int(name.removeprefix("pid ")) for name in run.workers.running().values()]
-    poll(lambda: all(len(session.members(pid)) == 2 for pid in pids))
+    wait_until(
+        "each worker to have a child",
+        lambda: all(len(session.members_of({pid})) == 2 for pid in pids),
+    )
     reads.listings.clear()
     reads.files.clear()
     run.workers.kill()
@@ -228,4 +232,4 @@ def test_who_collects_workers_reads_nothing_of_other_processes(
     assert threading.current_thread().name not in reads.listings
     assert "workers-loop" not in reads.listings
     assert not [path for path in reads.files if path.startswith(f"/proc/{stranger}/")]
-    assert not any(session.members(pid) for pid in pids)
+    assert not any(session.members_of({pid}) for pid in pids)

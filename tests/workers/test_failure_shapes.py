@@ -15,10 +15,11 @@ import pytest
 from jobs import WITHOUT_TORCH
 from torch.distributed.elastic.multiprocessing import errors as torchs
 
-from elasticlib import ChildFailedError, ProcessFailure, RunResult, WorkerExit, WorkerState, record
+from elasticlib import ChildFailedError, RunResult, WorkerState, record
 from elasticlib.agent.interface import Cause
-from elasticlib.compat.failures import failure_of, failures_of
+from elasticlib.compat.failures import ProcessFailure, failure_of, failures_of
 from elasticlib.errors import NoFailure
+from elasticlib.workers.exit import WorkerExit
 
 RECORD = {
     "message": {

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import attrs
 import pytest
-from jobs import until
 from test_local import Run, shell
 
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.output import (
     TAIL_BYTES,
@@ -235,14 +235,20 @@ def test_a_return_value_that_cannot_be_pickled_is_named_with_rank_path_type_and_
     assert exit_.message in exit_.describe(), "the sentence is not cut"
 
 
+WAITS = """
+import atexit, os, pathlib, sys, time
+folder = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]
+def wait(name):
+    while not (folder / name).exists(): time.sleep(0.001)
+"""
+
+
 def test_who_wrote_of_its_failure_first_is_the_first_though_it_ends_later(
     run: Run, tmp_path: Path
 ) -> None:
     script = tmp_path / "slow_end.py"
     script.write_text(
-        "import atexit, os, pathlib, sys, time\n"
-        "folder = pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).parents[1]\n"
-        "def wait(name):\n    while not (folder / name).exists(): time.sleep(0.001)\n"
+        f"{WAITS}"
         "if os.environ['RANK'] == '0':\n"
         "    atexit.register(wait, 'end')\n    raise ValueError('the cause')\n"
         "wait('0/error.json'); time.sleep(0.02)\nraise OSError('peer is gone')\n"
@@ -263,9 +269,7 @@ def test_who_leaves_by_an_exit_code_is_named_before_the_peers_that_notice_it(
 ) -> None:
     script = tmp_path / "slow_exit.py"
     script.write_text(
-        "import atexit, os, pathlib, sys, time\n"
-        "folder = pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).parents[1]\n"
-        "def wait(name):\n    while not (folder / name).exists(): time.sleep(0.001)\n"
+        f"{WAITS}"
         "if os.environ['RANK'] == '0':\n"
         "    atexit.register(wait, 'end')\n    sys.exit(3)\n"
         "wait('0/error.json.exit'); time.sleep(0.02)\nraise OSError('peer is gone')\n"
@@ -306,9 +310,7 @@ def test_the_first_failure_does_not_depend_on_the_clock_of_the_file_server(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import atexit, os, pathlib, sys, time\n"
-        "folder = pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).parents[1]\n"
-        "def wait(name):\n    while not (folder / name).exists(): time.sleep(0.001)\n"
+        f"{WAITS}"
         "wait('go' + os.environ['RANK'])\n"
         "if os.environ['RANK'] == '0':\n    atexit.register(wait, 'end')\n"
         "raise ValueError('rank ' + os.environ['RANK'])\n"
@@ -320,7 +322,7 @@ def test_the_first_failure_does_not_depend_on_the_clock_of_the_file_server(
     def have_rank_0_fail() -> None:
         # It says that it fails, and does not exit before `end` is there.
         (attempt / "go0").touch()
-        until("rank 0 to write", record.exists)
+        wait_until("rank 0 to write", record.exists)
         for file in record.parent.glob("error.json*"):
             os.utime(file, (file.stat().st_mtime + clock_error_s,) * 2)
 
@@ -379,7 +381,7 @@ def test_what_died_of_our_own_stop_is_not_told_as_somebody_elses_deed(run: Run) 
 def test_a_signal_that_somebody_else_sent_is_not_told_as_ours_after_a_stop(run: Run) -> None:
     # As scancel's, which reaches the workers while their agent has only asked them to save.
     run.writing("1", "0").start(shell("trap '' TERM; echo ready; while :; do sleep 1; done"))
-    until("the worker to ignore SIGTERM", lambda: "ready" in run.file("stdout.log"))
+    wait_until("the worker to ignore SIGTERM", lambda: "ready" in run.file("stdout.log"))
     run.workers.terminate()
     os.kill(int(run.workers.running()[0].removeprefix("pid ")), signal.SIGKILL)
     exit_ = run.end()

@@ -16,9 +16,10 @@ import attrs
 import pytest
 from jobs import WITHOUT_TORCH
 from processes import alive, children
-from test_local import Run, poll
+from test_local import Run
 
 from elasticlib.errors import ConfigError
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import fork_server
 from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import Script
@@ -155,13 +156,26 @@ class Fleet(Run):
         rank = count - 1
         self.start(Script(str(self.script)), count, attempt=rank)
         place = self.folder / f"place.{rank}"
-        poll(place.exists, seconds=60.0)
+        wait_until(f"worker {rank} to start", place.exists)
         pid, parent, deferred = place.read_text().split()
         return Place(int(pid), int(parent), deferred == "True")
 
     def await_deferred_imports(self) -> None:
         """Until they have begun, which they do in a fork server that is idle."""
-        poll((self.folder / "begun").exists, seconds=60.0)
+        wait_until("the deferred imports to begin", (self.folder / "begun").exists)
+
+    def grow_until_second_server(self) -> tuple[int, Place]:
+        """Return the number of workers and the first one that the second fork server started.
+
+        One worker must run before the call. The second server imports the deferred modules; while
+        it is not ready, the first server starts the next worker.
+        """
+        self.await_deferred_imports()
+        for count in range(2, 1000):
+            place = self.grow(count)
+            if place.has_deferred_imports:
+                return count, place
+        raise AssertionError("the second fork server never started a worker")
 
     def end_one(self, rank: int) -> int:
         """Tell a worker to end; its exit code."""
@@ -200,7 +214,7 @@ def test_a_deferred_import_that_fails_or_blocks_affects_no_worker(
     fleet.await_deferred_imports()
     with caplog.at_level(logging.INFO, "elasticlib.workers"):
         # A request that the server cannot answer would be given up after this time.
-        poll(lambda: reason in caplog.text)
+        wait_until("the reason in the log", lambda: reason in caplog.text)
         second = fleet.grow(2)
     assert alive(first.pid)
     assert second.parent == first.parent
@@ -215,13 +229,7 @@ def test_deferred_imports_are_for_later_workers_and_the_first_ones_keep_their_pa
 ) -> None:
     first = fleet.grow(1)
     assert not first.has_deferred_imports
-    fleet.await_deferred_imports()
-    count, later = 1, first
-    while not later.has_deferred_imports:
-        # The second server may not be ready yet when the next worker is asked for.
-        count += 1
-        later = fleet.grow(count)
-        assert count < 1000
+    count, later = fleet.grow_until_second_server()
     assert later.parent != first.parent
     assert all(alive(pid) for pid in (first.pid, first.parent, later.pid))
     assert [fleet.end_one(rank) for rank in range(count)] == [0] * count
@@ -234,12 +242,7 @@ def test_a_second_fork_server_that_is_killed_is_replaced_and_the_first_ones_work
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = fleet.grow(1)
-    fleet.await_deferred_imports()
-    count, later = 1, first
-    while not later.has_deferred_imports:
-        count += 1
-        later = fleet.grow(count)
-        assert count < 1000
+    count, later = fleet.grow_until_second_server()
     (fleet.folder / f"place.{count - 1}").unlink()
     os.kill(later.parent, signal.SIGKILL)
     assert fleet.end().returncode == -signal.SIGKILL

@@ -20,6 +20,7 @@ import pytest
 from elasticlib.errors import ConfigError, WorkerStartError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import bootstrap, session
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.output import OutputPlan, parse_streams
@@ -195,7 +196,7 @@ def test_what_a_worker_started_ends_with_it_even_outside_its_group(run: Run) -> 
     exit_ = run.end()
     child = int(run.file("stdout.log"))
     assert child != exit_.pid
-    assert session.members(exit_.pid) == []
+    assert session.members_of({exit_.pid}) == []
 
 
 def test_all_workers_are_asked_at_once_and_killed_together(run: Run) -> None:
@@ -203,7 +204,7 @@ def test_all_workers_are_asked_at_once_and_killed_together(run: Run) -> None:
     lines: Callable[[], int] = lambda: sum(  # noqa: E731
         len(file.read_text()) > 0 for file in run.folder.glob("*/attempt_0/*/stdout.log")
     )
-    poll(lambda: lines() == 3)
+    wait_until("three workers to start", lambda: lines() == 3)
     run.workers.terminate()
     assert run.ends.empty()
     run.workers.kill()
@@ -212,23 +213,15 @@ def test_all_workers_are_asked_at_once_and_killed_together(run: Run) -> None:
 
 def test_a_worker_that_stands_still_hears_that_it_is_to_stop(run: Run) -> None:
     run.writing("1", "0").start(shell("trap 'echo heard; exit 5' TERM; echo $$; kill -STOP $$"))
-    poll(
-        lambda: any(run.folder.glob("*/attempt_0/0/stdout.log")) and "\n" in run.file("stdout.log")
+    wait_until(
+        "the worker's pid",
+        lambda: any(run.folder.glob("*/attempt_0/0/stdout.log")) and "\n" in run.file("stdout.log"),
     )
     stat = Path(f"/proc/{int(run.file('stdout.log'))}/stat")
-    poll(lambda: ") T " in stat.read_text())
+    wait_until("the worker to be stopped", lambda: ") T " in stat.read_text())
     run.workers.terminate()
     assert run.end().returncode == 5
     assert run.file("stdout.log").endswith("heard\n")
-
-
-def poll(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    waiting = threading.Event()
-    for _ in range(int(seconds / 0.01)):
-        if condition():
-            return
-        waiting.wait(0.01)
-    raise AssertionError("not in time")
 
 
 def test_a_tee_shows_whole_lines_under_the_workers_name_and_loses_none(
@@ -268,19 +261,6 @@ def test_a_guardian_that_stands_still_holds_nobody_up() -> None:
     assert guardian._process is not None
     guardian._process.send_signal(signal.SIGSTOP)
     guardian.close()
-
-
-def test_a_guardian_that_was_killed_is_replaced(run: Run) -> None:
-    run.start(shell("while :; do sleep 1; done"))
-    (name,) = run.workers.running().values()
-    guardian = Guardian(patience=30.0)
-    guardian.add(int(name.removeprefix("pid ")))
-    assert guardian._process is not None
-    guardian._process.send_signal(signal.SIGKILL)
-    guardian._process.wait(10)
-    guardian.remove(1)
-    guardian.close()
-    assert run.end().signal == "SIGKILL"
 
 
 KILLED_AS_IT_REPLACES = """
@@ -333,15 +313,14 @@ sys.path.insert(0, sys.argv[1])
 from test_local import Run
 from elasticlib.workers import processes
 from elasticlib.workers.spec import Script
+from elasticlib.testing.waiting import wait_until
 
 folder, method = Path(sys.argv[2]), sys.argv[3]
 start = processes.Launcher.start
 
 def killed(*args):
     start(*args)
-    deadline = time.monotonic() + 60
-    while not (folder / "child").exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until("a child of the worker", (folder / "child").exists)
     os.kill(os.getpid(), 9)
 
 processes.Launcher.start = killed
@@ -374,7 +353,7 @@ def test_a_worker_whose_agent_is_killed_as_it_starts_leaves_nothing(
     ended = subprocess.run([*program, str(tmp_path), method], timeout=120)
     assert ended.returncode == -signal.SIGKILL
     child = int((tmp_path / "child").read_text())
-    poll(lambda: session.is_over(child))
+    wait_until("the session to end", lambda: session.is_over(child))
 
 
 def test_who_has_a_number_that_was_a_sessions_is_not_ended_for_it() -> None:

@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import ConfigError
-from elasticlib.rendezvous.document import FailureKind, Node
+from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
-from elasticlib.workers.exit import WorkerExit, classify
+from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.hooks import failure_record, read_failure, read_record
 from elasticlib.workers.interface import Notice
 from elasticlib.workers.output import Streams, parse_streams
 from elasticlib.workers.spec import (
-    Entrypoint,
     Ladder,
     Rung,
     Script,
@@ -248,60 +247,9 @@ def test_a_notice_that_nobody_could_heed_is_refused(reason: str, seconds: float)
         Notice(reason, seconds)
 
 
-def kind_of(
-    code: int,
-    message: str = "",
-    *,
-    uptime: float = 1.0,
-    first: bool = True,
-    entrypoint: Entrypoint = SCRIPT,
-) -> FailureKind:
-    exit_ = WorkerExit(0, 0, 77, code, message)
-    return classify(exit_, entrypoint, uptime=uptime, first=first)
-
-
 @pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        (1, "SyntaxError: invalid syntax (train.py, line 3)"),
-        (1, "ModuleNotFoundError: No module named 'numpi'"),
-        (1, "ImportError: cannot import name 'a' from 'b'"),
-        (1, "FileNotFoundError: [Errno 2] No such file or directory: '/w/train.py'"),
-        (2, ""),
-        (127, ""),
-    ],
+    ("code", "was_killed"),
+    [*((-signal, True) for signal in (1, 2, 3, 9, 15)), (-11, False), (-6, False), (1, False)],
 )
-def test_what_a_restart_cannot_mend_is_a_failure_at_start(code: int, message: str) -> None:
-    assert kind_of(code, message) is FailureKind.AT_START
-    # The same program has been at work before, or was for a while: something else has changed.
-    assert kind_of(code, message, first=False) is FailureKind.ORDINARY
-    assert kind_of(code, message, uptime=61.0) is FailureKind.ORDINARY
-
-
-@pytest.mark.parametrize(
-    "why", ["StateMismatch: x", "RuntimeError: Error(s) in loading state_dict for L"]
-)
-def test_nor_can_it_mend_a_state_that_is_another_models_however_late_that_is_found(
-    why: str,
-) -> None:
-    assert kind_of(1, why, uptime=600.0) is FailureKind.AT_START
-    assert kind_of(1, why, first=False) is FailureKind.ORDINARY
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        (1, ""),
-        (1, "ValueError: SyntaxError: told by somebody else"),
-        (1, "FileNotFoundError: [Errno 2] No such file or directory: '/data/part7'"),
-        (-11, ""),
-        (-6, ""),
-    ],
-)
-def test_what_a_restart_may_mend_is_none(code: int, message: str) -> None:
-    assert kind_of(code, message) is FailureKind.ORDINARY
-
-
-@pytest.mark.parametrize("signal", [1, 2, 3, 9, 15])
-def test_who_was_killed_failed_at_nothing(signal: int) -> None:
-    assert kind_of(-signal, "SyntaxError: x") is FailureKind.KILLED
+def test_a_worker_was_killed_if_a_signal_from_outside_ended_it(code: int, was_killed: bool) -> None:
+    assert WorkerExit(0, 0, 77, code, "SyntaxError: x").was_killed is was_killed

@@ -15,11 +15,11 @@ from typing import Any
 
 import attrs
 import pytest
-from test_local import poll
 
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import fork_server, stacks
 from elasticlib.workers.output import OutputPlan, parse_streams
 from elasticlib.workers.processes import LocalWorkers
@@ -325,11 +325,12 @@ def test_a_function_hands_back_its_value_from_both(warm: Runner, cold: Runner) -
 
 
 def test_a_fork_server_that_rests_imports_what_workers_need_later(warm: Runner) -> None:
-    deadline = time.monotonic() + 120
-    while not warm.run(Function(twice, (4,))).value[2]:
-        assert time.monotonic() < deadline
-        # It rests as long as nobody asks it for a worker.
+    def has_deferred_imports() -> bool:
+        # The fork server imports modules only while no worker is requested.
         time.sleep(2 * fork_server.IDLE_SECONDS)
+        return bool(warm.run(Function(twice, (4,))).value[2])
+
+    wait_until("a worker with the deferred imports", has_deferred_imports, 120.0)
 
 
 def test_what_is_drawn_differs_between_workers(warm: Runner, tmp_path: Path) -> None:
@@ -380,7 +381,7 @@ def test_a_fork_server_that_was_killed_is_replaced_and_its_worker_is_noticed(
     os.kill(server, signal.SIGKILL)
     assert warm.end().returncode == -signal.SIGKILL
     assert warm.run(Script(str(ppid))).out == f"{os.getpid()} False\n"
-    poll(lambda: warm.run(Script(str(ppid))).out.endswith(" True\n"), seconds=60.0)
+    wait_until("another fork server", lambda: warm.run(Script(str(ppid))).out.endswith(" True\n"))
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,11 @@ from ...launch.config import LaunchConfig
 from ...launch.console import start_logging
 from ...launch.elastic_launch import run_node, shutdown_seconds
 from ...launch.process import allow_descriptors
-from ...launch.store_host import SPARE_DESCRIPTORS
+from ...launch.store_host import CONNECT_SECONDS, SPARE_DESCRIPTORS
 from ...rendezvous.layout import Keys, StoredJob
 from ...signals import signal_name
 from ...stores.secret import VARIABLE as SECRET
+from ...stores.tcp_client import TcpStore
 from ...stores.tcp_server import TcpStoreServer
 from ...workers.exit import WorkerExit
 from ...workers.spec import Entrypoint, WorkerState
@@ -350,7 +351,13 @@ class Driver:
         self._order = ray.put(order)
         self._config = order.config
         self._server = server
-        self._store = server.client()
+        self._store = TcpStore(
+            server.host,
+            server.port,
+            job=order.config.run_id,
+            connect_timeout=CONNECT_SECONDS,
+            secret=order.secret.encode(),
+        )
         self._new_agent = ray.remote(NodeAgent).options
         self._options = actor_options(resources)
         self._needs = Needs(
@@ -379,6 +386,7 @@ class Driver:
             finally:
                 # Whatever has come up: nothing of the job is left running.
                 self._drop_all()
+                self._store.close()
         if self._error is not None:
             raise self._error
         return merged(self._results, self._asked, self._failure)

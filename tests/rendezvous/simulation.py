@@ -1,4 +1,4 @@
-"""A seeded cluster that never was: many nodes, one store, and whatever can go wrong between.
+"""Simulated cluster for tests of the rendezvous: many nodes, one store, and faults from a seed.
 
 Each node runs the real `LocalNode` step by step; the simulator chooses when each step happens,
 what fails, and how each node's clock differs in origin and rate. The same seed is the same run.
@@ -15,15 +15,15 @@ from functools import partial
 
 import attrs
 
-from ..errors import StoreUnavailable
-from ..rendezvous.decide import Intent
-from ..rendezvous.document import Document, Limits, Node, Phase, Timing
-from ..rendezvous.layout import Keys, StoredJob
-from ..rendezvous.node import LocalNode, Reading
-from ..rendezvous.ranks import Seat
-from ..stores.interface import CompareSet
-from ..stores.keyspace import KeySpace
-from ..stores.memory import MemoryStore
+from elasticlib.errors import StoreUnavailable
+from elasticlib.rendezvous.decide import Intent
+from elasticlib.rendezvous.document import Document, Limits, Node, Phase, Timing
+from elasticlib.rendezvous.layout import Keys, StoredJob
+from elasticlib.rendezvous.node import LocalNode, Reading
+from elasticlib.rendezvous.ranks import Seat
+from elasticlib.stores.interface import CompareSet
+from elasticlib.stores.keyspace import KeySpace
+from elasticlib.stores.memory import MemoryStore
 
 RUN_ID = "sim"
 
@@ -79,35 +79,12 @@ class Mark(enum.Enum):
 
 @attrs.frozen
 class Moment:
-    """One line of a run's story, at the simulator's own time in seconds.
-
-    generation: whose workers start. until: when a node that stands still wakes.
-    """
+    """One line of a run's story, at the simulator's own time in seconds."""
 
     time: float
     node: str
     mark: Mark
     what: str
-    generation: int = 0
-    until: float = 0.0
-
-
-@attrs.frozen
-class Written:
-    """A document, and when it was written."""
-
-    time: float
-    document: Document
-
-
-@attrs.frozen
-class Shift:
-    """One node running the workers of one generation, from `start` to `end`."""
-
-    node: str
-    generation: int
-    start: float
-    end: float
 
 
 class InvariantBroken(AssertionError):
@@ -263,7 +240,7 @@ class SimulatedNode:
     def _start(self) -> None:
         seat = self._simulation.check_seat(self)
         what = f"rank {seat.rank} of {seat.nodes} in {self.training}, with {seat.slots} workers"
-        self._simulation.tell(self.name, Mark.STARTS, what, generation=self.training)
+        self._simulation.tell(self.name, Mark.STARTS, what)
         self.alive_workers, self.said = seat.slots, {seat.slots}
         self.part.keeps = self.keeps
         self.part.intent = self.intent.saying(slots=seat.slots)
@@ -363,12 +340,12 @@ class SimulatedNode:
     def stall(self, seconds: float) -> None:
         self.stalled_until = self._simulation.now + seconds
         what = f"stands still for {seconds:.1f} s"
-        self._simulation.tell(self.name, Mark.STALLS, what, until=self.stalled_until)
+        self._simulation.tell(self.name, Mark.STALLS, what)
 
     def cut_off(self, seconds: float) -> None:
         self.cut_until = self._simulation.now + seconds
         what = f"does not reach the store for {seconds:.1f} s"
-        self._simulation.tell(self.name, Mark.CUT, what, until=self.cut_until)
+        self._simulation.tell(self.name, Mark.CUT, what)
 
     def echo(self, delay: float) -> None:
         """A wake-up comes twice, the second time late: what was read is acted upon again."""
@@ -403,7 +380,7 @@ class Simulation:
         self.lease = lease
         self.now = 0.0
         self.story: list[Moment] = []
-        self.written: list[Written] = []
+        self.documents: list[Document] = []  # every document written, in order
         self.faults = faults or Faults()
         self._fixed = self.limits.fixed_ranks
         self._last: dict[str, Document] = {}
@@ -422,10 +399,8 @@ class Simulation:
         self._count += 1
         heapq.heappush(self._events, (self.now + delay, self._count, event))
 
-    def tell(
-        self, node: str, mark: Mark, what: str, *, generation: int = 0, until: float = 0.0
-    ) -> None:
-        self.story.append(Moment(round(self.now, 3), node, mark, what, generation, until))
+    def tell(self, node: str, mark: Mark, what: str) -> None:
+        self.story.append(Moment(round(self.now, 3), node, mark, what))
 
     def arrive(self) -> None:
         node = SimulatedNode(self, len(self.nodes))
@@ -473,29 +448,6 @@ class Simulation:
         living = [node for node in self.nodes if node.alive]
         if living:
             fault(self.random.choice(living))
-
-    # -- what it was -----------------------------------------------------------------------------
-
-    @property
-    def documents(self) -> list[Document]:
-        """All that were written, in order."""
-        return [written.document for written in self.written]
-
-    @property
-    def shifts(self) -> list[Shift]:
-        """Who ran workers of which generation, and from when to when, as the story tells."""
-        found: list[Shift] = []
-        running: dict[str, Moment] = {}
-        for moment in self.story:
-            if moment.mark is Mark.STARTS:
-                running[moment.node] = moment
-            elif moment.mark in (Mark.STOPS, Mark.CRASHES, Mark.LEAVES):
-                begun = running.pop(moment.node, None)
-                if begun is not None:
-                    shift = Shift(moment.node, begun.generation, begun.time, moment.time)
-                    found.append(shift)
-        still = [Shift(m.node, m.generation, m.time, self.now) for m in running.values()]
-        return [*found, *still]
 
     # -- promises -----------------------------------------------------------------------------
 
@@ -549,7 +501,7 @@ class Simulation:
     def _watch(self, document: Document) -> None:
         last = self._last.get(document.incarnation)
         self._last[document.incarnation] = document
-        self.written.append(Written(round(self.now, 3), document))
+        self.documents.append(document)
         failures = sum(moment.mark is Mark.FAILS for moment in self.story)
         if document.restarts > failures:
             self._broken(f"{document.restarts} restarts were charged for {failures} failures")
