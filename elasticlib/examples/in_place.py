@@ -24,6 +24,7 @@ SAMPLES, GLOBAL_BATCH, EPOCHS, SAVE_EVERY = 80, 8, 3, 5
 
 
 def train(manager: CheckpointManager) -> StepLoop:
+    """Train a linear model, and return the loop after its last step."""
     torch.manual_seed(0)
     inputs = torch.randn(SAMPLES, 8)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
@@ -55,6 +56,7 @@ def train(manager: CheckpointManager) -> StepLoop:
 
 
 def main(checkpoints: str) -> None:
+    """Train with checkpoints in a directory, and print the result on rank 0."""
     elasticlib.init_process_group("gloo")
     with CheckpointManager(checkpoints) as manager:
         loop = train(manager)
