@@ -14,7 +14,7 @@ What is written there is not kept: it becomes a replica in the agent's memory, b
 
     RANK/OFFER/offer     the record of a snapshot; refused where there is no memory for it
     RANK/OFFER/CRC       its pack, piece after piece, each with its CRC-32
-    RANK/OFFER/seal      its sum, or nothing if it has none yet: now it is whole
+    RANK/OFFER/end       nothing: the snapshot is complete now
 
 where RANK is the giver's and OFFER names this snapshot. Both ends prove that they have read the
 board, and know the job's secret if there is one; the taker first, so that a false one is given
@@ -51,22 +51,21 @@ from ..stores.keyspace import Entry, KeySpace, Lease
 from ..stores.secret import NONCE_BYTES, is_digits
 from ..threads import helper
 from ..workers.spec import WorkerGroup
-from .memory import (
-    NEWS,
-    Found,
-    Record,
-    Slots,
-    clear_up,
-    held,
-    look,
-    newest_in,
-    pieces,
-    read_record,
-    remove_torn,
-    sum_of,
-    tell,
-)
 from .persist import LastWrites
+from .snapshot_slots import (
+    WAKEUP_PIPE,
+    AgentWaker,
+    SnapshotHeader,
+    SnapshotRef,
+    SnapshotSlots,
+    header_from_fields,
+    iter_chunks,
+    list_snapshots,
+    lock_snapshot,
+    newest_local_snapshots,
+    remove_incomplete,
+    remove_superseded,
+)
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -169,8 +168,8 @@ class _Coming:
     """A snapshot on its way in. open: holds its slot. at: so many bytes are there."""
 
     offer: str
-    record: Record
-    slots: Slots
+    header: SnapshotHeader
+    slots: SnapshotSlots
     open: contextlib.ExitStack
     view: memoryview
     at: int = 0
@@ -182,11 +181,12 @@ class Mailbox(KeySpace):
     def __init__(self, folder: Path, ranks: Iterable[int]) -> None:
         super().__init__()
         self._folder = folder
-        self._slots: dict[int, dict[Sort, Slots]] = {rank: {} for rank in ranks}
+        self._waker = AgentWaker(folder)
+        self._slots: dict[int, dict[Sort, SnapshotSlots]] = {rank: {} for rank in ranks}
         self._coming: dict[int, _Coming] = {}
 
     def put(self, key: str, value: bytes, lease: Lease | None, now: float) -> Entry:  # noqa: ARG002
-        found = re.fullmatch(r"([0-9]{1,9})/([0-9a-f]{16})/([0-9a-f]{8}|offer|seal)", key)
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9a-f]{16})/([0-9a-f]{8}|offer|end)", key)
         if found is None or int(found[1]) not in self._slots:
             raise StoreRefused("replicas of that node are not kept here")
         rank, offer, what = int(found[1]), found[2], found[3]
@@ -195,7 +195,7 @@ class Mailbox(KeySpace):
                 self._begin(rank, offer, value)
             elif rank not in self._coming or self._coming[rank].offer != offer:
                 raise ValueError("this was not offered, or a later one was")
-            elif what == "seal":
+            elif what == "end":
                 self._end(rank, value)
             else:
                 self._add(self._coming[rank], int(what, 16), value)
@@ -213,11 +213,11 @@ class Mailbox(KeySpace):
 
     def _begin(self, rank: int, offer: str, value: bytes) -> None:
         self._drop(rank)  # what it began before, it does not finish
-        record = read_record(read_json(value))
+        record = header_from_fields(read_json(value))
         kinds, sort = self._slots[rank], (record.name, record.part)
         if sort not in kinds and len(kinds) >= SORTS:
             raise ValueError(f"a node has at most {SORTS} kinds of snapshots")
-        slots = kinds.setdefault(sort, Slots(self._folder, owner=str(rank)))
+        slots = kinds.setdefault(sort, SnapshotSlots(self._folder, owner=str(rank)))
         slots.make_folder()
         free = shutil.disk_usage(self._folder).free
         if record.size + SPARE_BYTES > free:
@@ -226,7 +226,7 @@ class Mailbox(KeySpace):
                 f"{SPARE_BYTES} are left to others"
             )
         stack = contextlib.ExitStack()
-        view = stack.enter_context(slots.writing(record))
+        view = stack.enter_context(slots.open_for_writing(record))
         self._coming[rank] = _Coming(offer, record, slots, stack, view)
 
     def _add(self, coming: _Coming, crc32: int, value: bytes) -> None:
@@ -241,13 +241,11 @@ class Mailbox(KeySpace):
 
     def _end(self, rank: int, value: bytes) -> None:
         coming = self._coming[rank]
-        if coming.at != coming.record.size or not re.fullmatch(b"(?:[0-9a-f]{16})?", value):
-            raise ValueError(f"it is to end at byte {coming.at} of {coming.record.size}")
+        if coming.at != coming.header.size or value:
+            raise ValueError(f"it is to end at byte {coming.at} of {coming.header.size}")
         del self._coming[rank]
         coming.open.close()
-        if value:
-            coming.slots.seal(coming.record, int(value, 16))
-        tell(self._folder)
+        self._waker.wake()
 
     def _drop(self, rank: int) -> None:
         coming = self._coming.pop(rank, None)
@@ -267,6 +265,7 @@ class Giver:
     ) -> None:
         self._info, self._rank, self._folder = info, rank, folder
         self._stores, self._secret = stores, secret
+        self._waker = AgentWaker(folder)
         self._over = threading.Event()
         self._news = threading.Event()
         self._idle = threading.Event()
@@ -341,30 +340,28 @@ class Giver:
                     self._idle.set()
                     self._news.wait()
 
-    def _lacking(self) -> list[Found]:
+    def _lacking(self) -> list[SnapshotRef]:
         """The snapshots that the node has not been offered."""
-        newest = [(one.record, one) for one in newest_in(self._folder)]
+        newest = [(one.header, one) for one in newest_local_snapshots(self._folder)]
         return [one for r, one in newest if self._offered.get((r.name, r.part), 0) < r.sequence]
 
-    def _give(self, store: Store, found: Found) -> None:
-        record = found.record
+    def _give(self, store: Store, found: SnapshotRef) -> None:
+        record = found.header
         offer = f"{self._info.rank}/{secrets.token_hex(8)}"
-        with held(self._folder.parent, found) as handle:
+        with lock_snapshot(self._folder.parent, found) as handle:
             if handle is None:
                 return  # there is a newer one
             try:
                 store.set(f"{offer}/offer", json.dumps(attrs.asdict(record)).encode())
-                chunks = pieces(handle, record.size, CHUNK_BYTES)
+                chunks = iter_chunks(handle, record.size, CHUNK_BYTES)
                 store.set_all((f"{offer}/{zlib.crc32(chunk):08x}", chunk) for chunk in chunks)
-                # To send takes longer than to sum: the worker, if it lives, has summed it by now.
-                summed = sum_of(self._folder.parent, found)
-                store.set(f"{offer}/seal", b"" if summed is None else b"%016x" % summed)
+                store.set(f"{offer}/end", b"")
                 self.given.add((record.name, record.part))
             except StoreRefused as error:
                 # There may be no memory for it; there may be for the next one.
                 self._say(f"node {self._rank} does not keep a replica: {error}")
         self._offered[record.name, record.part] = record.sequence
-        tell(self._folder)
+        self._waker.wake()
 
 
 # -- both, for a generation ------------------------------------------------------------------------
@@ -420,7 +417,8 @@ class Replicating:
 
     def close(self) -> None:
         self._over.set()
-        tell(self._folder)
+        (waker := AgentWaker(self._folder)).wake()
+        waker.close()
         for giver in self._givers:
             giver.stop()
         self._server.close()
@@ -430,9 +428,9 @@ class Replicating:
         self._thread.join(1.0)
 
     def _made_pipe(self) -> int:
-        os.mkfifo(self._folder / NEWS, 0o600)
+        os.mkfifo(self._folder / WAKEUP_PIPE, 0o600)
         # Read and write: a pipe that no worker has open would have come to its end.
-        return os.open(self._folder / NEWS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        return os.open(self._folder / WAKEUP_PIPE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def _watch(self) -> None:
         while not self._over.is_set():
@@ -448,13 +446,13 @@ class Replicating:
             if poll.poll(LOOK_SECONDS * 1000):
                 os.read(self._pipe, 65536)
             # Removed with its folder, the pipe is made anew once a worker has made the folder anew.
-            if not (self._folder / NEWS).exists():
+            if not (self._folder / WAKEUP_PIPE).exists():
                 with contextlib.suppress(OSError):
                     anew = self._made_pipe()
                     os.close(self._pipe)
                     self._pipe = anew
         os.close(self._pipe)
-        (self._folder / NEWS).unlink(missing_ok=True)
+        (self._folder / WAKEUP_PIPE).unlink(missing_ok=True)
 
     def _announce(self) -> None:
         """Say where this node takes replicas."""
@@ -471,11 +469,11 @@ class Replicating:
         """
         if self._cleared:
             return
-        own = [one.record for one in newest_in(self._folder)]
+        own = [one.header for one in newest_local_snapshots(self._folder)]
         in_parts = any(record.parts > 1 for record in own)
         if own and (not in_parts or self._all_are_safe({(r.name, r.part) for r in own})):
-            found, era = look(self._folder.parent), int(self._folder.name)
-            self._cleared = clear_up(self._folder.parent, found, era)
+            found, era = list_snapshots(self._folder.parent), int(self._folder.name)
+            self._cleared = remove_superseded(self._folder.parent, found, era)
 
     def _all_are_safe(self, own: set[Sort]) -> bool:
         store, safe = present(self._info.store, "the store"), f"{self._info.board}snapshots/safe/"
@@ -524,7 +522,7 @@ class SnapshotKeeper(Memory):
             # Workers keep no snapshots. What those before have kept stays for `finish`.
             return
         self._folder = folder
-        remove_torn(folder.parent, int(folder.name))
+        remove_incomplete(folder.parent, int(folder.name))
         if not self._replicas or info.world_size == 1:
             return
         if info.store is None or not info.board:

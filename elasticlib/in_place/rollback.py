@@ -20,7 +20,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.state import Way, changed, fit, values_of
+from ..checkpoint.restore_plan import plan_restore
+from ..checkpoint.state_tree import StatePath, map_leaves, to_plain_values
 from ..logical.logical_workers import LogicalWorkers
 
 
@@ -101,7 +102,7 @@ class StateRollback:
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
             ],
-            other_values=copy.deepcopy(values_of(self._others)),
+            other_values=copy.deepcopy(to_plain_values(self._others)),
         )
 
     @torch.no_grad()
@@ -134,7 +135,7 @@ class StateRollback:
                     current.copy_(value)
                 else:
                     group[name] = value
-        fit(self._others, saved.other_values)()
+        plan_restore(self._others, saved.other_values)()
         return True
 
 
@@ -142,12 +143,12 @@ def _find_instances(state: object, kind: Any) -> list[Any]:
     """Return all values of a type, or of one of several types, at any depth of the state."""
     found: list[Any] = []
 
-    def visit(_path: Way, value: Any) -> Any:
+    def visit(_path: StatePath, value: Any) -> Any:
         if isinstance(value, kind):
             found.append(value)
         return value
 
-    changed(state, visit)
+    map_leaves(state, visit)
     return found
 
 

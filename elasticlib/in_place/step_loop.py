@@ -22,16 +22,15 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..checkpoint.manager import CheckpointManager
-from ..checkpoint.pack import fill, lay_out, unpack
+from ..checkpoint.pack import plan_layout, unpack
 from ..checkpoint.peers import givers, peers_of
 from ..checkpoint.place import new_memory
-from ..checkpoint.snapshots import is_cut
-from ..checkpoint.state import changed, check_names, fit, values_of
-from ..checkpoint.state_dicts import reject_state_dicts
+from ..checkpoint.restore_plan import check_names, plan_restore
+from ..checkpoint.snapshot_source import is_sharded
+from ..checkpoint.state_tree import map_leaves, reject_state_dicts, to_plain_values
 from ..clock import monotonic
 from ..data.batch_sampler import ElasticBatchSampler
 from ..data.position import check_int
@@ -488,7 +487,7 @@ class StepLoop:
                 peers.carry(plan.step, {0: givers([plan.source], nodes, plan.receivers)}, packs)
         if is_receiver:
             self._is_complete = False
-            fit(self._parts, unpack(packs[0], copy=False))()
+            plan_restore(self._parts, unpack(packs[0], copy=False))()
             self.step, self._has_state, self._is_complete = plan.step, True, True
         if self._manager is not None and self._snapshot_every:
             self._manager.taken_over(plan.step, self._parts, plan.source)
@@ -498,7 +497,7 @@ class StepLoop:
 
 def _reject_sharded(state: TrainingState) -> None:
     def visit(_path: object, value: Any) -> Any:
-        if is_cut(value):
+        if is_sharded(value):
             raise ConfigError(
                 "the state has sharded tensors, and the part of a lost worker cannot be taken from"
                 " the others: give steps a function that creates the model and the optimizer for"
@@ -506,7 +505,7 @@ def _reject_sharded(state: TrainingState) -> None:
             )
         return value
 
-    changed(values_of(state), visit)
+    map_leaves(to_plain_values(state), visit)
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -515,7 +514,7 @@ def _is_due(step: int, every: int) -> bool:
 
 def _packed(state: TrainingState) -> memoryview:
     """Return a copy of the state as bytes."""
-    layout = lay_out(values_of(state), {})
-    memory = new_memory(layout.size)
-    fill(layout, torch.frombuffer(memory, dtype=torch.uint8))
-    return memoryview(memory)[: layout.size]
+    image = plan_layout(state)
+    memory = memoryview(new_memory(image.size))
+    image.copy_to(memory)
+    return memory[: image.size]

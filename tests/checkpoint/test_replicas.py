@@ -18,8 +18,7 @@ import attrs
 import pytest
 
 from elasticlib import CheckpointManager, MemoryStore, Node, Script, Store, WorkerSpec
-from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.memory import Found, Record, word_sum
+from elasticlib.checkpoint import snapshot_slots
 from elasticlib.checkpoint.replicas import (
     CHUNK_BYTES,
     MailboxInfo,
@@ -27,6 +26,7 @@ from elasticlib.checkpoint.replicas import (
     decode_mailbox,
     encode_mailbox,
 )
+from elasticlib.checkpoint.snapshot_slots import SnapshotHeader, SnapshotRef
 from elasticlib.errors import CheckpointError, ConfigError, StoreRefused
 from elasticlib.launch.elastic_launch import STRANGERS, snapshot_stores
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
@@ -52,7 +52,7 @@ class Host:
             secret=secret,
             address="127.0.0.1",
         )
-        self.slots: dict[int, memory.Slots] = {}
+        self.slots: dict[int, snapshot_slots.SnapshotSlots] = {}
 
     def _era(self, number: int) -> Path:
         path = self.folder / str(number)
@@ -78,24 +78,27 @@ class Host:
 
     def snapshot(self, step: int, pack: bytes = b"x", **more: int) -> None:
         self.sequence += 1
-        record = Record("s", step, self.sequence, len(pack), "run", self.info.generation, **more)
+        record = SnapshotHeader(
+            "s", step, self.sequence, len(pack), "run", self.info.generation, **more
+        )
         record = attrs.evolve(record, folder=str(self.folder / "disk"))
-        slots = self.slots.setdefault(record.part, memory.Slots(self._era(self.era)))
-        with slots.writing(record) as view:
+        slots = self.slots.setdefault(
+            record.part, snapshot_slots.SnapshotSlots(self._era(self.era))
+        )
+        with slots.open_for_writing(record) as view:
             view[:] = pack
-        slots.seal(record, word_sum(memoryview(bytearray(pack))))
-        memory.tell(self._era(self.era))
+        snapshot_slots.AgentWaker(self._era(self.era)).wake()
 
-    def found(self, owner: str = "") -> list[Found]:
-        return [one for one in memory.look(self.folder) if one.owner == owner]
+    def found(self, owner: str = "") -> list[SnapshotRef]:
+        return [one for one in snapshot_slots.list_snapshots(self.folder) if one.owner == owner]
 
-    def pack(self, one: Found) -> bytes | None:
+    def pack(self, one: SnapshotRef) -> bytes | None:
         """It is whole a moment before its writer lets go of it, and none until then."""
-        with memory.pinned(self.folder, one) as view:
+        with snapshot_slots.map_snapshot(self.folder, one) as view:
             return None if view is None else bytes(view)
 
     def has(self, owner: str, step: int) -> Callable[[], bool]:
-        return lambda: step in [one.record.step for one in self.found(owner)]
+        return lambda: step in [one.header.step for one in self.found(owner)]
 
 
 def generation(number: int, nodes: int, store: Store | None) -> list[RendezvousInfo]:
@@ -137,9 +140,7 @@ def test_each_snapshot_is_with_the_next_node_and_nowhere_else(hosts: list[Host])
         pack = wait_until("its pack", lambda host=host, one=replica: host.pack(one))
         assert pack == large + bytes([int(before)])
         assert not host.found(str((rank + 1) % 3))
-        assert replica.record == hosts[int(before)].found()[0].record
-        wait_until("its sum", lambda f=host.folder, one=replica: memory.sum_of(f, one) is not None)
-        assert memory.sum_of(host.folder, replica) == word_sum(memoryview(bytearray(pack)))
+        assert replica.header == hosts[int(before)].found()[0].header
     for step in (6, 7, 8):
         hosts[0].snapshot(step)
     wait_until("the newest", hosts[1].has("0", 8))
@@ -162,16 +163,16 @@ def test_a_snapshot_that_its_writer_cuts_while_it_is_given_ends_nobody(hosts: li
     host = hosts[0].begin(generation(1, 1, None)[0])
     host.snapshot(5, b"x" * (1 << 20))
     (found,) = host.found()
-    with memory.held(host.folder, found) as handle:
+    with snapshot_slots.lock_snapshot(host.folder, found) as handle:
         assert handle is not None
-        given = memory.pieces(handle, found.record.size, 4096)
+        given = snapshot_slots.iter_chunks(handle, found.header.size, 4096)
         assert next(given) == b"x" * 4096
         os.truncate(Path(host.folder, found.file), 8192)
         with pytest.raises(CheckpointError, match=f"cut to 4096 of {1 << 20} bytes"):
             list(given)
     assert not host.found()
     host.snapshot(6)
-    assert [one.record.step for one in host.found()] == [6]
+    assert [one.header.step for one in host.found()] == [6]
 
 
 def test_replicas_of_a_node_that_is_gone_stay_until_the_new_world_stands_on_its_own(
@@ -213,15 +214,15 @@ def test_one_that_dies_while_it_gives_leaves_the_last_whole_replica(hosts: list[
     giver, taker = generation(1, 2, store)
     hosts[0].begin(taker)
     link = let_in(store, giver, taker.rank)
-    give(link, Record("s", 1, 1, 3, "run", 1), b"old")
-    record = Record("s", 2, 2, 10, "run", 1)
+    give(link, SnapshotHeader("s", 1, 1, 3, "run", 1), b"old")
+    record = SnapshotHeader("s", 2, 2, 10, "run", 1)
     link.set(offer(link, record) + sum_of(b"half"), b"half")
     link.close()
     # It comes again: the broken one has left nothing that counts.
     link = let_in(store, giver, taker.rank)
-    assert [one.record.step for one in hosts[0].found("0")] == [1]
+    assert [one.header.step for one in hosts[0].found("0")] == [1]
     give(link, record, b"0123456789")
-    assert {one.record.step for one in hosts[0].found("0")} == {1, 2}
+    assert {one.header.step for one in hosts[0].found("0")} == {1, 2}
     link.close()
 
 
@@ -250,17 +251,17 @@ def sum_of(piece: bytes) -> str:
     return f"{zlib.crc32(piece):08x}"
 
 
-def offer(link: Store, record: Record, rank: int = 0) -> str:
+def offer(link: Store, record: SnapshotHeader, rank: int = 0) -> str:
     """What the keys of what follows begin with."""
     number = f"{rank}/{secrets.token_hex(8)}/"
     link.set(number + "offer", json.dumps(attrs.asdict(record)).encode())
     return number
 
 
-def give(link: Store, record: Record, pack: bytes, rank: int = 0) -> None:
+def give(link: Store, record: SnapshotHeader, pack: bytes, rank: int = 0) -> None:
     number = offer(link, record, rank)
     link.set(number + sum_of(pack), pack)
-    link.set(number + "seal", b"")
+    link.set(number + "end", b"")
 
 
 def test_strangers_and_those_whose_duty_it_is_not_are_turned_away(hosts: list[Host]) -> None:
@@ -278,7 +279,7 @@ def test_strangers_and_those_whose_duty_it_is_not_are_turned_away(hosts: list[Ho
         let_in(store, earlier, 1)
     link = let_in(store, infos[2], 1)
     with pytest.raises(StoreRefused, match="replicas of that node are not kept"):
-        give(link, Record("s", 1, 1, 3, "run", 1), b"one", rank=2)
+        give(link, SnapshotHeader("s", 1, 1, 3, "run", 1), b"one", rank=2)
     link.close()
     let_in(store, infos[0], 1).close()
 
@@ -321,9 +322,9 @@ def test_silent_strangers_make_way_for_those_whose_duty_it_is(hosts: list[Host])
         # All of them have been taken in, and the first are cut.
         assert strangers[0].recv(1) == b""
         link = let_in(store, giver, taker.rank)
-        give(link, Record("s", 1, 1, 3, "run", 1), b"one")
+        give(link, SnapshotHeader("s", 1, 1, 3, "run", 1), b"one")
         link.close()
-    assert [one.record.step for one in hosts[0].found("0")] == [1]
+    assert [one.header.step for one in hosts[0].found("0")] == [1]
 
 
 def test_what_is_changed_too_much_or_too_large_is_refused(hosts: list[Host]) -> None:
@@ -332,14 +333,14 @@ def test_what_is_changed_too_much_or_too_large_is_refused(hosts: list[Host]) -> 
     hosts[0].begin(taker)
     link = let_in(store, giver, taker.rank)
     with pytest.raises(StoreRefused, match=r"no memory for a replica of \d+ bytes"):
-        offer(link, Record("s", 1, 1, 1 << 60, "run", 1))
-    give(link, Record("s", 1, 1, 3, "run", 1), b"old")
-    record = Record("s", 2, 2, 4, "run", 1)
+        offer(link, SnapshotHeader("s", 1, 1, 1 << 60, "run", 1))
+    give(link, SnapshotHeader("s", 1, 1, 3, "run", 1), b"old")
+    record = SnapshotHeader("s", 2, 2, 4, "run", 1)
     for name, piece, why in (
         (sum_of(b"1234"), b"1235", "corrupted in transit"),
         (sum_of(b"12345"), b"12345", "5 bytes came where 4 were left"),
         (sum_of(b""), b"", "0 bytes came"),
-        ("seal", b"", "at byte 0 of 4"),
+        ("end", b"", "at byte 0 of 4"),
         ("more", b"", "replicas of that node"),
     ):
         number = offer(link, record)
@@ -350,14 +351,14 @@ def test_what_is_changed_too_much_or_too_large_is_refused(hosts: list[Host]) -> 
     number = offer(link, record)
     link.set(number + sum_of(b"1234"), b"1234")
     with pytest.raises(StoreRefused, match="is to end"):
-        link.set(number + "seal", b"xyz")
+        link.set(number + "end", b"xyz")
     for value in (b"", b"[" * 5000, b"{}", b"\xff"):
         with pytest.raises(StoreRefused):
             link.set(f"0/{'a' * 16}/offer", value)
     # It is no store: nothing is kept that anybody could read.
     assert not link.list("").entries
     link.close()
-    assert [one.record.step for one in hosts[0].found("0")] == [1]
+    assert [one.header.step for one in hosts[0].found("0")] == [1]
 
 
 def test_replicas_without_a_store_that_nodes_share_are_refused(hosts: list[Host]) -> None:
