@@ -70,7 +70,7 @@ def test_ranks_that_have_not_met_are_told_to(
         manager.restore(state(0.0))
 
 
-@pytest.mark.usefixtures("memory")
+@pytest.mark.usefixtures("generation_memory")
 @pytest.mark.parametrize(("local_rank", "keeps"), [("0", True), ("3", False)])
 def test_the_first_rank_of_a_node_keeps_the_snapshot_where_all_have_local_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: str, keeps: bool
