@@ -20,15 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from vanishing import vanishing
 
-from elasticlib import Node, Script, WorkerSpec
+from elasticlib import MemoryStore, Node, Script, WorkerSpec
 from elasticlib.checkpoint import snapshot_slots
 from elasticlib.checkpoint.pack import PackImage, plan_layout, unpack
 from elasticlib.checkpoint.peers import Agreed, Held
-from elasticlib.checkpoint.replicas import SnapshotKeeper
+from elasticlib.checkpoint.snapshot_service import NodeSnapshotService
 from elasticlib.checkpoint.snapshot_slots import SnapshotHeader
 from elasticlib.checkpoint.snapshot_source import SnapshotLocation, SnapshotSource
 from elasticlib.errors import CheckpointError
-from elasticlib.launch.elastic_launch import snapshot_stores
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import WorkerGroup
@@ -320,9 +319,9 @@ def test_what_was_being_written_when_a_worker_or_a_giver_ended_is_freed(agent: A
             raise ZeroDivisionError
         slots.close()
     assert len(list(agent.folder.glob("1/*.*"))) >= 3
-    keeper = SnapshotKeeper(lambda number: agent.folder / str(number), snapshot_stores(0))
+    service = NodeSnapshotService(lambda number: agent.folder / str(number), MemoryStore)
     with snapshot_slots.SnapshotSlots(agent.folder / "1").open_for_writing(record):
-        keeper.begin(info, group)
+        service.begin(info, group)
         # One stood still in the middle of it, and goes on.
         assert len(list(agent.folder.glob("1/*.*"))) == 2
     assert sorted(one.header.step for one in snapshot_slots.list_snapshots(agent.folder)) == [1, 9]
