@@ -53,7 +53,7 @@ FROM_MODULES = {
     "data.batch_sampler": ("CollateOrEmpty",),
     "logical.workers": ("LogicalWorker",),
     "checkpoint.commit": ("Save",),
-    "checkpoint.restore": ("Restored",),
+    "checkpoint.restore": ("RestoreResult",),
     "in_place.steps": ("Steps", "Attempt"),
     "observe.report": ("Report",),
     "observe.history": ("History",),

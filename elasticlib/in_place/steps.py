@@ -25,9 +25,9 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
+from ..checkpoint.collectives import peer_group
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.pack import plan_layout, unpack
-from ..checkpoint.peers import givers, peers_of
 from ..checkpoint.place import new_memory
 from ..checkpoint.restore_plan import check_names, plan_restore
 from ..checkpoint.snapshot_source import is_sharded
@@ -35,7 +35,7 @@ from ..checkpoint.state_tree import map_leaves, reject_state_dicts, to_plain_val
 from ..clock import monotonic
 from ..data.batch_sampler import ElasticBatchSampler
 from ..data.position import check_int
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, present
 from ..logical.workers import LogicalWorkers
 from ..workers.context import Stop, context
 from .decide import Takeover, Word, choose
@@ -437,7 +437,7 @@ class Steps:
         if found is None:
             self._restore(words)
         elif self._group is not None:
-            self._take_over(found, words)
+            self._take_over(found)
         self._has_state = self._whole = True
 
     def _restore(self, words: Sequence[Word]) -> None:
@@ -454,20 +454,19 @@ class Steps:
                 " snapshots"
             )
 
-    def _take_over(self, found: Takeover, words: Sequence[Word]) -> None:
+    def _take_over(self, found: Takeover) -> None:
         """All come to the state of the source, which those that lack it are sent."""
         began = monotonic()
-        with peers_of() as peers:
+        with peer_group() as peers:
             takes = peers.rank in found.takers
             # What fails here fails on this worker alone: the others go on without it.
             mine = peers.rank == found.source and found.takers
-            packs = {0: _packed(self._parts)} if mine else {}
+            pack = _packed(self._parts) if mine else None
             if found.takers:
-                nodes = [word.node for word in words]
-                peers.carry(found.step, {0: givers([found.source], nodes, found.takers)}, packs)
+                pack = peers.broadcast_pack(found.step, pack, found.source, found.takers)
         if takes:
             self._whole = False
-            plan_restore(self._parts, unpack(packs[0], copy=False))()
+            plan_restore(self._parts, unpack(present(pack, "a pack"), copy=False))()
             self.step, self._has_state, self._whole = found.step, True, True
         if self._manager is not None and self.snapshot_every:
             self._manager.taken_over(found.step, self._parts, found.source)
