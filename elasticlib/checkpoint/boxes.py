@@ -154,8 +154,9 @@ def read_shards(meta: Mapping[str, Any]) -> list[TensorShard]:
 
 
 def _shard_from_row(row: Sequence[Any]) -> TensorShard:
-    defaults = ((), "cpu", 0)
-    name, dtype, shape, offsets, sizes, stride, device, mesh = (*row, *defaults[len(row) - 5 :])
+    defaults: list[Any] = [(), "cpu", 0]
+    values = [*row, *defaults[len(row) - 5 :]]
+    name, dtype, shape, offsets, sizes, stride, device, mesh = values
     box = Box(tuple(offsets), tuple(sizes))
     shard = TensorShard(name, dtype, tuple(shape), box, tuple(stride), device, mesh)
     counts = (*shard.shape, *box.offsets, *box.sizes, *shard.stride, mesh)

@@ -269,7 +269,7 @@ def test_copies_count_once_and_rows_are_asked_for_where_they_decide_alone() -> N
     # Where elements overlap, the number of them does not say whether all are there.
     twice, rows = pieces(state, {0: (0, 4), 1: (2, 4)})
     assert in_doubt(twice) == rows.keys()
-    assert str(newest_whole(twice, rows)).endswith("and so 2 of the 8 elements of w")
+    assert str(newest_whole(twice, rows)).endswith("so 2 of the 8 elements of w are missing")
     [one], row = pieces(state, {0: ALL})
     assert newest_whole([one], row) == WritePlan(state, (one.share,))
 
