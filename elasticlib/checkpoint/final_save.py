@@ -62,8 +62,8 @@ from ..errors import CheckpointError, describe
 from ..foreign import read_fields, read_json, read_object
 from ..rendezvous.interface import RendezvousInfo
 from ..threads import helper
+from .boxes import TensorShard, describe_missing, format_numbers, read_shards
 from .commit import ClearedAway, Committer, Writer, data_name, scratch_prefix
-from .cover import Chunk, chunks_of, lacking, some
 from .folder import (
     CheckpointFolder,
     DataFile,
@@ -144,12 +144,12 @@ class SavePlan:
     shares: tuple[str, ...]
 
 
-LoadChunks = Callable[[str], Sequence[Chunk] | None]
+LoadChunks = Callable[[str], Sequence[TensorShard] | None]
 """Returns the chunks of a share, or None if they are not available."""
 
 
 def offer_part(
-    state: SnapshotState, part: int, chunks: Sequence[Chunk], *, is_replica: bool = False
+    state: SnapshotState, part: int, chunks: Sequence[TensorShard], *, is_replica: bool = False
 ) -> PartOffer:
     """Return the offer of a part of a sharded state that contains `chunks`."""
     boxes = {(c.name, c.dtype, c.shape, c.box) for c in chunks}
@@ -197,10 +197,10 @@ def _describe_missing(
         chunks = {part: rows for part, rows in loaded.items() if rows is not None}
         try:
             if len(chunks) == len(offers):
-                return lacking(chunks, num_parts)
+                return describe_missing(chunks, num_parts)
         except CheckpointError as error:
             return f"is not consistent: {error}"
-    return f"is not complete: no agent holds {some(missing, 'part')} of {num_parts}"
+    return f"is not complete: no agent holds {format_numbers(missing, 'part')} of {num_parts}"
 
 
 # -- what an agent does next: pure -----------------------------------------------------------------
@@ -350,7 +350,7 @@ class ReportExchange:
         self._version = 0  # of the last report that was published
         self._seen: dict[str, tuple[int, float]] = {}  # version of each report, and when it changed
         self._reports: dict[str, AgentReport] = {}  # of the other agents
-        self._chunks: dict[str, Mapping[str, Sequence[Chunk]]] = {}  # by agent, then by share
+        self._chunks: dict[str, Mapping[str, Sequence[TensorShard]]] = {}  # by agent, then by share
 
     def publish(self, **changes: Any) -> None:
         """Change this agent's report and publish it. Raise OSError if the disk fails."""
@@ -363,12 +363,12 @@ class ReportExchange:
                 self._storage.remove(self._path(f"{self._agent}.{self._version}"))
                 self._version += 1
 
-    def publish_chunks(self, chunks: Mapping[str, Sequence[Chunk]]) -> None:
+    def publish_chunks(self, chunks: Mapping[str, Sequence[TensorShard]]) -> None:
         """Publish the chunks of this agent's parts by share. Raise OSError if the disk fails."""
         self._chunks[self._agent] = chunks
         if self.num_agents > 1 and chunks:
             rows = {
-                share: [chunk.row() for chunk in of_share] for share, of_share in chunks.items()
+                share: [chunk.to_row() for chunk in of_share] for share, of_share in chunks.items()
             }
             data = memoryview(zlib.compress(json.dumps(rows).encode()))
             self._storage.write(self._path(f"{self._agent}.chunks"), data)
@@ -396,7 +396,7 @@ class ReportExchange:
             found[agent] = report
         return found
 
-    def load_chunks(self, share: str) -> Sequence[Chunk] | None:
+    def load_chunks(self, share: str) -> Sequence[TensorShard] | None:
         """Return the chunks of a share as any agent has published them, or None."""
         for agent, report in self.read().items():
             if all(offer.share != share for offer in report.offers):
@@ -405,7 +405,7 @@ class ReportExchange:
                 with contextlib.suppress(OSError, ValueError, zlib.error, CheckpointError):
                     data = self._storage.read(self._path(f"{agent}.chunks"))
                     rows = read_json(zlib.decompress(data)) if data else {}
-                    self._chunks[agent] = {s: chunks_of({"chunks": r}) for s, r in rows.items()}
+                    self._chunks[agent] = {s: read_shards({"shards": r}) for s, r in rows.items()}
             if share in self._chunks.get(agent, {}):
                 return self._chunks[agent][share]
         return None
@@ -436,7 +436,7 @@ class SnapshotSet:
     newest: SnapshotHeader
     offers: list[PartOffer] = attrs.field(factory=list)  # newest first, local before replicas
     refs: dict[Task, SnapshotRef] = attrs.field(factory=dict)  # the snapshot of each offer
-    chunks: dict[str, list[Chunk]] = attrs.field(factory=dict)  # by share
+    chunks: dict[str, list[TensorShard]] = attrs.field(factory=dict)  # by share
 
     @property
     def state(self) -> SnapshotState:
@@ -467,7 +467,7 @@ def snapshot_sets(memory: Path) -> list[SnapshotSet]:
                 with map_snapshot(memory, ref) as view:
                     if view is None:
                         continue
-                    chunks = chunks_of(read_meta(view))
+                    chunks = read_shards(read_meta(view))
             except CheckpointError as error:
                 what = "part %d of the snapshot of step %d is skipped: %s"
                 log.warning(what, header.part, header.step, error)

@@ -18,7 +18,7 @@ from ranks import Ranks
 from test_final_save import Full, nodes
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.cover import Chunk
+from elasticlib.checkpoint.boxes import Box, TensorShard
 from elasticlib.checkpoint.final_save import (
     COMMIT,
     UNSHARDED,
@@ -253,21 +253,21 @@ LEFT, RIGHT, ALL = (0, 4), (4, 4), (0, 8)
 
 def offer_parts(
     state: SnapshotState, ranges: dict[int, tuple[int, int]]
-) -> tuple[list[PartOffer], dict[str, list[Chunk]]]:
+) -> tuple[list[PartOffer], dict[str, list[TensorShard]]]:
     """Return offers of parts of a tensor with 8 elements, and their chunks by share.
 
     Args:
         ranges: the first element and the number of elements by part.
     """
     chunks = {
-        part: [Chunk("w", "float32", (8,), ((begin,), (size,)))]
+        part: [TensorShard("w", "float32", (8,), Box((begin,), (size,)))]
         for part, (begin, size) in ranges.items()
     }
     offers = [offer_part(state, part, chunks[part]) for part in ranges]
     return offers, {offer.share: chunks[offer.part] for offer in offers}
 
 
-def no_chunks(share: str) -> list[Chunk]:
+def no_chunks(share: str) -> list[TensorShard]:
     raise AssertionError(f"the chunks of {share} are not needed")
 
 
