@@ -330,5 +330,5 @@ def test_another_node_writes_for_a_writer_that_stops_responding(
 
 
 def test_final_save_does_not_import_torch() -> None:
-    code = "import sys, elasticlib.checkpoint.replicas; assert 'torch' not in sys.modules"
+    code = "import sys, elasticlib.checkpoint.snapshot_service; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
