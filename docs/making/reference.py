@@ -52,7 +52,7 @@ FROM_MODULES = {
     "launch.backends": ("BackendRequest",),
     "data.batch_sampler": ("CollateOrEmpty",),
     "logical.workers": ("LogicalWorker",),
-    "checkpoint.commit": ("Save",),
+    "checkpoint.save_handle": ("SaveHandle",),
     "checkpoint.restore": ("Restored",),
     "in_place.steps": ("Steps", "Attempt"),
     "observe.report": ("Report",),

@@ -35,10 +35,9 @@ from ..foreign import read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Entry, Store
 from ..threads import helper
-from .commit import ClearedAway, Committer, Writer, data_name
+from .catalog import CheckpointCatalog, DataFile, Retention, folder_of
+from .commit import Committer, FileDeleted, WriterIdentity, data_name
 from .cover import Chunk, chunks_of, lacking, some
-from .folder import CheckpointFolder, DataFile, Retention, folder_of, open_place
-from .place import Place
 from .safetensors_header import read_meta
 from .snapshot_slots import (
     SnapshotHeader,
@@ -47,6 +46,7 @@ from .snapshot_slots import (
     map_snapshot,
     valid_snapshots,
 )
+from .storage import CheckpointStorage, open_storage
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -69,7 +69,7 @@ ATTEMPTS = 4
 WHOLE, COMMIT = "whole", "commit"
 """The one share of a state that is the same on all ranks; and what comes after all shares."""
 
-_ALL = Retention(last=1 << 62)  # which are too many is for the job's own manager to say
+_ALL = Retention(keep_last=1 << 62)  # which are too many is for the job's own manager to say
 
 
 # -- which state the nodes write together: pure ----------------------------------------------------
@@ -408,7 +408,7 @@ class Persisting:
     _memory: Path
     _kind: Kind
     _board: Board
-    _folder: CheckpointFolder
+    _folder: CheckpointCatalog
     _committer: Committer
     _leaves: bool
     _over: threading.Event
@@ -441,7 +441,7 @@ class Persisting:
 
     def _has(self, state: SnapshotState) -> bool:
         """Whether there is a whole checkpoint of the state's step, or of a later one."""
-        for found in self._folder.found():
+        for found in self._folder.list_entries():
             if found.step < state.step:
                 return False
             # A sharded checkpoint of the same step is not read: to read all its parts on each
@@ -556,10 +556,10 @@ class Persisting:
             else:
                 file = self._write(plan, key, claim)
                 if not self._board.done(file=attrs.astuple(file)):
-                    self._committer.abandon(step, file.name)  # another has taken it over
+                    self._committer.discard(step, file.name)  # another has taken it over
         except StoreError:
             raise
-        except ClearedAway as error:
+        except FileDeleted as error:
             return self._cleared_away(plan, said, error)
         except Exception as error:
             return self._failed(plan, key, error)
@@ -574,7 +574,7 @@ class Persisting:
             name = data_name(part, self._committer.writer.token, number)
             return self._committer.write(step, name, view)
 
-    def _cleared_away(self, plan: WritePlan, said: Mapping[str, Said], error: ClearedAway) -> bool:
+    def _cleared_away(self, plan: WritePlan, said: Mapping[str, Said], error: FileDeleted) -> bool:
         """Who has the folder has committed something meanwhile, perhaps this step."""
         self._cleared += 1
         if self._cleared >= ATTEMPTS:
@@ -583,14 +583,14 @@ class Persisting:
         self._board.done()
         if self._has(plan.state):
             raise _GoesOn(str(error))
-        there = self._folder.place.files(folder_of(plan.state.step))
+        there = self._folder.storage.list_files(folder_of(plan.state.step))
         for share, one in said.items():
             if one.file is not None and one.file.name not in there:
                 self._board.forget(self._under(plan) + share, one.version)
         return True
 
     def _failed(self, plan: WritePlan, key: str, error: Exception) -> bool:
-        if isinstance(error, CheckpointRefused) and self._committer.goes_on():
+        if isinstance(error, CheckpointRefused) and self._committer.was_superseded():
             self._board.done()
             raise _GoesOn(str(error)) from error
         self._board.done(failed=describe(error))
@@ -620,7 +620,7 @@ class LastWrites:
         alone: Callable[[], Store],
         *,
         leaves: bool = True,
-        place: Place | None = None,
+        place: CheckpointStorage | None = None,
     ) -> None:
         self._memory, self._info, self._alone = memory, info, alone
         self._leaves, self._place = leaves, place
@@ -715,9 +715,9 @@ class LastWrites:
         record = kind.header
         generation = max(record.generation, self._info.generation if self._info else 0)
         label = f"agent {os.getpid()} on {socket.gethostname()}"
-        writer = Writer(record.run, record.incarnation, generation, board.token, label)
-        folder = CheckpointFolder(self._place or open_place(record.folder))
-        committer = Committer(folder, writer, _ALL, beside=True)
+        writer = WriterIdentity(record.run, record.incarnation, generation, board.token, label)
+        folder = CheckpointCatalog(self._place or open_storage(record.folder))
+        committer = Committer(folder, writer, _ALL, allow_concurrent_writer=True)
         writing = Persisting(self._memory, kind, board, folder, committer, self._leaves, self._over)
         problem = writing.run()
         self.saved = self.saved if writing.saved is None else writing.saved

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, Unreadable, present
-from .folder import CheckpointFolder, Health, Manifest
+from .catalog import CheckpointCatalog, Integrity, Manifest
 from .pack import unpack
 from .peers import (
     DISK,
@@ -37,10 +37,10 @@ from .peers import (
     raise_any,
     tried,
 )
-from .place import LocalPlace
 from .restore_plan import plan_restore
 from .safetensors_header import read_header
 from .sharded import fetch_parts
+from .storage import LocalStorage
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -117,7 +117,7 @@ class DiskSource(Source):
     from changing it."""
 
     def __init__(
-        self, folder: CheckpointFolder, before: Callable[[], object] = lambda: None
+        self, folder: CheckpointCatalog, before: Callable[[], object] = lambda: None
     ) -> None:
         self._folder, self._before = folder, before
         self._troubles: list[Trouble] = []
@@ -128,13 +128,13 @@ class DiskSource(Source):
         """What manifests and sizes say is whole, newest first."""
         self._before()
         found, self._troubles = [], []
-        for one in self._folder.found():
-            if one.manifest and self._folder.health(one.manifest) is not Health.BAD:
+        for one in self._folder.list_entries():
+            if one.manifest and self._folder.integrity(one.manifest) is not Integrity.CORRUPT:
                 found.append(_held(one.manifest))
                 continue
-            trouble = one.trouble if one.flaw else "is damaged: it was found so before"
+            trouble = one.problem if one.corruption else "is damaged: it was found so before"
             why = f"{self._folder.describe(one.step)} {trouble}"
-            self._troubles.append(Trouble(one.step, why, one.unread))
+            self._troubles.append(Trouble(one.step, why, one.is_unreadable))
         return found
 
     def troubles(self) -> Sequence[Trouble]:
@@ -145,7 +145,7 @@ class DiskSource(Source):
         pack at a time, and checked by that."""
         if self._read is None or self._read[0] != (held, part):
             self._read = None  # first, so that there is never a second pack beside it
-            read = self._folder.mapped if self._maps(held) else self._folder.read
+            read = self._folder.map_file if self._maps(held) else self._folder.read
             self._read = (held, part), memoryview(read(self._manifest(held), part))
         return self._read[1]
 
@@ -156,20 +156,20 @@ class DiskSource(Source):
             self.view(held, part)
 
     def head(self, held: Held, part: int = 0) -> bytes:
-        return self._folder.head(self._manifest(held), part)
+        return self._folder.read_header(self._manifest(held), part)
 
     def release(self) -> None:
         self._read = None
         self._manifests.clear()
 
     def _maps(self, held: Held) -> bool:
-        return held.kind == SHARDED_DISK and isinstance(self._folder.place, LocalPlace)
+        return held.kind == SHARDED_DISK and isinstance(self._folder.storage, LocalStorage)
 
     def _manifest(self, held: Held) -> Manifest:
         if held not in self._manifests:
-            what, found = self._folder.describe(held.step), self._folder.look(held.step)
-            if found is not None and found.unread:
-                raise Unreadable(f"{what} {found.trouble}")
+            what, found = self._folder.describe(held.step), self._folder.read_entry(held.step)
+            if found is not None and found.is_unreadable:
+                raise Unreadable(f"{what} {found.problem}")
             manifest = None if found is None else found.manifest
             if manifest is None or _held(manifest) != held:
                 raise CheckpointError(f"{what} was replaced or deleted after it was chosen")
@@ -180,10 +180,10 @@ class DiskSource(Source):
 def _held(manifest: Manifest) -> Held:
     return Held(
         step=manifest.step,
-        kind=SHARDED_DISK if manifest.parts else DISK,
+        kind=SHARDED_DISK if manifest.num_parts else DISK,
         name=manifest.files[0].name,
-        parts=manifest.parts,
-        run=manifest.run,
+        parts=manifest.num_parts,
+        run=manifest.run_id,
         generation=manifest.generation,
     )
 

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.pack import plan_layout, unpack
 from ..checkpoint.peers import givers, peers_of
-from ..checkpoint.place import new_memory
 from ..checkpoint.restore_plan import check_names, plan_restore
 from ..checkpoint.snapshot_source import is_sharded
 from ..checkpoint.state_tree import map_leaves, reject_state_dicts, to_plain_values
+from ..checkpoint.storage import new_memory
 from ..clock import monotonic
 from ..data.batch_sampler import ElasticBatchSampler
 from ..data.position import check_int
@@ -420,7 +420,7 @@ class Steps:
             if self._logical is not None:
                 self._logical.regrouped()
             if self._manager is not None:
-                self._manager.regrouped(local_rank=nodes[:rank].count(nodes[rank]))
+                self._manager.on_group_changed(local_rank=nodes[:rank].count(nodes[rank]))
 
     def _word(self) -> Word:
         """Return what this worker says about its state."""
@@ -470,7 +470,7 @@ class Steps:
             plan_restore(self._parts, unpack(packs[0], copy=False))()
             self.step, self._has_state, self._whole = found.step, True, True
         if self._manager is not None and self.snapshot_every:
-            self._manager.taken_over(found.step, self._parts, found.source)
+            self._manager.on_state_broadcast(found.step, self._parts, found.source)
         if takes:
             context().restored(found.step, source="peer", seconds=monotonic() - began)
 

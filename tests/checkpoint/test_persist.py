@@ -16,11 +16,11 @@ import torch
 from managers import manager_at
 
 from elasticlib import CheckpointManager, MemoryStore, Node, Store
-from elasticlib.checkpoint.folder import CheckpointFolder
+from elasticlib.checkpoint.catalog import CheckpointCatalog
 from elasticlib.checkpoint.pack import plan_layout
 from elasticlib.checkpoint.persist import LastWrites
-from elasticlib.checkpoint.place import Disk, LocalPlace
 from elasticlib.checkpoint.snapshot_slots import SnapshotHeader, SnapshotSlots
+from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.testing.waiting import wait_until
 
@@ -46,11 +46,13 @@ class Host:
             layout.copy_to(view)
         return self
 
-    def write(self, info: RendezvousInfo | None = None, disk: Disk | None = None) -> str:
+    def write(self, info: RendezvousInfo | None = None, disk: DiskCalls | None = None) -> str:
         return self.writes(info, disk).run()
 
-    def writes(self, info: RendezvousInfo | None = None, disk: Disk | None = None) -> LastWrites:
-        place = None if disk is None else LocalPlace(self.checkpoints, disk)
+    def writes(
+        self, info: RendezvousInfo | None = None, disk: DiskCalls | None = None
+    ) -> LastWrites:
+        place = None if disk is None else LocalStorage(self.checkpoints, disk)
         return LastWrites(self.memory, info, MemoryStore, place=place)
 
 
@@ -111,18 +113,19 @@ def test_where_the_job_goes_on_in_a_later_generation_it_is_left_to_that(
     assert CheckpointManager(checkpoints).steps() == [5]
 
 
-class Swept(LocalPlace):
+class Swept(LocalStorage):
     """Where a worker that saves clears away what is written, so many times."""
 
     def __init__(self, folder: Path, times: int) -> None:
         super().__init__(folder)
         self.times = times
 
-    def write(self, name: str, data: memoryview) -> None:
-        super().write(name, data)
+    def write(self, name: str, data: memoryview) -> int:
+        checksum = super().write(name, data)
         if self.times:
             self.times -= 1
             self.remove(name)
+        return checksum
 
 
 def test_what_a_worker_beside_us_clears_away_before_its_commit_is_written_again(
@@ -157,13 +160,13 @@ def test_a_snapshot_is_written_in_the_name_of_the_generation_that_the_agent_was_
 ) -> None:
     """Its workers take the folder in that one, and die before they have made a step."""
     assert host.keep(7).write(nodes(1, MemoryStore(), 4)[0]) == ""
-    found = CheckpointFolder(LocalPlace(checkpoints)).look(7)
+    found = CheckpointCatalog(LocalStorage(checkpoints)).read_entry(7)
     assert found is not None
     assert found.manifest is not None
     assert found.manifest.generation == 4
 
 
-class Meanwhile(Disk):
+class Meanwhile(DiskCalls):
     """Does something once, in the middle of writing data to the disk."""
 
     def __init__(self, act: Callable[[], object]) -> None:
@@ -182,7 +185,7 @@ def test_a_save_that_is_under_way_on_another_node_is_neither_cleared_nor_refused
 ) -> None:
     said: list[str] = []
     disk = Meanwhile(lambda: said.append(host.keep(7).write()))
-    with manager_at(LocalPlace(checkpoints, disk), PLACE) as manager:
+    with manager_at(LocalStorage(checkpoints, disk), PLACE) as manager:
         manager.save(8, state(8))
         manager.wait()
         manager.save(9, state(9))
@@ -207,7 +210,7 @@ def test_what_a_worker_clears_away_is_written_again_unless_its_own_is_there(
     assert CheckpointManager(checkpoints).steps() == steps
 
 
-class Full(Disk):
+class Full(DiskCalls):
     """Takes no data; `tried` says that some was to be written."""
 
     def __init__(self) -> None:
@@ -258,7 +261,7 @@ def test_a_node_writes_by_itself_where_the_store_is_gone(host: Host, checkpoints
     assert CheckpointManager(checkpoints).steps() == [4]
 
 
-class Hanging(Disk):
+class Hanging(DiskCalls):
     """Data that is written waits for this."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ from elasticlib.checkpoint.persist import (
     next_move,
     piece_of,
 )
-from elasticlib.checkpoint.place import LocalPlace
+from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.clock import monotonic
 
 
@@ -198,7 +198,7 @@ def replicate(memory_of: Path, to: Path) -> None:
 @pytest.mark.long
 def test_who_cannot_write_its_parts_is_heard_by_the_others_which_say_so(job: Job) -> None:
     job.leaves([3, 3, 3, 3])
-    full = LocalPlace(job.folder / "checkpoints", Full())
+    full = LocalStorage(job.folder / "checkpoints", Full())
     writes = [
         LastWrites(job.memory(0), job.infos[0], MemoryStore, place=full),
         LastWrites(job.memory(1), job.infos[1], MemoryStore),

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.folder import (
-    MANIFEST,
+from elasticlib.checkpoint.catalog import (
+    MANIFEST_NAME,
     DataFile,
     Manifest,
+    append_checksum,
     encode_manifest,
     folder_of,
-    summed,
 )
-from elasticlib.checkpoint.place import LocalPlace
+from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 
-class Away(LocalPlace):
+class Away(LocalStorage):
     """Of the files whose names end in one of `away`, nothing can be read."""
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class Away(LocalPlace):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)
 
 
-class Short(LocalPlace):
+class Short(LocalStorage):
     """Says that the file has ended three bytes before its end."""
 
     def read_into(self, name: str, buffer: memoryview, **options: Any) -> int:
@@ -63,7 +63,7 @@ def test_a_file_of_which_fewer_bytes_come_than_it_has_is_damaged(tmp_path: Path)
 
 
 def names(*steps: int) -> tuple[str, ...]:
-    return tuple(f"{folder_of(step)}/{MANIFEST}" for step in steps)
+    return tuple(f"{folder_of(step)}/{MANIFEST_NAME}" for step in steps)
 
 
 def data_of(folder: Path, step: int) -> str:
@@ -139,8 +139,8 @@ def test_a_checkpoint_of_a_newer_format_is_neither_deleted_nor_gone_past(tmp_pat
     newer = tmp_path / folder_of(2)
     newer.mkdir()
     data = encode_manifest(Manifest(2, (DataFile("state.pack", 1, 0),)))
-    body = data.rpartition(b"\ncrc32")[0].replace(b'"format":3', b'"format":9')
-    (newer / MANIFEST).write_bytes(summed(body))
+    body = data.rpartition(b"\ncrc32")[0].replace(b'"format":4', b'"format":9')
+    (newer / MANIFEST_NAME).write_bytes(append_checksum(body))
     with CheckpointManager(tmp_path, keep_last=1) as manager:
         with pytest.raises(CheckpointError, match=r"format 9.* nothing older"):
             manager.restore({"w": torch.zeros(3)})
