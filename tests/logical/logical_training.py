@@ -71,6 +71,8 @@ def train(folder, segment):
     """The digest of each step's weights and at last of the optimizer; nothing on other ranks."""
     until, killed, astray = segment["until"], segment.get("killed", -1), segment.get("astray")
     group = dist.new_group(segment["members"]) if "members" in segment else None
+    # A rank that is not in the group leaves at once, while others may still be connecting to it.
+    dist.barrier()
     if dist.get_rank(group) < 0:
         return []
     last = dist.get_rank(group) == dist.get_world_size(group) - 1
