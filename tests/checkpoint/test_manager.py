@@ -480,7 +480,9 @@ def test_restore_of_a_given_step(tmp_path: Path) -> None:
             manager.restore(found, step=-1)
         (path,) = (tmp_path / "step-0000000003").glob("state.*")
         path.write_bytes(b"\1")
-        with pytest.raises(CheckpointError, match=r"step 3 cannot be restored.*step-0000000003 is dam"):
+        with pytest.raises(
+            CheckpointError, match=r"step 3 cannot be restored.*step-0000000003 is dam"
+        ):
             manager.restore(found, step=3)
         assert (found["step"], found["w"].tolist()) == (6, [6, 6, 6])
         # What can be read is not held up by what cannot.
@@ -489,5 +491,5 @@ def test_restore_of_a_given_step(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="this version reads"):
             manager.restore(found)
         assert manager.restore(found, step=6).step == 6
-    with pytest.raises(FileNotFoundError, match="there is no other either"):
+    with pytest.raises(FileNotFoundError, match="there is no other step"):
         CheckpointManager(tmp_path / "empty").restore(found, step=1)

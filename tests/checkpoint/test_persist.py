@@ -147,7 +147,7 @@ def test_another_launchs_folder_is_refused(host: Host, checkpoints: Path) -> Non
     saved(checkpoints, 6, {**PLACE, "launch": "second"})
     said = host.keep(7).write()
     assert said.startswith(f"the snapshot of step 7 was not written to {checkpoints}: ")
-    assert "took this folder over from the launch of" in said
+    assert "took this directory over from the launch of" in said
 
 
 def test_nothing_is_written_of_what_names_no_folder(host: Host, checkpoints: Path) -> None:
