@@ -4,7 +4,7 @@ A pack is a safetensors file (see `safetensors_header`), so any tool can open it
 entry under its name in the state, such as `model/layers.0.weight`. Tensors that are the same memory
 (tied weights) are one entry, and are the same memory again when the pack is read. A dense tensor
 whose dimensions are in another order in memory (channels_last, transposed), or whose dtype
-safetensors does not know, is an entry of bytes, `NAME~storage`; its strides come back. All other
+safetensors does not know, is an entry of bytes, `NAME~storage`; its strides are restored. All other
 tensors (with gaps, expanded, overlapping, conjugated, negated) are saved as plain dense values.
 
 A layout depends on the structure of the state, and on the dtypes, shapes, strides and devices of
@@ -75,7 +75,7 @@ class Shards:
 
 @attrs.frozen(eq=False)
 class PackLayout:
-    """Where each tensor of a state is in a pack. It refers to no memory of the state."""
+    """The position of each tensor of a state in a pack. It refers to no memory of the state."""
 
     key: tuple[Any, ...]  # what the layout depends on
     tree: bytes  # the end of the header

@@ -24,7 +24,7 @@ def lock_pages(address: int, size: int) -> bool:
 
 
 def unlock_pages(address: int) -> None:
-    """Unlock the pages of the range of memory that begins at this address."""
+    """Unlock the pages of the range of memory that starts at this address."""
     _cuda().cudaHostUnregister(address)
 
 

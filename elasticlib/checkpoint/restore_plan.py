@@ -58,8 +58,9 @@ def check_names(state: object) -> dict[str, Any]:
 def plan_restore(
     state: MutableMapping[str, Any], saved: object, *, strict: bool = True
 ) -> Callable[[], None]:
-    """Return a function that puts `saved` into `state` in place. Until it is called, nothing
-    changes.
+    """Return a function that puts `saved` into `state` in place.
+
+    Until that function is called, nothing changes.
 
     Args:
         state: Names to objects, containers, tensors and plain values. `load_state_dict` is not

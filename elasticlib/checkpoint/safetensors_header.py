@@ -1,4 +1,4 @@
-"""Header of a pack: its size, its checksums, the plain values of the state, and where tensors lie.
+"""Header of a pack: its size, its checksums, the plain values of the state, and where tensors are.
 
 A pack is a safetensors file. The data begin at a multiple of 4096 bytes, because the JSON header is
 padded with spaces, and the header's `__metadata__` has three strings before the entries::
@@ -152,7 +152,7 @@ def order_entries(sizes: Sequence[int]) -> list[int]:
     """Return the order in which entries of these sizes are written.
 
     safetensors allows no gaps between entries. They are sorted by the largest power of two that
-    divides their size, so that each begins at a multiple of its element size, and of `ALIGNMENT` if
+    divides their size, so that each starts at a multiple of its element size, and of `ALIGNMENT` if
     its size is a multiple of that.
     """
 

@@ -129,7 +129,7 @@ def header_from_fields(fields: Any) -> SnapshotHeader:
 
 @attrs.define(eq=False)
 class Slot:
-    """One slot of a writer."""
+    """A slot of a writer."""
 
     capacity: int  # bytes after the header
     header: SnapshotHeader | None = None  # None if the slot contains no complete snapshot
@@ -147,11 +147,15 @@ def choose_slots(
         The slots that can hold it, the best one first, and the slots that are of no more use. The
         newest `num_retained` complete snapshots are in neither list.
     """
-    order = sorted(slots, key=lambda slot: slot.header.sequence if slot.header else 0)
+    order = sorted(slots, key=_sequence)
     retained = [slot for slot in order if slot.header][-num_retained:]
     free = [slot for slot in order if slot not in retained]
     usable = [slot for slot in free if size <= slot.capacity <= size * MAX_OVERSIZE_FACTOR]
     return usable, [slot for slot in free if slot not in usable]
+
+
+def _sequence(slot: Slot) -> int:
+    return slot.header.sequence if slot.header else 0
 
 
 SnapshotSeries: TypeAlias = tuple[str, str, int, int]
@@ -181,9 +185,9 @@ class SnapshotRef:
 def valid_snapshots(refs: Iterable[SnapshotRef]) -> tuple[SnapshotRef, ...]:
     """Return the snapshots that a job may resume from.
 
-    The newest step comes first; for equal steps, this node's own come first. A worker that resumed
-    from an earlier step has abandoned the later ones: a snapshot is valid only if all that were
-    written after it in its series are of later steps.
+    Newer steps precede older ones; for equal steps, this node's own snapshots are first. A worker
+    that resumed from an earlier step has abandoned the later ones: a snapshot is valid only if all
+    that were written after it in its series are of later steps.
     """
     lowest: dict[SnapshotSeries, int] = {}
     valid = []
@@ -231,8 +235,8 @@ def abandoned_snapshots(
         if ref.header.step <= step and len(last) < ref.header.num_retained:
             last.append(ref)
     abandoned = (ref for ref in earlier if ref not in retained.get(ref.series, []))
-    # The newest step goes first. If this process is killed in between, an abandoned snapshot must
-    # not be the only one that is left.
+    # The newest step is removed first. If this process is killed in between, an abandoned snapshot
+    # must not be the only one that is left.
     return tuple(sorted(abandoned, key=lambda ref: (-ref.header.step, ref.order)))
 
 
@@ -249,10 +253,10 @@ class SlotFile(Slot):
     # The first bytes of the file that have memory. Writing after them could raise SIGBUS.
     reserved: int = 0
     is_unused: bool = True  # whether no snapshot was written here yet
-    is_dropped: bool = False  # whether this process has begun to free it
+    num_writes: int = 0
+    is_dropped: bool = False  # whether this process is freeing it
     # The layout of the last snapshot here, and the views of the memory that belong to it.
     views: tuple[Any, list[Any]] | None = None
-    on_close: Callable[[], object] | None = None  # called before the memory is unmapped
 
     def view(self, size: int) -> memoryview:
         """Return the memory of a pack of this size."""
@@ -272,8 +276,6 @@ class SlotFile(Slot):
         """Unmap the file. It stays where it is."""
         self.is_unused = False
         self.views = None
-        if self.on_close is not None:
-            self.on_close()
         os.close(self.handle)
         # A tensor that is a view of the memory keeps it until the tensor is deleted.
         with contextlib.suppress(BufferError):
@@ -300,8 +302,8 @@ class SlotWrite:
         slot = self.slot
         if slot is None:
             return
-        # In this order a complete snapshot is never left locked, wherever an exception interrupts
-        # this method. In between, the slot contains no snapshot, and readers skip it.
+        # In this order a complete snapshot is never left locked, whichever line an exception
+        # interrupts. In between, the slot contains no snapshot, and readers skip it.
         fcntl.flock(slot.handle, fcntl.LOCK_UN)
         if kind is None:
             slot.memory[: len(self._text)] = self._text
@@ -340,16 +342,11 @@ class SnapshotSlots:
         """
         return SlotWrite(self, header)
 
-    def has_free_slot(self, header: SnapshotHeader) -> bool:
-        """Return True if another snapshot like this one finds a slot."""
-        with self._lock:
-            return bool(choose_slots(self._files, header.size, header.num_retained)[0])
-
     def preallocate(self, header: SnapshotHeader, may_continue: Callable[[], bool]) -> None:
         """Create a slot for the snapshot after this one, unless there is one or memory is short.
 
         Its pages are populated, too, which takes several times as long as writing into them. This
-        is done in chunks, so a writer that needs the slot meanwhile uses it as it is.
+        is done in chunks, so a writer that needs the slot earlier uses it as it is.
 
         Args:
             header: The header of a snapshot of the same size.
@@ -427,6 +424,7 @@ class SnapshotSlots:
             self._drop([file])
             raise self._out_of_memory(size, error) from error
         file.is_unused = False
+        file.num_writes += 1
         return file
 
     def _drop(self, files: list[SlotFile]) -> None:
@@ -579,7 +577,7 @@ def lock_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[
 def map_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[memoryview | None]:
     """Map the pack of a snapshot, which does not change within the block.
 
-    Use this only if the writer has ended or is this process. If the writer truncated the file,
+    Use this only if the writer has exited or is this process. If the writer truncated the file,
     reading it would kill the reader; `iter_chunks` is safe.
 
     Yields:
@@ -608,7 +606,7 @@ def iter_chunks(handle: int, size: int, chunk_bytes: int) -> Iterator[bytes]:
     """Read the pack of a locked snapshot of `size` bytes in chunks.
 
     Raises:
-        CheckpointError: The file was truncated meanwhile.
+        CheckpointError: The file was truncated while it was read.
     """
     at = 0
     while at < size:
@@ -643,7 +641,7 @@ def remove_superseded(
 
 
 def remove_incomplete(memory: str | os.PathLike[str], era: int) -> None:
-    """Free the slots of earlier attempts whose writers ended in the middle of a snapshot."""
+    """Free the slots of earlier attempts whose writers were killed in the middle of a snapshot."""
     for path in _slot_paths(memory):
         if int(path.parent.name) >= era:
             continue

@@ -18,14 +18,12 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import attrs
-import torch
 
 from ..clock import monotonic
 from ..errors import CheckpointCorrupt, CheckpointError, present
 from ..threads import CallRejected, ExclusiveCall, Latch, helper
 from ..workers.spec import SNAPSHOTS
 from .pack import LayoutCache, PackImage
-from .page_lock import is_page_lockable, lock_pages, unlock_pages
 from .peers import MEMORY, Agreed, Held, Source
 from .safetensors_header import read_header
 from .sharded import plan_part_layout
@@ -49,7 +47,7 @@ log = logging.getLogger("elasticlib.checkpoint")
 
 Result = TypeVar("Result")
 
-_STOP_POLL_INTERVAL_S = 0.005  # between two looks whether the background thread has ended
+_STOP_POLL_INTERVAL_S = 0.005  # between checks whether the background thread has exited
 
 
 @attrs.frozen
@@ -198,20 +196,26 @@ class SnapshotSource(Source):
     ) -> None:
         """Write a snapshot that was planned. The arguments are fields of its header."""
         self._sequence = (self._sequence or self._last_sequence(part)) + 1
-        header = attrs.evolve(
-            self._header,
+        last = self._header  # `attrs.evolve` would take as long as the rest of this method
+        header = SnapshotHeader(
+            name=last.name,
             step=step,
             sequence=self._sequence,
             size=image.size,
+            run=last.run,
+            generation=last.generation,
             part=part,
             parts=parts,
+            folder=last.folder,
+            incarnation=last.incarnation,
             sharded=sharded,
         )
         try:
             self._allocator.pause()
             write = self._slots.open_for_writing(header)
             with write as view:
-                _copy(image, present(write.slot, "the slot"), view)
+                slot = present(write.slot, "the slot")
+                _copy(image, slot, view)
             self._header = header
             # Snapshots that are not needed any more are freed before memory is allocated.
             is_due = self._has_earlier and header.sequence >= header.num_retained
@@ -219,7 +223,8 @@ class SnapshotSource(Source):
                 self._has_earlier = not remove_superseded(self._memory, self._list(), self._era)
         finally:
             self._allocator.resume()
-        if not self._slots.has_free_slot(header):
+        if slot.num_writes == 1:
+            # The next snapshot uses the slot of an earlier one if this one did not need a new slot.
             self._allocator.begin(header)
 
     def held(self) -> Sequence[Held]:
@@ -283,7 +288,7 @@ class SnapshotSource(Source):
     def adopt_restored_step(self, found: Agreed, state: object) -> None:
         """Prepare for snapshots after all ranks have restored a step.
 
-        Snapshots of later steps are freed. If the state came from another node's memory, this node
+        Snapshots of later steps are freed. If the state was received from another node, this node
         keeps a snapshot of it, too, because the other node may be lost next. Of a sharded state
         each rank keeps its new part if any rank received a part of it.
         """
@@ -331,11 +336,6 @@ def _copy(image: PackImage, slot: SlotFile, view: memoryview) -> None:
     """Copy a state into the memory of a slot."""
     if slot.views is None or slot.views[0] is not image.layout:
         slot.views = (image.layout, image.layout.views(view))
-    if is_page_lockable(image.layout.devices) and slot.on_close is None:
-        memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
-        # The function must not refer to the memory, which `close` could not unmap then.
-        slot.on_close = partial(unlock_pages, memory.data_ptr())
-        lock_pages(memory.data_ptr(), len(memory))
     image.copy_to(view, slot.views[1])
 
 
@@ -381,11 +381,11 @@ class _Preallocation:
             _thread.start_new_thread(helper(self._run, "elasticlib-snapshot-memory").start, ())
 
     def forget(self) -> None:
-        """Do not allocate memory that was not begun."""
+        """Discard the request, unless its memory is being allocated."""
         self._next.clear()
 
     def close(self) -> None:
-        """Stop the thread, and wait until it has ended."""
+        """Stop the thread, and wait until it has exited."""
         self._is_closed = True
         self._changes.put(None)
         while self._working.is_running:

@@ -41,7 +41,7 @@ def state_dict_owner(value: dict[Any, Any]) -> str | None:
 
 
 def describe_state_dict(owner: str) -> str:
-    """Return why the state dict of this kind of object is rejected, as the end of a sentence."""
+    """Return the end of the error message that rejects the state dict of this kind of object."""
     article = "an" if owner == "optimizer" else "a"
     return (
         f"is the state_dict() of {article} {owner}, which is a copy: restore cannot change the "

@@ -24,7 +24,7 @@ import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import attrs
 import torch
@@ -100,8 +100,7 @@ def _escape_key(key: object) -> str:
 # -- objects that have a state of their own --------------------------------------------------------
 
 
-@attrs.frozen
-class StateAccessor:
+class StateAccessor(NamedTuple):
     """The functions that return the state of an object and set it."""
 
     get_state: Callable[[], Any]
@@ -234,8 +233,13 @@ def local_tensor(value: Any) -> torch.Tensor:
 
 
 def reject_state_dicts(state: object, path: StatePath = ()) -> None:
-    """Raise CheckpointError if a state contains the state dict of an object of torch or elasticlib
-    that has to be given itself. What the objects in the state return is not checked."""
+    """Reject a state that contains the state dict of an object that has to be given itself.
+
+    What the objects in the state return is not checked.
+
+    Raises:
+        CheckpointError: The state contains such a state dict; the message names its path.
+    """
     if type(state) is dict and (owner := state_dict_owner(state)):
         raise CheckpointError(f"{format_path(path)} {describe_state_dict(owner)}")
     if is_container(state):
@@ -482,7 +486,7 @@ def flatten(state: object, *, reject_state_dicts: bool = False) -> FlatState:
 
 
 class _Flattener:
-    """One walk over a state."""
+    """A walk over a state, which collects its parts in a FlatState."""
 
     def __init__(self, reject_state_dicts: bool) -> None:
         self.flat = FlatState()

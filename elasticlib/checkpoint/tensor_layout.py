@@ -73,7 +73,7 @@ class StridedLayout:
 
     @property
     def is_dense(self) -> bool:
-        """True if the elements lie side by side, in any order of the dimensions."""
+        """True if the elements are adjacent, in any order of the dimensions."""
         if math.prod(self.shape) != self.extent:
             return False
         reached = 1

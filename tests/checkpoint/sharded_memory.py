@@ -73,7 +73,7 @@ def go_on(folder: Path, sizes: Mesh, nodes: list[int]) -> dict[str, Any]:
     before = shared(state)
     with on_node(folder, nodes[dist.get_rank()], 2) as manager:
         found = manager.restore(state)
-        held = manager._memory
+        held = manager._snapshots
         assert held is not None
         parts = sorted((one.step, one.part, one.parts) for one in held.held())
     now = shared(state)
@@ -169,7 +169,7 @@ def go_on_with_large(folder: Path, nodes: list[int]) -> tuple[int, int]:
     with on_node(folder, nodes[dist.get_rank()], 2) as manager:
         state = large(0.0)
         memories = [shard.to_local().data_ptr() for shard in state.values()]
-        held, disk = manager._memory, DiskSource(manager._reader)
+        held, disk = manager._snapshots, DiskSource(manager._catalog)
         assert held is not None
         with Peak() as memory:
             found = restore_from([held, disk], state, node=str(nodes[dist.get_rank()]))
