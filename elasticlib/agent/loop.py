@@ -118,9 +118,10 @@ class ElasticAgent:
         ladder: how workers are stopped, on every path.
         interval: seconds between polls of a handler that cannot report changes.
         options: which signals it heeds, and how long workers may save.
-        memory: what is kept for the workers over all generations, such as a `SnapshotKeeper`. If it
-            is left out, workers still restore from their own node's memory, but no other node keeps
-            their snapshots, and none is written to the disk when the job ends early.
+        memory: what is kept for the workers over all generations, such as a
+            `NodeSnapshotService`. If it is left out, workers still restore from their own node's
+            memory, but no other node keeps their snapshots, and none is written to the disk when
+            the job ends early.
         journal: is told what happens, and how the workers' steps go on; nobody, if left out. One
             that raises is told no more.
     """

@@ -618,7 +618,7 @@ class CheckpointCatalog:
             if not manifest.num_parts:
                 # The tensors may use this memory, because no other object refers to it.
                 return unpack(read_part(0), map_location=map_location, copy=False)
-            from .sharded import load_parts
+            from .reshard import load_parts
 
             headers = [self.read_header(manifest, at) for at in range(manifest.num_parts)]
             return load_parts(headers, read_part, like, map_location=map_location)

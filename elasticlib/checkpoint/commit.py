@@ -50,7 +50,7 @@ from .catalog import (
 from .storage import FileTooLarge, temp_target
 
 if TYPE_CHECKING:
-    from .peers import Peers
+    from .collectives import PeerGroup
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -485,14 +485,14 @@ class RankWriters:
             collectives never mix with those of the training; None if only this rank writes.
     """
 
-    def __init__(self, committer: Committer, peers: Peers | None = None) -> None:
+    def __init__(self, committer: Committer, peers: PeerGroup | None = None) -> None:
         self.rank = peers.rank if peers else 0
         self._committer, self._peers = committer, peers
         self._num_saves = 0
         self._kind = f"part-{self.rank:05d}" if peers else "state"
         # The files of all ranks have the token of the writer that commits them.
         token = committer.writer.token
-        self._token: str = peers.words({"token": token})[0]["token"] if peers else token
+        self._token: str = peers.all_gather_json(token)[0] if peers else token
 
     def write(
         self, step: int, data: memoryview, world_size: int = 0, *, is_pinned: bool = False
@@ -534,5 +534,5 @@ class RankWriters:
         if self._peers is None:
             rows = [run()]
         else:
-            rows = self._peers.results(run, f"could not save step {step}")
+            rows = self._peers.gather_results(run, f"could not save step {step}")
         return tuple(DataFile(*row) for row in rows if row)

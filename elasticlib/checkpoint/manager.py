@@ -29,14 +29,22 @@ from ..errors import CheckpointError, ConfigError
 from ..threads import CallRejected, ExclusiveCall
 from ..workers.context import context
 from .catalog import CheckpointCatalog, Retention, Selection, check_step
+from .collectives import PeerGroup
 from .commit import Committer, FolderNotWritable, RankWriters, WriterIdentity
 from .pack import LayoutCache, PackImage, PackLayout
 from .page_lock import is_page_lockable, lock_pages, unlock_pages
-from .peers import MEMORY, Agreed, Peers, Source
-from .restore import DiskSource, IfUnusable, Restored, restore_from
+from .reshard import plan_part_layout
+from .restore import (
+    MEMORY,
+    DiskSource,
+    IfUnusable,
+    RestoreAgreement,
+    RestoreResult,
+    StateSource,
+    restore_from,
+)
 from .restore_plan import check_names
 from .save_handle import LocalSave, RemoteSave, SaveHandle, SaveResults, SkippedSave
-from .sharded import plan_part_layout
 from .snapshot_source import SnapshotSource, snapshot_location
 from .state_tree import flatten, reject_state_dicts
 from .storage import CheckpointStorage, FsspecStorage, LocalStorage, new_memory, open_storage
@@ -414,7 +422,7 @@ class CheckpointManager:
             source: the rank that sent it.
         """
         if (snapshots := self._snapshots) is not None:
-            agreed = Agreed(step, MEMORY, source, self._rank_info.rank)
+            agreed = RestoreAgreement(step, MEMORY, source, self._rank_info.rank)
             snapshots.adopt_restored_step(agreed, state)
 
     @property
@@ -534,7 +542,7 @@ class CheckpointManager:
         *,
         strict: bool = True,
         if_unusable: IfUnusable = "raise",
-    ) -> Restored:
+    ) -> RestoreResult:
         """Bring the state of all ranks to the newest usable snapshot or checkpoint.
 
         All ranks call it. Snapshots and checkpoints of all nodes count: a state that only one node
@@ -584,7 +592,7 @@ class CheckpointManager:
         reject_state_dicts(names)
         options: Any = {"step": step, "strict": strict, "if_unusable": if_unusable}
         agreed = restore_from(sources, names, self._group, node=node, **options)
-        result = Restored(agreed.step, agreed.source, agreed.passed_over)
+        result = RestoreResult(agreed.step, agreed.source, agreed.skipped)
         if step is not None and not result:
             raise self._not_restored(step, result, sources)
         if snapshots is not None:
@@ -594,13 +602,13 @@ class CheckpointManager:
             context().restored(result.step, source=result.source, seconds=seconds)
         return result
 
-    def _not_restored(self, step: int, result: Restored, sources: Sequence[Source]) -> Exception:
+    def _not_restored(
+        self, step: int, result: RestoreResult, sources: Sequence[StateSource]
+    ) -> Exception:
         """Return the error for a given step that was not restored."""
-        if result.passed_over:
-            return CheckpointError(
-                f"step {step} cannot be restored: {'; '.join(result.passed_over)}"
-            )
-        steps = sorted({held.step for source in sources for held in source.held()})
+        if result.skipped:
+            return CheckpointError(f"step {step} cannot be restored: {'; '.join(result.skipped)}")
+        steps = sorted({stored.step for source in sources for stored in source.list_states()})
         others = f"there are {', '.join(map(str, steps))}" if steps else "there is no other step"
         return FileNotFoundError(f"there is no step {step} in {self._name} or in memory; {others}")
 
@@ -698,7 +706,7 @@ class CheckpointManager:
         try:
             self.claim()
         except FolderNotWritable as error:
-            if not self.steps() and not (self._snapshots and self._snapshots.held()):
+            if not self.steps() and not (self._snapshots and self._snapshots.list_states()):
                 raise
             log.warning("%s: checkpoints can be read, but nothing can be saved", error)
 
@@ -724,7 +732,7 @@ class CheckpointManager:
     def _all_ranks(self) -> RankWriters:
         ranks = None if self._group is None else dist.get_process_group_ranks(self._group)
         self._save_group = dist.new_group(ranks, backend="gloo")
-        return RankWriters(self._committer, Peers(self._save_group))
+        return RankWriters(self._committer, PeerGroup(self._save_group))
 
     @cached_property
     def _results(self) -> SaveResults:

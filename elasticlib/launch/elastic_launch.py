@@ -11,7 +11,6 @@ import os
 import queue
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import attrs
@@ -19,14 +18,12 @@ import attrs
 from ..agent.interface import Memory, RunResult
 from ..agent.loop import ElasticAgent
 from ..agent.options import AgentOptions, SignalObserver
-from ..checkpoint.replicas import SnapshotKeeper, Stores
+from ..checkpoint.snapshot_service import NodeSnapshotService
 from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables
 from ..compat.launching import values_of as values_of
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from ..stores.memory import MemoryStore
-from ..stores.tcp_client import TcpStore
-from ..stores.tcp_server import ServerLimits, TcpStoreServer
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
 from ..workers.run_program import check_not_importing, pickled
@@ -49,9 +46,6 @@ from .process import HELD, HeldSignals
 from .rendezvous_setup import Meeting, open_meeting
 
 log = logging.getLogger("elasticlib.launch")
-
-STRANGERS = 32
-"""So many may be on their way in to where replicas are taken; one more, and the first makes way."""
 
 
 class elastic_launch:
@@ -219,23 +213,22 @@ def _memory(config: LaunchConfig, runners: Workers, secret: bytes | None) -> Mem
 
 def keep_snapshots(
     workers: LocalWorkers, *, replicas: int = 0, secret: bytes | None = None, address: str = ""
-) -> SnapshotKeeper:
-    """The `memory` of an `ElasticAgent`: it keeps what its workers put there by
-    `CheckpointManager.snapshot`, and writes it to the disk before a job that is not done ends.
+) -> NodeSnapshotService:
+    """Return the `memory` of an `ElasticAgent`.
 
-    replicas: how many other nodes keep it as well. They reach this one at `address`, which is this
-    node's own where it is empty, and show that they know the secret, if there is one.
+    It keeps the snapshots that its workers make with `CheckpointManager.snapshot`, and writes them
+    to the disk if the job ends before its work is done.
+
+    Args:
+        workers: The workers of the agent.
+        replicas: The number of other nodes that store each snapshot.
+        secret: What the nodes of the job prove to know to each other, if anything.
+        address: Where the other nodes reach this one. Empty for the address that this node has in
+            the network of the generation's first node.
     """
-    stores = snapshot_stores(replicas)
-    return SnapshotKeeper(
-        workers.memory.era, stores, replicas=replicas, secret=secret, address=address
+    return NodeSnapshotService(
+        workers.memory.era, MemoryStore, replicas=replicas, secret=secret, address=address
     )
-
-
-def snapshot_stores(replicas: int) -> Stores:
-    """How agents that keep so many replicas of one another's snapshots reach each other."""
-    limits = ServerLimits(connections=STRANGERS + replicas)
-    return Stores(TcpStore, partial(TcpStoreServer, limits=limits), MemoryStore)
 
 
 def shutdown_seconds(config: LaunchConfig) -> float:

@@ -36,7 +36,7 @@ of your own subclasses `Store`, and its test subclasses the suite.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -91,12 +91,6 @@ class Store(abc.ABC):
 
         True when it has (or, rarely, may have); False when `timeout` seconds went by without.
         """
-
-    def set_all(self, entries: Iterable[tuple[str, bytes]]) -> None:
-        """Write these one after the other. If one cannot be written, that is raised, and those
-        behind it may have been written or not: a store need not wait for each before the next."""
-        for key, value in entries:
-            self.set(key, value)
 
     def watch(
         self, prefix: str, *, after: int, changed: Callable[[Watched], None], listing: bool = False

@@ -21,8 +21,7 @@ import selectors
 import socket
 import struct
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..clock import monotonic
@@ -48,8 +47,6 @@ log = logging.getLogger("elasticlib.stores")
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 1.0
 RECEIVE_BYTES = 256 * 1024
-AHEAD = 3
-"""So many writes of `set_all` may wait for their answers."""
 LONGEST_WAIT = 1e6
 """Seconds; a lock or a queue cannot wait for much longer than this."""
 
@@ -135,22 +132,6 @@ class TcpStore(Store, ForkAware):
         fields = {"key": check_key(key), "ttl": check_ttl(ttl), "expected": None}
         (written,) = self._live_link().request("write", fields, bytes(value))
         return Entry(key, bytes(value), written.fields["version"])
-
-    def set_all(self, entries: Iterable[tuple[str, bytes]]) -> None:
-        link, asked = self._live_link(), deque[int]()
-        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        try:
-            for key, value in entries:
-                if len(asked) == AHEAD:
-                    link.answer("write", answers)
-                    asked.popleft()
-                fields = {"key": check_key(key), "ttl": None, "expected": None}
-                asked.append(link.ask("write", fields, answers.put, bytes(value)))
-            for _ in asked:
-                link.answer("write", answers)
-        finally:
-            for number in asked:
-                link.forget(number)
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None

@@ -164,7 +164,6 @@ class TcpStoreServer:
         secret: what its clients must prove to know; it is never sent. What follows the proof is
             neither encrypted nor signed.
         more_hosts: addresses to bind besides, where that can be done.
-        space: what it serves, if not a keyspace of its own.
     """
 
     def __init__(
@@ -176,7 +175,6 @@ class TcpStoreServer:
         limits: ServerLimits | None = None,
         secret: bytes | None = None,
         more_hosts: Sequence[str] = (),
-        space: KeySpace | None = None,
     ) -> None:
         if not host or not 0 <= port <= 65535:
             raise ConfigError(f"a server binds a named host, port 0..65535, got {host!r}, {port}")
@@ -193,8 +191,7 @@ class TcpStoreServer:
         stored = self._limits.store
         # What can be written can be read: it fits an answer.
         value_bytes = min(stored.value_bytes, self._limits.frame_bytes - HEADER_ROOM)
-        own = KeySpace(attrs.evolve(stored, value_bytes=value_bytes))
-        self._space = space or own
+        self._space = KeySpace(attrs.evolve(stored, value_bytes=value_bytes))
         self._numbers = itertools.count(1)
         self._news: deque[tuple[int, int, Watched]] = deque()  # client, its watch, what changed
         self._peers: dict[int, _Peer] = {}

@@ -79,21 +79,6 @@ class StoreContract:
             assert (written.key, written.value) == ("key", value)
             assert other.get("key") == written == one.get("key")
 
-    def test_what_is_written_at_once_is_written_in_its_order(self, connect: Connect) -> None:
-        one, other = connect(), connect()
-        one.set_all((f"key {at % 7}", b"%d" % at) for at in range(50))
-        found = other.list("key ").entries
-        assert sorted(int(entry.value) for entry in found) == list(range(43, 50))
-        assert sorted(found, key=lambda entry: entry.version) == sorted(
-            found, key=lambda entry: int(entry.value)
-        )
-        with pytest.raises(ConfigError):
-            one.set_all([("first", b""), ("", b"")])
-        with pytest.raises(ZeroDivisionError):
-            one.set_all((f"second {at}", b"%d" % (1 // (2 - at))) for at in range(9))
-        assert one.set("third", b"3") == other.get("third"), "it goes on as before"
-        assert {entry.key for entry in other.list("").entries} >= {"first", "second 0", "second 1"}
-
     def test_keys_are_any_text_and_never_confused(self, connect: Connect) -> None:
         store = connect()
         entries = {key: store.set(key, key.encode()) for key in ODD_KEYS}

@@ -20,7 +20,7 @@ from managers import Gated, manager_at
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
 from elasticlib.checkpoint.catalog import append_checksum
-from elasticlib.checkpoint.restore import Restored
+from elasticlib.checkpoint.restore import RestoreResult
 from elasticlib.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -195,7 +195,7 @@ def test_restore_raises_if_there_are_checkpoints_and_none_is_usable(
         assert contents(tmp_path) == before
 
         found = manager.restore(mine, if_unusable="start_over")
-        assert (found.found, len(found.passed_over)) == (False, 2)
+        assert (found.found, len(found.skipped)) == (False, 2)
         assert mine["w"].tolist() == [0, 0, 0]
         manager.save(1, state(1)).wait()
         manager.save(2, state(2)).wait()
@@ -446,11 +446,11 @@ def test_the_result_of_restore_describes_the_step_and_its_source(tmp_path: Path)
     seven = manager.restore(found)
     assert (seven.found, seven.step, seven.source, found["step"]) == (True, 7, "disk", 7)
     assert str(seven).startswith("step 7 from the disk; skipped: rank 0's step 9 (disk, ")
-    assert repr(seven) == f"<Restored: {seven}>"
+    assert repr(seven) == f"<RestoreResult: {seven}>"
     zero = manager.restore(found, step=0)
     assert (bool(zero), zero.step, str(zero)) == (True, 0, "step 0 from the disk")
-    assert zero == Restored(0, "disk") != nothing
-    assert len({zero, Restored(0, "disk")}) == 1
+    assert zero == RestoreResult(0, "disk") != nothing
+    assert len({zero, RestoreResult(0, "disk")}) == 1
 
 
 @pytest.mark.parametrize(
@@ -464,8 +464,8 @@ def test_the_result_of_restore_describes_the_step_and_its_source(tmp_path: Path)
 def test_using_the_result_of_restore_as_a_number_raises(
     misuse: Callable[[Any], object],
 ) -> None:
-    with pytest.raises(TypeError, match=r"a Restored, not a number: use its \.step"):
-        misuse(Restored(7, "disk"))
+    with pytest.raises(TypeError, match=r"a RestoreResult, not a number: use its \.step"):
+        misuse(RestoreResult(7, "disk"))
 
 
 def test_restore_of_a_given_step(tmp_path: Path) -> None:

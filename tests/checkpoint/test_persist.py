@@ -300,5 +300,5 @@ def test_who_writes_says_so_for_as_long_as_it_takes(host: Host) -> None:
 
 
 def test_an_agent_needs_no_torch_for_it() -> None:
-    code = "import sys, elasticlib.checkpoint.replicas; assert 'torch' not in sys.modules"
+    code = "import sys, elasticlib.checkpoint.snapshot_service; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

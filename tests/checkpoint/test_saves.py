@@ -186,7 +186,7 @@ def test_all_ranks_restore_the_step_that_all_of_them_give(ranks: Ranks, tmp_path
         assert missing.startswith("there is no step 9 in ")
         assert missing.endswith("; there are 1, 2, 3, 4")
     errors = (
-        "rank 0 asked for step 1, and rank 1 for step 2: all ranks have to ask for the same one, "
+        "rank 0 asked for step 1, and rank 1 for step 2: all ranks have to ask for the same step, "
         "and nothing was restored"
     )
     assert first[4] == second[4] == ([errors], 0.0)

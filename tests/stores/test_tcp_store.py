@@ -21,7 +21,7 @@ from elasticlib.errors import (
     StoreUnavailable,
 )
 from elasticlib.stores.etcd import EtcdStore
-from elasticlib.stores.keyspace import MIB, Entry, KeySpace, Lease
+from elasticlib.stores.keyspace import MIB
 from elasticlib.stores.name_lookup import dial
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, encode
@@ -141,7 +141,7 @@ def test_an_operation_without_an_answer_is_named_with_the_seconds() -> None:
         with pytest.raises(StoreTimeout, match=rf":{port} did not answer wait within 0\.3 s"):
             store.wait("key", after=0, timeout=0.1)
         with pytest.raises(StoreTimeout, match=rf":{port} did not answer write within 0\.2 s"):
-            store.set_all((f"key {at}", b"") for at in range(9))
+            store.set("key", b"")
 
 
 @pytest.mark.parametrize(
@@ -290,29 +290,3 @@ def test_closing_ends_the_attempts_to_connect() -> None:
         store.close()
         with pytest.raises(StoreUnavailable, match="this store is closed"):
             getting.result(10.0)
-
-
-class Picky(KeySpace):
-    """Takes no value that says no."""
-
-    def put(self, key: str, value: bytes, lease: Lease | None, now: float) -> Entry:
-        if value == b"no":
-            raise StoreRefused("it said no")
-        return super().put(key, value, lease, now)
-
-
-def test_of_writes_that_are_under_way_together_the_first_that_is_refused_is_raised() -> None:
-    with (
-        TcpStoreServer("127.0.0.1", 0, space=Picky()) as server,
-        TcpStore("127.0.0.1", server.port) as store,
-    ):
-        for bad in range(6):
-            values = [b"no" if at == bad else b"%d" % at for at in range(6)]
-            with pytest.raises(StoreRefused, match="it said no"):
-                store.set_all((f"{bad}/{at}", value) for at, value in enumerate(values))
-            found = {entry.key[2:]: entry.value for entry in store.list(f"{bad}/").entries}
-            assert found.keys() >= {str(at) for at in range(bad)}
-            assert str(bad) not in found
-        store.set_all([])
-        store.set_all([("a", b"1")])
-        assert store.get("a") == store.list("a").entries[0]

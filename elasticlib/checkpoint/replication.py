@@ -1,0 +1,481 @@
+"""Replication: sends this node's snapshots to other nodes and stores theirs, in the background.
+
+Node r sends to the next nodes by rank, modulo the number of nodes. So each node receives as many
+replicas as it sends, and the snapshots of a lost node are in the memory of another node. A sender
+sends the newest snapshot as soon as the previous one has been acknowledged, and skips those that
+were made in between.
+
+In each generation a node listens on a port of its own, and publishes the address, the port and a
+random token in the generation's store. A sender opens one TCP stream to each of its targets:
+
+    sender                                target
+    magic, rank, nonce             ->
+                                   <-     nonce, proof
+    proof                          ->
+
+    and for each snapshot:
+    page with the record           ->
+                                   <-     reply: accepted, or the reason of the refusal
+    data, CRC-32 of the data       ->
+                                   <-     reply: stored, or the reason of the refusal
+
+A proof is an HMAC over both nonces (see `stores.secret`). Its key is derived from the token and the
+job's secret, neither of which is sent. The data after the handshake is neither encrypted nor
+signed. A stream that breaks leaves the last complete replica as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import attrs
+
+from ..clock import monotonic
+from ..errors import CheckpointError, ElasticError, present
+from ..foreign import read_fields, read_json
+from ..rendezvous.interface import RendezvousInfo
+from ..stores.secret import HOW, NONCE_BYTES, Exchange, Role, is_digits, prove, proves
+from ..threads import helper
+from .snapshot_slots import (
+    HEADER_BYTES,
+    SnapshotHeader,
+    SnapshotRef,
+    SnapshotSlots,
+    decode_header,
+    encode_header,
+    iter_chunks,
+    lock_snapshot,
+    newest_local_snapshots,
+    wake_agent,
+)
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+CHUNK_BYTES = 512 << 10  # A larger buffer would be mapped again for each chunk, which is slower.
+REPLY_BYTES = 512
+MAX_UNAUTHENTICATED = 32  # If more connections are in the handshake, the oldest one is closed.
+RESERVED_BYTES = 16 << 20  # Replicas leave this much memory to the workers of this node.
+
+HANDSHAKE_TIMEOUT_S = 5
+IO_TIMEOUT_S = 60  # The target may have to allocate memory before it replies.
+RETRY_DELAY_S = 0.5
+FLUSH_POLL_INTERVAL_S = 0.01
+JOIN_TIMEOUT_S = 1.0  # A thread that is blocked in a system call exits later.
+
+SnapshotKind = tuple[str, int]
+"""Name and part of a snapshot: a newer snapshot of the same kind replaces it."""
+
+
+# -- who sends to whom, and where: pure ------------------------------------------------------------
+
+
+def replica_targets(rank: int, num_nodes: int, replicas: int) -> tuple[int, ...]:
+    """Return the ranks of the nodes to which this node sends its snapshots."""
+    return tuple((rank + i) % num_nodes for i in range(1, min(replicas, num_nodes - 1) + 1))
+
+
+def replica_sources(rank: int, num_nodes: int, replicas: int) -> tuple[int, ...]:
+    """Return the ranks of the nodes that send their snapshots to this node."""
+    return tuple((rank - i) % num_nodes for i in range(1, min(replicas, num_nodes - 1) + 1))
+
+
+@attrs.frozen
+class ReplicaEndpoint:
+    """The place where a node receives replicas in one generation, as it is published."""
+
+    address: str
+    port: int
+    token: str  # random hexadecimal digits, which only the nodes of the generation can read
+
+    def proof_key(self, secret: bytes | None) -> bytes:
+        """Return the key with which both ends of a stream prove that they belong to the job."""
+        return hashlib.sha256(self.token.encode() + (secret or b"")).digest()
+
+    def encode(self) -> bytes:
+        """Return the text that is published."""
+        return json.dumps(attrs.asdict(self)).encode()
+
+
+def decode_endpoint(data: bytes) -> ReplicaEndpoint | None:
+    """Return the endpoint that was published, or None if the text is not a valid one."""
+    try:
+        endpoint = read_fields(ReplicaEndpoint, read_json(data))
+    except ValueError:
+        return None
+    return endpoint if is_digits(endpoint.token) and 0 < endpoint.port < 65536 else None
+
+
+def endpoint_key(board: str, rank: int) -> str:
+    """Return the key in the generation's store at which a node publishes its endpoint."""
+    return f"{board}snapshots/endpoint/{rank}"
+
+
+# -- the stream ------------------------------------------------------------------------------------
+
+_MAGIC = b"ELREPL4\n"
+_HELLO = struct.Struct(f">8sI{NONCE_BYTES}s")
+_PROOF_BYTES = hashlib.sha256().digest_size
+
+
+def open_stream(
+    endpoint: ReplicaEndpoint, rank: int, *, board: str, secret: bytes | None
+) -> socket.socket:
+    """Connect to a target as the node of this rank, and authenticate both ends.
+
+    Raises:
+        OSError: The target cannot be reached, or closed the connection.
+        CheckpointError: The target does not know the token or the secret.
+    """
+    address = (endpoint.address, endpoint.port)
+    with contextlib.ExitStack() as stack:
+        connection = socket.create_connection(address, HANDSHAKE_TIMEOUT_S)
+        stack.callback(connection.close)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_timeout(connection, HANDSHAKE_TIMEOUT_S)
+        nonce, key = secrets.token_bytes(NONCE_BYTES), endpoint.proof_key(secret)
+        connection.sendall(_HELLO.pack(_MAGIC, rank, nonce))
+        transcript = _transcript(board, rank, nonce, _receive(connection, NONCE_BYTES))
+        if not proves(_receive(connection, _PROOF_BYTES).hex(), key, Role.SERVER, transcript):
+            raise CheckpointError(f"it has another secret: {HOW}")
+        connection.sendall(bytes.fromhex(prove(key, Role.CLIENT, transcript)))
+        _set_timeout(connection, IO_TIMEOUT_S)
+        stack.pop_all()
+    return connection
+
+
+def authenticate_sender(
+    connection: socket.socket, sources: Iterable[int], *, board: str, key: bytes
+) -> int:
+    """Authenticate both ends of a connection that was accepted, and return the sender's rank.
+
+    Raises:
+        OSError: The sender is not one of `sources`, does not know the key, or is too slow.
+    """
+    _set_timeout(connection, HANDSHAKE_TIMEOUT_S)
+    magic, rank, sender_nonce = _HELLO.unpack(_receive(connection, _HELLO.size))
+    if magic != _MAGIC or rank not in sources:
+        raise ConnectionError("the peer is not a node that sends replicas here")
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    transcript = _transcript(board, rank, sender_nonce, nonce)
+    connection.sendall(nonce + bytes.fromhex(prove(key, Role.SERVER, transcript)))
+    if not proves(_receive(connection, _PROOF_BYTES).hex(), key, Role.CLIENT, transcript):
+        raise ConnectionError("the peer has another secret")
+    return int(rank)
+
+
+def _transcript(board: str, rank: int, sender_nonce: bytes, target_nonce: bytes) -> Exchange:
+    # The name of a job contains no NUL, so these proofs are not valid at a store.
+    return Exchange(target_nonce.hex(), sender_nonce.hex(), f"replicas\0{board}\0{rank}")
+
+
+def send_snapshot(connection: socket.socket, handle: int, record: SnapshotHeader) -> str:
+    """Send a locked snapshot, whose file has the descriptor `handle`.
+
+    Returns:
+        The reason why the target did not store it, or an empty text.
+
+    Raises:
+        OSError: The stream broke.
+        CheckpointError: Another program truncated the file.
+    """
+    connection.sendall(encode_header(record).ljust(HEADER_BYTES, b"\0"))
+    if reason := _receive_reply(connection):
+        return reason
+    crc32, offset = 0, HEADER_BYTES
+    for chunk in iter_chunks(handle, record.size, CHUNK_BYTES):
+        crc32 = zlib.crc32(chunk, crc32)
+        end = offset + len(chunk)
+        while offset < end:
+            sent = os.sendfile(connection.fileno(), handle, offset, end - offset)
+            if not sent:
+                raise CheckpointError("the snapshot was truncated while it was sent")
+            offset += sent
+    connection.sendall(crc32.to_bytes(4, "big"))
+    return _receive_reply(connection)
+
+
+def receive_data(connection: socket.socket, view: memoryview) -> None:
+    """Receive the data of a snapshot, and write it to `view`.
+
+    Raises:
+        OSError: The stream broke.
+        CheckpointError: The data does not have the checksum that the sender calculated.
+    """
+    crc32 = 0
+    for offset in range(0, len(view), CHUNK_BYTES):
+        chunk = view[offset : offset + CHUNK_BYTES]
+        _receive_into(connection, chunk)
+        crc32 = zlib.crc32(chunk, crc32)
+    expected = int.from_bytes(_receive(connection, 4), "big")
+    if crc32 != expected:
+        raise CheckpointError(
+            f"the replica was corrupted in transit: its CRC-32 is {crc32:08x}, not {expected:08x}"
+        )
+
+
+def send_reply(connection: socket.socket, reason: str) -> None:
+    """Send the reason why a snapshot is not stored, or an empty text."""
+    connection.sendall(reason.encode()[:REPLY_BYTES].ljust(REPLY_BYTES, b"\0"))
+
+
+def _receive_reply(connection: socket.socket) -> str:
+    return _receive(connection, REPLY_BYTES).rstrip(b"\0").decode(errors="replace")
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    _receive_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def _receive_into(connection: socket.socket, view: memoryview) -> None:
+    if connection.recv_into(view, 0, socket.MSG_WAITALL) != len(view):
+        raise ConnectionError("the peer closed the connection, or did not send in time")
+
+
+def _set_timeout(connection: socket.socket, timeout_s: int) -> None:
+    """Limit the time of each call; 0 is no limit.
+
+    The limits of the kernel apply to a call with MSG_WAITALL as a whole. So a peer that sends a
+    byte from time to time does not get more time.
+    """
+    connection.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", timeout_s, 0))
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """Interrupt the thread that uses the connection. It closes the connection."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+# -- receiving -------------------------------------------------------------------------------------
+
+
+class ReplicaReceiver:
+    """Stores the snapshots of the nodes `sources` in `attempt_dir`, in one generation.
+
+    One thread accepts connections, and each connection has a thread of its own.
+    """
+
+    def __init__(
+        self, info: RendezvousInfo, sources: Iterable[int], attempt_dir: Path, secret: bytes | None
+    ) -> None:
+        self._board, self._attempt_dir, self._secret = info.board, attempt_dir, secret
+        self._slots: dict[tuple[int, SnapshotKind], SnapshotSlots] = {}
+        self._source_locks = {rank: threading.Lock() for rank in sources}  # for a source's slots
+        self._lock = threading.Lock()  # for the next two
+        self._connections: dict[socket.socket, bool] = {}  # whether it is authenticated
+        self._is_stopped = False
+        self._acceptor = helper(self._accept_connections, "agent-replicas-accept")
+
+    def start(self, address: str) -> ReplicaEndpoint:
+        """Listen on a free port of this address.
+
+        Raises:
+            OSError: It is not an address of this node.
+        """
+        family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(where, family=family)
+        token = secrets.token_bytes(NONCE_BYTES).hex()
+        endpoint = ReplicaEndpoint(address, self._listener.getsockname()[1], token)
+        self._key = endpoint.proof_key(self._secret)
+        self._acceptor.start()
+        return endpoint
+
+    def stop(self) -> None:
+        """Close all connections. Complete replicas stay in the memory."""
+        with self._lock:
+            self._is_stopped = True
+            for connection in (self._listener, *self._connections):
+                _shut_down(connection)
+        self._acceptor.join(JOIN_TIMEOUT_S)
+
+    def _accept_connections(self) -> None:
+        threads: list[threading.Thread] = []
+        with self._listener:
+            while not self._is_stopped:
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError as error:
+                    if not self._is_stopped:
+                        log.info("cannot accept a stream of snapshot replicas: %s", error)
+                        threading.Event().wait(RETRY_DELAY_S)
+                    continue
+                self._admit(connection)
+                threads = [thread for thread in threads if thread.is_alive()]
+                threads.append(helper(partial(self._serve, connection), "agent-replicas-from"))
+                threads[-1].start()
+        for thread in threads:
+            thread.join()
+        for slots in self._slots.values():
+            slots.close()
+
+    def _admit(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections[connection] = False
+            pending = [c for c, is_known in self._connections.items() if not is_known]
+            if self._is_stopped:
+                _shut_down(connection)
+            elif len(pending) > MAX_UNAUTHENTICATED:
+                _shut_down(pending[0])
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            rank = authenticate_sender(
+                connection, self._source_locks, board=self._board, key=self._key
+            )
+            with self._lock:
+                self._connections[connection] = True
+            while True:
+                self._receive_snapshot(connection, rank)
+        except OSError as error:
+            log.debug("a stream of snapshot replicas was closed: %s", error)
+        finally:
+            with self._lock:
+                del self._connections[connection]
+            connection.close()
+
+    def _receive_snapshot(self, connection: socket.socket, rank: int) -> None:
+        _set_timeout(connection, 0)  # The next snapshot may be made at any time.
+        record = decode_header(_receive(connection, HEADER_BYTES))
+        if record is None:
+            raise ConnectionError("the sender sent an invalid record")
+        _set_timeout(connection, IO_TIMEOUT_S)
+        reason = ""
+        # An earlier stream of the same node may still be open.
+        with self._source_locks[rank]:
+            try:
+                with self._slots_for(rank, record).open_for_writing(record) as view:
+                    send_reply(connection, "")
+                    receive_data(connection, view)
+            except CheckpointError as error:
+                reason = str(error)
+        send_reply(connection, reason)
+        wake_agent(self._attempt_dir)
+
+    def _slots_for(self, rank: int, record: SnapshotHeader) -> SnapshotSlots:
+        """Return the slots for snapshots of this kind, if there is memory for this one."""
+        kind = rank, (record.name, record.part)
+        slots = self._slots.setdefault(kind, SnapshotSlots(self._attempt_dir, owner=str(rank)))
+        slots.make_folder()
+        try:
+            free = shutil.disk_usage(self._attempt_dir).free
+        except OSError as error:
+            raise CheckpointError(f"the memory cannot be used: {error}") from error
+        if record.size + RESERVED_BYTES > free:
+            raise CheckpointError(
+                f"no memory for a replica of {record.size} bytes: {free} bytes are free, of which "
+                f"{RESERVED_BYTES} are reserved for workers"
+            )
+        return slots
+
+
+# -- sending ---------------------------------------------------------------------------------------
+
+
+class ReplicaSender:
+    """Sends the newest snapshots in `attempt_dir` to the node `target`, in one generation."""
+
+    def __init__(
+        self, info: RendezvousInfo, target: int, attempt_dir: Path, secret: bytes | None
+    ) -> None:
+        self._info, self._target = info, target
+        self._attempt_dir, self._secret = attempt_dir, secret
+        self.stored: set[SnapshotKind] = set()  # the target has stored a snapshot of these kinds
+        self._offered: dict[SnapshotKind, int] = {}  # last sequence number, refused or not
+        self._connection: socket.socket | None = None
+        self._has_failed = False  # whether the last attempt to connect or send failed
+        self._logged = ""  # the last message, which is not logged twice
+        self._stopped = threading.Event()
+        self._news = threading.Event()  # there may be a snapshot that was not offered
+        self._thread = helper(self._run, f"agent-replicas-to-{target}")
+
+    def start(self) -> None:
+        """Start the thread that sends."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look for a new snapshot."""
+        self._news.set()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the target has all snapshots, or cannot be reached at the moment."""
+        self.wake()
+        deadline = monotonic() + timeout_s
+        while self._unsent() and not self._has_failed and monotonic() < deadline:
+            self._stopped.wait(FLUSH_POLL_INTERVAL_S)
+
+    def stop(self) -> None:
+        """Send no more. A snapshot that is being sent is interrupted."""
+        self._stopped.set()
+        self._news.set()
+        if (connection := self._connection) is not None:
+            _shut_down(connection)
+
+    def join(self) -> None:
+        """Wait until the thread has exited after `stop`."""
+        self._thread.join(JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._send_all()
+            except (OSError, ElasticError) as error:
+                self._has_failed = True
+                self._log_once(f"cannot send snapshot replicas to node {self._target}: {error}")
+            self._stopped.wait(RETRY_DELAY_S)
+
+    def _log_once(self, message: str) -> None:
+        if message != self._logged and not self._stopped.is_set():
+            log.info("%s", message)
+        self._logged = message
+
+    def _send_all(self) -> None:
+        """Send snapshots until this sender is stopped. Return if there is no target yet."""
+        store, board = present(self._info.store, "the store"), self._info.board
+        entry = store.get(endpoint_key(board, self._target))
+        endpoint = decode_endpoint(entry.value) if entry else None
+        if endpoint is None:
+            return
+        with open_stream(endpoint, self._info.rank, board=board, secret=self._secret) as connection:
+            self._connection, self._has_failed = connection, False
+            self._news.set()
+            while not self._stopped.is_set():
+                self._news.wait()
+                self._news.clear()
+                for found in self._unsent():
+                    self._send(connection, found)
+
+    def _unsent(self) -> list[SnapshotRef]:
+        """Return the newest snapshot of each kind unless it was offered."""
+        newest = [(found, found.header) for found in newest_local_snapshots(self._attempt_dir)]
+        return [f for f, r in newest if self._offered.get((r.name, r.part), 0) < r.sequence]
+
+    def _send(self, connection: socket.socket, found: SnapshotRef) -> None:
+        record, kind = found.header, (found.header.name, found.header.part)
+        with lock_snapshot(self._attempt_dir.parent, found) as handle:
+            if handle is None:
+                return  # A newer snapshot replaces it.
+            reason = send_snapshot(connection, handle, record)
+        self._offered[kind] = record.sequence
+        if reason:
+            # The next snapshot is offered, because there may be memory for it.
+            self._log_once(f"node {self._target} does not store a snapshot replica: {reason}")
+        else:
+            self.stored.add(kind)
+        wake_agent(self._attempt_dir)

@@ -1,0 +1,271 @@
+"""Snapshot service of an agent: replicas on other nodes, freeing of memory, and the final save.
+
+Workers write their snapshots into the directory of their attempt (one start of an agent's workers),
+and wake the agent through a pipe there. The agent sends the snapshots to other nodes, stores those
+of other nodes, and frees the snapshots of earlier attempts when the job cannot need them any more.
+Without replicas the workers free them, and the agent acts only when the job ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from ..agent.interface import Memory
+from ..clock import monotonic
+from ..errors import ConfigError, ElasticError, present
+from ..rendezvous.interface import RendezvousInfo
+from ..stores.interface import Store
+from ..threads import helper
+from ..workers.spec import WorkerGroup
+from .persist import LastWrites
+from .replication import (
+    JOIN_TIMEOUT_S,
+    ReplicaReceiver,
+    ReplicaSender,
+    SnapshotKind,
+    endpoint_key,
+    replica_sources,
+    replica_targets,
+)
+from .snapshot_slots import (
+    WAKEUP_PIPE,
+    list_snapshots,
+    newest_local_snapshots,
+    remove_incomplete,
+    remove_superseded,
+    wake_agent,
+)
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+FLUSH_TIMEOUT_S = 5.0  # A node that leaves waits this long for other nodes to store its snapshots.
+POLL_INTERVAL_S = 2.0  # An agent without a wakeup notices removed memory after this time.
+
+
+class ReplicationSession:
+    """Replicates the snapshots of one generation, and frees superseded ones.
+
+    Args:
+        info: The generation, which has a store.
+        attempt_dir: The directory of the attempt in this agent's memory.
+        replicas: The number of other nodes that store each snapshot.
+        num_workers: The number of workers of this node.
+        secret: The job's secret, if it has one.
+    """
+
+    def __init__(
+        self,
+        info: RendezvousInfo,
+        attempt_dir: Path,
+        replicas: int,
+        num_workers: int,
+        *,
+        secret: bytes | None,
+    ) -> None:
+        self._store, self._board, self._rank = info.store, info.board, info.rank
+        self._num_nodes, self._num_workers = info.world_size, num_workers
+        self._attempt_dir = attempt_dir
+        sources = replica_sources(info.rank, info.world_size, replicas)
+        targets = replica_targets(info.rank, info.world_size, replicas)
+        self._receiver = ReplicaReceiver(info, sources, attempt_dir, secret)
+        self._senders = [ReplicaSender(info, target, attempt_dir, secret) for target in targets]
+        self._thread = helper(self._run, "agent-snapshots")
+        self._is_stopped = False
+        self._is_endpoint_published = False
+        self._is_replication_published = False
+        self._is_cleared = False  # no snapshot of an earlier attempt is left
+
+    def start(self, address: str) -> None:
+        """Start to receive at this address, and to send.
+
+        Raises:
+            OSError: It is not an address of this node, or the memory cannot be used.
+        """
+        self._endpoint = self._receiver.start(address)
+        try:
+            self._pipe = self._open_pipe()
+        except BaseException:
+            self._receiver.stop()
+            raise
+        for sender in self._senders:
+            sender.start()
+        self._thread.start()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the other nodes have the last snapshots, for at most `timeout_s` seconds."""
+        deadline = monotonic() + timeout_s
+        for sender in self._senders:
+            sender.flush(max(0.0, deadline - monotonic()))
+
+    def stop(self) -> None:
+        """Close all streams. Complete replicas stay in the memory."""
+        self._is_stopped = True
+        wake_agent(self._attempt_dir)
+        for sender in self._senders:
+            sender.stop()
+        self._receiver.stop()
+        for sender in self._senders:
+            sender.join()
+        self._thread.join(JOIN_TIMEOUT_S)
+
+    def _open_pipe(self) -> int:
+        os.mkfifo(self._attempt_dir / WAKEUP_PIPE, 0o600)
+        # It is also opened for writing, so that it is not at its end while no worker has it open.
+        return os.open(self._attempt_dir / WAKEUP_PIPE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            for sender in self._senders:
+                sender.wake()
+            try:
+                self._publish_endpoint()
+                self._free_superseded()
+            except (ElasticError, OSError) as error:
+                log.info("snapshot replication waits for the job's store: %s", error)
+            poll = select.poll()
+            poll.register(self._pipe, select.POLLIN)
+            if poll.poll(POLL_INTERVAL_S * 1000):
+                os.read(self._pipe, 65536)
+            # Another program may have removed the directory. A worker creates it again.
+            if not (self._attempt_dir / WAKEUP_PIPE).exists():
+                with contextlib.suppress(OSError):
+                    pipe = self._open_pipe()
+                    os.close(self._pipe)
+                    self._pipe = pipe
+        os.close(self._pipe)
+        (self._attempt_dir / WAKEUP_PIPE).unlink(missing_ok=True)
+
+    def _publish_endpoint(self) -> None:
+        if not self._is_endpoint_published:
+            key = endpoint_key(self._board, self._rank)
+            present(self._store, "the store").set(key, self._endpoint.encode())
+            self._is_endpoint_published = True
+
+    def _free_superseded(self) -> None:
+        """Free the snapshots of earlier attempts, once the job cannot need them any more.
+
+        If the state is sharded, all nodes must have new snapshots and replicas of them. Otherwise
+        the job would need the earlier ones if it lost a node now.
+        """
+        if self._is_cleared:
+            return
+        own = [found.header for found in newest_local_snapshots(self._attempt_dir)]
+        is_sharded = any(record.parts > 1 for record in own)
+        if own and (not is_sharded or self._all_are_replicated({(r.name, r.part) for r in own})):
+            memory, attempt = self._attempt_dir.parent, int(self._attempt_dir.name)
+            self._is_cleared = remove_superseded(memory, list_snapshots(memory), attempt)
+
+    def _all_are_replicated(self, own: set[SnapshotKind]) -> bool:
+        """Return True if each node has published that its snapshots, here `own`, are replicated."""
+        store, prefix = present(self._store, "the store"), f"{self._board}snapshots/replicated/"
+        if not self._is_replication_published:
+            is_stored = all(own <= sender.stored for sender in self._senders)
+            if len(own) < self._num_workers or not is_stored:
+                return False
+            store.set(f"{prefix}{self._rank}", b"")
+            self._is_replication_published = True
+        return len(store.list(prefix).entries) == self._num_nodes
+
+
+class NodeSnapshotService(Memory):
+    """The snapshot service of one agent, for all generations.
+
+    Args:
+        attempt_dir: Returns the directory for an attempt by its number, or None if there is no
+            memory for it.
+        create_local_store: Creates a store in this process, for a job whose nodes share none.
+        replicas: The number of other nodes that store each snapshot.
+        secret: What the nodes of the job prove to know, if anything.
+        address: Where the other nodes reach this one. Empty for the address that this node has in
+            the network of the generation's first node.
+    """
+
+    def __init__(
+        self,
+        attempt_dir: Callable[[int], Path | None],
+        create_local_store: Callable[[], Store],
+        *,
+        replicas: int = 0,
+        secret: bytes | None = None,
+        address: str = "",
+    ) -> None:
+        self._attempt_dir_of, self._create_local_store = attempt_dir, create_local_store
+        self._replicas, self._secret, self._address = replicas, secret, address
+        self._attempt_dir: Path | None = None  # of the last attempt that had memory
+        self._info: RendezvousInfo | None = None  # the last generation
+        self._session: ReplicationSession | None = None
+        self._helping: LastWrites | None = None  # writes parts for nodes that leave
+
+    def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
+        self._stop()
+        self._info = info
+        attempt_dir = self._attempt_dir_of(group.attempt)
+        if attempt_dir is None:
+            return  # The workers keep no snapshots. Earlier ones stay for `finish`.
+        self._attempt_dir = attempt_dir
+        remove_incomplete(attempt_dir.parent, int(attempt_dir.name))
+        if not self._replicas or info.world_size == 1:
+            return
+        if info.store is None or not info.board:
+            raise ConfigError(
+                "snapshot_replicas (--snapshot-replicas) needs a store that the nodes share, and "
+                "this rendezvous has none: leave it out"
+            )
+        session = ReplicationSession(
+            info, attempt_dir, self._replicas, len(group.workers), secret=self._secret
+        )
+        address = self._address or own_address(info)
+        try:
+            session.start(address)
+        except OSError as error:
+            raise ConfigError(
+                f"this node cannot receive snapshot replicas at {address}: {error}; set "
+                "local_addr (--local-addr) to an address at which the other nodes reach it"
+            ) from error
+        self._session = session
+
+    def rest(self) -> None:
+        if self._attempt_dir is not None and self._helping is None:
+            # A node that leaves may need parts that are here, and waits for this node to write.
+            self._helping = self._final_save(self._attempt_dir, leaves=False)
+            helper(self._helping.run, "agent-helps").start()
+
+    def finish(self, *, keep: bool, given_up: Callable[[], str] = str) -> str:
+        if keep and self._session is not None:
+            self._session.flush(FLUSH_TIMEOUT_S)
+        self._stop()
+        if not keep or self._attempt_dir is None:
+            return ""
+        final_save = self._final_save(self._attempt_dir, leaves=True)
+        problem = final_save.run(given_up=given_up)
+        self.saved = final_save.saved
+        return problem
+
+    def _final_save(self, attempt_dir: Path, *, leaves: bool) -> LastWrites:
+        return LastWrites(attempt_dir.parent, self._info, self._create_local_store, leaves=leaves)
+
+    def _stop(self) -> None:
+        if self._helping is not None:
+            self._helping.stop()
+        if self._session is not None:
+            self._session.stop()
+        self._helping = self._session = None
+
+
+def own_address(info: RendezvousInfo) -> str:
+    """Return the address from which this node reaches the generation's first node."""
+    first = info.bootstrap_store_info
+    found = socket.getaddrinfo(first.master_addr, first.master_port or 9, type=socket.SOCK_DGRAM)
+    family, kind, _, _, target = found[0]
+    if info.rank == 0:
+        return str(target[0])
+    with socket.socket(family, kind) as probe:
+        # Connecting a datagram socket chooses a route and sends nothing.
+        probe.connect(target)
+        return str(probe.getsockname()[0])
