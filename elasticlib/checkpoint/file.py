@@ -14,14 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
 from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
 from .folder import DataFile, sum_flaw
-from .pack import fill, lay_out, unpack
-from .pack_head import HEAD_BYTES, Head, read_head, size_of, with_sum
+from .pack import plan_layout, unpack
 from .place import PIECE, READERS, LocalPlace, checksum, new_memory, target_of
-from .state import MapLocation, values_of
+from .safetensors_header import (
+    PREFIX_BYTES,
+    PackHeader,
+    read_header,
+    read_size,
+    with_data_checksum,
+)
+from .tensor_layout import MapLocation
 
 _ZIP = b"PK\3\4"  # A file of torch.save begins with it.
 
@@ -48,14 +52,14 @@ def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
     """
     target = Path(path)
     try:
-        layout = lay_out(values_of(state))
+        image = plan_layout(state)
     except CheckpointError as error:
         raise CheckpointError(f"{target} was not written: {error}") from None
-    place, start = LocalPlace(target.parent), len(layout.head)
+    place, start = LocalPlace(target.parent), image.layout.start
     try:
-        pack = memoryview(new_memory(layout.size))
-        fill(layout, torch.frombuffer(pack, dtype=torch.uint8))
-        pack[:start] = with_sum(layout.head, checksum(pack[start:]))
+        pack = memoryview(new_memory(image.size))
+        image.copy_to(pack)
+        pack[:start] = with_data_checksum(image.header, checksum(pack[start:]))
         target.parent.mkdir(parents=True, exist_ok=True)
         for name in place.files(""):
             if target_of(name) == target.name:
@@ -141,19 +145,19 @@ def _corrupt(path: str | os.PathLike[str], reason: object) -> CheckpointCorrupt:
     return CheckpointCorrupt(f"{os.fspath(path)} is not a complete checkpoint: {reason}")
 
 
-def _head(file: BinaryIO, path: str | os.PathLike[str]) -> Head:
+def _head(file: BinaryIO, path: str | os.PathLike[str]) -> PackHeader:
     """That of a pack of ours, which has as many bytes as it says."""
-    first, there = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
+    first, there = file.read(PREFIX_BYTES), os.fstat(file.fileno()).st_size
     if first.startswith(_ZIP):
         raise CheckpointError(
             f"{os.fspath(path)} is a zip archive, as torch.save writes it, and has no checksum: "
             f"load it with torch.load({os.fspath(path)!r}, weights_only=True)"
         )
     try:
-        size, start = size_of(first)
+        size, start = read_size(first)
         if size != there:
             raise CheckpointCorrupt(f"it should have {size} bytes, and has {there}")
-        return read_head(first + file.read(start - len(first)))
+        return read_header(first + file.read(start - len(first)))
     except CheckpointCorrupt as error:
         raise _corrupt(
             path, f"{error}: truncated, changed, or not written by elasticlib"
@@ -163,13 +167,13 @@ def _head(file: BinaryIO, path: str | os.PathLike[str]) -> Head:
 
 
 def _check_data(
-    file: BinaryIO, path: str | os.PathLike[str], head: Head, into: memoryview | None = None
+    file: BinaryIO, path: str | os.PathLike[str], head: PackHeader, into: memoryview | None = None
 ) -> None:
     """Read the data of a pack, and compare their checksum with that in its head.
 
     The file stays open meanwhile, because another save may replace it at any moment.
     """
-    if head.summed is None:
+    if head.checksum is None:
         raise CheckpointError(
             f"{os.fspath(path)} has no checksum, as a file of a CheckpointManager: load "
             "it with CheckpointManager(folder).load(step)"
@@ -180,6 +184,6 @@ def _check_data(
         piece(buffer[:count])
         return count
 
-    data = DataFile(Path(path).name, head.size - head.start, head.summed)
+    data = DataFile(Path(path).name, head.size - head.start, head.checksum)
     if flaw := sum_flaw(data, read, into, threads=READERS):
         raise _corrupt(path, flaw)

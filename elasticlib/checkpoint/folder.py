@@ -28,7 +28,6 @@ import attrs
 
 from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, Unreadable
 from ..foreign import read_fields, read_object
-from .pack_head import HEAD_BYTES, size_of
 from .place import (
     CHUNK,
     Fill,
@@ -40,9 +39,10 @@ from .place import (
     no_news,
     read_summed,
 )
+from .safetensors_header import PREFIX_BYTES, read_size
 
 if TYPE_CHECKING:
-    from .state import MapLocation
+    from .tensor_layout import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
 T = TypeVar("T")
@@ -494,7 +494,7 @@ class CheckpointFolder:
         Raises:
             CheckpointCorrupt: the file is not there. Unreadable: it cannot be read.
         """
-        _, size = size_of(self._first(manifest, number, HEAD_BYTES))
+        _, size = read_size(self._first(manifest, number, PREFIX_BYTES))
         return self._first(manifest, number, size)
 
     def _first(self, manifest: Manifest, number: int, count: int) -> bytes:
@@ -522,7 +522,7 @@ class CheckpointFolder:
         if file.size <= CHUNK:
             return None
         try:
-            size, _ = size_of(self._first(manifest, number, HEAD_BYTES))
+            size, _ = read_size(self._first(manifest, number, PREFIX_BYTES))
         except CheckpointCorrupt as error:
             return f"{file.name}: {error}"
         return None if size == file.size else f"{file.name} is a pack of {size} bytes"

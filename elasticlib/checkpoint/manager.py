@@ -29,18 +29,19 @@ from ..threads import CallRejected, ExclusiveCall
 from ..workers.context import context
 from .commit import Committer, OthersSave, Outcomes, OwnSave, Save, TakesNoWrites, Writer, Writers
 from .folder import CheckpointFolder, Retention, Selection, check_step, open_place
-from .pack import Layout, fill, lay_out
+from .pack import LayoutCache, PackImage, PackLayout
+from .page_lock import is_page_lockable, lock_pages, unlock_pages
 from .peers import MEMORY, Agreed, Peers, Source
 from .place import LocalPlace, Place, RemotePlace, new_memory
 from .restore import DiskSource, IfUnusable, Restored, restore_from
-from .sharded import lay_out_part
-from .snapshots import SnapshotMemory, agent_memory
-from .state import MapLocation, check_names, take_shards, values_of
-from .state_dicts import reject_state_dicts
+from .restore_plan import check_names
+from .sharded import plan_part_layout
+from .snapshot_source import SnapshotSource, snapshot_location
+from .state_tree import flatten, reject_state_dicts
+from .tensor_layout import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
 
-ALREADY_REGISTERED = 712  # CUDA's error for memory that is page-locked: a `take` was interrupted
 MAX_EXPECTED = 100
 """So many saves of another rank's that nobody asked for are remembered."""
 
@@ -92,44 +93,43 @@ class HostBuffer:
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
+        # The layout of the last state, and the views of the memory that belong to it.
+        self._views: tuple[PackLayout, list[torch.Tensor]] | None = None
         self._is_locked = False
         # Devices whose copies may still arrive, if `take` was interrupted.
         self._copying: set[torch.device] = set()
 
-    def take(self, layout: Layout) -> memoryview:
+    def take(self, image: PackImage) -> memoryview:
         """Copy a state here, and wait until it is; its bytes."""
         self._synchronize()
         memory = self._memory
-        if memory is None or len(memory) < layout.size:
+        if memory is None or len(memory) < image.size:
             self.close()
-            memory = self._memory = new_memory(layout.size)
+            memory = self._memory = new_memory(image.size)
+        if self._views is None or self._views[0] is not image.layout:
+            self._views = (image.layout, image.layout.views(memoryview(memory)))
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        self._copying = {tensor.device for tensor, _, _ in layout.parts if not tensor.is_cpu}
-        if not self._is_locked and any(device.type == "cuda" for device in self._copying):
-            # If the machine allows no more locked memory, copies are slower, and still correct.
-            answer = int(_cuda().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
-            self._is_locked = answer in (0, ALREADY_REGISTERED)
-        fill(layout, buffer)
+        self._copying = {*image.layout.devices}
+        if not self._is_locked and is_page_lockable(self._copying):
+            self._is_locked = lock_pages(buffer.data_ptr(), buffer.numel())
+        view = memoryview(memory)
+        image.copy_to(view, self._views[1])
         self._copying = set()
-        return memoryview(memory)[: layout.size]
+        return view[: image.size]
 
     def close(self) -> None:
         """Give the memory back."""
         self._synchronize()
         if self._is_locked and self._memory is not None:
             address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-            _cuda().cudaHostUnregister(address)
+            unlock_pages(address)
         self._is_locked = False
-        self._memory = None
+        self._memory = self._views = None
 
     def _synchronize(self) -> None:
         for device in self._copying:
             torch.accelerator.synchronize(device)
         self._copying = set()
-
-
-def _cuda() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class CheckpointManager:
@@ -165,6 +165,7 @@ class CheckpointManager:
         self._name = folder.name if isinstance(folder, Place) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every)
         self._host = HostBuffer()
+        self._layouts = LayoutCache()
         self._writing: dist.ProcessGroup | None = None
         self._saving = ExclusiveCall()
         # It owns the memory of `_host` until it is over, and is set before it begins to write.
@@ -244,22 +245,23 @@ class CheckpointManager:
         """Copy the state, and start to write the copy, if this rank does."""
         self._wait_for_last()
         if memory := vars(self).get("_memory"):
-            memory.give_back_unused()
-        reject_state_dicts(state)
-        plain, shards = take_shards(values_of(state))
+            memory.free_unused()
+        flat = flatten(state, reject_state_dicts=True)
+        shards = flat.shards
         if not shards and not self.writes:
             other = OthersSave(step, number, self._outcomes, self._reader)
             self._expected.append(other)
             return other
         writers = self._all_ranks if shards else self._this_rank
         if shards:
-            layout = lay_out_part(step, plain, shards, whole=writers.rank == 0, copies=False)
+            has_rest = writers.rank == 0
+            image = plan_part_layout(self._layouts, step, flat, has_rest=has_rest, has_copies=False)
         else:
-            layout = lay_out(plain, {"step": step})
+            image = self._layouts.plan(flat, {"step": step})
         if self._forget is None:
             atexit.register(self._last_words)
             self._forget = context().on_stop(self._settle)
-        data = self._host.take(layout)
+        data = self._host.take(image)
         world_size = self._rank_info.world_size
         write = partial(writers.write, step, data, world_size, pinned=pinned)
         tell = partial(self._outcomes.tell, number, step)
@@ -314,8 +316,10 @@ class CheckpointManager:
         """
         check_step(step)
         self._must_be_open()
-        reject_state_dicts(state)
-        made = self._memory.snapshot(step, state) if self._memory else None
+        if self._memory is None:
+            reject_state_dicts(state)  # as it would be where an agent keeps snapshots
+            return False
+        made = self._memory.snapshot(step, state)
         if made is not None:
             self.stall = made.seconds
             context().kept(step)
@@ -348,7 +352,7 @@ class CheckpointManager:
         """All ranks have the state after `step`, from rank `source`: snapshots after it count no
         more, and a node that has none of it keeps one."""
         if (memory := self._memory) is not None:
-            memory.take_up(Agreed(step, MEMORY, source, self._rank_info.rank), state)
+            memory.adopt_restored_step(Agreed(step, MEMORY, source, self._rank_info.rank), state)
 
     @property
     def writes(self) -> bool:
@@ -512,7 +516,7 @@ class CheckpointManager:
         if step is not None and not found:
             raise self._not_restored(step, found, sources)
         if memory is not None:
-            memory.take_up(agreed, names)
+            memory.adopt_restored_step(agreed, names)
         if found:
             seconds = monotonic() - began
             context().restored(found.step, source=found.source, seconds=seconds)
@@ -641,13 +645,13 @@ class CheckpointManager:
         return Outcomes(store, name, mine=self.writes)
 
     @cached_property
-    def _memory(self) -> SnapshotMemory | None:
+    def _memory(self) -> SnapshotSource | None:
         """What is kept in the agent's memory. Where no agent keeps any there is no memory that
         outlives this process."""
-        memory, rank_info, place = agent_memory(), self._rank_info, self._reader.place
+        memory, rank_info, place = snapshot_location(), self._rank_info, self._reader.place
         if memory is None:
             return None
-        return SnapshotMemory(
+        return SnapshotSource(
             memory,
             # Two managers in one program must not take each other's for theirs.
             name=f"state-{zlib.crc32(self._name.encode()):08x}",

@@ -35,13 +35,18 @@ from ..foreign import read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Entry, Store
 from ..threads import helper
-from . import memory as memories
 from .commit import ClearedAway, Committer, Writer, data_name
 from .cover import Chunk, chunks_of, lacking, some
 from .folder import CheckpointFolder, DataFile, Retention, folder_of, open_place
-from .memory import Found, Record, flaw, pinned, that_count
-from .pack_head import read_meta
 from .place import Place
+from .safetensors_header import read_meta
+from .snapshot_slots import (
+    SnapshotHeader,
+    SnapshotRef,
+    list_snapshots,
+    map_snapshot,
+    valid_snapshots,
+)
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -323,36 +328,36 @@ def _read(entry: Entry) -> Any:
 class Kind:
     """The snapshots of one name that this node holds.
 
-    record: of the newest. held: newest first, and of one state those first that workers here have
+    header: of the newest. held: newest first, and of one state those first that workers here have
     made. chunks: of the parts among them, by share.
     """
 
-    record: Record
-    held: list[tuple[Piece, Found]] = attrs.field(factory=list)
+    header: SnapshotHeader
+    held: list[tuple[Piece, SnapshotRef]] = attrs.field(factory=list)
     chunks: dict[str, list[Chunk]] = attrs.field(factory=dict)
 
     @property
     def newest(self) -> SnapshotState:
-        return state_of(self.record)
+        return state_of(self.header)
 
     @property
     def key(self) -> str:
-        return quote(self.record.name, safe="")[:256]
+        return quote(self.header.name, safe="")[:256]
 
-    def of(self, plan: WritePlan) -> dict[str, Found]:
+    def of(self, plan: WritePlan) -> dict[str, SnapshotRef]:
         """What is here of it, by share."""
-        found: dict[str, Found] = {}
+        found: dict[str, SnapshotRef] = {}
         for piece, one in self.held:
             if piece.state == plan.state and piece.share in plan.shares:
                 found.setdefault(piece.share, one)
         return found
 
     def not_written(self, state: SnapshotState, reason: str) -> str:
-        where = self.record.folder
+        where = self.header.folder
         return f"the snapshot of step {state.step} was not written to {where}: {reason}"
 
 
-def state_of(record: Record) -> SnapshotState:
+def state_of(record: SnapshotHeader) -> SnapshotState:
     sharded = record.sharded or record.parts > 1
     return SnapshotState(record.generation, record.step, record.parts, sharded)
 
@@ -360,25 +365,25 @@ def state_of(record: Record) -> SnapshotState:
 def kinds_in(memory: Path) -> list[Kind]:
     """What is to be written of an agent's memory."""
     kinds: dict[str, Kind] = {}
-    counting = [one for one in that_count(memories.look(memory)) if one.record.folder]
-    for one in sorted(counting, key=lambda one: state_of(one.record), reverse=True):
-        state, kind = state_of(one.record), kinds.setdefault(one.record.name, Kind(one.record))
+    counting = [one for one in valid_snapshots(list_snapshots(memory)) if one.header.folder]
+    for one in sorted(counting, key=lambda one: state_of(one.header), reverse=True):
+        state, kind = state_of(one.header), kinds.setdefault(one.header.name, Kind(one.header))
         if not state.sharded:
             kind.held.append((Piece(state, 0, WHOLE), one))
         elif (chunks := chunks_in(memory, one)) is not None:
-            piece = piece_of(state, one.record.part, chunks)
+            piece = piece_of(state, one.header.part, chunks)
             kind.held.append((piece, one))
             kind.chunks[piece.share] = chunks
     return sorted(kinds.values(), key=lambda kind: kind.key)
 
 
-def chunks_in(memory: Path, found: Found) -> list[Chunk] | None:
+def chunks_in(memory: Path, found: SnapshotRef) -> list[Chunk] | None:
     """What a part holds; None where it is gone, is damaged, or does not say."""
-    with pinned(memory, found) as view:
+    with map_snapshot(memory, found) as view:
         try:
             return None if view is None else chunks_of(read_meta(view))
         except CheckpointError as error:
-            step, part = found.record.step, found.record.part
+            step, part = found.header.step, found.header.part
             log.warning("part %d of the snapshot of step %d is skipped: %s", part, step, error)
             return None
 
@@ -545,7 +550,7 @@ class Persisting:
             if key == COMMIT:
                 files = tuple(present(said[share].file, "a file") for share in plan.shares)
                 self._committer.commit(step, files, len(files) if plan.state.sharded else 0)
-                folder = self._kind.record.folder
+                folder = self._kind.header.folder
                 log.info("step %d was written to %s, from the last snapshot", step, folder)
                 self._board.done(done=True)
             else:
@@ -562,11 +567,9 @@ class Persisting:
 
     def _write(self, plan: WritePlan, share: str, number: int) -> DataFile:
         step, found = plan.state.step, self._kind.of(plan)[share]
-        with pinned(self._memory, found) as view:
+        with map_snapshot(self._memory, found) as view:
             if view is None:
                 raise _Damaged("it is not there any more")
-            if damage := flaw(self._memory, found, view):
-                raise _Damaged(damage)
             part = f"part-{plan.shares.index(share):05d}" if plan.state.sharded else "state"
             name = data_name(part, self._committer.writer.token, number)
             return self._committer.write(step, name, view)
@@ -709,10 +712,10 @@ class LastWrites:
     def _write_at(self, kind: Kind, board: Board) -> str:
         # Its workers may have taken the folder in the last generation, and ended before their
         # first snapshot.
-        record = kind.record
+        record = kind.header
         generation = max(record.generation, self._info.generation if self._info else 0)
         label = f"agent {os.getpid()} on {socket.gethostname()}"
-        writer = Writer(record.run, record.launch, generation, board.token, label)
+        writer = Writer(record.run, record.incarnation, generation, board.token, label)
         folder = CheckpointFolder(self._place or open_place(record.folder))
         committer = Committer(folder, writer, _ALL, beside=True)
         writing = Persisting(self._memory, kind, board, folder, committer, self._leaves, self._over)

@@ -14,7 +14,7 @@ random token in the generation's store. A sender opens one TCP stream to each of
     proof                          ->
 
     and for each snapshot:
-    page with the record           ->
+    page with the header           ->
                                    <-     reply: accepted, or the reason of the refusal
     data, CRC-32 of the data       ->
                                    <-     reply: stored, or the reason of the refusal
@@ -49,17 +49,17 @@ from ..foreign import read_fields, read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.secret import HOW, NONCE_BYTES, Exchange, Role, is_digits, prove, proves
 from ..threads import helper
-from .memory import (
-    RECORD_BYTES,
-    Found,
-    Record,
-    Slots,
-    decode,
-    encode,
-    held,
-    newest_in,
-    pieces,
-    tell,
+from .snapshot_slots import (
+    HEADER_BYTES,
+    AgentWaker,
+    SnapshotHeader,
+    SnapshotRef,
+    SnapshotSlots,
+    decode_header,
+    encode_header,
+    iter_chunks,
+    lock_snapshot,
+    newest_local_snapshots,
 )
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -181,7 +181,7 @@ def _transcript(board: str, rank: int, sender_nonce: bytes, target_nonce: bytes)
     return Exchange(target_nonce.hex(), sender_nonce.hex(), f"replicas\0{board}\0{rank}")
 
 
-def send_snapshot(connection: socket.socket, handle: int, record: Record) -> str:
+def send_snapshot(connection: socket.socket, handle: int, header: SnapshotHeader) -> str:
     """Send a locked snapshot, whose file has the descriptor `handle`.
 
     Returns:
@@ -191,11 +191,11 @@ def send_snapshot(connection: socket.socket, handle: int, record: Record) -> str
         OSError: The stream broke.
         CheckpointError: Another program truncated the file.
     """
-    connection.sendall(encode(record).ljust(RECORD_BYTES, b"\0"))
+    connection.sendall(encode_header(header).ljust(HEADER_BYTES, b"\0"))
     if reason := _receive_reply(connection):
         return reason
-    crc32, offset = 0, RECORD_BYTES
-    for chunk in pieces(handle, record.size, CHUNK_BYTES):
+    crc32, offset = 0, HEADER_BYTES
+    for chunk in iter_chunks(handle, header.size, CHUNK_BYTES):
         crc32 = zlib.crc32(chunk, crc32)
         end = offset + len(chunk)
         while offset < end:
@@ -263,6 +263,12 @@ def _shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
+def wake_agent(attempt_dir: Path) -> None:
+    """Wake the agent that looks after the snapshots of this attempt, such as this process."""
+    with contextlib.closing(AgentWaker(attempt_dir)) as waker:
+        waker.wake()
+
+
 # -- receiving -------------------------------------------------------------------------------------
 
 
@@ -276,7 +282,7 @@ class ReplicaReceiver:
         self, info: RendezvousInfo, sources: Iterable[int], attempt_dir: Path, secret: bytes | None
     ) -> None:
         self._board, self._attempt_dir, self._secret = info.board, attempt_dir, secret
-        self._slots: dict[tuple[int, SnapshotKind], Slots] = {}
+        self._slots: dict[tuple[int, SnapshotKind], SnapshotSlots] = {}
         self._source_locks = {rank: threading.Lock() for rank in sources}  # for a source's slots
         self._lock = threading.Lock()  # for the next two
         self._connections: dict[socket.socket, bool] = {}  # whether it is authenticated
@@ -352,34 +358,34 @@ class ReplicaReceiver:
 
     def _receive_snapshot(self, connection: socket.socket, rank: int) -> None:
         _set_timeout(connection, 0)  # The next snapshot may be made at any time.
-        record = decode(_receive(connection, RECORD_BYTES))
-        if record is None:
-            raise ConnectionError("the sender sent an invalid record")
+        header = decode_header(_receive(connection, HEADER_BYTES))
+        if header is None:
+            raise ConnectionError("the sender sent an invalid header")
         _set_timeout(connection, IO_TIMEOUT_S)
         reason = ""
         # An earlier stream of the same node may still be open.
         with self._source_locks[rank]:
             try:
-                with self._slots_for(rank, record).writing(record) as view:
+                with self._slots_for(rank, header).open_for_writing(header) as view:
                     send_reply(connection, "")
                     receive_data(connection, view)
             except CheckpointError as error:
                 reason = str(error)
         send_reply(connection, reason)
-        tell(self._attempt_dir)
+        wake_agent(self._attempt_dir)
 
-    def _slots_for(self, rank: int, record: Record) -> Slots:
+    def _slots_for(self, rank: int, header: SnapshotHeader) -> SnapshotSlots:
         """Return the slots for snapshots of this kind, if there is memory for this one."""
-        kind = rank, (record.name, record.part)
-        slots = self._slots.setdefault(kind, Slots(self._attempt_dir, owner=str(rank)))
+        kind = rank, (header.name, header.part)
+        slots = self._slots.setdefault(kind, SnapshotSlots(self._attempt_dir, owner=str(rank)))
         slots.make_folder()
         try:
             free = shutil.disk_usage(self._attempt_dir).free
         except OSError as error:
             raise CheckpointError(f"the memory cannot be used: {error}") from error
-        if record.size + RESERVED_BYTES > free:
+        if header.size + RESERVED_BYTES > free:
             raise CheckpointError(
-                f"no memory for a replica of {record.size} bytes: {free} bytes are free, of which "
+                f"no memory for a replica of {header.size} bytes: {free} bytes are free, of which "
                 f"{RESERVED_BYTES} are reserved for workers"
             )
         return slots
@@ -458,24 +464,28 @@ class ReplicaSender:
             while not self._stopped.is_set():
                 self._news.wait()
                 self._news.clear()
-                for found in self._unsent():
-                    self._send(connection, found)
+                for ref in self._unsent():
+                    self._send(connection, ref)
 
-    def _unsent(self) -> list[Found]:
+    def _unsent(self) -> list[SnapshotRef]:
         """Return the newest snapshot of each kind unless it was offered."""
-        newest = [(found, found.record) for found in newest_in(self._attempt_dir)]
-        return [f for f, r in newest if self._offered.get((r.name, r.part), 0) < r.sequence]
+        newest = [(ref, ref.header) for ref in newest_local_snapshots(self._attempt_dir)]
+        return [
+            ref
+            for ref, header in newest
+            if self._offered.get((header.name, header.part), 0) < header.sequence
+        ]
 
-    def _send(self, connection: socket.socket, found: Found) -> None:
-        record, kind = found.record, (found.record.name, found.record.part)
-        with held(self._attempt_dir.parent, found) as handle:
+    def _send(self, connection: socket.socket, ref: SnapshotRef) -> None:
+        header, kind = ref.header, (ref.header.name, ref.header.part)
+        with lock_snapshot(self._attempt_dir.parent, ref) as handle:
             if handle is None:
                 return  # A newer snapshot replaces it.
-            reason = send_snapshot(connection, handle, record)
-        self._offered[kind] = record.sequence
+            reason = send_snapshot(connection, handle, header)
+        self._offered[kind] = header.sequence
         if reason:
             # The next snapshot is offered, because there may be memory for it.
             self._log_once(f"node {self._target} does not store a snapshot replica: {reason}")
         else:
             self.stored.add(kind)
-        tell(self._attempt_dir)
+        wake_agent(self._attempt_dir)

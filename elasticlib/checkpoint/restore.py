@@ -7,6 +7,7 @@ they go on, turn to an older state, or raise together; nobody is left waiting fo
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import socket
 from collections import Counter
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, Unreadable, present
 from .folder import CheckpointFolder, Health, Manifest
-from .pack import lay_out, unpack
+from .pack import unpack
 from .peers import (
     DISK,
     SHARDED_DISK,
@@ -37,8 +38,9 @@ from .peers import (
     tried,
 )
 from .place import LocalPlace
+from .restore_plan import plan_restore
+from .safetensors_header import read_header
 from .sharded import fetch_parts
-from .state import Form, bare, bits_of, fit, form_of, unexpanded
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -289,7 +291,7 @@ def _fetch_pack(
         source = search.source(held)
         packs[0] = source.view(held)
         source.check(held)
-        return _print(packs[0]) if peers.size > 1 else ""
+        return _fingerprint(packs[0]) if peers.size > 1 else ""
 
     said = search.attempt(plan, [0] if peers.rank in holders else [], read)
     if said is None:
@@ -301,7 +303,7 @@ def _fetch_pack(
         peers.carry(step, {0: route}, packs)
 
     def fitting() -> Callable[[], None]:
-        return fit(state, unpack(packs[0], copy=False), strict=strict)
+        return plan_restore(state, unpack(packs[0], copy=False), strict=strict)
 
     put, error = tried(fitting)
     words = peers.words({}, error)
@@ -331,30 +333,23 @@ def _differ(search: Search, holders: Mapping[int, Held], prints: Mapping[int, st
     return True
 
 
-def _print(pack: memoryview) -> str:
-    """What two packs have in common if they hold the same state, whatever else is noted in them.
+def _fingerprint(pack: memoryview) -> str:
+    """Return a digest that two packs share if they contain the same state.
 
-    Elements are added up as 64-bit words, as fast as memory is read. It tells states apart that
-    were trained apart; what a disk or a wire changes is for sums to find.
+    The metadata and the devices may differ. Elements are added up as 64-bit words, as fast as
+    memory is read. This tells states apart that were trained differently; bytes that a disk or a
+    network changed are found by checksums.
     """
-    layout = lay_out(unpack(pack, copy=False))
-    found = hashlib.sha256(layout.head)
-    # Not the blocks: between the tensors of one, a rank's memory may hold anything.
-    for tensor in layout.found:
-        flat = _in_memory_order(tensor)
-        # As words, which begin at multiples of 8.
-        flat = flat.clone() if flat.storage_offset() % 8 else flat
-        words = len(flat) // 8 * 8
-        total = int(flat[:words].view(torch.int64).sum()) if words else 0
-        found.update(f"{total},{flat[words:].tolist()};".encode())
-    return found.hexdigest()[:32]
-
-
-def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of its elements as they lie in memory, copied only if there are gaps between."""
-    once = unexpanded(tensor)
-    form = form_of(once)
-    if not form.is_dense:
-        return bits_of(once)
-    flat = Form(form.dtype, (form.extent,), (1,))
-    return bare(once.untyped_storage(), int(once.storage_offset()), flat).view(torch.uint8)
+    header = read_header(pack)
+    rows = [row[:-1] if isinstance(row, list) else row for row in header.tree["tensors"]]
+    digest = hashlib.sha256(
+        json.dumps([header.values, header.tree["tree"], rows, header.entries]).encode()
+    )
+    for entry in header.entries:
+        data = pack[header.start + entry.begin : header.start + entry.end]
+        num_bytes = len(data) // 8 * 8
+        total = 0
+        if num_bytes:
+            total = int(torch.frombuffer(data[:num_bytes], dtype=torch.int64).sum())
+        digest.update(f"{total},{bytes(data[num_bytes:]).hex()};".encode())
+    return digest.hexdigest()[:32]

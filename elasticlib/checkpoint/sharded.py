@@ -36,68 +36,73 @@ from .cover import (
     shares,
     tensors_of,
 )
-from .pack import Layout, fill, lay_out, unpack
-from .pack_head import read_meta
+from .pack import LayoutCache, PackImage, PartContents, Shards, pack_state, unpack, unpack_part
 from .peers import Agreed, Held, Plan, Search, Transfer, givers, origin
-from .state import (
-    Form,
-    MapLocation,
-    Way,
-    changed,
-    dtype_named,
-    fit,
-    holder_of,
-    is_sharded_kind,
-    local_of,
-    moved,
-    name_of,
+from .restore_plan import plan_restore
+from .safetensors_header import read_meta
+from .state_tree import (
+    FlatState,
+    StatePath,
+    extract_shards,
+    format_path,
+    insert_shards,
+    is_dtensor,
+    local_tensor,
+    map_leaves,
     parts_of,
-    put_shards,
-    spoken,
-    take_shards,
-    values_of,
+    path_name,
+    state_accessor,
+    to_plain_values,
+)
+from .tensor_layout import (
+    MapLocation,
+    StridedLayout,
+    dtype_from_name,
+    dtype_name,
+    relocated,
 )
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-Shards: TypeAlias = "Mapping[Way, DTensor]"
+DTensors: TypeAlias = "Mapping[StatePath, DTensor]"
 
 PIECE_BYTES = 2 << 20
 """Of what is sent at once."""
 
 
-def lay_out_part(step: int, plain: object, shards: Shards, *, whole: bool, copies: bool) -> Layout:
-    """This rank's part of a state: its shards, and what is not sharded.
+def plan_part_layout(
+    layouts: LayoutCache, step: int, flat: FlatState, *, has_rest: bool, has_copies: bool
+) -> PackImage:
+    """Plan this rank's part of a sharded state.
 
     Args:
-        plain, shards: as `state.take_shards` has them.
-        whole: whether what is not sharded is in it: on a disk in the first rank's alone, in memory
-            in each, as any of them may be lost.
-        copies: whether shards are in it that several ranks hold alike, also if this rank is not
-            the first of these.
+        layouts: The cache that has the layout of the last part.
+        step: The step after which the state was taken.
+        flat: The state.
+        has_rest: Whether the part contains what is not sharded: on disk only the first rank's part
+            does, in memory each part, because any rank may be lost.
+        has_copies: Whether the part contains elements that several ranks hold alike, even if this
+            rank is not the first of them.
 
     Raises:
-        CheckpointError: something in it cannot be saved.
+        CheckpointError: The state contains something that cannot be saved.
     """
-    boxes = {way: box for way, box in _boxes_of(shards).items() if copies or _is_first(shards[way])}
-    ways = [*boxes]
-    chunks = [_chunk(way, shards[way], box).row() for way, box in boxes.items()]
-    tensors = [local_of(shards[way]) for way in ways]
-    rest = {"state": plain, "ways": list(shards)} if whole else None
-    meta = {"step": step, "chunks": chunks, "whole": whole}
-
-    def in_the_state(way: Way) -> Way:
-        return ways[way[1]] if way[0] == "shards" else way[2:]
-
-    return lay_out({"whole": rest, "shards": tensors}, meta, shown_as=in_the_state)
+    dtensors, boxes = flat.shards, _boxes_of(flat.shards)
+    paths = [path for path in boxes if has_copies or _is_first(dtensors[path])]
+    chunks = [_chunk(path, dtensors[path], boxes[path]).row() for path in paths]
+    tensors = {path: local_tensor(dtensors[path]) for path in paths}
+    meta = {"step": step, "chunks": chunks, "whole": has_rest}
+    return layouts.plan(flat, meta, Shards(tensors, [*dtensors], has_rest))
 
 
-def _chunk(way: Way, shard: DTensor, box: Box) -> Chunk:
-    device = location_tag(local_of(shard).untyped_storage())
+def _chunk(way: StatePath, shard: DTensor, box: Box) -> Chunk:
+    device = location_tag(local_tensor(shard).untyped_storage())
     form = (tuple(shard.shape), box, tuple(shard.stride()))
-    return Chunk(repr(way), name_of(shard.dtype), *form, device, _mesh_sum(shard.device_mesh))
+    return Chunk(
+        path_name(way), dtype_name(shard.dtype), *form, device, _mesh_sum(shard.device_mesh)
+    )
 
 
 @functools.cache
@@ -112,7 +117,7 @@ None of a tensor in whose mesh this rank is not."""
 _MOST_BOXES = 100_000
 
 
-def _boxes_of(shards: Shards) -> dict[Way, Box]:
+def _boxes_of(shards: DTensors) -> dict[StatePath, Box]:
     """What this rank has of each tensor, as DCP's planner cuts it; but for tensors in whose mesh it
     has no place.
 
@@ -165,10 +170,10 @@ class Target:
     memory: torch.Tensor
 
 
-def _targets_in(shards: Shards) -> dict[str, Target]:
+def _targets_in(shards: DTensors) -> dict[str, Target]:
     """The targets that a state's sharded tensors are, by the tensors' names in parts."""
     boxes = _boxes_of(shards)
-    return {repr(way): Target(box, local_of(shards[way])) for way, box in boxes.items()}
+    return {path_name(way): Target(box, local_tensor(shards[way])) for way, box in boxes.items()}
 
 
 def load_parts(
@@ -195,15 +200,15 @@ def load_parts(
     if lacks:
         raise CheckpointCorrupt(f"it {lacks}")
     whole = _whole_in(read(0), map_location=map_location)
-    saved = _saved_tensors(whole["ways"], chunks)
-    found: dict[Way, torch.Tensor]
+    saved = _saved_tensors(whole.paths, chunks)
+    found: dict[StatePath, torch.Tensor]
     if like is None:
         found = {way: _memory_for(tensor) for way, tensor in saved.items()}
         boxes = {way: ((0,) * tensor.dim(), tuple(tensor.shape)) for way, tensor in found.items()}
-        into = {repr(way): Target(box, found[way]) for way, box in boxes.items()}
+        into = {path_name(way): Target(box, found[way]) for way, box in boxes.items()}
     else:
-        live = _matched(saved, take_shards(values_of(like))[1], _parameters_in(like))
-        fresh: dict[Way, Any] = {}
+        live = _matched(saved, extract_shards(to_plain_values(like))[1], _parameters_in(like))
+        fresh: dict[StatePath, Any] = {}
         for way, shard in live.items():
             fresh[way] = torch.empty_like(shard.detach())
         found, into = fresh, _targets_in(fresh)
@@ -211,52 +216,60 @@ def load_parts(
     _copy_shares(shares(needs, chunks, dict.fromkeys(chunks, (0,)), 0, -1), chunks, read, into)
     if like is None:
         for way, tensor in found.items():
-            found[way] = moved(tensor, saved[way].device, map_location)
-    return put_shards(whole["state"], found)
+            found[way] = relocated(tensor, saved[way].device, map_location)
+    return insert_shards(whole.state, found)
 
 
-def _whole_in(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = True) -> Any:
+def _whole_in(
+    pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = True
+) -> PartContents:
     """What is not sharded, in a part that says that it has it."""
-    whole = unpack(pack, map_location=map_location, copy=copy)["whole"]
-    if not isinstance(whole, dict) or whole.keys() != {"state", "ways"}:
-        raise CheckpointCorrupt("a part says that it has what is not sharded, and has not")
+    whole = unpack_part(pack, map_location=map_location, copy=copy)
+    if not whole.has_rest:
+        raise CheckpointCorrupt(
+            "a part lacks what is not sharded, and its header claims to have it"
+        )
     return whole
 
 
 def _memory_for(chunk: Chunk) -> torch.Tensor:
     """Memory for all of a tensor, with its strides if these leave no gaps."""
-    form = Form(dtype_named(chunk.dtype), chunk.shape, chunk.stride)
+    form = StridedLayout(dtype_from_name(chunk.dtype), chunk.shape, chunk.stride)
     if len(chunk.stride) == len(chunk.shape) and form.is_dense:
         return torch.empty_strided(form.shape, form.stride, dtype=form.dtype)
     return torch.empty(form.shape, dtype=form.dtype)
 
 
-def _saved_tensors(ways: Sequence[Way], parts: Mapping[int, Sequence[Chunk]]) -> dict[Way, Chunk]:
+def _saved_tensors(
+    ways: Sequence[StatePath], parts: Mapping[int, Sequence[Chunk]]
+) -> dict[StatePath, Chunk]:
     """What one part or another says of each sharded tensor that was saved."""
     tensors = {name: rows[0][2] for name, rows in tensors_of(parts).items()}
     for way in ways:
-        if repr(way) not in tensors:
-            raise CheckpointCorrupt(f"{spoken(way)} is in none of its parts")
-    return {way: tensors[repr(way)] for way in ways}
+        if path_name(way) not in tensors:
+            raise CheckpointCorrupt(f"{format_path(way)} is in none of its parts")
+    return {way: tensors[path_name(way)] for way in ways}
 
 
-def _parameters_in(state: object) -> dict[Way, Sequence[torch.Tensor]]:
+def _parameters_in(state: object) -> dict[StatePath, Sequence[torch.Tensor]]:
     """The parameters of each optimizer in a state, by its way: in the order in which its state
     numbers them."""
-    found: dict[Way, Sequence[torch.Tensor]] = {}
+    found: dict[StatePath, Sequence[torch.Tensor]] = {}
 
-    def look(way: Way, value: object) -> object:
+    def look(way: StatePath, value: object) -> object:
         if isinstance(value, torch.optim.Optimizer):
             found[way] = [one for group in value.param_groups for one in group["params"]]
         return value
 
-    changed(state, look)
+    map_leaves(state, look)
     return found
 
 
 def _matched(
-    saved: Mapping[Way, Chunk], shards: Shards, parameters: Mapping[Way, Sequence[torch.Tensor]]
-) -> dict[Way, DTensor]:
+    saved: Mapping[StatePath, Chunk],
+    shards: DTensors,
+    parameters: Mapping[StatePath, Sequence[torch.Tensor]],
+) -> dict[StatePath, DTensor]:
     """The sharded tensors that those which were saved are for.
 
     Most optimizers make their state at the first step, like the parameter that it is of. So in one
@@ -271,17 +284,17 @@ def _matched(
     Raises:
         StateMismatch: some are on one side alone, or have another shape.
     """
-    found: dict[Way, DTensor] = {}
+    found: dict[StatePath, DTensor] = {}
     for way, tensor in saved.items():
         shard: Any
         shard, parameter = shards.get(way), _parameter_of(way, parameters)
-        if shard is None and is_sharded_kind(parameter) and parameter.shape == tensor.shape:
-            shard = torch.empty_like(parameter.detach(), dtype=dtype_named(tensor.dtype))
+        if shard is None and is_dtensor(parameter) and parameter.shape == tensor.shape:
+            shard = torch.empty_like(parameter.detach(), dtype=dtype_from_name(tensor.dtype))
         if shard is None:
             raise _on_one_side(way, "the checkpoint")
         if shard.shape != tensor.shape:
             raise StateMismatch(
-                f"{spoken(way)} has the shape {list(tensor.shape)} in the checkpoint, "
+                f"{format_path(way)} has the shape {list(tensor.shape)} in the checkpoint, "
                 f"and {list(shard.shape)} in the given state"
             )
         found[way] = shard
@@ -291,11 +304,11 @@ def _matched(
     return found
 
 
-def _on_one_side(way: Way, side: str) -> StateMismatch:
-    return StateMismatch(f"{spoken(way)} is a sharded tensor only in {side}")
+def _on_one_side(way: StatePath, side: str) -> StateMismatch:
+    return StateMismatch(f"{format_path(way)} is a sharded tensor only in {side}")
 
 
-def _parameter_of(way: Way, parameters: Mapping[Way, Sequence[torch.Tensor]]) -> Any:
+def _parameter_of(way: StatePath, parameters: Mapping[StatePath, Sequence[torch.Tensor]]) -> Any:
     """The parameter that a tensor with this way is an optimizer's state of; None if it is none."""
     for at in range(len(way) - 2):
         # As `torch.optim.Optimizer.state_dict` has them: state, the parameter's number, a name.
@@ -318,7 +331,7 @@ def _copy_shares(
     """
     by_part = attrgetter("part")
     for part, group in groupby(sorted(wanted, key=by_part), by_part):
-        shards = unpack(read(part), copy=False)["shards"]
+        shards = unpack_part(read(part), copy=False).shards
         for share in group:
             chunk = chunks[part][share.place]
             target = into[chunk.name]
@@ -444,7 +457,7 @@ class _Resharding:
 
     # -- what is not sharded ------------------------------------------------------------------
 
-    def whole(self) -> Any | None:
+    def whole(self) -> PartContents | None:
         """What is not sharded: of the part of this rank's number, if there were as many ranks and
         somebody has it; else of the first part that somebody has. None as of `Search.attempt`."""
         for part in sorted(set(self._whole_of)):
@@ -453,44 +466,47 @@ class _Resharding:
         mine = self._whole_of[self._rank]
         here = [part for part in self._routes if self._rank in self._ranks[part]]
         gives = [part for part in here if self._rank in self._routes[part].values()]
-        read: dict[int, Any] = {}
+        read: dict[int, PartContents] = {}
         packs: dict[int, memoryview] = {}
 
         def act(part: int) -> None:
             read[part] = _whole_in(self._view(part), copy=False)
             if part in gives:
-                packs[part] = _packed(read[part])
+                packs[part] = pack_state([read[part].state, read[part].paths])
 
         if self._search.attempt(self._plan, {*gives, mine} & {*here}, act) is None:
             return None
         if any(self._routes.values()):
             self._peers.carry(self._step, self._routes, packs)
-        return read[mine] if mine in read else unpack(packs[mine], copy=False)
+        if mine in read:
+            return read[mine]
+        state, paths = unpack(packs[mine], copy=False)
+        return PartContents(state, paths, has_rest=True, shards=[])
 
     # -- what is ------------------------------------------------------------------------------
 
     def fitted(
-        self, whole: Any, state: MutableMapping[str, Any], *, strict: bool
+        self, whole: PartContents, state: MutableMapping[str, Any], *, strict: bool
     ) -> tuple[Callable[[], None], dict[str, Target], list[Share]]:
         """What puts what was saved into the state; where this rank's own sharded tensors are; and
         from where it has what it needs of them. Raises StateMismatch: it does not fit."""
-        saved = whole["state"]
+        saved = whole.state
 
-        def is_in_both(way: Way) -> bool:
+        def is_in_both(way: StatePath) -> bool:
             return isinstance(saved, dict) and way[0] in saved and way[0] in state
 
-        tensors = _saved_tensors([way for way in whole["ways"] if is_in_both(way)], self._chunks)
-        shards = take_shards(values_of(state))[1]
+        tensors = _saved_tensors([way for way in whole.paths if is_in_both(way)], self._chunks)
+        shards = extract_shards(to_plain_values(state))[1]
         here = {way: shard for way, shard in shards.items() if is_in_both(way)}
         live = _matched(tensors, here, _parameters_in(state))
         for way, shard in live.items():
-            kind = dtype_named(tensors[way].dtype)
+            kind = dtype_from_name(tensors[way].dtype)
             if kind != shard.dtype and _is_bare(state, way):
                 raise StateMismatch(
-                    f"{spoken(way)} is a sharded tensor of {shard.dtype}, and one of {kind} "
+                    f"{format_path(way)} is a sharded tensor of {shard.dtype}, and one of {kind} "
                     "was saved"
                 )
-        put = fit(state, put_shards(saved, live), strict=strict)
+        put = plan_restore(state, insert_shards(saved, live), strict=strict)
         into = _targets_in(live)
         needs = {name: target.box for name, target in into.items()}
         own = self._rank if self._is_as_many else -1
@@ -540,11 +556,11 @@ class _Resharding:
         shards: dict[int, list[torch.Tensor]] = {}
         for _, taker, share in sent:
             chunk = self._chunks[share.part][share.place]
-            kind = dtype_named(chunk.dtype)
+            kind = dtype_from_name(chunk.dtype)
             gives = self._rank == share.source
             if gives:
                 if share.part not in shards:
-                    shards[share.part] = unpack(self._view(share.part), copy=False)["shards"]
+                    shards[share.part] = unpack_part(self._view(share.part), copy=False).shards
                 has = Target(chunk.box, shards[share.part][share.place])
             elif self._rank == taker:
                 has = into[chunk.name]
@@ -561,7 +577,7 @@ class _Resharding:
         received = 0
         for share in came:
             chunk = self._chunks[share.part][share.place]
-            received += prod(share.box[1]) * dtype_named(chunk.dtype).itemsize
+            received += prod(share.box[1]) * dtype_from_name(chunk.dtype).itemsize
         return Agreed(
             self._step,
             self._plan.kind,
@@ -577,17 +593,10 @@ def _share(source: int, part: int, place: int, box: Any) -> Share:
     return Share(source, part, place, (tuple(begins), tuple(sizes)))
 
 
-def _packed(whole: Any) -> memoryview:
-    layout = lay_out(whole)
-    memory = bytearray(layout.size)
-    fill(layout, torch.frombuffer(memory, dtype=torch.uint8))
-    return memoryview(memory)
-
-
-def _is_bare(state: Any, way: Way) -> bool:
+def _is_bare(state: Any, way: StatePath) -> bool:
     """Whether a tensor stands there itself, and not in an object that has a state."""
     for key in way:
-        if holder_of(state) is not None:
+        if state_accessor(state) is not None:
             return False
         state = parts_of(state).get(key)
     return True

@@ -23,7 +23,6 @@ from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import Store
 from ..threads import helper
 from ..workers.spec import WorkerGroup
-from .memory import NEWS, clear_up, look, newest_in, remove_torn, tell
 from .persist import LastWrites
 from .replication import (
     JOIN_TIMEOUT_S,
@@ -33,6 +32,14 @@ from .replication import (
     endpoint_key,
     replica_sources,
     replica_targets,
+    wake_agent,
+)
+from .snapshot_slots import (
+    WAKEUP_PIPE,
+    list_snapshots,
+    newest_local_snapshots,
+    remove_incomplete,
+    remove_superseded,
 )
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -99,7 +106,7 @@ class ReplicationSession:
     def stop(self) -> None:
         """Close all streams. Complete replicas stay in the memory."""
         self._is_stopped = True
-        tell(self._attempt_dir)
+        wake_agent(self._attempt_dir)
         for sender in self._senders:
             sender.stop()
         self._receiver.stop()
@@ -108,9 +115,9 @@ class ReplicationSession:
         self._thread.join(JOIN_TIMEOUT_S)
 
     def _open_pipe(self) -> int:
-        os.mkfifo(self._attempt_dir / NEWS, 0o600)
+        os.mkfifo(self._attempt_dir / WAKEUP_PIPE, 0o600)
         # It is also opened for writing, so that it is not at its end while no worker has it open.
-        return os.open(self._attempt_dir / NEWS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        return os.open(self._attempt_dir / WAKEUP_PIPE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def _run(self) -> None:
         while not self._is_stopped:
@@ -126,13 +133,13 @@ class ReplicationSession:
             if poll.poll(POLL_INTERVAL_S * 1000):
                 os.read(self._pipe, 65536)
             # Another program may have removed the directory. A worker creates it again.
-            if not (self._attempt_dir / NEWS).exists():
+            if not (self._attempt_dir / WAKEUP_PIPE).exists():
                 with contextlib.suppress(OSError):
                     pipe = self._open_pipe()
                     os.close(self._pipe)
                     self._pipe = pipe
         os.close(self._pipe)
-        (self._attempt_dir / NEWS).unlink(missing_ok=True)
+        (self._attempt_dir / WAKEUP_PIPE).unlink(missing_ok=True)
 
     def _publish_endpoint(self) -> None:
         if not self._is_endpoint_published:
@@ -148,11 +155,11 @@ class ReplicationSession:
         """
         if self._is_cleared:
             return
-        own = [found.record for found in newest_in(self._attempt_dir)]
-        is_sharded = any(record.parts > 1 for record in own)
+        own = [ref.header for ref in newest_local_snapshots(self._attempt_dir)]
+        is_sharded = any(header.parts > 1 for header in own)
         if own and (not is_sharded or self._all_are_replicated({(r.name, r.part) for r in own})):
             memory, attempt = self._attempt_dir.parent, int(self._attempt_dir.name)
-            self._is_cleared = clear_up(memory, look(memory), attempt)
+            self._is_cleared = remove_superseded(memory, list_snapshots(memory), attempt)
 
     def _all_are_replicated(self, own: set[SnapshotKind]) -> bool:
         """Return True if each node has published that its snapshots, here `own`, are replicated."""
@@ -202,7 +209,7 @@ class NodeSnapshotService(Memory):
         if attempt_dir is None:
             return  # The workers keep no snapshots. Earlier ones stay for `finish`.
         self._attempt_dir = attempt_dir
-        remove_torn(attempt_dir.parent, int(attempt_dir.name))
+        remove_incomplete(attempt_dir.parent, int(attempt_dir.name))
         if not self._replicas or info.world_size == 1:
             return
         if info.store is None or not info.board:

@@ -23,16 +23,15 @@ from types import TracebackType
 from typing import Any
 
 import attrs
-import torch
 import torch.distributed as dist
 
 from ..checkpoint.manager import CheckpointManager
-from ..checkpoint.pack import fill, lay_out, unpack
+from ..checkpoint.pack import plan_layout, unpack
 from ..checkpoint.peers import givers, peers_of
 from ..checkpoint.place import new_memory
-from ..checkpoint.snapshots import is_cut
-from ..checkpoint.state import changed, check_names, fit, values_of
-from ..checkpoint.state_dicts import reject_state_dicts
+from ..checkpoint.restore_plan import check_names, plan_restore
+from ..checkpoint.snapshot_source import is_sharded
+from ..checkpoint.state_tree import map_leaves, reject_state_dicts, to_plain_values
 from ..clock import monotonic
 from ..data.batch_sampler import ElasticBatchSampler
 from ..data.position import check_int
@@ -196,7 +195,7 @@ def steps(
 
 def _refuse_sharded(state: State) -> None:
     def look(_way: object, value: Any) -> Any:
-        if is_cut(value):
+        if is_sharded(value):
             raise ConfigError(
                 "the state has sharded tensors, of which a lost worker takes its part along: give"
                 " steps a function that makes model and optimizer for the group that there is,"
@@ -204,7 +203,7 @@ def _refuse_sharded(state: State) -> None:
             )
         return value
 
-    changed(values_of(state), look)
+    map_leaves(to_plain_values(state), look)
 
 
 class Steps:
@@ -468,7 +467,7 @@ class Steps:
                 peers.carry(found.step, {0: givers([found.source], nodes, found.takers)}, packs)
         if takes:
             self._whole = False
-            fit(self._parts, unpack(packs[0], copy=False))()
+            plan_restore(self._parts, unpack(packs[0], copy=False))()
             self.step, self._has_state, self._whole = found.step, True, True
         if self._manager is not None and self.snapshot_every:
             self._manager.taken_over(found.step, self._parts, found.source)
@@ -482,7 +481,7 @@ def _is_due(step: int, every: int) -> bool:
 
 def _packed(state: State) -> memoryview:
     """The state as it is now, in memory of its own."""
-    layout = lay_out(values_of(state), {})
-    memory = new_memory(layout.size)
-    fill(layout, torch.frombuffer(memory, dtype=torch.uint8))
-    return memoryview(memory)[: layout.size]
+    image = plan_layout(state)
+    memory = memoryview(new_memory(image.size))
+    image.copy_to(memory)
+    return memory[: image.size]

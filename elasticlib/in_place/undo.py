@@ -19,7 +19,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.state import Way, changed, fit, values_of
+from ..checkpoint.restore_plan import plan_restore
+from ..checkpoint.state_tree import StatePath, map_leaves, to_plain_values
 from ..logical.workers import LogicalWorkers
 
 
@@ -93,7 +94,7 @@ class Undo:
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
             ],
-            copy.deepcopy(values_of(self._others)),
+            copy.deepcopy(to_plain_values(self._others)),
         )
 
     @torch.no_grad()
@@ -125,7 +126,7 @@ class Undo:
                     now.copy_(value)
                 else:
                     group[name] = value
-        fit(self._others, before.values)()
+        plan_restore(self._others, before.values)()
         return True
 
 
@@ -133,12 +134,12 @@ def _all_of(state: object, kind: Any) -> list[Any]:
     """Return all values of this kind, at any depth of the state."""
     found: list[Any] = []
 
-    def look(_way: Way, value: Any) -> Any:
+    def look(_path: StatePath, value: Any) -> Any:
         if isinstance(value, kind):
             found.append(value)
         return value
 
-    changed(state, look)
+    map_leaves(state, look)
     return found
 
 

@@ -47,7 +47,7 @@ from elasticlib.checkpoint.commit import Committer, Writer, Writers
 from elasticlib.checkpoint.folder import CheckpointFolder, Retention
 from elasticlib.checkpoint.place import LocalPlace, new_memory
 from elasticlib.checkpoint.restore import restore_from
-from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
+from elasticlib.checkpoint.snapshot_source import SnapshotLocation, SnapshotSource
 
 CHUNK = 16 << 20
 State = dict[str, torch.Tensor]
@@ -119,7 +119,7 @@ def one_round(
     state: State,
     folder: Path,
     copy: State,
-    ours: tuple[CheckpointManager, SnapshotMemory],
+    ours: tuple[CheckpointManager, SnapshotSource],
 ) -> None:
     """Each way once. What is on the disk is deleted in between, and the disk comes to rest."""
     manager, memory = ours
@@ -171,7 +171,7 @@ def with_dcp(ways: Ways, state: State, folder: Path, into: State) -> None:
     shutil.rmtree(folder)
 
 
-def in_memory(ways: Ways, state: State, memory: SnapshotMemory) -> None:
+def in_memory(ways: Ways, state: State, memory: SnapshotSource) -> None:
     """A snapshot as a worker makes it, and what the next worker does with it."""
     made = memory.snapshot(len(ways.taken["plain copy"]), state)
     assert made is not None
@@ -181,12 +181,14 @@ def in_memory(ways: Ways, state: State, memory: SnapshotMemory) -> None:
 
 
 @contextlib.contextmanager
-def agents_memory() -> Iterator[SnapshotMemory]:
+def agents_memory() -> Iterator[SnapshotSource]:
     """As an agent gives it to a worker."""
     with tempfile.TemporaryDirectory(prefix="elasticlib-", dir="/dev/shm") as folder:
         era = Path(folder) / "1"
         era.mkdir()
-        with contextlib.closing(SnapshotMemory(AgentMemory(str(era), "benchmark", 1))) as memory:
+        with contextlib.closing(
+            SnapshotSource(SnapshotLocation(str(era), "benchmark", 1))
+        ) as memory:
             yield memory
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.place import LocalPlace
-from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
+from elasticlib.checkpoint.snapshot_source import SnapshotLocation, SnapshotSource
 from elasticlib.errors import CheckpointError
 
 NAMES = {
@@ -53,10 +53,10 @@ class Gated(LocalPlace):
         super().write(name, data)
 
 
-def memory_of(folder: Path) -> SnapshotMemory:
+def memory_of(folder: Path) -> SnapshotSource:
     """That of a worker whose agent has its memory there."""
     (folder / "1").mkdir(parents=True)
-    return SnapshotMemory(AgentMemory(str(folder / "1"), "run", 1))
+    return SnapshotSource(SnapshotLocation(str(folder / "1"), "run", 1))
 
 
 @contextmanager

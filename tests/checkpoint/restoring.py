@@ -20,29 +20,29 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from elasticlib.checkpoint import peers
-from elasticlib.checkpoint.pack import Layout, fill, lay_out
+from elasticlib.checkpoint.pack import LayoutCache, PackImage, Shards, plan_layout
 from elasticlib.checkpoint.peers import Held, Source, peers_of
 from elasticlib.checkpoint.restore import restore_from
-from elasticlib.checkpoint.sharded import lay_out_part
-from elasticlib.checkpoint.state import take_shards, values_of
+from elasticlib.checkpoint.sharded import plan_part_layout
+from elasticlib.checkpoint.state_tree import flatten
 from elasticlib.errors import CheckpointCorrupt, ConfigError
 
 
-def packed(layout: Layout) -> bytearray:
-    memory = bytearray(layout.size)
-    fill(layout, torch.frombuffer(memory, dtype=torch.uint8))
+def packed(image: PackImage) -> bytearray:
+    memory = bytearray(image.size)
+    image.copy_to(memory)
     return memory
 
 
-def a_part(step: int, value: float, elements: int, part: int, parts: int) -> Layout:
-    """As `lay_out_part` has it, of a row of numbers that are all `value`."""
+def a_part(step: int, value: float, elements: int, part: int, parts: int) -> PackImage:
+    """Plan the part of a state whose sharded tensor has the same value everywhere."""
     size = -(-elements // parts)
     begin = min(elements, part * size)
     shard = torch.full((min(size, elements - begin),), value)
-    chunk = ["('w',)", "float32", [elements], [begin], [len(shard)], [1], "cpu"]
-    whole = {"state": {"w": None, "n": step}, "ways": [("w",)]}
+    chunk = ["w", "float32", [elements], [begin], [len(shard)], [1], "cpu"]
     meta = {"step": step, "chunks": [chunk], "whole": True}
-    return lay_out({"whole": whole, "shards": [shard]}, meta)
+    rest = flatten({"w": None, "n": step})
+    return LayoutCache().plan(rest, meta, Shards({("w",): shard}, [("w",)], has_rest=True))
 
 
 class Folder(Source):
@@ -53,7 +53,7 @@ class Folder(Source):
         path.mkdir(exist_ok=True)
         self.fault: dict[str, Any] = {}
 
-    def write(self, held: Held, layout: Layout, part: int = 0, *, damage: bool = False) -> None:
+    def write(self, held: Held, layout: PackImage, part: int = 0, *, damage: bool = False) -> None:
         memory = packed(layout)
         summed = zlib.crc32(memory)
         memory[-1] ^= damage
@@ -133,7 +133,7 @@ def restore(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
             state["fragile"] = {"a": 2}
         for part in held.has:
             line = (step, value, elements, part, held.parts)
-            layout = a_part(*line) if held.parts else lay_out(state)
+            layout = a_part(*line) if held.parts else plan_layout(state)
             source.write(held, layout, part * (len(held.has) > 1), damage=damage)
     source.fault = run.get("faults", {}).get(rank, {})
     own: dict[str, Any] = {"w": torch.zeros(elements), "n": 0}
@@ -198,7 +198,7 @@ def sharded(rank: int, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
     job["bare"].to_local().fill_(float(rank + 1))
     job["n"] = 3
     keeper = Folder(folder / str(run["at"][rank]))
-    part = lay_out_part(3, *take_shards(values_of(job)), whole=True, copies=True)
+    part = plan_part_layout(LayoutCache(), 3, flatten(job), has_rest=True, has_copies=True)
     keeper.write(Held(3, "memory", "a", rank, world), part)
     losses = train(job, 3)
     dist.barrier()

@@ -11,6 +11,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from elasticlib.checkpoint.tensor_layout import StridedLayout
+
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model and an AdamW whose numbers are no computer's to round."""
@@ -88,15 +90,18 @@ def everything() -> dict[str, Any]:
 
 
 def in_words(state: Any, seen: dict[object, int] | None = None) -> Any:
-    """All that a state is, in a form that `==` compares: types, each element's bits, strides, and
-    which of its tensors are one, or share memory."""
+    """Describe a state in a form that `==` compares.
+
+    It contains types, the bits of each element, the strides of dense tensors, and which tensors are
+    the same memory.
+    """
     seen = {} if seen is None else seen
     if isinstance(state, torch.Tensor):
-        keys = ("tensor", id(state)), ("memory", state.untyped_storage().data_ptr())
-        number = [seen.setdefault(key, len(seen)) for key in keys]
-        # Only what has elements shares any.
-        about = [type(state), state.dtype, tuple(state.shape), state.stride(), state.requires_grad]
-        about += [state.is_conj(), state.is_neg(), number if state.numel() else None]
+        layout, lazy = StridedLayout.of(state), (state.is_conj(), state.is_neg())
+        number = seen.setdefault((state.data_ptr(), layout, lazy), len(seen))
+        about = [type(state), layout.densified(), state.requires_grad]
+        # Tensors without elements share no memory.
+        about += [number if state.numel() else None]
         fresh = torch.empty(state.shape, dtype=state.dtype)
         return *about, fresh.copy_(state.detach()).view(-1).view(torch.uint8).tolist()
     if isinstance(state, numpy.ndarray):

@@ -163,9 +163,9 @@ def test_parts_count_only_if_all_their_elements_are_there(together: Play) -> Non
     assert one(found, "step") == 5
     lacks = "is not whole: nobody holds part"
     assert one(found, "passed_over") == [
-        f"step 9 (disk) {lacks} 2 of 3, and so 332 of the 1000 elements of ('w',)",
-        f"step 8 (disk) {lacks} 1 of 2, and so 500 of the 1000 elements of ('w',)",
-        f"step 7 (disk) {lacks} 0 of 2, and so 500 of the 1000 elements of ('w',)",
+        f"step 9 (disk) {lacks} 2 of 3, and so 332 of the 1000 elements of w",
+        f"step 8 (disk) {lacks} 1 of 2, and so 500 of the 1000 elements of w",
+        f"step 7 (disk) {lacks} 0 of 2, and so 500 of the 1000 elements of w",
     ]
 
 

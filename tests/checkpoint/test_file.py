@@ -21,7 +21,7 @@ from elasticlib import (
     load_checkpoint,
     save_checkpoint,
 )
-from elasticlib.checkpoint import pack_head
+from elasticlib.checkpoint import safetensors_header
 from elasticlib.checkpoint.place import aside_name, target_of
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
@@ -275,7 +275,7 @@ def test_a_save_that_another_one_of_the_path_has_overtaken_says_so(tmp_path, mon
 
 def test_a_file_of_a_newer_version_is_not_taken_for_damaged(tmp_path, monkeypatch):
     with monkeypatch.context() as newer:
-        newer.setattr(pack_head, "FORMAT", pack_head.FORMAT + 1)
+        newer.setattr(safetensors_header, "FORMAT", safetensors_header.FORMAT + 1)
         save_checkpoint(tmp_path / "a.pt", {"w": torch.ones(1)})
     with pytest.raises(CheckpointError, match=r"a\.pt cannot be read: the pack has format") as said:
         load_checkpoint(tmp_path / "a.pt")

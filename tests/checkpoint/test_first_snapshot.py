@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint import memory
+from elasticlib.checkpoint import snapshot_slots
 from elasticlib.testing.waiting import wait_until
 
 
@@ -49,8 +49,8 @@ def resident(era: Path) -> dict[str, int]:
 
 def size_of_the_newest(era: Path) -> tuple[str, int]:
     """Its slot, and the bytes that it needs there."""
-    newest = max(memory.look(era.parent), key=lambda one: one.order)
-    return Path(newest.file).name, memory.RECORD_BYTES + newest.record.size
+    newest = max(snapshot_slots.list_snapshots(era.parent), key=lambda one: one.order)
+    return Path(newest.file).name, snapshot_slots.HEADER_BYTES + newest.header.size
 
 
 def threads() -> list[str]:
@@ -143,7 +143,7 @@ def test_a_job_that_saves_without_snapshots_gets_the_memory_back(
         assert [*generation_memory.iterdir()] == []
         assert manager.snapshot(3, state), "it may change its mind"
         manager.save(3, state).wait()
-        assert len(memory.look(generation_memory.parent)) == 1
+        assert len(snapshot_slots.list_snapshots(generation_memory.parent)) == 1
 
 
 def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_memory(
@@ -157,7 +157,7 @@ def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_me
     left = CheckpointManager(tmp_path / "disk")
     left.restore(state)
     wait_until("its slot", lambda: [*generation_memory.iterdir()])
-    memory.remove_torn(generation_memory.parent, 2)
+    snapshot_slots.remove_incomplete(generation_memory.parent, 2)
     assert [*generation_memory.iterdir()] == []
     left.close()
 
@@ -166,4 +166,4 @@ def test_no_memory_is_made_where_no_agent_keeps_snapshots(tmp_path: Path) -> Non
     state = saved(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        assert "elasticlib-seal" not in threads()
+        assert "elasticlib-snapshot-memory" not in threads()

@@ -13,8 +13,6 @@ import torch
 from sample_states import in_words
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint import memory
-from elasticlib.testing.waiting import wait_until
 
 FLIPS = [40, pytest.param(1000, marks=pytest.mark.long)]
 
@@ -65,27 +63,3 @@ def test_a_bit_that_flips_on_the_disk_is_found_out_or_changes_nothing(
         found_out += damaged
     assert found_out > count * 0.9
     assert CheckpointManager(tmp_path).verify() == {}
-
-
-@pytest.mark.parametrize("count", FLIPS)
-def test_a_bit_that_flips_in_memory_is_found_out_or_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    era = tmp_path / "memory" / "1"
-    era.mkdir(parents=True)
-    monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(era))
-    monkeypatch.setenv("ELASTICLIB_GENERATION", "1")
-    with CheckpointManager(tmp_path / "disk") as manager:
-        manager.save(1, state(1))
-        manager.wait()
-        assert manager.snapshot(2, state(2))
-        (kept,) = memory.look(era.parent)
-        wait_until("the sum", lambda: memory.sum_of(era.parent, kept) is not None)
-    found_out = 0
-    for what in flips(era.parent / kept.file, count):
-        found = dict.fromkeys(state(0))
-        with CheckpointManager(tmp_path / "disk") as manager:
-            step = manager.restore(found).step
-        assert same(found, step), what
-        found_out += step == 1
-    assert found_out > count * 0.5

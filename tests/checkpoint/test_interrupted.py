@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from elasticlib import CheckpointManager, load_checkpoint, save_checkpoint
-from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.memory import Slots
+from elasticlib.checkpoint import snapshot_slots
 from elasticlib.checkpoint.restore import restore_from
+from elasticlib.checkpoint.snapshot_slots import SnapshotSlots
+from elasticlib.checkpoint.tensor_layout import StridedLayout
 
 OPTIMIZERS = [
     kind
@@ -105,7 +106,7 @@ def flat(value: Any) -> Iterator[Any]:
             yield from flat(item)
     elif isinstance(value, torch.Tensor):
         bits = value.detach().contiguous().view(-1).view(torch.uint8).tolist()
-        yield value.dtype, tuple(value.shape), value.stride(), bits
+        yield StridedLayout.of(value).densified(), bits
     else:
         yield value
 
@@ -134,11 +135,11 @@ def by_replica(folder: Path, saved: Training, new: Training) -> None:
     """As an agent of another node has it: the bytes of a snapshot, and nothing else."""
     kept, other = memory_of(folder / "one"), memory_of(folder / "other")
     kept.snapshot(1, saved.state)
-    replicas = Slots(folder / "other" / "1", "a-node")
-    (found,) = memory.look(folder / "one")
-    with memory.pinned(folder / "one", found) as pack:
+    replicas = SnapshotSlots(folder / "other" / "1", "a-node")
+    (found,) = snapshot_slots.list_snapshots(folder / "one")
+    with snapshot_slots.map_snapshot(folder / "one", found) as pack:
         assert pack is not None
-        with replicas.writing(found.record) as view:
+        with replicas.open_for_writing(found.header) as view:
             view[:] = pack
     assert restore_from([other], new.state).step == 1
     for one in (kept, other, replicas):

@@ -274,6 +274,8 @@ STATE_DICTS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         for kind in SCHEDULERS
     },
     "GradScaler": ("a gradient scaler", lambda: scaler(3).state_dict()),
+    "sampler": ("a sampler", lambda: sampler(3).state_dict()),
+    "iterator of a sampler": ("a sampler", lambda: iter(sampler(0)).state_dict()),
 }
 
 

@@ -12,13 +12,17 @@ from typing import Any
 import attrs
 import numpy
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_states import in_words
 
-from elasticlib.checkpoint.pack import fill, lay_out, unpack
-from elasticlib.checkpoint.pack_head import read_meta, size_of
-from elasticlib.checkpoint.state import MAX_DEPTH
+from elasticlib.checkpoint.pack import LayoutCache, plan_layout, unpack
+from elasticlib.checkpoint.pack import pack_state as packed
+from elasticlib.checkpoint.safetensors_header import read_meta, read_size
+from elasticlib.checkpoint.state_tree import MAX_DEPTH, flatten
+from elasticlib.checkpoint.tensor_layout import StridedLayout
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 DTYPES = [
@@ -52,13 +56,6 @@ states = st.recursive(
 )
 
 
-def packed(state: object, meta: dict[str, Any] | None = None) -> memoryview:
-    layout = lay_out(state, meta)
-    buffer = torch.zeros(layout.size, dtype=torch.uint8)
-    fill(layout, buffer)
-    return memoryview(buffer.numpy())
-
-
 def types_of(value: object) -> object:
     """The shape of a state in types, which `==` does not tell apart."""
     if isinstance(value, dict):
@@ -82,12 +79,20 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal in all that a kernel may go by: bits, shape, strides, and what is yet to be done."""
+    """Return True if two tensors have the same bits, shape and strides, and neither is lazy."""
     return (
         (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-        and (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
+        and not (one.is_conj() or one.is_neg())
         and torch.equal(bits(one), bits(other))
     )
+
+
+def as_saved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as it comes back: plain values, with its strides if they are dense."""
+    resolved = tensor.detach().resolve_conj().resolve_neg()
+    if StridedLayout.of(resolved).is_dense:
+        return resolved
+    return torch.empty(resolved.shape, dtype=resolved.dtype).copy_(resolved)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -105,7 +110,8 @@ def test_tensors_keep_their_bits_and_strides_whatever_their_layout(dtype: torch.
     }
     for state in (parts, *({"alone": part} for part in parts.values())):
         found = unpack(packed([state, torch.empty(0, 3, dtype=dtype)]))
-        assert all(same(found[0][name], tensor) for name, tensor in state.items()), state.keys()
+        for name, tensor in state.items():
+            assert same(found[0][name], as_saved(tensor)), name
         assert found[1].shape == (0, 3)
 
 
@@ -113,58 +119,45 @@ sizes = st.lists(st.integers(0, 3), max_size=4)
 
 
 @given(sizes, st.lists(st.integers(0, 5), min_size=4, max_size=4), st.integers(0, 3))
-def test_any_view_of_memory_comes_back_as_that_view(
+def test_any_view_comes_back_with_its_values_and_dense_strides(
     shape: list[int], steps: list[int], offset: int
 ) -> None:
     memory = torch.arange(80, dtype=torch.int32)
     view = memory.as_strided(shape, steps[: len(shape)], offset)
-    alone = unpack(packed(view))
-    assert same(alone, view)
-    found = unpack(packed([view, memory, view.view(torch.float32), memory[3:].view(torch.uint8)]))
-    assert same(found[0], view)
-    assert same(found[1], memory)
-    if view.numel():
-        found[0].fill_(-1)
-        assert (found[1] == -1).sum() == len(set(view.flatten().tolist()))
-        assert same(found[2], found[0].view(torch.float32))
-        assert torch.equal(found[3], found[1][3:].view(torch.uint8))
+    assert same(unpack(packed(view)), as_saved(view))
+    state = [view, memory, view.view(torch.float32), memory[3:].view(torch.uint8)]
+    for copy in (False, True):
+        for found, tensor in zip(unpack(packed(state), copy=copy), state, strict=True):
+            assert same(found, as_saved(tensor))
 
 
-def test_conjugates_and_negatives_come_back_as_what_they_were() -> None:
+def test_conjugate_and_negative_tensors_are_saved_as_their_values() -> None:
     x = torch.tensor([1 + 2j, -3 + 0.5j, 4 - 1j])
     state = {"x": x, "y": x.conj(), "imag": x.conj().imag, "real": x.conj().real}
     found = unpack(packed(state))
-    assert all(same(found[name], tensor) for name, tensor in state.items())
-    found["x"].fill_(5 + 5j)
-    assert found["y"].tolist() == [5 - 5j] * 3
-    assert found["imag"].tolist() == [-5.0] * 3
     for name, tensor in state.items():
-        assert same(unpack(packed([tensor]))[0], tensor), name
+        assert same(found[name], as_saved(tensor)), name
+        assert same(unpack(packed([tensor]))[0], as_saved(tensor)), name
+    found["x"].fill_(5 + 5j)
+    assert torch.equal(found["y"], state["y"]), "they are different values, and share no memory"
 
 
-def test_memory_is_packed_once_and_no_more_of_it_than_is_used() -> None:
-    t = torch.randn(1_000_000)
-    pack = packed({"all": t, "head": t[:900_000], "tail": t[100_000:]})
-    assert len(pack) < 4_010_000
-    found = unpack(pack)
-    found["all"].zero_()
-    assert not found["head"].any()
-    assert not found["tail"].any()
-    assert found["tail"].data_ptr() - found["all"].data_ptr() == 400_000
+def test_no_more_of_a_storage_is_packed_than_is_used() -> None:
     table = torch.randn(1000, 1000)
-    # A few elements of it, wherever they lie.
     for small in (table[5], table[:, 5], table[10:12, 10:12], table[5, 5].expand(100)):
         assert len(packed(small)) < 4096 + 4096
-    # Parts that have nothing in common are no longer of one memory.
-    assert len(packed([table[0], table[999]])) < 4096 + 2 * 4096
 
 
-def test_tensors_over_one_array_share_it_however_they_were_made() -> None:
-    array = numpy.arange(8.0)
-    short, long = torch.from_numpy(array[:3]), torch.from_numpy(array)
-    found = unpack(packed([short, long]))
-    found[1].zero_()
-    assert not found[0].any()
+def test_equal_views_of_one_memory_are_one_memory_again() -> None:
+    table = torch.arange(12.0).view(3, 4)
+    state = {"rows": table[1:], "again": table[1:], "turned": table.t(), "turned again": table.t()}
+    pack = packed(state)
+    assert set(safetensors.torch.load(bytes(pack))) == {"rows", "turned~storage"}
+    found = unpack(pack)
+    for one, other in (("rows", "again"), ("turned", "turned again")):
+        assert same(found[one], as_saved(state[one]))
+        found[one].fill_(-1)
+        assert bool((found[other] == -1).all())
 
 
 def test_one_tensor_is_one_and_its_detached_twin_another() -> None:
@@ -213,22 +206,67 @@ def test_a_number_that_is_none_is_still_that() -> None:
     assert math.copysign(1, found[2]) == -1
 
 
-class OnSecond(torch.Tensor):
-    device = torch.device("cuda", 1)
-
-
 def test_each_device_is_waited_for_that_something_is_copied_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layout = lay_out([torch.ones(3), torch.ones(2), torch.ones(0)])
-    here, (there, *span), empty = layout.parts
-    other = attrs.evolve(layout, parts=(here, (there.as_subclass(OnSecond), *span), empty))
-    buffer, waited = torch.zeros(layout.size, dtype=torch.uint8), list[torch.device]()
+    image, waited = plan_layout([torch.ones(3), torch.ones(2)]), list[torch.device]()
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    fill(other, buffer)
-    assert waited == [torch.device("cuda", 1)]
-    fill(layout, buffer)
-    assert len(waited) == 1
+    image.copy_to(bytearray(image.size))
+    assert waited == []
+    second = torch.device("cuda", 1)
+    layout = attrs.evolve(image.layout, devices=frozenset({second}))
+    attrs.evolve(image, layout=layout).copy_to(bytearray(image.size))
+    assert waited == [second]
+
+
+def plans(cache: LayoutCache, *states: object) -> list[bool]:
+    """Plan each state, check that it comes back, and return whether its layout was reused."""
+    reused = []
+    for state in states:
+        before = cache._last
+        image = cache.plan(flatten(state), {"step": 1})
+        memory = bytearray(image.size)
+        image.copy_to(memory)
+        assert in_words(unpack(memoryview(memory))) == in_words(state)
+        reused.append(image.layout is before)
+    return reused
+
+
+def test_layout_is_reused_while_only_values_change() -> None:
+    def state(step: int) -> dict[str, Any]:
+        return {"w": torch.full((3,), float(step)), "n": step, "more": [str(step), {step}]}
+
+    assert plans(LayoutCache(), state(1), state(2), state(10**20)) == [False, True, True]
+    grows = [{"log": ["x" * size], "w": torch.ones(2)} for size in (1, 100, 5000, 5000)]
+    assert plans(LayoutCache(), *grows) == [False, True, False, True]
+
+
+W = torch.arange(4.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "other"),
+    [
+        ({1: W}, {True: W}),
+        ({1: 2, "a": W}, {1.0: 2, "a": W}),
+        ({0.0: W}, {-0.0: W}),
+        ([W, W], [W, W.clone()]),
+        ([W], [W.double()]),
+        ([W], [W.view(2, 2)]),
+        ([W.view(2, 2)], [W.view(2, 2).t()]),
+        ([W], [torch.nn.Parameter(W)]),
+        ([torch.nn.Parameter(W)], [torch.nn.Parameter(W, requires_grad=False)]),
+        ([W], [W.clone().requires_grad_()]),
+        ([[W], []], [[], [W]]),
+        ([W, 1], [1, W]),
+        ((W,), [W]),
+        ({"a": W}, OrderedDict(a=W)),
+        ([numpy.ones(4, "f4")], [numpy.ones(4, "i4")]),
+        ([numpy.ones((2, 3))], [numpy.asfortranarray(numpy.ones((2, 3)))]),
+    ],
+)
+def test_layout_is_not_reused_if_the_structure_differs(state: object, other: object) -> None:
+    assert plans(LayoutCache(), state, other, state) == [False] * 3
 
 
 def test_views_follow_the_pack_and_copies_do_not() -> None:
@@ -241,7 +279,7 @@ def test_views_follow_the_pack_and_copies_do_not() -> None:
 
 def test_what_stands_beside_the_state_is_read_from_the_head_alone() -> None:
     pack = packed(torch.zeros(5000), {"step": 7})
-    size, start = size_of(pack)
+    size, start = read_size(pack)
     assert (size, start) == (len(pack), 4096)
     assert read_meta(pack[:start]) == {"step": 7}
 
@@ -267,21 +305,21 @@ def nested(levels: int, width: int) -> list[Any]:
     [
         ({"a": [1, Odd()]}, r"state\['a'\]\[1\] is a test_pack.Odd"),
         ({Odd: 1}, r"state.key\(.*\) is a type"),
-        (LOOP, r"state\[0\] contains itself"),
-        (nested(MAX_DEPTH + 1, 1), rf"(\[0\]){{{MAX_DEPTH}}} is nested deeper than {MAX_DEPTH}"),
-        (nested(MAX_DEPTH - 1, 2), "stand in many places"),
+        (LOOP, r"state\[0\]\[0\]\[0\] contains itself, or is nested deeper than 100 levels"),
+        (nested(MAX_DEPTH + 1, 1), rf"contains itself, or is nested deeper than {MAX_DEPTH}"),
+        (nested(MAX_DEPTH - 1, 2), "has more than .* containers occur in many places"),
         ({"w": torch.eye(2).to_sparse()}, r"state\['w'\] is a tensor without plain elements"),
         ([torch.ones(1, device="meta")], r"state\[0\] is a tensor without plain elements"),
     ],
 )
 def test_what_cannot_be_saved_is_named_with_its_place(state: object, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        lay_out(state)
+        plan_layout(state)
 
 
 def test_a_changed_byte_of_the_head_is_found_and_a_cut_end_too() -> None:
     pack = packed({"a": torch.ones(3), "b": "text"}, {"step": 1})
-    _, start = size_of(pack)
+    _, start = read_size(pack)
     for at in range(start):
         for bit in (1, 128):
             changed = bytearray(pack)
@@ -301,8 +339,8 @@ def test_what_is_no_pack_is_refused(noise: bytes) -> None:
 
 def test_saved_sets_are_the_same_bytes_in_every_process() -> None:
     """Ranks compare what they hold, and strings have an order of each process's own in a set."""
-    outline = "lay_out([set('abcdefgh'), frozenset(('x', n) for n in range(9))]).head.hex()"
-    program = f"from elasticlib.checkpoint.pack import lay_out; print({outline})"
+    outline = "plan_layout([set('abcdefgh'), frozenset(('x', n) for n in range(9))]).header.hex()"
+    program = f"from elasticlib.checkpoint.pack import plan_layout; print({outline})"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     other = subprocess.run(
         [sys.executable, "-c", program],
@@ -312,4 +350,4 @@ def test_saved_sets_are_the_same_bytes_in_every_process() -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert other.stdout.strip() == eval(outline, {"lay_out": lay_out})
+    assert other.stdout.strip() == eval(outline, {"plan_layout": plan_layout})

@@ -17,10 +17,10 @@ from managers import manager_at
 
 from elasticlib import CheckpointManager, MemoryStore, Node, Store
 from elasticlib.checkpoint.folder import CheckpointFolder
-from elasticlib.checkpoint.memory import Record, Slots
-from elasticlib.checkpoint.pack import fill, lay_out
+from elasticlib.checkpoint.pack import plan_layout
 from elasticlib.checkpoint.persist import LastWrites
 from elasticlib.checkpoint.place import Disk, LocalPlace
+from elasticlib.checkpoint.snapshot_slots import SnapshotHeader, SnapshotSlots
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.testing.waiting import wait_until
 
@@ -39,11 +39,11 @@ class Host:
         (memory / "1").mkdir(parents=True)
 
     def keep(self, step: int, **more: Any) -> Host:
-        layout = lay_out(state(step), {"step": step})
-        record = Record("state", step, step, layout.size, "job", 3, launch="first")
+        layout = plan_layout(state(step), {"step": step})
+        record = SnapshotHeader("state", step, step, layout.size, "job", 3, incarnation="first")
         record = attrs.evolve(record, **{"folder": str(self.checkpoints), **more})
-        with Slots(self.memory / "1").writing(record) as view:
-            fill(layout, torch.frombuffer(view, dtype=torch.uint8))
+        with SnapshotSlots(self.memory / "1").open_for_writing(record) as view:
+            layout.copy_to(view)
         return self
 
     def write(self, info: RendezvousInfo | None = None, disk: Disk | None = None) -> str:

@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from elasticlib.checkpoint.pack import fill, lay_out, unpack
-from elasticlib.checkpoint.state import fit, values_of
+from elasticlib.checkpoint.pack import pack_state, unpack
+from elasticlib.checkpoint.restore_plan import plan_restore
 from elasticlib.errors import CheckpointError, StateMismatch
 
 
 def read_back(state: object) -> Any:
-    layout = lay_out(values_of(state))
-    memory = bytearray(layout.size)
-    fill(layout, torch.frombuffer(memory, dtype=torch.uint8))
-    return unpack(memoryview(memory), copy=False)
+    return unpack(pack_state(state), copy=False)
 
 
 class Counter:
@@ -54,7 +51,7 @@ def test_all_goes_back_in_place_and_what_cannot_is_replaced():
     found = read_back(saved)
     nested, inner = state["nested"], state["nested"]["inner"]
     places = [state["model"].weight, nested["t"], nested, inner, inner[0], inner[1][0]]
-    fit(state, found)()
+    plan_restore(state, found)()
     nested, inner = state["nested"], state["nested"]["inner"]
     after = [state["model"].weight, nested["t"], nested, inner, inner[0], inner[1][0]]
     assert all(one is other for one, other in zip(places, after, strict=True))
@@ -67,13 +64,11 @@ def test_all_goes_back_in_place_and_what_cannot_is_replaced():
 
 
 def test_what_an_object_keeps_is_its_own_and_no_view_of_the_pack():
-    layout = lay_out(
+    memory = pack_state(
         {"c": {"n": torch.ones(2)}, "m": {"w": torch.ones(2)}, "free": [torch.ones(1)]}
     )
-    memory = bytearray(layout.size)
-    fill(layout, torch.frombuffer(memory, dtype=torch.uint8))
     state = {"c": Counter(), "m": {"w": torch.zeros(2)}, "free": None}
-    fit(state, unpack(memoryview(memory), copy=False))()
+    plan_restore(state, unpack(memory, copy=False))()
     memory[:] = bytes(len(memory))
     assert state["c"].held["n"].tolist() == [1.0, 1.0]
     assert state["m"]["w"].tolist() == [1.0, 1.0]
@@ -85,7 +80,7 @@ def test_a_copy_keeps_what_is_shared_and_what_wants_a_gradient():
     weight = torch.nn.Parameter(torch.ones(1))
     wanted = torch.ones(1, requires_grad=True)
     state: dict[str, Any] = {"all": None}
-    fit(state, {"all": {"a": shared, "b": [shared], "p": weight, "w": wanted}})()
+    plan_restore(state, {"all": {"a": shared, "b": [shared], "p": weight, "w": wanted}})()
     copy = state["all"]
     assert copy["a"] is copy["b"][0]
     assert copy["a"] is not shared
@@ -99,7 +94,7 @@ def test_a_container_becomes_what_was_saved():
     state: dict[str, Any] = {"d": {"gone": 1, "kept": torch.zeros(1)}, "l": [1, 2, 3], "m": [1]}
     kept, short = state["d"]["kept"], state["l"]
     found = read_back({"d": {"kept": torch.ones(1), "new": 2}, "l": [9], "m": [1, [2]]})
-    fit(state, found)()
+    plan_restore(state, found)()
     assert state == {"d": {"kept": torch.ones(1), "new": 2}, "l": [9], "m": [1, [2]]}
     assert state["d"]["kept"] is kept
     assert state["l"] is short
@@ -129,7 +124,7 @@ def test_a_container_becomes_what_was_saved():
 )
 def test_what_does_not_fit_is_refused_by_name(state, saved, sentence):
     with pytest.raises(StateMismatch) as refused:
-        fit(state, read_back(saved))
+        plan_restore(state, read_back(saved))
     assert sentence in str(refused.value)
 
 
@@ -140,7 +135,7 @@ def test_so_is_what_a_module_or_an_optimizer_does_not_take():
         (small, wide, "size mismatch for weight"),
         (one, two, "doesn't match the size of optimizer's group"),
     ):
-        put = fit({"it": mine}, {"it": other.state_dict()})
+        put = plan_restore({"it": mine}, {"it": other.state_dict()})
         with pytest.raises(
             StateMismatch, match=r"state\['it'\], an? \w+, could not load"
         ) as refused:
@@ -154,7 +149,7 @@ def test_a_state_of_a_model_with_or_without_ddp_says_what_to_save():
     wrapped.module = torch.nn.Linear(2, 2)  # as DistributedDataParallel has it
     for old, new, way in ((wrapped, alone, "without"), (alone, wrapped, "with")):
         with pytest.raises(StateMismatch) as refused:
-            fit({"model": old}, read_back({"model": new}))()
+            plan_restore({"model": old}, read_back({"model": new}))()
         assert f"(saved {way} DistributedDataParallel?" in str(refused.value)
         assert str(refused.value).lower().endswith("put model.module into the state)")
 
@@ -164,13 +159,13 @@ def test_a_state_dict_of_a_model_with_or_without_ddp_is_not_left_as_it_was() -> 
     wrapped.module = torch.nn.Linear(2, 2)  # as DistributedDataParallel has it
     for old, new, way in ((wrapped, alone, "without"), (alone, wrapped, "with")):
         with pytest.raises(StateMismatch, match=rf"\['model'\] has other .*saved {way} Distrib"):
-            fit({"model": old.state_dict()}, read_back({"model": new.state_dict()}))
+            plan_restore({"model": old.state_dict()}, read_back({"model": new.state_dict()}))
 
 
 def test_names_on_one_side_are_left_alone_if_that_is_allowed():
     state = {"a": 1, "b": 1}
     found = read_back({"a": 2, "c": 3})
-    fit(state, found, strict=False)()
+    plan_restore(state, found, strict=False)()
     assert state == {"a": 2, "b": 1}
 
 
@@ -179,6 +174,6 @@ def test_an_object_that_refuses_its_state_is_named():
         def load_state_dict(self, state):
             raise RuntimeError(f"no room for {state}")
 
-    put = fit({"nested": [Full()]}, read_back({"nested": [Counter()]}))
+    put = plan_restore({"nested": [Full()]}, read_back({"nested": [Counter()]}))
     with pytest.raises(CheckpointError, match=r"state\['nested'\]\[0\], a .*Full, could not load"):
         put()

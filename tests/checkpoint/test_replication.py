@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib import CheckpointManager, MemoryStore, Node, Script, Store, WorkerSpec
-from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.memory import RECORD_BYTES, Found, Record, encode
+from elasticlib.checkpoint import snapshot_slots
 from elasticlib.checkpoint.replication import (
     CHUNK_BYTES,
     HANDSHAKE_TIMEOUT_S,
@@ -33,8 +32,15 @@ from elasticlib.checkpoint.replication import (
     replica_sources,
     replica_targets,
     send_snapshot,
+    wake_agent,
 )
 from elasticlib.checkpoint.snapshot_service import NodeSnapshotService
+from elasticlib.checkpoint.snapshot_slots import (
+    HEADER_BYTES,
+    SnapshotHeader,
+    SnapshotRef,
+    encode_header,
+)
 from elasticlib.clock import monotonic
 from elasticlib.errors import CheckpointError, ConfigError
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
@@ -43,7 +49,7 @@ from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import Worker, WorkerGroup
 
 SECRET = b"the secret of the job"
-OLD = Record("s", 1, 1, 3, "run", 1)
+OLD = SnapshotHeader("s", 1, 1, 3, "run", 1)
 PROOF_BYTES = 32
 HELLO_BYTES = 8 + 4 + NONCE_BYTES
 
@@ -56,7 +62,7 @@ class Host:
         folder.mkdir()
         self.attempt, self.sequence = 0, 0
         self.service = self.create_service("127.0.0.1")
-        self.slots: dict[int, memory.Slots] = {}
+        self.slots: dict[int, snapshot_slots.SnapshotSlots] = {}
 
     def create_service(self, address: str) -> NodeSnapshotService:
         return NodeSnapshotService(
@@ -89,24 +95,26 @@ class Host:
     def snapshot(self, step: int, pack: bytes = b"x", **more: int) -> None:
         """Write a snapshot as a worker does."""
         self.sequence += 1
-        record = Record("s", step, self.sequence, len(pack), "run", self.info.generation, **more)
+        record = SnapshotHeader(
+            "s", step, self.sequence, len(pack), "run", self.info.generation, **more
+        )
         record = attrs.evolve(record, folder=str(self.folder / "disk"))
         attempt_dir = self.attempt_dir(self.attempt)
-        slots = self.slots.setdefault(record.part, memory.Slots(attempt_dir))
-        with slots.writing(record) as view:
+        slots = self.slots.setdefault(record.part, snapshot_slots.SnapshotSlots(attempt_dir))
+        with slots.open_for_writing(record) as view:
             view[:] = pack
-        memory.tell(attempt_dir)
+        wake_agent(attempt_dir)
 
-    def found(self, owner: str = "") -> list[Found]:
+    def found(self, owner: str = "") -> list[SnapshotRef]:
         """Return this node's snapshots, or its replicas of another node's."""
-        return [one for one in memory.look(self.folder) if one.owner == owner]
+        return [one for one in snapshot_slots.list_snapshots(self.folder) if one.owner == owner]
 
     def steps(self, owner: str) -> list[int]:
-        return [one.record.step for one in self.found(owner)]
+        return [one.header.step for one in self.found(owner)]
 
-    def pack(self, one: Found) -> bytes | None:
+    def pack(self, one: SnapshotRef) -> bytes | None:
         """Return the bytes of a snapshot, or None while its writer has it locked."""
-        with memory.pinned(self.folder, one) as view:
+        with snapshot_slots.map_snapshot(self.folder, one) as view:
             return None if view is None else bytes(view)
 
     def has(self, owner: str, step: int) -> Callable[[], bool]:
@@ -158,16 +166,16 @@ def stream_to(
     return open_stream(endpoint, info.rank, board=info.board, secret=secret)
 
 
-def send(stream: socket.socket, folder: Path, record: Record, pack: bytes) -> str:
+def send(stream: socket.socket, folder: Path, record: SnapshotHeader, pack: bytes) -> str:
     """Send a snapshot with these bytes, and return why it is not stored."""
     path = folder / "sent"
-    path.write_bytes(bytes(RECORD_BYTES) + pack)
+    path.write_bytes(bytes(HEADER_BYTES) + pack)
     with path.open("rb") as file:
         return send_snapshot(stream, file.fileno(), record)
 
 
-def send_header(stream: socket.socket, record: Record) -> None:
-    stream.sendall(encode(record).ljust(RECORD_BYTES, b"\0"))
+def send_header(stream: socket.socket, record: SnapshotHeader) -> None:
+    stream.sendall(encode_header(record).ljust(HEADER_BYTES, b"\0"))
     assert stream.recv(REPLY_BYTES, socket.MSG_WAITALL) == bytes(REPLY_BYTES)
 
 
@@ -277,7 +285,7 @@ def test_each_snapshot_is_replicated_to_the_next_node_only(hosts: list[Host]) ->
         pack = wait_until("its bytes", lambda host=host, one=replica: host.pack(one))
         assert pack == large + bytes([int(previous)])
         assert not host.found(str((rank + 1) % 3))
-        assert replica.record == hosts[int(previous)].found()[0].record
+        assert replica.header == hosts[int(previous)].found()[0].header
     for step in (6, 7, 8):
         hosts[0].snapshot(step)
     wait_until("the newest replica", hosts[1].has("0", 8))
@@ -290,7 +298,7 @@ def test_snapshots_that_are_made_while_one_is_sent_are_skipped_up_to_the_newest(
     is_open = threading.Event()
 
     def hold(data: bytes, offset: int) -> bytes:
-        if offset + len(data) > 2 * RECORD_BYTES:
+        if offset + len(data) > 2 * HEADER_BYTES:
             is_open.wait(30)
         return data
 
@@ -321,8 +329,8 @@ def test_a_snapshot_that_is_truncated_while_it_is_sent_is_not_stored(hosts: list
     store = MemoryStore()
     infos = generation(1, 2, store)
     hosts[1].begin(infos[1])
-    record, path = Record("s", 1, 1, 8 << 20, "run", 1), hosts[0].folder / "file"
-    path.write_bytes(bytes(RECORD_BYTES + (4 << 20)))
+    record, path = SnapshotHeader("s", 1, 1, 8 << 20, "run", 1), hosts[0].folder / "file"
+    path.write_bytes(bytes(HEADER_BYTES + (4 << 20)))
     cut = pytest.raises(CheckpointError, match=f"cut to {4 << 20} of {8 << 20} bytes")
     with stream_to(store, infos[0], 1) as stream, path.open("rb") as file, cut:
         send_snapshot(stream, file.fileno(), record)
@@ -365,7 +373,7 @@ def test_a_sender_that_dies_while_it_sends_leaves_the_last_complete_replica(
     store = MemoryStore()
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
-    record = Record("s", 2, 2, 10, "run", 1)
+    record = SnapshotHeader("s", 2, 2, 10, "run", 1)
     with stream_to(store, sender, 1) as stream:
         assert send(stream, hosts[0].folder, OLD, b"old") == ""
         send_header(stream, record)
@@ -567,7 +575,7 @@ def test_a_snapshot_for_which_there_is_no_memory_is_refused_and_the_next_one_is_
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
     with stream_to(store, sender, 1) as stream:
-        large = Record("s", 1, 1, 1 << 60, "run", 1)
+        large = SnapshotHeader("s", 1, 1, 1 << 60, "run", 1)
         reason = send(stream, hosts[0].folder, large, b"")
         assert reason.startswith(f"no memory for a replica of {1 << 60} bytes: ")
         assert send(stream, hosts[0].folder, attrs.evolve(OLD, sequence=2), b"old") == ""
@@ -578,7 +586,7 @@ def test_an_invalid_record_ends_the_stream(hosts: list[Host]) -> None:
     store = MemoryStore()
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
-    for page in (bytes(RECORD_BYTES), b"[" * RECORD_BYTES, os.urandom(RECORD_BYTES)):
+    for page in (bytes(HEADER_BYTES), b"[" * HEADER_BYTES, os.urandom(HEADER_BYTES)):
         with stream_to(store, sender, 1) as stream:
             stream.sendall(page)
             assert stream.recv(1) == b""

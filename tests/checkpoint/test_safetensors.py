@@ -23,11 +23,18 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from test_pack import bits, packed, same
+from test_pack import as_saved, bits, packed, same
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.pack import fill, lay_out, unpack
-from elasticlib.checkpoint.pack_head import HEAD_BYTES, ITEM_BYTES, read_head, read_meta, size_of
+from elasticlib.checkpoint.pack import plan_layout, unpack
+from elasticlib.checkpoint.safetensors_header import (
+    ITEM_BYTES,
+    PREFIX_BYTES,
+    read_header,
+    read_meta,
+    read_size,
+)
+from elasticlib.checkpoint.state_tree import StatePath, path_name
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 KNOWN = [
@@ -68,7 +75,9 @@ def seen(tensor: torch.Tensor, how: str) -> Any:
     return [tensor, tensor.detach()] if how == "twice" else tensor
 
 
-keys = st.one_of(st.text(st.characters(), max_size=3), st.integers(), st.none())
+# A string of digits and an integer of the same digits are rejected.
+texts = st.text(st.characters(), max_size=3).filter(lambda text: not text.lstrip("-").isdigit())
+keys = st.one_of(texts, st.integers(), st.none())
 states = st.recursive(
     st.one_of(tensors(), st.builds(seen, tensors(), views), arrays, st.text(max_size=3)),
     lambda part: st.one_of(
@@ -80,33 +89,31 @@ states = st.recursive(
 )
 
 
-def paths(state: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+def paths(state: Any, above: StatePath = ()) -> Iterator[tuple[str, Any]]:
     if isinstance(state, dict):
         for key, part in state.items():
-            yield from paths(part, (*above, str(key)))
+            yield from paths(part, (*above, key))
     elif isinstance(state, list):
         for at, part in enumerate(state):
-            yield from paths(part, (*above, str(at)))
+            yield from paths(part, (*above, at))
     elif isinstance(state, torch.Tensor | numpy.ndarray):
-        yield ".".join(above) or "state", state
+        yield path_name(above), state
 
 
 def readable(state: Any) -> dict[str, Any]:
-    """What is an entry under its path: plain, alone in its memory, of a dtype that is known."""
+    """Return the tensors and arrays that are entries under their names, by name."""
     found = list(paths(state))
-    memory = Counter(one.untyped_storage().data_ptr() for _, one in found if torch.is_tensor(one))
-    named = Counter(path for path, _ in found)
+    memory = Counter(one.data_ptr() for _, one in found if torch.is_tensor(one))
     return {
         path: one
         for path, one in found
-        if named[path] == 1
-        and path.encode("utf-8", "replace") == path.encode("utf-8", "ignore")
+        if path.encode("utf-8", "replace") == path.encode("utf-8", "ignore")
         and (
-            one.is_contiguous() and one.dtype in KNOWN and not one.is_neg()
+            as_saved(one).is_contiguous() and one.dtype in KNOWN
             if torch.is_tensor(one)
             else one.flags.c_contiguous and one.dtype.str[:2] not in (">i", "<M", "<U")
         )
-        and (not torch.is_tensor(one) or memory[one.untyped_storage().data_ptr()] == 1)
+        and (not torch.is_tensor(one) or memory[one.data_ptr()] == 1)
     }
 
 
@@ -122,13 +129,13 @@ def test_any_tool_finds_each_plain_tensor_under_its_path(state: Any) -> None:
         if isinstance(one, numpy.ndarray):
             assert (one.dtype, one.tobytes()) == (again.dtype, again.tobytes())
         else:
-            assert same(one, again)
+            assert same(again, as_saved(one))
 
 
 @given(states)
 def test_each_entry_begins_at_a_multiple_of_its_elements_size(state: Any) -> None:
     pack = packed(state)
-    head = read_head(pack)
+    head = read_header(pack)
     assert head.start % 4096 == 0
     for entry in head.entries:
         assert entry.begin % min(64, entry.end - entry.begin & entry.begin - entry.end or 64) == 0
@@ -147,18 +154,17 @@ def test_a_checkpoint_is_opened_by_the_readers_of_safetensors(tmp_path: Path) ->
     (path,) = tmp_path.glob("step-*/state.*.pack")
     found = safetensors.torch.load_file(path)
     for name, one in model.state_dict().items():
-        assert torch.equal(found[f"model.{name}"], one)
+        assert torch.equal(found[f"model/{name}"], one)
     assert torch.equal(
-        found["optimizer.state.0.exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+        found["optimizer/state/0/exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
     )
-    # Memory that is one tensor's and others', too, is that tensor's.
-    assert torch.equal(found["tied.0"], tied)
-    assert "tied.1" not in found
+    assert torch.equal(found["tied/0"], tied)
+    assert "tied/1" not in found
     with safetensors.safe_open(path, "np") as file:
         assert set(file.keys()) == set(found)
-        assert file.get_slice("model.0.weight")[1:, :2].tolist() == model[0].weight[1:, :2].tolist()
-        outline = json.loads(file.metadata()["elasticlib.state"])
-    assert outline["meta"] == {"step": 7}
+        assert file.get_slice("model/0.weight")[1:, :2].tolist() == model[0].weight[1:, :2].tolist()
+        values = json.loads(file.metadata()["elasticlib.values"])
+    assert values["meta"] == {"step": 7}
     assert read_meta(path.read_bytes()) == {"step": 7}
 
 
@@ -172,43 +178,49 @@ def test_a_part_of_a_sharded_state_has_its_shards_under_their_paths(tmp_path: Pa
         dist.destroy_process_group()
     (path,) = tmp_path.glob("step-*/part-00000.*.pack")
     found = safetensors.torch.load_file(path)
-    assert set(found) == {"rows", "more.0", "turned", "same", "plain.storage"}
+    assert set(found) == {"rows", "more/0", "turned", "same", "plain~storage"}
     assert torch.equal(found["rows"], state["rows"].to_local())
-    assert torch.equal(found["more.0"], state["more"][0].to_local())
+    assert torch.equal(found["more/0"], state["more"][0].to_local())
 
 
-def test_paths_that_are_one_when_written_with_dots_are_told_apart() -> None:
-    state = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "__metadata__": torch.tensor(3)}
-    state["a.b~2"] = torch.tensor(4)
-    state["turned"] = torch.arange(6).view(2, 3).t()
-    state["turned.storage"] = torch.tensor(5)
+def test_keys_are_escaped_in_names() -> None:
+    state = {
+        **{"a/b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "a~b": torch.tensor(3)},
+        **{"__metadata__": torch.tensor(4), "~storage": torch.tensor(5), 7: torch.tensor(6)},
+        **{None: torch.tensor(7), "None": torch.tensor(8), "\udc80": torch.tensor(9)},
+        "turned": torch.arange(6).view(2, 3).t(),
+    }
     found = safetensors.torch.load(bytes(packed(state)))
-    memory = found.pop("turned.storage~2")
+    memory = found.pop("turned~storage")
     assert memory.view(torch.int64).tolist() == [0, 1, 2, 3, 4, 5]
     assert {name: int(one) for name, one in found.items()} == {
-        **{"a.b": 1, "a.b~2": 2, "__metadata__~2": 3, "a.b~2~2": 4, "turned.storage": 5},
+        **{"a~1b": 1, "a/b": 2, "a~0b": 3, "~__metadata__": 4, "~0storage": 5, "7": 6},
+        **{"~None": 7, "None": 8, "\\udc80": 9},
     }
 
 
-def test_what_a_buffer_held_before_is_not_written() -> None:
-    memory = torch.arange(3, dtype=torch.uint8)
-    odd = torch.arange(17, dtype=torch.uint8)
-    state = [odd, odd[:16].view(torch.int64), memory]
-    layout = lay_out(state)
+def test_two_tensors_with_one_name_are_rejected_with_their_paths() -> None:
+    with pytest.raises(CheckpointError) as rejected:
+        packed({"a": {1: torch.ones(1), "1": torch.zeros(1)}})
+    assert str(rejected.value).startswith("state['a'][1] and state['a']['1'] have the same name")
+    assert unpack(packed({1: 1, "1": 2})) == {1: 1, "1": 2}, "plain values have no names"
+
+
+def test_bytes_that_a_buffer_held_before_are_not_written() -> None:
+    image = plan_layout([torch.arange(17, dtype=torch.uint8), torch.ones(3), 5])
     packs = []
-    for before in (0, 255):
-        buffer = torch.full((layout.size,), before, dtype=torch.uint8)
-        fill(layout, buffer)
-        packs.append(bytes(buffer.numpy()))
+    for before in (b"\0", b"\xff"):
+        buffer = bytearray(before * image.size)
+        image.copy_to(buffer)
+        packs.append(bytes(buffer))
     assert packs[0] == packs[1]
-    assert safetensors.torch.load(packs[0])["0.storage"].tolist() == [*range(17), *[0] * 7]
 
 
 def head_of(header: str, data: bytes = b"", *, size: int | None = None) -> bytes:
     """A pack with this header behind our record, which says what is right of it."""
     start = -(-(8 + 500 + len(header)) // 4096) * 4096
     size = start + len(data) if size is None else size
-    before = f'{{"__metadata__":{{"elasticlib":"pack 3 size={size:016x} head='
+    before = f'{{"__metadata__":{{"elasticlib":"pack 4 size={size:016x} head='
     text = f'{before}00000000 data=--------",{header}'.ljust(start - 8).encode()
     whole = struct.pack("<Q", len(text)) + text
     at = 8 + len(before)
@@ -216,9 +228,11 @@ def head_of(header: str, data: bytes = b"", *, size: int | None = None) -> bytes
     return whole[:at] + b"%08x" % summed + whole[at + 8 :] + data
 
 
-OUTLINE = json.dumps(json.dumps({"meta": {}, "tree": {"tensor": 0}, "blocks": [0], "tensors": [0]}))
+VALUES = json.dumps(json.dumps({"meta": {}, "values": []}))
+TREE = json.dumps(json.dumps({"tree": {"tensor": 0}, "tensors": [0]}))
 ENTRY = '{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
-NOTES = f'"elasticlib.state":{OUTLINE}}}'
+VALUED = f'"elasticlib.values":{VALUES},"elasticlib.tree":'
+NOTES = f"{VALUED}{TREE}}}"
 
 
 def test_a_head_that_is_as_it_should_be_is_read() -> None:
@@ -230,33 +244,41 @@ def test_a_head_that_is_as_it_should_be_is_read() -> None:
 @pytest.mark.parametrize(
     ("header", "said"),
     [
-        (f'{NOTES},"a":{ENTRY},"a":{ENTRY}}}', "'a' stands in it twice"),
-        (f'{NOTES},"__metadata__":{{}}}}', "there is neither an entry nor the end"),
-        (f'"elasticlib.state":"no JSON"}},"a":{ENTRY}}}', "is no JSON"),
-        (f'"elasticlib.state":"{"[" * 100_000}"}},"a":{ENTRY}}}', "is no JSON"),
-        (f'"elasticlib.state":"[]"}},"a":{ENTRY}}}', "says nothing beside the state"),
-        (f'"elasticlib.state":"{{}}"}},"a":{ENTRY}}}', "says nothing beside the state"),
-        (f'"other":"1"}},"a":{ENTRY}}}', "there is no outline"),
-        (f'"elasticlib.state":7}},"a":{ENTRY}}}', "is no text"),
-        ('"elasticlib.state":"', "Unterminated string"),
-        (f'{NOTES},"a":{ENTRY}', "there is neither an entry nor the end"),
-        (f'{NOTES},"a":' + "[" * 100_000, "there is neither an entry nor the end"),
-        (f'{NOTES},"a": {ENTRY}}}', "there is neither an entry nor the end"),
+        (f'{NOTES},"a":{ENTRY},"a":{ENTRY}}}', "the entry 'a' occurs twice"),
+        (f'{NOTES},"__metadata__":{{}}}}', "expected an entry or the end"),
+        (f'{VALUED}"no JSON"}},"a":{ENTRY}}}', "are not JSON"),
+        (f'{VALUED}"{"[" * 100_000}"}},"a":{ENTRY}}}', "are not JSON"),
+        (f'{VALUED}"[]"}},"a":{ENTRY}}}', "are not a JSON object"),
+        (f'{NOTES.replace(VALUES, chr(34) * 2)},"a":{ENTRY}}}', "are not JSON"),
+        (f'{NOTES.replace("meta", "mate")},"a":{ENTRY}}}', "lack the list of values or the meta"),
+        (f'"other":"1"}},"a":{ENTRY}}}', "the values are missing"),
+        (f'"elasticlib.values":{VALUES}}},"a":{ENTRY}}}', "the tree are missing"),
+        (f'{VALUED}7}},"a":{ENTRY}}}', "are not a string"),
+        (f'{VALUED}"', "Unterminated string"),
+        (f'{NOTES},"a":{ENTRY}', "expected an entry or the end"),
+        (f'{NOTES},"a":' + "[" * 100_000, "expected an entry or the end"),
+        (f'{NOTES},"a": {ENTRY}}}', "expected an entry or the end"),
         (f'{NOTES},"\\ud":{ENTRY}}}', "Invalid"),
         (f'{NOTES},"a":{ENTRY.replace("[0,4]", "[0,5]")}}}', "has 5 bytes"),
-        (f'{NOTES},"a":{ENTRY.replace("[0,4]", "[-4,0]")}}}', "there is neither an entry nor"),
-        (f'{NOTES},"a":{ENTRY.replace("[0,4]", "[4,8]")}}}', "'a' begins at 4, the one before it"),
-        (f'{NOTES},"a":{ENTRY.replace("[0,4]", "[0,4,8]")}}}', "there is neither an entry nor"),
-        (f'{NOTES},"a":{ENTRY.replace("[4]", "[1e9]")}}}', "there is neither an entry nor"),
+        (f'{NOTES},"a":{ENTRY.replace("[0,4]", "[-4,0]")}}}', "expected an entry or the end"),
+        (
+            f'{NOTES},"a":{ENTRY.replace("[0,4]", "[4,8]")}}}',
+            "'a' begins at 4, and the entry before it",
+        ),
+        (f'{NOTES},"a":{ENTRY.replace("[0,4]", "[0,4,8]")}}}', "expected an entry or the end"),
+        (f'{NOTES},"a":{ENTRY.replace("[4]", "[1e9]")}}}', "expected an entry or the end"),
         (f'{NOTES},"a":{ENTRY.replace("[4]", f"[{2**62},{2**62}]")}}}', "has 4 bytes"),
         (f'{NOTES},"a":{ENTRY.replace("[4]", "[4,]")}}}', "invalid literal"),
-        (f'{NOTES},"a":{ENTRY.replace("U8", "U9")}}}', "has the dtype U9, which no"),
-        (f'{NOTES},"a":{ENTRY},"b":{ENTRY}}}', "'b' begins at 0, the one before it ends at 4"),
-        (f'{NOTES},"a":7}}', "there is neither an entry nor the end"),
-        (f"{NOTES}}}", "are 0 bytes, its data 4"),
+        (f'{NOTES},"a":{ENTRY.replace("U8", "U9")}}}', "has the unknown dtype U9"),
+        (
+            f'{NOTES},"a":{ENTRY},"b":{ENTRY}}}',
+            "'b' begins at 0, and the entry before it ends at 4",
+        ),
+        (f'{NOTES},"a":7}}', "expected an entry or the end"),
+        (f"{NOTES}}}", "have 0 bytes, and its data 4"),
         (
             f'{NOTES},"a":{ENTRY},"b":{ENTRY.replace("[0,4]", "[4,8]")}}}',
-            "are 8 bytes, its data 4",
+            "have 8 bytes, and its data 4",
         ),
     ],
 )
@@ -268,47 +290,54 @@ def test_a_head_that_somebody_made_up_is_refused_with_a_sentence(header: str, sa
 
 
 @pytest.mark.parametrize(
-    "outline",
+    "tree",
     [
         {"tensors": [1]},
         {"tensors": [-1]},
         {"tensors": ["a"]},
         {"tensors": 7},
-        {"tensors": [["int64", [1], 0]]},
-        {"tensors": [["uint8", [4], 0, [1], 1, False, False]]},
-        {"tensors": [["uint8", [2**62], 0, [2**62], 0, False, False]]},
-        {"blocks": []},
-        {"blocks": [["cpu", 5]]},
-        {"blocks": [[7]]},
-        {"blocks": [["cpu", 2**40, ["uint8", [2, 2], [1, 2**39]]]]},
+        {"tensors": [["uint8", [4], [1], 0]]},
+        {"tensors": [["uint8", [4], [1], 0, 7]]},
+        {"tensors": [["uint8", [5], [1], 0, "cpu"]]},
+        {"tensors": [["uint8", [2, 2], [1, 1], 0, "cpu"]]},
+        {"tensors": [["uint8", [2], [3], 0, "cpu"]]},
+        {"tensors": [["uint8", [2**62], [1], 0, "cpu"]]},
+        {"tensors": [["uint8", [4], [1], 1, "cpu"]]},
+        {"tensors": [["uint9", [4], [1], 0, "cpu"]]},
+        {"shards": [1]},
+        {"shard_paths": [7]},
         {"tree": {"tensor": 9}},
+        {"tree": {"tensor": -1}},
         {"tree": {"none": 9}},
+        {"tree": [{"tensor": 0}, None]},
     ],
 )
-def test_an_outline_that_leads_outside_is_refused(outline: dict[str, Any]) -> None:
-    right = {"meta": {}, "tree": {"tensor": 0}, "blocks": [0], "tensors": [0]}
-    notes = f'"elasticlib.state":{json.dumps(json.dumps({**right, **outline}))}}}'
-    with pytest.raises(CheckpointError):
+def test_a_tree_that_leads_outside_is_rejected(tree: dict[str, Any]) -> None:
+    right = {"tree": {"tensor": 0}, "tensors": [0]}
+    notes = f"{VALUED}{json.dumps(json.dumps({**right, **tree}))}}}"
+    with pytest.raises(CheckpointCorrupt):
         unpack(memoryview(bytearray(head_of(f'{notes},"a":{ENTRY}}}', b"abcd"))))
 
 
 @pytest.mark.parametrize(
     ("first", "said"),
     [
-        (struct.pack("<Q", 2**63) + head_of(NOTES)[8:], "were changed: a head of"),
-        (struct.pack("<Q", 4095) + head_of(NOTES)[8:], "a head of 4103 bytes"),
+        (struct.pack("<Q", 2**63) + head_of(NOTES)[8:], "were changed: a header of"),
+        (struct.pack("<Q", 4095) + head_of(NOTES)[8:], "a header of 4103 bytes"),
         (head_of(NOTES, size=2**63), f"{2**63} in all"),
         (head_of(NOTES, size=4), "4 in all"),
-        (struct.pack("<Q", 200) + b'{"a":{}}' + b" " * 200, "begins with the record of one"),
-        (b"PK\3\4" * 100, "begins with the record of one"),
+        (struct.pack("<Q", 200) + b'{"a":{}}' + b" " * 200, "begins with a record"),
+        (b"PK\3\4" * 100, "begins with a record"),
     ],
 )
 def test_first_bytes_of_a_size_that_cannot_be_are_refused(first: bytes, said: str) -> None:
     with pytest.raises(CheckpointCorrupt) as refused:
-        size_of(first[:HEAD_BYTES])
+        read_size(first[:PREFIX_BYTES])
     assert said in str(refused.value)
 
 
 def test_heads_are_read_without_torch() -> None:
-    program = "import sys, elasticlib.checkpoint.pack_head; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, elasticlib.checkpoint.safetensors_header; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], timeout=100).returncode == 0

@@ -19,7 +19,7 @@ from ranks import Ranks
 from test_persist import Full, nodes
 
 from elasticlib import CheckpointManager, MemoryStore
-from elasticlib.checkpoint import memory, persist
+from elasticlib.checkpoint import persist, snapshot_slots
 from elasticlib.checkpoint.cover import Chunk
 from elasticlib.checkpoint.persist import (
     COMMIT,
@@ -146,7 +146,10 @@ def test_what_is_lost_is_told_by_each_node(job: Job) -> None:
 
 
 def lose(memory_of: Path, part: int) -> None:
-    memory.remove(memory_of, [one for one in memory.look(memory_of) if one.record.part == part])
+    snapshot_slots.remove_snapshots(
+        memory_of,
+        [one for one in snapshot_slots.list_snapshots(memory_of) if one.header.part == part],
+    )
 
 
 def test_nodes_tell_each_other_which_elements_they_hold_where_some_of_both_copies_are_lost(
@@ -172,8 +175,8 @@ def test_nodes_in_doubt_whether_the_newest_step_is_whole_write_an_older_one_in_t
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = job.leaves([3, 3, 3, 3], copies=2)
-    third = [one for one in memory.look(job.memory(0)) if one.record.step == 3]
-    memory.remove(job.memory(0), [one for one in third if one.record.part == 1])
+    third = [one for one in snapshot_slots.list_snapshots(job.memory(0)) if one.header.step == 3]
+    snapshot_slots.remove_snapshots(job.memory(0), [one for one in third if one.header.part == 1])
     [kind] = kinds_in(job.memory(0))
     [mine] = [piece for piece, _ in kind.held if piece.state.step == 3]
     # The other node has said that it holds the rest, and is gone before it says which tensors'.
@@ -188,35 +191,8 @@ def test_nodes_in_doubt_whether_the_newest_step_is_whole_write_an_older_one_in_t
 
 def replicate(memory_of: Path, to: Path) -> None:
     """What a node of rank 0 has as replicas in another's memory."""
-    for one in memory.look(memory_of):
+    for one in snapshot_slots.list_snapshots(memory_of):
         shutil.copyfile(memory_of / one.file, to / "1" / f"from.0.{Path(one.file).name[4:]}")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("at", [memory.RECORD_BYTES + 200, -1])
-def test_a_part_that_was_changed_in_memory_is_not_written_but_an_older_step(
-    job: Job, at: int
-) -> None:
-    states = job.leaves([3, 3, 3, 3])
-    damage(job.memory(0), 3, at)
-    assert job.finish(0, 1) == ["", ""]
-    assert job.restored(3) == (2, states[2])
-
-
-@pytest.mark.long
-def test_the_replica_of_a_part_that_was_changed_in_memory_is_written(job: Job) -> None:
-    states = job.leaves([3, 3, 3, 3])
-    replicate(job.memory(0), job.memory(1))
-    damage(job.memory(0), 3, -1)
-    assert job.finish(0, 1) == ["", ""]
-    assert job.restored(3) == (3, states[3])
-
-
-def damage(memory_of: Path, step: int, at: int) -> None:
-    one = next(one for one in memory.look(memory_of) if one.record.step == step)
-    data = bytearray((memory_of / one.file).read_bytes())
-    data[at] ^= 1
-    (memory_of / one.file).write_bytes(data)
 
 
 @pytest.mark.long

@@ -21,12 +21,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from vanishing import vanishing
 
 from elasticlib import MemoryStore, Node, Script, WorkerSpec
-from elasticlib.checkpoint import memory
-from elasticlib.checkpoint.memory import Record
-from elasticlib.checkpoint.pack import Layout, fill, lay_out, unpack
+from elasticlib.checkpoint import snapshot_slots
+from elasticlib.checkpoint.pack import PackImage, plan_layout, unpack
 from elasticlib.checkpoint.peers import Agreed, Held
 from elasticlib.checkpoint.snapshot_service import NodeSnapshotService
-from elasticlib.checkpoint.snapshots import AgentMemory, SnapshotMemory
+from elasticlib.checkpoint.snapshot_slots import SnapshotHeader
+from elasticlib.checkpoint.snapshot_source import SnapshotLocation, SnapshotSource
 from elasticlib.errors import CheckpointError
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.testing.waiting import wait_until
@@ -38,12 +38,12 @@ class Agent:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.made: list[SnapshotMemory] = []
+        self.made: list[SnapshotSource] = []
 
-    def worker(self, era: int, **more: Any) -> SnapshotMemory:
+    def worker(self, era: int, **more: Any) -> SnapshotSource:
         folder = self.folder / str(era)
         folder.mkdir(exist_ok=True)
-        self.made.append(SnapshotMemory(AgentMemory(str(folder), "run", era), **more))
+        self.made.append(SnapshotSource(SnapshotLocation(str(folder), "run", era), **more))
         return self.made[-1]
 
     def files(self) -> list[Path]:
@@ -52,7 +52,7 @@ class Agent:
 
     def eras(self) -> set[int]:
         """Whose whole snapshots are there."""
-        return {one.era for one in memory.look(self.folder) if not one.owner}
+        return {one.era for one in snapshot_slots.list_snapshots(self.folder) if not one.owner}
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ def state(step: int, size: int = 5) -> dict[str, Any]:
     return {"model": {"w": torch.full((size,), float(step))}, "step": step}
 
 
-def keep(worker: SnapshotMemory, step: int, parts: int) -> None:
+def keep(worker: SnapshotSource, step: int, parts: int) -> None:
     """The first of so many parts of a sharded state, or all of one that is the same on all."""
-    worker.keep(step, lay_out(state(step)), parts=parts, sharded=parts > 1)
+    worker.keep(step, plan_layout(state(step)), parts=parts, sharded=parts > 1)
 
 
-def read(source: SnapshotMemory, held: Held) -> Any:
+def read(source: SnapshotSource, held: Held) -> Any:
     """What is kept there; checked, and as it is now."""
     source.check(held)
     found = unpack(source.view(held))
@@ -80,7 +80,7 @@ def read(source: SnapshotMemory, held: Held) -> Any:
     return found
 
 
-def steps(source: SnapshotMemory) -> list[int]:
+def steps(source: SnapshotSource) -> list[int]:
     return [held.step for held in source.held()]
 
 
@@ -122,15 +122,21 @@ def test_slots_are_used_again_and_a_failed_snapshot_takes_nothing_away(
     assert before[: slots - 1] == [8, 7][: slots - 1]
     with pytest.raises(CheckpointError, match="state"):
         worker.snapshot(9, {"model": object()})
-    slots_of = memory.Slots(agent.folder / "1")
-    record = Record("state", 99, 99, 64, "run", 1)
-    with slots_of.writing(record):
+    slots_of = snapshot_slots.SnapshotSlots(agent.folder / "1")
+    record = SnapshotHeader("state", 99, 99, 64, "run", 1)
+    with slots_of.open_for_writing(record):
         assert 99 not in steps(worker)
     assert 99 in steps(worker)
-    with contextlib.suppress(ZeroDivisionError), slots_of.writing(attrs.evolve(record, step=100)):
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        slots_of.open_for_writing(attrs.evolve(record, step=100)),
+    ):
         raise ZeroDivisionError
     assert 100 not in steps(worker)
-    memory.remove(agent.folder, [one for one in memory.look(agent.folder) if one.record.step == 99])
+    snapshot_slots.remove_snapshots(
+        agent.folder,
+        [one for one in snapshot_slots.list_snapshots(agent.folder) if one.header.step == 99],
+    )
     slots_of.close()
     assert steps(worker) == before
 
@@ -149,16 +155,16 @@ def test_a_larger_state_takes_over_when_it_is_whole_and_a_smaller_gives_memory_b
 
 FILLS = """
 import sys
-from elasticlib.checkpoint.memory import Record, Slots, look
+from elasticlib.checkpoint.snapshot_slots import SnapshotHeader, SnapshotSlots, list_snapshots
 from elasticlib.errors import CheckpointError
-folder, slots = sys.argv[1] + "/1", Slots(sys.argv[1] + "/1")
+folder, slots = sys.argv[1] + "/1", SnapshotSlots(sys.argv[1] + "/1")
 for step, size in enumerate((1000, 1 << 22), 1):
     try:
-        with slots.writing(Record("state", step, step, size, "run", 1)) as view:
+        with slots.open_for_writing(SnapshotHeader("state", step, step, size, "run", 1)) as view:
             view[:] = bytes(size)
     except CheckpointError as error:
         print(error)
-print([found.record.step for found in look(sys.argv[1])])
+print([found.header.step for found in list_snapshots(sys.argv[1])])
 """
 
 
@@ -179,23 +185,23 @@ def test_memory_that_is_full_is_an_error_with_a_sentence_and_no_end_by_a_signal(
 
 def test_a_worker_whose_agent_is_gone_is_told_so(agent: Agent) -> None:
     with pytest.raises(CheckpointError, match="No such file or directory"):
-        SnapshotMemory(AgentMemory(str(agent.folder / "gone" / "memory" / "9"), "run", 1)).snapshot(
-            1, state(1)
-        )
+        SnapshotSource(
+            SnapshotLocation(str(agent.folder / "gone" / "memory" / "9"), "run", 1)
+        ).snapshot(1, state(1))
 
 
 def test_what_is_read_is_not_written_meanwhile(agent: Agent) -> None:
     worker = agent.worker(1)
     worker.snapshot(1, state(1))
-    (found,) = memory.look(agent.folder)
-    with memory.pinned(agent.folder, found) as view:
+    (found,) = snapshot_slots.list_snapshots(agent.folder)
+    with snapshot_slots.map_snapshot(agent.folder, found) as view:
         assert view is not None
         for step in (2, 3, 4):
             worker.snapshot(step, state(step))
         assert unpack(memoryview(bytearray(view)))["step"] == 1
     worker.snapshot(5, state(5))
     worker.snapshot(6, state(6))
-    with memory.pinned(agent.folder, found) as view:
+    with snapshot_slots.map_snapshot(agent.folder, found) as view:
         assert view is None, "it holds a later one by now"
 
 
@@ -203,10 +209,10 @@ def test_an_error_of_a_reader_is_told_though_it_holds_some_of_what_was_read(
     agent: Agent,
 ) -> None:
     agent.worker(1).snapshot(1, state(1))
-    (found,) = memory.look(agent.folder)
+    (found,) = snapshot_slots.list_snapshots(agent.folder)
 
     def read() -> None:
-        with memory.pinned(agent.folder, found) as view:
+        with snapshot_slots.map_snapshot(agent.folder, found) as view:
             assert view is not None
             raise ZeroDivisionError(view[4:8])
 
@@ -223,12 +229,12 @@ def test_readers_and_a_writer_in_a_hurry_never_see_a_half(agent: Agent) -> None:
 
     def read() -> None:
         while not over.is_set():
-            for one in memory.look(agent.folder):
-                with memory.pinned(agent.folder, one) as view:
+            for one in snapshot_slots.list_snapshots(agent.folder):
+                with snapshot_slots.map_snapshot(agent.folder, one) as view:
                     if view is not None:
                         found = unpack(memoryview(bytearray(view)))
-                        same = bool((found["model"]["w"] == one.record.step).all())
-                        seen.append((one.record.step, same and found["step"] == one.record.step))
+                        same = bool((found["model"]["w"] == one.header.step).all())
+                        seen.append((one.header.step, same and found["step"] == one.header.step))
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -262,9 +268,9 @@ def test_who_goes_back_to_an_earlier_step_has_given_up_the_later_ones(agent: Age
         keep(first, step, 2)
     second = agent.worker(2)
     assert steps(second) == [6, 5]
-    second.go_on_from(5)
+    second.resume_from(5)
     assert steps(second) == [5]
-    second.keep(6, lay_out(state(60)), parts=2, sharded=True)
+    second.keep(6, plan_layout(state(60)), parts=2, sharded=True)
     assert [read(second, one)["step"] for one in second.held()] == [60, 5]
     # Also in one life.
     keep(second, 2, 2)
@@ -277,18 +283,20 @@ def test_a_restart_needs_no_more_memory_than_the_pages_say(
 ) -> None:
     in_use: list[int] = []
 
-    def count_files_and_fill(layout: Layout, memory: torch.Tensor) -> None:
+    copy_to = PackImage.copy_to
+
+    def count_files_and_copy(image: PackImage, *memory: Any) -> None:
         in_use.append(len(agent.files()))
-        fill(layout, memory)
+        copy_to(image, *memory)
 
     first = agent.worker(1)
     for step in range(1, 6):
         keep(first, step, parts)
-    monkeypatch.setattr("elasticlib.checkpoint.snapshots.fill", count_files_and_fill)
+    monkeypatch.setattr(PackImage, "copy_to", count_files_and_copy)
     for era in (2, 3):
         worker = agent.worker(era)
         newest = steps(worker)[0]
-        worker.go_on_from(newest)
+        worker.resume_from(newest)
         assert steps(worker)[0] == newest
         for step in range(newest + 1, newest + 5):
             keep(worker, step, parts)
@@ -304,25 +312,25 @@ def test_what_was_being_written_when_a_worker_or_a_giver_ended_is_freed(agent: A
     first.snapshot(1, state(1))
     first.close()
     (agent.folder / "2").mkdir()
-    record = Record("state", 9, 9, 1, "run", 1)
+    record = SnapshotHeader("state", 9, 9, 1, "run", 1)
     for owner in ("", "1"):
-        slots = memory.Slots(agent.folder / "1", owner)
-        with contextlib.suppress(ZeroDivisionError), slots.writing(record):
+        slots = snapshot_slots.SnapshotSlots(agent.folder / "1", owner)
+        with contextlib.suppress(ZeroDivisionError), slots.open_for_writing(record):
             raise ZeroDivisionError
         slots.close()
     assert len(list(agent.folder.glob("1/*.*"))) >= 3
     service = NodeSnapshotService(lambda number: agent.folder / str(number), MemoryStore)
-    with memory.Slots(agent.folder / "1").writing(record):
+    with snapshot_slots.SnapshotSlots(agent.folder / "1").open_for_writing(record):
         service.begin(info, group)
         # One stood still in the middle of it, and goes on.
         assert len(list(agent.folder.glob("1/*.*"))) == 2
-    assert sorted(one.record.step for one in memory.look(agent.folder)) == [1, 9]
+    assert sorted(one.header.step for one in snapshot_slots.list_snapshots(agent.folder)) == [1, 9]
 
 
 def test_an_era_that_goes_as_it_is_looked_at_holds_nothing(agent: Agent) -> None:
     agent.worker(1).snapshot(1, state(1))
     with vanishing(agent.folder / "2"):
-        assert [one.record.step for one in memory.look(agent.folder)] == [1]
+        assert [one.header.step for one in snapshot_slots.list_snapshots(agent.folder)] == [1]
 
 
 def test_what_is_not_outlived_at_first_goes_when_it_is(agent: Agent) -> None:
@@ -343,7 +351,9 @@ def test_a_state_with_dtensors_is_noted_as_sharded_be_it_in_one_part(agent: Agen
     finally:
         dist.destroy_process_group()
     agent.worker(1, name="plain").snapshot(3, state(3))
-    kinds = {(one.record.step, one.record.sharded) for one in memory.look(agent.folder)}
+    kinds = {
+        (one.header.step, one.header.sharded) for one in snapshot_slots.list_snapshots(agent.folder)
+    }
     assert kinds == {(1, True), (2, True), (3, False)}
 
 
@@ -354,7 +364,9 @@ def test_kinds_and_runs_are_apart_and_a_second_object_goes_on_counting(agent: Ag
     assert (steps(one), steps(other)) == ([1], [7])
     agent.worker(1, name="one").snapshot(2, state(2))
     assert steps(one) == [2, 1]
-    elsewhere = SnapshotMemory(AgentMemory(str(agent.folder / "1"), "another run", 1), name="one")
+    elsewhere = SnapshotSource(
+        SnapshotLocation(str(agent.folder / "1"), "another run", 1), name="one"
+    )
     assert elsewhere.held() == []
     assert agent.worker(1, writes=False).snapshot(1, state(1)) is None
     with pytest.raises(CheckpointError, match="got 2 of 2"):
@@ -366,8 +378,8 @@ def test_an_agent_that_looks_after_the_snapshots_is_woken_and_clears_up_itself(
 ) -> None:
     agent.worker(1).snapshot(1, state(1))
     worker = agent.worker(2)
-    os.mkfifo(agent.folder / "2" / memory.NEWS)
-    pipe = os.open(agent.folder / "2" / memory.NEWS, os.O_RDWR | os.O_NONBLOCK)
+    os.mkfifo(agent.folder / "2" / snapshot_slots.WAKEUP_PIPE)
+    pipe = os.open(agent.folder / "2" / snapshot_slots.WAKEUP_PIPE, os.O_RDWR | os.O_NONBLOCK)
     worker.snapshot(2, state(2))
     assert os.read(pipe, 9) == b"\n"
     assert agent.eras() == {1, 2}
@@ -392,10 +404,8 @@ def test_a_slot_that_was_cut_short_holds_nothing_and_ends_nobody(agent: Agent) -
     worker = agent.worker(1)
     worker.snapshot(1, state(1, size=100_000))
     (held,) = worker.held()
-    # Its writer sums it up behind the training, in this process.
-    (found,) = memory.look(agent.folder)
+    (found,) = snapshot_slots.list_snapshots(agent.folder)
     slot = agent.folder / found.file
-    wait_until("the sum", lambda: memory.sum_of(agent.folder, found) is not None)
     os.truncate(slot, 8192)
     with pytest.raises(CheckpointError, match="step"):
         agent.worker(2).view(held)
@@ -409,7 +419,7 @@ def test_memory_for_the_next_snapshot_is_made_behind_the_training(agent: Agent) 
         worker.snapshot(step, state(step, size=100_000))
         wait_until("its slot and the next", lambda: whole_slots(agent, 1) == 2)
     again = agent.worker(2)
-    again.take_up(Agreed(4, "memory", 0, 0), state(4, size=100_000))
+    again.adopt_restored_step(Agreed(4, "memory", 0, 0), state(4, size=100_000))
     wait_until("the first slot", lambda: whole_slots(agent, 2) == 1)
     again.snapshot(5, state(5, size=100_000))
     wait_until("the second", lambda: (whole_slots(agent, 1), whole_slots(agent, 2)) == (0, 2))

@@ -15,7 +15,7 @@ import pytest
 from jobs import PROGRAMS, Job, Node, generation_of
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint import memory
+from elasticlib.checkpoint import snapshot_slots
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
@@ -99,8 +99,8 @@ def holds(folder: str, step: int, owner: str, parts: set[int]) -> Callable[[], b
     """Whether an agent's memory has these parts of a step from `owner`."""
 
     def look() -> bool:
-        found = [one for one in memory.look(Path(folder)) if one.owner == owner]
-        return parts <= {one.record.part for one in found if one.record.step == step}
+        found = [one for one in snapshot_slots.list_snapshots(Path(folder)) if one.owner == owner]
+        return parts <= {one.header.part for one in found if one.header.step == step}
 
     return look
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from jobs import PROGRAMS, Job, Node, generation_of
 
-from elasticlib.checkpoint import memory
+from elasticlib.checkpoint import snapshot_slots
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
@@ -78,7 +78,7 @@ class Resizing:
 
 def parts_of(folder: str, step: int, parts: int) -> set[int]:
     """The parts of a step, cut up for so many ranks, that an agent's memory has."""
-    found = (one.record for one in memory.look(folder))
+    found = (one.header for one in snapshot_slots.list_snapshots(folder))
     return {one.part for one in found if (one.step, one.parts, one.sharded) == (step, parts, True)}
 
 

@@ -13,7 +13,7 @@ import pytest
 from jobs import PROGRAMS, Job, Node, alive, generation_of
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint import memory
+from elasticlib.checkpoint import snapshot_slots
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
@@ -95,8 +95,8 @@ def test_a_second_sigterm_gives_up_a_final_write_that_waits_for_another_node(job
 
 def held_by(folder: str, step: int, owner: str, parts: set[int]) -> bool:
     """Whether an agent's memory has these parts of a step from `owner`."""
-    found = memory.look(folder)
-    return parts <= {o.record.part for o in found if (o.record.step, o.owner) == (step, owner)}
+    found = snapshot_slots.list_snapshots(folder)
+    return parts <= {o.header.part for o in found if (o.header.step, o.owner) == (step, owner)}
 
 
 def test_a_node_that_is_killed_leaves_its_last_snapshot_with_its_buddy_and_nothing_in_memory(
@@ -132,8 +132,8 @@ def test_a_node_that_is_killed_leaves_its_last_snapshot_with_its_buddy_and_nothi
     # The smaller world goes on, and when it stands on its own what the larger one left goes.
     permit(job, 9)
     wait_until("steps", lambda: [progress(job, rank)[1] for rank in (0, 1)] == [9, 9])
-    assert {found.era for found in memory.look(stays["memory"])} == {1}
-    assert {found.record.parts for found in memory.look(stays["memory"])} == {2}
+    assert {found.era for found in snapshot_slots.list_snapshots(stays["memory"])} == {1}
+    assert {found.header.parts for found in snapshot_slots.list_snapshots(stays["memory"])} == {2}
     (job.folder / "disk").touch()  # where a folder is to be
     survivor = nodes[stays["node"]]
     survivor.signal(signal.SIGUSR2)

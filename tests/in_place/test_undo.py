@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elasticlib.checkpoint.state import values_of
+from elasticlib.checkpoint.state_tree import to_plain_values
 from elasticlib.in_place.undo import Undo
 
 
@@ -83,7 +83,7 @@ class Training:
         self.counts["steps"] += 1  # type: ignore[operator]
 
     def now(self) -> Any:
-        values = copy.deepcopy(values_of(self.state))
+        values = copy.deepcopy(to_plain_values(self.state))
         return values, torch.get_rng_state(), random.getstate()
 
 

@@ -125,7 +125,9 @@ def test_a_worker_is_killed_and_the_training_goes_on(terminal: Terminal) -> None
         subcommand = line.split()[1]
         if has(subcommand, terminal):
             shown = terminal.types(line)
-            assert subcommand != "checkpoints" or re.search(r"^80 .* whole$", shown, re.MULTILINE)
+            assert subcommand != "checkpoints" or re.search(
+                r"^80 .* complete$", shown, re.MULTILINE
+            )
 
 
 def test_started_again_it_goes_on_with_another_number_of_workers(terminal: Terminal) -> None:

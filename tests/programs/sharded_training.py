@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.snapshots import agent_memory
+from elasticlib.checkpoint.snapshot_source import snapshot_location
 
 
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -66,7 +66,7 @@ def bits(value: object) -> str:
 def main() -> None:
     folder = Path(sys.argv[1])
     place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "beside": []}
-    where = agent_memory()
+    where = snapshot_location()
     assert where is not None
     place |= {"node": os.environ["NODE"], "memory": str(Path(where.folder).parent)}
     dist.init_process_group("gloo")

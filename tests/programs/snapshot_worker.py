@@ -16,11 +16,11 @@ import torch
 from context_worker import Ranks, option, write
 from fault_worker import NAMES
 
-from elasticlib.checkpoint.pack import lay_out, unpack
-from elasticlib.checkpoint.snapshots import SnapshotMemory, agent_memory
+from elasticlib.checkpoint.pack import plan_layout, unpack
+from elasticlib.checkpoint.snapshot_source import SnapshotSource, snapshot_location
 
 
-def is_right(memory: SnapshotMemory, held) -> bool:
+def is_right(memory: SnapshotSource, held) -> bool:
     state = unpack(memory.view(held), copy=False)
     return state["step"] == held.step and bool((state["numbers"] == held.step).all())
 
@@ -38,10 +38,10 @@ def main() -> None:
     folder = Path(sys.argv[1])
     place = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid(), "beside": []}
     rank, world = int(place["RANK"]), int(place["WORLD_SIZE"])
-    where = agent_memory()
+    where = snapshot_location()
     assert where is not None
     line = {"part": rank, "parts": world, "sharded": True} if "parts" in sys.argv else {}
-    memory = SnapshotMemory(where, folder=str(folder / "disk"))
+    memory = SnapshotSource(where, folder=str(folder / "disk"))
     found = memory.held()
     step = newest_complete(found)
     place |= {"node": os.environ["NODE"], "memory": str(Path(where.folder).parent)}
@@ -52,7 +52,7 @@ def main() -> None:
     # All have looked before any goes on.
     write(folder / f"place.{place['ELASTICLIB_GENERATION']}.{rank}.{os.getpid()}.json", place)
     ranks.together(0)
-    memory.go_on_from(step)
+    memory.resume_from(step)
     numbers = torch.zeros(int(option("size", "8")))
     while True:
         step += 1
@@ -62,7 +62,7 @@ def main() -> None:
             time.sleep(1e-3)
         ranks.together(step)
         progress.write(2 * rank, step)
-        memory.keep(step, lay_out({"step": step, "numbers": numbers.fill_(step)}), **line)
+        memory.keep(step, plan_layout({"step": step, "numbers": numbers.fill_(step)}), **line)
         progress.write(2 * rank + 1, step)
 
 

@@ -1,0 +1,377 @@
+"""Put a state that was read into the live state of a training script.
+
+A restore compares everything before it changes anything: a state that does not match changes
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import attrs
+import torch
+from torch.nn.parameter import is_lazy
+
+from ..errors import CheckpointError, StateMismatch, describe, wrapper_hint
+from ..foreign import with_article
+from .state_tree import (
+    StateAccessor,
+    StatePath,
+    format_path,
+    is_array,
+    is_container,
+    is_dtensor,
+    is_plain_value,
+    local_tensor,
+    map_leaves,
+    parts_of,
+    state_accessor,
+    with_parts,
+)
+from .tensor_layout import StridedLayout, element_bytes, strided_view, without_repeats
+
+_ON_META = (
+    "on the meta device, which has no memory to restore into: call model.to_empty(device=...) first"
+)
+_SHOWN_MISMATCHES = 3
+# The beginnings of torch's errors for a state of another module or optimizer.
+_TORCH_MISMATCHES = ("Error(s) in loading state_dict", "loaded state dict ")
+
+
+def check_names(state: object) -> dict[str, Any]:
+    """Return the state that `restore` was given.
+
+    Raises:
+        CheckpointError: It is not a dict, so nothing in it can be changed in place.
+    """
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"restore puts what was saved into a dict of names, got a {type(state).__qualname__}: "
+            'give {"model": model, ...}, and save the same'
+        )
+    return state
+
+
+def plan_restore(
+    state: MutableMapping[str, Any], saved: object, *, strict: bool = True
+) -> Callable[[], None]:
+    """Return a function that puts `saved` into `state` in place.
+
+    Until that function is called, nothing changes.
+
+    Args:
+        state: Names to objects, containers, tensors and plain values. `load_state_dict` is not
+            called yet.
+        saved: The state that was read. DTensors in it are those of `state`.
+        strict: Whether a name that only one side has is an error. If not, such names are ignored.
+
+    Returns:
+        A function that raises CheckpointError if an object rejects its state, or fails. The values
+        before it in `state` have been changed by then.
+
+    Raises:
+        StateMismatch: `saved` does not match `state`. The message names the missing names, or the
+            first mismatches with both shapes or types.
+    """
+    if not isinstance(saved, dict):
+        raise StateMismatch(f"what was saved is no dict of names, but {with_article(saved)}")
+    if strict:
+        _check_same_names(state, saved)
+    planner = _RestorePlanner()
+    names = [name for name in state if name in saved]
+    actions = {name: planner.plan(state[name], saved[name], (name,)) for name in names}
+    planner.check_shared_memory()
+    mismatches = planner.mismatches
+    if mismatches:
+        more = len(mismatches) - _SHOWN_MISMATCHES
+        suffix = f" (and {more} more like this)" if more > 0 else ""
+        raise StateMismatch("; ".join(mismatches[:_SHOWN_MISMATCHES]) + suffix)
+
+    def put() -> None:
+        with torch.no_grad():
+            for name, action in actions.items():
+                state[name] = action()
+
+    return put
+
+
+def _check_same_names(state: Mapping[str, Any], saved: Mapping[Any, Any]) -> None:
+    missing = ", ".join(repr(name) for name in state if name not in saved)
+    surplus = ", ".join(repr(name) for name in saved if name not in state)
+    sentences = [f"nothing was saved under {missing}"] if missing else []
+    sentences += [f"the state has no {surplus}, which was saved"] if surplus else []
+    if sentences:
+        advice = "give the same names, or strict=False to restore those in both"
+        raise StateMismatch(f"{'; '.join(sentences)}: {advice}")
+
+
+class TensorCopies:
+    """Copies of tensors in new memory. Tensors that are the same memory have copies that are."""
+
+    def __init__(self) -> None:
+        self._memory: dict[Any, torch.Tensor] = {}
+        # The originals are kept, because a new tensor could get the id of a deleted one.
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the copy of a tensor, the same object each time."""
+        if id(tensor) not in self._tensors:
+            copy = self._memory_of(tensor).detach().requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
+            self._tensors[id(tensor)] = (tensor, copy)
+        return self._tensors[id(tensor)][1]
+
+    def _memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.numel():
+            return tensor.detach().clone()
+        bits = (tensor.is_conj(), tensor.is_neg())
+        key = (tensor.device, tensor.data_ptr(), StridedLayout.of(tensor), bits)
+        if key not in self._memory:
+            self._memory[key] = tensor.detach().clone()
+        return self._memory[key]
+
+
+@attrs.frozen(eq=False)
+class _TensorWrite:
+    """A tensor that a restore fills, and the saved one that it is filled from."""
+
+    path: StatePath
+    target: torch.Tensor
+    source: torch.Tensor
+
+    @property
+    def begin(self) -> int:
+        """The first byte of the target, counted from the start of its storage."""
+        return int(self.target.storage_offset()) * self.target.element_size()
+
+    @property
+    def end(self) -> int:
+        """The end of the target's last byte."""
+        return self.begin + StridedLayout.of(self.target).extent * self.target.element_size()
+
+
+def _overlapping(writes: list[_TensorWrite]) -> Iterator[list[_TensorWrite]]:
+    """Group writes into one storage by the ranges of memory that they overlap in."""
+    group: list[_TensorWrite] = []
+    end = 0
+    for write in sorted(writes, key=lambda write: write.begin):
+        if group and write.begin >= end:
+            yield group
+            group = []
+        group.append(write)
+        end = max(end, write.end)
+    yield group
+
+
+def _are_compatible(writes: list[_TensorWrite]) -> bool:
+    """Return True if each target has the values of its source once all of them are written.
+
+    Args:
+        writes: Writes into overlapping memory of one storage.
+    """
+    first = writes[0]
+    if all(_is_same_memory(write, first) for write in writes[1:]):
+        return True
+    # Try it with other memory of the same layout.
+    item = max(write.target.element_size() for write in writes)
+    begin = first.begin // item * item
+    memory = torch.empty(max(w.end for w in writes) - begin, dtype=torch.uint8).untyped_storage()
+    views = []
+    for write in writes:
+        offset = (write.begin - begin) // write.target.element_size()
+        views.append(strided_view(memory, offset, StridedLayout.of(write.target)))
+        once = without_repeats(views[-1])
+        once.copy_(write.source[tuple(slice(n) for n in once.shape)])
+    return all(
+        torch.equal(element_bytes(view), element_bytes(write.source.to("cpu", view.dtype)))
+        for view, write in zip(views, writes, strict=True)
+    )
+
+
+def _is_same_memory(write: _TensorWrite, other: _TensorWrite) -> bool:
+    """Return True if two writes have the same target, and sources that are the same memory."""
+
+    def place(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor.device, tensor.data_ptr(), StridedLayout.of(tensor)
+
+    return place(write.target) == place(other.target) and place(write.source) == place(other.source)
+
+
+class _RestorePlanner:
+    """Compares a saved state with a live one, and collects the mismatches and the actions."""
+
+    def __init__(self) -> None:
+        self.mismatches: list[str] = []  # sentences
+        self._copies = TensorCopies()
+        self._writes: list[_TensorWrite] = []
+
+    def plan(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
+        """Return a function that puts `new` in place of `old`.
+
+        The function returns the value for this place: `old` itself if it can be changed in place.
+        """
+        if isinstance(old, torch.Tensor):
+            return self._into_tensor(old, new, path)
+        accessor = state_accessor(old)
+        if accessor is not None:
+            self._check_object(old, new, path)
+            return partial(self._load, old, accessor, new, path)
+        if is_array(old):
+            return self._into_array(old, new, path)
+        if is_container(old):
+            return self._into_container(old, new, path)
+        if old is not None and not is_plain_value(old):
+            self._reject(path, f"is {with_article(old)}, which has no load_state_dict")
+        return partial(self._private_copy, new)
+
+    def _reject(self, path: StatePath, reason: str) -> None:
+        self.mismatches.append(f"{format_path(path)} {reason}")
+
+    def _private_copy(self, new: Any) -> Any:
+        """Return a copy that shares no memory with the pack that `new` was read from."""
+
+        def copy(_path: StatePath, part: Any) -> Any:
+            is_plain = isinstance(part, torch.Tensor) and not is_dtensor(part)
+            return self._copies.copy_of(part) if is_plain else part
+
+        return map_leaves(new, copy)
+
+    def _into_tensor(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
+        if _describe_tensor(old) != _describe_tensor(new):
+            self._reject(path, f"is {_describe_tensor(old)}, and {_describe_tensor(new)} was saved")
+        elif old.device.type == "meta":
+            self._reject(path, f"is {_ON_META}")
+        elif not _has_equal_repeats(local_tensor(old), local_tensor(new)):
+            expanded = f"{_describe_tensor(old)} that is expanded"
+            self._reject(path, f"is {expanded}, and what was saved is not")
+        else:
+            self._add_write(path, old, new)
+
+        def copy() -> Any:
+            target = without_repeats(local_tensor(old))
+            target.copy_(local_tensor(new)[tuple(slice(n) for n in target.shape)])
+            return old
+
+        return copy
+
+    def _check_object(self, old: Any, new: Any, path: StatePath) -> None:
+        """Check the tensors that a module or an optimizer will load its state into."""
+        if isinstance(old, torch.optim.Optimizer):
+            parameters = (one for group in old.param_groups for one in group["params"])
+            if any(parameter.device.type == "meta" for parameter in parameters):
+                self._reject(path, f"has parameters {_ON_META}")
+        if not isinstance(old, torch.nn.Module) or not isinstance(new, Mapping):
+            return
+        targets = [*old.named_parameters(remove_duplicate=False)]
+        for name, target in [*targets, *old.named_buffers(remove_duplicate=False)]:
+            source = new.get(name)
+            if is_lazy(target) or not isinstance(source, torch.Tensor):
+                continue
+            if target.device.type == "meta":
+                self._reject((*path, name), f"is {_ON_META}")
+            elif source.shape == target.shape:
+                self._add_write((*path, name), target, source)
+
+    def _add_write(self, path: StatePath, target: torch.Tensor, source: torch.Tensor) -> None:
+        if target.numel() and not is_dtensor(target) and not is_dtensor(source):
+            self._writes.append(_TensorWrite(path, target, source))
+
+    def check_shared_memory(self) -> None:
+        """Find live tensors that share memory and were saved separately with other values.
+
+        The one that is restored last would overwrite the others.
+        """
+        storages: dict[tuple[torch.device, int], list[_TensorWrite]] = {}
+        for write in self._writes:
+            key = (write.target.device, write.target.untyped_storage().data_ptr())
+            storages.setdefault(key, []).append(write)
+        for writes in chain.from_iterable(map(_overlapping, storages.values())):
+            with torch.no_grad():
+                is_compatible = len(writes) == 1 or _are_compatible(writes)
+            if not is_compatible:
+                names = " and ".join(format_path(write.path) for write in writes[:3])
+                self.mismatches.append(
+                    f"{names} share memory, and tensors with other values were saved under these "
+                    "names: tie them in the same way as when they were saved"
+                )
+
+    def _into_array(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
+        mine = f"a NumPy array of {old.shape} {old.dtype}"
+        saved = f"a NumPy array of {new.shape} {new.dtype}" if is_array(new) else with_article(new)
+        if mine != saved:
+            self._reject(path, f"is {mine}, and {saved} was saved")
+        if not old.flags.writeable:
+            return partial(self._private_copy, new)
+
+        def copy() -> Any:
+            old[...] = new
+            return old
+
+        return copy
+
+    def _into_container(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
+        if type(old) is not type(new):
+            self._reject(path, f"is {with_article(old)}, and {with_article(new)} was saved")
+            return partial(self._private_copy, new)
+        mine, theirs = parts_of(old), parts_of(new)
+        tensors = [key for key, part in mine.items() if isinstance(part, torch.Tensor)]
+        if hint := wrapper_hint(tensors, theirs):
+            self._reject(path, f"has other names than were saved{hint}")
+        for key, part in mine.items():
+            if key not in theirs and state_accessor(part) is not None:
+                where = format_path((*path, key))
+                self.mismatches.append(f"nothing was saved for {where}, {with_article(part)}")
+        actions = {key: self.plan(mine.get(key), theirs[key], (*path, key)) for key in theirs}
+
+        def refill() -> Any:
+            parts = {key: action() for key, action in actions.items()}
+            if isinstance(old, tuple):
+                return with_parts(old, parts)
+            old.clear()
+            old.extend(parts.values()) if isinstance(old, list) else old.update(parts)
+            return old
+
+        return refill
+
+    def _load(self, old: Any, accessor: StateAccessor, new: Any, path: StatePath) -> Any:
+        # A module copies the values into its own parameters, and needs no copy before.
+        given = new if isinstance(old, torch.nn.Module) else self._private_copy(new)
+        try:
+            with torch.enable_grad():
+                accessor.set_state(given)
+        except Exception as error:
+            is_mismatch = str(error).startswith(_TORCH_MISMATCHES)
+            kind = (
+                StateMismatch
+                if is_mismatch or isinstance(error, StateMismatch)
+                else CheckpointError
+            )
+            what = f"{format_path(path)}, {with_article(old)}, could not load its state"
+            names = dict(old.named_parameters()) if isinstance(old, torch.nn.Module) else ()
+            raise kind(f"{what}: {describe(error).rstrip()}{wrapper_hint(names, new)}") from error
+        return old
+
+
+def _describe_tensor(value: Any) -> str:
+    """Describe the properties that a tensor must share with another to be copied into it."""
+    if not isinstance(value, torch.Tensor):
+        return with_article(value)
+    if value.is_nested:
+        return "a nested tensor"
+    placements = list(getattr(value, "placements", ()))
+    suffix = f" sharded as {placements}" if is_dtensor(value) else ""
+    return f"a tensor of {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{suffix}"
+
+
+def _has_equal_repeats(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Return True if elements of `new` that share one place in `old` are equal."""
+    once = without_repeats(old)
+    if once.shape == old.shape:
+        return True
+    repeated = new[tuple(slice(n) for n in once.shape)].expand(new.shape)
+    # Bits are compared, because NaN is not equal to itself.
+    return torch.equal(element_bytes(repeated), element_bytes(new))

@@ -1,0 +1,655 @@
+"""Slots for snapshots in an agent's shared memory: their format, and how they are written and read.
+
+Each writer has files of its own, its slots. The first page of a slot is the header of the snapshot
+that follows. The header is cleared before the bytes after it are changed, and is written last. So a
+reader sees a complete snapshot or none, whenever a writer is killed. Writer and reader lock the
+slot that they use, and neither waits for the other.
+
+A worker's snapshots outlive it in the directory of its attempt (one start of an agent's workers).
+Bytes in this memory have no checksum: they get one when they are sent or written to a disk.
+
+Agents import this module, so it does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import attrs
+
+from ..errors import CheckpointError
+from ..foreign import opened, read_fields, read_json
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+LOCAL_PREFIX = "own"  # file names of this node's snapshots
+REPLICA_PREFIX = "from"  # file names of replicas of another node's snapshots
+WAKEUP_PIPE = "news"  # A worker writes here to wake the agent that looks after its snapshots.
+
+HEADER_BYTES = 4096  # One page, so that the tensors in the snapshot are aligned.
+MAX_OVERSIZE_FACTOR = 2  # A slot is at most so many times as large as the snapshot in it.
+CHUNK_BYTES = 4 << 20  # Memory is populated in chunks, so that a snapshot waits for one at most.
+
+_MAGIC = b"ELSLOT2\n"
+_HEAD = struct.Struct("<8sII")  # magic, size of the JSON text, its CRC-32
+_compact = json.JSONEncoder(separators=(",", ":")).encode
+
+
+# -- headers: pure ---------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class SnapshotHeader:
+    """The description of a snapshot in the first page of its slot."""
+
+    name: str  # of the kind of snapshot, if a program has several managers
+    step: int
+    sequence: int  # number of the snapshot, counted from 1 by its writer
+    size: int  # of the pack after the header, in bytes
+    run: str
+    generation: int
+    part: int = 0  # number of the rank's part, if the state is sharded
+    parts: int = 1  # number of the parts of the state
+    folder: str = ""  # where the snapshot is written when the job ends without it; empty: nowhere
+    incarnation: str = ""
+    sharded: bool = False  # whether the pack is a rank's part of a sharded state, even the only one
+
+    @property
+    def num_retained(self) -> int:
+        """The number of complete snapshots that stay while another one is written.
+
+        One is enough if the state is the same on all ranks, because any rank's snapshot will do. Of
+        a sharded state there are two. A rank begins to write step n + 1 when it has entered the
+        collective of that step. Another rank may still be writing step n, and have n - 1 only. No
+        rank is further ahead, because it has left the collective of n + 1, so all ranks have n.
+        """
+        return 2 if self.parts > 1 else 1
+
+
+_FIELDS = tuple(field.name for field in attrs.fields(SnapshotHeader))
+
+
+def encode_header(header: SnapshotHeader) -> bytes:
+    """Encode a header.
+
+    Raises:
+        CheckpointError: The header does not fit into a page.
+    """
+    text = _compact({name: getattr(header, name) for name in _FIELDS}).encode()
+    if _HEAD.size + len(text) > HEADER_BYTES:
+        raise CheckpointError(
+            f"the header of a snapshot has at most {HEADER_BYTES} bytes, and that of step "
+            f"{header.step} has {_HEAD.size + len(text)}: use a shorter path than {header.folder!r}"
+        )
+    return _HEAD.pack(_MAGIC, len(text), zlib.crc32(text)) + text
+
+
+def decode_header(page: bytes | memoryview) -> SnapshotHeader | None:
+    """Return the header in the first bytes of a slot, or None if there is no complete one."""
+    if len(page) < _HEAD.size:
+        return None
+    magic, length, crc32 = _HEAD.unpack_from(page)
+    text = bytes(page[_HEAD.size : _HEAD.size + length])
+    if magic != _MAGIC or len(text) != length or crc32 != zlib.crc32(text):
+        return None
+    try:
+        return header_from_fields(read_json(text))
+    except ValueError:
+        return None
+
+
+def header_from_fields(fields: Any) -> SnapshotHeader:
+    """Return the header with these fields.
+
+    Raises:
+        ValueError: A field is missing, unknown, or of another type or range.
+    """
+    header = read_fields(SnapshotHeader, fields)
+    if not (0 <= header.part < header.parts and header.size > 0 and header.sequence > 0):
+        raise ValueError(f"these are not the fields of a snapshot: {header!s:.200}")
+    return header
+
+
+# -- choice of slots and snapshots: pure -----------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class Slot:
+    """A slot of a writer."""
+
+    capacity: int  # bytes after the header
+    header: SnapshotHeader | None = None  # None if the slot contains no complete snapshot
+
+
+SlotT = TypeVar("SlotT", bound=Slot)
+
+
+def choose_slots(
+    slots: Iterable[SlotT], size: int, num_retained: int
+) -> tuple[list[SlotT], list[SlotT]]:
+    """Choose the slots for the next snapshot of `size` bytes.
+
+    Returns:
+        The slots that can hold it, the best one first, and the slots that are of no more use. The
+        newest `num_retained` complete snapshots are in neither list.
+    """
+    order = sorted(slots, key=_sequence)
+    retained = [slot for slot in order if slot.header][-num_retained:]
+    free = [slot for slot in order if slot not in retained]
+    usable = [slot for slot in free if size <= slot.capacity <= size * MAX_OVERSIZE_FACTOR]
+    return usable, [slot for slot in free if slot not in usable]
+
+
+def _sequence(slot: Slot) -> int:
+    return slot.header.sequence if slot.header else 0
+
+
+SnapshotSeries: TypeAlias = tuple[str, str, int, int]
+"""Owner, name, part and number of parts of the snapshots that replace one another."""
+
+
+@attrs.frozen
+class SnapshotRef:
+    """A complete snapshot in an agent's memory."""
+
+    era: int  # number of the attempt in which it was put there
+    owner: str  # the node that sent it; empty if a worker of this node wrote it
+    file: str  # path of its slot in the memory
+    header: SnapshotHeader
+
+    @property
+    def series(self) -> SnapshotSeries:
+        """The series of the snapshot."""
+        return (self.owner, self.header.name, self.header.part, self.header.parts)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """A key that is larger for a snapshot that was written later in the same series."""
+        return (self.era, self.header.sequence)
+
+
+def valid_snapshots(refs: Iterable[SnapshotRef]) -> tuple[SnapshotRef, ...]:
+    """Return the snapshots that a job may resume from.
+
+    Newer steps precede older ones; for equal steps, this node's own snapshots are first. A worker
+    that resumed from an earlier step has abandoned the later ones: a snapshot is valid only if all
+    that were written after it in its series are of later steps.
+    """
+    lowest: dict[SnapshotSeries, int] = {}
+    valid = []
+    for ref in sorted(refs, key=lambda ref: ref.order, reverse=True):
+        step = ref.header.step
+        if step < lowest.get(ref.series, step + 1):
+            lowest[ref.series] = step
+            valid.append(ref)
+    return tuple(sorted(valid, key=lambda ref: (-ref.header.step, ref.owner != "", ref.file)))
+
+
+def superseded_snapshots(refs: Iterable[SnapshotRef], era: int) -> tuple[SnapshotRef, ...]:
+    """Return the snapshots of earlier attempts that are not needed any more.
+
+    All ranks have a snapshot of this attempt once a worker of this node has written as many as are
+    retained. A part of a sharded state at a step that earlier attempts have here does not count: it
+    is a copy of what was restored, and the other ranks may have to resume from that step.
+    """
+    refs = tuple(refs)
+    before = {(ref.header.name, ref.header.step) for ref in refs if ref.era < era}
+    written: dict[tuple[str, int], list[SnapshotHeader]] = {}
+    for ref in refs:
+        header = ref.header
+        is_copy = header.parts > 1 and (header.name, header.step) in before
+        if ref.era == era and not ref.owner and not is_copy:
+            written.setdefault((header.name, header.part), []).append(header)
+    names = {
+        name for (name, _), headers in written.items() if len(headers) >= headers[0].num_retained
+    }
+    return tuple(ref for ref in refs if ref.era < era and ref.header.name in names)
+
+
+def abandoned_snapshots(
+    refs: Iterable[SnapshotRef], era: int, step: int
+) -> tuple[SnapshotRef, ...]:
+    """Return the snapshots of earlier attempts that are not needed if this one resumes at `step`.
+
+    These are the snapshots of later steps, and those before the last ones that are retained while
+    another is written. So there is memory for the new attempt's first snapshot.
+    """
+    earlier = tuple(ref for ref in refs if ref.era < era)
+    retained: dict[SnapshotSeries, list[SnapshotRef]] = {}
+    for ref in valid_snapshots(earlier):
+        last = retained.setdefault(ref.series, [])
+        if ref.header.step <= step and len(last) < ref.header.num_retained:
+            last.append(ref)
+    abandoned = (ref for ref in earlier if ref not in retained.get(ref.series, []))
+    # The newest step is removed first. If this process is killed in between, an abandoned snapshot
+    # must not be the only one that is left.
+    return tuple(sorted(abandoned, key=lambda ref: (-ref.header.step, ref.order)))
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False, kw_only=True)
+class SlotFile(Slot):
+    """A slot that this process writes."""
+
+    path: Path
+    handle: int
+    memory: mmap.mmap
+    # The first bytes of the file that have memory. Writing after them could raise SIGBUS.
+    reserved: int = 0
+    is_unused: bool = True  # whether no snapshot was written here yet
+    num_writes: int = 0
+    is_dropped: bool = False  # whether this process is freeing it
+    # The layout of the last snapshot here, and the views of the memory that belong to it.
+    views: tuple[Any, list[Any]] | None = None
+    on_close: Callable[[], object] | None = None  # called before the memory is unmapped
+
+    def view(self, size: int) -> memoryview:
+        """Return the memory of a pack of this size."""
+        return memoryview(self.memory)[HEADER_BYTES : HEADER_BYTES + size]
+
+    def reserve(self, end: int) -> None:
+        """Allocate memory up to this byte of the file.
+
+        Raises:
+            OSError: There is not enough memory.
+        """
+        if end > self.reserved:
+            os.posix_fallocate(self.handle, self.reserved, end - self.reserved)
+            self.reserved = end
+
+    def close(self) -> None:
+        """Unmap the file. It stays where it is."""
+        self.is_unused = False
+        self.views = None
+        if self.on_close is not None:
+            self.on_close()
+        os.close(self.handle)
+        # A tensor that is a view of the memory keeps it until the tensor is deleted.
+        with contextlib.suppress(BufferError):
+            self.memory.close()
+
+
+class SlotWrite:
+    """A context manager in which a snapshot is written: see `SnapshotSlots.open_for_writing`.
+
+    It is not a generator: Python closes a generator that an exception of a signal handler has left
+    in its caller whenever the traceback is deleted, and another snapshot may use the slot by then.
+    """
+
+    def __init__(self, slots: SnapshotSlots, header: SnapshotHeader) -> None:
+        self._slots, self._header, self._text = slots, header, encode_header(header)
+        self.slot: SlotFile | None = None  # within the block
+
+    def __enter__(self) -> memoryview:
+        slot = self.slot = self._slots._acquire(self._header)
+        slot.memory[: len(self._text)] = bytes(len(self._text))
+        return slot.view(self._header.size)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        slot = self.slot
+        if slot is None:
+            return
+        # In this order a complete snapshot is never left locked, whichever line an exception
+        # interrupts. In between, the slot contains no snapshot, and readers skip it.
+        fcntl.flock(slot.handle, fcntl.LOCK_UN)
+        if kind is None:
+            slot.memory[: len(self._text)] = self._text
+            slot.header = self._header
+
+
+class SnapshotSlots:
+    """The slots of one writer in the directory of an attempt. No two writers share a slot.
+
+    An exception of a signal handler may interrupt a method at any line: its complete snapshots stay
+    as they are, and all methods can be called again. No method may be called by a signal handler
+    while another one runs in its thread: `SnapshotSource` prevents that.
+
+    Args:
+        folder: The directory of the attempt.
+        owner: The node that sends the snapshots; empty for a worker's own.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], owner: str = "") -> None:
+        self._folder = Path(folder)
+        kind = f"{REPLICA_PREFIX}.{owner}" if owner else LOCAL_PREFIX
+        self._prefix = f"{kind}.{secrets.token_hex(4)}"
+        self._num_created = 0
+        self._files: list[SlotFile] = []
+        self._lock = threading.Lock()  # One thread writes, and another one allocates memory.
+
+    def open_for_writing(self, header: SnapshotHeader) -> SlotWrite:
+        """Return a context manager with the memory for a pack of `header.size` bytes.
+
+        The caller writes all of these bytes. The snapshot is complete when the block
+        ends without an error. The last `header.num_retained` complete snapshots stay until then,
+        and if the block fails.
+
+        Raises:
+            CheckpointError: There is not enough memory.
+        """
+        return SlotWrite(self, header)
+
+    def preallocate(self, header: SnapshotHeader, may_continue: Callable[[], bool]) -> None:
+        """Create a slot for the snapshot after this one, unless there is one or memory is short.
+
+        Its pages are populated, too, which takes several times as long as writing into them. This
+        is done in chunks, so a writer that needs the slot earlier uses it as it is.
+
+        Args:
+            header: The header of a snapshot of the same size.
+            may_continue: Called before each chunk. It waits while the training must not be
+                disturbed, and returns whether to go on.
+        """
+        if not may_continue():
+            return
+        with self._lock:
+            if choose_slots(self._files, header.size, header.num_retained)[0]:
+                return
+            try:
+                if shutil.disk_usage(self._folder).free < header.size * MAX_OVERSIZE_FACTOR:
+                    return
+                file = self._create(header.size)
+            except (CheckpointError, OSError):
+                return  # The next snapshot raises the error.
+            fcntl.flock(file.handle, fcntl.LOCK_UN)
+        with open("/dev/zero", "rb", buffering=0) as zeros:
+            for at in range(0, HEADER_BYTES + header.size, CHUNK_BYTES):
+                if not may_continue():
+                    return
+                with self._lock:
+                    if not file.is_unused:
+                        return
+                    with memoryview(file.memory)[at : at + CHUNK_BYTES] as chunk:
+                        try:
+                            file.reserve(at + len(chunk))
+                        except OSError:
+                            self._drop([file])
+                            return
+                        zeros.readinto(chunk)
+
+    def make_folder(self) -> None:
+        """Create the directory if another program removed it. A failure shows when it is used."""
+        for folder in (self._folder.parent, self._folder):
+            with contextlib.suppress(OSError):
+                folder.mkdir(0o700)
+
+    def free_unused(self) -> None:
+        """Free the slots that were preallocated and not used yet."""
+        with self._lock:
+            self._drop([file for file in self._files if file.is_unused])
+
+    def close(self) -> None:
+        """Unmap all slots. Complete snapshots stay where they are."""
+        self.free_unused()
+        with self._lock:
+            for file in self._files:
+                file.close()
+            self._files.clear()
+
+    def _acquire(self, header: SnapshotHeader) -> SlotFile:
+        with self._lock:
+            file = self._lock_slot(header.size, header.num_retained)
+            file.header = None
+        return file
+
+    def _lock_slot(self, size: int, num_retained: int) -> SlotFile:
+        self._drop([file for file in self._files if file.is_dropped])
+        # No reader would find a snapshot in a file that was removed.
+        removed = [file for file in self._files if not os.fstat(file.handle).st_nlink]
+        if removed:
+            self._drop(removed)
+            what = "snapshots in %s were removed by another program; the next steps are kept again"
+            log.warning(what, self._folder)
+        usable, useless = choose_slots(self._files, size, num_retained)
+        # These are freed first, so that a larger state needs no memory in addition to them.
+        self._drop(useless)
+        free = (file for file in usable if _try_lock(file.handle, fcntl.LOCK_EX))
+        file = next(free, None) or self._create(size)
+        try:
+            file.reserve(HEADER_BYTES + size)  # fails here, not while the memory is written
+        except OSError as error:
+            self._drop([file])
+            raise self._out_of_memory(size, error) from error
+        file.is_unused = False
+        file.num_writes += 1
+        return file
+
+    def _drop(self, files: list[SlotFile]) -> None:
+        for file in files:
+            # If an exception interrupts this before the file is removed from the list,
+            # `_lock_slot` drops it again.
+            file.is_dropped = True
+            file.path.unlink(missing_ok=True)
+            self._files.remove(file)
+            file.close()
+
+    def _create(self, size: int) -> SlotFile:
+        """Create a slot, locked, without memory yet."""
+        self._num_created += 1
+        path = self._folder / f"{self._prefix}.{self._num_created}"
+        self.make_folder()
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise CheckpointError(
+                f"the agent's memory at {self._folder} cannot hold snapshots: {error.strerror}"
+            ) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            os.ftruncate(handle, HEADER_BYTES + size)
+            # Pages are mapped when they are first written, which is faster here than MAP_POPULATE.
+            mapped = mmap.mmap(handle, HEADER_BYTES + size)
+            file = SlotFile(size, path=path, handle=handle, memory=mapped)
+            self._files.append(file)
+        except BaseException as error:
+            os.close(handle)
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise self._out_of_memory(size, error) from error
+            raise
+        return file
+
+    def _out_of_memory(self, size: int, error: OSError) -> CheckpointError:
+        text = f"no memory for a snapshot of {size} bytes at {self._folder}: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            free = shutil.disk_usage(self._folder).free
+            text += f", {free} bytes are free; give /dev/shm more (docker: --shm-size)"
+        return CheckpointError(text)
+
+
+def _try_lock(handle: int, how: int) -> bool:
+    try:
+        fcntl.flock(handle, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class AgentWaker:
+    """Wakes the agent that looks after the snapshots of an attempt, through a pipe.
+
+    The pipe is opened once and again if its reader was closed, because opening a file takes longer
+    than all else that a small snapshot does in the kernel.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._path = os.path.join(folder, WAKEUP_PIPE)
+        self._handle: int | None = None
+
+    def wake(self) -> bool:
+        """Wake the agent. Return False if no agent looks after the snapshots."""
+        if self._handle is not None and not self._write(self._handle):
+            self.close()
+        if self._handle is None:
+            try:
+                self._handle = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError:
+                return False
+            self._write(self._handle)
+        return True
+
+    def close(self) -> None:
+        """Close the pipe. It is opened again by `wake`."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+    def _write(self, handle: int) -> bool:
+        """Write a byte. Return False if the pipe has no reader."""
+        try:
+            os.write(handle, b"\n")
+        except BlockingIOError:
+            return True  # The pipe is full: the agent has not read the last bytes yet.
+        except OSError:
+            return False
+        return True
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def list_snapshots(memory: str | os.PathLike[str]) -> list[SnapshotRef]:
+    """Return the complete snapshots in an agent's memory, in no order."""
+    refs = []
+    for path in _slot_paths(memory):
+        _, *owner, _, _ = path.name.split(".")
+        with contextlib.suppress(OSError), opened(path) as handle:
+            header = _read_header(handle)
+            if header is not None:
+                file = f"{path.parent.name}/{path.name}"
+                refs.append(SnapshotRef(int(path.parent.name), ".".join(owner), file, header))
+    return refs
+
+
+def _slot_paths(memory: str | os.PathLike[str]) -> Iterator[Path]:
+    prefixes = (LOCAL_PREFIX, REPLICA_PREFIX)
+    for attempt in Path(memory).glob("[0-9]*"):
+        if not attempt.name.isdecimal():
+            continue
+        names: list[str] = []
+        # The directory of an earlier attempt may be removed at the same time.
+        with contextlib.suppress(OSError), os.scandir(attempt) as files:
+            names = [file.name for file in files]
+        # Workers may leave other files here.
+        yield from (attempt / n for n in names if n.split(".")[0] in prefixes and n.count(".") >= 2)
+
+
+def _read_header(handle: int) -> SnapshotHeader | None:
+    """Return the header of a slot, or None if it contains no snapshot or was truncated."""
+    header = decode_header(os.pread(handle, HEADER_BYTES, 0))
+    if header is None or os.fstat(handle).st_size < HEADER_BYTES + header.size:
+        return None
+    return header
+
+
+@contextlib.contextmanager
+def lock_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[int | None]:
+    """Lock a snapshot, so that it does not change within the block.
+
+    Yields:
+        The descriptor of its file, or None if the snapshot does not exist any more.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            handle = stack.enter_context(opened(Path(memory, ref.file)))
+        except OSError:
+            yield None
+            return
+        # The header is read again under the lock, because the slot may contain a later snapshot.
+        is_same = _try_lock(handle, fcntl.LOCK_SH) and _read_header(handle) == ref.header
+        yield handle if is_same else None
+
+
+@contextlib.contextmanager
+def map_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[memoryview | None]:
+    """Map the pack of a snapshot, which does not change within the block.
+
+    Use this only if the writer has exited or is this process. If the writer truncated the file,
+    reading it would kill the reader; `iter_chunks` is safe.
+
+    Yields:
+        The pack, or None if the snapshot does not exist any more.
+    """
+    with lock_snapshot(memory, ref) as handle:
+        if handle is None:
+            yield None
+            return
+        # The mapping is private: what a reader writes by mistake does not reach the snapshot.
+        size = HEADER_BYTES + ref.header.size
+        mapped = mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        whole = memoryview(mapped)
+        view = whole[HEADER_BYTES:]
+        try:
+            yield view
+        finally:
+            # The traceback of a reader's error may refer to slices of the view. They keep the
+            # memory, and that error must not be replaced by a BufferError.
+            for release in (view.release, whole.release, mapped.close):
+                with contextlib.suppress(BufferError):
+                    release()
+
+
+def iter_chunks(handle: int, size: int, chunk_bytes: int) -> Iterator[bytes]:
+    """Read the pack of a locked snapshot of `size` bytes in chunks.
+
+    Raises:
+        CheckpointError: The file was truncated while it was read.
+    """
+    at = 0
+    while at < size:
+        data = os.pread(handle, min(chunk_bytes, size - at), HEADER_BYTES + at)
+        if not data:
+            raise CheckpointError(f"the snapshot was cut to {at} of {size} bytes while it was read")
+        yield data
+        at += len(data)
+
+
+def newest_local_snapshots(folder: Path) -> list[SnapshotRef]:
+    """Return the last snapshot of each name and part that workers wrote in this attempt."""
+    era = int(folder.name)
+    local = [ref for ref in list_snapshots(folder.parent) if ref.era == era and not ref.owner]
+    return list({ref.series: ref for ref in sorted(local, key=lambda ref: ref.order)}.values())
+
+
+def remove_snapshots(memory: str | os.PathLike[str], refs: Iterable[SnapshotRef]) -> None:
+    """Free the memory of snapshots. A process that has mapped one keeps it until it unmaps it."""
+    for ref in refs:
+        with contextlib.suppress(OSError):
+            Path(memory, ref.file).unlink()
+
+
+def remove_superseded(
+    memory: str | os.PathLike[str], refs: Sequence[SnapshotRef], era: int
+) -> bool:
+    """Free superseded snapshots. Return True if none of earlier attempts is left then."""
+    superseded = superseded_snapshots(refs, era)
+    remove_snapshots(memory, superseded)
+    return len(superseded) == sum(ref.era < era for ref in refs)
+
+
+def remove_incomplete(memory: str | os.PathLike[str], era: int) -> None:
+    """Free the slots of earlier attempts whose writers were killed in the middle of a snapshot."""
+    for path in _slot_paths(memory):
+        if int(path.parent.name) >= era:
+            continue
+        with contextlib.suppress(OSError), opened(path) as handle:
+            # A writer that has the lock is still writing.
+            is_locked = _try_lock(handle, fcntl.LOCK_EX)
+            if is_locked and decode_header(os.pread(handle, HEADER_BYTES, 0)) is None:
+                path.unlink()

@@ -1,0 +1,416 @@
+"""Snapshots of a worker's state, in memory that its agent owns and that outlives the worker.
+
+A snapshot costs the training one copy of the state into memory that is allocated already. The
+newest complete snapshot is found whenever the worker is killed.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+from ..clock import monotonic
+from ..errors import CheckpointCorrupt, CheckpointError, present
+from ..threads import CallRejected, ExclusiveCall, Latch, helper
+from ..workers.spec import SNAPSHOTS
+from .pack import LayoutCache, PackImage
+from .page_lock import is_page_lockable, lock_pages, unlock_pages
+from .peers import MEMORY, Agreed, Held, Source
+from .safetensors_header import read_header
+from .sharded import plan_part_layout
+from .snapshot_slots import (
+    AgentWaker,
+    SlotFile,
+    SnapshotHeader,
+    SnapshotRef,
+    SnapshotSlots,
+    abandoned_snapshots,
+    list_snapshots,
+    map_snapshot,
+    newest_local_snapshots,
+    remove_snapshots,
+    remove_superseded,
+    valid_snapshots,
+)
+from .state_tree import flatten, is_dtensor
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+Result = TypeVar("Result")
+
+_STOP_POLL_INTERVAL_S = 0.005  # between checks whether the background thread has exited
+
+
+@attrs.frozen
+class SnapshotLocation:
+    """The memory in which an agent's worker leaves snapshots."""
+
+    folder: str  # directory of this attempt (start of the agent's workers) in the agent's memory
+    run: str
+    generation: int
+    incarnation: str = ""
+
+
+def snapshot_location() -> SnapshotLocation | None:
+    """Return the location from the environment, or None if no agent keeps snapshots."""
+    folder = os.environ.get(SNAPSHOTS, "")
+    generation = os.environ.get("ELASTICLIB_GENERATION", "")
+    if not folder or not generation.isdecimal() or not os.path.isdir(folder):
+        return None
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    incarnation = os.environ.get("ELASTICLIB_INCARNATION", "")
+    return SnapshotLocation(folder, run, int(generation), incarnation)
+
+
+@attrs.frozen
+class SnapshotCost:
+    """Cost of a snapshot."""
+
+    step: int
+    seconds: float  # how long the caller waited
+
+
+def is_sharded(value: Any) -> bool:
+    """Return True if ranks have different elements of a tensor."""
+    placements = value.placements if is_dtensor(value) else ()
+    return not all(placement.is_replicate() for placement in placements)
+
+
+class SnapshotSource(Source):
+    """The snapshots that one worker writes to its agent's memory, and those that it finds there.
+
+    All ranks snapshot the same steps, with a collective (such as that of the gradients) in between.
+    Then there is a step of a sharded state that all ranks have, whenever they are killed.
+
+    One call at a time may allocate or free memory. Another call, from a signal handler that
+    interrupted it or from another thread, raises CheckpointError. An exception of a signal handler
+    may interrupt `snapshot` at any line: the snapshot is then complete or absent, the ones before
+    it stay, and the next call works.
+
+    Args:
+        location: The memory.
+        name: Distinguishes several kinds of snapshots in one program, as of two managers.
+        rank: The rank of this worker.
+        world_size: The number of ranks.
+        writes: Whether this worker keeps a state that is the same on all ranks. One worker of each
+            node has to. Each worker keeps its part of a sharded state.
+        folder: Where the agent writes the newest snapshot when the job drains or fails for good;
+            empty for nowhere.
+    """
+
+    def __init__(
+        self,
+        location: SnapshotLocation,
+        *,
+        name: str = "state",
+        rank: int = 0,
+        world_size: int = 1,
+        writes: bool = True,
+        folder: str = "",
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
+        self._rank, self._world_size = rank, world_size
+        self._folder = Path(location.folder)
+        self._era, self._memory = int(self._folder.name), self._folder.parent
+        self._writes = writes
+        self._exclusive = ExclusiveCall()
+        self._layouts = LayoutCache()
+        self._sequence = 0  # the last number given to a snapshot, even to one that failed
+        self._slots = SnapshotSlots(location.folder)
+        self._waker = AgentWaker(location.folder)
+        self._allocator = _Preallocation(self._slots)
+        self._has_earlier = True  # whether snapshots of earlier attempts may be left to remove
+        self._maps = contextlib.ExitStack()
+        self._mapped: dict[str, tuple[SnapshotRef, memoryview]] = {}
+        self._header = SnapshotHeader(
+            name=name,
+            step=0,
+            sequence=0,
+            size=0,
+            run=location.run,
+            generation=location.generation,
+            folder=os.path.abspath(folder) if folder and "://" not in folder else folder,
+            incarnation=location.incarnation,
+        )
+
+    @property
+    def folder(self) -> str:
+        """The directory of this attempt's snapshots."""
+        return str(self._folder)
+
+    def snapshot(self, step: int, state: object) -> SnapshotCost | None:
+        """Keep the state after `step`; of a state with DTensors this rank's part.
+
+        When the call returns, the state may change, and the snapshot does not.
+
+        Args:
+            step: The step after which the state is.
+            state: As `CheckpointManager.save` takes it.
+
+        Returns:
+            The cost, or None if this worker keeps no snapshot of such a state.
+
+        Raises:
+            CheckpointError: The state cannot be saved, there is not enough memory, or another call
+                is still copying. The earlier snapshots stay.
+        """
+        call = f"step {step} is not kept"
+        return self._run_exclusively(call, partial(self._snapshot, step, state))
+
+    def _run_exclusively(self, call: str, act: Callable[[], Result]) -> Result:
+        try:
+            return self._exclusive.run(act)
+        except CallRejected:
+            raise CheckpointError(
+                f"{call}: another call is still copying a state to this memory. In a signal"
+                " handler, set a flag, and call snapshot() when the step has ended; let several"
+                " threads call it under a lock"
+            ) from None
+
+    def _snapshot(self, step: int, state: object) -> SnapshotCost | None:
+        started_at = monotonic()
+        flat = flatten(state, reject_state_dicts=True)
+        shards, layouts = flat.shards, self._layouts
+        if not self._writes and not any(map(is_sharded, shards.values())):
+            return None
+        if shards:
+            image = plan_part_layout(layouts, step, flat, has_rest=True, has_copies=True)
+            part, parts = self._rank, self._world_size
+        else:
+            image, part, parts = layouts.plan(flat, {"step": step}), 0, 1
+        self.keep(step, image, part=part, parts=parts, sharded=bool(shards))
+        return SnapshotCost(step, monotonic() - started_at)
+
+    def keep(
+        self, step: int, image: PackImage, *, part: int = 0, parts: int = 1, sharded: bool = False
+    ) -> None:
+        """Write a snapshot that was planned. The arguments are fields of its header."""
+        self._sequence = (self._sequence or self._last_sequence(part)) + 1
+        last = self._header  # `attrs.evolve` would take as long as the rest of this method
+        header = SnapshotHeader(
+            name=last.name,
+            step=step,
+            sequence=self._sequence,
+            size=image.size,
+            run=last.run,
+            generation=last.generation,
+            part=part,
+            parts=parts,
+            folder=last.folder,
+            incarnation=last.incarnation,
+            sharded=sharded,
+        )
+        try:
+            self._allocator.pause()
+            write = self._slots.open_for_writing(header)
+            with write as view:
+                slot = present(write.slot, "the slot")
+                _copy(image, slot, view)
+            self._header = header
+            # Snapshots that are not needed any more are freed before memory is allocated.
+            is_due = self._has_earlier and header.sequence >= header.num_retained
+            if not self._waker.wake() and is_due:
+                self._has_earlier = not remove_superseded(self._memory, self._list(), self._era)
+        finally:
+            self._allocator.resume()
+        if slot.num_writes == 1:
+            # The next snapshot uses the slot of an earlier one if this one did not need a new slot.
+            self._allocator.begin(header)
+
+    def held(self) -> Sequence[Held]:
+        """Return the snapshots in the agent's memory: those of its workers, and replicas."""
+        return [_held(ref) for ref in self._valid()]
+
+    def view(self, held: Held, part: int = 0) -> memoryview:  # noqa: ARG002 - it has one part
+        """Return the memory of a snapshot, which does not change until `release`."""
+        if held.name not in self._mapped:
+            for ref in (ref for ref in self._valid() if _held(ref) == held):
+                view = self._maps.enter_context(map_snapshot(self._memory, ref))
+                if view is not None:
+                    self._mapped[held.name] = ref, view
+                    break
+            else:
+                what = f"the snapshot {held.name} of step {held.step}"
+                raise CheckpointError(f"{what} is not there any more")
+        return self._mapped[held.name][1]
+
+    def check(self, held: Held, part: int = 0) -> None:
+        view = self.view(held, part)
+        ref, _ = self._mapped[held.name]
+        if read_header(view).size != ref.header.size:
+            raise CheckpointCorrupt(f"the snapshot {held.name} is no pack of its size")
+
+    def release(self) -> None:
+        self._mapped.clear()
+        self._maps.close()
+
+    def resume_from(self, step: int) -> None:
+        """Free the snapshots of earlier attempts that are not needed if the job resumes at `step`.
+
+        Every rank calls this when the ranks have agreed on the step, and before the first snapshot.
+        Otherwise a later restart could find parts of one step that two different runs have written.
+        """
+        remove_snapshots(self._memory, abandoned_snapshots(self._list(), self._era, step))
+
+    def _preallocate(self, found: Agreed) -> None:
+        """Allocate memory in the background for the first snapshot after a restore.
+
+        It is as large as what was restored. If that size is not known here, as of a sharded state
+        on a disk, the first snapshot allocates its memory itself.
+        """
+        part, parts, size = 0, 1, found.size
+        for header in (ref.header for ref in self._valid()):
+            is_own = (header.part, header.parts) in ((0, 1), (self._rank, self._world_size))
+            if header.step == found.step and is_own:
+                part, parts, size = header.part, header.parts, header.size
+        # Without DTensors only some ranks keep a snapshot.
+        if size and (self._writes or parts > 1):
+            self._allocator.begin(attrs.evolve(self._header, size=size, part=part, parts=parts))
+
+    def free_unused(self) -> None:
+        """Free the memory for the first snapshot, because the job saves without snapshots."""
+        if not self._header.sequence:
+            self._allocator.forget()
+            # A call that is running makes the first snapshot, which needs the memory.
+            with contextlib.suppress(CallRejected):
+                self._exclusive.run(self._slots.free_unused)
+
+    def adopt_restored_step(self, found: Agreed, state: object) -> None:
+        """Prepare for snapshots after all ranks have restored a step.
+
+        Snapshots of later steps are freed. If the state was received from another node, this node
+        keeps a snapshot of it, too, because the other node may be lost next. Of a sharded state
+        each rank keeps its new part if any rank received a part of it.
+        """
+        self.resume_from(found.step)
+        is_missing = found.moved or found.step not in [held.step for held in self.held()]
+        if found.kind == MEMORY and is_missing:
+            try:
+                self.snapshot(found.step, state)
+            except CheckpointError as error:
+                # All ranks have restored the state. This one continues without a snapshot of it.
+                log.warning("step %d is not kept on this node: %s", found.step, error)
+        else:
+            self._preallocate(found)
+
+    def close(self) -> None:
+        """Unmap the memory. Its snapshots stay.
+
+        Raises:
+            CheckpointError: Another call is running.
+        """
+        self._run_exclusively("the memory of the snapshots is not closed", self._close)
+
+    def _close(self) -> None:
+        self.release()
+        self._allocator.close()
+        self._slots.close()
+        self._waker.close()
+
+    def _list(self) -> list[SnapshotRef]:
+        """Return the snapshots of this name."""
+        refs = list_snapshots(self._memory)
+        return [ref for ref in refs if ref.header.name == self._header.name]
+
+    def _valid(self) -> Sequence[SnapshotRef]:
+        return valid_snapshots(ref for ref in self._list() if ref.header.run == self._header.run)
+
+    def _last_sequence(self, part: int) -> int:
+        """Return the last number that another object of the same name used in this process."""
+        headers = (ref.header for ref in newest_local_snapshots(self._folder))
+        name = self._header.name
+        return max((h.sequence for h in headers if (h.name, h.part) == (name, part)), default=0)
+
+
+def _copy(image: PackImage, slot: SlotFile, view: memoryview) -> None:
+    """Copy a state into the memory of a slot."""
+    if slot.views is None or slot.views[0] is not image.layout:
+        slot.views = (image.layout, image.layout.views(view))
+    if slot.on_close is None and image.layout.devices and is_page_lockable(image.layout.devices):
+        memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
+        # The function must not refer to the memory, which `close` could not unmap then.
+        slot.on_close = partial(unlock_pages, memory.data_ptr())
+        lock_pages(memory.data_ptr(), len(memory))
+    image.copy_to(view, slot.views[1])
+
+
+def _held(ref: SnapshotRef) -> Held:
+    header = ref.header
+    parts = header.parts if header.sharded else 0
+    name = f"{ref.file}:{header.sequence}"
+    part = header.part if parts else 0
+    return Held(header.step, MEMORY, name, part, parts, header.run, header.generation)
+
+
+class _Preallocation:
+    """A background thread that allocates memory for the next snapshot, and then ends.
+
+    The thread waits while a snapshot is copied. The other methods may be interrupted at any line by
+    an exception of a signal handler. So they take no lock, which could then stay locked, and only
+    change one field after another; the thread checks all of them after each change.
+    """
+
+    def __init__(self, slots: SnapshotSlots) -> None:
+        self._slots = slots
+        self._next: deque[SnapshotHeader] = deque(maxlen=1)  # A later one replaces it.
+        self._is_paused = self._is_closed = False
+        self._changes: SimpleQueue[None] = SimpleQueue()  # wakes the thread
+        self._working = ExclusiveCall()
+
+    def pause(self) -> None:
+        """Do nothing until `resume`."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Continue."""
+        self._is_paused = False
+        if self._working.is_running:
+            self._changes.put(None)
+
+    def begin(self, header: SnapshotHeader) -> None:
+        """Allocate memory for another snapshot like this one."""
+        self._next.append(header)
+        if not (self._working.is_running or self._is_closed):
+            # The thread is started by a thread, because signal handlers run in the main thread. An
+            # exception of one of them in `Thread.start` can leave a lock of `threading` locked.
+            _thread.start_new_thread(helper(self._run, "elasticlib-snapshot-memory").start, ())
+
+    def forget(self) -> None:
+        """Discard the request, unless its memory is being allocated."""
+        self._next.clear()
+
+    def close(self) -> None:
+        """Stop the thread, and wait until it has exited."""
+        self._is_closed = True
+        self._changes.put(None)
+        while self._working.is_running:
+            Latch().wait(_STOP_POLL_INTERVAL_S)
+
+    def _run(self) -> None:
+        with contextlib.suppress(CallRejected):  # Another thread was started before.
+            self._working.run(self._work)
+
+    def _work(self) -> None:
+        while not self._is_closed:
+            try:
+                header = self._next.popleft()  # `forget` may take it
+            except IndexError:
+                return
+            self._slots.preallocate(header, self._may_continue)
+
+    def _may_continue(self) -> bool:
+        while self._is_paused and not self._is_closed:
+            self._changes.get()
+        return not self._is_closed

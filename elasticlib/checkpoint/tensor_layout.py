@@ -1,0 +1,161 @@
+"""Layout of tensors in memory: how elements are addressed by strides, and moved between devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch.serialization import default_restore_location, location_tag
+
+MapLocation: TypeAlias = (
+    str | torch.device | dict[str, str] | Callable[[torch.UntypedStorage, str], Any] | None
+)
+"""The devices on which tensors are placed, as `torch.load` takes it."""
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the dtype of this name.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype
+
+
+@cache
+def is_copyable(dtype: torch.dtype) -> bool:
+    """Return True if torch can copy elements of this dtype; it cannot copy uint4, for example."""
+    try:
+        torch.empty(1, dtype=dtype).copy_(torch.empty(1, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
+@attrs.frozen
+class StridedLayout:
+    """The dtype, the shape and the strides (in elements) of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> StridedLayout:
+        """Return the layout of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the elements in bytes, without gaps between them."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def extent(self) -> int:
+        """The number of elements from the first in memory to the last, including gaps."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def is_dense(self) -> bool:
+        """True if the elements are adjacent, in any order of the dimensions."""
+        if math.prod(self.shape) != self.extent:
+            return False
+        reached = 1
+        for step, n in sorted(zip(self.stride, self.shape, strict=True)):
+            if n > 1:
+                if step < reached:
+                    return False  # Two elements share a place.
+                reached += (n - 1) * step
+        return True
+
+    @property
+    def is_row_major(self) -> bool:
+        """True if the strides are exactly those of a new tensor of this shape."""
+        return self.stride == row_major_stride(self.shape)
+
+    def densified(self) -> StridedLayout:
+        """Return this layout if it is dense, else the row-major layout of the same shape."""
+        if self.is_dense:
+            return self
+        return StridedLayout(self.dtype, self.shape, row_major_stride(self.shape))
+
+
+def row_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a new tensor of this shape."""
+    stride, step = [], 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= n or 1
+    return tuple(reversed(stride))
+
+
+def strided_view(storage: torch.UntypedStorage, offset: int, layout: StridedLayout) -> torch.Tensor:
+    """Return a tensor of this layout in existing memory.
+
+    Args:
+        storage: The memory.
+        offset: The number of elements before the first one.
+        layout: The layout.
+    """
+    tensor = torch.empty(0, dtype=layout.dtype, device=storage.device)
+    return tensor.set_(storage, offset, layout.shape, layout.stride)
+
+
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the view without the repetitions that `expand` makes."""
+    for axis, (n, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if n > 1 and step == 0:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+def element_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the elements as bytes, in the order of their indices."""
+    fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return fresh.copy_(tensor).view(-1).view(torch.uint8)
+
+
+def device_tag(tensor: torch.Tensor) -> str:
+    """Return the name of the tensor's device as `torch.load` passes it to `map_location`."""
+    return "cpu" if tensor.is_cpu else str(location_tag(tensor.untyped_storage()))
+
+
+def relocated(tensor: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
+    """Return a tensor in the CPU's memory as a tensor on the device where the caller wants it.
+
+    Args:
+        tensor: The tensor, which has a storage of its own.
+        location: The device from which it was saved. If it is empty, the tensor stays on the CPU.
+        map_location: As `torch.load` takes it. Its exceptions are passed on.
+    """
+    if not location or map_location == "cpu":
+        return tensor
+    storage = tensor.untyped_storage()
+    moved: Any = None
+    if callable(map_location):
+        moved = map_location(storage, location)
+    elif isinstance(map_location, dict):
+        location = map_location.get(location, location)
+    elif map_location is not None:
+        location = str(map_location)
+    if moved is None:
+        moved = default_restore_location(storage, location)  # type: ignore[no-untyped-call]
+    # The function may return a typed storage.
+    moved = getattr(moved, "_untyped_storage", moved)
+    return strided_view(moved, int(tensor.storage_offset()), StridedLayout.of(tensor))
