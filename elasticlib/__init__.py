@@ -22,9 +22,9 @@ _HOMES = {
     "data.loader_workers": ("ignore_signals_worker_init",),
     "checkpoint.manager": ("CheckpointManager",),
     "checkpoint.file": ("save_checkpoint", "load_checkpoint", "latest_checkpoint"),
-    "in_place.group": ("init_process_group",),
-    "in_place.steps": ("steps",),
-    "logical.workers": ("LogicalWorkers",),
+    "in_place.process_group": ("init_process_group",),
+    "in_place.step_loop": ("steps",),
+    "logical.logical_workers": ("LogicalWorkers",),
     # Launching a job, and reading what it left.
     "launch.config": ("LaunchConfig", "SupervisionOptions"),
     "launch.elastic_launch": ("elastic_launch", "keep_snapshots"),
@@ -77,14 +77,14 @@ if TYPE_CHECKING:
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .data.shard_dataset import ShardDataset as ShardDataset
     from .errors import ElasticError as ElasticError
-    from .in_place.group import init_process_group as init_process_group
-    from .in_place.steps import steps as steps
+    from .in_place.process_group import init_process_group as init_process_group
+    from .in_place.step_loop import steps as steps
     from .launch.config import LaunchConfig as LaunchConfig
     from .launch.config import SupervisionOptions as SupervisionOptions
     from .launch.elastic_launch import elastic_launch as elastic_launch
     from .launch.elastic_launch import keep_snapshots as keep_snapshots
     from .launch.observed import observed as observed
-    from .logical.workers import LogicalWorkers as LogicalWorkers
+    from .logical.logical_workers import LogicalWorkers as LogicalWorkers
     from .observe.reading import read_history as read_history
     from .observe.report import report as report
     from .rendezvous.document import Limits as Limits

@@ -1,5 +1,7 @@
-"""Trainings whose workers outlive their groups, on one to three nodes, and what must hold of them:
-`programs/in_place_training.py`."""
+"""Jobs with in-place recovery on one to three nodes, and checks of their results.
+
+They run `programs/in_place_training.py`.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,21 @@ from elasticlib.testing.waiting import wait_until
 
 IN_PLACE = hasattr(dist, "_reconfigure")
 needs_newest = pytest.mark.skipif(
-    not IN_PLACE, reason="torch 2.14 is the first that gives a process group other members"
+    not IN_PLACE, reason="torch older than 2.14 cannot replace the members of a group"
 )
 
 TRAINING = str(PROGRAMS / "in_place_training.py")
 LAUNCH = (sys.executable, "-m", "elasticlib.launch")
 SAMPLES, BATCH = 103, 10
-STEPS_AN_EPOCH = -(-SAMPLES // BATCH)
+STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
 DONE = r"done: steps (\d+) weights sha256 (\w{64})"
-PATIENT = ("--max-restarts", "1000")
-SLOW = 120.0
-"""Seconds within which something comes on a busy machine."""
+MANY_RESTARTS = ("--max-restarts", "1000")
+TIMEOUT_S = 120.0  # for one event on a busy machine
 
 
 @attrs.frozen
 class Worker:
-    """A process, and what it has committed: step, generation and world size, in its order."""
+    """A process, and the step, generation and world size of each step that it has committed."""
 
     pid: int
     node: str
@@ -55,39 +56,39 @@ class Worker:
 
 
 class Training:
-    """A run of the program under a folder of its own."""
+    """A run of the program in its own directory."""
 
     def __init__(self, job: Job, name: str, epochs: int) -> None:
         self.job, self.folder = job, job.folder / name
         self.folder.mkdir()
-        self.epochs, self.steps = epochs, epochs * STEPS_AN_EPOCH
+        self.epochs, self.steps = epochs, epochs * STEPS_PER_EPOCH
         self.nodes: dict[str, Node] = {}
 
     def start(self, name: str, *flags: str) -> Node:
-        """Another node of it, or the only one."""
+        """Start a node of the job."""
         sizes = (str(self.epochs), str(SAMPLES), str(BATCH))
         script = (TRAINING, str(self.folder), *sizes)
-        node = self.nodes[name] = self.job.start(name, *LAUNCH, *PATIENT, *flags, *script)
+        node = self.nodes[name] = self.job.start(name, *LAUNCH, *MANY_RESTARTS, *flags, *script)
         return node
 
     def pace(self, seconds: float) -> None:
-        """So much longer does each step take from now on."""
+        """Add a number of seconds to each step from now on."""
         path = self.folder / "pace"
         if seconds:
-            # At once, as the workers read it.
+            # The workers may read the file at any time, so it is replaced atomically.
             (self.folder / "new").write_text(str(seconds))
             (self.folder / "new").replace(path)
         else:
             path.unlink(missing_ok=True)
 
     def workers(self, *, living: bool = False) -> list[Worker]:
-        """All that have ever committed a step, or those of them that live."""
+        """Return all workers that have committed a step, or only the living ones."""
         paths = self.folder.glob("committed.*")
         found = (path for path in paths if not living or alive(int(path.suffix[1:])))
         return [worker for path in found for worker in _read(path)]
 
     def at_work(self, world: int, past: int = 0) -> list[Worker]:
-        """Waits until so many workers are a group that has committed a step after this one."""
+        """Wait until `world` workers form a group that has committed a step after `past`."""
 
         def look() -> list[Worker]:
             found = self.workers(living=True)
@@ -98,7 +99,7 @@ class Training:
 
         what = f"{world} workers at work past step {past}"
         try:
-            return wait_until(what, look, SLOW)
+            return wait_until(what, look, TIMEOUT_S)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.workers()}\n{self.job.logs}") from None
 
@@ -107,40 +108,39 @@ class Training:
         return max((worker.step for worker in self.workers()), default=0)
 
     def ends(self, names: Iterable[str] = ()) -> str:
-        """Waits for the end of these nodes, or of all; what they say of the weights."""
+        """Wait until these nodes, or all of them, exit; return the digest of the weights."""
         self.pace(0)
         nodes = [self.nodes[name] for name in names or self.nodes]
         for node in nodes:
-            assert node.exit_code(SLOW + self.steps / 5) == 0, self.job.logs
-        # It is said again if somebody joins while the others end.
+            assert node.exit_code(TIMEOUT_S + self.steps / 5) == 0, self.job.logs
+        # Several nodes report it if one joins while the others finish.
         ((steps, weights),) = {end for node in nodes for end in re.findall(DONE, node.text)}
         assert int(steps) == self.steps, self.job.logs
         return str(weights)
 
     def check_nothing_is_lost(self) -> None:
-        """Each sample of each epoch was used once, and no worker ever went back before a step that
-        it had committed."""
+        """Check that each sample of an epoch was used once, and that no committed step is lost."""
         assert "does the script call" not in self.job.logs, self.job.logs
-        told = survey(self.folder / "trace")
-        assert told.exactly_once(SAMPLES)
-        assert told.steps == self.steps
+        trace = survey(self.folder / "trace")
+        assert trace.exactly_once(SAMPLES)
+        assert trace.steps == self.steps
         for worker in self.workers():
             steps = [step for step, _, _ in worker.committed]
             assert steps == sorted(set(steps)), worker
 
     def saved(self) -> int:
-        """The newest step on the disk."""
+        """Return the newest step on the disk."""
         return max(CheckpointManager(self.folder / "checkpoints").steps(), default=0)
 
     def sources(self) -> set[str]:
-        """Whence nodes say that they took up a state."""
-        told = (event for events in self.job.events(self.folder.name) for event in events)
-        return {event.facts["source"] for event in told if event.kind == "restored"}
+        """Return the sources from which nodes have restored a state."""
+        events = (event for node in self.job.events(self.folder.name) for event in node)
+        return {event.facts["source"] for event in events if event.kind == "restored"}
 
 
 def _read(path: Path) -> list[Worker]:
     node, local_rank, pid = path.name.split(".")[1:]
-    lines = path.read_text().split("\n")[:-1]  # the last may be in the making
+    lines = path.read_text().split("\n")[:-1]  # the last line may be incomplete
     committed = tuple(tuple(json.loads(line)) for line in lines)
     return [Worker(int(pid), node, int(local_rank), committed)] if committed else []
 
@@ -153,11 +153,11 @@ _UNDISTURBED: dict[int, str] = {}
 
 
 def undisturbed(job: Job, epochs: int) -> str:
-    """The weights at which the same training ends on a single worker that nobody disturbs."""
+    """Return the digest of the weights after the same training on one undisturbed worker."""
     if epochs not in _UNDISTURBED:
-        calm = Training(job, "calm", epochs)
-        calm.start("calm", "--standalone", "--rdzv-id", "calm")
-        _UNDISTURBED[epochs] = calm.ends()
+        training = Training(job, "undisturbed", epochs)
+        training.start("undisturbed", "--standalone", "--rdzv-id", "undisturbed")
+        _UNDISTURBED[epochs] = training.ends()
     return _UNDISTURBED[epochs]
 
 

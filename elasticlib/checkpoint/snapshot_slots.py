@@ -257,7 +257,6 @@ class SlotFile(Slot):
     is_dropped: bool = False  # whether this process is freeing it
     # The layout of the last snapshot here, and the views of the memory that belong to it.
     views: tuple[Any, list[Any]] | None = None
-    on_close: Callable[[], object] | None = None  # called before the memory is unmapped
 
     def view(self, size: int) -> memoryview:
         """Return the memory of a pack of this size."""
@@ -277,8 +276,6 @@ class SlotFile(Slot):
         """Unmap the file. It stays where it is."""
         self.is_unused = False
         self.views = None
-        if self.on_close is not None:
-            self.on_close()
         os.close(self.handle)
         # A tensor that is a view of the memory keeps it until the tensor is deleted.
         with contextlib.suppress(BufferError):

@@ -18,14 +18,12 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import attrs
-import torch
 
 from ..clock import monotonic
 from ..errors import CheckpointCorrupt, CheckpointError, present
 from ..threads import CallRejected, ExclusiveCall, Latch, helper
 from ..workers.spec import SNAPSHOTS
 from .pack import LayoutCache, PackImage
-from .page_lock import is_page_lockable, lock_pages, unlock_pages
 from .peers import MEMORY, Agreed, Held, Source
 from .safetensors_header import read_header
 from .sharded import plan_part_layout
@@ -338,11 +336,6 @@ def _copy(image: PackImage, slot: SlotFile, view: memoryview) -> None:
     """Copy a state into the memory of a slot."""
     if slot.views is None or slot.views[0] is not image.layout:
         slot.views = (image.layout, image.layout.views(view))
-    if slot.on_close is None and image.layout.devices and is_page_lockable(image.layout.devices):
-        memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
-        # The function must not refer to the memory, which `close` could not unmap then.
-        slot.on_close = partial(unlock_pages, memory.data_ptr())
-        lock_pages(memory.data_ptr(), len(memory))
     image.copy_to(view, slot.views[1])
 
 

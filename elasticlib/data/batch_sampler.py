@@ -1,4 +1,4 @@
-"""Global batches: each step of the job trains on the same samples at any world size."""
+"""Global batches: each step of a job trains on the same samples at any world size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Sampler, default_collate
 
 from ..errors import ConfigError
 from .permutation import index_chunks
-from .position import SamplerPosition, Tail, check_int, check_one_of, share_of
+from .position import SamplerPosition, Tail, check_int, check_one_of, even_share
 from .sampler import ElasticDistributedSampler, GlobalPositionIterable, _warn
 
 
@@ -19,16 +19,16 @@ class ElasticBatchSampler(GlobalPositionIterable, Sampler[list[int]]):
 
     Batch k of an epoch has the same samples at any world size: the next `global_batch` samples of
     the sampler's order. The shares of the ranks differ by at most one sample. A rank's share may be
-    empty, in the last batch or with more ranks than samples in a batch; the rank then takes part in
-    the step with the empty batch that `CollateOrEmpty` makes.
+    empty, in the last batch or if there are more ranks than samples in a batch. The rank then takes
+    part in the step with the empty batch that `EmptyBatchCollator` creates.
 
-    DDP and FSDP *average* the gradients of the ranks, as if all had used equally many samples. To
-    end with the gradient of the mean loss over the global batch, multiply the summed loss by
-    `sample_weight`::
+    DDP and FSDP *average* the gradients of the ranks, as if all had used the same number of
+    samples. To get the gradient of the mean loss over the global batch, multiply the sum of the
+    losses by `sample_weight`::
 
         sampler = ElasticDistributedSampler(dataset, tail="exact")
         batches = ElasticBatchSampler(sampler, global_batch=256)
-        collate = CollateOrEmpty(dataset)                  # this rank's last share may be empty
+        collate = EmptyBatchCollator(dataset)              # the last share of a rank can be empty
         for epoch in range(sampler.epoch, epochs):
             sampler.set_epoch(epoch)
             for x, y in DataLoader(dataset, batch_sampler=batches, collate_fn=collate):
@@ -36,21 +36,22 @@ class ElasticBatchSampler(GlobalPositionIterable, Sampler[list[int]]):
                 ...
                 batches.advance()                          # on every rank
 
-    Its state is the sampler's. In torchdata's StatefulDataLoader give it as `batch_sampler`; the
-    position is then kept without `advance`, but `samples` and `sample_weight` follow what it
-    counted: without it all batches have the weight of the first, a smaller last one too.
+    Its state is the sampler's. torchdata's StatefulDataLoader takes it as `batch_sampler`, and then
+    saves the position without `advance`. But `next_batch_size` and `sample_weight` depend on what
+    `advance` has counted: without it, a smaller last batch has the weight of a full one.
 
     Args:
-        sampler: keeps the position, the order, this rank and the world size.
-        global_batch: samples a step, of all ranks together.
-        tail: what becomes of the last batch if `global_batch` does not divide the number of
-            samples: "exact" makes it smaller, "drop" leaves it out, "pad" fills it up with samples
+        sampler: has the position, the order, the rank and the world size.
+        global_batch: number of samples in each step, of all ranks together.
+        tail: what happens to the last batch if `global_batch` does not divide the number of
+            samples. "exact" makes it smaller, "drop" leaves it out, "pad" fills it with samples
             from the start of the order. By default the sampler's tail.
-        contiguous: whether a rank's share is one contiguous part of the batch, for data that are
-            best read in a row, such as a `ShardDataset`; otherwise samples are dealt one by one.
+        contiguous: if True, a rank's share is one contiguous part of the batch, for data that is
+            read fastest in sequence, such as a `ShardDataset`. Otherwise the samples of a batch are
+            distributed round-robin.
 
     Raises:
-        ConfigError: `global_batch` is less than 1, or not an integer; or `tail` is unknown.
+        ConfigError: `global_batch` is less than 1 or not an integer, or `tail` is unknown.
     """
 
     def __init__(
@@ -73,69 +74,73 @@ class ElasticBatchSampler(GlobalPositionIterable, Sampler[list[int]]):
         return self.global_batch
 
     def __len__(self) -> int:
-        """Return how many batches an iterator would yield now; the same on every rank."""
+        """Return the number of remaining batches, which is the same on every rank."""
         start = self.position
         return -(-(self._epoch_end(start) - start.consumed) // self.global_batch)
 
     @property
-    def samples(self) -> int:
-        """Samples, of all ranks together, in the batch after those that `advance` has counted.
+    def next_batch_size(self) -> int:
+        """Number of samples, of all ranks together, in the next batch.
 
-        It is less than `global_batch` in the last batch if `tail` is "exact", and 0 when the epoch
-        is over.
+        The next batch is the one after those that `advance` has counted. If `tail` is "exact", the
+        last batch can be smaller than `global_batch`. At the end of the epoch the number is 0.
         """
         start = self.position
         return min(self.global_batch, self._epoch_end(start) - start.consumed)
 
     @property
     def sample_weight(self) -> float:
-        """Factor of the summed loss of this rank's share of the batch of these `samples`.
+        """Factor for the sum of the losses of this rank's share of the next batch.
 
-        It is world size / samples, for gradients that are averaged over the ranks. Where they are
-        summed over the ranks, divide it by the world size.
+        The factor is world size / `next_batch_size`, for gradients that are averaged over the
+        ranks. If gradients are summed over the ranks, divide it by the world size.
 
         Raises:
-            ConfigError: the epoch is over.
+            ConfigError: no batch of the epoch is left.
         """
-        if not self.samples:
-            raise ConfigError("the epoch is over: no batch is left that could have a sample_weight")
-        return self.sampler.num_replicas / self.samples
+        if not self.next_batch_size:
+            raise ConfigError("sample_weight is undefined, because no batch of the epoch is left")
+        return self.sampler.num_replicas / self.next_batch_size
 
     def advance(self) -> int:
-        """Count the next batch as trained on; to be called on every rank after each step.
+        """Count the next batch as trained on. Call it on every rank after each step.
 
         Returns:
-            Its samples, of all ranks together.
+            The number of samples in the batch, of all ranks together.
         """
-        samples = self.samples
-        # The whole batch is counted, also beyond the end: a surplus shows a wrong count.
+        batch_size = self.next_batch_size
+        # A full batch is counted even beyond the end, so that counting twice can be detected.
         self.progress.advance(self.global_batch)
-        if self._is_used_up(self.position):  # a dropped tail is not for another batch size
-            self.progress.finish_epoch()
-        _warn(self.progress.surplus_counts())
-        return samples
+        if self._is_exhausted(self.position):
+            self.progress.finish_epoch()  # Another batch size must not use a dropped tail.
+        _warn(self.progress.surplus_warning())
+        return batch_size
 
-    def _share(self, samples: int) -> range:
-        """Return this rank's part of a batch of so many samples."""
+    def _local_offsets(self, batch_size: int) -> range:
+        """Return the offsets of this rank's samples in a batch of `batch_size` samples."""
         rank, world_size = self.sampler.rank, self.sampler.num_replicas
         if self.contiguous:
-            return share_of(samples, rank=rank, world_size=world_size)
-        return range(rank, samples, world_size)
+            return even_share(batch_size, rank=rank, world_size=world_size)
+        return range(rank, batch_size, world_size)
 
     def _chunks(self, start: SamplerPosition) -> Iterator[list[list[int]]]:
-        order, end = self.sampler.order_of(start.epoch), self._epoch_end(start)
-        rest = (end - start.consumed) % self.global_batch
-        full = range(start.consumed, end - rest, self.global_batch)
-        yield from index_chunks(order, full, self._share(self.global_batch))
-        if rest:
-            yield from index_chunks(order, range(end - rest, end, rest), self._share(rest))
+        order, end = self.sampler.epoch_order(start.epoch), self._epoch_end(start)
+        last = (end - start.consumed) % self.global_batch  # samples in a smaller last batch
+        full_batches = range(start.consumed, end - last, self.global_batch)
+        yield from index_chunks(order, full_batches, self._local_offsets(self.global_batch))
+        if last:
+            yield from index_chunks(order, range(end - last, end, last), self._local_offsets(last))
 
 
-class CollateOrEmpty:
-    """A `collate_fn` that makes a batch of no samples for a rank with an empty share.
+class EmptyBatchCollator:
+    """A `collate_fn` that creates a batch without samples for a rank with an empty share.
 
-    The empty batch is the batch of the dataset's first sample, with each tensor cut to 0 rows and
-    each list of strings emptied. All other batches are left to `collate_fn`.
+    The empty batch is the batch of the dataset's first sample, with each tensor reduced to 0 rows
+    and each list of strings to an empty list. All other batches are created by `collate_fn`.
+
+    Args:
+        dataset: its first sample shows the structure of a batch.
+        collate_fn: creates a batch from a list of samples; torch's default by default.
     """
 
     def __init__(
@@ -146,18 +151,21 @@ class CollateOrEmpty:
         self.dataset, self.collate_fn = dataset, collate_fn
 
     def __call__(self, samples: list[Any]) -> Any:
-        return self.collate_fn(samples) if samples else _emptied(self.collate_fn([self.dataset[0]]))
+        """Return the batch of a list of samples, which can be empty."""
+        if samples:
+            return self.collate_fn(samples)
+        return _without_samples(self.collate_fn([self.dataset[0]]))
 
 
-def _emptied(batch: Any) -> Any:
+def _without_samples(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch[:0]
     if isinstance(batch, Mapping):
-        emptied = {name: _emptied(part) for name, part in batch.items()}
-        return type(batch)(emptied)  # type: ignore[call-arg]
+        parts_by_name = {name: _without_samples(part) for name, part in batch.items()}
+        return type(batch)(parts_by_name)  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_emptied(part) for part in batch))
+        return type(batch)(*(_without_samples(part) for part in batch))
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         parts = [part for part in batch if not isinstance(part, (str, bytes))]
-        return type(batch)([_emptied(part) for part in parts])  # type: ignore[call-arg]
+        return type(batch)([_without_samples(part) for part in parts])  # type: ignore[call-arg]
     return batch

@@ -1,4 +1,4 @@
-"""Signals in the worker processes of a DataLoader."""
+"""Signal handling in the worker processes of a DataLoader."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ import signal
 import threading
 
 
-def ignore_signals_worker_init(worker_id: int) -> None:  # noqa: ARG001 - torch gives it
-    """Keep SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 from ending a loader's worker.
+def ignore_signals_worker_init(worker_id: int) -> None:  # noqa: ARG001 - the loader passes it
+    """Ignore SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 in a worker of a DataLoader.
 
-    A scheduler or a terminal signals every process of a job, and a loader without its workers
-    raises before the training step at which the job would have saved. Give this function to the
-    loader as its `worker_init_fn`::
+    A scheduler or a terminal signals every process of a job. If the loader's workers exit, the
+    loader raises before the training step at which the job would have saved. So give this function
+    to the loader as its `worker_init_fn`::
 
         loader = DataLoader(dataset, num_workers=4, worker_init_fn=ignore_signals_worker_init)
 
-    The training process gets the signals, saves and ends as usual. The workers end with their
+    The training process still receives the signals, saves and exits. The workers exit with their
     loader, or within seconds if the training process is killed. SIGTERM from the training process
-    itself ends them at once, because Python ends them so at exit, and waits for them. If you have a
-    `worker_init_fn` of your own, call this one in it. It is for workers that are forked, as they
-    are on Linux before Python 3.14, and with `multiprocessing_context="fork"`; one that is spawned
-    is ended by SIGTERM.
+    itself still ends them, because Python sends it when it exits. If you have a `worker_init_fn` of
+    your own, call this function in it.
+
+    The function is for forked workers: on Linux with Python before 3.14, or with
+    `multiprocessing_context="fork"`. A spawned worker exits on SIGTERM.
+
+    Args:
+        worker_id: number of the worker, which is not used.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # A handler in Python does not learn a signal's sender; ignoring SIGTERM from all would leave
-    # multiprocessing waiting forever, at exit, for workers of an iterator that is still held.
+    # A Python signal handler does not know the sender. If every SIGTERM were ignored, then at exit
+    # multiprocessing would wait forever for the workers of an iterator that still exists.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    parent = (os.getppid(),)
-    threading.Thread(target=_await_sigterm, args=parent, name="sigterm", daemon=True).start()
+    threading.Thread(
+        target=_exit_on_sigterm_from, args=(os.getppid(),), name="sigterm", daemon=True
+    ).start()
 
 
-def _await_sigterm(sender: int) -> None:
+def _exit_on_sigterm_from(sender: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != sender:
         pass
     os._exit(0)

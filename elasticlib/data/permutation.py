@@ -1,16 +1,15 @@
 """Orders of the samples of an epoch, computed where they are needed instead of stored.
 
-The shuffle is a Feistel network over slightly more than n numbers; a result that is not below n
-passes through the network again until it is. Seed, epoch and length determine the order, on every
-machine and with every version of torch, because a resumed job must find the same order again.
+The shuffle is an unbalanced Feistel network with random tables as round functions. Seed, epoch and
+length determine the order, on every machine and with every version of torch. Another version of
+elasticlib may define another order.
 
-Sources: the network on two halves of unequal size, one of them added modulo its size, and repeated
-passes until a result is below n are J. Black and P. Rogaway, "Ciphers with Arbitrary Finite
-Domains", CT-RSA 2002; alternating halves are V. T. Hoang and P. Rogaway, "On Generalized Feistel
-Networks", CRYPTO 2010. Shuffling by a cheap network of this kind instead of by sorting is
-R. Mitchell et al., "Bandwidth-Optimal Random Shuffling for GPUs", ACM TOPC 2022. The mixing in a
-round is elasticlib's: one multiplication whose upper half is folded onto its lower half, within 63
-bits. The network is a shuffle, not a cipher: it does not keep anything secret.
+Sources: an alternating network on two halves of unequal size, one of them added modulo its size,
+and repeated passes until a result is in range, are from J. Black and P. Rogaway, "Ciphers with
+Arbitrary Finite Domains", CT-RSA 2002, and V. T. Hoang and P. Rogaway, "On Generalized Feistel
+Networks", CRYPTO 2010. Shuffling with a network of this kind instead of sorting is from R. Mitchell
+et al., "Bandwidth-Optimal Random Shuffling for GPUs", ACM TOPC 2022. Tables that are selected by
+parts of a number are tabulation hashing (A. Zobrist, 1970).
 """
 
 from __future__ import annotations
@@ -19,22 +18,27 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import attrs
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 
-MAX_SHUFFLED = 2**62  # the halves have 31 bits each, so their products fit in int64
+MAX_SHUFFLED = 2**62  # the network computes with int64, and its domain is slightly larger
 
-ROUNDS = 8  # the tests of tests/data/test_shuffle.py detect 5 rounds, and do not detect 6
+MAX_SORTED = (
+    1 << 10
+)  # A network on so few numbers reaches few of the n! orders, so keys are sorted.
 
-MAX_TABLE = 256  # a network on so few numbers reaches few of the n! orders: a table is shuffled
+ROUNDS = 4  # the tests of tests/data/test_shuffle.py detect 2 rounds, and do not detect 3
 
-FOLD_BITS = 31  # the shift that folds a product of 62 bits onto itself
+MAX_TABLE_BITS = 15  # a table of int32 for each round then fits a processor's cache
+
+MAX_INT32_BITS = 30  # numbers of so many bits are computed as int32, in half the time
 
 FIRST_CHUNK = 32  # positions whose indices are computed before the first index is returned
-MAX_CHUNK = 1 << 15  # positions of the largest chunk; it takes about 1 MB with its buffers
-MAX_LIST_CHUNK = 1 << 11  # of which so many are Python's integers at a time: five times the memory
+MAX_CHUNK = 1 << 15  # positions of the largest chunk; it takes about 1 MB with its temporaries
+MAX_LIST_CHUNK = 1 << 11  # indices that are Python integers at a time; they take 5 times the memory
 
 
 class Order(Protocol):
@@ -65,9 +69,15 @@ class Sequential:
 class Permutation:
     """A random order of range(length), which takes the same memory for any length.
 
+    The order of at most MAX_SORTED samples is stored. A longer order is computed by a network: a
+    number is split into a high part, below `high_size`, and a low part of `low_bits` bits. In each
+    round, a random function of the low part is added to the high part, modulo `high_size`, and then
+    a random function of the high part is combined with the low part by XOR.
+
     Args:
         length: at most 2**62.
-        seed, epoch: any integers; each pair has its own order.
+        seed: any integer.
+        epoch: any integer; each pair of seed and epoch has its own order.
 
     Raises:
         ConfigError: `length` is negative or more than 2**62.
@@ -76,80 +86,93 @@ class Permutation:
     def __init__(self, length: int, *, seed: int, epoch: int = 0) -> None:
         if not 0 <= length <= MAX_SHUFFLED:
             raise ConfigError(f"need 0 <= length <= 2**62 to shuffle, got {length}")
-        key = hashlib.shake_256(f"elasticlib order 1: {seed:d} {epoch:d} {length:d}".encode())
+        key = f"elasticlib order 2: {seed:d} {epoch:d} {length:d}"
         self._length = length
-        self._table: Tensor | None = None
-        if length <= MAX_TABLE:
-            self._table = torch.tensor(_shuffled(_words(key.digest(8 * length))), dtype=torch.int64)
+        self._sorted: Tensor | None = None  # the whole order, if it is short
+        if length <= MAX_SORTED:
+            self._sorted = _random_words(key, 2 * length).view(torch.int64).argsort(stable=True)
             return
-        # A number is split into `number >> low_bits`, which is below `high_size`, and its
-        # `low_bits` lowest bits.
         bits = (length - 1).bit_length()
         self.low_bits = (bits + 1) // 2
         self.high_size = -(-length >> self.low_bits)
-        # Each round has an odd factor and a summand, both below 2**62. A factor times the largest
-        # number of the half that it multiplies is also below 2**62.
-        words = _words(key.digest(16 * ROUNDS))
-        widths = (self.low_bits, bits - self.low_bits) * (ROUNDS // 2)
+        self._dtype = torch.int32 if bits <= MAX_INT32_BITS else torch.int64
         self.rounds = [
-            (words[2 * i] >> (2 + width) | 1, words[2 * i + 1] >> 2)
-            for i, width in enumerate(widths)
+            (
+                self._random_function(f"{key} {i} low", self.low_bits, self.high_size),
+                self._random_function(f"{key} {i} high", bits - self.low_bits, 1 << self.low_bits),
+            )
+            for i in range(ROUNDS)
         ]
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, positions: Tensor, /) -> Tensor:
-        if self._table is not None:
-            return self._table[positions]
-        numbers = self._pass_through_network(positions)
+        if self._sorted is not None:
+            return self._sorted[positions]
+        numbers = self._pass_through_network(positions.to(self._dtype))
+        # The domain of the network is larger than `length` by less than 2**low_bits.
         while len(outside := (numbers >= self._length).nonzero().squeeze(1)):
             numbers[outside] = self._pass_through_network(numbers[outside])
-        return numbers
+        return numbers.to(torch.int64)
 
     def _pass_through_network(self, numbers: Tensor) -> Tensor:
-        low_mask, fold_mask = (1 << self.low_bits) - 1, (1 << FOLD_BITS) - 1
-        high, low = numbers >> self.low_bits, numbers & low_mask
-        for i, (factor, summand) in enumerate(self.rounds):
-            mixed = (high if i % 2 else low) * factor
-            mixed += summand
-            mixed ^= mixed >> FOLD_BITS
-            if i % 2:
-                low ^= mixed.bitwise_and_(low_mask)
-            else:
-                # The folded bits are scaled to range(high_size), and added modulo high_size.
-                mixed &= fold_mask
-                mixed *= self.high_size
-                mixed >>= FOLD_BITS
-                high += mixed
-                high = torch.where(high >= self.high_size, high - self.high_size, high)
-        return (high << self.low_bits).bitwise_or_(low)
+        sign_bit = 8 * numbers.element_size() - 1
+        high, low = numbers >> self.low_bits, numbers & (1 << self.low_bits) - 1
+        for tables_of_low, tables_of_high in self.rounds:
+            for table in tables_of_low:
+                high += table.look_up(low)
+                high -= self.high_size
+                high += (high >> sign_bit).bitwise_and_(self.high_size)  # where it is negative
+            for table in tables_of_high:
+                low ^= table.look_up(high)
+        return high.bitwise_left_shift_(self.low_bits).bitwise_or_(low)
+
+    def _random_function(self, key: str, num_bits: int, size: int) -> list[LookupTable]:
+        """Return tables of all bits of a number, with random values in range(size)."""
+        width = -(-num_bits // -(-num_bits // MAX_TABLE_BITS))
+        tables = []
+        for shift in range(0, num_bits, width):
+            mask = (1 << min(width, num_bits - shift)) - 1
+            words = _random_words(f"{key} {shift}", mask + 1).to(torch.int64) & 2**31 - 1
+            values = (words * size >> 31).to(self._dtype)
+            tables.append(LookupTable(shift, None if width >= num_bits else mask, values))
+        return tables
 
 
-def _words(data: bytes) -> list[int]:
-    return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+@attrs.frozen(eq=False)
+class LookupTable:
+    """A function of some consecutive bits of a number."""
+
+    shift: int  # the number of lower bits
+    mask: int | None  # of the bits, after the shift; None for a function of all bits
+    values: Tensor
+
+    def look_up(self, numbers: Tensor) -> Tensor:
+        if self.mask is not None:
+            numbers = (numbers >> self.shift).bitwise_and_(self.mask)
+        return self.values.index_select(0, numbers)
 
 
-def _shuffled(words: list[int]) -> list[int]:
-    """Shuffle range(len(words)) by R. Durstenfeld, "Algorithm 235: Random permutation", 1964."""
-    table = list(range(len(words)))
-    for last in range(len(words) - 1, 0, -1):
-        chosen = words[last] % (last + 1)
-        table[last], table[chosen] = table[chosen], table[last]
-    return table
+def _random_words(key: str, count: int) -> Tensor:
+    """Return `count` random int32 numbers that depend on `key`."""
+    if not count:
+        return torch.empty(0, dtype=torch.int32)
+    words = bytearray(hashlib.shake_128(key.encode()).digest(4 * count))
+    return torch.frombuffer(words, dtype=torch.int32)
 
 
 def index_chunks(order: Order, starts: range, offsets: range | None = None) -> Iterator[list[Any]]:
     """Yield the indices at some positions of an order, in lists.
 
-    The lists grow from a few indices to what fits a processor's cache. So the first list comes at
-    once, and the memory does not depend on the length of the epoch.
+    The lists grow from a few indices to what fits a processor's cache. So the first list is
+    available at once, and the memory does not depend on the length of the epoch.
 
     Args:
-        order: of the epoch.
+        order: the order of the epoch.
         starts: positions. A position of len(order) or more is a repeat from the start of the order.
-        offsets: if given, each start begins a batch, which is a list of the indices at the start
-            plus each offset; otherwise an item is the index at the start.
+        offsets: if given, a batch starts at each position of `starts`, and is the list of the
+            indices at the start plus each offset. Otherwise an item is the index at the start.
     """
     width = 1 if offsets is None else max(1, len(offsets))
     count = FIRST_CHUNK if offsets is None else 1

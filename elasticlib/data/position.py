@@ -1,8 +1,9 @@
-"""Position of a job in an epoch, and the positions of the epoch that each rank uses from there.
+"""Position of a job in an epoch, and the positions of the epoch's order that each rank uses.
 
 The state of an epoch is one number for the whole job: how many positions of the epoch's order have
-been used. The remaining positions are dealt to the ranks one by one, so a job of any world size
-continues where a job of another world size stopped. This module does not import torch.
+been used. The remaining positions are distributed to the ranks round-robin, so a job of any world
+size continues where a job of another world size stopped. Pure functions; this module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -16,26 +17,25 @@ import attrs
 from ..errors import ConfigError, StateMismatch
 
 Tail = Literal["pad", "drop", "exact"]
-"""How an epoch ends if the world size does not divide the number of its samples.
+"""The end of an epoch whose number of samples is not divisible by the world size.
 
 * `pad`: as torch with `drop_last=False`. Up to world size - 1 samples from the start of the order
-  are repeated at the very end, so that all ranks draw equally many.
+  are repeated at the end, so that all ranks use the same number of samples.
 * `drop`: as torch with `drop_last=True`. The last samples, fewer than there are ranks, are left
   out.
-* `exact`: each sample is used once. The ranks' counts differ by at most one.
+* `exact`: each sample is used once. The numbers of samples of two ranks differ by at most one.
 """
 
-OnMismatch = Literal["refuse", "restart", "keep"]
-"""What to do with a state whose length, seed or order differs from the sampler's.
+OnMismatch = Literal["raise", "restart", "keep"]
+"""The handling of a state whose length, seed or order differs from the sampler's.
 
-* `refuse`: raise StateMismatch.
-* `restart`: begin the epoch of the state at its start, in the sampler's order.
-* `keep`: continue after as many samples (at most all) of the epoch of the state, in the sampler's
-  order. Some samples of the epoch are then used twice, and others not at all.
+* `raise`: raise StateMismatch.
+* `restart`: start the epoch of the state from its first sample, in the sampler's order.
+* `keep`: skip as many samples of the epoch as the state has consumed, in the sampler's order. Some
+  samples of the epoch are then used twice, and others are not used.
 """
 
-FORMAT = 4
-"""The only version of the saved state that this version of elasticlib reads and writes."""
+STATE_FORMAT = 5  # raise it when the fields of the state or the shuffled order change
 
 
 @attrs.frozen
@@ -47,7 +47,7 @@ class SamplerPosition:
     """
 
     seed: int
-    epoch: int
+    epoch: int  # from 0
     consumed: int  # samples of the epoch that all ranks together have used
     length: int  # samples of the epoch
     order: str = "shuffled"  # "shuffled", "sequential", or "custom" with a digest of the order
@@ -65,7 +65,7 @@ def advance(position: SamplerPosition, count: int) -> SamplerPosition:
     """Return the position after `count` more samples, which is at most the end of the epoch.
 
     Raises:
-        ConfigError: `count` is negative, or not an integer.
+        ConfigError: `count` is negative or not an integer.
     """
     count = check_int("count", count)
     if count < 0:
@@ -84,10 +84,10 @@ def positions_of_rank(
     """Return the positions that a rank uses from here to the end of the epoch.
 
     Rank r uses consumed + r, consumed + r + world_size, and so on. With "pad", a number can be
-    `length` or more; it stands for `number % length`, a repeat from the start of the order.
+    `length` or more. It then means `number % length`, a repeat from the start of the order.
 
     Raises:
-        ConfigError: `rank` is not in the world, or `tail` is unknown.
+        ConfigError: `rank` is out of range, or `tail` is unknown.
     """
     check_rank(rank, world_size)
     end = epoch_end(position, world_size, tail)
@@ -95,53 +95,57 @@ def positions_of_rank(
 
 
 def epoch_end(position: SamplerPosition, unit: int, tail: Tail) -> int:
-    """Return where an epoch ends that is used from `position` on in steps of `unit` positions.
+    """Return the end of an epoch that is used from `position` on in steps of `unit` positions.
 
     Raises:
         ConfigError: `tail` is unknown.
     """
     check_one_of("tail", tail, Tail)
-    spare = (position.length - position.consumed) % unit
-    if tail == "exact" or spare == 0:
+    remainder = (position.length - position.consumed) % unit
+    if tail == "exact" or remainder == 0:
         return position.length
-    dropped = position.length - spare
-    return dropped if tail == "drop" else dropped + unit
+    last_full = position.length - remainder
+    return last_full if tail == "drop" else last_full + unit
 
 
-def share_of(size: int, *, rank: int, world_size: int) -> range:
-    """Return this rank's contiguous part of range(size); the first ranks may have one more.
+def even_share(size: int, *, rank: int, world_size: int) -> range:
+    """Return this rank's contiguous part of range(size). The first ranks can have one more item.
 
     Raises:
-        ConfigError: `size` is negative, or `rank` is not in the world.
+        ConfigError: `size` is negative, or `rank` is out of range.
     """
     check_rank(rank, world_size)
     if size < 0:
         raise ConfigError(f"need size >= 0, got {size}")
-    each, more = divmod(size, world_size)
-    start = rank * each + min(rank, more)
-    return range(start, start + each + (rank < more))
+    length, remainder = divmod(size, world_size)
+    start = rank * length + min(rank, remainder)
+    return range(start, start + length + (rank < remainder))
+
+
+STATE_FIELDS = frozenset({*attrs.fields_dict(SamplerPosition), "format"})
+"""The keys of the saved state of a position, which no other state dict has."""
 
 
 def encode(position: SamplerPosition) -> dict[str, Any]:
     """Return the saved state of a position: a dict of integers and one string."""
-    return {**attrs.asdict(position), "format": FORMAT}
+    return {**attrs.asdict(position), "format": STATE_FORMAT}
 
 
 def decode(state: Mapping[str, Any]) -> SamplerPosition:
-    """Return the position that `encode` made `state` of.
+    """Return the position from which `encode` created `state`.
 
     Raises:
-        StateMismatch: the format is another one, or a field is missing, unknown, of another type
-            or out of range. The message names field, value and rule.
+        StateMismatch: the state has another format, or a field is missing, unknown, of another type
+            or out of range. The message names the field, its value and the rule.
     """
-    version = state.get("format", FORMAT)
-    if version != FORMAT:
+    version = state.get("format", STATE_FORMAT)
+    if version != STATE_FORMAT:
         raise StateMismatch(
-            f"format is {version!r} in the sampler's state, and this version of elasticlib reads"
-            f" format {FORMAT} only: resume with the version that saved it, or restore without"
-            " the sampler"
+            f"format is {version!r} in the sampler's state, but this version of elasticlib reads"
+            f" only format {STATE_FORMAT}: resume with the version that saved the state, or restore"
+            " without the sampler"
         )
-    fields = {**attrs.fields_dict(SamplerPosition), "format": None}
+    fields = [*attrs.fields_dict(SamplerPosition), "format"]
     for name in fields:
         if name not in state:
             raise StateMismatch(f"{name} is missing: a sampler's state has {', '.join(fields)}")
@@ -157,56 +161,56 @@ def decode(state: Mapping[str, Any]) -> SamplerPosition:
 
 
 def resume(
-    state: Mapping[str, Any], mine: SamplerPosition, on_mismatch: OnMismatch = "refuse"
+    state: Mapping[str, Any], current: SamplerPosition, on_mismatch: OnMismatch = "raise"
 ) -> SamplerPosition:
-    """Return where a sampler at the position `mine` continues after `state`.
+    """Return the position from which a sampler at `current` continues after loading `state`.
 
     Raises:
-        StateMismatch: the state cannot be read; or it has another length, seed or order, and
-            `on_mismatch` is "refuse".
+        StateMismatch: the state cannot be read, or has another length, seed or order, and
+            `on_mismatch` is "raise".
         ConfigError: `on_mismatch` is unknown.
     """
     check_one_of("on_mismatch", on_mismatch, OnMismatch)
     saved = decode(state)
-    difference = describe_mismatch(saved, mine)
-    if difference and on_mismatch == "refuse":
+    difference = describe_mismatch(saved, current)
+    if difference and on_mismatch == "raise":
         raise StateMismatch(
-            f"{difference}: a position in one order is not valid in another. In"
-            " sampler.load_state_dict(state, on_mismatch=...), 'restart' begins the epoch anew, and"
-            " 'keep' skips as many samples of the new order"
+            f"{difference}: a position in one order is not valid in another. Use"
+            " sampler.load_state_dict(state, on_mismatch='restart') to start the epoch from its"
+            " first sample, or 'keep' to skip as many samples of the new order"
         )
     restarts = difference and on_mismatch == "restart"
-    consumed = 0 if restarts else min(saved.consumed, mine.length)
-    return attrs.evolve(mine, epoch=saved.epoch, consumed=consumed)
+    consumed = 0 if restarts else min(saved.consumed, current.length)
+    return attrs.evolve(current, epoch=saved.epoch, consumed=consumed)
 
 
-def describe_mismatch(saved: SamplerPosition, mine: SamplerPosition) -> str:
+def describe_mismatch(saved: SamplerPosition, current: SamplerPosition) -> str:
     """Describe how the orders of two positions differ; return an empty string if they do not."""
-    if saved.length != mine.length:
-        return f"length is {saved.length} in the state, this sampler has {mine.length} samples"
-    if saved.seed != mine.seed:
-        return f"seed is {saved.seed} in the state, this sampler has {mine.seed}"
-    if saved.order != mine.order:
-        return f"order is {saved.order!r} in the state, this sampler has {mine.order!r}"
+    if saved.length != current.length:
+        return f"length is {saved.length} in the state, this sampler has {current.length} samples"
+    if saved.seed != current.seed:
+        return f"seed is {saved.seed} in the state, this sampler has {current.seed}"
+    if saved.order != current.order:
+        return f"order is {saved.order!r} in the state, this sampler has {current.order!r}"
     return ""
 
 
 def check_int(name: str, value: SupportsIndex) -> int:
-    """Return the plain int that an integer of any type stands for, such as NumPy's.
+    """Return the plain int of an integer of any type, such as NumPy's.
 
     Raises:
-        ConfigError: `value` is not an integer; 32.0 is not one either.
+        ConfigError: `value` is not an integer. A float such as 32.0 is not one either.
     """
     try:
         return operator.index(value)
     except TypeError:
         raise ConfigError(
-            f"{name} is {value!r}, must be an integer: round it before, by // or int()"
+            f"{name} is {value!r}, must be an integer: round it first, with // or int()"
         ) from None
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """Raise ConfigError if `rank` is not in a world of `world_size` ranks."""
+    """Raise ConfigError if `rank` is not in range(world_size)."""
     if not 0 <= rank < world_size:
         raise ConfigError(f"need 0 <= rank < world_size, got {rank} and {world_size}")
 

@@ -1,4 +1,4 @@
-"""A dataset of samples in shard files, of which each rank reads contiguous ranges."""
+"""A dataset of samples in shard files, of which ranks read contiguous ranges."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class ShardDataset(Dataset[T]):
-    """A dataset over shard files: batches are read range by range, each shard in its order.
+    """A dataset over shard files: a batch is read in ranges of consecutive samples of a shard.
 
-    Its samples are numbered through all shards in the order given. With the sampler below each
-    sample comes exactly once in an epoch, through resizes and kills; and torchdata's
-    StatefulDataLoader keeps the position at any world size::
+    Samples are numbered through all shards, in the given order. With the sampler below, each sample
+    is used exactly once in an epoch, even if the job is resized or killed. torchdata's
+    StatefulDataLoader saves the position for any world size::
 
-        def read(url, start, stop):                        # a tar file, one member a sample
+        def read(url, start, stop):                        # a tar file with a member per sample
             with fsspec.open(url) as file, tarfile.open(fileobj=file) as tar:
                 for member in itertools.islice(tar, start, stop):
                     yield tar.extractfile(member).read()
@@ -35,18 +35,20 @@ class ShardDataset(Dataset[T]):
         batches = ElasticBatchSampler(sampler, global_batch=256, contiguous=True)
         loader = StatefulDataLoader(dataset, batch_sampler=batches, num_workers=4)
 
-    It is not an `IterableDataset`: a loader's worker knows only its own batches, so torchdata's
-    state of an iterable dataset is valid for one number of ranks and workers. With this class the
-    sampler has the position, in the training process, and tells the workers what to read.
+    The class is not an `IterableDataset`. A loader's worker knows only its own batches, so the
+    state that torchdata saves for an iterable dataset is valid for one number of ranks and workers.
+    Here the sampler in the training process has the position, and the workers read the samples that
+    it selects.
 
     Args:
-        shards: what `read` opens, as paths or URLs.
-        sizes: how many samples each shard has, in the same order.
-        read: called with a shard, and the numbers of a first sample and of the one after the last;
-            returns the samples between them, in order. It runs in the loader's workers.
+        shards: paths or URLs, or any other values that `read` accepts.
+        sizes: number of samples in each shard, in the same order.
+        read: called as `read(shard, start, stop)` in the loader's workers. Returns the samples with
+            numbers from `start` to `stop`, which is not included, in order.
 
     Raises:
-        ConfigError: there are not as many sizes as shards, or a size is negative or not an integer.
+        ConfigError: there is another number of sizes than of shards, or a size is negative or not
+            an integer.
     """
 
     def __init__(
@@ -73,20 +75,20 @@ class ShardDataset(Dataset[T]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[T]:
         """Return samples by their numbers; consecutive numbers are read together."""
-        found: list[T] = []
+        samples: list[T] = []
         start = 0
-        for at in range(1, len(indices) + 1):
-            if at == len(indices) or indices[at] != indices[at - 1] + 1:
-                found += self.samples(indices[start], indices[at - 1] + 1)
-                start = at
-        return found
+        for i in range(1, len(indices) + 1):
+            if i == len(indices) or indices[i] != indices[i - 1] + 1:
+                samples += self.samples(indices[start], indices[i - 1] + 1)
+                start = i
+        return samples
 
     def samples(self, start: int, stop: int) -> Iterator[T]:
         """Read the samples with the numbers from `start` to `stop`, which is not included.
 
         Raises:
-            ConfigError: there are no such samples, or `read` returned another number of samples
-                than it was asked for.
+            ConfigError: the numbers are out of range, or `read` returned another number of samples
+                than requested.
         """
         if not 0 <= start <= stop <= len(self):
             raise ConfigError(
@@ -95,37 +97,45 @@ class ShardDataset(Dataset[T]):
         while start < stop:
             shard = bisect.bisect_right(self._starts, start) - 1
             end = min(self._starts[shard + 1], stop)
-            yield from self._read(shard, start - self._starts[shard], end - self._starts[shard])
+            yield from self._read_exactly(
+                shard, start - self._starts[shard], end - self._starts[shard]
+            )
             start = end
 
-    def _read(self, shard: int, start: int, stop: int) -> Iterator[T]:
+    def _read_exactly(self, shard: int, start: int, stop: int) -> Iterator[T]:
         count = 0
         for count, sample in enumerate(self.read(self.shards[shard], start, stop), 1):
             if count <= stop - start:
                 yield sample
         if count != stop - start:
             raise ConfigError(
-                f"read({self.shards[shard]!r}, {start}, {stop}) gave {count} samples instead of"
-                f" {stop - start}: has this shard the {self.sizes[shard]} of `sizes`?"
+                f"read({self.shards[shard]!r}, {start}, {stop}) returned {count} samples instead of"
+                f" {stop - start}: check that the shard has {self.sizes[shard]} samples, as `sizes`"
+                " states"
             )
 
     def shuffle_shards(self, seed: int, epoch: int) -> Order:
         """Return the order of an epoch: shuffled shards, each from its first to its last sample.
 
-        Give this method to `ElasticDistributedSampler` as its `order`. The order takes memory for
-        the shards, and not for their samples.
+        Give this method to `ElasticDistributedSampler` as its `order`. The memory of the order
+        depends on the number of shards only.
+
+        Args:
+            seed: seed of the sampler.
+            epoch: number of the epoch.
         """
         return _ShardOrder(self.sizes, Permutation(len(self.sizes), seed=seed, epoch=epoch))
 
 
 class _ShardOrder:
     def __init__(self, sizes: Sequence[int], permutation: Permutation) -> None:
-        given = torch.tensor(sizes, dtype=torch.int64)
-        order = permutation[torch.arange(len(sizes))]
-        self._ends = given[order].cumsum(0)  # where each shard of the order ends
-        starts = self._ends - given[order]
-        # What to add to a position in a shard to get the number of the sample.
-        self._shifts = (given.cumsum(0) - given)[order] - starts
+        sizes_by_shard = torch.tensor(sizes, dtype=torch.int64)
+        shards = permutation[torch.arange(len(sizes))]  # in the order of the epoch
+        shuffled_sizes = sizes_by_shard[shards]
+        self._ends = shuffled_sizes.cumsum(0)  # position after the last sample of each shard
+        first_samples = (sizes_by_shard.cumsum(0) - sizes_by_shard)[shards]
+        # Added to a position of the order, this gives the number of the sample.
+        self._shifts = first_samples - (self._ends - shuffled_sizes)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

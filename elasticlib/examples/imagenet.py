@@ -36,7 +36,7 @@ from elasticlib import (
     context,
     ignore_signals_worker_init,
 )
-from elasticlib.data.batch_sampler import CollateOrEmpty
+from elasticlib.data.batch_sampler import EmptyBatchCollator
 from elasticlib.errors import ConfigError
 
 ENDINGS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -178,7 +178,7 @@ class Training:
         return DataLoader(
             images,
             batch_sampler=batches,
-            collate_fn=CollateOrEmpty(images),
+            collate_fn=EmptyBatchCollator(images),
             num_workers=self.args.workers,
             worker_init_fn=ignore_signals_worker_init,
             pin_memory=self.args.device.type == "cuda",
@@ -199,7 +199,7 @@ class Training:
         # All ranks take equally many pieces, because DDP communicates in the last one. It may be
         # empty on some ranks.
         world, most = dist.get_world_size(), self.args.max_micro_batch or self.args.batch_size
-        count = math.ceil(self.batches.samples / (world * most))
+        count = math.ceil(self.batches.next_batch_size / (world * most))
         rate = learning_rate(self.args, position.epoch + position.consumed / position.length)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

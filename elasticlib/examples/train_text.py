@@ -120,14 +120,14 @@ def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
 def parallel_gradient(training: Training, parallel: nn.Module, windows: Tensor) -> Tensor:
     """Leave the whole batch's gradient behind, by DDP; this rank's share of its mean loss."""
     training.optimizer.zero_grad()
-    share = loss_of(parallel, windows) / training.batches.samples
+    share = loss_of(parallel, windows) / training.batches.next_batch_size
     (share * dist.get_world_size()).backward()  # DDP averages; these are shares
     return share.detach()
 
 
 def logical_gradient(training: Training, logical: LogicalWorkers, windows: Tensor) -> Tensor:
     """The same, by logical workers: with the same bits at any world size."""
-    batch = training.batches.samples
+    batch = training.batches.next_batch_size
     first, share = logical.samples(batch).start, torch.zeros(())
     for worker in logical.step(training.step):
         places = worker.samples(batch)

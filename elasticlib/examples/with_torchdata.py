@@ -1,8 +1,9 @@
-"""A plain DDP loop on torchdata's StatefulDataLoader, with loader workers that read ahead.
+"""A DDP training loop with torchdata's StatefulDataLoader, whose workers read ahead.
 
-`elasticrun --nproc-per-node 2 --max-restarts 3 with_torchdata.py [FOLDER]`, with a folder or URL
-for checkpoints. The loader's own state holds the position of what it has handed out, however far
-its workers have read: it is saved with the rest, and the sampler does not have to count.
+Usage: `elasticrun --nproc-per-node 2 --max-restarts 3 with_torchdata.py [DIRECTORY]`, with a
+directory or fsspec URL for checkpoints (default: checkpoints). The state of the loader contains the
+position of the batches that it has returned, even if its workers have read more. It is saved with
+the rest of the state, so the script does not call `sampler.advance`.
 """
 
 from __future__ import annotations
@@ -53,6 +54,6 @@ with CheckpointManager(CHECKPOINTS) as manager:
             break
 if dist.get_rank() == 0:
     print(f"stopped: {stop.reason}" if stop else "done", f"after {step} steps", flush=True)
-# The group must end here: if DDP, which holds it, goes last, torch 2.13 hangs now and then.
+# Release DistributedDataParallel before its process group: otherwise torch 2.13 sometimes hangs.
 del model
 dist.destroy_process_group()

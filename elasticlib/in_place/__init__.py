@@ -1,1 +1,1 @@
-"""Workers that outlive their group: what is lost is one attempt of one step."""
+"""Recovery in place: workers keep running while their process group gets other members."""

@@ -114,7 +114,7 @@ class ElasticCallback(Callback):
         if self._batches is not None and "batches" in state_dict:
             self._batches.load_state_dict(state_dict["batches"])
             # Lightning makes the loader's iterator before it calls set_epoch.
-            if not self._batches.samples:
+            if not self._batches.next_batch_size:
                 self._batches.set_epoch(self._batches.position.epoch + 1)
 
 

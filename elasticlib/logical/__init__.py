@@ -1,0 +1,1 @@
+"""Logical workers: training whose weights are bitwise equal at any world size."""

@@ -47,7 +47,11 @@ log = logging.getLogger("elasticlib.workers")
 TORCH = ("torch", "torch.distributed.nn", "torch.nn.parallel", "torch.utils.data")
 # Scripts use elasticlib's own modules, a worker that joins a running group needs the second one,
 # and the first optimizer of a program imports the third one. Together they take as long as torch.
-DEFERRED_IMPORTS = ("elasticlib.in_place.steps", "torch.distributed.tensor.debug", "torch._dynamo")
+DEFERRED_IMPORTS = (
+    "elasticlib.in_place.step_loop",
+    "torch.distributed.tensor.debug",
+    "torch._dynamo",
+)
 # The deferred imports begin when nobody has asked for a worker for this long.
 IDLE_SECONDS = 1.0
 # The same before the first request: on a busy machine the agent is ready much later than this.

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticlib import LogicalWorkers
-from elasticlib.data.position import share_of
+from elasticlib.data.position import even_share
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from ranks import Ranks
@@ -93,7 +93,7 @@ class Trainer:
         def step(_: int) -> None:
             self.optimizer.zero_grad()
             for part in range(parts):
-                mine = share_of(self.batch, rank=rank * parts + part, world_size=world * parts)
+                mine = even_share(self.batch, rank=rank * parts + part, world_size=world * parts)
                 parallel.require_backward_grad_sync = part == parts - 1
                 (self.loss(parallel, mine) * world).backward()
             self.optimizer.step()

@@ -65,7 +65,7 @@ def take(kind: str, length: int, world: int, drawn: int, told: Connection) -> No
 
     torch.set_num_threads(1)
     # What torch loads with its first operations is in neither figure.
-    list(itertools.islice(sampler_of(kind, 1000, world, 1), 1000))
+    list(itertools.islice(sampler_of(kind, 10_000, world, 1), 1000))
     sampler = sampler_of(kind, length, world, 0)
     before = peak()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Global batches: the same samples each step, whatever the world."""
+"""Global batches: each step uses the same samples at any world size."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter, namedtuple
 
 import pytest
 import torch
-from dealing import in_turn
 from hypothesis import given
 from hypothesis import strategies as st
+from round_robin import interleave
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
-from elasticlib.data.batch_sampler import CollateOrEmpty
+from elasticlib.data.batch_sampler import EmptyBatchCollator
 from elasticlib.errors import ConfigError
 
 worlds = st.integers(1, 7)
@@ -41,14 +41,14 @@ def test_each_step_uses_the_next_samples_of_the_order_at_any_world_size(n, batch
     if rest and tail == "pad":
         steps[-1] += (order * batch)[: batch - rest]
     assert {len(batches) for batches in ranks} == {len(steps)}
-    found = [in_turn(shares) for shares in zip(*ranks, strict=True)]
+    found = [interleave(shares) for shares in zip(*ranks, strict=True)]
     assert found == steps
 
 
 @given(
     lengths, sizes, st.lists(st.tuples(worlds, st.integers(0, 4)), max_size=5), worlds, st.data()
 )
-def test_kills_and_resizes_leave_the_steps_of_an_undisturbed_job(n, batch, segments, last, data):
+def test_kills_and_resizes_do_not_change_the_batches_of_a_job(n, batch, segments, last, data):
     """Killed some steps after it saved, a job takes those steps again, and no others."""
     state, used = ElasticDistributedSampler(range(n), 1, 0).state_dict(), []
     for world, lost in [*segments, (last, 0)]:
@@ -58,14 +58,14 @@ def test_kills_and_resizes_leave_the_steps_of_an_undisturbed_job(n, batch, segme
         final = (world, lost) == (last, 0)
         kept = len(ranks[0]) if final else data.draw(st.integers(0, len(ranks[0])))
         for step, shares in enumerate(zip(*ranks, strict=True)):
-            assert sum(map(len, shares)) == ranks[0].samples
+            assert sum(map(len, shares)) == ranks[0].next_batch_size
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
             if step == kept + lost:
                 break
             told = {batches.advance() for batches in ranks}
             assert told == {sum(map(len, shares))}
             if step < kept:
-                used.append(in_turn(shares))
+                used.append(interleave(shares))
                 state = ranks[-1].state_dict()
         if final:
             break
@@ -78,11 +78,11 @@ def test_a_long_epoch_of_small_and_of_large_batches():
     order = order_of(30_000)
     for batch, world in ((7, 2), (7, 9), (20_000, 1), (29_999, 3)):
         ranks = world_of(30_000, world, batch)
-        found = [index for shares in zip(*ranks, strict=True) for index in in_turn(shares)]
+        found = [index for shares in zip(*ranks, strict=True) for index in interleave(shares)]
         assert found == order
 
 
-def test_a_loader_takes_whole_batches_beside_whoever_looks_at_their_indices():
+def test_a_loader_and_another_iterator_yield_the_same_batches():
     """For a dataset that takes lists; the loader's iterator and ours are two over one position."""
     (batches,) = world_of(10, 1, 4)
     data = torch.arange(10) * 10
@@ -93,29 +93,29 @@ def test_a_loader_takes_whole_batches_beside_whoever_looks_at_their_indices():
     assert batches.state_dict()["consumed"] == 10
 
 
-def test_batch_that_was_prefetched_is_still_the_next_one():
+def test_a_prefetched_batch_is_still_the_next_one():
     sampler = ElasticDistributedSampler(range(10), 2, 0, tail="exact", start_index=8)
     batches = ElasticBatchSampler(sampler, 4)
     assert [len(share) for share in batches] == [1]
-    assert (batches.samples, batches.sample_weight) == (2, 1.0)
+    assert (batches.next_batch_size, batches.sample_weight) == (2, 1.0)
     assert batches.advance() == 2
-    assert batches.samples == 0
+    assert batches.next_batch_size == 0
     batches.set_epoch(1)
-    assert batches.samples == 4
+    assert batches.next_batch_size == 4
     assert [len(share) for share in batches] == [2, 2, 1]
 
 
-def test_a_batch_that_is_dropped_is_not_left_for_a_smaller_one():
+def test_a_dropped_batch_is_not_used_by_a_smaller_batch_size():
     (batches,) = world_of(10, 1, 4, tail="drop")
     for _ in batches:
         batches.advance()
     assert batches.state_dict()["consumed"] == 10
-    assert batches.samples == len(batches) == batches.advance() == 0
-    with pytest.raises(ConfigError, match="epoch is over"):
+    assert batches.next_batch_size == len(batches) == batches.advance() == 0
+    with pytest.raises(ConfigError, match="no batch of the epoch is left"):
         _ = batches.sample_weight
 
 
-def test_the_tail_is_the_samplers_unless_another_is_given():
+def test_the_default_tail_is_that_of_the_sampler():
     sampler = ElasticDistributedSampler(range(10), 1, 0, drop_last=True)
     assert len(ElasticBatchSampler(sampler, 4)) == 2
     assert len(ElasticBatchSampler(sampler, 4, tail="exact")) == 3
@@ -129,7 +129,7 @@ def test_the_tail_is_the_samplers_unless_another_is_given():
         ({"global_batch": 4, "tail": "cut"}, "tail is 'cut'"),
     ],
 )
-def test_batches_that_cannot_be_are_refused(options, named):
+def test_invalid_arguments_are_rejected(options, named):
     with pytest.raises(ConfigError, match=named):
         ElasticBatchSampler(ElasticDistributedSampler(range(10), 1, 0), **options)
 
@@ -155,7 +155,7 @@ def test_a_rank_with_an_empty_share_gets_a_batch_without_rows(workers):
         ElasticDistributedSampler(Named(), 2, 1, shuffle=False, tail="exact"), 4
     )
     loader = DataLoader(
-        Named(), batch_sampler=batches, collate_fn=CollateOrEmpty(Named()), num_workers=workers
+        Named(), batch_sampler=batches, collate_fn=EmptyBatchCollator(Named()), num_workers=workers
     )
     full, empty = loader
     assert full["x"].tolist() == [[1.0] * 3, [3.0] * 3]
@@ -165,12 +165,12 @@ def test_a_rank_with_an_empty_share_gets_a_batch_without_rows(workers):
     assert list(empty["pair"].name) == []
 
 
-def test_each_step_of_the_example_has_its_weight_also_where_a_share_is_empty():
+def test_each_step_of_the_docstring_example_has_its_weight():
     """As in the class's docstring: 9 samples in batches of 4 on 2 ranks; the last batch is of 1."""
     for rank, rows in ((0, [2, 2, 1]), (1, [2, 2, 0])):
         sampler = ElasticDistributedSampler(range(9), 2, rank, tail="exact")
         batches, found = ElasticBatchSampler(sampler, 4), []
-        collate = CollateOrEmpty(range(9))
+        collate = EmptyBatchCollator(range(9))
         for x in DataLoader(range(9), batch_sampler=batches, collate_fn=collate):
             found.append((len(x), batches.sample_weight))
             batches.advance()
@@ -178,7 +178,7 @@ def test_each_step_of_the_example_has_its_weight_also_where_a_share_is_empty():
 
 
 @pytest.mark.parametrize(("world", "pieces"), [(1, 3), (2, 1), (3, 2), (3, 3), (9, 1)])
-def test_averaged_over_the_ranks_the_gradient_is_that_of_one_process(world, pieces):
+def test_the_gradient_averaged_over_ranks_is_that_of_one_process(world, pieces):
     """Also with the micro-batches of docs/guide/data.md, some of which are empty on some ranks."""
     torch.manual_seed(0)
     x, y = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 1, dtype=torch.float64)

@@ -42,7 +42,7 @@ def prefetched(items: Any, batch: int, lead: int) -> Iterator[list[int]]:
 @forks
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("names_epochs", [True, False])
-def test_count_without_the_world_size_is_reported_at_the_end_of_the_epoch(
+def test_a_count_without_the_world_size_is_reported_at_the_end_of_the_epoch(
     workers: int, names_epochs: bool
 ) -> None:
     sampler = sampler_of()
@@ -62,7 +62,7 @@ def test_count_without_the_world_size_is_reported_at_the_end_of_the_epoch(
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_count_that_is_twice_too_large_is_reported_as_soon_as_the_epoch_is_exceeded(
+def test_a_count_that_is_twice_too_large_is_reported_when_it_exceeds_the_epoch(
     batched: bool,
 ) -> None:
     sampler = sampler_of()
@@ -93,7 +93,7 @@ RUNS: dict[str, st.SearchStrategy[Any]] = {
 
 
 @given(**RUNS, accumulate=st.integers(1, 3), drop_last=st.booleans())
-def test_right_counts_are_never_reported(
+def test_correct_counts_are_never_reported(
     *,
     n: int,
     world: int,
@@ -119,7 +119,7 @@ def test_right_counts_are_never_reported(
 
 
 @given(**RUNS)
-def test_right_counts_of_a_batch_sampler_are_never_reported(
+def test_correct_counts_of_a_batch_sampler_are_never_reported(
     *, n: int, world: int, batch: int, lead: int, stop: int, tail: Any
 ) -> None:
     batches = ElasticBatchSampler(sampler_of(n, world, tail=tail), batch)
@@ -144,7 +144,7 @@ def test_right_counts_of_a_batch_sampler_are_never_reported(
         (StatefulDataLoader, False, 22, 2),
     ],
 )
-def test_loaders_of_torch_that_are_counted_right_are_not_reported(
+def test_correct_counts_of_loaders_are_not_reported(
     make: Callable[..., Any], counts: bool, stop: int | None, workers: int
 ) -> None:
     sampler = sampler_of()
@@ -157,7 +157,7 @@ def test_loaders_of_torch_that_are_counted_right_are_not_reported(
 
 
 @torchdata
-def test_loader_that_goes_on_from_its_state_is_not_reported() -> None:
+def test_a_loader_that_resumes_from_its_state_is_not_reported() -> None:
     state, trained = None, 0
     for steps in (9, 20):
         sampler = sampler_of()
@@ -172,7 +172,7 @@ def test_loader_that_goes_on_from_its_state_is_not_reported() -> None:
     assert trained == 24
 
 
-def test_epoch_that_is_resumed_at_its_end_is_not_reported() -> None:
+def test_an_epoch_that_is_resumed_at_its_end_is_not_reported() -> None:
     saved = sampler_of()
     saved.set_epoch(0)
     saved.advance(96)
@@ -185,7 +185,7 @@ def test_epoch_that_is_resumed_at_its_end_is_not_reported() -> None:
     assert lengths == [0, 48]
 
 
-def test_order_that_is_looked_at_before_training_is_not_reported() -> None:
+def test_an_order_that_is_read_before_training_is_not_reported() -> None:
     sampler = sampler_of()
     for epoch in range(2):
         sampler.set_epoch(epoch)
@@ -195,7 +195,7 @@ def test_order_that_is_looked_at_before_training_is_not_reported() -> None:
 
 
 @pytest.mark.parametrize("sets_epochs", [True, False])
-def test_program_that_never_counts_is_told_so_once_when_it_saves_again(sets_epochs: bool) -> None:
+def test_a_script_that_never_counts_gets_one_warning_at_a_later_save(sets_epochs: bool) -> None:
     sampler = sampler_of()
     batches = iter(sampler) if not sets_epochs else None
     message = (
@@ -215,7 +215,7 @@ def test_program_that_never_counts_is_told_so_once_when_it_saves_again(sets_epoc
             sampler.state_dict()
 
 
-def test_program_that_counts_or_keeps_the_iterators_state_is_told_nothing() -> None:
+def test_a_script_that_counts_or_saves_the_iterator_gets_no_warning() -> None:
     counted, kept, unused = sampler_of(), sampler_of(), sampler_of()
     counting, keeping = iter(counted), iter(kept)
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_program_that_counts_or_keeps_the_iterators_state_is_told_nothing() -> N
             sampler.state_dict()
 
 
-def test_samples_that_a_loader_draws_ahead_of_an_early_save_are_not_reported() -> None:
+def test_samples_that_a_loader_reads_before_an_early_save_are_not_reported() -> None:
     sampler = sampler_of()
     batches = iter(sampler)
     sampler.state_dict()
@@ -235,7 +235,7 @@ def test_samples_that_a_loader_draws_ahead_of_an_early_save_are_not_reported() -
     assert sampler.state_dict()["consumed"] == 0
 
 
-def test_sampler_that_is_iterated_can_be_copied() -> None:
+def test_a_sampler_that_is_being_iterated_can_be_copied() -> None:
     sampler = sampler_of()
     sampler.set_epoch(0)
     for _ in itertools.islice(sampler, 3):

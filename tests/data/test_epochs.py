@@ -1,4 +1,4 @@
-"""An epoch begins when set_epoch names it, also within torch's DataLoader."""
+"""An epoch starts when set_epoch is called, also within torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elasticlib.errors import ConfigError
 forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-def test_another_epoch_starts_anew_and_the_same_one_goes_on():
+def test_another_epoch_starts_at_its_first_sample_and_the_same_one_continues():
     sampler = ElasticDistributedSampler(range(10), 2, 0, seed=3, start_index=4)
     first = list(ElasticDistributedSampler(range(10), 2, 0, seed=3))
     sampler.set_epoch(0)
@@ -25,7 +25,7 @@ def test_another_epoch_starts_anew_and_the_same_one_goes_on():
         sampler.set_epoch(-1)
 
 
-def test_start_index_is_a_place_in_the_epoch_that_is_named_first():
+def test_start_index_refers_to_the_first_epoch_that_is_set():
     fresh = ElasticDistributedSampler(range(10), 1, 0)
     fresh.set_epoch(5)
     order = list(fresh)
@@ -49,18 +49,18 @@ def orders(n, epochs, **options):
     return found
 
 
-@pytest.mark.parametrize("names_the_first", [True, False])
-def test_counting_program_that_does_not_set_the_next_epoch_gets_an_error(names_the_first):
+@pytest.mark.parametrize("sets_first_epoch", [True, False])
+def test_a_script_that_counts_and_does_not_set_the_next_epoch_gets_an_error(sets_first_epoch):
     sampler = ElasticDistributedSampler(range(10), 2, 0)
-    if names_the_first:
+    if sets_first_epoch:
         sampler.set_epoch(0)
     for _ in sampler:
         sampler.advance(2)
     assert len(sampler) == sampler.samples_left == 0
     message = (
-        r"epoch 0 is over, because all of its 10 samples were counted.*call set_epoch\(1\)"
-        if names_the_first
-        else r"epoch 0 is over, because an iterator has drawn it to its end.*call set_epoch\(1\)"
+        r"epoch 0 is complete, because all of its 10 samples were counted.*call set_epoch\(1\)"
+        if sets_first_epoch
+        else r"epoch 0 is complete, because an iterator has yielded all of its.*call set_epoch\(1\)"
     )
     for _ in range(2):
         with pytest.raises(ConfigError, match=message):
@@ -71,12 +71,12 @@ def test_counting_program_that_does_not_set_the_next_epoch_gets_an_error(names_t
 
 @forks
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_gets_that_error_also_if_nothing_was_counted(workers):
+def test_a_script_that_does_not_count_gets_the_same_error(workers):
     """torch's own sampler would silently repeat the order of the first epoch."""
     sampler = ElasticDistributedSampler(range(12), 2, 0)
     loader = DataLoader(range(12), 2, sampler=sampler, num_workers=workers)
     assert len(list(loader)) == 3
-    with pytest.raises(ConfigError, match=r"epoch 0 is over.* call set_epoch\(1\)"):
+    with pytest.raises(ConfigError, match=r"epoch 0 is complete.* call set_epoch\(1\)"):
         list(loader)
 
 
@@ -85,16 +85,16 @@ def test_evaluation_in_the_order_of_the_dataset_needs_no_epochs():
     assert [list(sampler) for _ in range(3)] == [[0, 2, 4, 6, 8]] * 3
 
 
-def test_epoch_that_was_set_can_be_drawn_again():
+def test_an_epoch_that_was_set_can_be_drawn_again():
     sampler = ElasticDistributedSampler(range(10), 1, 0)
     sampler.set_epoch(1)
     order = list(sampler)
     assert order == orders(10, 2)[1]
     sampler.advance(4)
-    assert list(sampler) == order[4:]  # of a loader that had drawn the epoch ahead of a stop
+    assert list(sampler) == order[4:]  # A loader may have drawn the epoch before the job stopped.
 
 
-def test_epoch_that_is_set_again_at_its_end_is_empty():
+def test_an_epoch_that_is_set_again_at_its_end_is_empty():
     """In-place recovery sets the epoch in each process group, also at the end of an epoch."""
     sampler = ElasticDistributedSampler(range(10), 1, 0)
     sampler.set_epoch(0)
@@ -104,13 +104,13 @@ def test_epoch_that_is_set_again_at_its_end_is_empty():
     assert list(sampler) == []
 
 
-def test_state_at_the_end_of_an_epoch_needs_a_set_epoch():
+def test_a_state_at_the_end_of_an_epoch_needs_set_epoch():
     sampler = ElasticDistributedSampler(range(10), 1, 0)
     sampler.set_epoch(2)
     sampler.advance(10)
     resumed = ElasticDistributedSampler(range(10), 1, 0)
     resumed.load_state_dict(sampler.state_dict())
-    with pytest.raises(ConfigError, match=r"epoch 2 is over.* call set_epoch\(3\)"):
+    with pytest.raises(ConfigError, match=r"epoch 2 is complete.* call set_epoch\(3\)"):
         iter(resumed)
     lengths = []
     for epoch in range(resumed.epoch, 4):
@@ -119,7 +119,7 @@ def test_state_at_the_end_of_an_epoch_needs_a_set_epoch():
     assert lengths == [0, 10]
 
 
-def test_loaded_state_forgets_what_was_drawn_and_counted_before_it():
+def test_loading_a_state_resets_what_was_drawn_and_counted():
     state = ElasticDistributedSampler(range(10), 1, 0).state_dict()
     drawn, counted = (ElasticDistributedSampler(range(10), 1, 0) for _ in range(2))
     assert len(list(drawn)) == 10
@@ -129,17 +129,17 @@ def test_loaded_state_forgets_what_was_drawn_and_counted_before_it():
         assert list(sampler) == orders(10, 1)[0]
 
 
-def test_tail_that_is_dropped_ends_the_epoch():
+def test_a_dropped_tail_completes_the_epoch():
     sampler = ElasticDistributedSampler(range(11), 3, 0, tail="drop")
     sampler.set_epoch(0)
     for _ in iter(sampler):
         sampler.advance(3)
     assert sampler.position.consumed == 9
-    with pytest.raises(ConfigError, match="epoch 0 is over"):
+    with pytest.raises(ConfigError, match="epoch 0 is complete"):
         iter(sampler)
 
 
-def test_the_epoch_may_be_assigned_as_torchs():
+def test_the_epoch_can_be_assigned_as_in_torch():
     sampler = ElasticDistributedSampler(range(10), 1, 0)
     sampler.epoch = 3
     assert sampler.state_dict()["epoch"] == 3
@@ -164,7 +164,7 @@ def test_a_loader_that_prefetches_does_not_move_the_state(workers):
 
 
 @forks
-def test_persistent_workers_see_each_epoch_and_what_is_left_of_it():
+def test_persistent_workers_receive_the_remaining_samples_of_each_epoch():
     sampler = ElasticDistributedSampler(range(20), 1, 0, seed=1)
     loader = DataLoader(range(20), 4, sampler=sampler, num_workers=1, persistent_workers=True)
     for epoch in range(3):

@@ -61,7 +61,7 @@ def training(folder: Path, code: str) -> Iterator[tuple[subprocess.Popen[str], l
         process.communicate(timeout=100)
 
 
-def test_signals_to_the_whole_group_reach_the_training_process_and_end_no_loader_worker(
+def test_signals_to_the_process_group_end_no_loader_worker(
     tmp_path: Path,
 ) -> None:
     with training(tmp_path, LOADS_ON) as (process, workers):
@@ -73,7 +73,7 @@ def test_signals_to_the_whole_group_reach_the_training_process_and_end_no_loader
     assert (out.split(), process.returncode) == (["4", "400"], 0), err
 
 
-def test_a_training_process_that_raises_with_an_iterator_in_hand_ends(tmp_path: Path) -> None:
+def test_a_training_process_that_raises_while_it_iterates_exits(tmp_path: Path) -> None:
     with training(tmp_path, RAISES) as (process, workers):
         ended = [os.pidfd_open(pid) for pid in workers]
         _, err = process.communicate("\n", timeout=100)

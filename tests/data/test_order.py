@@ -1,10 +1,10 @@
-"""Orders of the user's own, such as draws by weight: exactly once, the same at any world size."""
+"""Orders of the user, such as weighted sampling: each position is used exactly once."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from dealing import in_turn
+from round_robin import interleave
 
 from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
 from elasticlib.errors import ConfigError, StateMismatch
@@ -26,7 +26,7 @@ def sampler_of(order, world=1, rank=0, **options):
     return ElasticDistributedSampler(range(10), world, rank, order=order, tail="exact", **options)
 
 
-def test_draws_come_once_each_through_resizes():
+def test_each_draw_is_used_once_through_resizes():
     for epoch in range(3):
         used, state = [], None
         for world, steps in ((2, 1), (3, 1), (1, 3)):
@@ -35,7 +35,7 @@ def test_draws_come_once_each_through_resizes():
                 if state:
                     sampler.load_state_dict(state)
                 sampler.set_epoch(epoch)
-            used += in_turn(list(sampler)[:steps] for sampler in ranks)
+            used += interleave(list(sampler)[:steps] for sampler in ranks)
             for sampler in ranks:
                 sampler.advance(steps * world)
             state = ranks[0].state_dict()
@@ -43,7 +43,7 @@ def test_draws_come_once_each_through_resizes():
         assert set(used) == set(WEIGHTS.nonzero().flatten().tolist())
 
 
-def test_order_is_made_once_for_each_epoch():
+def test_the_order_is_created_once_for_each_epoch():
     calls = []
 
     def order(seed, epoch):
@@ -69,12 +69,12 @@ class Backwards:
         return len(self) - 1 - positions
 
 
-def test_order_can_be_computed_where_it_is_needed():
+def test_an_order_can_be_computed_on_demand():
     sampler = sampler_of(lambda _seed, _epoch: Backwards(), start_index=5)
     assert next(iter(sampler)) == 2**40 - 6
 
 
-def test_state_of_other_weights_is_refused():
+def test_a_state_of_other_weights_is_rejected():
     state = sampler_of(by_weight(), seed=1).state_dict()
     sampler_of(by_weight(), seed=1).load_state_dict(state)
     with pytest.raises(StateMismatch, match=r"order is 'custom \w+' in the state, .* 'custom \w+'"):
@@ -93,7 +93,7 @@ def test_state_of_other_weights_is_refused():
         (lambda _seed, _epoch: torch.zeros(3, 1, dtype=torch.int64), r"of shape \[3, 1\]"),
     ],
 )
-def test_what_is_not_an_order_is_refused(order, named):
+def test_an_invalid_order_is_rejected(order, named):
     with pytest.raises(ConfigError, match=named):
         sampler_of(order)
 

@@ -1,4 +1,4 @@
-"""How positions are dealt."""
+"""The positions that each rank uses, and the saved state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def positions(draw):
 
 
 @given(positions(), worlds)
-def test_exact_leaves_no_rank_more_than_one_behind(position, world):
+def test_exact_counts_of_ranks_differ_by_at_most_one(position, world):
     counts = [
         len(positions_of_rank(position, rank=r, world_size=world, tail="exact"))
         for r in range(world)
@@ -38,13 +38,13 @@ def test_exact_leaves_no_rank_more_than_one_behind(position, world):
 
 
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_rank_outside_its_world_is_refused(rank, world):
+def test_a_rank_out_of_range_is_rejected(rank, world):
     with pytest.raises(ConfigError, match=f"rank.*got {rank} and {world}"):
         positions_of_rank(SamplerPosition(0, 0, 0, 10), rank=rank, world_size=world, tail="pad")
 
 
 @given(positions())
-def test_the_saved_state_is_integers_and_a_name_and_is_read_back(position):
+def test_the_saved_state_has_integers_and_a_name_and_can_be_decoded(position):
     state = encode(position)
     assert state.pop("order") == position.order
     assert set(state) == {"format", "seed", "epoch", "consumed", "length"}
@@ -55,9 +55,9 @@ def test_the_saved_state_is_integers_and_a_name_and_is_read_back(position):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"format": 3}, "format is 3 .*format 4 only"),
-        ({"format": [4]}, r"format is \[4\] .*format 4 only"),
-        ({"format": 4.0}, "format is 4.0.*int"),
+        ({"format": 3}, "format is 3 .*only format 5"),
+        ({"format": [5]}, r"format is \[5\] .*only format 5"),
+        ({"format": 5.0}, "format is 5.0.*int"),
         ({"consumed": 11}, "consumed.*got 11 and 10"),
         ({"consumed": -1}, "consumed.*got -1 and 10"),
         ({"epoch": -1}, "epoch.*got -1"),
@@ -69,15 +69,15 @@ def test_the_saved_state_is_integers_and_a_name_and_is_read_back(position):
         ({"world": 4}, "'world' is not a field"),
     ],
 )
-def test_a_state_that_is_not_whole_is_refused_with_field_value_and_rule(change, named):
+def test_an_invalid_state_is_rejected_with_field_value_and_rule(change, named):
     state = {**encode(SamplerPosition(0, 0, 4, 10)), **change}
-    for on_mismatch in ("refuse", "keep", "restart"):
+    for on_mismatch in ("raise", "keep", "restart"):
         with pytest.raises(StateMismatch, match=named):
             resume(state, SamplerPosition(0, 0, 0, 10), on_mismatch)
 
 
 @pytest.mark.parametrize("name", encode(SamplerPosition(0, 0, 4, 10)))
-def test_a_state_that_lacks_a_field_is_refused(name):
+def test_a_state_without_a_field_is_rejected(name):
     state = encode(SamplerPosition(0, 0, 4, 10))
     del state[name]
     with pytest.raises(StateMismatch, match=f"{name} is missing"):
@@ -92,21 +92,21 @@ def test_a_state_that_lacks_a_field_is_refused(name):
         (SamplerPosition(0, 2, 8, 10, "sequential"), "order is 'sequential'.*'shuffled'"),
     ],
 )
-def test_who_changed_the_data_says_what_is_meant(saved, named):
-    mine = SamplerPosition(0, 0, 0, 10)
+def test_a_mismatch_is_rejected_unless_the_caller_allows_it(saved, named):
+    current = SamplerPosition(0, 0, 0, 10)
     with pytest.raises(StateMismatch, match=named):
-        resume(encode(saved), mine)
-    assert resume(encode(saved), mine, "restart") == SamplerPosition(0, 2, 0, 10)
-    assert resume(encode(saved), mine, "keep") == SamplerPosition(0, 2, 8, 10)
+        resume(encode(saved), current)
+    assert resume(encode(saved), current, "restart") == SamplerPosition(0, 2, 0, 10)
+    assert resume(encode(saved), current, "keep") == SamplerPosition(0, 2, 8, 10)
     same = SamplerPosition(0, 2, 8, 10)
-    assert resume(encode(same), mine, "restart") == same
-    assert resume(encode(SamplerPosition(0, 2, 12, 12)), mine, "keep") == SamplerPosition(
+    assert resume(encode(same), current, "restart") == same
+    assert resume(encode(SamplerPosition(0, 2, 12, 12)), current, "keep") == SamplerPosition(
         0, 2, 10, 10
     )
-    with pytest.raises(ConfigError, match=r"on_mismatch is 'yes'.*refuse, restart"):
-        resume(encode(same), mine, "yes")
+    with pytest.raises(ConfigError, match=r"on_mismatch is 'yes'.*raise, restart"):
+        resume(encode(same), current, "yes")
 
 
-def test_dealing_needs_no_torch():
+def test_the_module_does_not_import_torch():
     check = "import sys; from elasticlib.data import position; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=100).returncode == 0

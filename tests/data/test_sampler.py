@@ -1,4 +1,4 @@
-"""The sampler on torch: a state of what was trained on, any world size, torch's own order."""
+"""The sampler: each sample is used once at any sequence of world sizes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from dealing import in_turn
 from hypothesis import given
 from hypothesis import strategies as st
+from round_robin import interleave
 from torch.utils.data import DistributedSampler
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
@@ -36,7 +36,7 @@ def steps_of(samplers, batch):
     """What each step of the world uses, over all ranks, in the order of the epoch."""
     left = [list(sampler) for sampler in samplers]
     for k in range(0, max(len(indices) for indices in left), batch):
-        yield in_turn(indices[k : k + batch] for indices in left)
+        yield interleave(indices[k : k + batch] for indices in left)
 
 
 @given(
@@ -46,7 +46,7 @@ def steps_of(samplers, batch):
     st.lists(st.tuples(worlds, st.integers(0, 4), st.integers(1, 5)), max_size=5),
     worlds,
 )
-def test_every_sample_is_dealt_once_whatever_the_resizes(n, seed, shuffle, segments, last):
+def test_every_sample_is_used_once_through_resizes(n, seed, shuffle, segments, last):
     options = {"seed": seed, "tail": "exact", **shuffle}
     randperm.length = n
     undisturbed = list(ElasticDistributedSampler(range(n), 1, 0, **options))
@@ -81,29 +81,29 @@ def test_an_epochs_order_is_one_permutation_at_any_world_size(n, world, epoch, t
         ranks.append(list(sampler))
         assert len(sampler) == len(ranks[-1]) >= here
         assert ranks[-1][:here] == order[sampler.rank : left : world]
-    rounds = in_turn(ranks)
+    rounds = interleave(ranks)
     assert left == {"pad": n, "exact": n, "drop": n - n % world}[tail]
     assert rounds[:left] == order[:left]
     assert rounds[left:] == (order * world)[: len(rounds) - left]
 
 
 @given(st.integers(1, 80), worlds, st.integers(0, 80), st.sampled_from(("pad", "drop", "exact")))
-def test_tail_after_a_resume_differs_by_less_than_a_world(n, world, start, tail):
+def test_a_tail_after_a_resume_has_fewer_samples_than_ranks(n, world, start, tail):
     start = min(start, n)
     samplers = world_of(n, world, start_index=start, tail=tail)
     for sampler in samplers:
         sampler.set_epoch(0)
     order = list(ElasticDistributedSampler(range(n), 1, 0))
     left = order[start:]
-    dealt = in_turn([list(sampler) for sampler in samplers])
-    repeats = dealt[len(left) :]
-    assert dealt[: len(left)] == left[: len(dealt)]
+    used = interleave([list(sampler) for sampler in samplers])
+    repeats = used[len(left) :]
+    assert used[: len(left)] == left[: len(used)]
     assert repeats == (order * world)[: len(repeats)]
     if tail == "exact":
-        assert len(dealt) == len(left)
+        assert len(used) == len(left)
     else:
-        assert len(dealt) % world == 0
-        assert abs(len(dealt) - len(left)) < world
+        assert len(used) % world == 0
+        assert abs(len(used) - len(left)) < world
         assert bool(repeats) <= (tail == "pad")
 
 
@@ -136,7 +136,7 @@ def test_fewer_samples_than_ranks(n, shuffle):
     assert sorted(counts["exact"], reverse=True) == [int(rank < n) for rank in range(3)]
 
 
-def test_a_long_epoch_is_the_same_in_the_runs_it_is_drawn_in_as_at_once():
+def test_a_long_epoch_is_the_same_in_chunks_and_at_once():
     """Runs grow from 32 to 16384 positions; the end of each rank's is a repeat."""
     n = 100_001
     order = Permutation(n, seed=2)[torch.arange(n)].tolist()
@@ -144,7 +144,7 @@ def test_a_long_epoch_is_the_same_in_the_runs_it_is_drawn_in_as_at_once():
     assert ranks == [order[0::2], [*order[1::2], order[0]]]
 
 
-def test_iterating_moves_nothing_and_a_running_iterator_keeps_its_start():
+def test_iterating_does_not_move_the_position():
     sampler = ElasticDistributedSampler(range(10), 1, 0, shuffle=False)
     running = iter(sampler)
     assert [next(running), next(running)] == [0, 1]
@@ -155,7 +155,7 @@ def test_iterating_moves_nothing_and_a_running_iterator_keeps_its_start():
     assert len(sampler) == 6
 
 
-def test_a_resume_followed_by_set_epoch_keeps_its_place():
+def test_a_resume_followed_by_set_epoch_keeps_the_position():
     before = ElasticDistributedSampler(range(20), 2, 1, seed=5)
     before.set_epoch(3)
     before.advance(8)
@@ -172,13 +172,13 @@ def test_advance_stops_at_the_end_and_never_goes_back():
     sampler.advance(8)
     sampler.advance(8)
     assert sampler.state_dict()["consumed"] == 10
-    with pytest.raises(ConfigError, match=r"epoch 0 is over.*set_epoch\(1\)"):
+    with pytest.raises(ConfigError, match=r"epoch 0 is complete.*set_epoch\(1\)"):
         iter(sampler)
     with pytest.raises(ConfigError, match=r"count.*got -2"):
         sampler.advance(-2)
 
 
-def test_a_count_from_a_tensor_is_kept_as_an_integer_and_what_is_none_is_refused():
+def test_integers_of_any_type_are_accepted_and_other_numbers_are_rejected():
     sampler = ElasticDistributedSampler(range(10), 2, 0, seed=torch.tensor(1), start_index=True)
     sampler.set_epoch(torch.tensor([3]))
     sampler.advance(torch.tensor(4))
@@ -199,7 +199,7 @@ def test_a_count_from_a_tensor_is_kept_as_an_integer_and_what_is_none_is_refused
         ({"consumed": 12}, "consumed.*got 12 and 10"),
     ],
 )
-def test_a_state_of_something_else_is_refused_and_changes_nothing(change, named):
+def test_a_state_that_does_not_match_is_rejected_without_a_change(change, named):
     sampler = ElasticDistributedSampler(range(10), 2, 0, start_index=2)
     before = sampler.state_dict()
     with pytest.raises(StateMismatch, match=named):
@@ -207,7 +207,7 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(change, named)
     assert sampler.state_dict() == before
 
 
-def test_a_grown_dataset_begins_its_epoch_anew_or_keeps_the_count():
+def test_a_larger_dataset_restarts_its_epoch_or_keeps_the_count():
     state = {**ElasticDistributedSampler(range(10), 2, 0, start_index=6).state_dict(), "epoch": 2}
     grown = ElasticDistributedSampler(range(14), 2, 0)
     grown.load_state_dict(state, on_mismatch="restart")
@@ -229,12 +229,12 @@ def test_a_grown_dataset_begins_its_epoch_anew_or_keeps_the_count():
         ({"tail": "pad", "drop_last": True}, "drop_last=True.*tail='pad'"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(options, named):
+def test_invalid_arguments_are_rejected(options, named):
     with pytest.raises(ConfigError, match=named):
         ElasticDistributedSampler(range(10), 2, 0, **options)
 
 
-def test_torchs_positional_arguments_and_its_refusal_of_a_bad_rank():
+def test_positional_arguments_are_those_of_torch():
     sampler = ElasticDistributedSampler(range(10), 4, 1, False, 7, True)
     assert isinstance(sampler, DistributedSampler)
     assert sampler.state_dict()["seed"] == 7
@@ -251,7 +251,7 @@ class Endless:
         return self.length
 
 
-def test_more_samples_than_can_be_shuffled_are_refused_where_they_are_to_be():
+def test_too_many_samples_are_rejected_only_if_they_are_shuffled():
     with pytest.raises(ConfigError, match=f"2..62.*got {2**62 + 1}"):
         ElasticDistributedSampler(Endless(2**62 + 1), 1, 0)
     in_order = ElasticDistributedSampler(Endless(2**62 + 1), 1, 0, shuffle=False)
@@ -259,7 +259,7 @@ def test_more_samples_than_can_be_shuffled_are_refused_where_they_are_to_be():
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a15_an_epoch_of_2_to_the_62_samples_costs_no_list(shuffle):
+def test_a15_an_epoch_of_2_to_the_62_samples_needs_no_list(shuffle):
     """Row A15. No list and no loop of that length can be: memory and this test's limit say so."""
     sampler = ElasticDistributedSampler(Endless(), 8, 7, shuffle=shuffle, start_index=2**61)
     next(iter(sampler))  # whatever torch sets up once
@@ -283,7 +283,7 @@ def resident_peak():
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def test_a15_drawing_on_takes_no_more_memory():
+def test_a15_drawing_more_samples_takes_no_more_memory():
     """Of the whole process, as tensors are not Python's: a list of these would be 80 MB."""
     drawn = iter(ElasticDistributedSampler(Endless(), 1, 0))
     next(drawn)
@@ -295,7 +295,7 @@ def test_a15_drawing_on_takes_no_more_memory():
 
 def test_world_and_rank_come_from_the_process_group():
     with pytest.raises(
-        ValueError, match=r"process group has not been initialized.*or give num_replicas=1, rank=0"
+        ValueError, match=r"process group has not been initialized.*or pass num_replicas=1, rank=0"
     ):
         ElasticDistributedSampler(range(10))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -306,7 +306,7 @@ def test_world_and_rank_come_from_the_process_group():
     assert list(sampler) == list(range(10))
 
 
-def test_who_changed_the_dataset_restores_the_rest_and_says_what_is_meant(tmp_path):
+def test_a_checkpoint_of_a_changed_dataset_is_restored_without_the_sampler(tmp_path):
     """As docs/checkpoints.md says of a sampler that refuses its state."""
     sampler = ElasticDistributedSampler(range(10), 1, 0)
     sampler.advance(4)
@@ -327,6 +327,6 @@ def test_who_changed_the_dataset_restores_the_rest_and_says_what_is_meant(tmp_pa
 
 
 @pytest.mark.parametrize("start_index", [0, 1200, None, "True"])
-def test_a_fourth_argument_that_was_start_index_elsewhere_is_refused(start_index):
+def test_start_index_as_the_fourth_argument_is_rejected(start_index):
     with pytest.raises(ConfigError, match=r"shuffle is .* True or False: .* start_index=\.\.\."):
         ElasticDistributedSampler(range(2000), 2, 0, start_index)

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elasticlib import ElasticBatchSampler, ElasticDistributedSampler, ShardDataset
-from elasticlib.data.batch_sampler import CollateOrEmpty
-from elasticlib.data.position import share_of
+from elasticlib.data.batch_sampler import EmptyBatchCollator
+from elasticlib.data.position import even_share
 from elasticlib.errors import ConfigError, StateMismatch
 
 pytestmark = [
@@ -73,7 +73,7 @@ def in_order(epoch):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torchdatas_loader_goes_on_at_any_world_size_from_any_ranks_state(urls, workers):
+def test_a_stateful_loader_continues_at_any_world_size_from_the_state_of_any_rank(urls, workers):
     """Each generation is killed a step after its last save, and that step is taken again."""
     dataset, used, state = ShardDataset(urls, SIZES, read), [], None
     for world, steps, saver in ((2, 2, 1), (3, 2, 0), (1, None, 0)):
@@ -99,9 +99,7 @@ def test_torchdatas_loader_goes_on_at_any_world_size_from_any_ranks_state(urls, 
 
 @pytest.mark.parametrize("urls", ["memory"], indirect=True)
 @pytest.mark.parametrize("persistent", [False, True])
-def test_torchs_loader_follows_the_count_over_epochs_also_with_workers_that_persist(
-    urls, persistent
-):
+def test_a_loader_follows_the_position_over_several_epochs(urls, persistent):
     dataset, state = ShardDataset(urls, SIZES, read), None
     used = {epoch: [] for epoch in range(3)}
     for world, steps in ((3, 5), (2, 6), (1, 99)):
@@ -110,7 +108,7 @@ def test_torchs_loader_follows_the_count_over_epochs_also_with_workers_that_pers
             DataLoader(
                 dataset,
                 batch_sampler=batches,
-                collate_fn=CollateOrEmpty(dataset),
+                collate_fn=EmptyBatchCollator(dataset),
                 num_workers=1,
                 persistent_workers=persistent,
             )
@@ -156,7 +154,7 @@ def test_a_batch_opens_each_shard_once_and_reads_it_in_order():
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.integers(0, 99))
-def test_the_order_is_shard_after_shard_and_each_shard_from_its_start(sizes, seed):
+def test_the_order_has_shard_after_shard_and_each_shard_from_its_start(sizes, seed):
     dataset = ShardDataset(sizes, sizes, read)
     sampler = ElasticDistributedSampler(dataset, 1, 0, order=dataset.shuffle_shards, seed=seed)
     drawn = list(sampler)
@@ -172,13 +170,15 @@ def test_the_order_is_shard_after_shard_and_each_shard_from_its_start(sizes, see
 
 
 @given(st.integers(0, 60), st.integers(1, 12), st.integers(1, 5))
-def test_contiguous_shares_are_the_same_batches_and_as_large(n, batch, world):
+def test_contiguous_shares_have_the_same_batches_and_sizes(n, batch, world):
     samplers = [ElasticDistributedSampler(range(n), world, rank) for rank in range(world)]
     order = list(ElasticDistributedSampler(range(n), 1, 0))
     ranks = [ElasticBatchSampler(s, batch, tail="exact", contiguous=True) for s in samplers]
     for step, shares in enumerate(zip(*ranks, strict=True)):
         sizes = [len(share) for share in shares]
-        assert sizes == [len(share_of(sum(sizes), rank=r, world_size=world)) for r in range(world)]
+        assert sizes == [
+            len(even_share(sum(sizes), rank=r, world_size=world)) for r in range(world)
+        ]
         assert sum(shares, []) == order[step * batch : (step + 1) * batch]  # noqa: RUF017 - short
         for batches in ranks:
             batches.advance()
@@ -203,19 +203,21 @@ def test_a_range_of_samples_is_read_in_order_and_each_shard_once(sizes, data):
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 4)])
-def test_samples_outside_the_dataset_are_refused(start, stop):
+def test_samples_outside_the_dataset_are_rejected(start, stop):
     with pytest.raises(ConfigError, match=f"3 samples, got {start} and {stop}"):
         list(ShardDataset(["a"], [3], read).samples(start, stop))
 
 
 @pytest.mark.parametrize("gives", [2, 4])
-def test_a_shard_that_has_not_as_many_samples_as_it_was_said_is_told(gives):
+def test_a_shard_with_another_number_of_samples_is_an_error(gives):
     dataset = ShardDataset(["a.tar"], [9], lambda _shard, _start, _stop: range(gives))
-    with pytest.raises(ConfigError, match=rf"'a.tar', 2, 5\) gave {gives} .* of 3: .* the 9 of"):
+    with pytest.raises(
+        ConfigError, match=rf"'a.tar', 2, 5\) returned {gives} .* of 3: .* has 9 samples"
+    ):
         dataset.__getitems__([2, 3, 4])
 
 
-def test_shards_that_cannot_be_are_refused():
+def test_invalid_shards_are_rejected():
     with pytest.raises(ConfigError, match="a size for each shard, got 1 for 2"):
         ShardDataset(["a", "b"], [1], read)
     with pytest.raises(ConfigError, match=r"a shard's size is 1\.5"):
@@ -224,7 +226,7 @@ def test_shards_that_cannot_be_are_refused():
         ShardDataset("ab", [1, -2], read)
 
 
-def test_a_state_of_shards_of_other_sizes_is_refused():
+def test_a_state_of_shards_of_other_sizes_is_rejected():
     state = rank_of(ShardDataset("ab", (4, 3), read), 2, 0).state_dict()
     rank_of(ShardDataset("cd", (4, 3), read), 3, 1).load_state_dict(state)
     with pytest.raises(

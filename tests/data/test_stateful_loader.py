@@ -55,7 +55,7 @@ def order(epoch=0):
 
 
 @pytest.mark.parametrize(("make", "workers", "every"), [(sampled, 0, 1), (batched, 2, 3)])
-def test_a_loader_goes_on_after_what_it_handed_out(make, workers, every):
+def test_a_loader_continues_after_the_batches_that_it_returned(make, workers, every):
     whole, _ = drawn(make(2, 0)[0])
     loader, sampler = make(2, 0, workers, every)
     before, state = drawn(loader, 4)
@@ -70,7 +70,7 @@ def test_a_loader_goes_on_after_what_it_handed_out(make, workers, every):
     ("make", "workers", "every"),
     [(sampled, 2, 1), (batched, 0, 1), (batched, 2, 3)],
 )
-def test_any_world_goes_on_from_any_ranks_state(make, workers, every):
+def test_any_world_size_continues_from_the_state_of_any_rank(make, workers, every):
     used, state = Counter(), None
     for world, steps, saver in ((3, 2, 1), (1, 4, 0), (2, None, 1)):
         states = []
@@ -87,7 +87,7 @@ def test_any_world_goes_on_from_any_ranks_state(make, workers, every):
 
 @pytest.mark.parametrize("steps", [3, 21, None])
 @pytest.mark.parametrize(("make", "workers"), [(sampled, 0), (batched, 2)])
-def test_epochs_follow_after_a_resume_wherever_the_state_was_saved(make, workers, steps):
+def test_later_epochs_are_complete_after_a_resume_at_any_step(make, workers, steps):
     """A script sets the epoch that it has saved; it is empty if all of its samples were used."""
     loader, sampler = make(1, 0, workers)
     sampler.set_epoch(0)
@@ -107,17 +107,17 @@ def test_epochs_follow_after_a_resume_wherever_the_state_was_saved(make, workers
 )
 # An iterator of torchdata's with workers cannot be deleted if its sampler has raised.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_next_epoch_that_is_not_set_is_refused_also_after_a_resume(make, workers, steps):
+def test_a_missing_set_epoch_is_an_error_after_a_resume(make, workers, steps):
     loader, sampler = make(1, 0, workers)
     sampler.set_epoch(0)
     _, state = drawn(loader, steps)
     resumed, sampler = resumed_from(state, make, 1, 0, workers)
-    with pytest.raises(ConfigError, match=r"epoch 0 is over.*call set_epoch\(1\)"):
+    with pytest.raises(ConfigError, match=r"epoch 0 is complete.*call set_epoch\(1\)"):
         _ = drawn(resumed), drawn(resumed)
 
 
 @pytest.mark.parametrize("steps", [None, 21])
-def test_an_epoch_named_after_the_end_of_a_loaded_one_begins_at_its_start(steps):
+def test_the_epoch_after_a_finished_loaded_one_starts_at_its_first_sample(steps):
     """21 batches are all: whether or not the loader has noticed that it is at the end."""
     loader, _ = sampled(1, 0)
     _, state = drawn(loader, steps)
@@ -126,7 +126,7 @@ def test_an_epoch_named_after_the_end_of_a_loaded_one_begins_at_its_start(steps)
     assert [index for batch in drawn(resumed)[0] for index in batch] == order(1)
 
 
-def test_an_epoch_named_in_the_midst_of_a_loaded_one_is_refused():
+def test_setting_another_epoch_within_a_loaded_one_is_rejected():
     loader, _ = sampled(1, 0)
     _, state = drawn(loader, 3)
     resumed, sampler = resumed_from(state)
@@ -139,20 +139,20 @@ def test_an_epoch_named_in_the_midst_of_a_loaded_one_is_refused():
 
 
 @pytest.mark.parametrize("named", [0, 3])
-def test_an_epoch_that_does_not_follow_the_end_of_a_loaded_one_is_refused(named):
+def test_setting_an_epoch_that_does_not_follow_a_loaded_one_is_rejected(named):
     """It would train epoch 0 again, or pass over epoch 2."""
     loader, sampler = sampled(1, 0)
     sampler.set_epoch(1)
     _, state = drawn(loader)
     resumed, sampler = resumed_from(state)
     sampler.set_epoch(named)
-    sentence = rf"epoch is 1 in .* with 83 of 83 .* set_epoch\({named}\) was .* call set_epoch\(2\)"
-    with pytest.raises(StateMismatch, match=sentence):
+    message = rf"epoch is 1 .* 83 of 83 .* set_epoch was called with {named}: call set_epoch\(2\)"
+    with pytest.raises(StateMismatch, match=message):
         next(iter(resumed))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_who_also_counts_is_put_right_by_the_loaders_state(workers):
+def test_the_state_of_a_loader_overrides_other_counts(workers):
     """The sampler's own state lags behind in it, by what was prefetched when it was taken."""
     loader, sampler = sampled(1, 0, workers)
     for step, _ in enumerate(loader):
@@ -168,7 +168,7 @@ def test_who_also_counts_is_put_right_by_the_loaders_state(workers):
     assert sampler.position.consumed == 16
 
 
-def test_a_loaders_state_of_other_data_is_refused():
+def test_the_state_of_a_loader_of_other_data_is_rejected():
     _, state = drawn(sampled(1, 0)[0], 3)
     other, _ = sampled(1, 0, seed=1)
     other.load_state_dict(state)
@@ -176,7 +176,7 @@ def test_a_loaders_state_of_other_data_is_refused():
         next(iter(other))
 
 
-def test_an_iterator_moves_only_while_it_runs():
+def test_only_a_running_iterator_can_load_a_state():
     sampler = ElasticDistributedSampler(range(N), 2, 1)
     running = iter(sampler)
     next(running)
@@ -186,5 +186,5 @@ def test_an_iterator_moves_only_while_it_runs():
     running.load_state_dict(state)
     assert list(itertools.islice(running, 5)) == ahead
     list(running)
-    with pytest.raises(StateMismatch, match="run out"):
+    with pytest.raises(StateMismatch, match="is finished"):
         running.load_state_dict(state)

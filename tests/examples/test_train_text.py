@@ -80,7 +80,7 @@ def test_the_last_state_is_saved_though_the_batch_was_changed_on_the_way(tmp_pat
 @pytest.mark.parametrize(
     ("before", "after", "sentence"),
     [
-        (3, 2, "count is 2 and 3: other weights would follow"),
+        (3, 2, "count is 2 and 3: the weights would be different"),
         (3, 0, "the state has no 'logical', which was saved"),
         (0, 2, "nothing was saved under 'logical'"),
     ],

@@ -1,4 +1,4 @@
-"""An agent as a test plays it, with real workers: it gives places, tells of ends, and kills.
+"""An agent that a test controls, with real worker processes: it assigns ranks and kills workers.
 
 with Agent(tmp_path) as agent:
     agent.start(train, 3)
@@ -30,14 +30,13 @@ from elasticlib.workers.interface import REASONS
 from elasticlib.workers.spec import SNAPSHOTS
 
 RESIZE = REASONS.index("resize")
-MORE = 15
-"""Steps that workers make when a test has done all that it does: more than they are apart."""
+MORE = 15  # steps after the last action of a test; workers are fewer steps apart
 _METHOD = multiprocessing.get_context("forkserver")
 _METHOD.set_forkserver_preload(["training", "torch._dynamo", "torch.distributed.nn"])
 
 
 class Agent:
-    """One node's."""
+    """The agent of one node."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +44,7 @@ class Agent:
         self.channels: list[Channel] = []
         self.processes: list[Any] = []
         self._stores: list[Any] = []
-        # Its socket goes with the other temporary files, which is before multiprocessing ends.
+        # The directory of its socket must exist until multiprocessing exits.
         multiprocessing.current_process()._config.setdefault("tempdir", tempfile.gettempdir())
 
     def __enter__(self) -> Agent:
@@ -59,13 +58,13 @@ class Agent:
             channel.close()
 
     def start(self, work: Callable[..., None], count: int, *args: Any) -> None:
-        """The first group: members have their places as they begin."""
+        """Start the first group, whose members have their ranks from the start."""
         self._begin_generation()
         for rank in range(count):
             self._start(work, rank, self._place(rank, count), args, place=True)
 
-    def start_newcomer(self, work: Callable[..., None], *args: Any) -> int:
-        """A worker without a place; its number."""
+    def start_replacement(self, work: Callable[..., None], *args: Any) -> int:
+        """Start a worker without a rank, and return its number."""
         number = len(self.processes)
         self._start(work, number, self._place(number, number + 1), args, place=False)
         return number
@@ -124,7 +123,11 @@ class Agent:
             self.channels[number].tell_leave()
 
     def regroup(self, numbers: Sequence[int], *, told: bool = True) -> float:
-        """These are the next group, in this order: seconds until all were out."""
+        """Form the next group of these workers in this order.
+
+        Returns:
+            Seconds until all of them had left the last group.
+        """
         began = time.monotonic()
         if told:
             self.tell_leave(numbers)
@@ -134,7 +137,12 @@ class Agent:
         return out
 
     def give_places(self, numbers: Sequence[int], *, reachable: bool = True) -> None:
-        """reachable: whether the store is where they are to meet."""
+        """Assign ranks of a new generation.
+
+        Args:
+            numbers: the workers in rank order.
+            reachable: False for a store to which no worker can connect.
+        """
         self._begin_generation()
         if not reachable:
             del self._stores[-1]
@@ -143,7 +151,7 @@ class Agent:
             self.channels[number].give_place(self._place(rank, len(numbers)))
 
     def ask_for_resize(self, numbers: Sequence[int]) -> None:
-        """Have all of them leave after the same step."""
+        """Make all of them leave after the same step."""
         channels = [self.channels[number] for number in numbers]
         deadline = time.monotonic() + 30
         for channel in channels:
@@ -156,24 +164,24 @@ class Agent:
             channel.tell_stop(call, RESIZE, deadline)
 
     def until_out(self, numbers: Sequence[int]) -> None:
-        """Until these are in no group, and wait for a place."""
+        """Wait until these workers have left their group."""
 
         def look(number: int) -> bool:
             assert self.processes[number].is_alive(), f"worker {number} has ended"
             return self.channels[number].is_out
 
         for number in numbers:
-            wait_until(f"worker {number} is out", partial(look, number))
+            wait_until(f"worker {number} has left its group", partial(look, number))
 
     def lines(self, number: int) -> list[dict[str, Any]]:
-        """What a worker has written down."""
+        """Return what a worker has recorded."""
         with contextlib.suppress(FileNotFoundError):
             text = (self.folder / f"worker-{number}.jsonl").read_text()
             return [json.loads(line) for line in text.splitlines(keepends=True) if "\n" in line]
         return []
 
     def steps(self, numbers: Sequence[int]) -> int:
-        """The last step that all of these have committed."""
+        """Return the last step that all of these workers have committed."""
         return min(
             max((line["step"] for line in self.lines(n) if "step" in line), default=0)
             for n in numbers
@@ -183,7 +191,7 @@ class Agent:
         wait_until(f"workers {numbers} at step {step}", lambda: self.steps(numbers) >= step)
 
     def until_applied(self, number: int, step: int) -> None:
-        """Until its optimizer has done this step."""
+        """Wait until the optimizer of a worker has applied a step."""
 
         def look() -> bool:
             return any(line.get("applied", 0) >= step for line in self.lines(number))
@@ -191,7 +199,7 @@ class Agent:
         wait_until(f"worker {number} has applied step {step}", look)
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """Until these have come to the end of their training."""
+        """Wait until these workers have finished their training."""
         last = self.folder / "last"
         if not last.exists():
             made = [line.get("step", 0) for n in numbers for line in self.lines(n)]
@@ -214,6 +222,6 @@ def _run(
 
 
 def write_down(folder: Path, number: int, **line: Any) -> None:
-    """Out of the process when it returns."""
+    """Append a line to the record of a worker; it is written when the call returns."""
     with open(folder / f"worker-{number}.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -1,4 +1,4 @@
-"""A compiled model on a device, in a loop that outlives its groups."""
+"""Training of a compiled model on a device, for workers that outlive their groups."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import elasticlib
 
 
 def train_compiled(folder: Path, number: int, device: str, backend: str) -> None:
-    """Writes down at each step which process it is, how often the model was compiled until then,
-    and how much of the device's memory it holds."""
+    """Train, and record the pid, the compiled graphs and the device memory at each step."""
     elasticlib.init_process_group(backend)
     job = Job(logical=False)
     model = job.model.to(device)
@@ -27,7 +26,7 @@ def train_compiled(folder: Path, number: int, device: str, backend: str) -> None
     loop = elasticlib.steps(job.batches, job.state, epochs=1000)
     for attempt in loop:
         with attempt as indices:
-            if attempt.new_group:
+            if attempt.is_new_group:
                 parallel = DistributedDataParallel(compiled)
             job.optimizer.zero_grad()
             # Of one shape whatever the world size, as shapes are what a model is compiled for.
@@ -35,7 +34,7 @@ def train_compiled(folder: Path, number: int, device: str, backend: str) -> None
             x, y = job.x[rows].to(device), job.y[rows].to(device)
             mse_loss(parallel(x), y).backward()
             job.optimizer.step()
-        if attempt.committed:
+        if attempt.is_committed:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             held = torch.cuda.memory_allocated() if device == "cuda" else 0
             group = int(os.environ["ELASTICLIB_GENERATION"])

@@ -1,4 +1,4 @@
-"""Steps that an exception interrupts, and that the script goes on from in the same process."""
+"""Steps that an exception interrupts, in a script that continues in the same process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from elasticlib.errors import CheckpointError
 
 EPOCHS, STEPS = 2, 6  # of 3 batches each, and altogether
 
-NOT_UNDONE = r"step {} was interrupted after an optimizer had begun.* give steps a manager"
+NOT_ROLLED_BACK = r"step {} was interrupted after an optimizer had started.* give steps a manager"
 
 
 class Fault(Exception):
-    """Raised by the training at a place that a test chooses."""
+    """Raised by the training at a line that a test chooses."""
 
 
 class Statistics(nn.Module):
@@ -119,24 +119,24 @@ def catch_outside(training: Training, fault: str) -> None:
     training.iterate()
 
 
-@pytest.mark.parametrize("fail_and_go_on", [catch_in_the_loop, catch_outside])
+@pytest.mark.parametrize("fail_and_continue", [catch_in_the_loop, catch_outside])
 @pytest.mark.parametrize("fault", ["before the optimizer", "after the optimizer"])
-def test_a_step_whose_error_the_script_catches_is_applied_once(
-    expected: list[Any], manager: CheckpointManager | None, fail_and_go_on: Any, fault: str
+def test_a_step_is_applied_once_if_the_script_catches_its_error(
+    expected: list[Any], manager: CheckpointManager | None, fail_and_continue: Any, fault: str
 ) -> None:
     training = Training(manager)
     if fault == "after the optimizer" and manager is None:
-        with pytest.raises(CheckpointError, match=NOT_UNDONE.format(4)):
-            fail_and_go_on(training, fault)
-        with pytest.raises(CheckpointError, match=NOT_UNDONE.format(4)):
+        with pytest.raises(CheckpointError, match=NOT_ROLLED_BACK.format(4)):
+            fail_and_continue(training, fault)
+        with pytest.raises(CheckpointError, match=NOT_ROLLED_BACK.format(4)):
             training.iterate()
         assert training.loop.step == 3
         return
-    fail_and_go_on(training, fault)
+    fail_and_continue(training, fault)
     assert training.result() == expected
 
 
-def test_a_loop_that_was_left_goes_on_from_its_last_step(
+def test_iterating_again_continues_after_the_last_step(
     expected: list[Any], manager: CheckpointManager | None
 ) -> None:
     training = Training(manager)
@@ -148,7 +148,7 @@ def test_a_loop_that_was_left_goes_on_from_its_last_step(
 @pytest.mark.long  # The test below interrupts the same step, with a manager.
 def test_a_step_interrupted_anywhere_is_applied_once(expected: list[Any]) -> None:
     interrupter = Interrupter("in_place/", "data/")
-    not_undone, is_interrupted = [], True
+    not_rolled_back, is_interrupted = [], True
     while is_interrupted:
         training = Training()
         training.iterate(2)
@@ -156,19 +156,19 @@ def test_a_step_interrupted_anywhere_is_applied_once(expected: list[Any]) -> Non
         try:
             training.iterate()
         except CheckpointError:
-            not_undone.append(interrupter.where[-1])
+            not_rolled_back.append(interrupter.where[-1])
         else:
             assert training.result() == expected, interrupter.where[-1]
     assert len(interrupter.where) > 50
     # After the optimizer only the lines up to the assignment that makes the step count are left.
-    assert len(not_undone) == 2, not_undone
-    assert all(where.endswith(" __exit__") for where in not_undone), not_undone
+    assert len(not_rolled_back) == 2, not_rolled_back
+    assert all(where.endswith(" __exit__") for where in not_rolled_back), not_rolled_back
 
 
 def test_a_step_interrupted_anywhere_is_restored_by_a_manager(
     expected: list[Any], tmp_path: Path
 ) -> None:
-    interrupter = Interrupter("in_place/steps.py")
+    interrupter = Interrupter("in_place/step_loop.py")
     is_interrupted = True
     while is_interrupted:
         with CheckpointManager(tmp_path / str(len(interrupter.where))) as manager:

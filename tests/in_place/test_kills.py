@@ -1,8 +1,8 @@
-"""Seeded kills of a job whose workers outlive their groups: those that are left go on as the same
-processes, each sample is used once, nothing committed is lost, and no bit of the weights differs.
+"""Random kills of workers and nodes of a job with in-place recovery, from a seed.
 
-`pytest tests/in_place/test_kills.py --kills 160` plays 200 of them, 40 in each shape; each number
-draws others.
+The surviving processes continue, each sample is used once, no committed step is lost, and the
+weights are bitwise equal to those of an undisturbed job. `pytest tests/in_place/test_kills.py
+--kills 160` runs 40 kills for each shape; another number draws other kills.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ pytestmark = [needs_newest, pytest.mark.faults]
 
 @attrs.frozen
 class Shape:
-    """Nodes, and workers on each. Workers are killed; or a node with all its workers, for which
-    another node comes."""
+    """Numbers of nodes and of workers on each. Workers are killed, or nodes, which are replaced."""
 
     nodes: int
     workers: int
@@ -36,7 +35,7 @@ class Shape:
 
     @property
     def pace(self) -> float:
-        """Seconds by which a step takes longer while there are kills."""
+        """Seconds that are added to a step while processes are killed."""
         return 0.2 if self.kills_nodes else 0.05
 
 
@@ -47,12 +46,11 @@ SHAPES = {
     "two nodes of two": Shape(2, 2),
     "two nodes of two, killed": Shape(2, 2, kills_nodes=True),
 }
-BY_DAY = 2
-"""The first so many of them are played each day."""
+NUM_SHORT = 2  # the first shapes are tested in each run, the others in long runs
 
 
 class Storm:
-    """The job of a shape, and what is done to it."""
+    """A job of a shape, and the kills of its processes."""
 
     def __init__(self, job: Job, shape: Shape, turns: int, seed: str) -> None:
         self.training = Training(job, "storm", 10 + 3 * turns)
@@ -72,18 +70,18 @@ class Storm:
         self.training.start(f"node{self._started}", *self._flags)
 
     def disturb(self, before: list[Worker]) -> set[int]:
-        """Kill some of those who are at work; the processes that are to go on."""
+        """Kill some workers, and return the processes that must survive."""
         time.sleep(self.dice.uniform(0.0, 2 * self.shape.pace))
         if self.shape.kills_nodes:
             lost = self.dice.choice(sorted({worker.node for worker in before}))
             self.training.nodes.pop(lost).kill()
-            gone = pids(worker for worker in before if worker.node == lost)
-            wait_until("its workers to be gone", lambda: not any(map(alive, gone)))
+            killed = pids(worker for worker in before if worker.node == lost)
+            wait_until("its workers to exit", lambda: not any(map(alive, killed)))
             self.add_node()
-            return pids(before) - gone
-        # Most often one; now and then others a moment later, while the group is mended.
-        one = self.dice.random() < 0.7
-        victims = self.dice.sample(before, 1 if one else self.dice.randint(1, len(before) - 1))
+            return pids(before) - killed
+        # Usually one worker is killed; otherwise more are killed while the next group forms.
+        only_one = self.dice.random() < 0.7
+        victims = self.dice.sample(before, 1 if only_one else self.dice.randint(1, len(before) - 1))
         for victim in victims:
             kill(victim)
             time.sleep(self.dice.uniform(0.0, 0.1))
@@ -94,11 +92,11 @@ class Storm:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if place < BY_DAY else pytest.mark.long)
-        for place, name in enumerate(SHAPES)
+        pytest.param(name, marks=() if i < NUM_SHORT else pytest.mark.long)
+        for i, name in enumerate(SHAPES)
     ],
 )
-def test_who_is_left_goes_on_and_nothing_is_lost(job: Job, kills: int, name: str) -> None:
+def test_survivors_continue_and_nothing_is_lost(job: Job, kills: int, name: str) -> None:
     turns = max(1, kills // 4)
     storm = Storm(job, SHAPES[name], turns, f"{turns} {name}")
     training, step = storm.training, 0

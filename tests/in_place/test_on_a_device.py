@@ -1,5 +1,4 @@
-"""Workers that go on from group to group keep what a start costs: the device's context, the
-compiled model."""
+"""Workers keep their device context and their compiled model when their group is replaced."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from regrouping import train_compiled
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(dist, "_reconfigure"), reason="torch cannot form a group anew: 2.14 can"
+    not hasattr(dist, "_reconfigure"),
+    reason="torch older than 2.14 cannot replace the members of a group",
 )
 ON_GPU = torch.cuda.is_available()
 REGROUPS = 100 if ON_GPU else 10
@@ -26,7 +26,7 @@ def in_group(agent: Agent, number: int, group: int) -> list[dict[str, Any]]:
 
 
 def regrouped(folder: Path, count: int, device: str, backend: str) -> list[list[dict[str, Any]]]:
-    """What each of so many workers wrote down in each of 1 + REGROUPS groups: its last line."""
+    """Return the last line that each of `count` workers wrote in each of 1 + REGROUPS groups."""
     with Agent(folder) as agent:
         numbers = [*range(count)]
         agent.start(train_compiled, count, device, backend)
@@ -50,10 +50,10 @@ def check(found: list[list[dict[str, Any]]], count: int) -> None:
         assert lines[-1]["held"] <= lines[1]["held"] * 1.01 + 4096, "memory grew"
 
 
-def test_two_gloo_ranks_on_one_device_keep_it_and_their_compiled_model(tmp_path: Path) -> None:
+def test_two_gloo_ranks_keep_their_device_context_and_compiled_model(tmp_path: Path) -> None:
     check(regrouped(tmp_path, 2, "cuda" if ON_GPU else "cpu", "gloo"), 2)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="torch sees no CUDA device here, which nccl2 needs")
-def test_a_rank_of_nccl2_keeps_its_context_and_its_compiled_model(tmp_path: Path) -> None:
+def test_an_nccl2_rank_keeps_its_device_context_and_compiled_model(tmp_path: Path) -> None:
     check(regrouped(tmp_path, 1, "cuda", "cpu:gloo,cuda:nccl2"), 1)

@@ -1,4 +1,7 @@
-"""Real workers whose places a test gives: groups shrink and grow, and the training is the same."""
+"""Groups of real workers shrink and grow, and their training is not affected.
+
+The tests play the part of the agent: see `played.Agent`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from training import (
 )
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(dist, "_reconfigure"), reason="torch cannot form a group anew: 2.14 can"
+    not hasattr(dist, "_reconfigure"),
+    reason="torch older than 2.14 cannot replace the members of a group",
 )
 
 
@@ -38,7 +42,7 @@ def last(agent: Agent, number: int) -> dict[str, Any]:
 
 
 def worlds(agent: Agent, number: int) -> list[int]:
-    """World sizes, one after another."""
+    """Return the sequence of world sizes in which a worker trained."""
     found: list[int] = []
     for line in agent.lines(number):
         if "world" in line and (not found or found[-1] != line["world"]):
@@ -47,7 +51,7 @@ def worlds(agent: Agent, number: int) -> list[int]:
 
 
 def undisturbed(disturbed: Agent, work: Callable[..., None]) -> dict[str, Any]:
-    """What one worker has come to after as many steps."""
+    """Return the result of one worker after as many steps."""
     folder = disturbed.folder / "undisturbed"
     folder.mkdir()
     shutil.copy(disturbed.folder / "last", folder)
@@ -57,14 +61,14 @@ def undisturbed(disturbed: Agent, work: Callable[..., None]) -> dict[str, Any]:
         return last(agent, 0)
 
 
-def test_a_killed_member_and_a_newcomer_change_nothing(agent: Agent) -> None:
+def test_a_killed_member_and_its_replacement_do_not_affect_the_weights(agent: Agent) -> None:
     agent.start(train, 3, 0.02)
     agent.until_step([0, 1, 2], 5)
     pids = [process.pid for process in agent.processes]
     agent.kill(2)
     agent.regroup([0, 1])
     agent.until_step([0, 1], agent.steps([0, 1]) + 3)
-    new = agent.start_newcomer(train, 0.02)
+    new = agent.start_replacement(train, 0.02)
     agent.until_out([new])
     agent.ask_for_resize([0, 1])
     agent.regroup([0, 1, new], told=False)
@@ -77,13 +81,13 @@ def test_a_killed_member_and_a_newcomer_change_nothing(agent: Agent) -> None:
     assert committed == [*range(1, len(committed) + 1)]
 
 
-def test_data_parallel_workers_agree(agent: Agent) -> None:
+def test_data_parallel_workers_have_equal_weights(agent: Agent) -> None:
     agent.start(train_in_parallel, 3, 0.02)
     agent.until_step([0, 1, 2], 5)
     agent.kill(0)
     agent.regroup([1, 2])
     agent.until_step([1, 2], agent.steps([1, 2]) + 3)
-    new = agent.start_newcomer(train_in_parallel, 0.02)
+    new = agent.start_replacement(train_in_parallel, 0.02)
     agent.until_out([new])
     agent.ask_for_resize([1, 2])
     agent.regroup([1, 2, new], told=False)
@@ -91,7 +95,7 @@ def test_data_parallel_workers_agree(agent: Agent) -> None:
     assert len({last(agent, number)["digest"] for number in (1, 2, new)}) == 1
 
 
-def test_a_collective_whose_peer_stands_still_is_ended(agent: Agent) -> None:
+def test_a_collective_with_a_stopped_peer_is_aborted(agent: Agent) -> None:
     agent.start(train, 3, 0.02)
     agent.until_step([0, 1, 2], 5)
     os.kill(agent.processes[1].pid, signal.SIGSTOP)
@@ -104,7 +108,7 @@ def test_a_collective_whose_peer_stands_still_is_ended(agent: Agent) -> None:
     )
 
 
-def test_a_second_loss_while_they_meet(agent: Agent) -> None:
+def test_a_second_member_is_lost_while_the_next_group_forms(agent: Agent) -> None:
     agent.start(train, 4, 0.02)
     agent.until_step([0, 1, 2, 3], 5)
     agent.kill(3)
@@ -120,7 +124,7 @@ def test_a_second_loss_while_they_meet(agent: Agent) -> None:
     )
 
 
-def test_a_group_whose_store_is_lost_is_left(agent: Agent) -> None:
+def test_a_group_whose_store_cannot_be_reached_is_left(agent: Agent) -> None:
     agent.start(train, 2, 0.02)
     agent.until_step([0, 1], 3)
     agent.tell_leave([0, 1])
@@ -132,7 +136,7 @@ def test_a_group_whose_store_is_lost_is_left(agent: Agent) -> None:
     assert last(agent, 0)["digest"] == last(agent, 1)["digest"]
 
 
-def test_a_step_that_was_applied_is_not_applied_twice(agent: Agent) -> None:
+def test_a_step_that_the_optimizer_has_applied_is_not_applied_again(agent: Agent) -> None:
     agent.start(train_with_a_late_error, 3, 0.05)
     agent.until_step([0, 1, 2], 3)
     agent.until_step([2], 5)
@@ -151,7 +155,7 @@ def test_a_step_that_was_applied_is_not_applied_twice(agent: Agent) -> None:
         assert last(agent, 0)["weights"] == pytest.approx(last(alone, 0)["weights"], abs=1e-4)
 
 
-def test_a_step_that_all_have_applied_in_part_and_none_has_saved_is_an_error(agent: Agent) -> None:
+def test_a_partly_applied_step_without_a_saved_state_is_an_error(agent: Agent) -> None:
     agent.start(train_with_a_late_error, 3, 0.0, False, 4)
     for number in range(3):
         agent.until_applied(number, 4)
@@ -165,13 +169,13 @@ def test_a_step_that_all_have_applied_in_part_and_none_has_saved_is_an_error(age
         assert max(line.get("applied", 0) for line in agent.lines(number)) == 4
 
 
-def test_a_sharded_state_is_put_together_in_the_next_group(agent: Agent) -> None:
+def test_a_sharded_state_is_restored_in_the_next_group(agent: Agent) -> None:
     agent.start(train_sharded, 3, 0.05)
     agent.until_step([0, 1, 2], 5)
     agent.kill(1)
     agent.regroup([0, 2])
     agent.until_step([0, 2], agent.steps([0, 2]) + 3)
-    new = agent.start_newcomer(train_sharded, 0.05)
+    new = agent.start_replacement(train_sharded, 0.05)
     agent.until_out([new])
     agent.ask_for_resize([0, 2])
     agent.regroup([0, 2, new], told=False)

@@ -1,5 +1,4 @@
-"""What becomes of workers that outlive their groups, fault by fault: rows of
-docs/what_happens_when.md."""
+"""In-place recovery after each kind of fault: rows of docs/what_happens_when.md."""
 
 from __future__ import annotations
 
@@ -24,27 +23,26 @@ from elasticlib.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
-EPOCHS = 20
-"""220 steps."""
-PACE = 0.05
+EPOCHS = 20  # 220 steps
+PACE_S = 0.05
 
 
 def one_node(job: Job, workers: int, *flags: str, epochs: int = EPOCHS) -> Training:
     training = Training(job, "run", epochs)
-    training.pace(PACE)
+    training.pace(PACE_S)
     size = ("--nproc-per-node", str(workers))
     training.start("node", "--standalone", "--rdzv-id", "run", *size, *flags)
     return training
 
 
 class Nodes:
-    """Some nodes of two workers that meet in a store of its own process."""
+    """Nodes of two workers each, with a store in a process of its own."""
 
     def __init__(self, job: Job, nodes: int = 2) -> None:
         self.training = Training(job, "run", EPOCHS)
         self.port = job.hold_port()
         self._meet = ("--rdzv-endpoint", job.store(at=self.port), "--rdzv-id", "run")
-        self.training.pace(PACE)
+        self.training.pace(PACE_S)
         for number in range(nodes):
             self.start(f"node{number}")
 
@@ -59,7 +57,7 @@ def of_node(workers: list[Worker], name: str) -> set[int]:
 
 
 @needs_newest
-def test_all_workers_killed_while_the_group_is_mended_come_back_from_the_agents_memory(
+def test_all_workers_are_killed_while_a_group_forms_and_restored_from_memory(
     job: Job,
 ) -> None:
     training = one_node(job, 3)
@@ -71,7 +69,7 @@ def test_all_workers_killed_while_the_group_is_mended_come_back_from_the_agents_
     step = training.last_step
     after = training.at_work(3)
     assert not pids(before) & pids(after)
-    # A step may have been committed by one worker, which was not the one that kept it.
+    # The last step may have been committed by a worker other than the one that took its snapshot.
     assert min(worker.committed[0][0] for worker in after) >= step
     assert training.ends() == undisturbed(job, EPOCHS)
     training.check_nothing_is_lost()
@@ -79,7 +77,7 @@ def test_all_workers_killed_while_the_group_is_mended_come_back_from_the_agents_
 
 
 @needs_newest
-def test_a_second_worker_that_dies_while_the_group_is_mended_takes_no_other_along(
+def test_a_second_worker_is_killed_while_a_group_forms(
     job: Job,
 ) -> None:
     training = one_node(job, 3)
@@ -95,7 +93,7 @@ def test_a_second_worker_that_dies_while_the_group_is_mended_takes_no_other_alon
 
 
 @needs_newest
-def test_a_worker_that_is_stopped_in_a_collective_is_replaced_and_the_others_go_on(
+def test_a_worker_that_is_stopped_in_a_collective_is_replaced(
     job: Job,
 ) -> None:
     training = one_node(job, 3, "--hang-timeout", "3")
@@ -109,7 +107,7 @@ def test_a_worker_that_is_stopped_in_a_collective_is_replaced_and_the_others_go_
 
 
 @needs_newest
-def test_nodes_come_and_go_and_the_workers_of_the_others_stay(job: Job) -> None:
+def test_nodes_join_and_leave_while_the_workers_of_the_others_keep_running(job: Job) -> None:
     nodes = Nodes(job)
     training = nodes.training
     two = training.at_work(4, 3)
@@ -132,7 +130,7 @@ def test_nodes_come_and_go_and_the_workers_of_the_others_stay(job: Job) -> None:
 
 
 @needs_newest
-def test_a_store_that_is_lost_while_the_group_is_mended_holds_it_up_until_it_is_back(
+def test_a_store_is_lost_while_a_group_forms(
     job: Job,
 ) -> None:
     nodes = Nodes(job)
@@ -151,7 +149,7 @@ def test_a_store_that_is_lost_while_the_group_is_mended_holds_it_up_until_it_is_
 
 
 @needs_newest
-def test_a_node_and_a_worker_of_the_other_are_lost_at_once(job: Job) -> None:
+def test_a_node_and_a_worker_of_another_node_are_lost_at_once(job: Job) -> None:
     nodes = Nodes(job)
     training = nodes.training
     before = training.at_work(4, 5)
@@ -165,7 +163,7 @@ def test_a_node_and_a_worker_of_the_other_are_lost_at_once(job: Job) -> None:
 
 
 @needs_newest
-def test_an_error_of_the_scripts_own_is_raised_and_charged_and_the_others_go_on(job: Job) -> None:
+def test_an_error_of_the_script_uses_a_restart_and_the_others_continue(job: Job) -> None:
     training = one_node(job, 2)
     before = training.at_work(2, 5)
     (training.folder / "raise").touch()
@@ -178,11 +176,11 @@ def test_an_error_of_the_scripts_own_is_raised_and_charged_and_the_others_go_on(
 
 
 @needs_newest
-def test_a_job_that_is_told_to_end_saves_the_step_at_which_all_stop(job: Job) -> None:
+def test_a_job_that_is_stopped_saves_the_step_at_which_all_workers_stop(job: Job) -> None:
     training = one_node(job, 2)
     before = training.at_work(2, 5)
     kill(before[0])
-    training.at_work(2, training.last_step)  # of which one has been in two groups
+    training.at_work(2, training.last_step)  # one of the workers was in two groups
     node = training.nodes["node"]
     node.signal(signal.SIGTERM)
     assert node.exit_code() == 75, node.text
@@ -192,8 +190,8 @@ def test_a_job_that_is_told_to_end_saves_the_step_at_which_all_stop(job: Job) ->
     assert training.saved() == stopped
 
 
-@pytest.mark.skipif(IN_PLACE, reason="of an older torch")
-def test_where_torch_cannot_mend_a_group_the_same_script_is_started_anew(job: Job) -> None:
+@pytest.mark.skipif(IN_PLACE, reason="needs a torch older than 2.14")
+def test_an_older_torch_restarts_all_workers_of_the_same_script(job: Job) -> None:
     training = one_node(job, 2)
     before = training.at_work(2, 5)
     kill(before[0])

@@ -1,4 +1,4 @@
-"""The loop of attempts in a group that is formed once, as on an older torch or without an agent."""
+"""The step loop in a group whose members are fixed, as with an older torch or without an agent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from training import Job
 import elasticlib
 from elasticlib import CheckpointManager, ElasticBatchSampler, ElasticDistributedSampler
 from elasticlib.errors import ConfigError
-from elasticlib.in_place.steps import Steps
+from elasticlib.in_place.step_loop import StepLoop
 
 
 def batches(samples: int = 10, batch: int = 4) -> ElasticBatchSampler:
@@ -29,17 +29,17 @@ def test_each_batch_of_each_epoch_is_one_step() -> None:
     loop = elasticlib.steps(batches(), {}, epochs=2)
     for attempt in loop:
         with attempt as indices:
-            seen.append((attempt.step, attempt.epoch, attempt.new_group, indices))
-        assert attempt.committed
+            seen.append((attempt.step, attempt.epoch, attempt.is_new_group, indices))
+        assert attempt.is_committed
     first, second, third = [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]
     assert seen == [
         *((1, 0, True, first), (2, 0, False, second), (3, 0, False, third)),
         *((4, 1, False, first), (5, 1, False, second), (6, 1, False, third)),
     ]
-    assert (loop.step, loop.stopped) == (6, None)
+    assert (loop.step, loop.stop_request) == (6, None)
 
 
-def test_a_job_goes_on_where_its_last_step_was_saved(tmp_path: Path) -> None:
+def test_a_job_resumes_after_its_last_saved_step(tmp_path: Path) -> None:
     def run(until: int) -> list[int]:
         counts, seen = {"n": 0}, list[int]()
         with CheckpointManager(tmp_path) as manager:
@@ -56,7 +56,7 @@ def test_a_job_goes_on_where_its_last_step_was_saved(tmp_path: Path) -> None:
     assert run(2) + run(3) == [*range(10)]
 
 
-def test_the_last_step_and_a_pinned_one_are_saved_when_none_is_due(tmp_path: Path) -> None:
+def test_the_last_step_and_a_pinned_step_are_saved_even_if_no_save_is_due(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for attempt in elasticlib.steps(batches(), {"n": 1}, manager=manager):
             with attempt:
@@ -65,83 +65,83 @@ def test_the_last_step_and_a_pinned_one_are_saved_when_none_is_due(tmp_path: Pat
         assert (manager.steps(), manager.steps(pinned_only=True)) == ([2, 3], [2])
 
 
-def fails_in_its_second_step(loop: Steps) -> None:
+def fail_in_second_step(loop: StepLoop) -> None:
     for attempt in loop:
         with attempt:
             _ = 1 / (2 - attempt.step)
 
 
-def test_an_error_of_the_script_is_raised_and_its_step_not_counted() -> None:
+def test_an_error_of_the_script_is_raised_and_its_step_is_not_counted() -> None:
     loop = elasticlib.steps(batches(), {})
     with pytest.raises(ZeroDivisionError):
-        fails_in_its_second_step(loop)
+        fail_in_second_step(loop)
     assert loop.step == 1
 
 
-def test_a_loader_is_made_for_each_epoch() -> None:
-    made, seen = [], list[int]()
+def test_a_loader_is_created_for_each_epoch() -> None:
+    lengths, seen = [], list[int]()
 
-    def loader(drawn: Any) -> DataLoader[Any]:
-        made.append(len(drawn))
-        return DataLoader(torch.arange(10), batch_sampler=drawn)  # type: ignore[arg-type]
+    def loader(local_batches: Any) -> DataLoader[Any]:
+        lengths.append(len(local_batches))
+        return DataLoader(torch.arange(10), batch_sampler=local_batches)  # type: ignore[arg-type]
 
     for attempt in elasticlib.steps(batches(), {}, epochs=2, loader=loader):
         with attempt as numbers:
             seen += numbers.tolist()
-    assert made == [3, 3]
+    assert lengths == [3, 3]
     assert seen == [*range(10), *range(10)]
 
 
-def test_attempts_are_entered_once() -> None:
-    with pytest.raises(ConfigError, match="is to be entered"):
+def test_an_attempt_must_be_entered_once() -> None:
+    with pytest.raises(ConfigError, match="must be entered"):
         for _ in elasticlib.steps(batches(), {}):
             pass
     for attempt in elasticlib.steps(batches(), {}):
         with attempt:
             pass
-        with pytest.raises(ConfigError, match="was entered already"):
+        with pytest.raises(ConfigError, match="was entered before"):
             attempt.__enter__()
 
 
-def test_what_cannot_be_asked_for_is_refused() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     with pytest.raises(ConfigError, match="takes an ElasticBatchSampler, got a range"):
         elasticlib.steps(range(3), {})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="save_every >= 0, got -1"):
         elasticlib.steps(batches(), {}, save_every=-1)
 
 
-def sharded_is_refused() -> str:
+def reject_sharded() -> str:
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Linear(2, 2)
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
-    with pytest.raises(ConfigError, match="the state has sharded tensors") as refused:
+    with pytest.raises(ConfigError, match="the state has sharded tensors") as rejected:
         elasticlib.steps(batches(), {"model": model})
-    return str(refused.value)
+    return str(rejected.value)
 
 
-def test_a_sharded_state_is_refused(ranks: Ranks) -> None:
-    ranks.run(sharded_is_refused, 2)
+def test_a_sharded_state_is_rejected(ranks: Ranks) -> None:
+    ranks.run(reject_sharded, 2)
 
 
-def shares(logical: bool) -> list[list[int]]:
+def local_batches(logical: bool) -> list[list[int]]:
     job, seen = Job(logical=logical), []
-    for attempt in elasticlib.steps(job.batches, job.state, logical=job.logical):
+    for attempt in elasticlib.steps(job.batches, job.state, logical_workers=job.logical):
         with attempt as indices:
             seen.append(indices)
     return seen
 
 
 @pytest.mark.parametrize("logical", [False, True])
-def test_each_worker_has_its_share_of_each_batch(ranks: Ranks, logical: bool) -> None:
-    one, other = ranks.run(shares, 2, logical)
-    [whole] = ranks.run(shares, 1, logical)
+def test_each_worker_gets_its_part_of_each_batch(ranks: Ranks, logical: bool) -> None:
+    one, other = ranks.run(local_batches, 2, logical)
+    [whole] = ranks.run(local_batches, 1, logical)
     for mine, theirs, batch in zip(one, other, whole, strict=True):
         assert sorted(mine + theirs) == sorted(batch)
         assert len(mine) in (3, 4, 5)
 
 
-def starts_a_group() -> tuple[int, bool]:
+def create_group() -> tuple[int, bool]:
     elasticlib.init_process_group("gloo")
     dist.barrier()
     found = dist.get_world_size(), dist.is_initialized()
@@ -149,5 +149,5 @@ def starts_a_group() -> tuple[int, bool]:
     return found
 
 
-def test_without_an_agent_a_group_is_torchs(ranks: Ranks) -> None:
-    assert ranks.run(starts_a_group, 2, launched=True) == [(2, True), (2, True)]
+def test_without_an_agent_torch_creates_the_group(ranks: Ranks) -> None:
+    assert ranks.run(create_group, 2, launched=True) == [(2, True), (2, True)]

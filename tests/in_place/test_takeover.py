@@ -1,36 +1,47 @@
-"""Whose state a group goes on from."""
+"""Which rank broadcasts its state to a new group."""
 
 from __future__ import annotations
 
 from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
-from elasticlib.in_place.decide import Takeover, Word, choose
+from elasticlib.in_place.takeover import BroadcastPlan, MemberStatus, plan_broadcast
 
-WORDS = some.lists(
-    some.builds(Word, some.none() | some.integers(0, 3), some.booleans()), min_size=1, max_size=6
+MEMBERS = st.lists(
+    st.builds(MemberStatus, st.none() | st.integers(0, 3), st.booleans()), min_size=1, max_size=6
 )
 
 
-def test_the_newest_step_wins_and_the_lowest_rank_gives_it() -> None:
-    words = [Word(4, True), Word(5, False), Word(5, True), Word(5, True), Word()]
-    assert choose(words) == Takeover(5, 2, (0, 1, 4))
+def test_the_lowest_rank_with_the_newest_complete_step_broadcasts() -> None:
+    members = [
+        MemberStatus(4, True),
+        MemberStatus(5, False),
+        MemberStatus(5, True),
+        MemberStatus(5, True),
+        MemberStatus(),
+    ]
+    assert plan_broadcast(members) == BroadcastPlan(5, 2, (0, 1, 4))
 
 
-def test_what_nobody_has_whole_is_looked_for_elsewhere() -> None:
-    assert choose([Word(), Word()]) is None
-    assert choose([Word(5, False), Word(5, False), Word()]) is None
-    assert choose([Word(5, False), Word(4, True)]) is None
-    assert choose([Word(5, False), Word(4, True)], any_step=True) == Takeover(4, 1, (0,))
+def test_there_is_no_plan_if_no_member_has_the_newest_step_complete() -> None:
+    assert plan_broadcast([MemberStatus(), MemberStatus()]) is None
+    incomplete = MemberStatus(5, False)
+    assert plan_broadcast([incomplete, incomplete, MemberStatus()]) is None
+    older = MemberStatus(4, True)
+    assert plan_broadcast([incomplete, older]) is None
+    assert plan_broadcast([incomplete, older], allow_older_step=True) == BroadcastPlan(4, 1, (0,))
 
 
-@given(WORDS, some.booleans())
-def test_all_end_with_the_state_of_one_step(words: list[Word], any_step: bool) -> None:
-    found = choose(words, any_step=any_step)
-    if found is None:
+@given(MEMBERS, st.booleans())
+def test_all_members_end_with_the_state_of_one_step(
+    members: list[MemberStatus], allow_older_step: bool
+) -> None:
+    plan = plan_broadcast(members, allow_older_step=allow_older_step)
+    if plan is None:
         return
-    assert words[found.source] == Word(found.step, whole=True)
-    for rank, word in enumerate(words):
-        assert (rank in found.takers) == (word != Word(found.step, whole=True))
-    if not any_step:
-        assert all(word.step is None or word.step <= found.step for word in words)
+    holder = MemberStatus(plan.step, is_complete=True)
+    assert members[plan.source] == holder
+    for rank, member in enumerate(members):
+        assert (rank in plan.receivers) == (member != holder)
+    if not allow_older_step:
+        assert all(member.step is None or member.step <= plan.step for member in members)

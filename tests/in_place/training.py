@@ -1,4 +1,4 @@
-"""Small trainings that outlive their groups."""
+"""Small training programs for workers that outlive their groups."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Job:
 
 
 def is_last(folder: Path, step: int) -> bool:
-    """Whether the test, having done all that it does, wants no more steps than this one."""
+    """Return True if the test needs no more steps than this one."""
     last = folder / "last"
     return last.exists() and step >= int(last.read_text())
 
 
 def train(folder: Path, number: int, pause: float = 0.0, saves: bool = True) -> None:
-    """By logical workers: equal weights whatever becomes of the group."""
+    """Train with logical workers, so that changes of the group do not affect the weights."""
     elasticlib.init_process_group("gloo")
     job = Job()
     assert job.logical is not None
@@ -70,12 +70,12 @@ def train(folder: Path, number: int, pause: float = 0.0, saves: bool = True) -> 
             job.state,
             manager=manager if saves else None,
             epochs=EPOCHS,
-            logical=job.logical,
+            logical_workers=job.logical,
         )
         for attempt in loop:
             with attempt as indices:
                 world = dist.get_world_size()
-                total = job.batches.samples
+                total = job.batches.next_batch_size
                 first = job.logical.samples(total).start
                 for worker in job.logical.step(attempt.step):
                     mine = worker.samples(total)
@@ -87,7 +87,7 @@ def train(folder: Path, number: int, pause: float = 0.0, saves: bool = True) -> 
                 job.logical.reduce()
                 job.optimizer.step()
                 attempt.report(samples=len(indices))
-            if attempt.committed:
+            if attempt.is_committed:
                 write_down(folder, number, step=attempt.step, indices=indices, world=world)
             if is_last(folder, loop.step):
                 break
@@ -95,13 +95,13 @@ def train(folder: Path, number: int, pause: float = 0.0, saves: bool = True) -> 
 
 
 def train_in_parallel(folder: Path, number: int, pause: float = 0.0) -> None:
-    """By DistributedDataParallel, without a manager."""
+    """Train with DistributedDataParallel, without a manager."""
     elasticlib.init_process_group("gloo")
     job = Job(logical=False)
     loop = elasticlib.steps(job.batches, job.state, epochs=EPOCHS)
     for attempt in loop:
         with attempt as indices:
-            if attempt.new_group:
+            if attempt.is_new_group:
                 parallel = DistributedDataParallel(job.model)
             world = dist.get_world_size()
             job.optimizer.zero_grad()
@@ -110,7 +110,7 @@ def train_in_parallel(folder: Path, number: int, pause: float = 0.0) -> None:
             (weight * mse_loss(out, job.y[indices], reduction="sum")).backward()
             job.optimizer.step()
             time.sleep(pause)
-        if attempt.committed:
+        if attempt.is_committed:
             write_down(folder, number, step=attempt.step, indices=indices, world=world)
         if is_last(folder, loop.step):
             break
@@ -119,7 +119,7 @@ def train_in_parallel(folder: Path, number: int, pause: float = 0.0) -> None:
 
 @contextlib.contextmanager
 def write_error(folder: Path, number: int) -> Iterator[None]:
-    """End the process after it has written down that no state can be restored."""
+    """Record the error and exit if no state can be restored."""
     try:
         yield
     except CheckpointError as error:
@@ -130,9 +130,9 @@ def write_error(folder: Path, number: int) -> Iterator[None]:
 def train_with_a_late_error(
     folder: Path, number: int, pause: float = 0.0, saves: bool = True, held: int = 0
 ) -> None:
-    """The loss is added up behind the optimizer's step, where a lost peer is seen too late.
+    """Train with a collective after the optimizer step, where a lost peer is noticed too late.
 
-    In step `held`, workers wait behind the optimizer's step until the file `released` exists.
+    In step `held`, workers wait after the optimizer step until the file `released` exists.
     """
     elasticlib.init_process_group("gloo")
     job = Job(logical=False)
@@ -153,7 +153,7 @@ def train_with_a_late_error(
                 if attempt.step == held:
                     wait_until("released", (folder / "released").exists)
                 dist.all_reduce(loss.detach())
-            if attempt.committed:
+            if attempt.is_committed:
                 world = dist.get_world_size()
                 write_down(folder, number, step=attempt.step, indices=indices, world=world)
     weights = [value for one in job.model.parameters() for value in one.flatten().tolist()]
@@ -161,7 +161,7 @@ def train_with_a_late_error(
 
 
 def train_sharded(folder: Path, number: int, pause: float = 0.0) -> None:
-    """By FSDP2: the state is made anew in each group, and restored from the parts in memory."""
+    """Train with FSDP2: each group creates the state and restores it from parts in memory."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -185,7 +185,7 @@ def train_sharded(folder: Path, number: int, pause: float = 0.0) -> None:
                 (weight * mse_loss(out, job.y[indices], reduction="sum")).backward()
                 optimizer.step()
                 time.sleep(pause)
-            if attempt.committed:
+            if attempt.is_committed:
                 world = dist.get_world_size()
                 write_down(folder, number, step=attempt.step, indices=indices, world=world)
             if is_last(folder, loop.step):

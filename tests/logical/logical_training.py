@@ -1,9 +1,9 @@
-"""A small model that ranks train with logical workers, from where a checkpoint is, if any.
+"""Training of a small model with logical workers, resumed from a checkpoint if there is one.
 
-A segment of a training is a dict with `until`, the step at which it ends, and perhaps `killed` (the
-step in which rank 0 is killed), `members` (of the world, those who train, as a group), or `astray`
-(what the last rank has otherwise than the others, or all of them wrong). What was trained is
-carried from segment to segment by a checkpoint alone.
+A segment of the training is a dict with these keys: `until`, its last step; and optionally `killed`
+(the step in which rank 0 is killed), `members` (the ranks that train, as a group), and `fault` (how
+the last rank, or all of them, differ from what is required). Only a checkpoint carries the state
+from one segment to the next.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ COUNT, BATCH, SAMPLES = 5, 13, 60
 
 
 class Model(nn.Module):
-    """Dropout, two dtypes, and weights that some logical workers, or all, have no gradient for."""
+    """A model with dropout, two dtypes, and parameters without gradients on some or all workers."""
 
     def __init__(self):
         super().__init__()
@@ -68,29 +68,32 @@ def digest(state):
 
 
 def train(folder, segment):
-    """The digest of each step's weights and at last of the optimizer; nothing on other ranks."""
-    until, killed, astray = segment["until"], segment.get("killed", -1), segment.get("astray")
+    """Return the digests of the weights after each step, and at the end of the optimizer.
+
+    A rank that is not a member returns an empty list.
+    """
+    until, killed, fault = segment["until"], segment.get("killed", -1), segment.get("fault")
     group = dist.new_group(segment["members"]) if "members" in segment else None
     # A rank that is not in the group leaves at once, while others may still be connecting to it.
     dist.barrier()
     if dist.get_rank(group) < 0:
         return []
     last = dist.get_rank(group) == dist.get_world_size(group) - 1
-    torch.manual_seed(1 + (astray == "weights" and last))
-    torch.set_num_threads(1 + (astray == "threads" and last))
+    torch.manual_seed(1 + (fault == "weights" and last))
+    torch.set_num_threads(1 + (fault == "threads" and last))
     data, targets = torch.randn(SAMPLES, 7), torch.randn(SAMPLES)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     # Buckets of a few numbers, so that there are many, and a short last one.
-    wrapped = DistributedDataParallel(model) if astray == "parallel" else model
+    wrapped = DistributedDataParallel(model) if fault == "parallel" else model
     logical = LogicalWorkers(wrapped, COUNT, seed=3, group=group, bucket_bytes=400)
-    path, step, told = folder / "state.pt", 0, []
+    path, step, digests = folder / "state.pt", 0, []
     if path.exists():
         state = load_checkpoint(path)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         logical.load_state_dict(state["logical"])
-        step, told = state["step"], state["told"]
+        step, digests = state["step"], state["digests"]
     while step < until:
         compute(logical, step, killed, (data, targets))
         logical.reduce()
@@ -99,16 +102,16 @@ def train(folder, segment):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         step += 1
-        told = [*told, digest(model.state_dict())]
+        digests = [*digests, digest(model.state_dict())]
         if dist.get_rank(group) == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"logical": logical.state_dict(), "step": step, "told": told}
+            state |= {"logical": logical.state_dict(), "step": step, "digests": digests}
             save_checkpoint(path, state)
-    return [*told, digest(optimizer.state_dict())]
+    return [*digests, digest(optimizer.state_dict())]
 
 
 def compute(logical, step, killed, dataset):
-    """This rank's part of a step's gradients."""
+    """Compute the gradients of this rank's logical workers."""
     data, targets = dataset
     start = step * BATCH % SAMPLES
     batch = min(BATCH, SAMPLES - start)  # 8 at the end of the epoch, then 13 again
@@ -116,20 +119,20 @@ def compute(logical, step, killed, dataset):
     own = []
     for worker in logical.step(step):
         own += worker.samples(batch)
-        mine = [start + at for at in worker.samples(batch)]
-        if not mine:
+        local = [start + at for at in worker.samples(batch)]
+        if not local:
             continue
-        noise = 0.1 * torch.randn(len(mine), 7, generator=worker.generator)
-        out = logical.model(data[mine] + noise, rare=step > 0 and worker.index in (1, 2))
-        loss = ((out - targets[mine]) ** 2).sum() / batch
+        noise = 0.1 * torch.randn(len(local), 7, generator=worker.generator)
+        out = logical.model(data[local] + noise, rare=step > 0 and worker.index in (1, 2))
+        loss = ((out - targets[local]) ** 2).sum() / batch
         loss.backward()
         if step == killed and dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     assert own == list(logical.samples(batch))
 
 
-def train_or_be_refused(folder, segment):
-    """What `train` gives, or with what it is refused."""
+def train_or_return_error(folder, segment):
+    """Return the result of `train`, or the message of its error."""
     try:
         return train(folder, segment)
     except (NotReproducible, ConfigError) as error:

@@ -1,6 +1,6 @@
-"""The same weights at any world size: trained by real ranks over gloo, through kills and resizes.
+"""The same weights at any world size: training by real ranks over gloo, with kills and resizes.
 
-What one process can show (semantics and refusals) is shown in this one, without a process group.
+Semantics and errors are tested in this process, without a process group.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import signal
 
 import pytest
 import torch
-from logical_training import train_or_be_refused
+from logical_training import train_or_return_error
 from torch import nn
 
 from elasticlib import LogicalWorkers
 from elasticlib.errors import ConfigError, NotReproducible, StateMismatch
-from elasticlib.logical.shares import seed_of
+from elasticlib.logical.logical_workers import derive_seed
 
 LAST = 5
 WORLDS = [3, 5, 1, 4, 2]
@@ -38,38 +38,38 @@ JOBS = {
     ],
     "a group in a larger world": [{"world": 3, "until": LAST, "members": [1, 2]}],
 }
-ASTRAY = {
+FAULTY = {
     "weights": r"ranks 0 and 2 .*weights is \w+ and \w+ .*load the same checkpoint",
     "threads": r"ranks 0 and 2 .*threads is 1 and 2 .*torch.set_num_threads\(1\)",
     "parallel": ".*DistributedDataParallel",
 }
-"""What is wrong with the ranks, and what each of them says."""
+"""What differs between the ranks, and the message that all of them raise."""
 
-WRONG = {what: [{"world": 3, "until": 1, "astray": what}] for what in ASTRAY}
+FAULTY_JOBS = {fault: [{"world": 3, "until": 1, "fault": fault}] for fault in FAULTY}
 
-# Of the training, which belongs to whichever test comes first.
+# The first test runs all of the training.
 pytestmark = pytest.mark.timeout(300)
 
 
 def train_in_turn(ranks, folder, segments):
-    """What all ranks say in the last of these segments."""
+    """Run the segments one after another, and return what all ranks returned in the last."""
     folder.mkdir()
     for segment in segments:
-        ends = ranks.ends(train_or_be_refused, segment["world"], folder, segment)
+        ends = ranks.ends(train_or_return_error, segment["world"], folder, segment)
         if "killed" in segment:
             assert ends[0].status == -signal.SIGKILL, ends
         else:
             assert not any(end.error for end in ends), ends
-    told = [ends[rank].value for rank in segment.get("members", range(segment["world"]))]
-    assert all(one == told[0] for one in told), told
-    return told[0]
+    results = [ends[rank].value for rank in segment.get("members", range(segment["world"]))]
+    assert all(result == results[0] for result in results), results
+    return results[0]
 
 
 @pytest.fixture(scope="module")
 def trained(ranks, tmp_path_factory):
-    """Of each job the digests of the weights after each step, and of the optimizer at last."""
+    """Return, for each job, the digests of the weights after each step, and of the optimizer."""
     folder = tmp_path_factory.mktemp("trained")
-    jobs = (JOBS | WRONG).items()
+    jobs = (JOBS | FAULTY_JOBS).items()
     return {name: train_in_turn(ranks, folder / name, segments) for name, segments in jobs}
 
 
@@ -79,13 +79,13 @@ def test_each_steps_weights_are_bitwise_equal_to_those_of_one_process(trained, n
     assert len(set(trained[name])) == LAST + 1
 
 
-@pytest.mark.parametrize(("what", "sentence"), ASTRAY.items())
-def test_ranks_that_begin_otherwise_are_refused_all_with_one_sentence(trained, what, sentence):
-    (said,) = trained[what]
-    assert re.match(sentence, said), said
+@pytest.mark.parametrize(("fault", "pattern"), FAULTY.items())
+def test_ranks_that_start_differently_are_rejected_with_one_message(trained, fault, pattern):
+    (message,) = trained[fault]
+    assert re.match(pattern, message), message
 
 
-# What one process can show
+# -- In one process --------------------------------------------------------------------------------
 
 
 def loss_of(model, x):
@@ -99,7 +99,7 @@ def run_step(logical, x, step=0):
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_the_gradient_is_the_global_batchs_but_for_rounding(count):
+def test_the_gradient_is_that_of_the_global_batch_except_for_rounding(count):
     model, x = (
         nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double(),
         torch.rand(11, 4),
@@ -113,7 +113,7 @@ def test_the_gradient_is_the_global_batchs_but_for_rounding(count):
         torch.testing.assert_close(parameter.grad, grad)
 
 
-def test_a_sum_has_the_bits_of_the_tree_and_not_of_adding_one_by_one():
+def test_gradients_are_added_along_the_tree_and_not_one_by_one():
     model = nn.Linear(1, 1, bias=False)
     logical = LogicalWorkers(model, 5)
     terms = [1e8, 1.0, -1e8, 1.0, 0.5]
@@ -125,8 +125,8 @@ def test_a_sum_has_the_bits_of_the_tree_and_not_of_adding_one_by_one():
     assert model.weight.grad.item() != ((((a + b) + c) + d) + e).item()
 
 
-def test_zeros_of_either_sign_add_up_alike_however_a_worker_has_no_gradient():
-    """No gradient counts as 0.0, in whichever way a sum comes about: copied, or added."""
+def test_a_missing_gradient_counts_as_positive_zero():
+    """It does so whether a sum starts with it, adds it, or copies it."""
     signs = {}
     for absent in (0, 1, 2):
         model = nn.Linear(1, 1, bias=False)
@@ -139,7 +139,7 @@ def test_zeros_of_either_sign_add_up_alike_however_a_worker_has_no_gradient():
     assert signs == {0: False, 1: False, 2: False}
 
 
-def test_several_backwards_of_one_worker_add_up_and_grads_from_before_do_not_count():
+def test_several_backward_calls_add_up_and_earlier_gradients_do_not_count():
     model = nn.Linear(1, 1, bias=False)
     logical = LogicalWorkers(model, 2)
     for step in range(3):
@@ -150,7 +150,7 @@ def test_several_backwards_of_one_worker_add_up_and_grads_from_before_do_not_cou
         assert model.weight.grad.item() == 4.0
 
 
-def test_what_no_logical_worker_used_has_no_gradient_and_is_not_decayed():
+def test_an_unused_parameter_has_no_gradient_and_no_weight_decay():
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
     before = model["unused"].weight.clone()
@@ -163,7 +163,7 @@ def test_what_no_logical_worker_used_has_no_gradient_and_is_not_decayed():
     assert torch.equal(model["unused"].weight, before)
 
 
-def test_parameters_may_be_frozen_and_thawed_between_steps():
+def test_parameters_can_be_frozen_and_unfrozen_between_steps():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(4, 3)
     logical = LogicalWorkers(model, 3)
     run_step(logical, x)
@@ -175,7 +175,7 @@ def test_parameters_may_be_frozen_and_thawed_between_steps():
     assert model[0].weight.grad is not None
 
 
-def test_a_parameter_frozen_in_training_stays_as_it_is_also_through_a_resume():
+def test_a_parameter_that_is_frozen_in_training_stays_unchanged_after_a_resume():
     def train(model, optimizer, steps):
         logical = LogicalWorkers(model, 3)
         for step in steps:
@@ -197,7 +197,7 @@ def test_a_parameter_frozen_in_training_stays_as_it_is_also_through_a_resume():
     assert all(torch.equal(weights[1], later) for later in weights[2:])
 
 
-def test_random_numbers_follow_from_seed_step_and_worker_alone():
+def test_random_numbers_depend_only_on_seed_step_and_worker():
     model = nn.Linear(1, 1)
 
     def drawn(logical, step):
@@ -216,7 +216,7 @@ def test_random_numbers_follow_from_seed_step_and_worker_alone():
     assert len(set(everything)) == len(everything)
 
 
-def test_a_step_left_in_the_middle_may_be_begun_again():
+def test_an_interrupted_step_can_be_started_again():
     model, x = nn.Linear(3, 3), torch.ones(8, 3)
     logical, undisturbed = LogicalWorkers(model, 8), LogicalWorkers(model, 8)
     run_step(undisturbed, x)
@@ -233,7 +233,7 @@ def test_a_step_left_in_the_middle_may_be_begun_again():
         logical.reduce()
 
 
-def test_a_step_that_was_not_reduced_is_not_forgotten():
+def test_a_step_that_was_not_reduced_is_an_error():
     logical = LogicalWorkers(nn.Linear(3, 3), 2)
     for _ in logical.step(4):
         pass
@@ -241,18 +241,17 @@ def test_a_step_that_was_not_reduced_is_not_forgotten():
         next(logical.step(5))
 
 
-def test_gradients_are_put_into_the_same_memory_at_each_step():
+def test_gradients_reuse_the_same_memory_at_each_step():
     model, x = nn.Linear(3, 3), torch.ones(8, 3)
     logical = LogicalWorkers(model, 8)
-    places = []
+    addresses = []
     for step in range(12):
         run_step(logical, x, step)
-        places.append(model.weight.grad.data_ptr())
-    # Three buffers, used in turn.
-    assert len(set(places)) <= 3
+        addresses.append(model.weight.grad.data_ptr())
+    assert len(set(addresses)) <= 3  # three buffers are used in turn
 
 
-# What would break the promise is refused
+# -- Unsupported models and settings ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -262,7 +261,7 @@ def test_gradients_are_put_into_the_same_memory_at_each_step():
         (nn.BatchNorm1d(3, momentum=None), "1.(running_mean|running_var|num_batches_tracked)"),
     ],
 )
-def test_a_buffer_that_depends_on_the_batch_is_refused(module, name):
+def test_running_statistics_of_batch_norm_are_rejected(module, name):
     model = nn.Sequential(nn.Linear(3, 3), module)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(NotReproducible, match=f"worker 0 changed the buffer {name}"):
@@ -287,7 +286,7 @@ def test_a_buffer_that_depends_on_the_batch_is_refused(module, name):
         ),
     ],
 )
-def test_so_are_others_than_those_of_batch_norm(model, name):
+def test_other_running_statistics_are_rejected(model, name):
     with pytest.raises(NotReproducible, match=f"changed the buffer {name}"):
         run_step(LogicalWorkers(model, 2), torch.rand(8, 3))
 
@@ -305,7 +304,7 @@ class WithBuffers(nn.Module):
         return self.function(self.linear(x), self)
 
 
-def normalise(x, module, training):
+def normalize(x, module, training):
     return nn.functional.batch_norm(x, module.mean, module.var, training=training)
 
 
@@ -329,7 +328,7 @@ def replace_data_by_another_dtype(x, module):
     return x
 
 
-def remove_it(x, module):
+def remove_buffer(x, module):
     module.register_buffer("mean", None)
     return x
 
@@ -337,15 +336,15 @@ def remove_it(x, module):
 @pytest.mark.parametrize(
     "forward",
     [
-        functools.partial(normalise, training=True),
+        functools.partial(normalize, training=True),
         write_through_data,
         change_only_the_sign_of_zero,
         replace_by_another_tensor,
         replace_data_by_another_dtype,
-        remove_it,
+        remove_buffer,
     ],
 )
-def test_a_buffer_is_refused_however_the_forward_pass_changes_it(forward):
+def test_every_way_to_change_a_buffer_is_detected(forward):
     model = WithBuffers(forward)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(NotReproducible, match="worker 0 changed the buffer mean of a WithBuffers"):
@@ -354,8 +353,8 @@ def test_a_buffer_is_refused_however_the_forward_pass_changes_it(forward):
 
 
 @pytest.mark.parametrize("mean", [0.0, math.nan])
-def test_buffers_that_are_only_read_are_accepted_whatever_they_hold(mean):
-    model = WithBuffers(functools.partial(normalise, training=False), mean)
+def test_buffers_that_are_only_read_are_accepted(mean):
+    model = WithBuffers(functools.partial(normalize, training=False), mean)
     run_step(LogicalWorkers(model, 2), torch.rand(8, 3))
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -370,13 +369,13 @@ def test_buffers_that_are_only_read_are_accepted_whatever_they_hold(mean):
     ],
     ids=str,
 )
-def test_normalisation_that_keeps_nothing_from_batch_to_batch_is_trained(module):
+def test_normalization_without_running_statistics_is_supported(module):
     model = nn.Sequential(nn.Linear(3, 3), module)
     run_step(LogicalWorkers(model, 2), torch.rand(8, 3))
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_sparse_gradient_is_refused_by_name():
+def test_a_sparse_gradient_is_rejected_by_name():
     model = nn.Embedding(5, 2, sparse=True)
     turns = LogicalWorkers(model, 2).step(0)
     next(turns)
@@ -385,12 +384,12 @@ def test_a_sparse_gradient_is_refused_by_name():
         next(turns)
 
 
-def test_a_lazy_parameter_is_refused_by_name():
+def test_a_lazy_parameter_is_rejected_by_name():
     with pytest.raises(ConfigError, match="parameter weight is a UninitializedParameter"):
         next(LogicalWorkers(nn.LazyLinear(3), 2).step(0))
 
 
-def test_counts_that_cannot_be_are_refused():
+def test_invalid_counts_are_rejected():
     for settings in ({"count": 0}, {"count": 2, "bucket_bytes": 0}):
         with pytest.raises(ConfigError, match="count and bucket_bytes"):
             LogicalWorkers(nn.Linear(1, 1), **settings)
@@ -398,9 +397,9 @@ def test_counts_that_cannot_be_are_refused():
         next(LogicalWorkers(nn.Linear(1, 1), 2).step(-1))
 
 
-def test_a_step_that_is_a_tensor_seeds_as_its_number_and_what_is_no_integer_is_refused():
+def test_integers_of_any_type_are_accepted_and_other_numbers_are_rejected():
     logical = LogicalWorkers(nn.Linear(1, 1), torch.tensor(2), seed=torch.tensor(1))
-    assert next(logical.step(torch.tensor(3))).seed == seed_of(1, 3, 0, "model")
+    assert next(logical.step(torch.tensor(3))).seed == derive_seed(1, 3, 0, "model")
     LogicalWorkers(nn.Linear(1, 1), 2, seed=1).load_state_dict(logical.state_dict())
     for settings in ({"count": 2.0}, {"count": 2, "seed": 0.0}):
         with pytest.raises(ConfigError, match="integer"):
@@ -409,7 +408,7 @@ def test_a_step_that_is_a_tensor_seeds_as_its_number_and_what_is_no_integer_is_r
         next(logical.step(4.0))
 
 
-def test_a_state_of_other_settings_or_another_machine_is_refused():
+def test_a_state_of_other_settings_or_another_environment_is_rejected():
     model = nn.Linear(1, 1)
     logical = LogicalWorkers(model, 4, seed=1)
     state = logical.state_dict()
@@ -417,9 +416,25 @@ def test_a_state_of_other_settings_or_another_machine_is_refused():
     with pytest.raises(StateMismatch, match="count is 8 and 4"):
         LogicalWorkers(model, 8, seed=1).load_state_dict(state)
     with pytest.raises(StateMismatch, match="seed is 2 and 1"):
-        LogicalWorkers(model, 4, seed=2).load_state_dict(state, accept_other_conditions=True)
+        LogicalWorkers(model, 4, seed=2).load_state_dict(state, allow_other_environment=True)
     threads = torch.get_num_threads()
-    state["conditions"]["threads"] = threads + 1
+    state["environment"]["threads"] = threads + 1
     with pytest.raises(StateMismatch, match=rf"threads is {threads} and .*set_num_threads"):
         logical.load_state_dict(state)
-    logical.load_state_dict(state, accept_other_conditions=True)
+    logical.load_state_dict(state, allow_other_environment=True)
+
+
+def test_seeds_differ_for_each_step_worker_and_purpose():
+    seeds = {
+        derive_seed(seed, step, worker, purpose)
+        for seed in (0, 1, -1, 10**30)
+        for step in range(20)
+        for worker in range(20)
+        for purpose in ("model", "data", "update")
+    }
+    assert len(seeds) == 4 * 20 * 20 * 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    # A resumed job must draw the same random numbers, so the value must never change.
+    assert derive_seed(0, 0, 0, "model") == 1133652586245721400
+    with pytest.raises(ConfigError, match=r"step.*got -1"):
+        derive_seed(0, -1, 0, "model")

@@ -1,10 +1,10 @@
-"""A training of logical workers in the form of `elasticlib.steps`, which takes its time over steps.
+"""A training with logical workers and `elasticlib.steps`, whose speed a test controls.
 
-`in_place_training.py FOLDER EPOCHS SAMPLES BATCH`. Before it takes part in a step, a worker writes
-to FOLDER/trace.* which samples it uses, as `traces.survey` reads it; once the step is committed, a
-line to FOLDER/committed.NODE.LOCAL_RANK.PID. While FOLDER/pace is there, each step takes so many
-seconds longer, at another place in each, and far longer in the second half of the run, so that
-it does not come to its end; FOLDER/raise makes rank 0 raise an error of its own.
+Usage: in_place_training.py FOLDER EPOCHS SAMPLES BATCH. Before a worker takes part in a step, it
+appends its samples to FOLDER/trace.*, which `traces.survey` reads. When the step is committed, it
+appends a line to FOLDER/committed.NODE.LOCAL_RANK.PID. While FOLDER/pace exists, each step sleeps
+for as many seconds, at a line that changes from step to step, and longer in the second half of the
+run, so that the run does not finish. While FOLDER/raise exists, rank 0 raises an error.
 """
 
 import json
@@ -21,7 +21,7 @@ from elasticlib.examples.train_text import sha256_of, write_down
 
 folder = Path(sys.argv[1])
 EPOCHS, SAMPLES, BATCH = map(int, sys.argv[2:])
-LOGICAL = 6  # the most workers that there may be
+LOGICAL = 6  # the largest world size
 torch.set_num_threads(1)
 elasticlib.init_process_group("gloo")
 torch.manual_seed(0)
@@ -31,7 +31,7 @@ model = torch.nn.Sequential(*layers)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
 logical = elasticlib.LogicalWorkers(model, LOGICAL)
-# Logical workers find their samples in the whole batch, of which each rank has its own.
+# Each rank takes the samples of its logical workers from the whole batch.
 sampler = elasticlib.ElasticDistributedSampler(inputs, 1, 0, tail="exact")
 batches = elasticlib.ElasticBatchSampler(sampler, BATCH)
 state = {"model": model, "optimizer": optimizer, "rates": rates}
@@ -39,7 +39,7 @@ state |= {"sampler": sampler, "logical": logical}
 
 
 def pause(at: int, step: int) -> None:
-    """The step's, if it comes at this place in it."""
+    """Sleep at this line of the step, if it is the one that is due."""
     pace = folder / "pace"
     if at == step % 4 and pace.exists():
         done = step * BATCH / (EPOCHS * SAMPLES)
@@ -47,7 +47,7 @@ def pause(at: int, step: int) -> None:
 
 
 def train(step: int, indices: list[int]) -> torch.Tensor:
-    whole, share = batches.samples, torch.zeros(())
+    whole, share = batches.next_batch_size, torch.zeros(())
     first = logical.samples(whole).start
     for worker in logical.step(step):
         places = worker.samples(whole)
@@ -68,12 +68,12 @@ own = folder / f"committed.{os.environ.get('NODE')}.{os.environ['LOCAL_RANK']}.{
 committed = own.open("a", buffering=1)
 with elasticlib.CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
     attempts = elasticlib.steps(
-        batches, state, manager=manager, epochs=EPOCHS, logical=logical, save_every=25
+        batches, state, manager=manager, epochs=EPOCHS, logical_workers=logical, save_every=25
     )
     for attempt in attempts:
         with attempt as indices:
             step, world = attempt.step, dist.get_world_size()
-            if attempt.new_group:
+            if attempt.is_new_group:
                 write_down(f"{folder}/trace", resumed=step - 1, at=time.time())
             used = {"epoch": attempt.epoch, "indices": indices, "world_size": world}
             write_down(f"{folder}/trace", step=step, **used)
@@ -82,11 +82,11 @@ with elasticlib.CheckpointManager(folder / "checkpoints", keep_last=2) as manage
                 raise ValueError("an error of the script's own")
             attempt.report(loss=float(train(step, indices)), samples=len(indices))
             pause(3, step)
-        if attempt.committed:
+        if attempt.is_committed:
             generation = int(os.environ["ELASTICLIB_GENERATION"])
             print(json.dumps([step, generation, world]), file=committed)
-if attempts.stopped:
-    print(f"stopped: {attempts.stopped.reason}", flush=True)
+if attempts.stop_request:
+    print(f"stopped: {attempts.stop_request.reason}", flush=True)
 elif dist.get_rank() == 0:
     print(f"done: steps {attempts.step} weights sha256 {sha256_of(model)}", flush=True)
 dist.destroy_process_group()

@@ -312,7 +312,7 @@ def test_a_module_runs_as_under_python_m(
     assert warm.run(Module("no_such_module")) == missing
 
 
-LATER = {"elasticlib.checkpoint.manager", "elasticlib.in_place.steps", "torch._dynamo"}
+LATER = {"elasticlib.checkpoint.manager", "elasticlib.in_place.step_loop", "torch._dynamo"}
 
 
 def twice(number: int) -> tuple[int, str, bool]:

@@ -26,11 +26,11 @@ with CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
     often = {"snapshot_every": SAVE_EVERY, "save_every": SELDOM}
     for attempt in elasticlib.steps(batches, state, manager=manager, **often):
         with attempt:
-            if attempt.new_group:
+            if attempt.is_new_group:
                 parallel = torch.nn.parallel.DistributedDataParallel(model)
             parts = range(dist.get_rank(), 2, dist.get_world_size())
             optimizer.zero_grad()
             loss_of(parallel, attempt.step, *parts).backward()
             optimizer.step()
-        if attempt.committed:
+        if attempt.is_committed:
             progress.done(attempt.step, len(parts))

@@ -1,4 +1,4 @@
-"""A step is cut at each operation that it does: it is undone to the bit, or known not to be."""
+"""Steps that are interrupted at each of their operations: rolled back bit for bit, or reported."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elasticlib.checkpoint.state_tree import to_plain_values
-from elasticlib.in_place.undo import Undo
+from elasticlib.in_place.rollback import StateRollback
 
 
-class Cut(Exception):
-    """A peer was lost."""
+class Interruption(Exception):
+    """Stands for the loss of a peer."""
 
 
-class CutAt(TorchDispatchMode):
-    """Ends what runs in it right before one of its operations, or counts them."""
+class InterruptAt(TorchDispatchMode):
+    """Raises Interruption before the operation number `at`, and counts operations."""
 
     def __init__(self, at: int | None = None) -> None:
         super().__init__()
@@ -30,13 +30,13 @@ class CutAt(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if self.count == self._at:
-            raise Cut(function)
+            raise Interruption(function)
         self.count += 1
         return function(*args, **(kwargs or {}))
 
 
-class OldFashioned(torch.optim.SGD):
-    """Writes behind autograd's back, as optimizers used to."""
+class WritesThroughData(torch.optim.SGD):
+    """Writes parameters through `.data`, which does not raise `Tensor._version`."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
@@ -46,7 +46,7 @@ class OldFashioned(torch.optim.SGD):
 
 
 class Training:
-    """With all that a step may change."""
+    """A model, an optimizer and every kind of value that a step may change."""
 
     def __init__(self, kind: str, steps: int = 0) -> None:
         torch.manual_seed(1)
@@ -57,7 +57,7 @@ class Training:
         self.optimizer: torch.optim.Optimizer = {
             "adam": lambda: torch.optim.AdamW(parameters, foreach=False),
             "foreach": lambda: torch.optim.AdamW(parameters, foreach=True),
-            "data": lambda: OldFashioned(parameters, lr=0.1),
+            "data": lambda: WritesThroughData(parameters, lr=0.1),
         }[kind]()
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
         self.average = torch.zeros(())
@@ -98,44 +98,44 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "before"), [("adam", 0), ("foreach", 2), ("data", 0)])
-def test_a_step_cut_anywhere_is_undone_or_said_not_to_be(kind: str, before: int) -> None:
+def test_a_step_interrupted_anywhere_is_rolled_back_or_reported(kind: str, before: int) -> None:
     expected = Training(kind, before)
     began = expected.now()
-    with CutAt() as counted:
+    with InterruptAt() as counted:
         expected.step()
     after = expected.now()
     for at in range(counted.count):
         training = Training(kind, before)
-        undo = Undo(training.state)
-        with undo.watching():
-            undo.begin()
-            with pytest.raises(Cut), CutAt(at):
+        rollback = StateRollback(training.state)
+        with rollback.watch_optimizers():
+            rollback.begin()
+            with pytest.raises(Interruption), InterruptAt(at):
                 training.step()
-            undone = undo.back()
-        if undone:
-            assert same(training.now(), began), f"cut before operation {at}"
+            was_rolled_back = rollback.roll_back()
+        if was_rolled_back:
+            assert same(training.now(), began), f"interrupted before operation {at}"
             assert all(one.grad is None for one in training.model.parameters())
             training.step()
-            assert same(training.now(), after), f"cut before operation {at}"
+            assert same(training.now(), after), f"interrupted before operation {at}"
         else:
             assert training.optimizer.state or kind == "data"
 
 
-def test_only_a_step_whose_optimizer_had_begun_cannot_be_undone() -> None:
+def test_a_step_whose_optimizer_has_started_cannot_be_rolled_back() -> None:
     training = Training("adam")
-    undo = Undo(training.state)
-    with undo.watching():
-        undo.begin()
+    rollback = StateRollback(training.state)
+    with rollback.watch_optimizers():
+        rollback.begin()
         training.model(torch.randn(5, 3)).sum().backward()
-        assert undo.back()
-        undo.begin()
+        assert rollback.roll_back()
+        rollback.begin()
         training.model(torch.randn(5, 3)).sum().backward()
         training.optimizer.step()
-        assert not undo.back()
-    undo.begin()
+        assert not rollback.roll_back()
+    rollback.begin()
     with torch.no_grad():
         next(training.model.parameters()).add_(1)
-    assert not undo.back()
+    assert not rollback.roll_back()
 
 
 class FunctionalNorm(nn.Module):
@@ -153,7 +153,7 @@ class FunctionalNorm(nn.Module):
 
 
 class WritesData(nn.Module):
-    """Counts its calls through `.data`, which does not raise `Tensor._version` either."""
+    """Counts its calls through `.data`, which does not raise `Tensor._version`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,32 +168,32 @@ class WritesData(nn.Module):
 @pytest.mark.parametrize("layer", [FunctionalNorm(3), WritesData(), nn.BatchNorm1d(3)], ids=str)
 def test_buffers_return_to_their_values_before_the_last_step(layer: nn.Module) -> None:
     model = nn.Sequential(layer, nn.Linear(3, 1))
-    undo = Undo({"model": model})
+    rollback = StateRollback({"model": model})
     for _ in range(3):
-        undo.begin()
+        rollback.begin()
         before = copy.deepcopy(model.state_dict())
         model(torch.randn(5, 3) + 1)
-    assert undo.back()
+    assert rollback.roll_back()
     assert same(model.state_dict(), before)
 
 
-def test_what_does_not_stand_at_the_top_is_undone_too() -> None:
+def test_objects_below_the_top_level_of_the_state_are_rolled_back() -> None:
     training = Training("adam", 1)
-    undo = Undo({"all": training.state})
-    undo.begin()
+    rollback = StateRollback({"all": training.state})
+    rollback.begin()
     began = training.now()
     training.model(torch.randn(5, 3)).sum().backward()
     training.optimizer.step()
-    assert undo.back()
+    assert rollback.roll_back()
     assert same(training.now()[0], began[0])
     assert all(one.grad is None for one in training.model.parameters())
 
 
 def test_a_scaler_may_unscale_again() -> None:
     training, scaler = Training("adam", 1), torch.amp.GradScaler("cpu")
-    undo = Undo({**training.state, "scaler": scaler})
+    rollback = StateRollback({**training.state, "scaler": scaler})
     for _ in range(2):
-        undo.begin()
+        rollback.begin()
         scaler.scale(training.model(torch.randn(5, 3)).sum()).backward()
         scaler.unscale_(training.optimizer)
-        assert undo.back()
+        assert rollback.roll_back()

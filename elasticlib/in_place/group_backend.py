@@ -1,0 +1,283 @@
+"""Interface to a process group whose members can be replaced, and its implementation with torch.
+
+The rest of the package uses only the three operations of `GroupBackend`. A backend that replaces
+members in another way (torchft, or NCCL's own abort and initialization) is another subclass in this
+file and another entry of `BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from ..clock import duration, monotonic
+
+# Nothing interrupts torch while it connects a group, not even the loss of a member. So the limit is
+# shorter than the time within which the agent expects workers to leave their group.
+CONNECT_TIMEOUT_S = 5.0
+
+# When a generation ends, its members leave the group one by one, and the rest wait for one another.
+# Sockets are shut down once no bytes pass through them, or after this long.
+DRAIN_TIMEOUT_S = 0.1
+
+MAX_GROUPS_PER_GENERATION = 1 << 16  # more than a script creates with new_group
+
+# Offset of bytes_acked in Linux's struct tcp_info, which bytes_received follows; end of both.
+TCP_INFO_ACKED_OFFSET, TCP_INFO_BYTES = 120, 136
+
+_c10d: Any = dist  # has functions that are newer than the oldest supported torch
+Store: TypeAlias = Any  # torch.distributed.Store, which has no type annotations
+
+
+@attrs.frozen(eq=False)
+class GroupMembership:
+    """The members of a process group, from the point of view of this worker."""
+
+    generation: int
+    rank: int
+    world_size: int
+    uuid: int  # below 2**62; the same on all members, and different for each group of a job
+    store: Store  # can be reached by all members; its keys belong to this generation
+
+    def all_gather(self, name: str, text: str) -> list[str]:
+        """Exchange a text with all members through the store. Every member must call this.
+
+        Args:
+            name: identifies the call within the generation.
+            text: the value of this rank.
+
+        Returns:
+            The value of each rank, in rank order.
+        """
+        self.store.set(f"{name}/{self.rank}", text)
+        return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world_size)]
+
+
+class GroupBackend(abc.ABC):
+    """A default process group whose members can be replaced.
+
+    The constructor creates the default process group with this worker as its only member.
+
+    Args:
+        backend: name of torch's backend, such as "gloo" or "cpu:gloo,cuda:nccl2".
+        store: kept by torch for the lifetime of the process group. It always leads to the current
+            generation.
+        options: further arguments of `torch.distributed.init_process_group`.
+    """
+
+    @abc.abstractmethod
+    def __init__(self, backend: str, store: Store, options: Mapping[str, Any]) -> None: ...
+
+    @classmethod
+    @abc.abstractmethod
+    def is_supported(cls, backend: str | None) -> bool:
+        """Return True if the installed torch can replace the members of a group of `backend`."""
+
+    @abc.abstractmethod
+    def reconfigure(self, membership: GroupMembership) -> None:
+        """Replace the members of the group, and wait until they are connected.
+
+        Every member must call this. Afterwards `torch.distributed` uses the new rank and world
+        size, and new groups and device meshes can be created.
+
+        Raises:
+            RuntimeError: the members were not connected within CONNECT_TIMEOUT_S, or `abort` was
+                called.
+        """
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Make the pending and future collectives of the current group fail on this worker.
+
+        From the end of a generation until this worker joins the next one, a watcher thread calls
+        this method every few milliseconds. An implementation may use the first calls to let data in
+        flight arrive.
+        """
+
+
+class TorchReconfigurableBackend(GroupBackend):
+    """The group of gloo or nccl2, whose members torch 2.14 and newer can replace.
+
+    torch ends a gloo collective at once if a peer has died, but it cannot end one whose peer is
+    alive and busy with something else. `abort` therefore shuts down the sockets that the group has
+    opened. It first waits until no more bytes pass through them, because a peer can hang in gloo
+    if a closed connection cuts a message in two.
+    """
+
+    SUPPORTED = frozenset({"gloo", "nccl2"})
+
+    def __init__(self, backend: str, store: Store, options: Mapping[str, Any]) -> None:
+        own = {"store": store, "rank": 0, "world_size": 1, "enable_reconfigure": True}
+        dist.init_process_group(backend, **{**options, **own})
+        self._nccl: Any = None  # torch's NCCL backend object, if the group has one
+        if "nccl" in dist.get_backend_config():
+            group = _c10d.distributed_c10d._get_default_group()
+            self._nccl = group._get_backend(torch.device("cuda"))
+        self._lock = threading.Lock()  # guards the fields below
+        self._sockets = _GroupSockets()
+        self._abort_started: float | None = None  # time of the first `abort` of this group
+        self._transferred: dict[int, tuple[int, ...]] | None = None  # at the last `abort`
+        # The imports in this function take long; no other member waits for this one yet.
+        _clear_dtensor_caches()
+        # All processes have the same handle before their first reconfiguration.
+        self._connect(secrets.randbits(62), [_handle()])
+
+    @classmethod
+    def is_supported(cls, backend: str | None) -> bool:
+        names = {part.rpartition(":")[2] for part in (backend or "").split(",")}
+        return hasattr(dist, "_reconfigure") and names <= cls.SUPPORTED
+
+    def reconfigure(self, membership: GroupMembership) -> None:
+        handles = membership.all_gather("handle", _handle())
+        with self._lock:
+            self._sockets.start_recording()
+            self._abort_started = self._transferred = None
+        self._connect(membership.uuid, handles)
+        dist.barrier()  # gloo opens some connections only when they are first used
+        with self._lock:
+            self._sockets.stop_recording()
+        world = _c10d.distributed_c10d._world
+        # torch records the ranks of the default group once. Device meshes read them.
+        world.pg_group_ranks[dist.group.WORLD] = {
+            rank: rank for rank in range(membership.world_size)
+        }
+        # torch names new groups by this count, which differs between survivors and new members.
+        world.group_count = membership.generation * MAX_GROUPS_PER_GENERATION
+        _clear_dtensor_caches()
+
+    def abort(self) -> None:
+        with self._lock:
+            now, transferred = monotonic(), self._sockets.bytes_transferred()
+            if self._abort_started is None:
+                self._abort_started = now
+            is_idle = transferred == self._transferred
+            self._transferred = transferred
+            if is_idle or now - self._abort_started > DRAIN_TIMEOUT_S:
+                self._sockets.shut_down()
+                if self._nccl is not None:
+                    with contextlib.suppress(RuntimeError):
+                        self._nccl.abort()
+
+    def _connect(self, uuid: int, handles: Sequence[str]) -> None:
+        timeout = duration(CONNECT_TIMEOUT_S)
+        _c10d._reconfigure(uuid=uuid, handles=[*handles], timeout=timeout).wait()
+
+
+BACKENDS: tuple[type[GroupBackend], ...] = (TorchReconfigurableBackend,)
+
+
+def find_backend(backend: str | None) -> type[GroupBackend] | None:
+    """Return the first class that can replace the members of a group of `backend`, or None."""
+    return next((kind for kind in BACKENDS if kind.is_supported(backend)), None)
+
+
+def _handle() -> str:
+    return str(_c10d._get_reconfigure_handle())
+
+
+def _clear_dtensor_caches() -> None:
+    """Clear what DTensor has planned for an earlier rank and world size."""
+    if "torch.distributed.tensor" in sys.modules:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        debug._clear_sharding_prop_cache()
+        redistribute = importlib.import_module("torch.distributed.tensor._redistribute")
+        redistribute._gen_transform_infos.cache_clear()
+
+
+class _GroupSockets:
+    """The sockets that were opened while a group was connected, identified by their inodes.
+
+    Inodes of open sockets are unique, while a file descriptor can be reused for another file.
+    """
+
+    def __init__(self) -> None:
+        self._existing: frozenset[int] = frozenset()  # inodes before the group was connected
+        self._opened: frozenset[int] | None = frozenset()  # inodes; None while recording
+
+    def start_recording(self) -> None:
+        """Forget the sockets of the last group. Sockets that are opened now belong to this one."""
+        self._existing, self._opened = frozenset(_open_sockets()), None
+
+    def stop_recording(self) -> None:
+        """Sockets that are opened from now on do not belong to the group."""
+        self._opened = frozenset(_open_sockets()) - self._existing
+
+    def bytes_transferred(self) -> dict[int, tuple[int, ...]]:
+        """Return the acknowledged and the received bytes of each connection, by inode."""
+        return {
+            inode: _tcp_bytes(descriptor, inode)
+            for inode, descriptor in self._descriptors().items()
+        }
+
+    def shut_down(self) -> None:
+        """Shut down the connections of the group in both directions. Descriptors stay open."""
+        for inode, descriptor in self._descriptors().items():
+            with (
+                contextlib.suppress(OSError),
+                _duplicate_connection(descriptor, inode) as connection,
+            ):
+                if connection is not None:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _descriptors(self) -> dict[int, int]:
+        sockets = _open_sockets()
+        if self._opened is None:
+            inodes = sockets.keys() - self._existing
+        else:
+            inodes = sockets.keys() & self._opened
+        return {inode: sockets[inode] for inode in inodes}
+
+
+def _open_sockets() -> dict[int, int]:
+    """Map the inode of each socket of this process to its file descriptor."""
+    sockets = {}
+    for name in os.listdir("/proc/self/fd"):
+        inode = _socket_inode(int(name))
+        if inode is not None:
+            sockets[inode] = int(name)
+    return sockets
+
+
+def _socket_inode(descriptor: int) -> int | None:
+    try:
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return None
+    return int(target[8:-1]) if target.startswith("socket:[") else None
+
+
+@contextlib.contextmanager
+def _duplicate_connection(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
+    """Provide a duplicate of a connection, or None if it listens or its descriptor was reused."""
+    duplicate = os.dup(descriptor)
+    if _socket_inode(duplicate) != inode:
+        os.close(duplicate)
+        yield None
+        return
+    with socket.socket(fileno=duplicate) as connection:
+        is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        yield None if is_listening else connection
+
+
+def _tcp_bytes(descriptor: int, inode: int) -> tuple[int, ...]:
+    with (
+        contextlib.suppress(OSError, struct.error),
+        _duplicate_connection(descriptor, inode) as connection,
+    ):
+        if connection is not None:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+            return struct.unpack_from("=QQ", info, TCP_INFO_ACKED_OFFSET)
+    return ()
