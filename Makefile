@@ -16,7 +16,7 @@ STAMP_NEWEST := $(VENV_NEWEST)/installed
 NEWEST := tests/newest
 # What can differ there: what is saved and dealt with torch's own, its names and flags, and
 # one job that loses workers. NEWEST_TESTS=tests runs all.
-NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_agree.py \
+NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_restore_on_all_ranks.py \
 	tests/checkpoint/test_file.py tests/checkpoint/test_sharded_checkpoints.py \
 	tests/data/test_batch_sampler.py tests/data/test_sampler.py tests/data/test_stateful_loader.py \
 	tests/examples/test_in_place.py \
@@ -29,7 +29,7 @@ VENV_BARE := .venv-bare
 STAMP_BARE := $(VENV_BARE)/installed
 TESTERS := pytest pytest-timeout pytest-xdist hypothesis
 # There, a start of workers, a recovery, a checkpoint and a sampler differ; what is decided does not.
-BARE := tests/faults/test_recovery.py tests/checkpoint/test_agree.py \
+BARE := tests/faults/test_recovery.py tests/checkpoint/test_restore_on_all_ranks.py \
 	tests/checkpoint/test_manager.py tests/data/test_sampler.py
 # What the tests of a file share is started once, and the long files first.
 BY_FILE := --dist loadfile --no-loadscope-reorder

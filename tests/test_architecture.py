@@ -45,7 +45,7 @@ PURE = (
     "agent/policy.py",
     "agent/stopping.py",
     "agent/hang.py",
-    "checkpoint/cover.py",
+    "checkpoint/boxes.py",
     "data/position.py",
     "in_place/takeover.py",
     "launch/schedulers.py",

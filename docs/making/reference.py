@@ -53,7 +53,7 @@ FROM_MODULES = {
     "data.batch_sampler": ("EmptyBatchCollator",),
     "logical.logical_workers": ("LogicalWorker",),
     "checkpoint.commit": ("Save",),
-    "checkpoint.restore": ("Restored",),
+    "checkpoint.restore": ("RestoreResult",),
     "in_place.step_loop": ("StepLoop", "StepAttempt"),
     "observe.report": ("Report",),
     "observe.history": ("History",),

@@ -54,7 +54,7 @@ from .folder import (
 from .place import NotAFile, checksum_beside, target_of
 
 if TYPE_CHECKING:
-    from .peers import Peers
+    from .collectives import PeerGroup
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -458,13 +458,13 @@ class Writers:
     with the step's collectives; None if this rank writes alone. Only sentences are exchanged.
     """
 
-    def __init__(self, commits: Committer, peers: Peers | None = None) -> None:
+    def __init__(self, commits: Committer, peers: PeerGroup | None = None) -> None:
         self._commits, self._peers, self._count = commits, peers, 0
         self.rank = peers.rank if peers else 0
         self._kind = f"part-{self.rank:05d}" if peers else "state"
         # The files of all ranks bear the name of the writer that will commit them.
         token = commits.writer.token
-        self._token: str = peers.words({"token": token})[0]["token"] if peers else token
+        self._token: str = peers.all_gather_json(token)[0] if peers else token
 
     def write(
         self,
@@ -502,7 +502,7 @@ class Writers:
         if self._peers is None:
             every = [mine()]
         else:
-            every = self._peers.results(mine, f"could not save step {step}")
+            every = self._peers.gather_results(mine, f"could not save step {step}")
         return tuple(DataFile(*row) for row in every if row)
 
 

@@ -625,7 +625,7 @@ class CheckpointFolder:
             raise
 
     def _sharded_state(self, manifest: Manifest, like: object, map_location: MapLocation) -> Any:
-        from .sharded import load_parts
+        from .reshard import load_parts
 
         heads = [self.head(manifest, number) for number in range(manifest.parts)]
         return load_parts(

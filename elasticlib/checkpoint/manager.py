@@ -27,15 +27,23 @@ from ..clock import monotonic
 from ..errors import CheckpointError
 from ..threads import CallRejected, ExclusiveCall
 from ..workers.context import context
+from .collectives import PeerGroup
 from .commit import Committer, OthersSave, Outcomes, OwnSave, Save, TakesNoWrites, Writer, Writers
 from .folder import CheckpointFolder, Retention, Selection, check_step, open_place
 from .pack import LayoutCache, PackImage, PackLayout
 from .page_lock import is_page_lockable, lock_pages, unlock_pages
-from .peers import MEMORY, Agreed, Peers, Source
 from .place import LocalPlace, Place, RemotePlace, new_memory
-from .restore import DiskSource, IfUnusable, Restored, restore_from
+from .reshard import plan_part_layout
+from .restore import (
+    MEMORY,
+    DiskSource,
+    IfUnusable,
+    RestoreAgreement,
+    RestoreResult,
+    StateSource,
+    restore_from,
+)
 from .restore_plan import check_names
-from .sharded import plan_part_layout
 from .snapshot_source import SnapshotSource, snapshot_location
 from .state_tree import flatten, reject_state_dicts
 from .tensor_layout import MapLocation
@@ -352,7 +360,9 @@ class CheckpointManager:
         """All ranks have the state after `step`, from rank `source`: snapshots after it count no
         more, and a node that has none of it keeps one."""
         if (memory := self._memory) is not None:
-            memory.adopt_restored_step(Agreed(step, MEMORY, source, self._rank_info.rank), state)
+            memory.adopt_restored_step(
+                RestoreAgreement(step, MEMORY, source, self._rank_info.rank), state
+            )
 
     @property
     def writes(self) -> bool:
@@ -464,7 +474,7 @@ class CheckpointManager:
         *,
         strict: bool = True,
         if_unusable: IfUnusable = "raise",
-    ) -> Restored:
+    ) -> RestoreResult:
         """Bring `state` to the newest one that is whole over all ranks; to be called by all.
 
         Snapshots and checkpoints of all nodes count: if only one node has a state, it sends it to
@@ -512,7 +522,7 @@ class CheckpointManager:
         reject_state_dicts(names)
         options: Any = {"step": step, "strict": strict, "if_unusable": if_unusable}
         agreed = restore_from(sources, names, self._group, node=node, **options)
-        found = Restored(agreed.step, agreed.source, agreed.passed_over)
+        found = RestoreResult(agreed.step, agreed.source, agreed.skipped)
         if step is not None and not found:
             raise self._not_restored(step, found, sources)
         if memory is not None:
@@ -522,13 +532,15 @@ class CheckpointManager:
             context().restored(found.step, source=found.source, seconds=seconds)
         return found
 
-    def _not_restored(self, step: int, found: Restored, sources: Sequence[Source]) -> Exception:
+    def _not_restored(
+        self, step: int, found: RestoreResult, sources: Sequence[StateSource]
+    ) -> Exception:
         """Why there is no restoring a step that was asked for."""
-        if found.passed_over:
+        if found.skipped:
             return CheckpointError(
-                f"step {step} was asked for, and cannot be restored: {'; '.join(found.passed_over)}"
+                f"step {step} was asked for, and cannot be restored: {'; '.join(found.skipped)}"
             )
-        steps = sorted({held.step for source in sources for held in source.held()})
+        steps = sorted({stored.step for source in sources for stored in source.list_states()})
         there = f"there are {', '.join(map(str, steps))}" if steps else "there is no other either"
         return FileNotFoundError(f"there is no step {step} in {self._name} or in memory; {there}")
 
@@ -605,7 +617,7 @@ class CheckpointManager:
         try:
             self.claim()
         except TakesNoWrites as error:
-            if not self.steps() and not (self._memory and self._memory.held()):
+            if not self.steps() and not (self._memory and self._memory.list_states()):
                 raise
             log.warning("%s: it can be read, but nothing can be saved there yet", error)
 
@@ -631,7 +643,7 @@ class CheckpointManager:
     def _all_ranks(self) -> Writers:
         ranks = None if self._group is None else dist.get_process_group_ranks(self._group)
         self._writing = dist.new_group(ranks, backend="gloo")
-        return Writers(self._committer, Peers(self._writing))
+        return Writers(self._committer, PeerGroup(self._writing))
 
     @cached_property
     def _outcomes(self) -> Outcomes:

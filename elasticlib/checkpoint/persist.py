@@ -35,8 +35,8 @@ from ..foreign import read_json
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Entry, Store
 from ..threads import helper
+from .boxes import TensorShard, describe_missing, format_numbers, read_shards
 from .commit import ClearedAway, Committer, Writer, data_name
-from .cover import Chunk, chunks_of, lacking, some
 from .folder import CheckpointFolder, DataFile, Retention, folder_of, open_place
 from .place import Place
 from .safetensors_header import read_meta
@@ -109,11 +109,11 @@ class WritePlan:
     shares: tuple[str, ...]
 
 
-Chunks = Mapping[str, Sequence[Chunk]]  # of the shares of which that is known
+Chunks = Mapping[str, Sequence[TensorShard]]  # of the shares of which that is known
 _Shares = dict[str, list[Piece]]
 
 
-def piece_of(state: SnapshotState, part: int, chunks: Sequence[Chunk]) -> Piece:
+def piece_of(state: SnapshotState, part: int, chunks: Sequence[TensorShard]) -> Piece:
     """What a node says of a part that holds these."""
     boxes = {(c.name, c.dtype, c.shape, c.box) for c in chunks}
     named = json.dumps(sorted(boxes)).encode()
@@ -161,8 +161,12 @@ def _lacking(state: SnapshotState, shares: _Shares, chunks: Chunks) -> str:
     lost = _lost(state, shares)
     if lost and _may_cover(shares) and shares.keys() <= chunks.keys():
         held = {piece.part: chunks[s] for s, held in shares.items() for piece in held}
-        return lacking(held, state.parts)
-    return f"is not whole: nobody holds {some(lost, 'part')} of {state.parts}" if lost else ""
+        return describe_missing(held, state.parts)
+    return (
+        f"is incomplete: no rank has {format_numbers(lost, 'part')} of {state.parts}"
+        if lost
+        else ""
+    )
 
 
 def _lost(state: SnapshotState, shares: _Shares) -> list[int]:
@@ -334,7 +338,7 @@ class Kind:
 
     header: SnapshotHeader
     held: list[tuple[Piece, SnapshotRef]] = attrs.field(factory=list)
-    chunks: dict[str, list[Chunk]] = attrs.field(factory=dict)
+    chunks: dict[str, list[TensorShard]] = attrs.field(factory=dict)
 
     @property
     def newest(self) -> SnapshotState:
@@ -377,11 +381,11 @@ def kinds_in(memory: Path) -> list[Kind]:
     return sorted(kinds.values(), key=lambda kind: kind.key)
 
 
-def chunks_in(memory: Path, found: SnapshotRef) -> list[Chunk] | None:
+def chunks_in(memory: Path, found: SnapshotRef) -> list[TensorShard] | None:
     """What a part holds; None where it is gone, is damaged, or does not say."""
     with map_snapshot(memory, found) as view:
         try:
-            return None if view is None else chunks_of(read_meta(view))
+            return None if view is None else read_shards(read_meta(view))
         except CheckpointError as error:
             step, part = found.header.step, found.header.part
             log.warning("part %d of the snapshot of step %d is skipped: %s", part, step, error)
@@ -413,7 +417,7 @@ class Persisting:
     _leaves: bool
     _over: threading.Event
     saved: int | None = attrs.field(init=False, default=None)
-    _learned: dict[str, list[Chunk]] = attrs.field(init=False, factory=dict)
+    _learned: dict[str, list[TensorShard]] = attrs.field(init=False, factory=dict)
     _why: str = attrs.field(init=False, default="")
     _cleared: int = attrs.field(init=False, default=0)
 
@@ -507,14 +511,14 @@ class Persisting:
             self._board.put(f"agreed/doubt/{self._kind.key}", sorted(doubtful), once=True)
         for share in unknown:
             if (said := self._board.get(f"chunks/{share}")) is not None:
-                self._learned[share] = chunks_of({"chunks": said.value})
+                self._learned[share] = read_shards({"shards": said.value})
         return bool(unknown - self._learned.keys())
 
     def _tell_chunks(self) -> None:
         """Those of ours that somebody has asked for."""
         asked = self._board.get(f"agreed/doubt/{self._kind.key}")
         for share in self._kind.chunks.keys() & set(asked.value if asked else ()):
-            rows = [chunk.row() for chunk in self._kind.chunks[share]]
+            rows = [chunk.to_row() for chunk in self._kind.chunks[share]]
             self._board.put(f"chunks/{share}", rows, once=True)
 
     def _carry_out(self, plan: WritePlan) -> str:

@@ -1,17 +1,21 @@
-"""All ranks come to one state: the newest that is whole over all of them, whoever holds it.
+"""Restore the newest usable state on all ranks of a job, from memory or disk.
 
-Before each phase all say whether they are able to go on, and what was said is all that decides. So
-they go on, turn to an older state, or raise together; nobody is left waiting for one that raised.
+The ranks list the states that they can reach, and each of them chooses the same one from all lists.
+Before each phase the ranks exchange whether they can continue. So they continue, choose an older
+state, or raise together, and no rank waits for one that failed.
 """
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import json
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
@@ -20,176 +24,483 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, Unreadable, present
+from .collectives import (
+    PeerGroup,
+    RankError,
+    capture_exception,
+    peer_group,
+    raise_first_error,
+)
 from .folder import CheckpointFolder, Health, Manifest
 from .pack import unpack
-from .peers import (
-    DISK,
-    SHARDED_DISK,
-    Agreed,
-    Held,
-    Plan,
-    Search,
-    Source,
-    Trouble,
-    givers,
-    origin,
-    peers_of,
-    raise_any,
-    tried,
-)
 from .place import LocalPlace
+from .reshard import ShardedRestore
 from .restore_plan import plan_restore
 from .safetensors_header import read_header
-from .sharded import fetch_parts
 
 log = logging.getLogger("elasticlib.checkpoint")
 
+IfUnusable: TypeAlias = Literal["raise", "start_over"]  # there are checkpoints, and all are corrupt
 
-IfUnusable: TypeAlias = Literal["raise", "start_over"]
-"""What `restore` does if there are checkpoints and none of them can be used."""
-_SHOWN_REASONS = 3
+MEMORY, DISK, SHARDED_DISK = "memory", "disk", "sharded disk"  # kinds of storage, fastest first
+_KIND_ORDER = {MEMORY: 0, DISK: 1, SHARDED_DISK: 2}
 
-_FROM = {
+_MAX_LISTED_STATES = 4096  # per rank, the newest; bounds the size of what ranks exchange
+_MAX_LISTED_UNAVAILABLE = 16
+_MAX_REASON_CHARS = 300
+_MAX_SHOWN_REASONS = 3
+
+_SOURCE_PHRASES = {
     "memory": "from this node's memory",
     "peer": "from another node's memory",
     "disk": "from the disk",
 }
 
 
+# -- results ---------------------------------------------------------------------------------------
+
+
 @attrs.frozen(repr=False)
-class Restored:
-    """What `CheckpointManager.restore` has brought the state to; true if there was anything.
+class RestoreResult:
+    """The state that `CheckpointManager.restore` has restored. It is true if there was one.
 
-    step: after which that state was taken; 0 if there was none. source: where this rank's came
-    from: `memory` of this node, that of a `peer`, or a `disk`; empty if there was none.
-    passed_over: why newer states, or other copies of this one, were not taken: a sentence each.
-
-    It is no number: whoever takes it for its step gets a TypeError that says so.
+    It is not a number: a comparison or an arithmetic operation with a number raises TypeError,
+    whose message names the field to use.
     """
 
-    step: int = 0
-    source: str = ""
-    passed_over: tuple[str, ...] = ()
+    step: int = 0  # the step after which the state was saved; 0 if there was no state
+    source: str = ""  # "memory" of this node or of a "peer", "disk", or "" if there was no state
+    skipped: tuple[str, ...] = ()  # why newer states, or other copies of this state, were not used
 
     @property
     def found(self) -> bool:
-        """Whether there was a state to go on from. If not, nothing was changed."""
+        """True if a state was restored. Otherwise nothing was changed."""
         return bool(self.source)
 
     def __bool__(self) -> bool:
         return self.found
 
     def __str__(self) -> str:
-        said = f"step {self.step} {_FROM[self.source]}" if self.found else "nothing to restore"
-        return "; ".join([said, *(f"skipped: {why}" for why in self.passed_over)])
+        state = f"step {self.step} {_SOURCE_PHRASES[self.source]}" if self.found else ""
+        reasons = (f"skipped: {reason}" for reason in self.skipped)
+        return "; ".join([state or "nothing to restore", *reasons])
 
     def __repr__(self) -> str:
-        return f"<Restored: {self}>"
+        return f"<RestoreResult: {self}>"
 
-    if not TYPE_CHECKING:  # a type checker is to find these before they are run
+    if not TYPE_CHECKING:  # A type checker reports such operations before the program runs.
 
-        def _is_no_number(self, *_: object) -> NoReturn:
+        def _reject_number(self, *_: object) -> NoReturn:
             raise TypeError(
-                "restore() returns a Restored, not a number: use its .step, and .found, which "
+                "restore() returns a RestoreResult, not a number: use its .step, and .found, which "
                 "says whether there was any"
             )
 
         def __eq__(self, other: object) -> bool:
             if isinstance(other, Number):
-                self._is_no_number()
-            if not isinstance(other, Restored):
+                self._reject_number()
+            if not isinstance(other, RestoreResult):
                 return NotImplemented
             return attrs.astuple(self) == attrs.astuple(other)
 
         def __hash__(self) -> int:
             return hash(attrs.astuple(self))
 
-        __lt__ = __le__ = __gt__ = __ge__ = _is_no_number
-        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _is_no_number
+        __lt__ = __le__ = __gt__ = __ge__ = _reject_number
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _reject_number
         __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = (
-            _is_no_number
+            _reject_number
         )
-        __int__ = __index__ = __float__ = _is_no_number
+        __int__ = __index__ = __float__ = _reject_number
 
 
-class DiskSource(Source):
-    """A folder of checkpoints. before: called before anything is listed, such as to keep others
-    from changing it."""
+@attrs.frozen
+class RestoreAgreement:
+    """The state that all ranks have restored, as seen by one rank."""
+
+    step: int  # 0 if there was no state; then nothing was changed
+    kind: str  # storage that the state was read from, or "" if there was no state
+    holder: int  # rank that read it for this rank; -1 if there was no state
+    rank: int  # this rank
+    was_resharded: bool = False  # a rank received a part, or the number of ranks differs
+    received_bytes: int = 0  # size of the shards that this rank received
+    pack_bytes: int = 0  # size of an unsharded state; 0 if it is sharded or unknown
+    skipped: tuple[str, ...] = ()  # see `RestoreResult`
+
+    @property
+    def source(self) -> str:
+        """The source as `RestoreResult` and the worker's context name it."""
+        if self.kind != MEMORY:
+            return DISK if self.kind else ""
+        return MEMORY if self.holder == self.rank else "peer"
+
+
+# -- where states are stored -----------------------------------------------------------------------
+
+
+@attrs.frozen
+class StoredState:
+    """A state, or a rank's part of one, that a process can read."""
+
+    step: int  # the step after which it was taken
+    kind: str  # MEMORY, DISK or SHARDED_DISK; a sharded checkpoint on disk has all of its parts
+    name: str  # identifies it for the source that holds it, and in messages
+    part: int = 0  # number of the part
+    num_parts: int = 0  # 0 if the state is not sharded
+    run_id: str = ""  # the run that saved it
+    # The generation that saved it. If a step was trained in two generations, there are two states
+    # of it, and their parts do not fit together.
+    generation: int = 0
+
+    @property
+    def part_numbers(self) -> range:
+        """The numbers of its parts. A state that is not sharded is part 0."""
+        if self.kind == SHARDED_DISK:
+            return range(self.num_parts)
+        return range(self.part, self.part + 1)
+
+
+@attrs.frozen
+class UnavailableStep:
+    """A step that is stored, but cannot be used."""
+
+    step: int
+    reason: str
+    is_unreadable: bool  # it could not be read and may be intact; otherwise it is corrupt
+
+
+class StateSource(abc.ABC):
+    """The states in one storage, as packs (see `pack`).
+
+    Methods that read a state raise CheckpointCorrupt if it is corrupt, Unreadable if it may be
+    intact (so that no older state is used instead), and CheckpointError if it was deleted.
+    """
+
+    @abc.abstractmethod
+    def list_states(self) -> Sequence[StoredState]:
+        """Return the states in the storage that are not known to be corrupt or incomplete."""
+
+    @abc.abstractmethod
+    def view(self, stored: StoredState, part: int = 0) -> memoryview:
+        """Return the pack of a state or of one of its parts, which is not verified yet.
+
+        The memory is writable, and writing to it changes no other copy. Saves do not change it
+        until `release` is called.
+        """
+
+    @abc.abstractmethod
+    def check(self, stored: StoredState, part: int = 0) -> None:
+        """Verify all bytes of a pack by their checksum, if the storage has one."""
+
+    def list_unavailable(self) -> Sequence[UnavailableStep]:
+        """Return the steps that the last call of `list_states` left out."""
+        return ()
+
+    def release(self) -> None:  # noqa: B027 - most sources have nothing to release
+        """Release all views."""
+
+
+class DiskSource(StateSource):
+    """The checkpoints in one directory.
+
+    Args:
+        folder: the directory.
+        prepare: is called before the checkpoints are listed, for example to acquire the fence.
+    """
 
     def __init__(
-        self, folder: CheckpointFolder, before: Callable[[], object] = lambda: None
+        self, folder: CheckpointFolder, prepare: Callable[[], object] = lambda: None
     ) -> None:
-        self._folder, self._before = folder, before
-        self._troubles: list[Trouble] = []
-        self._manifests: dict[Held, Manifest] = {}
-        self._read: tuple[tuple[Held, int], memoryview] | None = None
+        self._folder, self._prepare = folder, prepare
+        self._unavailable: list[UnavailableStep] = []
+        self._manifests: dict[StoredState, Manifest] = {}  # those of the states that were read
+        self._last_read: tuple[tuple[StoredState, int], memoryview] | None = None
 
-    def held(self) -> Sequence[Held]:
-        """What manifests and sizes say is whole, newest first."""
-        self._before()
-        found, self._troubles = [], []
-        for one in self._folder.found():
-            if one.manifest and self._folder.health(one.manifest) is not Health.BAD:
-                found.append(_held(one.manifest))
+    def list_states(self) -> Sequence[StoredState]:
+        """Return the checkpoints whose manifest and file sizes are correct, newest first."""
+        self._prepare()
+        stored, self._unavailable = [], []
+        for entry in self._folder.found():
+            if entry.manifest and self._folder.health(entry.manifest) is not Health.BAD:
+                stored.append(_stored_state(entry.manifest))
                 continue
-            trouble = one.trouble if one.flaw else "is damaged: it was found so before"
-            why = f"{self._folder.describe(one.step)} {trouble}"
-            self._troubles.append(Trouble(one.step, why, one.unread))
-        return found
+            problem = entry.trouble if entry.flaw else "was found to be damaged before"
+            reason = f"{self._folder.describe(entry.step)} {problem}"
+            self._unavailable.append(UnavailableStep(entry.step, reason, entry.unread))
+        return stored
 
-    def troubles(self) -> Sequence[Trouble]:
-        return self._troubles
+    def list_unavailable(self) -> Sequence[UnavailableStep]:
+        return self._unavailable
 
-    def view(self, held: Held, part: int = 0) -> memoryview:
-        """A part of a sharded one in a folder of this machine's is mapped; all else is read, one
-        pack at a time, and checked by that."""
-        if self._read is None or self._read[0] != (held, part):
-            self._read = None  # first, so that there is never a second pack beside it
-            read = self._folder.mapped if self._maps(held) else self._folder.read
-            self._read = (held, part), memoryview(read(self._manifest(held), part))
-        return self._read[1]
+    def view(self, stored: StoredState, part: int = 0) -> memoryview:
+        """Return the pack of a part.
 
-    def check(self, held: Held, part: int = 0) -> None:
-        if self._maps(held):
-            self._folder.check_file(self._manifest(held), part)
+        Parts in a directory of this machine are mapped. All other packs are read one at a time,
+        which verifies them.
+        """
+        if self._last_read is None or self._last_read[0] != (stored, part):
+            self._last_read = None  # Free the last pack before memory for this one is allocated.
+            read = self._folder.mapped if self._is_mapped(stored) else self._folder.read
+            self._last_read = (stored, part), memoryview(read(self._manifest(stored), part))
+        return self._last_read[1]
+
+    def check(self, stored: StoredState, part: int = 0) -> None:
+        if self._is_mapped(stored):
+            self._folder.check_file(self._manifest(stored), part)
         else:
-            self.view(held, part)
-
-    def head(self, held: Held, part: int = 0) -> bytes:
-        return self._folder.head(self._manifest(held), part)
+            self.view(stored, part)
 
     def release(self) -> None:
-        self._read = None
+        self._last_read = None
         self._manifests.clear()
 
-    def _maps(self, held: Held) -> bool:
-        return held.kind == SHARDED_DISK and isinstance(self._folder.place, LocalPlace)
+    def _is_mapped(self, stored: StoredState) -> bool:
+        return stored.kind == SHARDED_DISK and isinstance(self._folder.place, LocalPlace)
 
-    def _manifest(self, held: Held) -> Manifest:
-        if held not in self._manifests:
-            what, found = self._folder.describe(held.step), self._folder.look(held.step)
-            if found is not None and found.unread:
-                raise Unreadable(f"{what} {found.trouble}")
-            manifest = None if found is None else found.manifest
-            if manifest is None or _held(manifest) != held:
-                raise CheckpointError(f"{what} was replaced or deleted after it was chosen")
-            self._manifests[held] = manifest
-        return self._manifests[held]
+    def _manifest(self, stored: StoredState) -> Manifest:
+        if stored not in self._manifests:
+            name, entry = self._folder.describe(stored.step), self._folder.look(stored.step)
+            if entry is not None and entry.unread:
+                raise Unreadable(f"{name} {entry.trouble}")
+            manifest = None if entry is None else entry.manifest
+            if manifest is None or _stored_state(manifest) != stored:
+                raise CheckpointError(f"{name} was replaced or deleted after it was chosen")
+            self._manifests[stored] = manifest
+        return self._manifests[stored]
 
 
-def _held(manifest: Manifest) -> Held:
-    return Held(
+def _stored_state(manifest: Manifest) -> StoredState:
+    return StoredState(
         step=manifest.step,
         kind=SHARDED_DISK if manifest.parts else DISK,
         name=manifest.files[0].name,
-        parts=manifest.parts,
-        run=manifest.run,
+        num_parts=manifest.parts,
+        run_id=manifest.run,
         generation=manifest.generation,
     )
 
 
+# -- the choice of a state: pure functions ---------------------------------------------------------
+
+
+@attrs.frozen
+class StateKey:
+    """The identity of a state. Copies of one part with the same key are interchangeable."""
+
+    step: int
+    run_id: str
+    generation: int
+    num_parts: int
+    disk_name: str = ""  # of a sharded checkpoint on disk, whose parts differ from those in memory
+
+
+def state_key(stored: StoredState) -> StateKey:
+    """Return the key of a state, or of the state that a part belongs to."""
+    disk_name = stored.name if stored.kind == SHARDED_DISK else ""
+    return StateKey(stored.step, stored.run_id, stored.generation, stored.num_parts, disk_name)
+
+
+@attrs.frozen
+class RestorePlan:
+    """The state that all ranks try to restore next."""
+
+    key: StateKey
+    kind: str  # the fastest storage that a rank has it in
+    # For each part that a rank can read: the ranks that can, and what they read. A state that is
+    # not sharded is part 0.
+    holders: Mapping[int, Mapping[int, StoredState]]
+
+
+def choose_state(
+    states_by_rank: Sequence[Sequence[StoredState]],
+    excluded: AbstractSet[tuple[int, StoredState]] = frozenset(),
+) -> RestorePlan | None:
+    """Choose the newest state.
+
+    The newest step wins. Of one step, a state in memory wins over one on disk, then the later
+    generation, then the state that more ranks have.
+
+    Args:
+        states_by_rank: the states that each rank can read.
+        excluded: ranks and states that turned out to be unusable.
+
+    Returns:
+        The plan, or None if no state is left.
+    """
+    candidates: dict[StateKey, list[tuple[int, StoredState]]] = {}
+    for rank, states in enumerate(states_by_rank):
+        for stored in states:
+            if (rank, stored) not in excluded:
+                candidates.setdefault(state_key(stored), []).append((rank, stored))
+    if not candidates:
+        return None
+    key, copies = min(candidates.items(), key=_preference)
+    holders: dict[int, dict[int, StoredState]] = {}
+    for rank, stored in copies:
+        for part in stored.part_numbers:
+            by_rank = holders.setdefault(part, {})
+            by_rank[rank] = min(by_rank.get(rank, stored), stored, key=_speed)
+    return RestorePlan(key, min((stored for _, stored in copies), key=_speed).kind, holders)
+
+
+def _preference(candidate: tuple[StateKey, list[tuple[int, StoredState]]]) -> tuple[object, ...]:
+    key, copies = candidate
+    kind_order = min(_KIND_ORDER[stored.kind] for _, stored in copies)
+    num_holders = len({(rank, stored.part) for rank, stored in copies})
+    # The last three fields make the order total, so that all ranks choose the same state.
+    total = (key.run_id, key.num_parts, key.disk_name)
+    return (-key.step, kind_order, -key.generation, -num_holders, *total)
+
+
+def _speed(stored: StoredState) -> tuple[int, str]:
+    return _KIND_ORDER[stored.kind], stored.name
+
+
+class StateSearch:
+    """The search of all ranks for a usable state.
+
+    Except for the sources of this rank, everything in it is equal on all ranks.
+    """
+
+    def __init__(self, group: PeerGroup, sources: Sequence[StateSource]) -> None:
+        self.group = group
+        self._sources = sources
+        self._source_of: dict[StoredState, StateSource] = {}  # the states that this rank can read
+        self._nodes: list[str] = []  # by rank
+        self._states_by_rank: list[list[StoredState]] = []
+        self._excluded: set[tuple[int, StoredState]] = set()
+        self._unavailable: list[UnavailableStep] = []  # of all ranks
+        self._reasons: dict[str, None] = {}  # why states or copies were excluded, in order
+
+    def begin(self, node: str, step: int | None) -> None:
+        """Exchange the lists of states of all ranks.
+
+        Args:
+            node: the name of this rank's node.
+            step: the only step to consider, or None.
+
+        Raises:
+            CheckpointError: a rank could not list its states, or ranks ask for different steps; on
+                all ranks.
+        """
+        row = self.group.run_on_all(lambda: self._list(step), "could not list its states")
+        rows = self.group.all_gather_json([node, step, *row])
+        asked = ["the newest step" if s is None else f"step {s}" for _, s, _, _ in rows]
+        for rank, other in enumerate(asked):
+            if other != asked[0]:
+                raise CheckpointError(
+                    f"rank 0 asked for {asked[0]}, and rank {rank} for {other}: all ranks have to "
+                    "ask for the same step, and nothing was restored"
+                )
+        self._nodes = [node for node, _, _, _ in rows]
+        self._states_by_rank = [[StoredState(*each) for each in stored] for _, _, stored, _ in rows]
+        self._unavailable = [UnavailableStep(*each) for *_, steps in rows for each in steps]
+
+    def _list(self, step: int | None) -> tuple[list[Any], list[Any]]:
+        unavailable: list[UnavailableStep] = []
+        for source in self._sources:
+            for stored in source.list_states():
+                if step in (None, stored.step):
+                    self._source_of.setdefault(stored, source)
+            unavailable += (u for u in source.list_unavailable() if step in (None, u.step))
+        newest = sorted(self._source_of, key=lambda stored: -stored.step)[:_MAX_LISTED_STATES]
+        # An unreadable step is always listed, because no older state may be used instead.
+        unavailable.sort(key=lambda u: (u.is_unreadable, u.step))
+        reasons = [(u.step, u.reason[:_MAX_REASON_CHARS], u.is_unreadable) for u in unavailable]
+        return [attrs.astuple(stored) for stored in newest], reasons[-_MAX_LISTED_UNAVAILABLE:]
+
+    def choose(self) -> RestorePlan | None:
+        """Return the plan for the newest state that is not excluded, or None.
+
+        Raises:
+            CheckpointError: a newer state cannot be read; on all ranks.
+        """
+        plan = choose_state(self._states_by_rank, self._excluded)
+        unreadable = [step for step in self._unavailable if step.is_unreadable]
+        newest = max(unreadable, key=lambda u: (u.step, u.reason), default=None)
+        if newest and (plan is None or plan.key.step < newest.step):
+            raise CheckpointError(
+                f"{newest.reason}: it may be intact, so nothing older is restored in its place; "
+                "start again when it can be read, or move its directory away to continue without "
+                f"step {newest.step}"
+            )
+        return plan
+
+    def source(self, stored: StoredState) -> StateSource:
+        """Return the source in which this rank can read a state."""
+        return self._source_of[stored]
+
+    def copy_id(self, rank: int, stored: StoredState) -> tuple[str, StoredState]:
+        """Return a value that is equal for two ranks if they read the same bytes."""
+        return ("" if stored.kind == SHARDED_DISK else self._nodes[rank]), stored
+
+    def try_parts(
+        self, plan: RestorePlan, parts: Iterable[int], action: Callable[[int], Any]
+    ) -> list[dict[int, Any]] | None:
+        """Run an action for parts of a state, and exclude the copies for which it fails.
+
+        Args:
+            plan: the state.
+            parts: the parts that this rank is responsible for.
+            action: takes the number of a part and returns a JSON value.
+
+        Returns:
+            The results by rank and part; or None, on all ranks, if the action failed on any rank.
+        """
+        results, errors = [], []
+        for part in parts:
+            result, error = capture_exception(partial(action, part))
+            if error is None:
+                results.append([part, result])
+            else:
+                errors.append([part, attrs.astuple(RankError.of(error))])
+        rows = self.group.all_gather_json([results, errors])
+        for rank, (_, errors_of_rank) in enumerate(rows):
+            for part, row in errors_of_rank:
+                error_of_part = RankError(*row)
+                stored = plan.holders[part][rank]
+                self.exclude_copy(rank, stored, error_of_part.message)
+                if error_of_part.is_unreadable:
+                    unavailable = UnavailableStep(stored.step, error_of_part.message, True)
+                    self._unavailable.append(unavailable)
+        if any(errors_of_rank for _, errors_of_rank in rows):
+            return None
+        return [dict(results_of_rank) for results_of_rank, _ in rows]
+
+    def exclude_copy(self, rank: int, stored: StoredState, reason: str) -> None:
+        """Exclude the copy that a rank can read, also for ranks of its node that share it."""
+        ranks = range(self.group.world_size) if stored.num_parts else [rank]
+        copy_id = self.copy_id(rank, stored)
+        self._excluded |= {(r, stored) for r in ranks if self.copy_id(r, stored) == copy_id}
+        copy = f"rank {rank}'s step {stored.step} ({stored.kind}, {stored.name})"
+        self._reasons[f"{copy}: {reason}"] = None
+
+    def skip_state(self, key: StateKey, reason: str) -> None:
+        """Exclude all copies of a state."""
+        for rank, states in enumerate(self._states_by_rank):
+            self._excluded |= {(rank, stored) for stored in states if state_key(stored) == key}
+        self._reasons[reason] = None
+
+    def skipped(self, step: int) -> tuple[str, ...]:
+        """Return why no state newer than `step`, and not every copy of it, was used."""
+        corrupt = (u.reason for u in self._unavailable if u.step >= step and not u.is_unreadable)
+        return (*self._reasons, *dict.fromkeys(corrupt))
+
+    @property
+    def has_seen_checkpoints(self) -> bool:
+        """True if any rank has a checkpoint on disk, even if it cannot be used."""
+        stored = (stored for states in self._states_by_rank for stored in states)
+        return bool(self._unavailable) or any(h.kind in (DISK, SHARDED_DISK) for h in stored)
+
+
+# -- restoring -------------------------------------------------------------------------------------
+
+
+_Fetched: TypeAlias = tuple[Callable[[], None], RestoreAgreement]  # the first one puts the state
+
+
 def restore_from(
-    sources: Sequence[Source],
+    sources: Sequence[StateSource],
     state: MutableMapping[str, Any],
     group: dist.ProcessGroup | None = None,
     *,
@@ -197,159 +508,185 @@ def restore_from(
     step: int | None = None,
     strict: bool = True,
     if_unusable: IfUnusable = "raise",
-) -> Agreed:
-    """Bring `state` to the newest state that is whole over all ranks, on all of them.
+) -> RestoreAgreement:
+    """Restore the newest state that is complete over all ranks, on all of them.
 
-    A collective: all ranks of `group` call it with the same arguments but `sources`. A rank that
-    lacks a state that is the same on all ranks is sent it, and needs memory for one pack beside the
-    state. Of a sharded one, of any number of ranks, each rank reads what it needs where its sources
-    have it, and is sent the rest in small pieces, straight into the tensors that are there. What
-    turns out to be damaged is passed over by all.
+    This is a collective call: all ranks of `group` make it with the same arguments, except for
+    `sources`. Corrupt states are skipped on all ranks. A state that is the same on all ranks is
+    broadcast to the ranks that lack it, which need memory for one pack. Of a sharded state, which
+    any number of ranks may have saved, each rank reads what it needs from its own sources and
+    receives the rest in small pieces, directly into the tensors of `state`.
 
-    What happens to `state`: objects with `load_state_dict` are given theirs, which is their own.
-    Tensors are copied into (a DTensor's local one), so their shape and dtype must be the same. A
-    dict or list becomes what was saved, in place, key by key, its tensors and objects as here;
-    keys that were not saved go. All else is replaced. An object whose `load_state_dict` neither
-    copies nor keeps what it is given (modules copy, optimizers keep) takes its share of memory once
-    more. If something does not fit, nothing is changed
-    on any rank; if a `load_state_dict` or a peer fails, what came before has been.
+    `state` changes as follows. Tensors are overwritten (the local tensor of a DTensor), so their
+    shape and dtype must match. Dicts and lists get the saved keys in place; other keys are removed.
+    Objects with `load_state_dict` load their own state. All other values are replaced. If anything
+    does not match, nothing changes on any rank. If a `load_state_dict` or a peer fails, the parts
+    before it have been restored.
 
     Args:
-        sources: what this process can reach; the same state from the earlier one first.
+        sources: where this process can read states. If two sources have the same state, the first
+            one is used.
         state: names to objects with `state_dict` and `load_state_dict`, or to nested containers,
             tensors and plain values. All ranks give the same names.
-        group: by default the default group; without one, this process alone. One that moves no
-            CPU tensors (NCCL) will do if it is of all ranks.
-        node: the name of this rank's node, for the shortest way; by default the host's.
-        step: this one and no other, by default the newest. All ranks ask for the same.
-        strict: whether a name that is only in `state`, or was only saved, is an error on all
-            ranks; else such names are left alone.
-        if_unusable: "raise" raises CheckpointCorrupt if there are checkpoints on a disk and
-            neither one of them nor a snapshot can be used; "start_over" changes nothing then.
-            Does not matter if `step` is given.
+        group: the ranks; by default the default group, or this process alone if there is none. A
+            group that transfers no CPU tensors (NCCL) must have all ranks.
+        node: the name of this rank's node; by default the host name.
+        step: restore this step and no other. All ranks give the same value.
+        strict: raise on all ranks if a name is only in `state` or was only saved. If False, such
+            names are ignored.
+        if_unusable: what to do without a `step` if there are checkpoints on disk and no state can
+            be used: "raise" raises CheckpointCorrupt, "start_over" changes nothing.
+
+    Returns:
+        The agreement. Its `kind` is empty if there was nothing to restore.
 
     Raises:
-        ConfigError: `group` is of some ranks and moves no CPU tensors, or is not this rank's; or
-            `if_unusable` is neither of the two.
-        StateMismatch: what was saved does not fit into `state`.
+        ConfigError: `group` or `if_unusable` is not valid.
+        StateMismatch: the saved state does not match `state`; on all ranks.
         CheckpointCorrupt: see `if_unusable`; on all ranks.
-        CheckpointError: on some rank a source could not say what it holds, an object could not
-            load its state, or memory ran out, or ranks ask for different steps; on all ranks
-            alike, naming the rank.
-        RuntimeError: of torch: a peer is gone, or the group's timeout is over, within which the
-            slowest rank must have read its pack.
+        CheckpointError: a rank could not list its states, an object could not load its state,
+            memory ran out, a newer state cannot be read, or ranks ask for different steps; on all
+            ranks, with the number of the rank that failed.
+        RuntimeError: torch reports that a peer was lost, or that the group's timeout was exceeded.
+            The slowest rank has to read its pack within this timeout.
     """
     if if_unusable not in get_args(IfUnusable):
         raise ConfigError(f'if_unusable must be "raise" or "start_over", got {if_unusable!r}')
-    with peers_of(group) as peers:
-        search, taken = Search(peers, sources), None
+    with peer_group(group) as peers:
+        search, fetched = StateSearch(peers, sources), None
         try:
             search.begin(node or socket.gethostname(), step)
-            while taken is None and (plan := search.choose()) is not None:
-                fetch = fetch_parts if plan.state.parts else _fetch_pack
-                taken = fetch(search, plan, state, strict=strict)
-            if taken is not None:
-                put, agreed = taken
-                peers.all_do(put, f"failed to restore step {agreed.step}")
-            elif step is None and if_unusable == "raise" and search.saw_checkpoints:
-                raise _unusable(search.passed_over(0))
+            while fetched is None and (plan := search.choose()) is not None:
+                fetch = _fetch_sharded if plan.key.num_parts else _fetch_replicated
+                fetched = fetch(search, plan, state, strict=strict)
+            if fetched is not None:
+                put, agreement = fetched
+                peers.run_on_all(put, f"failed to restore step {agreement.step}")
+            elif step is None and if_unusable == "raise" and search.has_seen_checkpoints:
+                raise _no_usable_checkpoint(search.skipped(0))
             else:
-                agreed = Agreed(0, "", -1, peers.rank)
+                agreement = RestoreAgreement(0, "", -1, peers.rank)
         finally:
             for source in sources:
                 source.release()
-    passed_over = search.passed_over(agreed.step)
-    if agreed.rank == 0:
-        for sentence in passed_over:
-            log.warning("skipped: %s", sentence)
-        log.info("restored step %s", agreed.step if taken else "0: there is nothing to restore")
-    return attrs.evolve(agreed, passed_over=passed_over)
+    skipped = search.skipped(agreement.step)
+    if agreement.rank == 0:
+        for reason in skipped:
+            log.warning("skipped: %s", reason)
+        log.info(
+            "restored step %s", agreement.step if fetched else "0: there is nothing to restore"
+        )
+    return attrs.evolve(agreement, skipped=skipped)
 
 
-def _unusable(reasons: Sequence[str]) -> CheckpointCorrupt:
-    shown = "; ".join(reasons[:_SHOWN_REASONS])
-    more = len(reasons) - _SHOWN_REASONS
+def _no_usable_checkpoint(reasons: Sequence[str]) -> CheckpointCorrupt:
+    shown = "; ".join(reasons[:_MAX_SHOWN_REASONS])
+    num_more = len(reasons) - _MAX_SHOWN_REASONS
+    more = f" (and {num_more} more)" if num_more > 0 else ""
     return CheckpointCorrupt(
-        f"there are checkpoints, and none of them can be used: {shown}"
-        + (f" (and {more} more)" if more > 0 else "")
-        + '. To train from the start instead, call restore(state, if_unusable="start_over"), or '
-        "move these checkpoints away"
+        f"there are checkpoints, and none of them can be used: {shown}{more}. To train from the "
+        'start instead, call restore(state, if_unusable="start_over"), or move these checkpoints '
+        "away"
     )
 
 
-def _fetch_pack(
-    search: Search, plan: Plan, state: MutableMapping[str, Any], *, strict: bool
-) -> tuple[Callable[[], None], Agreed] | None:
-    """What puts a state that is the same on all ranks into this rank's, where it fits. None, on all
-    ranks, if it cannot be had, and the choice is to be made anew."""
-    peers, step, holders = search.peers, plan.state.step, plan.holders[0]
-    packs: dict[int, memoryview] = {}
+def _fetch_sharded(
+    search: StateSearch, plan: RestorePlan, state: MutableMapping[str, Any], *, strict: bool
+) -> _Fetched | None:
+    resharded = ShardedRestore(search, plan).run(state, strict=strict)
+    if resharded is None:
+        return None
+    return resharded.put, RestoreAgreement(
+        plan.key.step,
+        plan.kind,
+        resharded.holder,
+        search.group.rank,
+        was_resharded=resharded.was_resharded,
+        received_bytes=resharded.received_bytes,
+    )
+
+
+def _fetch_replicated(
+    search: StateSearch, plan: RestorePlan, state: MutableMapping[str, Any], *, strict: bool
+) -> _Fetched | None:
+    """Bring the pack of a state that is not sharded to all ranks, and compare it with `state`.
+
+    Returns:
+        The function that puts it into `state`, and the agreement; or None, on all ranks, if another
+        copy or state has to be chosen.
+    """
+    group, step, holders = search.group, plan.key.step, plan.holders[0]
+    pack: memoryview | None = None
 
     def read(_part: int) -> str:
-        packs.clear()
-        held = holders[peers.rank]
-        source = search.source(held)
-        packs[0] = source.view(held)
-        source.check(held)
-        return _fingerprint(packs[0]) if peers.size > 1 else ""
+        nonlocal pack
+        stored = holders[group.rank]
+        pack = search.source(stored).view(stored)
+        search.source(stored).check(stored)
+        return _fingerprint(pack) if group.world_size > 1 else ""
 
-    said = search.attempt(plan, [0] if peers.rank in holders else [], read)
-    if said is None:
+    digests = search.try_parts(plan, [0] if group.rank in holders else [], read)
+    if digests is None:
         return None
-    if _differ(search, holders, {rank: said[rank][0] for rank in sorted(holders)}):
+    if _exclude_divergent_copies(search, holders, {r: digests[r][0] for r in sorted(holders)}):
         return None
-    route = givers(holders, search.nodes, range(peers.size))
-    if route:
-        peers.carry(step, {0: route}, packs)
+    receivers = [rank for rank in range(group.world_size) if rank not in holders]
+    sender = min(holders)
+    if receivers:
+        received = group.broadcast_pack(step, pack, sender, receivers)
+        pack = pack if received is None else received
 
-    def fitting() -> Callable[[], None]:
-        return plan_restore(state, unpack(packs[0], copy=False), strict=strict)
+    def match() -> Callable[[], None]:
+        return plan_restore(state, unpack(present(pack, "a pack"), copy=False), strict=strict)
 
-    put, error = tried(fitting)
-    words = peers.words({}, error)
-    damaged = [rank for rank, word in enumerate(words) if word.get("kind") == "corrupt"]
-    if damaged:
-        # An older state, of another format, may still fit.
-        why = f"does not fit rank {damaged[0]}: {words[damaged[0]]['error']}"
-        search.pass_over(plan.state, f"step {step} ({plan.kind}) {why}")
-        return None
-    raise_any(words, error, f"cannot restore step {step}")
-    holder = origin(route, peers.rank)
-    kind, size = holders[holder].kind, len(packs[0])
-    return present(put, "what fits"), Agreed(step, kind, holder, peers.rank, size=size)
+    put, error = capture_exception(match)
+    errors = group.all_gather_errors(error)
+    for rank, rank_error in enumerate(errors):
+        if rank_error is not None and rank_error.is_corrupt:
+            reason = f"step {step} ({plan.kind}) cannot be decoded on rank {rank}"
+            search.skip_state(plan.key, f"{reason}: {rank_error.message}")
+            return None
+    raise_first_error(errors, f"cannot restore step {step}", cause=error)
+    holder = group.rank if group.rank in holders else sender
+    pack_bytes = len(present(pack, "a pack"))
+    kind = holders[holder].kind
+    agreement = RestoreAgreement(step, kind, holder, group.rank, pack_bytes=pack_bytes)
+    return present(put, "a plan"), agreement
 
 
-def _differ(search: Search, holders: Mapping[int, Held], prints: Mapping[int, str]) -> bool:
-    """Take out copies that are not the same as most; whether there are such."""
-    if len(set(prints.values())) < 2:
-        return False
-    # The most, and of those the lowest rank's, which was counted first.
-    [(most, _)] = Counter(prints.values()).most_common(1)
-    first = next(rank for rank, found in prints.items() if found == most)
-    for rank, found in prints.items():
-        if found != most:
-            why = f"it differs from that of rank {first}, which is used"
-            search.fail(rank, holders[rank], why)
-    return True
+def _exclude_divergent_copies(
+    search: StateSearch, holders: Mapping[int, StoredState], digests: Mapping[int, str]
+) -> bool:
+    """Exclude the copies that differ from the copy that most ranks have.
+
+    Returns:
+        True if there are such copies. If two copies are equally frequent, the copy of the lowest
+        rank stays.
+    """
+    [(majority, _)] = Counter(digests.values()).most_common(1)
+    first = next(rank for rank, digest in digests.items() if digest == majority)
+    divergent = [rank for rank, digest in digests.items() if digest != majority]
+    for rank in divergent:
+        reason = f"it differs from that of rank {first}, which is used"
+        search.exclude_copy(rank, holders[rank], reason)
+    return bool(divergent)
 
 
 def _fingerprint(pack: memoryview) -> str:
-    """Return a digest that two packs share if they contain the same state.
+    """Return a digest that is equal for two packs of the same state.
 
     The metadata and the devices may differ. Elements are added up as 64-bit words, as fast as
-    memory is read. This tells states apart that were trained differently; bytes that a disk or a
-    network changed are found by checksums.
+    memory can be read. The digest distinguishes states that were trained differently; checksums
+    detect bytes that a disk or a network has changed.
     """
     header = read_header(pack)
     rows = [row[:-1] if isinstance(row, list) else row for row in header.tree["tensors"]]
-    digest = hashlib.sha256(
-        json.dumps([header.values, header.tree["tree"], rows, header.entries]).encode()
-    )
+    structure = [header.values, header.tree["tree"], rows, header.entries]
+    digest = hashlib.sha256(json.dumps(structure).encode())
     for entry in header.entries:
         data = pack[header.start + entry.begin : header.start + entry.end]
         num_bytes = len(data) // 8 * 8
-        total = 0
-        if num_bytes:
-            total = int(torch.frombuffer(data[:num_bytes], dtype=torch.int64).sum())
+        words = torch.frombuffer(data[:num_bytes], dtype=torch.int64) if num_bytes else ()
+        total = int(words.sum()) if isinstance(words, torch.Tensor) else 0
         digest.update(f"{total},{bytes(data[num_bytes:]).hex()};".encode())
     return digest.hexdigest()[:32]

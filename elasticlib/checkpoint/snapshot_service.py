@@ -32,7 +32,6 @@ from .replication import (
     endpoint_key,
     replica_sources,
     replica_targets,
-    wake_agent,
 )
 from .snapshot_slots import (
     WAKEUP_PIPE,
@@ -40,6 +39,7 @@ from .snapshot_slots import (
     newest_local_snapshots,
     remove_incomplete,
     remove_superseded,
+    wake_agent,
 )
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -155,8 +155,8 @@ class ReplicationSession:
         """
         if self._is_cleared:
             return
-        own = [ref.header for ref in newest_local_snapshots(self._attempt_dir)]
-        is_sharded = any(header.parts > 1 for header in own)
+        own = [found.header for found in newest_local_snapshots(self._attempt_dir)]
+        is_sharded = any(record.parts > 1 for record in own)
         if own and (not is_sharded or self._all_are_replicated({(r.name, r.part) for r in own})):
             memory, attempt = self._attempt_dir.parent, int(self._attempt_dir.name)
             self._is_cleared = remove_superseded(memory, list_snapshots(memory), attempt)

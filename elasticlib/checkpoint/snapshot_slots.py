@@ -518,6 +518,15 @@ class AgentWaker:
         return True
 
 
+def wake_agent(folder: str | os.PathLike[str]) -> bool:
+    """Wake the agent that looks after the snapshots of an attempt, if there is one, once."""
+    waker = AgentWaker(folder)
+    try:
+        return waker.wake()
+    finally:
+        waker.close()
+
+
 # -- reading ---------------------------------------------------------------------------------------
 
 

@@ -24,9 +24,9 @@ from ..errors import CheckpointCorrupt, CheckpointError, present
 from ..threads import CallRejected, ExclusiveCall, Latch, helper
 from ..workers.spec import SNAPSHOTS
 from .pack import LayoutCache, PackImage
-from .peers import MEMORY, Agreed, Held, Source
+from .reshard import plan_part_layout
+from .restore import MEMORY, RestoreAgreement, StateSource, StoredState
 from .safetensors_header import read_header
-from .sharded import plan_part_layout
 from .snapshot_slots import (
     AgentWaker,
     SlotFile,
@@ -85,7 +85,7 @@ def is_sharded(value: Any) -> bool:
     return not all(placement.is_replicate() for placement in placements)
 
 
-class SnapshotSource(Source):
+class SnapshotSource(StateSource):
     """The snapshots that one worker writes to its agent's memory, and those that it finds there.
 
     All ranks snapshot the same steps, with a collective (such as that of the gradients) in between.
@@ -227,28 +227,28 @@ class SnapshotSource(Source):
             # The next snapshot uses the slot of an earlier one if this one did not need a new slot.
             self._allocator.begin(header)
 
-    def held(self) -> Sequence[Held]:
+    def list_states(self) -> Sequence[StoredState]:
         """Return the snapshots in the agent's memory: those of its workers, and replicas."""
-        return [_held(ref) for ref in self._valid()]
+        return [_stored_state(ref) for ref in self._valid()]
 
-    def view(self, held: Held, part: int = 0) -> memoryview:  # noqa: ARG002 - it has one part
+    def view(self, stored: StoredState, part: int = 0) -> memoryview:  # noqa: ARG002 - it has one part
         """Return the memory of a snapshot, which does not change until `release`."""
-        if held.name not in self._mapped:
-            for ref in (ref for ref in self._valid() if _held(ref) == held):
+        if stored.name not in self._mapped:
+            for ref in (ref for ref in self._valid() if _stored_state(ref) == stored):
                 view = self._maps.enter_context(map_snapshot(self._memory, ref))
                 if view is not None:
-                    self._mapped[held.name] = ref, view
+                    self._mapped[stored.name] = ref, view
                     break
             else:
-                what = f"the snapshot {held.name} of step {held.step}"
+                what = f"the snapshot {stored.name} of step {stored.step}"
                 raise CheckpointError(f"{what} is not there any more")
-        return self._mapped[held.name][1]
+        return self._mapped[stored.name][1]
 
-    def check(self, held: Held, part: int = 0) -> None:
-        view = self.view(held, part)
-        ref, _ = self._mapped[held.name]
+    def check(self, stored: StoredState, part: int = 0) -> None:
+        view = self.view(stored, part)
+        ref, _ = self._mapped[stored.name]
         if read_header(view).size != ref.header.size:
-            raise CheckpointCorrupt(f"the snapshot {held.name} is no pack of its size")
+            raise CheckpointCorrupt(f"the snapshot {stored.name} is no pack of its size")
 
     def release(self) -> None:
         self._mapped.clear()
@@ -262,13 +262,13 @@ class SnapshotSource(Source):
         """
         remove_snapshots(self._memory, abandoned_snapshots(self._list(), self._era, step))
 
-    def _preallocate(self, found: Agreed) -> None:
+    def _preallocate(self, found: RestoreAgreement) -> None:
         """Allocate memory in the background for the first snapshot after a restore.
 
         It is as large as what was restored. If that size is not known here, as of a sharded state
         on a disk, the first snapshot allocates its memory itself.
         """
-        part, parts, size = 0, 1, found.size
+        part, parts, size = 0, 1, found.pack_bytes
         for header in (ref.header for ref in self._valid()):
             is_own = (header.part, header.parts) in ((0, 1), (self._rank, self._world_size))
             if header.step == found.step and is_own:
@@ -285,7 +285,7 @@ class SnapshotSource(Source):
             with contextlib.suppress(CallRejected):
                 self._exclusive.run(self._slots.free_unused)
 
-    def adopt_restored_step(self, found: Agreed, state: object) -> None:
+    def adopt_restored_step(self, found: RestoreAgreement, state: object) -> None:
         """Prepare for snapshots after all ranks have restored a step.
 
         Snapshots of later steps are freed. If the state was received from another node, this node
@@ -293,7 +293,9 @@ class SnapshotSource(Source):
         each rank keeps its new part if any rank received a part of it.
         """
         self.resume_from(found.step)
-        is_missing = found.moved or found.step not in [held.step for held in self.held()]
+        is_missing = found.was_resharded or found.step not in [
+            stored.step for stored in self.list_states()
+        ]
         if found.kind == MEMORY and is_missing:
             try:
                 self.snapshot(found.step, state)
@@ -339,12 +341,12 @@ def _copy(image: PackImage, slot: SlotFile, view: memoryview) -> None:
     image.copy_to(view, slot.views[1])
 
 
-def _held(ref: SnapshotRef) -> Held:
+def _stored_state(ref: SnapshotRef) -> StoredState:
     header = ref.header
     parts = header.parts if header.sharded else 0
     name = f"{ref.file}:{header.sequence}"
     part = header.part if parts else 0
-    return Held(header.step, MEMORY, name, part, parts, header.run, header.generation)
+    return StoredState(header.step, MEMORY, name, part, parts, header.run, header.generation)
 
 
 class _Preallocation:

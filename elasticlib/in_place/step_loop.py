@@ -24,9 +24,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..checkpoint.collectives import peer_group
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.pack import plan_layout, unpack
-from ..checkpoint.peers import givers, peers_of
 from ..checkpoint.place import new_memory
 from ..checkpoint.restore_plan import check_names, plan_restore
 from ..checkpoint.snapshot_source import is_sharded
@@ -34,7 +34,7 @@ from ..checkpoint.state_tree import map_leaves, reject_state_dicts, to_plain_val
 from ..clock import monotonic
 from ..data.batch_sampler import ElasticBatchSampler
 from ..data.position import check_int
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, present
 from ..logical.logical_workers import LogicalWorkers
 from ..workers.context import Stop, context
 from .process_group import POLL_INTERVAL_S, RegroupableGroup, current_group
@@ -456,7 +456,7 @@ class StepLoop:
         if plan is None:
             self._restore(members)
         elif self._group is not None:
-            self._broadcast_state(plan, members)
+            self._broadcast_state(plan)
         self._has_state = self._is_complete = True
 
     def _restore(self, members: Sequence[MemberStatus]) -> None:
@@ -475,19 +475,18 @@ class StepLoop:
                 " keeps snapshots"
             )
 
-    def _broadcast_state(self, plan: BroadcastPlan, members: Sequence[MemberStatus]) -> None:
+    def _broadcast_state(self, plan: BroadcastPlan) -> None:
         """Send the state of the source to the receivers. Every member must call this."""
         started = monotonic()
-        with peers_of() as peers:
+        with peer_group() as peers:
             is_receiver = peers.rank in plan.receivers
             if plan.receivers:
                 # If packing fails here, only this worker fails, and the others continue without it.
-                packs = {0: _packed(self._parts)} if peers.rank == plan.source else {}
-                nodes = [member.node for member in members]
-                peers.carry(plan.step, {0: givers([plan.source], nodes, plan.receivers)}, packs)
+                pack = _packed(self._parts) if peers.rank == plan.source else None
+                pack = peers.broadcast_pack(plan.step, pack, plan.source, plan.receivers)
         if is_receiver:
             self._is_complete = False
-            plan_restore(self._parts, unpack(packs[0], copy=False))()
+            plan_restore(self._parts, unpack(present(pack, "a pack"), copy=False))()
             self.step, self._has_state, self._is_complete = plan.step, True, True
         if self._manager is not None and self._snapshot_every:
             self._manager.taken_over(plan.step, self._parts, plan.source)

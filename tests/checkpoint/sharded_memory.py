@@ -1,4 +1,4 @@
-"""What ranks do whose sharded state is in the memory of agents: see test_sharded_memory."""
+"""Scenarios of ranks with sharded snapshots in the memory of agents: see test_sharded_memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.restore import DiskSource, restore_from
 
-Mesh = tuple[int, ...]
-"""Its sizes: of two, the first holds copies and the second shards."""
+MeshSizes = tuple[int, ...]
+"""Sizes of a mesh. If there are two, the first dimension replicates and the second shards."""
 
 
-def job(sizes: Mesh, *, fresh: bool) -> dict[str, Any]:
-    """FSDP2, or HSDP, over this mesh, with tensors sharded in other ways; and what is each rank's
-    own. Uneven everywhere, and some ranks have nothing of some tensors."""
+def make_state(sizes: MeshSizes, *, fresh: bool) -> dict[str, Any]:
+    """Return a state with FSDP2 or HSDP, other sharded tensors, and a value of each rank.
+
+    No tensor can be divided evenly, and some ranks have no elements of some tensors.
+    """
     torch.manual_seed(5 if fresh else 3)
     names = ("copies", "shards")[-len(sizes) :]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -44,43 +46,43 @@ def job(sizes: Mesh, *, fresh: bool) -> dict[str, Any]:
     return state
 
 
-def shared(state: dict[str, Any]) -> Any:
-    """All bits of what all ranks share."""
+def shared_bits(state: dict[str, Any]) -> Any:
+    """Return all bits of the values that all ranks share."""
     return json.loads(json.dumps(bits([state[name] for name in state if name != "own"])))
 
 
-def on_node(folder: Path, node: int, era: int) -> CheckpointManager:
-    """A manager as an agent's worker makes it on this node, in this start of its workers."""
-    memory = folder / f"node{node}" / str(era)
+def manager_on_node(folder: Path, node: int, attempt: int) -> CheckpointManager:
+    """Return a manager as the worker of an agent creates it."""
+    memory = folder / f"node{node}" / str(attempt)
     memory.mkdir(parents=True)
-    os.environ.update(ELASTICLIB_SNAPSHOTS=str(memory), ELASTICLIB_GENERATION=str(era))
+    os.environ.update(ELASTICLIB_SNAPSHOTS=str(memory), ELASTICLIB_GENERATION=str(attempt))
     return CheckpointManager(folder / "empty")
 
 
-def keep(folder: Path, sizes: Mesh) -> None:
-    """Each rank is a node of its own."""
-    state = job(sizes, fresh=False)
-    with on_node(folder, dist.get_rank(), 1) as manager:
+def snapshot(folder: Path, sizes: MeshSizes) -> None:
+    """Take a snapshot of step 4. Each rank is on a node of its own."""
+    state = make_state(sizes, fresh=False)
+    with manager_on_node(folder, dist.get_rank(), 1) as manager:
         assert manager.snapshot(4, state)
-    whole = shared(state)
+    expected = shared_bits(state)
     if dist.get_rank() == 0:
-        (folder / "bits").write_text(json.dumps(whole))
+        (folder / "bits").write_text(json.dumps(expected))
 
 
-def go_on(folder: Path, sizes: Mesh, nodes: list[int]) -> dict[str, Any]:
-    """nodes: where each rank is, in order."""
-    state = job(sizes, fresh=True)
-    before = shared(state)
-    with on_node(folder, nodes[dist.get_rank()], 2) as manager:
-        found = manager.restore(state)
-        held = manager._memory
-        assert held is not None
-        parts = sorted((one.step, one.part, one.parts) for one in held.held())
-    now = shared(state)
+def restore(folder: Path, sizes: MeshSizes, nodes: list[int]) -> dict[str, Any]:
+    """Restore on ranks that are on these nodes."""
+    state = make_state(sizes, fresh=True)
+    before = shared_bits(state)
+    with manager_on_node(folder, nodes[dist.get_rank()], 2) as manager:
+        result = manager.restore(state)
+        source = manager._memory
+        assert source is not None
+        parts = sorted((s.step, s.part, s.num_parts) for s in source.list_states())
+    now = shared_bits(state)
     return {
-        "step": found.step,
-        "source": found.source,
-        "passed_over": found.passed_over,
+        "step": result.step,
+        "source": result.source,
+        "skipped": result.skipped,
         "right": now == json.loads((folder / "bits").read_text()),
         "unchanged": now == before,
         "own": state["own"],
@@ -88,93 +90,95 @@ def go_on(folder: Path, sizes: Mesh, nodes: list[int]) -> dict[str, Any]:
     }
 
 
-# -- one name for a tensor of each stage of a pipeline --------------------------------------------
+# -- tensors of one name in two pipeline stages ----------------------------------------------------
 
 
-def keep_stages(folder: Path) -> None:
-    with on_node(folder, dist.get_rank(), 1) as manager:
-        assert manager.snapshot(4, stages(float(dist.get_rank() // 2)))
+def snapshot_stages(folder: Path) -> None:
+    with manager_on_node(folder, dist.get_rank(), 1) as manager:
+        assert manager.snapshot(4, make_stage(float(dist.get_rank() // 2)))
 
 
-def stages(value: float) -> dict[str, Any]:
-    whole = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("pp", "dp"))
-    return {"w": distribute_tensor(torch.full((4,), value), whole["dp"], [Shard(0)])}
+def make_stage(value: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("pp", "dp"))
+    return {"w": distribute_tensor(torch.full((4,), value), mesh["dp"], [Shard(0)])}
 
 
-def go_on_with_stages(folder: Path, nodes: list[int], era: int) -> dict[str, Any]:
-    state = stages(-1.0)
-    with on_node(folder, nodes[dist.get_rank()], era) as manager:
-        found = manager.restore(state)
+def restore_stages(folder: Path, nodes: list[int], attempt: int) -> dict[str, Any]:
+    state = make_stage(-1.0)
+    with manager_on_node(folder, nodes[dist.get_rank()], attempt) as manager:
+        result = manager.restore(state)
     return {
-        "step": found.step,
-        "passed_over": found.passed_over,
+        "step": result.step,
+        "skipped": result.skipped,
         "values": state["w"].to_local().tolist(),
     }
 
 
-# -- what it costs --------------------------------------------------------------------------------
+# -- memory and transfers --------------------------------------------------------------------------
 
 ROWS, COLUMNS = 4096, 4096  # 64 MiB
-TENSORS = 3
+NUM_TENSORS = 3
+LARGE_STATE_BYTES = ROWS * COLUMNS * 4 * NUM_TENSORS
 
 
-def large(value: float) -> dict[str, Any]:
+def make_large(value: float) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {}
-    for at in range(TENSORS):
-        size = [ROWS, COLUMNS]
-        size[at % 2] //= mesh.size()
-        local = torch.full(size, value + at)
-        state[f"t{at}"] = DTensor.from_local(local, mesh, [Shard(at % 2)], run_check=False)
+    for number in range(NUM_TENSORS):
+        size, axis = [ROWS, COLUMNS], number % 2
+        size[axis] //= mesh.size()
+        local = torch.full(size, value + number)
+        state[f"t{number}"] = DTensor.from_local(local, mesh, [Shard(axis)], run_check=False)
     return state
 
 
-def keep_large(folder: Path, disk: bool) -> None:
-    with on_node(folder, dist.get_rank(), 1) as manager:
-        state = large(1.0)
+def store_large(folder: Path, disk: bool) -> None:
+    """Save a large state to disk, or take a snapshot of it."""
+    with manager_on_node(folder, dist.get_rank(), 1) as manager:
+        state = make_large(1.0)
         if disk:
             manager.save(4, state)
         else:
             assert manager.snapshot(4, state)
 
 
-class Peak:
-    """How much private memory a process has taken at most beside what it had."""
+class PeakMemory:
+    """The maximum of the private memory of this process while the context is active, in bytes."""
 
-    def __enter__(self) -> Peak:
-        self.before = self.peak = _anonymous()
-        self._over = threading.Event()
+    def __enter__(self) -> PeakMemory:
+        self.before = self.peak = private_bytes()
+        self._is_finished = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._over.set()
+        self._is_finished.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(0.001):
-            self.peak = max(self.peak, _anonymous())
+        while not self._is_finished.wait(0.001):
+            self.peak = max(self.peak, private_bytes())
 
 
-def _anonymous() -> int:
+def private_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
-    raise AssertionError("the kernel does not tell of anonymous memory")
+    raise AssertionError("the kernel does not report anonymous memory")
 
 
-def go_on_with_large(folder: Path, nodes: list[int]) -> tuple[int, int]:
-    """The most bytes of private memory beside the state, and those that were received."""
-    with on_node(folder, nodes[dist.get_rank()], 2) as manager:
-        state = large(0.0)
-        memories = [shard.to_local().data_ptr() for shard in state.values()]
-        held, disk = manager._memory, DiskSource(manager._reader)
-        assert held is not None
-        with Peak() as memory:
-            found = restore_from([held, disk], state, node=str(nodes[dist.get_rank()]))
-        assert found.step == 4
-        for at, shard in enumerate(state.values()):
-            assert bool((shard.to_local() == 1.0 + at).all())
-        assert [shard.to_local().data_ptr() for shard in state.values()] == memories
-    return memory.peak - memory.before, found.received
+def restore_large(folder: Path, nodes: list[int]) -> tuple[int, int]:
+    """Return the peak of private memory in addition to the state, and the bytes received."""
+    with manager_on_node(folder, nodes[dist.get_rank()], 2) as manager:
+        state = make_large(0.0)
+        addresses = [tensor.to_local().data_ptr() for tensor in state.values()]
+        memory, disk = manager._memory, DiskSource(manager._reader)
+        assert memory is not None
+        with PeakMemory() as usage:
+            agreement = restore_from([memory, disk], state, node=str(nodes[dist.get_rank()]))
+        assert agreement.step == 4
+        for number, tensor in enumerate(state.values()):
+            assert bool((tensor.to_local() == 1.0 + number).all())
+        assert [tensor.to_local().data_ptr() for tensor in state.values()] == addresses
+    return usage.peak - usage.before, agreement.received_bytes

@@ -1,4 +1,4 @@
-"""FSDP2 training that is interrupted and goes on in a fresh model and optimizer: see its test."""
+"""FSDP2 training that resumes in a new model and optimizer: see test_sharded_checkpoints."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ STEPS, SAVED = 5, 3
 
 
 class Model(torch.nn.Module):
-    """Uneven over two ranks, with a parameter that is frozen and one that no loss reaches."""
+    """A model of uneven layers, with a frozen parameter, and one without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)
         self.unused = torch.nn.Linear(3, 3)
         self.frozen = torch.nn.Parameter(torch.ones(5), requires_grad=False)
-        # A zero has a sign, too.
+        # Negative zeros show whether a restore changes parameters.
         torch.nn.init.constant_(self.second.bias, -0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(x * self.frozen)))
 
 
-def made(kind: str) -> tuple[Model, torch.optim.Optimizer]:
+def make(kind: str) -> tuple[Model, torch.optim.Optimizer]:
     torch.manual_seed(0)
     mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), Model()
     for layer in (model.first, model.second, model.unused):
@@ -55,7 +55,7 @@ def made(kind: str) -> tuple[Model, torch.optim.Optimizer]:
 
 def train(model: Model, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
     for step in steps:
-        # The same on every rank, so that the number of ranks changes nothing.
+        # The batch is the same on every rank, so that the number of ranks does not matter.
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
         model(x).square().mean().backward()
         optimizer.step()
@@ -63,41 +63,41 @@ def train(model: Model, optimizer: torch.optim.Optimizer, steps: Iterable[int]) 
 
 
 def save(folder: Path, kind: str) -> None:
-    model, optimizer = made(kind)
+    model, optimizer = make(kind)
     train(model, optimizer, range(SAVED))
     with CheckpointManager(folder / kind) as manager:
         manager.save(SAVED, {"model": model, "optimizer": optimizer})
 
 
-def go_on(folder: Path, kind: str) -> None:
-    model, optimizer = made(kind)
+def resume(folder: Path, kind: str) -> None:
+    model, optimizer = make(kind)
     train(model, optimizer, range(SAVED))
     before = bits([model, optimizer])
     train(model, optimizer, range(SAVED, STEPS))
-    fresh, made_anew = made(kind)
-    unused = bits([fresh, made_anew])
+    new_model, new_optimizer = make(kind)
+    initial = bits([new_model, new_optimizer])
     with CheckpointManager(folder / kind) as manager:
-        # To read is not to change; whatever an optimizer makes of itself at its first step.
-        found = manager.load(like={"model": fresh, "optimizer": made_anew})
-        assert bits([fresh, made_anew]) == unused
-        assert bits([found["model"], found["optimizer"]]) == before
-        assert manager.restore({"model": fresh, "optimizer": made_anew}).step == SAVED
-    assert bits([fresh, made_anew]) == before
-    assert all(p.grad is None for p in fresh.parameters())
-    for parameter, state in made_anew.state.items():
+        # Loading does not change the given objects, although the optimizer has no state yet.
+        loaded = manager.load(like={"model": new_model, "optimizer": new_optimizer})
+        assert bits([new_model, new_optimizer]) == initial
+        assert bits([loaded["model"], loaded["optimizer"]]) == before
+        assert manager.restore({"model": new_model, "optimizer": new_optimizer}).step == SAVED
+    assert bits([new_model, new_optimizer]) == before
+    assert all(p.grad is None for p in new_model.parameters())
+    for parameter, state in new_optimizer.state.items():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 assert isinstance(value, DTensor)
                 assert value.placements == parameter.placements
-    train(fresh, made_anew, range(SAVED, STEPS))
-    assert bits([fresh, made_anew]) == bits([model, optimizer])
-    # What has gone further, and has more state than was saved, goes back all the same.
+    train(new_model, new_optimizer, range(SAVED, STEPS))
+    assert bits([new_model, new_optimizer]) == bits([model, optimizer])
+    # An optimizer that has taken more steps, and has more state than was saved, is restored, too.
     with CheckpointManager(folder / kind) as manager:
-        fresh.unused(torch.ones(2, 3)).sum().backward()
-        made_anew.step()
-        made_anew.zero_grad()
-        assert manager.restore({"model": fresh, "optimizer": made_anew}).step == SAVED
-    assert bits([fresh, made_anew]) == before
+        new_model.unused(torch.ones(2, 3)).sum().backward()
+        new_optimizer.step()
+        new_optimizer.zero_grad()
+        assert manager.restore({"model": new_model, "optimizer": new_optimizer}).step == SAVED
+    assert bits([new_model, new_optimizer]) == before
 
 
 def save_each(folder: Path) -> None:
@@ -105,6 +105,6 @@ def save_each(folder: Path) -> None:
         save(folder, kind)
 
 
-def go_on_with_each(folder: Path) -> None:
+def resume_each(folder: Path) -> None:
     for kind in OPTIMIZERS:
-        go_on(folder, kind)
+        resume(folder, kind)

@@ -1,4 +1,4 @@
-"""What a rank does that saves or loads sharded state: see test_sharded_checkpoints."""
+"""Scenarios of ranks that save or load sharded state: see test_sharded_checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 
 def sharded_layers(mesh: DeviceMesh, *, bias: bool = True) -> torch.nn.Module:
-    """FSDP2, or HSDP, of two layers that no number of ranks divides."""
+    """Return two layers under FSDP2 or HSDP, whose sizes no number of ranks divides."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3, bias=bias))
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -27,7 +27,7 @@ def sharded_layers(mesh: DeviceMesh, *, bias: bool = True) -> torch.nn.Module:
 
 
 def trained() -> dict[str, Any]:
-    """An FSDP2 model with its optimizer, both after a step, and tensors sharded in other ways."""
+    """Return an FSDP2 model and its optimizer after a step, and tensors sharded in other ways."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = sharded_layers(mesh)
@@ -40,7 +40,7 @@ def trained() -> dict[str, Any]:
 
 
 def bits(value: Any) -> Any:
-    """All of it, put together from all ranks, so that equal means equal bits."""
+    """Return the complete values of a state as integers, so that equal results mean equal bits."""
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         return bits(value.state_dict())
     if isinstance(value, DTensor):
@@ -53,18 +53,18 @@ def bits(value: Any) -> Any:
 
 
 def load(manager: CheckpointManager, state: dict[str, Any]) -> None:
-    """As sharded as the state given, at this world size; and whole, by each rank by itself."""
-    want = bits(state)
-    found = manager.load(like=state)
-    more, given = found["more"][0], state["more"][0]
-    assert isinstance(more, DTensor)
-    assert more.placements == given.placements
-    assert bits(found) == want, (bits(found), want)
+    """Load with the sharding of the given state, and complete on each rank."""
+    expected = bits(state)
+    loaded = manager.load(like=state)
+    tensor, given = loaded["more"][0], state["more"][0]
+    assert isinstance(tensor, DTensor)
+    assert tensor.placements == given.placements
+    assert bits(loaded) == expected, (bits(loaded), expected)
     assert not any(isinstance(t, DTensor) for t in manager.load()["model"].values())
-    assert bits(manager.load()) == want
-    state["model"].load_state_dict(found["model"])
-    state["optimizer"].load_state_dict(found["optimizer"])
-    assert bits(state) == want
+    assert bits(manager.load()) == expected
+    state["model"].load_state_dict(loaded["model"])
+    state["optimizer"].load_state_dict(loaded["optimizer"])
+    assert bits(state) == expected
 
 
 def save(manager: CheckpointManager, state: dict[str, Any]) -> None:
@@ -76,21 +76,21 @@ def save(manager: CheckpointManager, state: dict[str, Any]) -> None:
 
 
 def fail_on_one(manager: CheckpointManager, place: Gated, state: dict[str, Any]) -> str:
-    """One rank's part cannot be written: none of the ranks counts it as saved."""
+    """Save while the disk of one rank is full, and return the error of this rank."""
     if dist.get_rank() == 1:
         place.full = True
     manager.save(4, state)
-    said = ""
+    message = ""
     try:
         manager.wait()
     except CheckpointError as error:
-        said = str(error)
+        message = str(error)
     assert manager.latest() == 3
-    return said
+    return message
 
 
 def save_and_fail(folder: Path) -> str:
-    """What each of two ranks is told of the save that fails."""
+    """Return the error of a save that fails on rank 1."""
     state, place = trained(), Gated(folder / "checkpoints")
     place.gate.set()
     with CheckpointManager(place, keep_last=2) as manager:
@@ -98,8 +98,8 @@ def save_and_fail(folder: Path) -> str:
         return fail_on_one(manager, place, state)
 
 
-def load_beside_damage(folder: Path) -> str | None:
-    """What is whole for a rank that has loaded its share of a checkpoint; the other is damaged."""
+def load_shards_of_damaged_checkpoint(folder: Path) -> str | None:
+    """Load the shards of rank 0 of a checkpoint in which the part of rank 1 is damaged."""
     state = trained()
     with CheckpointManager(folder / "checkpoints") as manager:
         manager.save(1, state).wait()
@@ -117,7 +117,7 @@ def load_beside_damage(folder: Path) -> str | None:
 
 
 def load_alone(folder: Path) -> None:
-    """Load on one rank what was saved at two."""
+    """Load on one rank what two ranks have saved."""
     state = trained()
     with CheckpointManager(folder / "checkpoints", keep_last=2) as manager:
         load(manager, state)

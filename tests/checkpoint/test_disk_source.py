@@ -20,7 +20,7 @@ def test_a_source_gives_packs_of_its_own_and_forgets_what_is_damaged(tmp_path: P
         for step in (1, 2):
             manager.save(step, {"w": torch.full((3,), step)})
     source = DiskSource(CheckpointFolder(LocalPlace(tmp_path)))
-    newest, older = source.held()
+    newest, older = source.list_states()
     assert (newest.step, newest.kind, older.step) == (2, "disk", 1)
     assert unpack(source.view(newest))["w"].tolist() == [2, 2, 2]
     (path,) = (tmp_path / "step-0000000002").glob("state.*")
@@ -29,7 +29,7 @@ def test_a_source_gives_packs_of_its_own_and_forgets_what_is_damaged(tmp_path: P
     path.write_bytes(data[:-1] + b"\1")
     with pytest.raises(CheckpointCorrupt, match="checksum"):
         source.view(newest)
-    assert [held.step for held in source.held()] == [1]
+    assert [stored.step for stored in source.list_states()] == [1]
     (tmp_path / "step-0000000001" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="replaced or deleted"):
         source.view(older)

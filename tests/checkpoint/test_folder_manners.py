@@ -46,7 +46,7 @@ def test_restore_says_why_it_went_past_what_cannot_even_be_offered(
     with CheckpointManager(tmp_path) as manager:
         found = manager.restore({"a": 0})
         assert found.step == 1
-        [why] = found.passed_over
+        [why] = found.skipped
     assert "step-0000000002 is damaged: " in why
     assert why in caplog.text
 

@@ -45,7 +45,7 @@ def restored(folder: Path) -> tuple[int, float, tuple[str, ...]]:
     with CheckpointManager(folder) as manager:
         what = manager.restore(found)
         assert {float(value) for value in found["w"]} == {float(found["w"][0])}
-        return what.step, float(found["w"][0]), what.passed_over
+        return what.step, float(found["w"][0]), what.skipped
 
 
 # -- manifests ---------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def starts(folder: Path) -> list[Any]:
     found = state(0)
     with CheckpointManager(folder) as manager:
         what = manager.restore(found)
-        said: list[Any] = [what.step, float(found["w"][0]), what.passed_over]
+        said: list[Any] = [what.step, float(found["w"][0]), what.skipped]
         said += [manager.latest(), float(manager.load()["w"][0]), manager.steps()]
         said.append(sorted(manager.verify()))
         manager.save(3, found)

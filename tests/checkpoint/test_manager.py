@@ -20,7 +20,7 @@ from managers import Gated, manager_at
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
 from elasticlib.checkpoint.folder import summed
-from elasticlib.checkpoint.restore import Restored
+from elasticlib.checkpoint.restore import RestoreResult
 from elasticlib.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -190,7 +190,7 @@ def test_restore_raises_if_there_are_checkpoints_and_none_is_usable(
         assert contents(tmp_path) == before
 
         found = manager.restore(mine, if_unusable="start_over")
-        assert (found.found, len(found.passed_over)) == (False, 2)
+        assert (found.found, len(found.skipped)) == (False, 2)
         assert mine["w"].tolist() == [0, 0, 0]
         manager.save(1, state(1)).wait()
         manager.save(2, state(2)).wait()
@@ -443,11 +443,11 @@ def test_restore_says_what_it_found_and_where_in_a_sentence(tmp_path: Path) -> N
     seven = manager.restore(found)
     assert (seven.found, seven.step, seven.source, found["step"]) == (True, 7, "disk", 7)
     assert str(seven).startswith("step 7 from the disk; skipped: rank 0's step 9 (disk, ")
-    assert repr(seven) == f"<Restored: {seven}>"
+    assert repr(seven) == f"<RestoreResult: {seven}>"
     zero = manager.restore(found, step=0)
     assert (bool(zero), zero.step, str(zero)) == (True, 0, "step 0 from the disk")
-    assert zero == Restored(0, "disk") != nothing
-    assert len({zero, Restored(0, "disk")}) == 1
+    assert zero == RestoreResult(0, "disk") != nothing
+    assert len({zero, RestoreResult(0, "disk")}) == 1
 
 
 @pytest.mark.parametrize(
@@ -461,8 +461,8 @@ def test_restore_says_what_it_found_and_where_in_a_sentence(tmp_path: Path) -> N
 def test_who_takes_what_restore_returns_for_the_step_is_told_where_that_is(
     misuse: Callable[[Any], object],
 ) -> None:
-    with pytest.raises(TypeError, match=r"a Restored, not a number: use its \.step"):
-        misuse(Restored(7, "disk"))
+    with pytest.raises(TypeError, match=r"a RestoreResult, not a number: use its \.step"):
+        misuse(RestoreResult(7, "disk"))
 
 
 def test_any_step_that_is_kept_can_be_asked_for(tmp_path: Path) -> None:

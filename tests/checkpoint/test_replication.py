@@ -32,7 +32,6 @@ from elasticlib.checkpoint.replication import (
     replica_sources,
     replica_targets,
     send_snapshot,
-    wake_agent,
 )
 from elasticlib.checkpoint.snapshot_service import NodeSnapshotService
 from elasticlib.checkpoint.snapshot_slots import (
@@ -103,7 +102,7 @@ class Host:
         slots = self.slots.setdefault(record.part, snapshot_slots.SnapshotSlots(attempt_dir))
         with slots.open_for_writing(record) as view:
             view[:] = pack
-        wake_agent(attempt_dir)
+        snapshot_slots.wake_agent(attempt_dir)
 
     def found(self, owner: str = "") -> list[SnapshotRef]:
         """Return this node's snapshots, or its replicas of another node's."""

@@ -20,7 +20,7 @@ from test_persist import Full, nodes
 
 from elasticlib import CheckpointManager, MemoryStore
 from elasticlib.checkpoint import persist, snapshot_slots
-from elasticlib.checkpoint.cover import Chunk
+from elasticlib.checkpoint.boxes import Box, TensorShard
 from elasticlib.checkpoint.persist import (
     COMMIT,
     Board,
@@ -139,7 +139,7 @@ def test_what_is_lost_is_told_by_each_node(job: Job) -> None:
     job.leaves([3, 3, 3, 3])
     lose(job.memory(0), 1)
     where = job.folder / "checkpoints"
-    why = "it is not whole: nobody holds part 1 of 4"
+    why = "it is incomplete: no rank has part 1 of 4"
     said = f"the snapshot of step 3 was not written to {where}: {why}"
     assert job.finish(0, 1) == [said, said]
     assert not CheckpointManager(where).steps()
@@ -226,7 +226,9 @@ def test_who_cannot_write_its_parts_is_heard_by_the_others_which_say_so(job: Job
 
 def pieces(state: SnapshotState, cuts: dict[int, tuple[int, int]]) -> tuple[list[Piece], Any]:
     """Parts of a tensor of 8 elements: from which of them, and how many."""
-    chunks = {p: [Chunk("w", "float32", (8,), ((at,), (n,)))] for p, (at, n) in cuts.items()}
+    chunks = {
+        p: [TensorShard("w", "float32", (8,), Box((at,), (n,)))] for p, (at, n) in cuts.items()
+    }
     made = [piece_of(state, part, chunks[part]) for part in cuts]
     return made, {one.share: chunks[one.part] for one in made}
 
@@ -267,7 +269,7 @@ def test_copies_count_once_and_rows_are_asked_for_where_they_decide_alone() -> N
     # Where elements overlap, the number of them does not say whether all are there.
     twice, rows = pieces(state, {0: (0, 4), 1: (2, 4)})
     assert in_doubt(twice) == rows.keys()
-    assert str(newest_whole(twice, rows)).endswith("and so 2 of the 8 elements of w")
+    assert str(newest_whole(twice, rows)).endswith("so 2 of the 8 elements of w are missing")
     [one], row = pieces(state, {0: ALL})
     assert newest_whole([one], row) == WritePlan(state, (one.share,))
 

@@ -1,4 +1,4 @@
-"""What docs/checkpoints.md says of DCP beside us, seen in the torch that is installed."""
+"""The comparison of elasticlib and DCP in docs/checkpoints.md, checked with the installed torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ W = torch.arange(4096.0)
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Any:
+def ignore_warnings() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -30,15 +30,15 @@ def save(path: Path, state: dict[str, Any]) -> None:
     dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
-def loaded(path: Path) -> torch.Tensor:
+def load(path: Path) -> torch.Tensor:
     state = {"w": torch.zeros(4096)}
     dcp.load(state, checkpoint_id=path, no_dist=True)
     return state["w"]
 
 
-def flip(path: Path, at: bytes) -> None:
+def flip_bit(path: Path, after: bytes) -> None:
     data = bytearray(path.read_bytes())
-    data[data.find(at) + 3] ^= 0x40
+    data[data.find(after) + 3] ^= 0x40
     path.write_bytes(data)
 
 
@@ -47,28 +47,28 @@ class Unpicklable:
         raise OSError("the disk is full")
 
 
-def test_a_flipped_byte_is_loaded_by_dcp_and_found_by_us(tmp_path: Path) -> None:
-    some = W[1000:1010].numpy().tobytes()
+def test_flipped_bit_is_loaded_by_dcp_and_detected_by_elasticlib(tmp_path: Path) -> None:
+    values = W[1000:1010].numpy().tobytes()
     save(tmp_path / "dcp", {"w": W})
-    flip(tmp_path / "dcp" / "__0_0.distcp", some)
-    assert not torch.equal(loaded(tmp_path / "dcp"), W)
+    flip_bit(tmp_path / "dcp" / "__0_0.distcp", values)
+    assert not torch.equal(load(tmp_path / "dcp"), W)
     with CheckpointManager(tmp_path / "ours") as manager:
         for step in (1, 2):
             manager.save(step, {"w": W}).wait()
         (path,) = (tmp_path / "ours" / "step-0000000002").glob("state.*")
-        flip(path, some)
+        flip_bit(path, values)
         state = {"w": torch.zeros(4096)}
-        found = manager.restore(state)
-    assert (found.step, torch.equal(state["w"], W)) == (1, True)
-    assert "step-0000000002 is damaged" in str(found)
+        result = manager.restore(state)
+    assert (result.step, torch.equal(state["w"], W)) == (1, True)
+    assert "step-0000000002 is damaged" in str(result)
 
 
-def test_a_save_that_fails_takes_dcps_older_one_with_it_and_not_ours(tmp_path: Path) -> None:
+def test_failed_save_destroys_the_older_checkpoint_of_dcp_only(tmp_path: Path) -> None:
     save(tmp_path / "dcp", {"w": W})
     with pytest.raises(dcp.CheckpointException):
         save(tmp_path / "dcp", {"w": W + 1, "z": Unpicklable()})
     with pytest.raises(dcp.CheckpointException):
-        loaded(tmp_path / "dcp")
+        load(tmp_path / "dcp")
     with CheckpointManager(tmp_path / "ours") as manager:
         manager.save(1, {"w": W}).wait()
         with pytest.raises(CheckpointError):
@@ -76,7 +76,7 @@ def test_a_save_that_fails_takes_dcps_older_one_with_it_and_not_ours(tmp_path: P
         assert torch.equal(manager.load(1)["w"], W)
 
 
-class Runs:
+class RunsCode:
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
 
@@ -84,18 +84,18 @@ class Runs:
         return os.mkdir, (self.folder,)
 
 
-def test_what_dcp_reads_can_run_code_and_what_we_read_cannot(tmp_path: Path) -> None:
-    save(tmp_path / "dcp", {"a": Runs(tmp_path / "it-ran")})
+def test_reading_can_run_code_with_dcp_only(tmp_path: Path) -> None:
+    save(tmp_path / "dcp", {"a": RunsCode(tmp_path / "it-ran")})
     dcp.load({"a": None}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert (tmp_path / "it-ran").is_dir()
     with (
         CheckpointManager(tmp_path / "ours") as manager,
-        pytest.raises(CheckpointError, match=r"state\['a'\] is a .*Runs"),
+        pytest.raises(CheckpointError, match=r"state\['a'\] is a .*RunsCode"),
     ):
-        manager.save(1, {"a": Runs(tmp_path / "again")})
+        manager.save(1, {"a": RunsCode(tmp_path / "again")})
 
 
-def test_dcp_takes_a_part_of_a_state_from_anywhere_in_it(tmp_path: Path) -> None:
+def test_dcp_loads_any_subset_and_elasticlib_top_level_names(tmp_path: Path) -> None:
     save(tmp_path / "dcp", {"a": {"w": W, "v": W + 1}, "b": 1})
     state = {"a": {"w": torch.zeros(4096)}}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -107,7 +107,7 @@ def test_dcp_takes_a_part_of_a_state_from_anywhere_in_it(tmp_path: Path) -> None
     assert top == {"b": 1}
 
 
-def test_dcp_syncs_files_and_not_their_folders_and_we_sync_both(
+def test_dcp_syncs_files_and_elasticlib_also_their_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[bool] = []
@@ -123,13 +123,13 @@ def test_dcp_syncs_files_and_not_their_folders_and_we_sync_both(
 
 
 class HalfPicklable(Unpicklable):
-    """DCP copies it; to write it fails."""
+    """An object that can be copied, but not written."""
 
     def __deepcopy__(self, _: object) -> HalfPicklable:
         return self
 
 
-def test_what_failed_behind_dcps_step_is_told_to_who_asks_and_ours_to_the_next_call(
+def test_failed_async_save_of_dcp_is_reported_to_waiters_and_ours_to_the_next_call(
     tmp_path: Path,
 ) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -23,7 +23,7 @@ from vanishing import vanishing
 from elasticlib import MemoryStore, Node, Script, WorkerSpec
 from elasticlib.checkpoint import snapshot_slots
 from elasticlib.checkpoint.pack import PackImage, plan_layout, unpack
-from elasticlib.checkpoint.peers import Agreed, Held
+from elasticlib.checkpoint.restore import RestoreAgreement, StoredState
 from elasticlib.checkpoint.snapshot_service import NodeSnapshotService
 from elasticlib.checkpoint.snapshot_slots import SnapshotHeader
 from elasticlib.checkpoint.snapshot_source import SnapshotLocation, SnapshotSource
@@ -72,16 +72,16 @@ def keep(worker: SnapshotSource, step: int, parts: int) -> None:
     worker.keep(step, plan_layout(state(step)), parts=parts, sharded=parts > 1)
 
 
-def read(source: SnapshotSource, held: Held) -> Any:
+def read(source: SnapshotSource, stored: StoredState) -> Any:
     """What is kept there; checked, and as it is now."""
-    source.check(held)
-    found = unpack(source.view(held))
+    source.check(stored)
+    found = unpack(source.view(stored))
     source.release()
     return found
 
 
 def steps(source: SnapshotSource) -> list[int]:
-    return [held.step for held in source.held()]
+    return [stored.step for stored in source.list_states()]
 
 
 def test_a_snapshot_is_the_state_as_it_was_for_whoever_comes_after(agent: Agent) -> None:
@@ -90,10 +90,10 @@ def test_a_snapshot_is_the_state_as_it_was_for_whoever_comes_after(agent: Agent)
     now["model"]["w"].fill_(-1)
     assert cost is not None
     assert (cost.step, cost.seconds > 0) == (3, True)
-    (held,) = agent.worker(2).held()
-    assert (held.step, held.kind, held.part, held.parts) == (3, "memory", 0, 0)
+    (stored,) = agent.worker(2).list_states()
+    assert (stored.step, stored.kind, stored.part, stored.num_parts) == (3, "memory", 0, 0)
     other = agent.worker(2)
-    pinned = unpack(other.view(held), copy=False)
+    pinned = unpack(other.view(stored), copy=False)
     assert torch.equal(pinned["model"]["w"], torch.full((5,), 3.0))
     # What is being read stays as it is.
     for step in (4, 5, 6):
@@ -105,9 +105,9 @@ def test_a_snapshot_is_the_state_as_it_was_for_whoever_comes_after(agent: Agent)
     del pinned
     worker.snapshot(8, state(8))
     with pytest.raises(CheckpointError, match="step 3"):
-        worker.view(held)
+        worker.view(stored)
     with pytest.raises(CheckpointError, match="step"):
-        worker.view(Held(9, "memory", "1/own.x.1:9"))
+        worker.view(StoredState(9, "memory", "1/own.x.1:9"))
 
 
 @pytest.mark.parametrize(("parts", "slots"), [(1, 2), (2, 3)])
@@ -147,7 +147,7 @@ def test_a_larger_state_takes_over_when_it_is_whole_and_a_smaller_gives_memory_b
     worker = agent.worker(1)
     for step, size in enumerate((5, 100_000, 100_000, 5, 5, 5)):
         worker.snapshot(step, state(step, size))
-        (newest, *_) = worker.held()
+        (newest, *_) = worker.list_states()
         assert read(worker, newest)["model"]["w"].shape == (size,)
     assert len(agent.files()) == 2
     assert sum(path.stat().st_size for path in agent.folder.glob("1/*")) < 50_000
@@ -257,7 +257,7 @@ def test_one_that_stood_still_clobbers_nothing_and_is_not_gone_back_to(agent: Ag
     assert agent.eras() == {2}, "what came before it has gone"
     stale.snapshot(11, state(-11))
     stale.snapshot(12, state(-12, 100_000))
-    newest = successor.held()[0]
+    newest = successor.list_states()[0]
     assert steps(successor) == [11]
     assert read(successor, newest)["step"] == 11
 
@@ -271,7 +271,7 @@ def test_who_goes_back_to_an_earlier_step_has_given_up_the_later_ones(agent: Age
     second.resume_from(5)
     assert steps(second) == [5]
     second.keep(6, plan_layout(state(60)), parts=2, sharded=True)
-    assert [read(second, one)["step"] for one in second.held()] == [60, 5]
+    assert [read(second, one)["step"] for one in second.list_states()] == [60, 5]
     # Also in one life.
     keep(second, 2, 2)
     assert steps(second) == [2]
@@ -367,7 +367,7 @@ def test_kinds_and_runs_are_apart_and_a_second_object_goes_on_counting(agent: Ag
     elsewhere = SnapshotSource(
         SnapshotLocation(str(agent.folder / "1"), "another run", 1), name="one"
     )
-    assert elsewhere.held() == []
+    assert elsewhere.list_states() == []
     assert agent.worker(1, writes=False).snapshot(1, state(1)) is None
     with pytest.raises(CheckpointError, match="got 2 of 2"):
         agent.worker(1, rank=2, world_size=2)
@@ -396,19 +396,19 @@ def test_who_snapshots_goes_on_where_the_memory_was_removed(agent: Agent) -> Non
     assert steps(worker) == []
     worker.snapshot(3, state(3))
     assert steps(agent.worker(2)) == [3]
-    (held,) = agent.worker(2).held()
-    assert torch.equal(read(agent.worker(2), held)["model"]["w"], torch.full((5,), 3.0))
+    (stored,) = agent.worker(2).list_states()
+    assert torch.equal(read(agent.worker(2), stored)["model"]["w"], torch.full((5,), 3.0))
 
 
 def test_a_slot_that_was_cut_short_holds_nothing_and_ends_nobody(agent: Agent) -> None:
     worker = agent.worker(1)
     worker.snapshot(1, state(1, size=100_000))
-    (held,) = worker.held()
+    (stored,) = worker.list_states()
     (found,) = snapshot_slots.list_snapshots(agent.folder)
     slot = agent.folder / found.file
     os.truncate(slot, 8192)
     with pytest.raises(CheckpointError, match="step"):
-        agent.worker(2).view(held)
+        agent.worker(2).view(stored)
 
 
 def test_memory_for_the_next_snapshot_is_made_behind_the_training(agent: Agent) -> None:
@@ -419,11 +419,11 @@ def test_memory_for_the_next_snapshot_is_made_behind_the_training(agent: Agent) 
         worker.snapshot(step, state(step, size=100_000))
         wait_until("its slot and the next", lambda: whole_slots(agent, 1) == 2)
     again = agent.worker(2)
-    again.adopt_restored_step(Agreed(4, "memory", 0, 0), state(4, size=100_000))
+    again.adopt_restored_step(RestoreAgreement(4, "memory", 0, 0), state(4, size=100_000))
     wait_until("the first slot", lambda: whole_slots(agent, 2) == 1)
     again.snapshot(5, state(5, size=100_000))
     wait_until("the second", lambda: (whole_slots(agent, 1), whole_slots(agent, 2)) == (0, 2))
-    found = unpack(again.view(again.held()[0]))
+    found = unpack(again.view(again.list_states()[0]))
     assert torch.equal(found["model"]["w"], torch.full((100_000,), 5.0))
 
 

@@ -75,7 +75,7 @@ def main() -> None:
     with CheckpointManager(folder / "no checkpoints") as manager:
         found = manager.restore(state)
         assert found.step == state["step"]
-        place |= {"step": found.step, "source": found.source, "passed_over": found.passed_over}
+        place |= {"step": found.step, "source": found.source, "skipped": found.skipped}
         place["bits"] = bits([model.state_dict(), optimizer.state_dict()])
         generation, rank = place["ELASTICLIB_GENERATION"], dist.get_rank()
         write(folder / f"place.{generation}.{rank}.{os.getpid()}.json", place)

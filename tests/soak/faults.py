@@ -291,11 +291,11 @@ def _corrupt(stage: Stage, fault: Fault, view: View) -> Effect:
         stage.nodes.come()
     view = stage.settled(view.generation)
     line = stage.line("the restore", view.generation, at, lambda found: "resumed" in found)
-    passed = [text for text in line["passed_over"] if str(damaged) in text]
+    passed = [text for text in line["skipped"] if str(damaged) in text]
     if not passed or line["resumed"] >= damaged:
         raise NoEffect(
             f"step {damaged} was damaged at {middle}, and the job went on from "
-            f"{line['resumed']} and passed over {line['passed_over']}"
+            f"{line['resumed']} and skipped {line['skipped']}"
         )
     return Effect(at, f"went on from {line['resumed']}: {passed[0]}", damaged=damaged)
 

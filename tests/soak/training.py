@@ -153,9 +153,9 @@ class Loop:
             before = time.monotonic()
             found = manager.restore(training.state)
             seconds = time.monotonic() - before
-            passed = list(found.passed_over)
+            passed = list(found.skipped)
             self.lines.write(
-                resumed=found.step, source=found.source, seconds=seconds, passed_over=passed
+                resumed=found.step, source=found.source, seconds=seconds, skipped=passed
             )
         while training.step < self.steps:
             epoch = training.sampler.epoch

@@ -1,0 +1,301 @@
+"""Boxes of tensor indices: whether parts cover a sharded state, and which rank reads what.
+
+A box is a range of indices in each dimension of a tensor. The part of a rank contains one box of
+each sharded tensor. Boxes of different parts may overlap (replicated dimensions of a mesh), and the
+ranks that restore a state may need boxes of any other partition. All functions are pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import attrs
+
+from ..errors import CheckpointCorrupt
+
+_Holder = TypeVar("_Holder")
+_MAX_DIMENSIONS = 64
+_MAX_LISTED_NUMBERS = 8
+
+
+class Box(NamedTuple):
+    """A range of indices in each dimension of a tensor."""
+
+    offsets: tuple[int, ...]  # first index in each dimension
+    sizes: tuple[int, ...]  # number of indices in each dimension
+
+    @classmethod
+    def full(cls, shape: Iterable[int]) -> Box:
+        """Return the box of all elements of a tensor."""
+        sizes = tuple(shape)
+        return cls((0,) * len(sizes), sizes)
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements in the box."""
+        return math.prod(self.sizes)
+
+    def with_range(self, axis: int, begin: int, end: int) -> Box:
+        """Return this box with other indices along one axis."""
+        return Box(
+            (*self.offsets[:axis], begin, *self.offsets[axis + 1 :]),
+            (*self.sizes[:axis], end - begin, *self.sizes[axis + 1 :]),
+        )
+
+
+def intersect_boxes(box: Box, other: Box) -> Box | None:
+    """Return the elements that two boxes share, or None if they share none."""
+    offsets = tuple(map(max, box.offsets, other.offsets))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(*box, *other, strict=True))
+    sizes = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def subtract_box(box: Box, hole: Box) -> list[Box]:
+    """Return disjoint boxes of the elements of `box` that are not in `hole`, a box within it."""
+    remainder = []
+    for axis, (begin, size) in enumerate(zip(*hole, strict=True)):
+        first, end = box.offsets[axis], box.offsets[axis] + box.sizes[axis]
+        remainder.append(box.with_range(axis, first, begin))
+        remainder.append(box.with_range(axis, begin + size, end))
+        box = box.with_range(axis, begin, begin + size)
+    return [rest for rest in remainder if all(rest.sizes)]
+
+
+def cover_box(
+    need: Box, available: Iterable[tuple[_Holder, Box]]
+) -> tuple[list[tuple[_Holder, Box]], list[Box]]:
+    """Take each element of a box from the first holder that has it.
+
+    Args:
+        need: the box to cover.
+        available: holders and their boxes, in order of preference.
+
+    Returns:
+        Disjoint boxes with their holders, and the boxes that no holder has.
+    """
+    missing = [need] if all(need.sizes) else []
+    covered: list[tuple[_Holder, Box]] = []
+    for holder, box in available:
+        if not missing:
+            break
+        still_missing: list[Box] = []
+        for wanted in missing:
+            shared = intersect_boxes(wanted, box)
+            if shared is None:
+                still_missing.append(wanted)
+            else:
+                covered.append((holder, shared))
+                still_missing += subtract_box(wanted, shared)
+        missing = still_missing
+    return covered, missing
+
+
+def split_box(box: Box, source_sizes: Sequence[int], max_elements: int) -> Iterator[Box]:
+    """Split a box into boxes of at most `max_elements` elements, in order.
+
+    Args:
+        box: the box to split.
+        source_sizes: sizes of the contiguous tensor that the box is copied from. The first and the
+            last element of a piece are at most `max_elements` apart in that tensor, unless a single
+            index of the piece is larger.
+        max_elements: maximum number of elements of a piece.
+    """
+    axis = next((axis for axis, size in enumerate(box.sizes) if size > 1), None)
+    elements_per_index = 0 if axis is None else math.prod(source_sizes[axis + 1 :])
+    if axis is None or box.sizes[axis] * elements_per_index <= max_elements:
+        yield box
+        return
+    step = max(1, max_elements // elements_per_index)
+    end = box.offsets[axis] + box.sizes[axis]
+    for begin in range(box.offsets[axis], end, step):
+        piece = box.with_range(axis, begin, min(end, begin + step))
+        yield from split_box(piece, source_sizes, max_elements)
+
+
+# -- the shards in a part --------------------------------------------------------------------------
+
+
+@attrs.frozen
+class TensorShard:
+    """The box of one sharded tensor that a part contains."""
+
+    name: str  # of the tensor, see `state_tree.path_name`
+    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    stride: tuple[int, ...] = ()  # of the whole tensor
+    device: str = "cpu"  # device of the tensor when it was saved, as torch names it
+    mesh: int = 0  # checksum of the ranks that the tensor was sharded over
+
+    def to_row(self) -> list[Any]:
+        """Return the JSON value that describes the shard in the header of a pack."""
+        return [self.name, self.dtype, self.shape, *self.box, self.stride, self.device, self.mesh]
+
+
+Shards = Mapping[int, Sequence[TensorShard]]  # the shards in each part, by the number of the part
+
+
+def read_shards(meta: Mapping[str, Any]) -> list[TensorShard]:
+    """Return the shards in a part.
+
+    Args:
+        meta: the metadata in the header of the part.
+
+    Raises:
+        CheckpointCorrupt: the metadata does not describe shards.
+    """
+    try:
+        return [_shard_from_row(row) for row in meta["shards"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"the list of shards in a part cannot be read: {error}") from error
+
+
+def _shard_from_row(row: Sequence[Any]) -> TensorShard:
+    defaults: list[Any] = [(), "cpu", 0]
+    values = [*row, *defaults[len(row) - 5 :]]
+    name, dtype, shape, offsets, sizes, stride, device, mesh = values
+    box = Box(tuple(offsets), tuple(sizes))
+    shard = TensorShard(name, dtype, tuple(shape), box, tuple(stride), device, mesh)
+    counts = (*shard.shape, *box.offsets, *box.sizes, *shard.stride, mesh)
+    if not all(type(text) is str for text in (name, dtype, device)):
+        raise ValueError(f"a shard of {name!r:.80}, {dtype!r:.80} and {device!r:.80}")
+    if len(shard.shape) > _MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in counts):
+        raise ValueError(f"a shard of {name:.80} with the counts {counts!r:.200}")
+    ends = (begin + size for begin, size in zip(*box, strict=True))
+    if not all(end <= size for end, size in zip(ends, shard.shape, strict=True)):
+        raise ValueError(f"a shard of {name:.80} is outside of the shape {shard.shape}")
+    return shard
+
+
+def shards_by_tensor(parts: Shards) -> dict[str, list[tuple[int, int, TensorShard]]]:
+    """Group the shards of all parts by the name of their tensor.
+
+    Returns:
+        For each tensor: number of the part, index of the shard in the part, and the shard.
+
+    Raises:
+        CheckpointCorrupt: two parts disagree on the shape or the dtype of a tensor.
+    """
+    tensors: dict[str, list[tuple[int, int, TensorShard]]] = {}
+    for part, shards in sorted(parts.items()):
+        for index, shard in enumerate(shards):
+            rows = tensors.setdefault(shard.name, [])
+            rows.append((part, index, shard))
+            first_part, _, first = rows[0]
+            if (shard.shape, shard.dtype) != (first.shape, first.dtype):
+                raise CheckpointCorrupt(
+                    f"{shard.name} is a {first.dtype} of {first.shape} in part {first_part}, and "
+                    f"a {shard.dtype} of {shard.shape} in part {part}"
+                )
+    return tensors
+
+
+def describe_missing(parts: Shards, num_parts: int) -> str:
+    """Describe what is missing from a state if only some of its parts are available.
+
+    A tensor that was sharded over several meshes is checked once for each mesh, because it may be a
+    different tensor on each of them.
+
+    Args:
+        parts: the parts that are available.
+        num_parts: the number of parts that were saved.
+
+    Returns:
+        The end of a sentence about the state. It is empty if every element of every tensor is in
+        one of the parts.
+
+    Raises:
+        CheckpointCorrupt: see `shards_by_tensor`.
+    """
+    num_missing: dict[tuple[Any, ...], int] = {}  # by shape and boxes, which most tensors share
+    incomplete = []
+    for name, rows in shards_by_tensor(parts).items():
+        shape = rows[0][2].shape
+        boxes: dict[int, list[Box]] = {}
+        for _, _, shard in rows:
+            boxes.setdefault(shard.mesh, []).append(shard.box)
+        for available in boxes.values():
+            key = (shape, *available)
+            if key not in num_missing:
+                _, missing = cover_box(Box.full(shape), ((None, box) for box in available))
+                num_missing[key] = sum(box.num_elements for box in missing)
+            if num_missing[key]:
+                incomplete.append(
+                    f"{num_missing[key]} of the {math.prod(shape)} elements of {name}"
+                )
+                break
+    lost = [part for part in range(num_parts) if part not in parts]
+    if not incomplete and len(lost) < num_parts:
+        return ""
+    reasons = [f"no rank has {format_numbers(lost, 'part')} of {num_parts}"] if lost else []
+    reasons += [f"{incomplete[0]} are missing"] if incomplete else []
+    more = f" (and elements of {len(incomplete) - 1} more tensors)" if len(incomplete) > 1 else ""
+    return f"is incomplete: {', so '.join(reasons)}{more}"
+
+
+def multi_mesh_tensors(parts: Shards) -> set[str]:
+    """Return the names of tensors that were sharded over several meshes.
+
+    The stages of a pipeline can have different tensors of the same name, each on its own mesh.
+    """
+    tensors = shards_by_tensor(parts).items()
+    return {name for name, rows in tensors if len({shard.mesh for _, _, shard in rows}) > 1}
+
+
+def format_numbers(numbers: Sequence[int], noun: str) -> str:
+    """Return the first of the numbers as text, such as `parts 1, 2 and 7 more`."""
+    first = ", ".join(map(str, numbers[:_MAX_LISTED_NUMBERS]))
+    num_more = len(numbers) - _MAX_LISTED_NUMBERS
+    more = f" and {num_more} more" if num_more > 0 else ""
+    return f"{noun}{'s' if len(numbers) != 1 else ''} {first}{more}"
+
+
+# -- who reads what --------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class BoxRead:
+    """A box that a rank needs, and where it is read."""
+
+    source: int  # the rank that reads it
+    part: int  # number of the part
+    index: int  # of the shard in the part
+    box: Box  # in indices of the whole tensor
+
+
+def plan_reads(
+    needs: Mapping[str, Box],
+    parts: Shards,
+    holders: Mapping[int, Sequence[int]],
+    rank: int,
+    own_part: int | None,
+) -> list[BoxRead]:
+    """Plan how a rank gets the elements that it needs, each element once.
+
+    A rank prefers its own part, then parts that it can read itself, then parts that other ranks
+    read for it. Different ranks prefer different parts, so that the work is spread.
+
+    Args:
+        needs: the box that the rank needs of each tensor, by the name of the tensor.
+        parts: the available parts; `describe_missing` finds nothing missing in them.
+        holders: the ranks that can read each part, in ascending order.
+        rank: the rank that needs the boxes.
+        own_part: the part that the rank itself has saved, or None if the number of ranks differs.
+    """
+    num_parts = max(parts) + 1
+    sources, preference = {}, {}
+    for part in parts:
+        ranks = holders[part]
+        source = rank if rank in ranks else ranks[(rank + part) % len(ranks)]
+        sources[part] = source
+        preference[part] = (part != own_part, source != rank, (part - rank) % num_parts)
+    tensors = shards_by_tensor(parts)
+    reads = []
+    for name, need in needs.items():
+        rows = sorted(tensors[name], key=lambda row: (preference[row[0]], row[1]))
+        covered, _ = cover_box(need, (((part, index), shard.box) for part, index, shard in rows))
+        reads += [BoxRead(sources[part], part, index, box) for (part, index), box in covered]
+    return reads

@@ -1,0 +1,591 @@
+"""Sharded states: the pack of each rank's part, and how shards reach any other number of ranks.
+
+A part has the same format on disk, in memory and between ranks. Its header lists the box of each
+sharded tensor that the part contains (see `boxes`), as the planner of torch's distributed
+checkpoint (DCP) partitions it. So the plans of all ranks need not be collected when a state is
+saved.
+
+When a state is restored, each rank reads the boxes that it needs from the parts that it can reach,
+and receives the others from their holders, each byte once, directly into the tensors of the state.
+No rank has a second state in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import attrs
+import torch
+
+from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch, present
+from .boxes import (
+    Box,
+    BoxRead,
+    Shards,
+    TensorShard,
+    describe_missing,
+    multi_mesh_tensors,
+    plan_reads,
+    read_shards,
+    shards_by_tensor,
+    split_box,
+)
+from .collectives import Transfer
+from .pack import LayoutCache, PackImage, PartContents, pack_state, unpack, unpack_part
+from .pack import Shards as PackShards
+from .restore_plan import plan_restore
+from .safetensors_header import read_meta
+from .state_tree import (
+    FlatState,
+    StatePath,
+    extract_shards,
+    format_path,
+    insert_shards,
+    is_dtensor,
+    local_tensor,
+    map_leaves,
+    parts_of,
+    path_name,
+    state_accessor,
+    to_plain_values,
+)
+from .tensor_layout import (
+    MapLocation,
+    StridedLayout,
+    device_tag,
+    dtype_from_name,
+    dtype_name,
+    relocated,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    from .restore import RestorePlan, StateSearch
+
+DTensors: TypeAlias = "Mapping[StatePath, DTensor]"
+Parameters: TypeAlias = Mapping[StatePath, Sequence[torch.Tensor]]  # of optimizers, by path
+
+TRANSFER_BYTES = 2 << 20  # maximum size of one transfer between ranks
+_MAX_CACHED_BOXES = 10_000
+
+# Boxes of DTensors by what they depend on. Snapshots need the same boxes after every step.
+_local_boxes: dict[tuple[Any, ...], Box | None] = {}
+
+
+# -- saving a part ---------------------------------------------------------------------------------
+
+
+def plan_part_layout(
+    layouts: LayoutCache, step: int, flat: FlatState, *, has_rest: bool, has_copies: bool
+) -> PackImage:
+    """Plan the pack of this rank's part of a sharded state.
+
+    Args:
+        layouts: the cache that has the layout of the last part.
+        step: the step after which the state was taken.
+        flat: the state.
+        has_rest: include what is not sharded. On disk only the first rank's part does, in memory
+            every part does, because any rank may be lost.
+        has_copies: include elements that several ranks have alike, even if this rank is not the
+            first of them.
+
+    Raises:
+        CheckpointError: the state contains something that cannot be saved.
+    """
+    boxes = {path: _local_box(path, dtensor) for path, dtensor in flat.shards.items()}
+    tensors: dict[StatePath, torch.Tensor] = {}
+    rows = []
+    for path, box in boxes.items():
+        dtensor = flat.shards[path]
+        if box is not None and (has_copies or _is_first_copy(dtensor)):
+            local = tensors[path] = local_tensor(dtensor)
+            shard = TensorShard(
+                name=path_name(path),
+                dtype=dtype_name(dtensor.dtype),
+                shape=tuple(dtensor.shape),
+                box=box,
+                stride=tuple(dtensor.stride()),
+                device=device_tag(local),
+                mesh=_mesh_checksum(dtensor.device_mesh),
+            )
+            rows.append(shard.to_row())
+    meta = {"step": step, "shards": rows}
+    return layouts.plan(flat, meta, PackShards(tensors, list(boxes), has_rest))
+
+
+def _local_box(path: StatePath, dtensor: DTensor) -> Box | None:
+    """Return the box that this rank has of a tensor, or None if it is not in the tensor's mesh.
+
+    Raises:
+        CheckpointError: the tensor is a partial sum.
+    """
+    if any(placement.is_partial() for placement in dtensor.placements):
+        raise CheckpointError(
+            f"{format_path(path)} is a sharded tensor of partial sums: reduce it before it is saved"
+        )
+    mesh = dtensor.device_mesh
+    key = (dtensor.shape, dtensor.placements, mesh, tuple(mesh.get_coordinate() or ()))
+    if key not in _local_boxes:
+        if len(_local_boxes) >= _MAX_CACHED_BOXES:
+            _local_boxes.clear()
+        _local_boxes[key] = _plan_local_box(dtensor)
+    return _local_boxes[key]
+
+
+def _plan_local_box(dtensor: DTensor) -> Box | None:
+    # Importing the planner takes most of a second, and most states are not sharded.
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner({"tensor": dtensor.detach()})
+    for item in planner.create_local_plan().items:
+        if item.tensor_data is not None:
+            chunk = item.tensor_data.chunk
+            return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    return None
+
+
+def _is_first_copy(dtensor: DTensor) -> bool:
+    """Return True if this rank is the first of the ranks that have the same elements."""
+    coordinate = dtensor.device_mesh.get_coordinate() or ()
+    positions = zip(coordinate, dtensor.placements, strict=True)
+    return not any(index for index, placement in positions if placement.is_replicate())
+
+
+@functools.cache
+def _mesh_checksum(mesh: DeviceMesh) -> int:
+    return zlib.crc32(repr(sorted(mesh.mesh.flatten().tolist())).encode())
+
+
+# -- loading parts in one process ------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class _Target:
+    """The memory that shards of a tensor are copied into."""
+
+    box: Box  # in indices of the whole tensor
+    memory: torch.Tensor  # of this box
+
+
+def load_parts(
+    headers: Sequence[bytes],
+    read: Callable[[int], memoryview],
+    like: object = None,
+    *,
+    map_location: MapLocation,
+) -> Any:
+    """Load a sharded state that any number of ranks has saved.
+
+    Args:
+        headers: the first bytes of each part, which contain its header.
+        read: returns the complete part of a number, verified.
+        like: a state whose sharded tensors define how those of the result are sharded. It is not
+            changed. If None, the result has complete tensors.
+        map_location: devices of the tensors that are not sharded in the result.
+
+    Raises:
+        StateMismatch: `like` has other sharded tensors than the checkpoint.
+        CheckpointCorrupt: a part is corrupt or incomplete.
+    """
+    shards = {part: read_shards(read_meta(header)) for part, header in enumerate(headers)}
+    if missing := describe_missing(shards, len(headers)):
+        raise CheckpointCorrupt(f"it {missing}")
+    rest = unpack_part(read(0), map_location=map_location)
+    if not rest.has_rest:
+        raise CheckpointCorrupt("its first part lacks the values that are not sharded")
+    saved = _saved_tensors(rest.paths, shards)
+    tensors: dict[StatePath, Any]
+    if like is None:
+        tensors = {path: _allocate_full(shard) for path, shard in saved.items()}
+        targets = {
+            path_name(path): _Target(Box.full(tensor.shape), tensor)
+            for path, tensor in tensors.items()
+        }
+    else:
+        dtensors = extract_shards(to_plain_values(like))[1]
+        matched = _match_dtensors(saved, dtensors, _optimizer_parameters(like))
+        tensors = {path: torch.empty_like(dtensor.detach()) for path, dtensor in matched.items()}
+        targets = _targets(tensors)
+    needs = {name: target.box for name, target in targets.items()}
+    reads = plan_reads(needs, shards, dict.fromkeys(shards, (0,)), rank=0, own_part=None)
+    _copy_boxes(reads, shards, read, targets)
+    if like is None:
+        for path, tensor in tensors.items():
+            tensors[path] = relocated(tensor, saved[path].device, map_location)
+    return insert_shards(rest.state, tensors)
+
+
+def _allocate_full(shard: TensorShard) -> torch.Tensor:
+    """Allocate the whole tensor of a shard, with the saved strides if these leave no gaps."""
+    layout = StridedLayout(dtype_from_name(shard.dtype), shard.shape, shard.stride)
+    if len(shard.stride) == len(shard.shape) and layout.is_dense:
+        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+    return torch.empty(layout.shape, dtype=layout.dtype)
+
+
+def _saved_tensors(paths: Iterable[StatePath], shards: Shards) -> dict[StatePath, TensorShard]:
+    """Return one shard of each tensor, which describes the whole tensor."""
+    tensors = {name: rows[0][2] for name, rows in shards_by_tensor(shards).items()}
+    saved = {}
+    for path in paths:
+        if path_name(path) not in tensors:
+            raise CheckpointCorrupt(f"{format_path(path)} is in none of its parts")
+        saved[path] = tensors[path_name(path)]
+    return saved
+
+
+def _targets(dtensors: DTensors) -> dict[str, _Target]:
+    """Return the memory of this rank's shards by the name of the tensor."""
+    boxes = {path: _local_box(path, dtensor) for path, dtensor in dtensors.items()}
+    return {
+        path_name(path): _Target(box, local_tensor(dtensors[path]))
+        for path, box in boxes.items()
+        if box is not None
+    }
+
+
+def _copy_boxes(
+    reads: Iterable[BoxRead],
+    shards: Shards,
+    read: Callable[[int], memoryview],
+    targets: Mapping[str, _Target],
+) -> None:
+    """Copy boxes from parts to their targets. One part is read at a time."""
+    by_part = attrgetter("part")
+    for part, reads_of_part in groupby(sorted(reads, key=by_part), by_part):
+        tensors = unpack_part(read(part), copy=False).shards
+        for box_read in reads_of_part:
+            shard = shards[part][box_read.index]
+            target = targets[shard.name]
+            source = narrow_to_box(tensors[box_read.index], shard.box, box_read.box)
+            narrow_to_box(target.memory, target.box, box_read.box).copy_(source)
+
+
+def narrow_to_box(tensor: torch.Tensor, tensor_box: Box, box: Box) -> torch.Tensor:
+    """Return the view of a box, given the memory of a larger box of the same tensor."""
+    for axis, (begin, size) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(axis, begin - tensor_box.offsets[axis], size)
+    return tensor
+
+
+# -- matching saved tensors with a live state ------------------------------------------------------
+
+
+def _match_dtensors(
+    saved: Mapping[StatePath, TensorShard], dtensors: DTensors, parameters: Parameters
+) -> dict[StatePath, DTensor]:
+    """Return the DTensor that each saved tensor is restored into.
+
+    Most optimizers create their state in the first step, sharded like the parameter. If a saved
+    tensor of an optimizer has the shape of its parameter and the optimizer has no state yet, a new
+    DTensor is created that is sharded like the parameter. Taking a step instead would change
+    parameters, even with zero gradients and a zero learning rate (a negative zero, for example). An
+    optimizer replaces its state when it loads one, so tensors that only the live optimizer has are
+    ignored.
+
+    Raises:
+        StateMismatch: a tensor is sharded on one side only, or the shapes differ.
+    """
+    matched: dict[StatePath, DTensor] = {}
+    for path, shard in saved.items():
+        dtensor: Any = dtensors.get(path)
+        parameter = _parameter_of(path, parameters)
+        if dtensor is None and is_dtensor(parameter) and parameter.shape == shard.shape:
+            dtensor = torch.empty_like(parameter.detach(), dtype=dtype_from_name(shard.dtype))
+        if dtensor is None:
+            raise _sharded_on_one_side(path, "the checkpoint")
+        if dtensor.shape != shard.shape:
+            raise StateMismatch(
+                f"{format_path(path)} has the shape {list(shard.shape)} in the checkpoint, and "
+                f"{list(dtensor.shape)} in the given state"
+            )
+        matched[path] = dtensor
+    for path in dtensors:
+        if path not in saved and _parameter_of(path, parameters) is None:
+            raise _sharded_on_one_side(path, "the given state")
+    return matched
+
+
+def _sharded_on_one_side(path: StatePath, side: str) -> StateMismatch:
+    return StateMismatch(f"{format_path(path)} is a sharded tensor only in {side}")
+
+
+def _optimizer_parameters(state: object) -> Parameters:
+    """Return the parameters of each optimizer by its path, in the order of its state dict."""
+    parameters: dict[StatePath, Sequence[torch.Tensor]] = {}
+
+    def visit(path: StatePath, value: object) -> object:
+        if isinstance(value, torch.optim.Optimizer):
+            parameters[path] = [p for group in value.param_groups for p in group["params"]]
+        return value
+
+    map_leaves(state, visit)
+    return parameters
+
+
+def _parameter_of(path: StatePath, parameters: Parameters) -> Any:
+    """Return the parameter that a tensor is optimizer state of, or None if it is none."""
+    for length in range(len(path) - 2):
+        # The keys in an optimizer's state dict are "state", the parameter's number, and a name.
+        known, (key, number) = parameters.get(path[:length]), path[length : length + 2]
+        if known is not None and key == "state" and type(number) is int and number < len(known):
+            return known[number]
+    return None
+
+
+def _is_plain_tensor(state: Any, path: StatePath) -> bool:
+    """Return True if a tensor is directly in the state, not in an object that has a state dict."""
+    for key in path:
+        if state_accessor(state) is not None:
+            return False
+        state = parts_of(state).get(key)
+    return True
+
+
+# -- restoring on all ranks ------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class ReshardedState:
+    """A sharded state whose shards were copied into the tensors of the live state."""
+
+    put: Callable[[], None]  # puts the values that are not sharded into the live state
+    holder: int  # a rank from which this rank has its shards
+    was_resharded: bool  # a rank received a part of the state, or the number of ranks differs
+    received_bytes: int  # size of the shards that this rank received
+
+
+class ShardedRestore:
+    """An attempt of all ranks to restore a sharded state.
+
+    Args:
+        search: the states that the ranks can reach.
+        plan: the chosen state, which is sharded.
+    """
+
+    def __init__(self, search: StateSearch, plan: RestorePlan) -> None:
+        self._search, self._plan = search, plan
+        self._group, self._rank = search.group, search.group.rank
+        self._step, self._num_parts = plan.key.step, plan.key.num_parts
+        self._own_part = self._rank if self._num_parts == self._group.world_size else None
+        self._holders = {part: sorted(ranks) for part, ranks in plan.holders.items()}
+        # The following are set by _verify_parts and equal on all ranks.
+        self._shards: dict[int, list[TensorShard]] = {}
+        self._multi_mesh: set[str] = set()  # tensors that may be different ones on each mesh
+        # By rank: the part whose unsharded values it takes, and the rank that reads them.
+        self._rest: list[tuple[int, int]] = []
+
+    def run(self, state: MutableMapping[str, Any], *, strict: bool) -> ReshardedState | None:
+        """Restore the shards. Every rank must call this.
+
+        Args:
+            state: the live state. Its sharded tensors are overwritten once all parts are verified
+                and all ranks know that the saved state matches.
+            strict: see `restore.restore_from`.
+
+        Returns:
+            The result; or None, on all ranks, if the state is incomplete or corrupt or cannot be
+            read, so that another one has to be chosen.
+
+        Raises:
+            StateMismatch: the saved state does not match `state`; on all ranks.
+            CheckpointError: a copy or a transfer failed; on all ranks.
+        """
+        if not self._verify_parts():
+            return None
+        rest = present(self._fetch_rest(), "the part of a rank")
+        put, targets, own_reads = self._group.run_on_all(
+            lambda: self._match(rest, state, strict=strict), f"cannot restore step {self._step}"
+        )
+        rows = self._group.all_gather_json([attrs.astuple(read) for read in own_reads])
+        # The order is the same on all ranks: the first remote read of each rank, then the second.
+        remote = sorted(
+            (number, receiver, read)
+            for receiver, reads in enumerate(rows)
+            for number, read in enumerate(map(_read_from_row, reads))
+            if read.source != receiver
+        )
+        local = [read for read in own_reads if read.source == self._rank]
+        self._group.run_on_all(
+            lambda: _copy_boxes(local, self._shards, self._view, targets),
+            f"failed to restore step {self._step}",
+        )
+        if remote:
+            self._group.exchange(self._step, self._transfers(remote, targets))
+        received = [read for read in own_reads if read.source != self._rank]
+        has_moved_rest = any(sender != rank for rank, (_, sender) in enumerate(self._rest))
+        return ReshardedState(
+            put,
+            holder=received[0].source if received else self._rest[self._rank][1],
+            was_resharded=bool(remote) or has_moved_rest or self._own_part is None,
+            received_bytes=sum(map(self._num_bytes, received)),
+        )
+
+    def _verify_parts(self) -> bool:
+        """Verify each copy of each part, and check that the parts are the complete state.
+
+        One rank reads each copy. If a copy cannot be used or the state is incomplete, it is
+        excluded from the search, and the result is False.
+        """
+        readers: dict[Any, list[int]] = {}
+        for part, ranks in self._holders.items():
+            for rank in ranks:
+                copy = self._search.copy_id(rank, self._plan.holders[part][rank])
+                readers.setdefault((part, copy), []).append(rank)
+        own = [part for (part, _), ranks in readers.items() if self._is_reader(part, ranks)]
+        results = self._search.try_parts(self._plan, own, self._verify_part)
+        if results is None:
+            return False
+        headers = {part: header for by_part in results for part, header in by_part.items()}
+        try:
+            self._shards = {part: read_shards(headers[part]) for part in sorted(headers)}
+            problem = describe_missing(self._shards, self._num_parts)
+        except CheckpointCorrupt as error:
+            problem = f"is corrupt: {error}"
+        with_rest = [part for part in self._shards if headers[part]["has_rest"]]
+        if not problem and not with_rest:
+            problem = "is incomplete: no rank has the values that are not sharded"
+        if problem := problem or self._mesh_conflict():
+            reason = f"step {self._step} ({self._plan.kind}) {problem}"
+            self._search.skip_state(self._plan.key, reason)
+            return False
+        for rank in range(self._group.world_size):
+            has_own = self._own_part is not None and rank in with_rest
+            part = rank if has_own else with_rest[0]
+            ranks = self._holders[part]
+            self._rest.append((part, rank if rank in ranks else ranks[0]))
+        return True
+
+    def _is_reader(self, part: int, ranks: Sequence[int]) -> bool:
+        """Return True if this rank is the one of `ranks` that verifies a copy of a part."""
+        return ranks[part % len(ranks)] == self._rank
+
+    def _verify_part(self, part: int) -> dict[str, Any]:
+        pack = self._view(part)
+        stored = self._plan.holders[part][self._rank]
+        self._search.source(stored).check(stored, part)
+        meta = read_meta(pack)
+        read_shards(meta)  # Raise here, where the rank that has the corrupt copy is known.
+        return {"shards": meta["shards"], "has_rest": unpack_part(pack, copy=False).has_rest}
+
+    def _mesh_conflict(self) -> str:
+        """Return why tensors of one name could be confused, or "" if they cannot be.
+
+        On disk, the parts of several meshes are copies of each other, because tensors that differ
+        between the ranks under one name are not saved completely there.
+        """
+        self._multi_mesh = set() if self._plan.key.disk_name else multi_mesh_tensors(self._shards)
+        has_all_own = self._own_part is not None and len(self._shards) == self._num_parts
+        if not self._multi_mesh or has_all_own:
+            return ""
+        return (
+            f"has {min(self._multi_mesh)} on several meshes, possibly as different tensors: only "
+            f"{self._num_parts} ranks with all parts can restore it"
+        )
+
+    def _view(self, part: int) -> memoryview:
+        stored = self._plan.holders[part][self._rank]
+        return self._search.source(stored).view(stored, part)
+
+    def _fetch_rest(self) -> PartContents | None:
+        """Read or receive the values that are not sharded."""
+        receivers: dict[tuple[int, int], list[int]] = {}
+        for rank, (part, sender) in enumerate(self._rest):
+            if sender != rank:
+                receivers.setdefault((part, sender), []).append(rank)
+
+        def read() -> tuple[PartContents | None, dict[int, memoryview]]:
+            contents = {}
+            for part, sender in {*receivers, self._rest[self._rank]}:
+                if sender == self._rank:
+                    contents[part] = unpack_part(self._view(part), copy=False)
+            packs = {
+                part: pack_state([contents[part].state, contents[part].paths])
+                for part, sender in receivers
+                if sender == self._rank
+            }
+            return contents.get(self._rest[self._rank][0]), packs
+
+        rest, packs = self._group.run_on_all(read, f"cannot restore step {self._step}")
+        for (part, sender), ranks in receivers.items():
+            pack = self._group.broadcast_pack(self._step, packs.get(part), sender, ranks)
+            if self._rank in ranks and pack is not None:
+                values, paths = unpack(pack, copy=False)
+                rest = PartContents(values, paths, has_rest=True, shards=[])
+        return rest
+
+    def _match(
+        self, rest: PartContents, state: MutableMapping[str, Any], *, strict: bool
+    ) -> tuple[Callable[[], None], dict[str, _Target], list[BoxRead]]:
+        """Compare the saved state with the live one, and plan the reads of this rank.
+
+        Raises:
+            StateMismatch: they do not match. Nothing was changed.
+        """
+        saved = rest.state
+
+        def is_in_both(path: StatePath) -> bool:
+            return isinstance(saved, dict) and path[0] in saved and path[0] in state
+
+        tensors = _saved_tensors(filter(is_in_both, rest.paths), self._shards)
+        dtensors = extract_shards(to_plain_values(state))[1]
+        dtensors = {path: dtensor for path, dtensor in dtensors.items() if is_in_both(path)}
+        matched = _match_dtensors(tensors, dtensors, _optimizer_parameters(state))
+        for path, dtensor in matched.items():
+            dtype = dtype_from_name(tensors[path].dtype)
+            if dtype != dtensor.dtype and _is_plain_tensor(state, path):
+                raise StateMismatch(
+                    f"{format_path(path)} is a sharded tensor of {dtensor.dtype}, and a tensor of "
+                    f"{dtype} was saved"
+                )
+        put = plan_restore(state, insert_shards(saved, matched), strict=strict)
+        targets = _targets(matched)
+        needs = {name: target.box for name, target in targets.items()}
+        reads = plan_reads(needs, self._shards, self._holders, self._rank, self._own_part)
+        for read in reads:
+            name = self._shards[read.part][read.index].name
+            if name in self._multi_mesh and read.part != self._own_part:
+                raise StateMismatch(
+                    f"{name} was on several meshes, possibly as different tensors, and this rank "
+                    "needs elements of it that it did not have"
+                )
+        return put, targets, reads
+
+    def _transfers(
+        self, remote: Iterable[tuple[int, int, BoxRead]], targets: Mapping[str, _Target]
+    ) -> Iterator[Transfer]:
+        """Yield the transfers of this rank in the order of `remote`."""
+        tensors: dict[int, list[torch.Tensor]] = {}  # the shards in each part that is sent
+        for _, receiver, read in remote:
+            shard = self._shards[read.part][read.index]
+            dtype = dtype_from_name(shard.dtype)
+            is_send = self._rank == read.source
+            if is_send:
+                if read.part not in tensors:
+                    tensors[read.part] = unpack_part(self._view(read.part), copy=False).shards
+                available = _Target(shard.box, tensors[read.part][read.index])
+            elif self._rank == receiver:
+                available = targets[shard.name]
+            else:
+                continue
+            peer = receiver if is_send else read.source
+            for box in split_box(read.box, shard.box.sizes, TRANSFER_BYTES // dtype.itemsize):
+                view = narrow_to_box(available.memory, available.box, box)
+                yield Transfer(peer, is_send, view, dtype)
+
+    def _num_bytes(self, read: BoxRead) -> int:
+        shard = self._shards[read.part][read.index]
+        return read.box.num_elements * dtype_from_name(shard.dtype).itemsize
+
+
+def _read_from_row(row: Sequence[Any]) -> BoxRead:
+    source, part, index, (offsets, sizes) = row
+    return BoxRead(source, part, index, Box(tuple(offsets), tuple(sizes)))
