@@ -17,7 +17,7 @@ NEWEST := tests/newest
 # What can differ there: what is saved and dealt with torch's own, its names and flags, and
 # one job that loses workers. NEWEST_TESTS=tests runs all.
 NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_restore_on_all_ranks.py \
-	tests/checkpoint/test_file.py tests/checkpoint/test_sharded_checkpoints.py \
+	tests/checkpoint/test_single_file.py tests/checkpoint/test_sharded_checkpoints.py \
 	tests/data/test_batch_sampler.py tests/data/test_sampler.py tests/data/test_stateful_loader.py \
 	tests/examples/test_in_place.py \
 	tests/faults/test_recovery.py tests/logical/test_logical_workers.py \

@@ -21,7 +21,7 @@ _HOMES = {
     "data.shard_dataset": ("ShardDataset",),
     "data.loader_workers": ("ignore_signals_worker_init",),
     "checkpoint.manager": ("CheckpointManager",),
-    "checkpoint.file": ("save_checkpoint", "load_checkpoint", "latest_checkpoint"),
+    "checkpoint.single_file": ("save_checkpoint", "load_checkpoint", "latest_checkpoint"),
     "in_place.process_group": ("init_process_group",),
     "in_place.step_loop": ("steps",),
     "logical.logical_workers": ("LogicalWorkers",),
@@ -66,10 +66,10 @@ if TYPE_CHECKING:
     from .agent.interface import RunResult as RunResult
     from .agent.loop import ElasticAgent as ElasticAgent
     from .agent.options import AgentOptions as AgentOptions
-    from .checkpoint.file import latest_checkpoint as latest_checkpoint
-    from .checkpoint.file import load_checkpoint as load_checkpoint
-    from .checkpoint.file import save_checkpoint as save_checkpoint
     from .checkpoint.manager import CheckpointManager as CheckpointManager
+    from .checkpoint.single_file import latest_checkpoint as latest_checkpoint
+    from .checkpoint.single_file import load_checkpoint as load_checkpoint
+    from .checkpoint.single_file import save_checkpoint as save_checkpoint
     from .compat.failures import ChildFailedError as ChildFailedError
     from .compat.failures import record as record
     from .data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler

@@ -52,7 +52,7 @@ FROM_MODULES = {
     "launch.backends": ("BackendRequest",),
     "data.batch_sampler": ("EmptyBatchCollator",),
     "logical.logical_workers": ("LogicalWorker",),
-    "checkpoint.commit": ("Save",),
+    "checkpoint.save_handle": ("SaveHandle",),
     "checkpoint.restore": ("RestoreResult",),
     "in_place.step_loop": ("StepLoop", "StepAttempt"),
     "observe.report": ("Report",),

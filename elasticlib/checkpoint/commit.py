@@ -1,802 +1,552 @@
-"""Writing checkpoints into a folder: data first, the manifest last, by one writer at a time.
+"""Commits of checkpoints: the data files first, the manifest last, by one writer at a time.
 
-The folder says who has it, in its fence. A later generation of a launch takes it from an earlier
-one, and a new launch from the one before; whom it was taken from cannot commit any more, nor take
-it back. The data of each save have names of their own, so nothing that counts is ever overwritten.
-What nobody needs any more is deleted manifest first: a checkpoint is there whole, or not at all.
+The fence file of a checkpoint directory names the writer that may commit. A later generation of a
+launch takes the fence from an earlier one, and a new launch takes it from the launch before. A
+writer that has lost the fence cannot commit any more.
 
-Of a state that is the same on all ranks one rank writes, of a sharded one all, each its part. Both
-go the same way: the first writer claims the folder, each writes its file, the first commits them.
-If one of them fails, none counts, and all of them know. Ranks that write nothing hear of it by the
-store that the process group met in: nobody waits in a collective for that, as only some may ask.
+The order of a commit makes it atomic: unique data files, each synced with its directory; the lock;
+the check of the fence; the manifest, by a rename. Pruning follows, and deletes the manifest of a
+checkpoint before its data. So each checkpoint is complete or absent at any time.
 
-Agents commit what their workers left in memory, so nothing here needs torch.
+One rank writes a state that is the same on all ranks, and each rank writes its part of a sharded
+state. Rank 0 acquires the fence, all write their files, and rank 0 commits them. A failure on one
+rank fails the save on all ranks.
+
+Agents commit the snapshots of their workers with this module, which does not import torch.
 """
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import errno
 import hashlib
 import json
 import logging
-import os
 import re
-import threading
-import zlib
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
 from ..clock import monotonic, wall
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
 from ..foreign import read_fields, read_object
-from ..threads import CallRejected, ExclusiveCall, Latch
-from .folder import (
-    MANIFEST,
-    CheckpointFolder,
+from .catalog import (
+    MANIFEST_NAME,
+    CheckpointCatalog,
     DataFile,
-    Health,
+    Integrity,
     Manifest,
     Retention,
     Selection,
-    body_of,
+    append_checksum,
     encode_manifest,
-    flaw_by_sizes,
+    find_size_mismatch,
     folder_of,
-    select,
+    select_checkpoints,
     step_of,
-    summed,
+    strip_checksum,
 )
-from .place import NotAFile, checksum_beside, target_of
+from .storage import FileTooLarge, temp_target
 
 if TYPE_CHECKING:
     from .collectives import PeerGroup
 
 log = logging.getLogger("elasticlib.checkpoint")
 
-FENCE = "fence.json"
+FENCE_NAME = "fence.json"
 _SCRATCH = "final-save."  # see final_save.py
-_FORMAT = 1
-_LOST_KEPT = 64
-"""So many launches that lost the folder are refused by name; it is small, and they are few."""
+FENCE_FORMAT = 2
+MAX_REVOKED_LAUNCHES = 64  # The file stays small, and older launches no longer run.
 
-_DATA = re.compile(r"(?:state|part-[0-9]+)\.([0-9a-f]{16})\.[0-9]+\.pack")
-_NO_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
-
-WAIT_SECONDS = 1800.0
-"""For which a rank waits to hear of a save that another one makes: as long as torch's groups."""
-
-STORE_SECONDS, FOLDER_SECONDS = 0.02, 0.1
-"""Between two looks for what became of another rank's save."""
-
-REMEMBERED = 1000
-"""Of so many saves the store still tells how they came out."""
-
-RECHECK_S = 1.0  # how often a wait for a save checks that its writer has not been interrupted
-
-_save_numbers: dict[str, Iterator[int]] = {}
-"""The numbers of the saves that follow, by the names under which the store tells of them. Not each
-manager's own: another one of the same folder goes on counting."""
+_DATA_NAME = re.compile(r"(?:state|part-[0-9]+)\.([0-9a-f]{16})\.[0-9]+\.pack")
+_NOT_WRITABLE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
-# -- who may write: pure ---------------------------------------------------------------------------
+# -- the fence: pure -------------------------------------------------------------------------------
 
 
 @attrs.frozen
-class Writer:
-    """Who writes.
+class WriterIdentity:
+    """The identity of a writer: one manager in one process, or one agent."""
 
-    run: the job's id. launch: tells apart two starts of one job, whose generations both count
-    from 1. token: 16 hex digits, of one manager in one process. label: for people: which process.
-    """
-
-    run: str
-    launch: str
+    run_id: str  # the job's id
+    incarnation: str  # distinguishes two launches of a job, whose generations both count from 1
     generation: int
-    token: str
-    label: str = ""
+    token: str  # 16 random hex digits, which the names of the writer's files contain
+    label: str = ""  # names the process, for messages
 
     def __str__(self) -> str:
-        job = f"generation {self.generation} of run {self.run!r}" if self.run else "a process"
+        if not self.run_id:
+            job = "a process"
+        else:
+            job = f"generation {self.generation} of run {self.run_id!r}"
         return f"{job} ({self.label})" if self.label else job
 
     @property
-    def start(self) -> str:
-        """The launch, as one that another run may not have."""
-        return f"{self.run}/{self.launch}"
+    def launch_key(self) -> str:
+        """The launch, unique among the launches of all runs."""
+        return f"{self.run_id}/{self.incarnation}"
+
+    def has_same_generation(self, other: WriterIdentity) -> bool:
+        """Return whether both belong to one generation of one launch."""
+        return (self.launch_key, self.generation) == (other.launch_key, other.generation)
 
 
 @attrs.frozen
 class Fence:
-    """Who has the folder, and which launches had it before."""
+    """The right to commit to a directory."""
 
-    holder: Writer
-    lost: tuple[str, ...] = ()
+    holder: WriterIdentity
+    # Launches that lost the fence to a newer launch. A later generation of such a launch must not
+    # take it back, so an epoch number would not be enough.
+    revoked_launches: tuple[str, ...] = ()
 
 
-def claim_fence(fence: Fence | None, writer: Writer, *, beside: bool = False) -> Fence | str:
-    """Give the folder to `writer`, unless somebody newer has it: the fence then, or why not.
+def acquire_fence(
+    fence: Fence | None, writer: WriterIdentity, *, allow_concurrent_writer: bool = False
+) -> Fence | str:
+    """Give the fence to a writer, unless a newer writer has it.
 
     Args:
-        beside: whether it is not taken from another of the same generation, who may be at work.
+        fence: the present one, or None if there is none.
+        writer: the writer that asks for it.
+        allow_concurrent_writer: do not take the fence from a writer of the same generation.
+
+    Returns:
+        The new fence, or the reason why the writer does not get it.
     """
     if fence is None:
         return Fence(writer)
-    holder = fence.holder
-    if writer.start != holder.start:
-        if writer.start in fence.lost:
-            return f"{holder} took this folder over from the launch of {writer}"
-        return Fence(writer, (*fence.lost, holder.start)[-_LOST_KEPT:])
+    holder, revoked = fence.holder, fence.revoked_launches
+    if writer.launch_key != holder.launch_key:
+        if writer.launch_key in revoked:
+            return f"{holder} took this directory over from the launch of {writer}"
+        return Fence(writer, (*revoked, holder.launch_key)[-MAX_REVOKED_LAUNCHES:])
     if writer.generation < holder.generation:
         return f"{holder} writes here, and {writer} is older"
-    if beside and writer.generation == holder.generation:
+    if allow_concurrent_writer and writer.has_same_generation(holder):
         return fence
-    return Fence(writer, fence.lost)
+    return Fence(writer, revoked)
 
 
-def why_not(fence: Fence | None, writer: Writer, *, beside: bool = False) -> str:
-    """Why `writer` must not commit; nothing if it may.
+def commit_denied_reason(
+    fence: Fence | None, writer: WriterIdentity, *, allow_concurrent_writer: bool = False
+) -> str:
+    """Return why a writer must not commit, or an empty string if it may.
 
     Args:
-        beside: whether it may while another of the same generation has the folder.
+        fence: the present one, or None if there is none.
+        writer: the writer that wants to commit.
+        allow_concurrent_writer: permit it while a writer of the same generation has the fence.
     """
     if fence is None:
-        return f"{FENCE} is gone from it"
+        return f"its {FENCE_NAME} was deleted"
     holder = fence.holder
     if holder.token == writer.token:
         return ""
-    if beside and (holder.start, holder.generation) == (writer.start, writer.generation):
+    if allow_concurrent_writer and writer.has_same_generation(holder):
         return ""
-    return f"{holder} took the folder over from {writer}"
+    return f"{holder} took the directory over from {writer}"
 
 
 def encode_fence(fence: Fence) -> bytes:
-    """One line of JSON, and one with its sum."""
-    body = json.dumps({"format": _FORMAT, **attrs.asdict(fence)}).encode("ascii")
-    return summed(body, b"")
+    """Return the contents of the fence file: a line of JSON and a line with its checksum."""
+    fields = {"format": FENCE_FORMAT, **attrs.asdict(fence)}
+    return append_checksum(json.dumps(fields).encode("ascii"))
 
 
 def decode_fence(data: bytes) -> Fence:
-    """The fence again. Raises CheckpointCorrupt."""
-    body = body_of(data, b"")
+    """Return the fence from the contents of its file.
+
+    Raises:
+        CheckpointCorrupt: the contents are damaged, or have another format.
+    """
+    body = strip_checksum(data)
     try:
         if body is None:
-            raise ValueError("it was changed or cut short")
+            raise ValueError("it was changed or truncated")
         fields = read_object(body)
-        if fields.get("format") != _FORMAT:
-            raise ValueError(f"format {fields.get('format')!r:.80}, this version reads {_FORMAT}")
-        lost = fields.get("lost")
-        if type(lost) is not list or not all(type(start) is str for start in lost):
-            raise ValueError(f"lost is {lost!r:.80}, must be a list of names")
-        return Fence(read_fields(Writer, fields.get("holder")), tuple(lost))
+        if fields.get("format") != FENCE_FORMAT:
+            found = fields.get("format")
+            raise ValueError(f"format {found!r:.80}, but this version reads {FENCE_FORMAT}")
+        revoked = fields.get("revoked_launches")
+        if type(revoked) is not list or not all(type(launch) is str for launch in revoked):
+            raise ValueError(f"revoked_launches must be a list of strings, got {revoked!r:.80}")
+        return Fence(read_fields(WriterIdentity, fields.get("holder")), tuple(revoked))
     except ValueError as error:
-        raise CheckpointCorrupt(f"{FENCE} cannot be read: {error}") from error
+        raise CheckpointCorrupt(f"{FENCE_NAME} cannot be read: {error}") from error
 
 
 def data_name(kind: str, token: str, number: int) -> str:
-    """The name of a data file, `kind` being `state` or `part-<rank>`: no other writer's has it."""
+    """Return the name of a data file, which no other writer and no other save uses.
+
+    Args:
+        kind: `state`, or `part-<rank>` for a rank's part of a sharded state.
+        token: the token of the writer that commits the file.
+        number: the number of the save.
+    """
     return f"{kind}.{token}.{number}.pack"
 
 
-def scratch_prefix(writer: Writer) -> str:
+def scratch_prefix(writer: WriterIdentity) -> str:
     """Return how the names of the scratch directories of a generation's final save begin."""
-    generation = f"{writer.start}/{writer.generation}"
+    generation = f"{writer.launch_key}/{writer.generation}"
     return f"{_SCRATCH}{hashlib.sha256(generation.encode()).hexdigest()[:16]}"
 
 
-def leftovers(sizes: Mapping[str, int], named: Container[str], live: str) -> list[str]:
-    """Which files in a step's folder nobody will ever need, while nobody else may commit.
+def orphaned_files(sizes: Mapping[str, int], named: Container[str], live_token: str) -> list[str]:
+    """Return the files of a step's directory that no manifest will name any more.
 
     Args:
-        sizes: bytes of each file there.
-        named: those that its manifest names, and the manifest.
-        live: the token of a writer that may be at work: its files are its own affair.
+        sizes: the bytes of each file in the directory.
+        named: the manifest, and the files that it names.
+        live_token: the token of a writer that may still commit its files, or ''.
     """
-    found = []
+    orphans = []
     for name in sorted(sizes):
-        match = _DATA.fullmatch(name)
-        if name not in named and (target_of(name) or (match and match[1] != live)):
-            found.append(name)
-    return found
+        match = _DATA_NAME.fullmatch(name)
+        is_data = match is not None and match[1] != live_token
+        if name not in named and (is_data or temp_target(name)):
+            orphans.append(name)
+    return orphans
 
 
-# -- writing ---------------------------------------------------------------------------------------
+# -- commits ---------------------------------------------------------------------------------------
 
 
-class ClearedAway(CheckpointError):
-    """A file was deleted before it counted, by a writer that may do so."""
+class FileDeleted(CheckpointError):
+    """Another writer, which has the right to prune, deleted a data file before its commit."""
 
 
-class TakesNoWrites(CheckpointError):
-    """The folder cannot be written: it is full, read-only, or this process lacks the permission."""
+class FolderNotWritable(CheckpointError):
+    """The directory cannot be written: the disk is full or read-only, or permission is missing."""
 
 
 class Committer:
-    """One writer's access to a folder. One call at a time.
+    """Commits the checkpoints of one writer to one directory. Not thread-safe.
 
-    beside: whether another writer of the same generation may be at work, from which the folder is
-    not taken: it commits what it has on its way, and clears up. It may clear away what is written
-    beside it, too.
+    With `allow_concurrent_writer`, a writer of the same generation may still be running. Its fence
+    is not taken, because it finishes its saves and prunes. It can delete files of this writer
+    before they are committed.
     """
 
     def __init__(
         self,
-        folder: CheckpointFolder,
-        writer: Writer,
+        catalog: CheckpointCatalog,
+        writer: WriterIdentity,
         retention: Retention,
         *,
-        beside: bool = False,
+        allow_concurrent_writer: bool = False,
     ) -> None:
         self.writer = writer
-        self.committed = float("-inf")
-        """When the last one became durable, on this machine's monotonic clock."""
-        self._folder, self._place = folder, folder.place
-        self._retention, self._beside = retention, beside
-        self._claimed = False
-        self._warned: set[str] = set()
+        self.committed_at = float("-inf")  # when the last commit became durable, by `monotonic`
+        self._catalog, self._storage = catalog, catalog.storage
+        self._retention = retention
+        self._is_concurrent = allow_concurrent_writer
+        self._has_fence = False  # it was acquired; another writer may have taken it since then
+        self._logged: set[str] = set()  # errors of deletions, which are tried after each commit
 
     def claim(self) -> None:
-        """Take the folder, and clear away what crashes of others left; once is enough.
+        """Acquire the fence, and delete the files of interrupted saves. Later calls do nothing.
 
         Raises:
-            CheckpointRefused: somebody newer has it. TakesNoWrites: see there. CheckpointError: the
-                disk failed.
+            CheckpointRefused: a newer writer has the fence.
+            FolderNotWritable: the directory cannot be written.
+            CheckpointError: the disk failed.
         """
-        if self._claimed:
+        if self._has_fence:
             return
-        with self._at_work("could not be claimed"), self._place.locked():
-            fence = self._fence(damaged_is_none=True)
-            ours = claim_fence(fence, self.writer, beside=self._beside)
-            if isinstance(ours, str):
-                raise CheckpointRefused(f"{self._place.name} is not writable for this job: {ours}")
-            if ours != fence:
-                self._place.put(FENCE, encode_fence(ours))
-                with self._or_it_stays():
-                    self._sweep()
-            self._claimed = True
+        with self._translate_errors("could not be claimed"), self._storage.lock():
+            fence = self._read_fence(corrupt_as_none=True)
+            acquired = acquire_fence(
+                fence, self.writer, allow_concurrent_writer=self._is_concurrent
+            )
+            if isinstance(acquired, str):
+                raise CheckpointRefused(f"{self._storage.name} must not be written: {acquired}")
+            if acquired != fence:
+                self._storage.replace(FENCE_NAME, encode_fence(acquired))
+                with self._log_delete_errors():
+                    self._delete_orphans()
+            self._has_fence = True
 
     def write(self, step: int, name: str, data: memoryview) -> DataFile:
-        """Write a file of a step's checkpoint, durably; it counts once a manifest names it.
+        """Write a data file of a step durably. It belongs to a checkpoint once it is committed.
 
         Raises:
             CheckpointError: the disk failed.
         """
         folder = folder_of(step)
-        with self._at_work(f"could not be written to {folder}"):
-            summed = checksum_beside(data, lambda: self._place.write(f"{folder}/{name}", data))
-            return DataFile(name, len(data), summed)
+        with self._translate_errors(f"could not be written to {folder}"):
+            return DataFile(name, len(data), self._storage.write(f"{folder}/{name}", data))
 
     def commit(
         self,
         step: int,
         files: tuple[DataFile, ...],
-        parts: int = 0,
+        num_parts: int = 0,
         *,
-        world: int = 0,
-        pinned: bool = False,
+        world_size: int = 0,
+        is_pinned: bool = False,
     ) -> None:
-        """Make them count, in place of what there was of this step; then delete what is too old.
+        """Make written files the checkpoint of a step, and prune older checkpoints.
 
         Args:
-            parts, world, pinned: see `Manifest`.
+            step: the step. A checkpoint of the same step is replaced.
+            files: the data files that `write` returned, on whichever rank.
+            num_parts: see `Manifest`.
+            world_size: see `Manifest`.
+            is_pinned: see `Manifest`.
 
         Raises:
-            CheckpointRefused: somebody has taken the folder over. CheckpointError: the disk
-                failed, or a file of it is gone.
+            CheckpointRefused: another writer has taken the fence.
+            FileDeleted: one of the files was deleted.
+            CheckpointError: the disk failed.
         """
         writer, folder = self.writer, folder_of(step)
         manifest = Manifest(
             step=step,
             files=files,
-            parts=parts,
-            run=writer.run,
-            launch=writer.launch,
+            num_parts=num_parts,
+            run_id=writer.run_id,
+            incarnation=writer.incarnation,
             generation=writer.generation,
-            writer=writer.token,
+            writer_token=writer.token,
             saved_at=wall(),
-            world=world,
-            pinned=pinned,
+            world_size=world_size,
+            is_pinned=is_pinned,
         )
-        with self._at_work(f"could not commit {folder}"), self._place.locked():
-            reason = why_not(self._fence(), writer, beside=self._beside)
+        with self._translate_errors(f"could not commit {folder}"), self._storage.lock():
+            reason = commit_denied_reason(
+                self._read_fence(), writer, allow_concurrent_writer=self._is_concurrent
+            )
             if reason:
-                what = f"step {step} was not committed to {self._place.name}"
+                what = f"step {step} was not committed to {self._storage.name}"
                 raise CheckpointRefused(f"{what}: {reason}")
-            sizes = self._place.files(folder)
-            flaw = flaw_by_sizes(manifest, sizes)
-            if flaw:
-                gone = any(file.name not in sizes for file in files)
-                kind = ClearedAway if gone else CheckpointError
-                raise kind(f"{self._place.name}/{folder} was not committed: {flaw}")
-            self._place.put(f"{folder}/{MANIFEST}", encode_manifest(manifest))
-            self.committed = monotonic()
-            self._folder.know(manifest, Health.GOOD)
-            if not self._beside:
-                with self._or_it_stays():
-                    self._sweep(self._select(just=step).deleted)
+            sizes = self._storage.list_files(folder)
+            if mismatch := find_size_mismatch(manifest, sizes):
+                is_missing = any(file.name not in sizes for file in files)
+                kind = FileDeleted if is_missing else CheckpointError
+                raise kind(f"{self._storage.name}/{folder} was not committed: {mismatch}")
+            self._storage.replace(f"{folder}/{MANIFEST_NAME}", encode_manifest(manifest))
+            self.committed_at = monotonic()
+            self._catalog.record_integrity(manifest, Integrity.VERIFIED)
+            if not self._is_concurrent:
+                with self._log_delete_errors():
+                    self._delete_orphans(self._select(just_written=step).deleted)
 
-    def abandon(self, step: int, name: str) -> None:
-        """Take away a file that was not committed after all, as far as the disk lets us."""
+    def discard(self, step: int, name: str) -> None:
+        """Delete a data file of a save that failed. An error of the disk is only logged."""
         folder = folder_of(step)
         try:
-            # A commit may have failed once its manifest was in place: then it counts.
-            named = self._folder.named(step)
+            # If the commit failed after the rename of the manifest, the checkpoint exists.
+            named = self._catalog.manifest_file_names(step)
             if named is not None and name not in named:
-                self._place.remove(f"{folder}/{name}")
-            # Another's first file may be about to be made in it.
-            if not self._beside and not self._place.files(folder):
-                self._place.remove_folder(folder)
+                self._storage.remove(f"{folder}/{name}")
+            # A concurrent writer may be about to create its first file in the directory.
+            if not self._is_concurrent and not self._storage.list_files(folder):
+                self._storage.remove_folder(folder)
         except OSError as error:
-            log.warning("%s: a save that failed left files: %s", folder, error)
+            log.warning("%s: files of a failed save could not be deleted: %s", folder, error)
 
     def prune(self) -> Selection:
-        """Delete what the retention rule does not keep, and what crashes left.
+        """Delete the checkpoints that the retention rule does not keep, and orphaned files.
 
-        The newest checkpoint that turns out whole is read for that, so that one stays.
+        The newest intact checkpoint is read and verified first, because it must be kept.
 
         Raises:
-            CheckpointRefused: somebody newer has the folder, or took it over. CheckpointError: the
-                disk failed.
+            CheckpointRefused: a newer writer has the fence, or has taken it.
+            CheckpointError: the disk failed.
         """
-        with self._at_work("could not be pruned"):
-            with self._place.locked():
-                self._live_beside()
-            # Not under the lock, which a job that writes here waits for: it may take long.
-            unread = self._folder.look_for_good()
-            with self._place.locked():
-                live = self._live_beside()
-                selection = self._select(unread=unread)
-                for error in self._sweep(selection.deleted, live):
+        with self._translate_errors("could not be pruned"):
+            with self._storage.lock():
+                self._concurrent_live_token()
+            # The verification can take long, so the job that writes here must not wait for it.
+            unreadable = self._catalog.verify_until_intact()
+            with self._storage.lock():
+                live_token = self._concurrent_live_token()
+                selection = self._select(unreadable=unreadable)
+                for error in self._delete_orphans(selection.deleted, live_token):
                     raise error
         return selection
 
-    def _live_beside(self) -> str:
-        """The token of another writer, some of whose files may be on their way; none: "".
+    def was_superseded(self) -> bool:
+        """Return whether a later generation of the same launch has the fence.
+
+        Then this writer has nothing left to do, and nothing is lost.
+        """
+        fence, writer = self._read_fence(), self.writer
+        holder = fence.holder if fence else writer
+        return holder.launch_key == writer.launch_key and holder.generation > writer.generation
+
+    def _concurrent_live_token(self) -> str:
+        """Return the token of another writer that may still commit its files, or ''.
 
         Raises:
-            CheckpointRefused: we may not clear up beside it.
+            CheckpointRefused: this writer must not prune.
         """
-        writer, fence = self.writer, self._fence(damaged_is_none=True)
-        others = fence is not None and fence.holder.token != writer.token
-        # Who never had it may clear up beside its holder, unless that is a newer generation
-        # of its own launch, or a newer launch.
-        lost = why_not(fence, writer) if self._claimed and others else ""
-        answer = lost or claim_fence(fence, writer)
+        writer, fence = self.writer, self._read_fence(corrupt_as_none=True)
+        has_other_holder = fence is not None and fence.holder.token != writer.token
+        # A writer that has never had the fence may prune beside its holder, unless the holder is a
+        # newer generation or launch. A writer that has lost the fence may not.
+        lost = commit_denied_reason(fence, writer) if self._has_fence and has_other_holder else ""
+        answer = lost or acquire_fence(fence, writer)
         if isinstance(answer, str):
-            raise CheckpointRefused(f"{self._place.name} was not pruned: {answer}")
-        return fence.holder.token if fence is not None and others else ""
+            raise CheckpointRefused(f"{self._storage.name} was not pruned: {answer}")
+        return fence.holder.token if fence is not None and has_other_holder else ""
 
-    def _sweep(self, doomed: Container[int] = (), live: str = "") -> list[Exception]:
-        """Delete these steps, and what belongs to no checkpoint: nobody but `live` can still commit
-        such files. What failed of `doomed`; all else is done all the same."""
-        failed: list[Exception] = []
-        for name in leftovers(self._place.files(""), (), ""):
-            with self._or_it_stays():
-                self._place.remove(name)
-        for folder in self._place.folders():
+    def _delete_orphans(
+        self, steps_to_delete: Container[int] = (), live_token: str = ""
+    ) -> list[Exception]:
+        """Delete orphaned files, and the checkpoints of some steps.
+
+        Returns:
+            The errors of `steps_to_delete`. All other files are deleted in spite of them.
+        """
+        errors: list[Exception] = []
+        for name in orphaned_files(self._storage.list_files(""), (), ""):
+            with self._log_delete_errors():
+                self._storage.remove(name)
+        for folder in self._storage.list_folders():
             step = step_of(folder)
-            is_scratch = folder.startswith(_SCRATCH) and not live
+            is_scratch = folder.startswith(_SCRATCH) and not live_token
             if is_scratch and not folder.startswith(scratch_prefix(self.writer)):
-                with self._or_it_stays():
-                    for name in self._place.files(folder):
-                        self._place.remove(f"{folder}/{name}")
-                    self._place.remove_folder(folder)
+                with self._log_delete_errors():
+                    for name in self._storage.list_files(folder):
+                        self._storage.remove(f"{folder}/{name}")
+                    self._storage.remove_folder(folder)
             if step is not None:
-                with self._or_it_stays(failed if step in doomed else None):
-                    self._sweep_folder(step, live, doomed=step in doomed)
-        return failed
+                with self._log_delete_errors(errors if step in steps_to_delete else None):
+                    self._clean_folder(step, live_token, delete=step in steps_to_delete)
+        return errors
 
-    def _sweep_folder(self, step: int, live: str, *, doomed: bool) -> None:
-        folder, named = folder_of(step), self._folder.named(step)
-        if doomed:
-            self._place.remove(f"{folder}/{MANIFEST}")
+    def _clean_folder(self, step: int, live_token: str, *, delete: bool) -> None:
+        """Delete the orphaned files of a step, or also its checkpoint."""
+        folder, named = folder_of(step), self._catalog.manifest_file_names(step)
+        if delete:
+            self._storage.remove(f"{folder}/{MANIFEST_NAME}")
         elif named is None:
             return
-        named, sizes = named or set(), self._place.files(folder)
-        gone = leftovers(sizes, () if doomed else named, live)
-        if doomed:
-            gone += [name for name in leftovers(sizes, gone, "") if name in named]
-        for name in gone:
-            self._place.remove(f"{folder}/{name}")
-        if len(gone) == len(sizes):
-            self._place.remove_folder(folder)
+        named, sizes = named or set(), self._storage.list_files(folder)
+        names = orphaned_files(sizes, () if delete else named, live_token)
+        if delete:
+            names += [name for name in orphaned_files(sizes, names, "") if name in named]
+        for name in names:
+            self._storage.remove(f"{folder}/{name}")
+        if len(names) == len(sizes):
+            self._storage.remove_folder(folder)
+
+    def _select(
+        self, just_written: int | None = None, unreadable: Container[int] = ()
+    ) -> Selection:
+        entries = self._catalog.list_entries()
+        integrity = {}
+        for entry in entries:
+            if entry.is_unreadable or entry.step in unreadable:
+                integrity[entry.step] = Integrity.UNREADABLE
+            elif entry.manifest is None:
+                integrity[entry.step] = Integrity.CORRUPT
+            else:
+                integrity[entry.step] = self._catalog.integrity(entry.manifest)
+        pinned = {entry.step for entry in entries if entry.is_pinned}
+        return select_checkpoints(integrity, self._retention, just_written, pinned)
+
+    def _read_fence(self, *, corrupt_as_none: bool = False) -> Fence | None:
+        try:
+            data = self._storage.read(FENCE_NAME)
+            return None if data is None else decode_fence(data)
+        except (CheckpointCorrupt, FileTooLarge) as error:
+            if not corrupt_as_none:
+                raise
+            log.warning("%s: the writer is unknown: %s", self._storage.name, error)
+            return None
 
     @contextlib.contextmanager
-    def _or_it_stays(self, failed: list[Exception] | None = None) -> Iterator[None]:
-        """Log a file that cannot be deleted, and go on: it does not fail the save."""
+    def _log_delete_errors(self, errors: list[Exception] | None = None) -> Iterator[None]:
+        """Log an error of a deletion once and continue, because the save itself has succeeded."""
         try:
             yield
         except (CheckpointError, OSError) as error:
-            if failed is not None:
-                failed.append(error)
-            # At each save it is tried again, and said once.
-            if str(error) not in self._warned:
-                self._warned.add(str(error))
-                what = "old files could not be deleted"
-                log.warning("%s: %s: %s", self._place.name, what, error)
-
-    def _select(self, just: int | None = None, unread: Container[int] = ()) -> Selection:
-        rows, found = [], self._folder.found()
-        for one in found:
-            if one.unread or one.step in unread:
-                health = Health.UNREAD
-            elif one.manifest is None:
-                health = Health.BAD
-            else:
-                health = self._folder.health(one.manifest)
-            rows.append((one.step, health))
-        pinned = {one.step for one in found if one.pinned}
-        return select(rows, self._retention, just, pinned)
-
-    def _fence(self, *, damaged_is_none: bool = False) -> Fence | None:
-        try:
-            data = self._place.read(FENCE)
-            return None if data is None else decode_fence(data)
-        except (CheckpointCorrupt, NotAFile) as error:
-            if not damaged_is_none:
-                raise
-            log.warning("%s: %s: its owner is not known", self._place.name, error)
-            return None
-
-    def goes_on(self) -> bool:
-        """Whether a later generation of the same launch has the folder: nothing is lost then."""
-        fence, ours = self._fence(), self.writer
-        holder = fence.holder if fence else ours
-        return holder.start == ours.start and holder.generation > ours.generation
+            if errors is not None:
+                errors.append(error)
+            if str(error) not in self._logged:
+                self._logged.add(str(error))
+                log.warning("%s: old files could not be deleted: %s", self._storage.name, error)
 
     @contextlib.contextmanager
-    def _at_work(self, what: str) -> Iterator[None]:
-        """What the disk answers, as an error of ours that says what was to be done."""
+    def _translate_errors(self, what: str) -> Iterator[None]:
+        """Raise an error of the storage as a CheckpointError that names the operation."""
         try:
             yield
         except OSError as error:
             kind: type[CheckpointError] = CheckpointError
             if isinstance(error, FileNotFoundError):
-                kind = ClearedAway
-            elif error.errno in _NO_WRITES:
-                kind = TakesNoWrites
-            raise kind(f"{self._place.name} {what}: {error}") from error
+                kind = FileDeleted
+            elif error.errno in _NOT_WRITABLE_ERRORS:
+                kind = FolderNotWritable
+            raise kind(f"{self._storage.name} {what}: {error}") from error
 
 
-class Writers:
-    """The ranks that write a save together: this one alone, or all of a process group.
+class RankWriters:
+    """The ranks that write a save together: only this rank, or all ranks of a process group.
 
-    Those of a group make one at the same time, and call `write` in the same order.
+    The ranks of a group create it at the same time, and call `write` in the same order.
 
-    peers: of a group that is theirs alone, so that what goes on behind a training step never mixes
-    with the step's collectives; None if this rank writes alone. Only sentences are exchanged.
+    Args:
+        committer: commits the files, on rank 0.
+        peers: the ranks of a process group that only the writer threads use, so that its
+            collectives never mix with those of the training; None if only this rank writes.
     """
 
-    def __init__(self, commits: Committer, peers: PeerGroup | None = None) -> None:
-        self._commits, self._peers, self._count = commits, peers, 0
+    def __init__(self, committer: Committer, peers: PeerGroup | None = None) -> None:
         self.rank = peers.rank if peers else 0
+        self._committer, self._peers = committer, peers
+        self._num_saves = 0
         self._kind = f"part-{self.rank:05d}" if peers else "state"
-        # The files of all ranks bear the name of the writer that will commit them.
-        token = commits.writer.token
+        # The files of all ranks have the token of the writer that commits them.
+        token = committer.writer.token
         self._token: str = peers.all_gather_json(token)[0] if peers else token
 
     def write(
-        self,
-        step: int,
-        data: memoryview,
-        world_size: int = 0,
-        *,
-        pinned: bool = False,
+        self, step: int, data: memoryview, world_size: int = 0, *, is_pinned: bool = False
     ) -> None:
-        """Write this rank's pack as a file, and commit those of all.
+        """Write this rank's data as a file, and commit the files of all ranks.
 
         Raises:
-            CheckpointError: on all ranks; one of them failed.
+            CheckpointError: one of the ranks failed. It is raised on all of them.
         """
-        self._count += 1
-        commits, first = self._commits, self.rank == 0
-        name = data_name(self._kind, self._token, self._count)
-        self._all_do(step, commits.claim if first else None)
+        self._num_saves += 1
+        committer, is_first = self._committer, self.rank == 0
+        name = data_name(self._kind, self._token, self._num_saves)
+        self._run_on_all(step, committer.claim if is_first else None)
         try:
-            files = self._all_do(step, partial(commits.write, step, name, data))
-            parts = len(files) if self._peers else 0
-            commit = partial(commits.commit, step, files, parts, world=world_size, pinned=pinned)
-            self._all_do(step, commit if first else None)
+            files = self._run_on_all(step, partial(committer.write, step, name, data))
+            num_parts = len(files) if self._peers else 0
+            commit = partial(
+                committer.commit,
+                step,
+                files,
+                num_parts,
+                world_size=world_size,
+                is_pinned=is_pinned,
+            )
+            self._run_on_all(step, commit if is_first else None)
         except BaseException:
-            commits.abandon(step, name)
+            committer.discard(step, name)
             raise
 
-    def _all_do(self, step: int, act: Callable[[], DataFile | None] | None) -> tuple[DataFile, ...]:
-        """Do this rank's part of something; the files of all ranks, if all could do theirs."""
+    def _run_on_all(
+        self, step: int, act: Callable[[], DataFile | None] | None
+    ) -> tuple[DataFile, ...]:
+        """Run each rank's action. Return the files of all ranks, or raise on all of them."""
 
-        def mine() -> tuple[str, int, int] | None:
+        def run() -> tuple[str, int, int] | None:
             file = act() if act else None
             return attrs.astuple(file) if file else None
 
         if self._peers is None:
-            every = [mine()]
+            rows = [run()]
         else:
-            every = self._peers.gather_results(mine, f"could not save step {step}")
-        return tuple(DataFile(*row) for row in every if row)
-
-
-# -- what became of a save -------------------------------------------------------------------------
-
-
-class Save:
-    """A save that has begun, as the rank that asked for it sees it; what
-    `CheckpointManager.save` returns.
-
-    step: after which the state was taken. looked_at: whether somebody has been told of its failure.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.looked_at = False
-        self._failure: BaseException | None = None
-        self._process = os.getpid()
-
-    def __repr__(self) -> str:
-        if self._process != os.getpid() or not self.done():
-            return f"<Save of step {self.step}: under way>"
-        said = f"failed: {self._failure}" if self._failure else "durable"
-        return f"<Save of step {self.step}: {said}>"
-
-    def done(self) -> bool:
-        """Whether it is over: durable, or failed. Never waits."""
-        return not self._unknown_after(0.0)
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the state is durable, whichever rank writes it. Not all need to call it.
-
-        Args:
-            timeout: seconds; by default as long as it takes where this rank writes, and half an
-                hour to hear of what another one writes.
-
-        Raises:
-            CheckpointError: it was not saved, and why; or that is not known by then: it may be
-                waited for again.
-        """
-        if unknown := self._unknown_after(timeout):
-            raise CheckpointError(unknown)
-        try:
-            if self._failure is not None:
-                raise self._failure
-        except BaseException as error:
-            # Another exception may have interrupted this call, and then the failure is not told.
-            self.looked_at = self.looked_at or error is self._failure
-            raise
-        self.looked_at = True
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed; None if it is durable, or not over yet. Who has seen it here is not told
-        again by the manager's next call."""
-        failure = self._failure if self.done() else None
-        self.looked_at = self.looked_at or failure is not None
-        return failure
-
-    def _unknown_after(self, timeout: float | None) -> str:
-        """Wait until it is known how it came out; if it is not by then, a sentence that says so."""
-        raise NotImplementedError
-
-
-class OwnSave(Save):
-    """A save that this process writes, in a thread of its own once `begin` is called.
-
-    The save owns what it writes until it is over. An exception that interrupts the caller of any
-    method, even `begin`, changes nothing about that: the methods may be called again, and each
-    starts the writer if none is running. A process that exits waits for the thread, which is not a
-    daemon. A fork of the process has nothing to do with the save.
-    """
-
-    def __init__(self, step: int, write: Callable[[], None]) -> None:
-        super().__init__(step)
-        self._write: Callable[[], None] | None = write  # None once the save is over
-        self._writing = ExclusiveCall()
-        self._over = Latch()
-        self.in_background = True  # whether `begin` leaves the writing to a thread
-
-    def begin(self) -> None:
-        """Start the writer, unless it runs or has ended. Return when it does.
-
-        If no thread can be left behind that writes, because there are too many or because Python
-        is shutting down, return when the save is over; `in_background` is then false.
-        """
-        while not (self._over.is_set or self._writing.is_running):
-            started = Latch()
-            try:
-                _thread.start_new_thread(self._start_writer, (started,))
-            except (RuntimeError, MemoryError) as error:
-                log.warning(
-                    "cannot start a thread that writes step %d (%s): the training step waits "
-                    "until it is written",
-                    self.step,
-                    error,
-                )
-                self._run_here(started)
-            started.wait()
-
-    def _run_here(self, started: Latch) -> None:
-        self.in_background = False
-        try:
-            self._run(started)
-        except BaseException:
-            self.looked_at = self._over.is_set  # This exception says that it failed.
-            raise
-
-    def _start_writer(self, started: Latch) -> None:
-        """Start the thread that writes.
-
-        This is done in a thread, because signal handlers run in the main thread alone. If one of
-        them raises an exception there, `Thread.start` may leave locks held that the new thread
-        needs, and `Thread.is_alive` may take a running thread for one that has ended.
-        """
-        try:
-            # Python does not wait for threads that start after the main thread has ended.
-            if threading.main_thread().is_alive():
-                # Threads are daemons if not told otherwise, because this one is.
-                thread = threading.Thread(target=self._run, args=(started,), daemon=False)
-                thread.name = "elasticlib-save"
-                thread.start()
-                return
-        except (RuntimeError, MemoryError) as error:
-            log.warning(
-                "cannot start a second thread to write step %d (%s): the training step waits "
-                "until it is written",
-                self.step,
-                error,
-            )
-        self.in_background = False
-        try:
-            self._run(Latch())
-        finally:
-            started.set()
-
-    def _run(self, started: Latch) -> None:
-        """Write, unless another writer runs."""
-        with contextlib.suppress(CallRejected):
-            self._writing.run(partial(self._write_once, started))
-        started.set()
-
-    def _write_once(self, started: Latch) -> None:
-        started.set()
-        if self._over.is_set or self._write is None:
-            return
-        try:
-            self._write()
-        except Exception as error:
-            self._failure = error
-        except BaseException as error:
-            why = f"{type(error).__name__} interrupted it"
-            self._failure = CheckpointError(f"step {self.step} was not saved: {why}")
-            raise
-        finally:
-            self._over.set()
-            self._write = None
-
-    def settle(self) -> None:
-        """Wait until it is over; a failure is kept."""
-        if self._process == os.getpid():
-            self._wait_until_over(None)
-
-    def _wait_until_over(self, timeout: float | None) -> bool:
-        deadline = None if timeout is None else monotonic() + timeout
-        while not self._over.is_set:
-            left_s = RECHECK_S if deadline is None else deadline - monotonic()
-            if left_s <= 0:
-                break
-            if self._writing.is_interrupted:
-                raise CheckpointError(
-                    f"step {self.step} is being written by the call that this signal handler has "
-                    "interrupted, so it cannot wait for it: return from the handler first"
-                )
-            self.begin()
-            self._over.wait(min(left_s, RECHECK_S))
-        return self._over.is_set
-
-    def _unknown_after(self, timeout: float | None) -> str:
-        if self._process != os.getpid():
-            raise CheckpointError(
-                f"step {self.step} is saved by the process that this one was forked from, which "
-                "alone can say what became of it"
-            )
-        is_over = self._wait_until_over(timeout)
-        return "" if is_over else f"step {self.step} is still being written"
-
-
-class OthersSave(Save):
-    """One that another rank writes: the ranks' store tells of it; without one, the folder does."""
-
-    def __init__(
-        self, step: int, number: int, outcomes: Outcomes, folder: CheckpointFolder
-    ) -> None:
-        super().__init__(step)
-        self._number, self._outcomes, self._folder = number, outcomes, folder
-        self._over = False
-        outcomes.newest = step
-
-    def _unknown_after(self, timeout: float | None) -> str:
-        outcomes, step, pause = self._outcomes, self.step, threading.Event()
-        deadline = monotonic() + (WAIT_SECONDS if timeout is None else timeout)
-        # Asked again and again: who waits in the store keeps it from this process's other threads.
-        while not self._is_over():
-            if monotonic() < deadline:
-                pause.wait(STORE_SECONDS if outcomes.reachable else FOLDER_SECONDS)
-            elif outcomes.reachable:
-                return (
-                    f"no news of the save of step {step}, which rank 0 makes: it has died, is "
-                    "still saving, or did not call save"
-                )
-            else:
-                return f"there is no {self._folder.describe(step)}, which another rank was to save"
-        return ""
-
-    def _is_over(self) -> bool:
-        """Ask, until it is; keep why it failed."""
-        outcomes, step = self._outcomes, self.step
-        if not self._over and not outcomes.reachable:
-            # Older ones may have made room for the newest, which began when they were over.
-            looked = map(self._folder.look, {step, outcomes.newest})
-            self._over = any(found is not None and found.manifest for found in looked)
-        elif not self._over and (said := outcomes.heard(self._number)) is not None:
-            self._over = True
-            if said["step"] != step:
-                self._failure = CheckpointError(
-                    f"rank 0 was asked to save step {said['step']}, and this rank step {step}: all "
-                    "ranks have to make the same calls"
-                )
-            elif said["error"]:
-                self._failure = CheckpointError(
-                    f"step {step} was not saved by rank 0: {said['error']}"
-                )
-        return self._over
-
-
-class Outcomes:
-    """How the saves of one manager's writer came out, told by the store that the ranks met in.
-
-    Each save has a number, which is the same on all ranks, as all make the same calls.
-
-    store: torch's; None if there is none. name: the same on all ranks. mine: whether this is
-    rank 0, which writes and tells the others. reachable: whether the store is, as far as is known
-    by now. newest: the step of the last save that another rank was to make.
-    """
-
-    def __init__(self, store: Any, name: str, *, mine: bool) -> None:
-        self._store, self._mine = store, mine
-        self._prefix = f"elasticlib/saves/{zlib.crc32(name.encode()):08x}"
-        self.reachable, self.newest = store is not None, 0
-
-    def begin(self) -> int:
-        """The number of a save that begins here, or on the rank that writes."""
-        # Neither of the two calls can be interrupted halfway.
-        return next(_save_numbers.setdefault(self._prefix, count(1)))
-
-    def tell(self, number: int, step: int, error: BaseException | None = None) -> None:
-        """Say how a save came out, if this rank is the one to say it."""
-        if not (self.reachable and self._mine):
-            return
-        why = "" if error is None else str(error)[:4000]
-        try:
-            self._store.set(self._key(number), json.dumps({"step": step, "error": why}))
-            if number > REMEMBERED:
-                self._store.delete_key(self._key(number - REMEMBERED))
-        except (RuntimeError, NotImplementedError) as lost:
-            log.info("cannot tell the other ranks that step %d was saved: %s", step, lost)
-
-    def heard(self, number: int) -> dict[str, Any] | None:
-        """What the writer has said of a save; None if nothing yet."""
-        try:
-            if not self._store.check([self._key(number)]):
-                return None
-            said: dict[str, Any] = json.loads(self._store.get(self._key(number)))
-        except RuntimeError as lost:
-            # Its host may have ended once it had saved.
-            log.info("cannot read the result of save %d in the ranks' store: %s", number, lost)
-            self.reachable = False
-            return None
-        return said
-
-    def _key(self, number: int) -> str:
-        return f"{self._prefix}/{number}"
+            rows = self._peers.gather_results(run, f"could not save step {step}")
+        return tuple(DataFile(*row) for row in rows if row)

@@ -63,18 +63,16 @@ from ..foreign import read_fields, read_json, read_object
 from ..rendezvous.interface import RendezvousInfo
 from ..threads import helper
 from .boxes import TensorShard, describe_missing, format_numbers, read_shards
-from .commit import ClearedAway, Committer, Writer, data_name, scratch_prefix
-from .folder import (
-    CheckpointFolder,
+from .catalog import (
+    CheckpointCatalog,
     DataFile,
     Retention,
-    body_of,
+    append_checksum,
     folder_of,
-    open_place,
     step_of,
-    summed,
+    strip_checksum,
 )
-from .place import Place
+from .commit import Committer, FileDeleted, WriterIdentity, data_name, scratch_prefix
 from .safetensors_header import read_meta
 from .snapshot_slots import (
     SnapshotHeader,
@@ -83,6 +81,7 @@ from .snapshot_slots import (
     map_snapshot,
     valid_snapshots,
 )
+from .storage import CheckpointStorage, open_storage
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -91,7 +90,7 @@ COMMIT = "commit"  # the task after all shares are written; no share has this na
 WAIT_INTERVAL_S = 0.1  # between two checks whether the final save must end
 MAX_WRITES = 4  # a worker that saves at the same time deletes unnamed files once per save
 
-_KEEP_ALL = Retention(last=1 << 62)  # only the job's CheckpointManager deletes old checkpoints
+_KEEP_ALL = Retention(keep_last=1 << 62)  # only the job's CheckpointManager deletes old checkpoints
 
 
 @attrs.frozen
@@ -310,12 +309,12 @@ def _is_taken(task: Task, others: Iterable[AgentReport]) -> bool:
 
 def encode_report(report: AgentReport) -> bytes:
     """Encode a report as one line of JSON and a line with its checksum."""
-    return summed(json.dumps(attrs.asdict(report)).encode("ascii"))
+    return append_checksum(json.dumps(attrs.asdict(report)).encode("ascii"))
 
 
 def decode_report(data: bytes) -> AgentReport | None:
     """Decode a report. Return None if it is incomplete or corrupt."""
-    body = body_of(data)
+    body = strip_checksum(data)
     try:
         fields = read_object(body or b"")
         offers = tuple(
@@ -342,7 +341,9 @@ class ReportExchange:
     agent, nothing is written.
     """
 
-    def __init__(self, storage: Place, directory: str, agent: str, num_agents: int) -> None:
+    def __init__(
+        self, storage: CheckpointStorage, directory: str, agent: str, num_agents: int
+    ) -> None:
         self.mine = AgentReport()  # the report of this agent
         self.num_agents = num_agents
         self._storage, self._directory, self._agent = storage, directory, agent
@@ -380,7 +381,7 @@ class ReportExchange:
             lost_s: an agent that has not renewed its report for so long is considered lost.
         """
         now = monotonic()
-        for name in self._storage.files(self._directory) if self.num_agents > 1 else ():
+        for name in self._storage.list_files(self._directory) if self.num_agents > 1 else ():
             agent, _, version = name.partition(".")
             last_version, _ = self._seen.get(agent, (0, now))
             if agent != self._agent and version.isdecimal() and int(version) > last_version:
@@ -418,7 +419,7 @@ class ReportExchange:
             self.publish(can_write=False, is_finished=True, task=None, problem=problem)
             reports = self.read().values()
             if len(reports) >= self.num_agents > 1 and all(r.is_finished for r in reports):
-                for name in self._storage.files(self._directory):
+                for name in self._storage.list_files(self._directory):
                     self._storage.remove(self._path(name))
                 self._storage.remove_folder(self._directory)
 
@@ -492,7 +493,7 @@ class SetSaver:
     snapshots: SnapshotSet
     agent: str  # id of this agent, and its writer token
     exchange: ReportExchange
-    folder: CheckpointFolder
+    folder: CheckpointCatalog
     committer: Committer
     limits: Timeouts
     stop: threading.Event  # when it is set, this agent starts nothing more
@@ -557,14 +558,14 @@ class SetSaver:
 
     def _was_superseded(self) -> bool:
         with contextlib.suppress(CheckpointError, OSError):  # the commit reports a corrupt fence
-            return self.committer.goes_on()
+            return self.committer.was_superseded()
         return False
 
     def _is_saved(self, state: SnapshotState) -> bool:
         """Return whether a complete checkpoint of the state's step or of a later one exists."""
-        steps = [step_of(name) for name in self.folder.place.folders()]
+        steps = [step_of(name) for name in self.folder.storage.list_folders()]
         for step in sorted((s for s in steps if s is not None and s >= state.step), reverse=True):
-            entry = self.folder.look(step)
+            entry = self.folder.read_entry(step)
             if entry is None or entry.manifest is None:
                 continue
             # A sharded checkpoint of the same step is not read: if each agent reads all parts, a
@@ -581,7 +582,7 @@ class SetSaver:
         """Return the reports without data files that another writer has deleted."""
         reports = self.exchange.read(self.limits.lost_s)
         steps = {o.state.step for report in reports.values() for o in report.offers if o.file}
-        sizes = {step: self.folder.place.files(folder_of(step)) for step in steps}
+        sizes = {step: self.folder.storage.list_files(folder_of(step)) for step in steps}
 
         def verified(offer: PartOffer) -> PartOffer:
             file = offer.file
@@ -613,7 +614,7 @@ class SetSaver:
             with contextlib.ExitStack() as stack:
                 # No other agent starts the task of the only owner. A commit has no owner.
                 if len(owners) != 1 and self.exchange.num_agents > 1:
-                    stack.enter_context(self.folder.place.locked())
+                    stack.enter_context(self.folder.storage.lock())
                     if self._decide() != task:
                         return False
                 self.exchange.publish(task=task)
@@ -634,7 +635,7 @@ class SetSaver:
                 written = [attrs.evolve(offer, file=self._write(task, offer.part))]
                 offers = [*written, *(other for other in mine.offers if other != offer)]
                 self.exchange.publish(task=None, offers=tuple(offers))
-        except ClearedAway as error:
+        except FileDeleted as error:
             log.info("writing step %d again: %s", state.step, error)
             self.exchange.publish(task=None)
         except (CheckpointError, OSError) as error:
@@ -662,7 +663,7 @@ class SetSaver:
         plan = newest_complete((o for o in offers if o.file), self.exchange.load_chunks)
         files = {offer.share: offer.file for offer in offers if offer.file}
         if isinstance(plan, str):
-            raise ClearedAway(f"step {state.step} {plan}")
+            raise FileDeleted(f"step {state.step} {plan}")
         named = tuple(files[share] for share in plan.shares)
         self.committer.commit(state.step, named, len(named) if state.is_sharded else 0)
         directory = self.snapshots.newest.folder
@@ -693,7 +694,7 @@ class FinalSave:
         info: RendezvousInfo | None,
         *,
         is_leaving: bool = True,
-        storage: Place | None = None,
+        storage: CheckpointStorage | None = None,
         limits: Timeouts | None = None,
     ) -> None:
         self._memory, self._info, self._storage = memory, info, storage
@@ -769,16 +770,16 @@ class FinalSave:
         # Workers of the last generation may own the directory without having made a snapshot.
         generation = max(newest.generation, info.generation if info else 0)
         label = f"agent {os.getpid()} on {socket.gethostname()}"
-        writer = Writer(newest.run, newest.incarnation, generation, agent, label)
-        folder = CheckpointFolder(self._storage or open_place(newest.folder))
+        writer = WriterIdentity(newest.run, newest.incarnation, generation, agent, label)
+        folder = CheckpointCatalog(self._storage or open_storage(newest.folder))
         scratch = f"{scratch_prefix(writer)}.{zlib.crc32(newest.name.encode()):08x}"
         saver = SetSaver(
             self._memory,
             snapshots,
             agent,
-            ReportExchange(folder.place, scratch, agent, info.world_size if info else 1),
+            ReportExchange(folder.storage, scratch, agent, info.world_size if info else 1),
             folder,
-            Committer(folder, writer, _KEEP_ALL, beside=True),
+            Committer(folder, writer, _KEEP_ALL, allow_concurrent_writer=True),
             self._limits,
             self._stop,
         )

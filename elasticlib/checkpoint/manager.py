@@ -1,7 +1,8 @@
-"""Checkpoints of a training job: saved behind the training step, whole or not at all.
+"""The CheckpointManager: saves, restores and keeps snapshots of the training state of a job.
 
-`save` costs the step one copy into memory that is reused; writing, summing and syncing go on in a
-thread. What was saved last and is whole is what `load` gives back.
+`save` copies the state into memory that is reused, and a thread writes the copy while the training
+continues. This module coordinates the calls of a rank. `commit` writes checkpoints, `catalog` reads
+them, `save_handle` runs the writer and reports results, and `restore` agrees on what is restored.
 """
 
 from __future__ import annotations
@@ -17,22 +18,21 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 import torch
 import torch.distributed as dist
 
 from ..clock import monotonic
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..threads import CallRejected, ExclusiveCall
 from ..workers.context import context
+from .catalog import CheckpointCatalog, Retention, Selection, check_step
 from .collectives import PeerGroup
-from .commit import Committer, OthersSave, Outcomes, OwnSave, Save, TakesNoWrites, Writer, Writers
-from .folder import CheckpointFolder, Retention, Selection, check_step, open_place
+from .commit import Committer, FolderNotWritable, RankWriters, WriterIdentity
 from .pack import LayoutCache, PackImage, PackLayout
 from .page_lock import is_page_lockable, lock_pages, unlock_pages
-from .place import LocalPlace, Place, RemotePlace, new_memory
 from .reshard import plan_part_layout
 from .restore import (
     MEMORY,
@@ -44,59 +44,65 @@ from .restore import (
     restore_from,
 )
 from .restore_plan import check_names
+from .save_handle import LocalSave, RemoteSave, SaveHandle, SaveResults, SkippedSave
 from .snapshot_source import SnapshotSource, snapshot_location
 from .state_tree import flatten, reject_state_dicts
+from .storage import CheckpointStorage, FsspecStorage, LocalStorage, new_memory, open_storage
 from .tensor_layout import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
 
-MAX_EXPECTED = 100
-"""So many saves of another rank's that nobody asked for are remembered."""
+IfBusy: TypeAlias = Literal["wait", "skip"]
+
+MAX_REMOTE_SAVES = 100  # The results of older saves of rank 0 that nothing waited for are dropped.
 
 
 @attrs.frozen
 class RankInfo:
-    """A process among those that share the state, on a host of this name, as one that writes."""
+    """This process among the ranks that share the state."""
 
     rank: int
-    local_rank: int
+    local_rank: int  # among the ranks of this node
     world_size: int
     host: str
-    writer: Writer
+    writer: WriterIdentity
 
     @classmethod
     def of_this_process(
         cls, group: dist.ProcessGroup | None, local_rank: int | None = None
     ) -> RankInfo:
-        """By the process group where there is one, else by what the launcher put in the
-        environment. Under another launcher, or none, each process is a launch of its own.
+        """Read the ranks from the process group, or else from the launcher's environment.
+
+        Under a launcher other than elasticrun, or under none, each process is a launch of its own.
 
         Args:
-            group: the ranks that share the state; all of the default group by default.
-            local_rank: among those of this node; by default the launcher's.
+            group: the ranks that share the state. The default is the default group.
+            local_rank: overrides the launcher's local rank.
         """
         environment, host, token = os.environ, socket.gethostname(), secrets.token_hex(8)
-        grouped = dist.is_available() and dist.is_initialized()
-        rank = dist.get_rank(group) if grouped else int(environment.get("RANK", "0"))
+        has_group = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank(group) if has_group else int(environment.get("RANK", "0"))
         if local_rank is None:
-            launched = environment.get("LOCAL_RANK", rank)
-            local_rank = int(environment.get("ELASTICLIB_LOCAL_RANK", launched))
-        world = dist.get_world_size(group) if grouped else int(environment.get("WORLD_SIZE", "1"))
-        writer = Writer(
-            run=environment.get("TORCHELASTIC_RUN_ID", ""),
-            launch=environment.get("ELASTICLIB_INCARNATION", "") or token,
+            launcher_rank = environment.get("LOCAL_RANK", rank)
+            local_rank = int(environment.get("ELASTICLIB_LOCAL_RANK", launcher_rank))
+        world_size = int(environment.get("WORLD_SIZE", "1"))
+        if has_group:
+            world_size = dist.get_world_size(group)
+        writer = WriterIdentity(
+            run_id=environment.get("TORCHELASTIC_RUN_ID", ""),
+            incarnation=environment.get("ELASTICLIB_INCARNATION", "") or token,
             generation=int(environment.get("ELASTICLIB_GENERATION", "0")),
             token=token,
             label=f"process {os.getpid()} on {host}",
         )
-        return cls(rank, local_rank, world, host, writer)
+        return cls(rank, local_rank, world_size, host, writer)
 
 
 class HostBuffer:
-    """Host memory for one state, reused from save to save; not to be copied into while it is read.
+    """Host memory for the copy of one state, reused by all saves. Not thread-safe.
 
-    Where tensors lie on a GPU it is page-locked, so that copies run at the bus's full speed. An
-    exception from a signal handler may interrupt `take`, which can then be called again.
+    It is page-locked if tensors are on a GPU, so that copies have the full speed of the bus. A
+    signal handler's exception may interrupt `copy_state`, which can then be called again.
     """
 
     def __init__(self) -> None:
@@ -104,11 +110,11 @@ class HostBuffer:
         # The layout of the last state, and the views of the memory that belong to it.
         self._views: tuple[PackLayout, list[torch.Tensor]] | None = None
         self._is_locked = False
-        # Devices whose copies may still arrive, if `take` was interrupted.
+        # Devices whose copies may still arrive, because `copy_state` was interrupted.
         self._copying: set[torch.device] = set()
 
-    def take(self, image: PackImage) -> memoryview:
-        """Copy a state here, and wait until it is; its bytes."""
+    def copy_state(self, image: PackImage) -> memoryview:
+        """Copy a state into the memory, wait for the devices, and return its bytes."""
         self._synchronize()
         memory = self._memory
         if memory is None or len(memory) < image.size:
@@ -126,11 +132,10 @@ class HostBuffer:
         return view[: image.size]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._synchronize()
         if self._is_locked and self._memory is not None:
-            address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-            unlock_pages(address)
+            unlock_pages(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())
         self._is_locked = False
         self._memory = self._views = None
 
@@ -140,328 +145,391 @@ class HostBuffer:
         self._copying = set()
 
 
+@attrs.frozen
+class _SaveCall:
+    """The arguments of one call of `save`."""
+
+    step: int
+    state: object
+    started_at: float  # by `monotonic`
+    is_pinned: bool
+    may_skip: bool
+
+
 class CheckpointManager:
-    """The checkpoints in one folder, as one rank of a job saves and loads them.
+    """The checkpoints in one directory, as one rank of a job saves and restores them.
 
-    All ranks make the same calls. If the state is the same on all ranks, one of them writes it; if
-    it has sharded tensors (DTensors, as in FSDP2), each rank writes its part. A checkpoint is kept
-    if `keep_last` or `keep_every` keeps it, or if it was saved with `pin=True`.
+    All ranks make the same calls. A state that is the same on all ranks is written by rank 0. If
+    the state has sharded tensors (DTensors, as in FSDP2), each rank writes its part. The retention
+    rule keeps the newest checkpoints (`keep_last`), multiples of a step (`keep_every`), and those
+    that were saved with `pin=True`.
 
-    Args:
-        folder: a path, any fsspec URL, or a place of your own; all nodes must reach the same one.
-        keep_last: keep this many of the newest checkpoints.
-        keep_every: also keep steps that are a multiple of this; 0: none.
-        group: the ranks that share the state; all of the default process group by default. Each of
-            its ranks keeps snapshots.
-
-    Attributes:
-        stall: seconds that the last `save` or `snapshot` took of the training step.
-        durable: seconds from the last finished save's call until it was on the disk; None before.
+    Calls from several threads need a lock of the caller. The manager belongs to the process that
+    created it: in a forked process, `wait` and `close` do nothing, and `save` raises.
     """
 
     def __init__(
         self,
-        folder: str | os.PathLike[str] | Place,
+        folder: str | os.PathLike[str] | CheckpointStorage,
         *,
         keep_last: int = 3,
         keep_every: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.stall = 0.0
-        self.durable: float | None = None
+        """Create the manager. Nothing is read or written before the first call of a method.
+
+        Args:
+            folder: a path, an fsspec URL, or a storage of your own. All nodes must reach the same
+                directory, which belongs to the job.
+            keep_last: how many of the newest checkpoints are kept.
+            keep_every: also keep steps that are a multiple of this; 0: none.
+            group: the ranks that share the state. The default is the default process group. Each
+                rank of a given group keeps snapshots.
+
+        Raises:
+            ConfigError: `keep_last` or `keep_every` is invalid.
+        """
+        self.last_stall_s = 0.0
+        """Seconds for which the last `save` or `snapshot` blocked the training."""
+        self.last_durable_s: float | None = None
+        """Seconds from the call of the last finished save until it was durable, or None."""
         self._folder, self._group = folder, group
-        self._name = folder.name if isinstance(folder, Place) else os.fspath(folder)
+        self._name = folder.name if isinstance(folder, CheckpointStorage) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every)
-        self._host = HostBuffer()
+        self._buffer = HostBuffer()
         self._layouts = LayoutCache()
-        self._writing: dist.ProcessGroup | None = None
-        self._saving = ExclusiveCall()
-        # It owns the memory of `_host` until it is over, and is set before it begins to write.
-        self._last: OwnSave | None = None
-        self._expected: deque[OthersSave] = deque(maxlen=MAX_EXPECTED)
-        self._forget: Callable[[], None] | None = None
+        self._save_group: dist.ProcessGroup | None = None  # of the writer threads
+        self._save_call = ExclusiveCall()
+        # The writer of this save reads `_buffer` until it has finished. It is set before it starts.
+        self._last_save: LocalSave | None = None
+        self._remote_saves: deque[RemoteSave] = deque(maxlen=MAX_REMOTE_SAVES)
+        self._remove_stop_callback: Callable[[], None] | None = None
         self._process = os.getpid()
-        self._local_rank: int | None = None
-        self._closed = False  # no more calls are accepted
-        self._released = False  # everything was given back
+        self._local_rank: int | None = None  # after a change of the group, see `on_group_changed`
+        self._is_closed = False  # no more calls are accepted
+        self._is_released = False  # all resources were freed
 
     # -- saving -------------------------------------------------------------------------------
 
-    def save(self, step: int, state: object, *, pin: bool = False) -> Save:
-        """Save the state after `step`; returns once it is copied, and may be changed again.
+    def save(
+        self, step: int, state: object, *, pin: bool = False, if_busy: IfBusy = "wait"
+    ) -> SaveHandle:
+        """Save the state after a step. Return once it is copied and may be changed again.
 
-        Waits for the save before it, if that is still under way. An older checkpoint of the same
-        step is replaced once the new one is complete.
+        A thread writes the copy. If the previous save is still being written, the call waits for
+        it, or skips this save (see `if_busy`). A checkpoint of the same step is replaced once the
+        new one is complete.
 
-        If no thread can be started to write the copy, as after the end of the main thread (in a
-        function that `atexit` calls), the call returns when the checkpoint is durable.
+        If no thread can be started, as in a function that `atexit` calls, the call returns when the
+        checkpoint is durable.
 
-        An exception that a signal handler raises, such as KeyboardInterrupt, may interrupt the call
-        anywhere. The checkpoint is then either written completely or not begun, and `wait` and
-        further saves work as usual.
+        A signal handler's exception, such as KeyboardInterrupt, may interrupt the call at any line.
+        The checkpoint is then written completely or not at all, and later calls work.
 
         Args:
+            step: the number of completed steps, from 0.
             state: nested containers of tensors, NumPy arrays, plain values, and objects with
-                `state_dict` and `load_state_dict`; docs/checkpoints.md lists all that is taken.
-            pin: never delete this checkpoint, whatever `keep_last` and `keep_every` say. It stays
-                until a person deletes its folder, or until the same step is saved again without
-                `pin`. All ranks give the same value.
+                `state_dict` and `load_state_dict`; docs/checkpoints.md lists the types.
+            pin: never delete this checkpoint, independently of `keep_last` and `keep_every`, until
+                the same step is saved again without `pin`. All ranks give the same value.
+            if_busy: what to do while the previous save is still being written. "wait" waits for it.
+                "skip" saves nothing and returns at once a handle whose `is_skipped` is true. Rank 0
+                decides for all ranks, through the store of the process group. All ranks give the
+                same value.
 
         Returns:
-            A handle: wait for the save, or ask whether it has failed.
+            A handle that waits for the save and reports its failure.
 
         Raises:
-            CheckpointError: the save before this one failed, nobody has asked about it, and this
-                one was not begun; the state cannot be saved; or another call of `save` is still
-                copying a state, in another thread or under the signal handler that calls this one.
-                CheckpointRefused: somebody newer has the folder.
+            CheckpointError: the state cannot be saved; the previous save failed, no caller has
+                checked it, and this one was not started; another call of `save` is still copying a
+                state, in another thread or in code that a signal handler has interrupted; or
+                `if_busy` is "skip" and the ranks have no process group.
+            CheckpointRefused: a newer generation or launch writes to the directory.
+            ConfigError: `if_busy` has another value.
         """
-        began = monotonic()
+        started_at = monotonic()
         check_step(step)
-        self._must_be_open()
+        if if_busy not in get_args(IfBusy):
+            raise ConfigError(f'if_busy must be "wait" or "skip", got {if_busy!r}')
+        self._check_open()
+        call = _SaveCall(step, state, started_at, bool(pin), if_busy == "skip")
         try:
-            return self._saving.run(partial(self._save, step, state, began, pinned=bool(pin)))
+            return self._save_call.run(partial(self._save, call))
         except CallRejected:
             raise self._rejected(step) from None
         finally:
-            self.stall = monotonic() - began
+            self.last_stall_s = monotonic() - started_at
 
     def _rejected(self, step: int) -> CheckpointError:
-        """Return the error of a call that comes while another one copies, and tell other ranks."""
+        """Return the error of a call during another call, and publish it to the other ranks."""
         error = CheckpointError(
             f"step {step} was not saved: another call of save() of the CheckpointManager of "
             f"{self._name} is still copying a state. From a signal handler, set a flag and save "
             "when the step has ended; let several threads save under a lock"
         )
-        self._outcomes.tell(self._outcomes.begin(), step, error)
+        self._results.publish(self._results.next_number(), step, error)
         return error
 
-    def _save(self, step: int, state: object, began: float, *, pinned: bool) -> Save:
-        outcomes, last, number = self._outcomes, self._last, 0
+    def _save(self, call: _SaveCall) -> SaveHandle:
+        results, last_save, number = self._results, self._last_save, 0
         try:
-            # Counted on all ranks alike, whatever comes of it on one of them.
-            number = outcomes.begin()
-            return self._begin(step, state, number, began, pinned=pinned)
+            # All ranks count each call, even if it fails on one of them.
+            number = results.next_number()
+            if call.may_skip and self._is_skip_agreed(number, call.step):
+                return SkippedSave(call.step)
+            return self._start_save(call, number)
         except BaseException as error:
-            if self._last is not None and self._last is not last:
-                self._last.begin()  # The copy is complete: it is written although this call raises.
+            if self._last_save is not None and self._last_save is not last_save:
+                self._last_save.start()  # The copy is complete, so it is written all the same.
             elif number:
-                outcomes.tell(number, step, error)
+                results.publish(number, call.step, error)
             raise
 
-    def _begin(self, step: int, state: object, number: int, began: float, *, pinned: bool) -> Save:
-        """Copy the state, and start to write the copy, if this rank does."""
-        self._wait_for_last()
-        if memory := vars(self).get("_memory"):
-            memory.free_unused()
-        flat = flatten(state, reject_state_dicts=True)
-        shards = flat.shards
-        if not shards and not self.writes:
-            other = OthersSave(step, number, self._outcomes, self._reader)
-            self._expected.append(other)
-            return other
-        writers = self._all_ranks if shards else self._this_rank
-        if shards:
+    def _is_skip_agreed(self, number: int, step: int) -> bool:
+        """Return whether all ranks skip this save, because rank 0 still writes the previous one."""
+        is_busy = False
+        if (last := self._last_save) is not None:
+            last.start()  # An exception may have interrupted the call that should have started it.
+            is_busy = not last.done()
+        if self._rank_info.world_size == 1:
+            return is_busy
+        return self._results.agree_to_skip(number, step, is_busy=is_busy)
+
+    def _start_save(self, call: _SaveCall, number: int) -> SaveHandle:
+        """Copy the state and start to write the copy, if this rank writes."""
+        step = call.step
+        self._check_last_save()
+        if snapshots := vars(self).get("_snapshots"):
+            snapshots.free_unused()
+        flat = flatten(call.state, reject_state_dicts=True)
+        if not flat.shards and not self.is_writer:
+            remote = RemoteSave(step, number, self._results, self._catalog)
+            self._remote_saves.append(remote)
+            return remote
+        writers = self._all_ranks if flat.shards else self._this_rank
+        if flat.shards:
             has_rest = writers.rank == 0
             image = plan_part_layout(self._layouts, step, flat, has_rest=has_rest, has_copies=False)
         else:
             image = self._layouts.plan(flat, {"step": step})
-        if self._forget is None:
-            atexit.register(self._last_words)
-            self._forget = context().on_stop(self._settle)
-        data = self._host.take(image)
+        if self._remove_stop_callback is None:
+            atexit.register(self._log_unseen_failure)
+            self._remove_stop_callback = context().on_stop(self._wait_for_write)
+        data = self._buffer.copy_state(image)
         world_size = self._rank_info.world_size
-        write = partial(writers.write, step, data, world_size, pinned=pinned)
-        tell = partial(self._outcomes.tell, number, step)
-        save = OwnSave(step, partial(self._write, step, write, tell, self._committer, began))
-        self._last = save
-        save.begin()
+        write = partial(writers.write, step, data, world_size, is_pinned=call.is_pinned)
+        publish = partial(self._results.publish, number, step)
+        write_and_publish = partial(
+            self._write, write, publish, self._committer, (step, call.started_at)
+        )
+        save = LocalSave(step, write_and_publish)
+        self._last_save = save
+        save.start()
         if not save.in_background:
-            save.wait()  # Perhaps no other call follows that could raise its failure.
+            save.wait()  # No other call may follow that could raise its failure.
         return save
 
     def _write(
         self,
-        step: int,
         write: Callable[[], None],
-        tell: Callable[..., None],
+        publish: Callable[..., None],
         committer: Committer,
-        began: float,
+        started: tuple[int, float],
     ) -> None:
-        """Behind the training step, and in the terms of the group in which it began."""
+        """Write a save in the writer thread, with the objects of the group in which it started."""
+        step, started_at = started
         try:
             write()
         except BaseException as error:
-            tell(error)
+            publish(error)
             raise
-        tell()
-        committed = committer.committed
-        # Where another rank commits, it has when this one hears of it.
-        self.durable = (committed if committed > began else monotonic()) - began
+        publish()
+        # Where another rank commits, the commit has happened just before this.
+        committed_at = committer.committed_at
+        finished_at = committed_at if committed_at > started_at else monotonic()
+        self.last_durable_s = finished_at - started_at
         context().saved(step)
 
     def snapshot(self, step: int, state: object) -> bool:
-        """Keep the state after `step` in memory of this node's agent, which outlives this process.
+        """Keep the state after a step in memory of this node's agent, which outlives this process.
 
-        It costs one copy, so you may call it in every step. The next worker resumes from it without
-        reading a disk, and the agent writes the newest snapshot to the folder when the job drains
-        or fails for good. The last one or two are kept.
+        The call costs one copy, so it can be made in every step. The next worker resumes from the
+        snapshot without reading a disk, and the agent writes the newest snapshot to the directory
+        when the job drains or fails for good. The newest one or two snapshots are kept.
 
-        An exception that a signal handler raises, such as KeyboardInterrupt, may interrupt the call
-        anywhere. The snapshot is then there completely or not at all, and the next call works.
+        A signal handler's exception, such as KeyboardInterrupt, may interrupt the call at any line.
+        The snapshot then exists completely or not at all, and the next call works.
 
         Args:
-            state: as of `save`. Of one that is the same on all ranks the first rank of each node
-                keeps all, of a sharded one every rank its part, which serves any number of ranks.
+            step: the number of completed steps, from 0.
+            state: a state as for `save`. The first rank of each node keeps a state that is the same
+                on all ranks. Each rank keeps its part of a sharded state, which can be restored on
+                any number of ranks.
 
         Returns:
-            Whether this rank has kept one. No rank does where no agent of ours started it.
+            Whether this rank has kept a snapshot. No rank does under another launcher.
 
         Raises:
-            CheckpointError: the state cannot be kept, there is no memory for it, or another call of
-                `snapshot` is still copying a state, in another thread or under the signal handler
-                that calls this one; the earlier ones stay.
+            CheckpointError: the state cannot be kept, there is not enough memory, or another call
+                of `snapshot` is still copying a state, in another thread or in code that a signal
+                handler has interrupted. Earlier snapshots remain.
         """
         check_step(step)
-        self._must_be_open()
-        if self._memory is None:
-            reject_state_dicts(state)  # as it would be where an agent keeps snapshots
+        self._check_open()
+        if self._snapshots is None:
+            reject_state_dicts(state)  # as where an agent keeps snapshots
             return False
-        made = self._memory.snapshot(step, state)
-        if made is not None:
-            self.stall = made.seconds
+        cost = self._snapshots.snapshot(step, state)
+        if cost is not None:
+            self.last_stall_s = cost.seconds
             context().kept(step)
-        return made is not None
+        return cost is not None
 
-    def regrouped(self, local_rank: int) -> None:
-        """The process group has other members, of another generation: forget what was known of the
-        ones before. What another rank was saving is not waited for any more.
+    def on_group_changed(self, local_rank: int) -> None:
+        """Adapt to a process group with other members, of another generation.
+
+        The results of saves that another rank was writing are not waited for any more.
 
         Args:
-            local_rank: of this process, among those of the group that are on this node.
+            local_rank: the rank of this process among the members of the group on this node.
         """
-        wrote = "_rank_info" in vars(self) and self.writes
+        was_writer = "_rank_info" in vars(self) and self.is_writer
         self._local_rank = local_rank
-        memory = vars(self).pop("_memory", None)
-        for name in ("_rank_info", "_committer", "_this_rank", "_all_ranks", "_outcomes"):
+        snapshots = vars(self).pop("_snapshots", None)
+        for name in ("_rank_info", "_committer", "_this_rank", "_all_ranks", "_results"):
             vars(self).pop(name, None)
-        if memory is not None:
-            memory.close()
-        if self._writing is not None:
-            self._last_words()  # of a save that took all ranks, and may have lost some
+        if snapshots is not None:
+            snapshots.close()
+        if self._save_group is not None:
+            # A save of all ranks may have lost some of them.
+            self._log_unseen_failure()
             with contextlib.suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(self._writing)
-            self._writing = None
-        elif wrote and not self.writes:
-            self._settle()  # before the one that writes now takes the folder
-        self._expected.clear()
+                dist.destroy_process_group(self._save_group)
+            self._save_group = None
+        elif was_writer and not self.is_writer:
+            self._wait_for_write()  # before the new writer acquires the fence
+        self._remote_saves.clear()
 
-    def taken_over(self, step: int, state: dict[str, Any], source: int) -> None:
-        """All ranks have the state after `step`, from rank `source`: snapshots after it count no
-        more, and a node that has none of it keeps one."""
-        if (memory := self._memory) is not None:
-            memory.adopt_restored_step(
-                RestoreAgreement(step, MEMORY, source, self._rank_info.rank), state
-            )
+    def on_state_broadcast(self, step: int, state: dict[str, Any], source: int) -> None:
+        """Adapt to a state that all ranks have received.
+
+        Snapshots of later steps become invalid. A node without a snapshot of the step keeps one.
+
+        Args:
+            step: the step of the state.
+            state: the state.
+            source: the rank that sent it.
+        """
+        if (snapshots := self._snapshots) is not None:
+            agreed = RestoreAgreement(step, MEMORY, source, self._rank_info.rank)
+            snapshots.adopt_restored_step(agreed, state)
 
     @property
-    def writes(self) -> bool:
-        """Whether this rank writes states that are the same on all ranks."""
+    def is_writer(self) -> bool:
+        """True if this rank writes states that are the same on all ranks."""
         return self._rank_info.rank == 0
 
     def claim(self) -> None:
-        """Take the folder for this generation, if this rank writes: from now on, older generations
-        cannot commit. `restore` does so, too, and so does the first `save`.
+        """Acquire the directory for this generation, if this rank writes.
+
+        Older generations and launches cannot commit any more. `restore` and the first `save` do
+        this, too.
 
         Raises:
-            CheckpointRefused: somebody newer has it. CheckpointError: the disk failed.
+            CheckpointRefused: a newer generation or launch has the directory.
+            CheckpointError: the disk failed.
         """
-        self._must_be_open()
-        if self.writes:
-            self._settle()
+        self._check_open()
+        if self.is_writer:
+            self._wait_for_write()
             self._committer.claim()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all that was saved is durable, on whichever rank: then `steps` shows it on
-        all. Not all ranks need to call it.
+        """Wait until all saves of this manager are durable, whichever rank writes them.
+
+        Then `steps` returns them on all ranks. Ranks may call this independently of each other.
 
         Args:
-            timeout: seconds, as of `Save.wait`.
+            timeout: seconds; the default is that of `SaveHandle.wait`.
 
         Raises:
-            CheckpointError: one was not saved, and nobody has asked that save about it; or it is
-                not known by then.
+            CheckpointError: a save failed, and no caller has checked its handle; or a save has not
+                finished within the timeout.
         """
         if self._is_fork:
             return
         deadline = None if timeout is None else monotonic() + timeout
-        saves = [save for save in (self._last, *self._expected) if save is not None]
+        saves = [save for save in (self._last_save, *self._remote_saves) if save is not None]
         try:
             for save in saves:
-                if not save.looked_at:
+                if not save.was_checked:
                     save.wait(None if deadline is None else max(0.0, deadline - monotonic()))
         except CheckpointError:
-            self._expect_no_more(saves)
+            self._forget_remote_saves(saves)
             raise
-        self._expect_no_more(saves)
+        self._forget_remote_saves(saves)
 
-    def _expect_no_more(self, saves: Sequence[Save]) -> None:
+    def _forget_remote_saves(self, saves: Sequence[SaveHandle]) -> None:
         for save in saves:
-            if isinstance(save, OthersSave) and save in self._expected:
-                self._expected.remove(save)
+            if isinstance(save, RemoteSave) and save in self._remote_saves:
+                self._remote_saves.remove(save)
 
     def close(self) -> None:
-        """Wait as `wait` does, and give everything back. Closing twice is harmless.
+        """Wait as `wait` does, and free all resources. Later calls do nothing.
 
-        If an exception of a signal handler interrupts the wait, call it again.
+        If a signal handler's exception interrupts the wait, call this method again.
+
+        Raises:
+            CheckpointError: see `wait`.
         """
-        if self._released or self._is_fork:
+        if self._is_released or self._is_fork:
             return
-        self._closed = True
+        self._is_closed = True
         try:
             self.wait()
         finally:
-            # If the wait was interrupted, the writer still needs all this.
-            if self._last is None or self._last.done():
+            # If the wait was interrupted, the writer still needs the resources.
+            if self._last_save is None or self._last_save.done():
                 self._release()
 
     def _release(self) -> None:
-        atexit.unregister(self._last_words)
-        if self._forget is not None:
-            self._forget()
-        self._host.close()
-        if (memory := vars(self).get("_memory")) is not None:
-            memory.close()
-        group, self._writing = self._writing, None
+        atexit.unregister(self._log_unseen_failure)
+        if self._remove_stop_callback is not None:
+            self._remove_stop_callback()
+        self._buffer.close()
+        if (snapshots := vars(self).get("_snapshots")) is not None:
+            snapshots.close()
+        group, self._save_group = self._save_group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
-        self._released = True
+        self._is_released = True
 
     def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None:
-            # The error on its way says more than one of a save beside it, here or elsewhere.
-            self._last_words()
-            self._expected.clear()
+            # The exception of the block is raised, so failures of saves are only logged.
+            self._log_unseen_failure()
+            self._remote_saves.clear()
         self.close()
 
-    def _wait_for_last(self) -> None:
-        """Until nothing is written any more here; raises a failure that nobody has asked about."""
-        if self._last is not None and not self._last.looked_at:
-            self._last.wait()
+    def _check_last_save(self) -> None:
+        """Wait for this rank's last save. Raise its failure, unless a caller has checked it."""
+        if self._last_save is not None and not self._last_save.was_checked:
+            self._last_save.wait()
 
-    def _settle(self) -> None:
-        """Until nothing is written any more here; a failure is kept."""
-        if self._last is not None:
-            self._last.settle()
+    def _wait_for_write(self) -> None:
+        """Wait for this rank's last save. A failure is kept for `wait`."""
+        if self._last_save is not None:
+            self._last_save.settle()
 
-    def _last_words(self) -> None:
-        """Wait, and log a failure that nobody has asked about: there will be no next call."""
+    def _log_unseen_failure(self) -> None:
+        """Wait for this rank's last save, and log a failure, because no other call follows."""
         try:
             if not self._is_fork:
-                self._wait_for_last()
+                self._check_last_save()
         except Exception as error:
             log.error("a checkpoint was not saved: %s", error)
 
@@ -475,74 +543,74 @@ class CheckpointManager:
         strict: bool = True,
         if_unusable: IfUnusable = "raise",
     ) -> RestoreResult:
-        """Bring `state` to the newest one that is whole over all ranks; to be called by all.
+        """Bring the state of all ranks to the newest usable snapshot or checkpoint.
 
-        Snapshots and checkpoints of all nodes count: if only one node has a state, it sends it to
-        the others in chunks. All ranks skip what is damaged; the result says why. From then on no
-        earlier generation can commit to the folder (if the folder cannot be written, a warning says
-        so).
+        All ranks call it. Snapshots and checkpoints of all nodes count: a state that only one node
+        has is sent to the others in chunks. All ranks skip a state that is damaged, and the result
+        gives the reason. Earlier generations cannot commit to the directory any more. If the
+        directory cannot be written, a warning is logged.
 
         Args:
-            state: names to objects with `state_dict` and `load_state_dict`, containers and
-                tensors, as they were saved; all are changed in place, see `restore.restore_from`.
-            step: restore this step and no other. Newer ones are not deleted: the next `restore`
-                without a step takes the newest.
-            strict: whether names of `state` itself that only one side has are an error.
-            if_unusable: what to do without a `step` if there are checkpoints and all of them are
-                damaged. "raise" raises CheckpointCorrupt, so that no training starts over
-                unnoticed and replaces them. "start_over" restores nothing.
+            state: a dict of names to objects with `state_dict` and `load_state_dict`, containers
+                and tensors, as they were saved. They are changed in place, see
+                `restore.restore_from`.
+            step: restore this step and no other. Newer steps are not deleted, and the next
+                `restore` without a step uses the newest one.
+            strict: whether it is an error if only the state, or only the checkpoint, has a name.
+            if_unusable: what to do if there are checkpoints, all of them are damaged, and `step` is
+                not given. "raise" raises CheckpointCorrupt, so that no training starts from the
+                beginning unnoticed and replaces them. "start_over" restores nothing.
 
         Returns:
-            Which step it was, and where it came from. It is false, and nothing was changed, if
-            there is nothing to restore.
+            The step and its source. The result is false, and the state is unchanged, if there is
+            nothing to restore.
 
         Raises:
-            FileNotFoundError: no rank has anything of `step`; the message names the steps that
-                this rank has. StateMismatch: what was saved does not fit. CheckpointError: it
-                could not be read or loaded, that of `step` is damaged, or somebody newer has the
-                folder; on some rank, and then all of them raise.
+            FileNotFoundError: no rank has `step`; the message names the steps that this rank has.
+            StateMismatch: the saved state does not fit.
+            CheckpointError: a state could not be read or loaded, `step` is damaged, or a newer
+                generation or launch has the directory. An error on one rank is raised on all.
         """
-        self._must_be_open()
+        self._check_open()
         if step is not None:
             check_step(step)
-        began = monotonic()
+        started_at = monotonic()
         context().starting()
-        memory, rank_info = self._memory, self._rank_info
+        snapshots, rank_info = self._snapshots, self._rank_info
         if rank_info.world_size > 1 and not dist.is_initialized():
             raise CheckpointError(
                 f"restore needs a process group of all {rank_info.world_size} ranks: call "
                 "torch.distributed.init_process_group first"
             )
-        # Taken before it is looked at, and in there, where what fails on one rank fails on all.
-        disk = DiskSource(self._reader, self._claim_to_go_on)
-        sources = [disk] if memory is None else [memory, disk]
-        # Whoever shares an agent's memory is on one node.
-        node = rank_info.host if memory is None else f"{rank_info.host}:{memory.folder}"
+        # `restore_from` calls the claim before it lists checkpoints, and raises a failure of one
+        # rank on all ranks.
+        disk = DiskSource(self._catalog, self._claim_or_warn)
+        sources = [disk] if snapshots is None else [snapshots, disk]
+        # Ranks that share the memory of an agent are on one node.
+        node = rank_info.host if snapshots is None else f"{rank_info.host}:{snapshots.folder}"
         names = check_names(state)
         reject_state_dicts(names)
         options: Any = {"step": step, "strict": strict, "if_unusable": if_unusable}
         agreed = restore_from(sources, names, self._group, node=node, **options)
-        found = RestoreResult(agreed.step, agreed.source, agreed.skipped)
-        if step is not None and not found:
-            raise self._not_restored(step, found, sources)
-        if memory is not None:
-            memory.adopt_restored_step(agreed, names)
-        if found:
-            seconds = monotonic() - began
-            context().restored(found.step, source=found.source, seconds=seconds)
-        return found
+        result = RestoreResult(agreed.step, agreed.source, agreed.skipped)
+        if step is not None and not result:
+            raise self._not_restored(step, result, sources)
+        if snapshots is not None:
+            snapshots.adopt_restored_step(agreed, names)
+        if result:
+            seconds = monotonic() - started_at
+            context().restored(result.step, source=result.source, seconds=seconds)
+        return result
 
     def _not_restored(
-        self, step: int, found: RestoreResult, sources: Sequence[StateSource]
+        self, step: int, result: RestoreResult, sources: Sequence[StateSource]
     ) -> Exception:
-        """Why there is no restoring a step that was asked for."""
-        if found.skipped:
-            return CheckpointError(
-                f"step {step} was asked for, and cannot be restored: {'; '.join(found.skipped)}"
-            )
+        """Return the error for a given step that was not restored."""
+        if result.skipped:
+            return CheckpointError(f"step {step} cannot be restored: {'; '.join(result.skipped)}")
         steps = sorted({stored.step for source in sources for stored in source.list_states()})
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there is no other either"
-        return FileNotFoundError(f"there is no step {step} in {self._name} or in memory; {there}")
+        others = f"there are {', '.join(map(str, steps))}" if steps else "there is no other step"
+        return FileNotFoundError(f"there is no step {step} in {self._name} or in memory; {others}")
 
     def load(
         self,
@@ -551,138 +619,158 @@ class CheckpointManager:
         like: object = None,
         map_location: MapLocation = "cpu",
     ) -> Any:
-        """The newest complete state, or that of one step; every byte was checked.
+        """Return the state of the newest intact checkpoint, or of one step, with new tensors.
 
-        A newer one that is damaged is skipped: a warning and `passed_over` say why. One that cannot
-        be read raises.
+        Every byte is verified. A newer checkpoint that is damaged is skipped: a warning and
+        `skipped` give the reason. A newer checkpoint that cannot be read is an error.
 
         Args:
-            like: for sharded states: a state with sharded tensors in the same places (or objects
-                with such), which say how those of the result are sharded, on however many ranks.
-                It is not changed. Without it, sharded tensors are put together whole.
-            map_location: where tensors go that are not sharded, as `torch.load` takes it.
+            step: the step to load. The default is the newest intact checkpoint.
+            like: for a sharded state: a state with sharded tensors (or objects that have them) in
+                the same places. The result is sharded as they are, on any number of ranks. It is
+                not changed. Without it, the result has full tensors.
+            map_location: where tensors that are not sharded are loaded, as for `torch.load`.
+
+        Returns:
+            The state.
 
         Raises:
-            FileNotFoundError: there is none. CheckpointCorrupt: that of `step` is damaged, or all
-            are. CheckpointError: it cannot be read. StateMismatch: `like` is another kind of state.
+            FileNotFoundError: there is no checkpoint, or none of `step`.
+            CheckpointCorrupt: the checkpoint of `step` is damaged, or all are.
+            CheckpointError: a checkpoint cannot be read.
+            StateMismatch: `like` has another structure than the saved state.
         """
-        return self._reader.load(step, like=like, map_location=map_location)
+        return self._catalog.load(step, like=like, map_location=map_location)
 
     def latest(self) -> int | None:
-        """The step of the newest whole checkpoint, every byte of which this manager has written or
-        checked; None if there is no checkpoint. What was damaged since then, `verify` and `load`
-        find.
+        """Return the step of the newest intact checkpoint, or None if there is no checkpoint.
+
+        This manager has written or verified every byte of it. It does not notice damage that
+        happened since then; `verify` and `load` do.
 
         Raises:
-            CheckpointError: a newer one cannot be read, or there are some and all are damaged.
+            CheckpointError: a newer checkpoint cannot be read, or all checkpoints are damaged.
         """
-        return self._reader.latest()
+        return self._catalog.latest()
 
     def steps(self, *, pinned_only: bool = False) -> list[int]:
-        """Return the steps of all checkpoints, in order; judged by manifests and sizes alone.
+        """Return the steps of all checkpoints in order, judged only by manifests and sizes.
 
         Args:
             pinned_only: return only those that were saved with `pin=True`.
         """
-        found = (one for one in self._reader.found() if one.manifest)
-        return sorted(one.step for one in found if one.pinned or not pinned_only)
+        entries = [entry for entry in self._catalog.list_entries() if entry.manifest]
+        return sorted(entry.step for entry in entries if entry.is_pinned or not pinned_only)
 
     def verify(self, step: int | None = None) -> dict[int, str]:
-        """Read every byte of one checkpoint, or of all. Returns what is wrong, by step.
+        """Read every byte of one checkpoint, or of all.
+
+        Args:
+            step: the checkpoint's step. The default is all checkpoints.
+
+        Returns:
+            A description of the damage, or of the error of reading, by step. Intact checkpoints are
+            left out.
 
         Raises:
-            FileNotFoundError: there is no such checkpoint.
+            FileNotFoundError: there is no checkpoint of `step`.
         """
-        return self._reader.verify(step)
+        return self._catalog.verify(step)
 
     @property
-    def passed_over(self) -> dict[int, str]:
+    def skipped(self) -> dict[int, str]:
         """Why the last `latest` or `load` skipped checkpoints, by step."""
-        return dict(self._reader.passed_over)
+        return dict(self._catalog.skipped)
 
     def prune(self) -> Selection:
-        """Delete the checkpoints that need not be kept, if this rank writes.
+        """Delete the checkpoints that the retention rule does not keep, if this rank writes.
+
+        Returns:
+            The steps that were kept and deleted.
 
         Raises:
-            CheckpointRefused: somebody newer has the folder, or took it over. CheckpointError: the
-                disk failed.
+            CheckpointRefused: a newer generation or launch has the directory.
+            CheckpointError: the disk failed.
         """
-        self._must_be_open()
-        self._settle()
-        return self._committer.prune() if self.writes else Selection((), (), "another rank does")
+        self._check_open()
+        self._wait_for_write()
+        if not self.is_writer:
+            return Selection((), (), "rank 0 prunes")
+        return self._committer.prune()
 
-    def _claim_to_go_on(self) -> None:
-        """Claim the folder, or go on without: where it takes no writes there may be a snapshot that
-        is newer than all it holds, or somebody only wants to read. Not where there is nothing."""
+    def _claim_or_warn(self) -> None:
+        """Claim the directory. Only warn if it cannot be written and there is a state to restore.
+
+        A snapshot may be newer than all checkpoints, and the script may only want to read.
+        """
         try:
             self.claim()
-        except TakesNoWrites as error:
-            if not self.steps() and not (self._memory and self._memory.list_states()):
+        except FolderNotWritable as error:
+            if not self.steps() and not (self._snapshots and self._snapshots.list_states()):
                 raise
-            log.warning("%s: it can be read, but nothing can be saved there yet", error)
+            log.warning("%s: checkpoints can be read, but nothing can be saved", error)
 
-    # -- what it is made of, when it is first used ---------------------------------------------
+    # -- parts, which are created when they are first used ---------------------------------------
 
     @cached_property
     def _rank_info(self) -> RankInfo:
         return RankInfo.of_this_process(self._group, self._local_rank)
 
     @cached_property
-    def _reader(self) -> CheckpointFolder:
-        return CheckpointFolder(open_place(self._folder))
+    def _catalog(self) -> CheckpointCatalog:
+        return CheckpointCatalog(open_storage(self._folder))
 
     @cached_property
     def _committer(self) -> Committer:
-        return Committer(self._reader, self._rank_info.writer, self._retention)
+        return Committer(self._catalog, self._rank_info.writer, self._retention)
 
     @cached_property
-    def _this_rank(self) -> Writers:
-        return Writers(self._committer)
+    def _this_rank(self) -> RankWriters:
+        return RankWriters(self._committer)
 
     @cached_property
-    def _all_ranks(self) -> Writers:
+    def _all_ranks(self) -> RankWriters:
         ranks = None if self._group is None else dist.get_process_group_ranks(self._group)
-        self._writing = dist.new_group(ranks, backend="gloo")
-        return Writers(self._committer, PeerGroup(self._writing))
+        self._save_group = dist.new_group(ranks, backend="gloo")
+        return RankWriters(self._committer, PeerGroup(self._save_group))
 
     @cached_property
-    def _outcomes(self) -> Outcomes:
+    def _results(self) -> SaveResults:
         group, store = self._group, None
         if dist.is_available() and dist.is_initialized():
-            # torch has no public name for the store that a process group met in.
+            # torch has no public name for the store in which a process group was formed.
             store = dist.distributed_c10d._get_default_store()
         ranks = None if group is None else dist.get_process_group_ranks(group)
-        # Saves are counted anew in each generation: one that joins later has made none of them.
+        # The numbers of saves start again in each generation, because a rank may be new in it.
         name = f"{self._name}\0{ranks}\0{self._rank_info.writer.generation}"
-        return Outcomes(store, name, mine=self.writes)
+        return SaveResults(store, name, is_publisher=self.is_writer)
 
     @cached_property
-    def _memory(self) -> SnapshotSource | None:
-        """What is kept in the agent's memory. Where no agent keeps any there is no memory that
-        outlives this process."""
-        memory, rank_info, place = snapshot_location(), self._rank_info, self._reader.place
-        if memory is None:
+    def _snapshots(self) -> SnapshotSource | None:
+        """The snapshots in the agent's memory, or None if no agent of elasticlib runs."""
+        location, rank_info, storage = snapshot_location(), self._rank_info, self._catalog.storage
+        if location is None:
             return None
         return SnapshotSource(
-            memory,
-            # Two managers in one program must not take each other's for theirs.
+            location,
+            # Several managers of one program have different snapshots.
             name=f"state-{zlib.crc32(self._name.encode()):08x}",
             rank=rank_info.rank,
             world_size=rank_info.world_size,
             writes=self._group is not None or rank_info.local_rank == 0,
-            # Of a place of the caller's own an agent knows nothing.
-            folder=place.name if isinstance(place, LocalPlace | RemotePlace) else "",
+            # An agent cannot write to a storage that the caller has defined.
+            folder=storage.name if isinstance(storage, LocalStorage | FsspecStorage) else "",
         )
 
     @property
     def _is_fork(self) -> bool:
         return self._process != os.getpid()
 
-    def _must_be_open(self) -> None:
-        if self._closed:
+    def _check_open(self) -> None:
+        if self._is_closed:
             raise CheckpointError(f"the CheckpointManager of {self._name} is closed")
         if self._is_fork:
             raise CheckpointError(
-                "this process was forked from the one that has the CheckpointManager of "
-                f"{self._name}, which alone may save"
+                "this process was forked from the one that created the CheckpointManager of "
+                f"{self._name}, and only that process may save"
             )

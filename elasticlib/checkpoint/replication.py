@@ -14,7 +14,7 @@ random token in the generation's store. A sender opens one TCP stream to each of
     proof                          ->
 
     and for each snapshot:
-    page with the record           ->
+    page with the header           ->
                                    <-     reply: accepted, or the reason of the refusal
     data, CRC-32 of the data       ->
                                    <-     reply: stored, or the reason of the refusal
@@ -181,7 +181,7 @@ def _transcript(board: str, rank: int, sender_nonce: bytes, target_nonce: bytes)
     return Exchange(target_nonce.hex(), sender_nonce.hex(), f"replicas\0{board}\0{rank}")
 
 
-def send_snapshot(connection: socket.socket, handle: int, record: SnapshotHeader) -> str:
+def send_snapshot(connection: socket.socket, handle: int, header: SnapshotHeader) -> str:
     """Send a locked snapshot, whose file has the descriptor `handle`.
 
     Returns:
@@ -191,11 +191,11 @@ def send_snapshot(connection: socket.socket, handle: int, record: SnapshotHeader
         OSError: The stream broke.
         CheckpointError: Another program truncated the file.
     """
-    connection.sendall(encode_header(record).ljust(HEADER_BYTES, b"\0"))
+    connection.sendall(encode_header(header).ljust(HEADER_BYTES, b"\0"))
     if reason := _receive_reply(connection):
         return reason
     crc32, offset = 0, HEADER_BYTES
-    for chunk in iter_chunks(handle, record.size, CHUNK_BYTES):
+    for chunk in iter_chunks(handle, header.size, CHUNK_BYTES):
         crc32 = zlib.crc32(chunk, crc32)
         end = offset + len(chunk)
         while offset < end:
@@ -352,15 +352,15 @@ class ReplicaReceiver:
 
     def _receive_snapshot(self, connection: socket.socket, rank: int) -> None:
         _set_timeout(connection, 0)  # The next snapshot may be made at any time.
-        record = decode_header(_receive(connection, HEADER_BYTES))
-        if record is None:
-            raise ConnectionError("the sender sent an invalid record")
+        header = decode_header(_receive(connection, HEADER_BYTES))
+        if header is None:
+            raise ConnectionError("the sender sent an invalid header")
         _set_timeout(connection, IO_TIMEOUT_S)
         reason = ""
         # An earlier stream of the same node may still be open.
         with self._source_locks[rank]:
             try:
-                with self._slots_for(rank, record).open_for_writing(record) as view:
+                with self._slots_for(rank, header).open_for_writing(header) as view:
                     send_reply(connection, "")
                     receive_data(connection, view)
             except CheckpointError as error:
@@ -368,18 +368,18 @@ class ReplicaReceiver:
         send_reply(connection, reason)
         wake_agent(self._attempt_dir)
 
-    def _slots_for(self, rank: int, record: SnapshotHeader) -> SnapshotSlots:
+    def _slots_for(self, rank: int, header: SnapshotHeader) -> SnapshotSlots:
         """Return the slots for snapshots of this kind, if there is memory for this one."""
-        kind = rank, (record.name, record.part)
+        kind = rank, (header.name, header.part)
         slots = self._slots.setdefault(kind, SnapshotSlots(self._attempt_dir, owner=str(rank)))
         slots.make_folder()
         try:
             free = shutil.disk_usage(self._attempt_dir).free
         except OSError as error:
             raise CheckpointError(f"the memory cannot be used: {error}") from error
-        if record.size + RESERVED_BYTES > free:
+        if header.size + RESERVED_BYTES > free:
             raise CheckpointError(
-                f"no memory for a replica of {record.size} bytes: {free} bytes are free, of which "
+                f"no memory for a replica of {header.size} bytes: {free} bytes are free, of which "
                 f"{RESERVED_BYTES} are reserved for workers"
             )
         return slots
@@ -458,21 +458,21 @@ class ReplicaSender:
             while not self._stopped.is_set():
                 self._news.wait()
                 self._news.clear()
-                for found in self._unsent():
-                    self._send(connection, found)
+                for ref in self._unsent():
+                    self._send(connection, ref)
 
     def _unsent(self) -> list[SnapshotRef]:
         """Return the newest snapshot of each kind unless it was offered."""
-        newest = [(found, found.header) for found in newest_local_snapshots(self._attempt_dir)]
+        newest = [(ref, ref.header) for ref in newest_local_snapshots(self._attempt_dir)]
         return [f for f, r in newest if self._offered.get((r.name, r.part), 0) < r.sequence]
 
-    def _send(self, connection: socket.socket, found: SnapshotRef) -> None:
-        record, kind = found.header, (found.header.name, found.header.part)
-        with lock_snapshot(self._attempt_dir.parent, found) as handle:
+    def _send(self, connection: socket.socket, ref: SnapshotRef) -> None:
+        header, kind = ref.header, (ref.header.name, ref.header.part)
+        with lock_snapshot(self._attempt_dir.parent, ref) as handle:
             if handle is None:
                 return  # A newer snapshot replaces it.
-            reason = send_snapshot(connection, handle, record)
-        self._offered[kind] = record.sequence
+            reason = send_snapshot(connection, handle, header)
+        self._offered[kind] = header.sequence
         if reason:
             # The next snapshot is offered, because there may be memory for it.
             self._log_once(f"node {self._target} does not store a snapshot replica: {reason}")

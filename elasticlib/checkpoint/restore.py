@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, Unreadable, present
+from .catalog import CheckpointCatalog, Integrity, Manifest
 from .collectives import (
     PeerGroup,
     RankError,
@@ -31,12 +32,11 @@ from .collectives import (
     peer_group,
     raise_first_error,
 )
-from .folder import CheckpointFolder, Health, Manifest
 from .pack import unpack
-from .place import LocalPlace
 from .reshard import ShardedRestore
 from .restore_plan import plan_restore
 from .safetensors_header import read_header
+from .storage import LocalStorage
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -209,7 +209,7 @@ class DiskSource(StateSource):
     """
 
     def __init__(
-        self, folder: CheckpointFolder, prepare: Callable[[], object] = lambda: None
+        self, folder: CheckpointCatalog, prepare: Callable[[], object] = lambda: None
     ) -> None:
         self._folder, self._prepare = folder, prepare
         self._unavailable: list[UnavailableStep] = []
@@ -220,13 +220,13 @@ class DiskSource(StateSource):
         """Return the checkpoints whose manifest and file sizes are correct, newest first."""
         self._prepare()
         stored, self._unavailable = [], []
-        for entry in self._folder.found():
-            if entry.manifest and self._folder.health(entry.manifest) is not Health.BAD:
+        for entry in self._folder.list_entries():
+            if entry.manifest and self._folder.integrity(entry.manifest) is not Integrity.CORRUPT:
                 stored.append(_stored_state(entry.manifest))
                 continue
-            problem = entry.trouble if entry.flaw else "was found to be damaged before"
+            problem = entry.problem if entry.corruption else "was found to be damaged before"
             reason = f"{self._folder.describe(entry.step)} {problem}"
-            self._unavailable.append(UnavailableStep(entry.step, reason, entry.unread))
+            self._unavailable.append(UnavailableStep(entry.step, reason, entry.is_unreadable))
         return stored
 
     def list_unavailable(self) -> Sequence[UnavailableStep]:
@@ -240,7 +240,7 @@ class DiskSource(StateSource):
         """
         if self._last_read is None or self._last_read[0] != (stored, part):
             self._last_read = None  # Free the last pack before memory for this one is allocated.
-            read = self._folder.mapped if self._is_mapped(stored) else self._folder.read
+            read = self._folder.map_file if self._is_mapped(stored) else self._folder.read
             self._last_read = (stored, part), memoryview(read(self._manifest(stored), part))
         return self._last_read[1]
 
@@ -255,13 +255,13 @@ class DiskSource(StateSource):
         self._manifests.clear()
 
     def _is_mapped(self, stored: StoredState) -> bool:
-        return stored.kind == SHARDED_DISK and isinstance(self._folder.place, LocalPlace)
+        return stored.kind == SHARDED_DISK and isinstance(self._folder.storage, LocalStorage)
 
     def _manifest(self, stored: StoredState) -> Manifest:
         if stored not in self._manifests:
-            name, entry = self._folder.describe(stored.step), self._folder.look(stored.step)
-            if entry is not None and entry.unread:
-                raise Unreadable(f"{name} {entry.trouble}")
+            name, entry = self._folder.describe(stored.step), self._folder.read_entry(stored.step)
+            if entry is not None and entry.is_unreadable:
+                raise Unreadable(f"{name} {entry.problem}")
             manifest = None if entry is None else entry.manifest
             if manifest is None or _stored_state(manifest) != stored:
                 raise CheckpointError(f"{name} was replaced or deleted after it was chosen")
@@ -272,10 +272,10 @@ class DiskSource(StateSource):
 def _stored_state(manifest: Manifest) -> StoredState:
     return StoredState(
         step=manifest.step,
-        kind=SHARDED_DISK if manifest.parts else DISK,
+        kind=SHARDED_DISK if manifest.num_parts else DISK,
         name=manifest.files[0].name,
-        num_parts=manifest.parts,
-        run_id=manifest.run,
+        num_parts=manifest.num_parts,
+        run_id=manifest.run_id,
         generation=manifest.generation,
     )
 

@@ -154,8 +154,8 @@ class ReplicationSession:
         """
         if self._is_cleared:
             return
-        own = [found.header for found in newest_local_snapshots(self._attempt_dir)]
-        is_sharded = any(record.parts > 1 for record in own)
+        own = [ref.header for ref in newest_local_snapshots(self._attempt_dir)]
+        is_sharded = any(header.parts > 1 for header in own)
         if own and (not is_sharded or self._all_are_replicated({(r.name, r.part) for r in own})):
             memory, attempt = self._attempt_dir.parent, int(self._attempt_dir.name)
             self._is_cleared = remove_superseded(memory, list_snapshots(memory), attempt)
@@ -258,8 +258,10 @@ class NodeSnapshotService(Memory):
 def own_address(info: RendezvousInfo) -> str:
     """Return the address from which this node reaches the generation's first node."""
     first = info.bootstrap_store_info
-    found = socket.getaddrinfo(first.master_addr, first.master_port or 9, type=socket.SOCK_DGRAM)
-    family, kind, _, _, target = found[0]
+    addresses = socket.getaddrinfo(
+        first.master_addr, first.master_port or 9, type=socket.SOCK_DGRAM
+    )
+    family, kind, _, _, target = addresses[0]
     if info.rank == 0:
         return str(target[0])
     with socket.socket(family, kind) as probe:

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from ..checkpoint.collectives import peer_group
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.pack import plan_layout, unpack
-from ..checkpoint.place import new_memory
 from ..checkpoint.restore_plan import check_names, plan_restore
 from ..checkpoint.snapshot_source import is_sharded
 from ..checkpoint.state_tree import map_leaves, reject_state_dicts, to_plain_values
+from ..checkpoint.storage import new_memory
 from ..clock import monotonic
 from ..data.batch_sampler import ElasticBatchSampler
 from ..data.position import check_int
@@ -425,7 +425,7 @@ class StepLoop:
                 self._logical_workers.on_group_changed()
             if self._manager is not None:
                 nodes = [member.node for member in group.members]
-                self._manager.regrouped(local_rank=nodes[:rank].count(nodes[rank]))
+                self._manager.on_group_changed(local_rank=nodes[:rank].count(nodes[rank]))
 
     def _use_state(self, state: TrainingState) -> None:
         """Train `state` from now on, and add the position of the batches to what is saved."""
@@ -489,7 +489,7 @@ class StepLoop:
             plan_restore(self._parts, unpack(present(pack, "a pack"), copy=False))()
             self.step, self._has_state, self._is_complete = plan.step, True, True
         if self._manager is not None and self._snapshot_every:
-            self._manager.taken_over(plan.step, self._parts, plan.source)
+            self._manager.on_state_broadcast(plan.step, self._parts, plan.source)
         if is_receiver:
             context().restored(plan.step, source="peer", seconds=monotonic() - started)
 

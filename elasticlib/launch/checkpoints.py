@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from ..checkpoint.folder import CheckpointFolder, Found, open_place
+from ..checkpoint.catalog import CheckpointCatalog, CheckpointEntry
+from ..checkpoint.storage import open_storage
 from ..clock import date_of, monotonic, wall
 from ..errors import CheckpointError, ConfigError
 from ..observe.wording import duration, size
@@ -55,30 +56,33 @@ def _run(chosen: argparse.Namespace) -> int:
         return complain("checkpoints", error, 1)
 
 
-def _folder(chosen: argparse.Namespace) -> CheckpointFolder:
+def _folder(chosen: argparse.Namespace) -> CheckpointCatalog:
     path = chosen.dir
     if "://" not in path and not os.path.isdir(path):
         raise CheckpointError(f"there is no folder {path}")
-    return CheckpointFolder(open_place(path))
+    return CheckpointCatalog(open_storage(path))
 
 
 def _list(chosen: argparse.Namespace) -> int:
-    _print(chosen, _folder(chosen).found(), range(len(HEAD)), COMPLETE)
+    _print(chosen, _folder(chosen).list_entries(), range(len(HEAD)), COMPLETE)
     return 0
 
 
 def _verify(chosen: argparse.Namespace) -> int:
     folder = _folder(chosen)
-    found = folder.found()
+    found = folder.list_entries()
     total = sum(one.manifest.size for one in found if one.manifest)
     with Progress("verified", total) as progress:
         checked = [folder.verified(one, progress.seen) for one in found]
     _print(chosen, checked, (0, 1, -1), VERIFIED)
-    return int(any(one.flaw for one in checked))
+    return int(any(one.corruption for one in checked))
 
 
 def _print(
-    chosen: argparse.Namespace, found: Sequence[Found], columns: Sequence[int], intact: str
+    chosen: argparse.Namespace,
+    found: Sequence[CheckpointEntry],
+    columns: Sequence[int],
+    intact: str,
 ) -> None:
     """Print checkpoints as a document or as a table of these columns.
 
@@ -138,24 +142,24 @@ class Progress:
         print(text, end="", file=self._stream, flush=True)
 
 
-def _fields(one: Found, intact: str) -> dict[str, Any]:
-    made, flawed = one.manifest, "unreadable" if one.unread else "damaged"
-    status = flawed if one.flaw else intact
-    fields: dict[str, Any] = {"step": one.step, "status": status, "flaw": one.flaw}
+def _fields(one: CheckpointEntry, intact: str) -> dict[str, Any]:
+    made, flawed = one.manifest, "unreadable" if one.is_unreadable else "damaged"
+    status = flawed if one.corruption else intact
+    fields: dict[str, Any] = {"step": one.step, "status": status, "flaw": one.corruption}
     if made is not None:
-        fields |= {"bytes": made.size, "parts": made.parts, "saved_at": made.saved_at}
-        fields |= {"run": made.run, "generation": made.generation}
-        fields |= {"world": made.world or None, "pinned": made.pinned}
+        fields |= {"bytes": made.size, "parts": made.num_parts, "saved_at": made.saved_at}
+        fields |= {"run": made.run_id, "generation": made.generation}
+        fields |= {"world": made.world_size or None, "pinned": made.is_pinned}
     return fields
 
 
-def _row(one: Found, intact: str) -> tuple[str, ...]:
-    made, state = one.manifest, one.trouble.removeprefix("is ") if one.flaw else intact
+def _row(one: CheckpointEntry, intact: str) -> tuple[str, ...]:
+    made, state = one.manifest, one.problem.removeprefix("is ") if one.corruption else intact
     if made is None:
         return (str(one.step), *"------", state)
-    much = size(made.size) + (f" in {made.parts} parts" if made.parts else "")
-    by = f"{made.run} generation {made.generation}" if made.run else "-"
-    pinned = "pinned" if made.pinned else "-"
+    much = size(made.size) + (f" in {made.num_parts} parts" if made.num_parts else "")
+    by = f"{made.run_id} generation {made.generation}" if made.run_id else "-"
+    pinned = "pinned" if made.is_pinned else "-"
     age = duration(max(0.0, wall() - made.saved_at))
-    world = str(made.world or "-")
+    world = str(made.world_size or "-")
     return (str(one.step), much, date_of(made.saved_at), age, world, pinned, by, state)

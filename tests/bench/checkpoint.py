@@ -43,11 +43,11 @@ from figures import Row, Samples, run
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint import place as places
-from elasticlib.checkpoint.commit import Committer, Writer, Writers
-from elasticlib.checkpoint.folder import CheckpointFolder, Retention
-from elasticlib.checkpoint.place import LocalPlace, new_memory
+from elasticlib.checkpoint.catalog import CheckpointCatalog, Retention
+from elasticlib.checkpoint.commit import Committer, RankWriters, WriterIdentity
 from elasticlib.checkpoint.restore import restore_from
 from elasticlib.checkpoint.snapshot_source import SnapshotLocation, SnapshotSource
+from elasticlib.checkpoint.storage import LocalStorage, new_memory
 
 CHUNK = 16 << 20
 State = dict[str, torch.Tensor]
@@ -91,13 +91,13 @@ class Ways:
 @contextlib.contextmanager
 def unsummed() -> Iterator[None]:
     """Every sum is right, and takes no time."""
-    summed, flaw = places.zlib, CheckpointFolder._sum_flaw
+    summed, flaw = places.zlib, CheckpointCatalog._find_file_corruption
     places.zlib = types.SimpleNamespace(crc32=lambda *_: 0)  # type: ignore[assignment]
-    CheckpointFolder._sum_flaw = lambda *args: flaw(*args) and None  # type: ignore[assignment, method-assign]
+    CheckpointCatalog._find_file_corruption = lambda *args: flaw(*args) and None  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        places.zlib, CheckpointFolder._sum_flaw = summed, flaw  # type: ignore[method-assign]
+        places.zlib, CheckpointCatalog._find_file_corruption = summed, flaw  # type: ignore[method-assign]
 
 
 def write_plainly(path: Path, data: memoryview) -> None:
@@ -130,9 +130,9 @@ def one_round(
 
     ways.note("plain copy", seconds(copy_all))
     manager.save(len(ways.taken["plain copy"]), state)
-    ways.note("save: stall", manager.stall)
+    ways.note("save: stall", manager.last_stall_s)
     manager.wait()
-    ways.note("save: durable", manager.durable or 0.0)
+    ways.note("save: durable", manager.last_durable_s or 0.0)
     from_disk(ways, copy, manager)
     in_memory(ways, state, memory)
     data = memoryview(copy["large.0"].numpy()).cast("B")
@@ -236,9 +236,9 @@ def python_step() -> int:
 
 
 def writing(data: memoryview, folder: Path) -> None:
-    place = CheckpointFolder(LocalPlace(folder))
-    writer = Writer("", "b", 0, secrets.token_hex(8))
-    Writers(Committer(place, writer, Retention(1))).write(1, data)
+    place = CheckpointCatalog(LocalStorage(folder))
+    writer = WriterIdentity("", "b", 0, secrets.token_hex(8))
+    RankWriters(Committer(place, writer, Retention(1))).write(1, data)
 
 
 def beside(mib: int, repeat: int, folder: Path) -> Iterator[Row]:

@@ -1,5 +1,4 @@
-"""Managers of workers that stand anywhere in a job, as their launcher would say it, and what they
-write to."""
+"""Managers of workers at any place in a job, storages that block or fail, and captured errors."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from typing import Any
 import pytest
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.place import LocalPlace
 from elasticlib.checkpoint.snapshot_source import SnapshotLocation, SnapshotSource
+from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointError
 
 NAMES = {
@@ -29,28 +28,28 @@ NAMES = {
 
 
 def manager_at(folder: Any, place: dict[str, object], **options: Any) -> CheckpointManager:
-    """That of a worker with this place in its job, by `NAMES`."""
+    """Return the manager of a worker whose place in its job is given by the keys of `NAMES`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in place.items():
             patch.setenv(NAMES[name], str(value))
         manager = CheckpointManager(folder, **options)
-        assert manager.writes in (True, False)  # it has looked for its place
+        assert manager.is_writer in (True, False)  # This reads the environment.
     return manager
 
 
-class Gated(LocalPlace):
-    """Writes no data before the gate is open, and then none if it is full."""
+class Gated(LocalStorage):
+    """Writes no data before `gate` is set. Raises the error of a full disk if `full` is true."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.asked, self.gate, self.full = threading.Event(), threading.Event(), False
 
-    def write(self, name: str, data: memoryview) -> None:
+    def write(self, name: str, data: memoryview) -> int:
         self.asked.set()
         assert self.gate.wait(60)
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().write(name, data)
+        return super().write(name, data)
 
 
 def memory_of(folder: Path) -> SnapshotSource:
@@ -61,9 +60,9 @@ def memory_of(folder: Path) -> SnapshotSource:
 
 @contextmanager
 def told() -> Iterator[list[str]]:
-    """The sentence of what is raised."""
-    said: list[str] = []
+    """Yield a list, and append the message of a CheckpointError that the block raises."""
+    messages: list[str] = []
     try:
-        yield said
+        yield messages
     except CheckpointError as error:
-        said.append(str(error))
+        messages.append(str(error))

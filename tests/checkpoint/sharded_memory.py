@@ -75,7 +75,7 @@ def restore(folder: Path, sizes: MeshSizes, nodes: list[int]) -> dict[str, Any]:
     before = shared_bits(state)
     with manager_on_node(folder, nodes[dist.get_rank()], 2) as manager:
         result = manager.restore(state)
-        source = manager._memory
+        source = manager._snapshots
         assert source is not None
         parts = sorted((s.step, s.part, s.num_parts) for s in source.list_states())
     now = shared_bits(state)
@@ -173,7 +173,7 @@ def restore_large(folder: Path, nodes: list[int]) -> tuple[int, int]:
     with manager_on_node(folder, nodes[dist.get_rank()], 2) as manager:
         state = make_large(0.0)
         addresses = [tensor.to_local().data_ptr() for tensor in state.values()]
-        memory, disk = manager._memory, DiskSource(manager._reader)
+        memory, disk = manager._snapshots, DiskSource(manager._catalog)
         assert memory is not None
         with PeakMemory() as usage:
             agreement = restore_from([memory, disk], state, node=str(nodes[dist.get_rank()]))

@@ -20,7 +20,7 @@ import torch
 from managers import manager_at
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.place import Disk, LocalPlace
+from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
 from elasticlib.errors import CheckpointError
 
 OLD, NEW = 1, 2
@@ -33,7 +33,7 @@ def state(value: int) -> dict[str, object]:
     return {"w": torch.full((3,), value), "step": value}
 
 
-class Faulty(Disk):
+class Faulty(DiskCalls):
     """Does something else at the `boundary`-th call (from 1; 0 for none), and counts the calls."""
 
     def __init__(self, boundary: int = 0, fault: Callable[..., object] | None = None) -> None:
@@ -100,8 +100,8 @@ def short(name: str, real: Callable[..., object], *args: object) -> object:
     return real(*args)
 
 
-def save(folder: Path, step: int, value: int, disk: Disk | None = None) -> None:
-    place = LocalPlace(folder, disk)
+def save(folder: Path, step: int, value: int, disk: DiskCalls | None = None) -> None:
+    place = LocalStorage(folder, disk)
     with manager_at(place, {"run": "r", "launch": "l"}, keep_last=1) as manager:
         manager.save(step, state(value))
 
@@ -112,7 +112,7 @@ def first_save(folder: Path) -> tuple[int, set[int | None]]:
 
 
 def later_save(folder: Path) -> tuple[int, set[int | None]]:
-    """With an old one to be deleted, and what a crash left of an earlier try."""
+    """Prepare an old checkpoint to be deleted, and files that a crash has left."""
     first_save(folder)
     save(folder, 6, OLD)
     left = folder / "step-0000000007"
@@ -178,7 +178,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def killed_at(boundary: int, fault: Callable[..., None], scene: Scene, folder: Path) -> int | None:
-    """What is there afterwards: the old or the new state."""
+    """Kill a save at a write, and return the state that is loaded afterwards."""
     step, allowed = scene(folder)
     disk = Faulty(boundary, fault)
     status = in_a_child(lambda: save(folder, step, NEW, disk))
@@ -187,7 +187,7 @@ def killed_at(boundary: int, fault: Callable[..., None], scene: Scene, folder: P
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_killed_in_the_middle_of_a_commit_the_old_or_the_new_state_is_there(
+def test_a_kill_in_the_middle_of_a_commit_leaves_the_old_or_the_new_state(
     tmp_path: Path, scene: Scene
 ) -> None:
     """All writes: test_power_loss, with what a kill leaves, and the next, with real kills."""
@@ -198,7 +198,7 @@ def test_killed_in_the_middle_of_a_commit_the_old_or_the_new_state_is_there(
 @pytest.mark.release
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("fault", [die, die_in_the_middle])
-def test_killed_at_any_write_the_old_or_the_new_state_is_there(
+def test_a_kill_at_any_write_leaves_the_old_or_the_new_state(
     tmp_path: Path, scene: Scene, fault: Callable[..., None]
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -212,29 +212,29 @@ def test_killed_at_any_write_the_old_or_the_new_state_is_there(
 @pytest.mark.parametrize(
     "code", [errno.ENOSPC, *(pytest.param(code, marks=pytest.mark.long) for code in OTHERS)]
 )
-def test_an_error_at_any_write_loses_nothing_and_is_told(
+def test_an_error_at_any_write_is_reported_and_loses_nothing(
     tmp_path: Path, scene: Scene, code: int
 ) -> None:
     folder = tmp_path / "checkpoints"
-    told = 0
+    num_errors = 0
     for boundary in range(1, boundaries(scene, folder) + 1):
         step, allowed = scene(folder)
         disk = Faulty(boundary, fail(code))
-        said = ""
+        message = ""
         try:
             save(folder, step, NEW, disk)
             # What failed was a deletion, and the checkpoint counts.
             assert loaded(folder) == NEW, boundary
         except CheckpointError as error:
-            said = str(error)
-            told += 1
-        assert not said or os.strerror(code) in said
+            message = str(error)
+            num_errors += 1
+        assert not message or os.strerror(code) in message
         check(folder, step, allowed, f"failed at {boundary}")
-    assert told > 10
+    assert num_errors > 10
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_a_short_write_is_carried_on(tmp_path: Path, scene: Scene) -> None:
+def test_a_short_write_is_continued(tmp_path: Path, scene: Scene) -> None:
     folder = tmp_path / "checkpoints"
     for boundary in range(1, boundaries(scene, folder) + 1):
         step, _ = scene(folder)
@@ -263,14 +263,14 @@ def test_a_full_disk_and_a_read_only_one_keep_the_last_checkpoint(small_disk: Pa
     assert CheckpointManager(small_disk).steps() == [4]
 
 
-class Mute(Disk):
-    """Takes no byte, and does not say why."""
+class Mute(DiskCalls):
+    """Writes no byte, without an error."""
 
     def write(self, handle: int, data: memoryview) -> int:  # noqa: ARG002
         return 0
 
 
-def test_a_disk_that_takes_no_byte_is_an_error_and_no_endless_try(tmp_path: Path) -> None:
+def test_a_write_of_0_bytes_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, 1, 1)
     with pytest.raises(CheckpointError, match=r"write\(\) returned 0 bytes"):
         save(tmp_path, 2, 2, Mute())

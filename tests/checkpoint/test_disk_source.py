@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.folder import CheckpointFolder
+from elasticlib.checkpoint.catalog import CheckpointCatalog
 from elasticlib.checkpoint.pack import unpack
-from elasticlib.checkpoint.place import LocalPlace
 from elasticlib.checkpoint.restore import DiskSource
+from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 
@@ -19,7 +19,7 @@ def test_a_source_gives_packs_of_its_own_and_forgets_what_is_damaged(tmp_path: P
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, {"w": torch.full((3,), step)})
-    source = DiskSource(CheckpointFolder(LocalPlace(tmp_path)))
+    source = DiskSource(CheckpointCatalog(LocalStorage(tmp_path)))
     newest, older = source.list_states()
     assert (newest.step, newest.kind, older.step) == (2, "disk", 1)
     assert unpack(source.view(newest))["w"].tolist() == [2, 2, 2]

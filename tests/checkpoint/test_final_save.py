@@ -17,11 +17,11 @@ import torch
 from managers import manager_at
 
 from elasticlib import CheckpointManager, Node
+from elasticlib.checkpoint.catalog import CheckpointCatalog
 from elasticlib.checkpoint.final_save import FinalSave, Timeouts
-from elasticlib.checkpoint.folder import CheckpointFolder
 from elasticlib.checkpoint.pack import plan_layout
-from elasticlib.checkpoint.place import Disk, LocalPlace
 from elasticlib.checkpoint.snapshot_slots import SnapshotHeader, SnapshotSlots
+from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.testing.waiting import wait_until
 
@@ -47,13 +47,13 @@ class Host:
             layout.copy_to(view)
         return self
 
-    def save(self, info: RendezvousInfo | None = None, disk: Disk | None = None) -> str:
+    def save(self, info: RendezvousInfo | None = None, disk: DiskCalls | None = None) -> str:
         return self.final_save(info, disk).run()
 
     def final_save(
-        self, info: RendezvousInfo | None = None, disk: Disk | None = None, **limits: float
+        self, info: RendezvousInfo | None = None, disk: DiskCalls | None = None, **limits: float
     ) -> FinalSave:
-        storage = None if disk is None else LocalPlace(self.checkpoints, disk)
+        storage = None if disk is None else LocalStorage(self.checkpoints, disk)
         return FinalSave(self.memory, info, storage=storage, limits=Timeouts(**limits))
 
 
@@ -111,18 +111,19 @@ def test_nothing_is_written_if_a_later_generation_owns_the_directory(
     assert CheckpointManager(checkpoints).steps() == [5]
 
 
-class Swept(LocalPlace):
+class Swept(LocalStorage):
     """Storage in which another writer deletes the next `times` files after they are written."""
 
     def __init__(self, folder: Path, times: int) -> None:
         super().__init__(folder)
         self.times = times
 
-    def write(self, name: str, data: memoryview) -> None:
-        super().write(name, data)
+    def write(self, name: str, data: memoryview) -> int:
+        checksum = super().write(name, data)
         if self.times:
             self.times -= 1
             self.remove(name)
+        return checksum
 
 
 def test_file_that_another_writer_deletes_before_the_commit_is_written_again(
@@ -157,13 +158,13 @@ def test_snapshot_without_a_checkpoint_directory_is_not_written(
 def test_manifest_names_the_last_generation_of_the_agent(host: Host, checkpoints: Path) -> None:
     """Workers may acquire the directory in a generation and die before their first snapshot."""
     assert host.keep(7).save(nodes(1, 4)[0]) == ""
-    found = CheckpointFolder(LocalPlace(checkpoints)).look(7)
+    found = CheckpointCatalog(LocalStorage(checkpoints)).read_entry(7)
     assert found is not None
     assert found.manifest is not None
     assert found.manifest.generation == 4
 
 
-class Meanwhile(Disk):
+class Meanwhile(DiskCalls):
     """Calls a function once, in the middle of writing a data file."""
 
     def __init__(self, act: Callable[[], object]) -> None:
@@ -182,7 +183,7 @@ def test_final_save_does_not_disturb_a_save_of_a_worker_on_another_node(
 ) -> None:
     problems: list[str] = []
     disk = Meanwhile(lambda: problems.append(host.keep(7).save()))
-    with manager_at(LocalPlace(checkpoints, disk), PLACE) as manager:
+    with manager_at(LocalStorage(checkpoints, disk), PLACE) as manager:
         manager.save(8, state(8))
         manager.wait()
         manager.save(9, state(9))
@@ -207,7 +208,7 @@ def test_deleted_file_is_not_written_again_if_the_worker_saved_a_later_step(
     assert CheckpointManager(checkpoints).steps() == steps
 
 
-class DataDisk(Disk):
+class DataDisk(DiskCalls):
     """A disk whose `write_data` is called for data files, and not for manifests and reports."""
 
     def __init__(self) -> None:

@@ -105,7 +105,7 @@ def test_restore_from_memory_prepares_the_next_snapshot(
 
 def idle(manager: CheckpointManager) -> bool:
     """Whether what is done behind the training is done, as far as pages go."""
-    (slots,) = [manager._memory._slots._files] if manager._memory else [[]]
+    (slots,) = [manager._snapshots._slots._files] if manager._snapshots else [[]]
     return all(one.reserved == len(one.memory) for one in slots)
 
 

@@ -1,4 +1,4 @@
-"""What a folder of checkpoints does not pass over in silence, and whom it does not let in."""
+"""Rejected writers, skipped checkpoints, and file systems without locks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticlib import CheckpointManager, FileStore
 from elasticlib.errors import CheckpointError, CheckpointRefused, StoreRefused
 
 
-def test_who_is_of_the_past_prunes_nothing_though_it_never_had_the_folder(tmp_path: Path) -> None:
+def test_an_older_generation_cannot_prune(tmp_path: Path) -> None:
     places = ({"run": "r", "launch": "l", "generation": number} for number in (1, 2))
     old, new = (manager_at(tmp_path, place, keep_last=1) for place in places)
     new.claim()
@@ -35,7 +35,7 @@ def _without_the_manifests_end(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_cut, _without_the_manifests_end])
-def test_restore_says_why_it_went_past_what_cannot_even_be_offered(
+def test_restore_reports_why_it_skipped_a_truncated_checkpoint(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     with CheckpointManager(tmp_path) as manager:

@@ -19,8 +19,8 @@ import torch
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.folder import MANIFEST, folder_of, summed
-from elasticlib.checkpoint.place import MAX_SMALL
+from elasticlib.checkpoint.catalog import MANIFEST_NAME, append_checksum, folder_of
+from elasticlib.checkpoint.storage import MAX_SMALL_FILE_BYTES
 from elasticlib.errors import CheckpointError
 from elasticlib.launch.commands import main
 
@@ -40,7 +40,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def restored(folder: Path) -> tuple[int, float, tuple[str, ...]]:
-    """What a start finds there: the step, the state, and what it went past."""
+    """Return the step and value that a start restores, and the reasons for skipped steps."""
     found = state(0)
     with CheckpointManager(folder) as manager:
         what = manager.restore(found)
@@ -72,25 +72,25 @@ WRONG: dict[str, Change] = {
     "a name outside": _file(name="../fence.json"),
     "a name in a folder": _file(name="a/b"),
     "no name": _file(name=""),
-    "its own name": _file(name=MANIFEST),
+    "its own name": _file(name=MANIFEST_NAME),
     "a name with a NUL": _file(name="a\0b"),
-    "a name twice": lambda manifest: manifest.update(files=manifest["files"] * 2, parts=2),
+    "a name twice": lambda manifest: manifest.update(files=manifest["files"] * 2, num_parts=2),
     "files that are a number": _of(files=3),
     "files that are numbers": _of(files=[3]),
     "no files": _of(files=[]),
-    "parts in words": _of(parts="two"),
-    "parts below none": _of(parts=-1),
+    "parts in words": _of(num_parts="two"),
+    "parts below none": _of(num_parts=-1),
     "a step in words": _of(step="2"),
-    "a run that is a list": _of(run=[1]),
-    "a launch that is none": _of(launch=None),
+    "a run that is a list": _of(run_id=[1]),
+    "a launch that is none": _of(incarnation=None),
     "a generation in words": _of(generation="1"),
-    "a writer that is a number": _of(writer=1),
+    "a writer that is a number": _of(writer_token=1),
     "a time in words": _of(saved_at="today"),
     "a time that is none": _of(saved_at=float("nan")),
     "a time without end": _of(saved_at=1e300),
-    "a pin that is a number": _of(pinned=1),
-    "a world in words": _of(world="two"),
-    "a world below none": _of(world=-1),
+    "a pin that is a number": _of(is_pinned=1),
+    "a world in words": _of(world_size="two"),
+    "a world below none": _of(world_size=-1),
     "a format in words": _of(format="one"),
     "no format": lambda manifest: manifest.pop("format"),
     "no step": lambda manifest: manifest.pop("step"),
@@ -109,18 +109,18 @@ BODIES: dict[str, bytes] = {
 def wrong(name: str, before: bytes) -> bytes:
     """A manifest whose sum is right, and which is none."""
     if name in BODIES:
-        return summed(BODIES[name])
+        return append_checksum(BODIES[name])
     fields = json.loads(before.rpartition(b"\ncrc32")[0])
     WRONG[name](fields)
-    return summed(json.dumps(fields).encode())
+    return append_checksum(json.dumps(fields).encode())
 
 
 @pytest.mark.parametrize("name", [*WRONG, *BODIES])
-def test_a_manifest_that_is_none_though_its_sum_is_right_is_passed_over_with_the_reason(
+def test_an_invalid_manifest_with_a_correct_checksum_is_skipped_with_its_reason(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path, 1, 2)
-    path = step_folder(tmp_path, 2) / MANIFEST
+    path = step_folder(tmp_path, 2) / MANIFEST_NAME
     path.write_bytes(wrong(name, path.read_bytes()))
     step, value, (why,) = restored(tmp_path)
     assert (step, value) == (1, 1.0)
@@ -136,34 +136,34 @@ def test_a_manifest_that_is_none_though_its_sum_is_right_is_passed_over_with_the
     assert CheckpointManager(tmp_path).steps() == [1, 2, 3]
 
 
-def run_as_nobody(act: Callable[[], object]) -> Any:
+def run_as_other_user(act: Callable[[], object]) -> Any:
     """Return what `act` returns in a child process of another user, or its CheckpointError's text.
 
     The child is a fork, because the other user may not be able to start this interpreter.
     """
-    hears, says = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
             torch.set_num_threads(1)
             os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
+            os.setgid(OTHER_USER)
+            os.setuid(OTHER_USER)
             try:
                 found = act()
             except CheckpointError as error:
                 found = str(error)
-            os.write(says, json.dumps(found).encode())
+            os.write(writer, json.dumps(found).encode())
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(0)
-    os.close(says)
+    os.close(writer)
     try:
-        ready, _, _ = select.select([hears], [], [], 60)
-        return json.loads(os.read(hears, 1 << 16) or b"null") if ready else "nothing for a minute"
+        ready, _, _ = select.select([reader], [], [], 60)
+        return json.loads(os.read(reader, 1 << 16) or b"null") if ready else "nothing for a minute"
     finally:
-        os.close(hears)
+        os.close(reader)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
@@ -173,12 +173,12 @@ def starts(folder: Path) -> list[Any]:
     found = state(0)
     with CheckpointManager(folder) as manager:
         what = manager.restore(found)
-        said: list[Any] = [what.step, float(found["w"][0]), what.skipped]
-        said += [manager.latest(), float(manager.load()["w"][0]), manager.steps()]
-        said.append(sorted(manager.verify()))
+        results: list[Any] = [what.step, float(found["w"][0]), what.skipped]
+        results += [manager.latest(), float(manager.load()["w"][0]), manager.steps()]
+        results.append(sorted(manager.verify()))
         manager.save(3, found)
         manager.wait()
-        return [*said, manager.steps()]
+        return [*results, manager.steps()]
 
 
 def sparse(path: Path) -> None:
@@ -189,7 +189,7 @@ def sparse(path: Path) -> None:
 
 def test_a_manifest_of_4_tib_is_skipped_with_its_reason(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
-    sparse(step_folder(tmp_path, 2) / MANIFEST)
+    sparse(step_folder(tmp_path, 2) / MANIFEST_NAME)
     step, value, (why,), *rest = starts(tmp_path)
     assert (step, value) == (1, 1.0)
     assert "step-0000000002 is damaged: " in why
@@ -201,19 +201,21 @@ def test_a_fence_of_4_tib_is_replaced_when_the_folder_is_claimed(tmp_path: Path)
     saved(tmp_path, 1)
     sparse(tmp_path / "fence.json")
     assert starts(tmp_path) == [1, 1.0, (), 1, 1.0, [1], [], [1, 3]]
-    assert (tmp_path / "fence.json").stat().st_size < MAX_SMALL
+    assert (tmp_path / "fence.json").stat().st_size < MAX_SMALL_FILE_BYTES
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["the manifest has its size", "and not"])
-def test_a_pack_that_was_made_4_tib_of_nothing_is_passed_over(tmp_path: Path, told: bool) -> None:
+@pytest.mark.parametrize("is_in_manifest", [True, False])
+def test_a_data_file_that_was_extended_to_4_tib_is_skipped(
+    tmp_path: Path, is_in_manifest: bool
+) -> None:
     saved(tmp_path, 1, 2)
     (pack,) = step_folder(tmp_path, 2).glob("*.pack")
     os.truncate(pack, 4 << 40)
-    path = step_folder(tmp_path, 2) / MANIFEST
-    if told:
+    path = step_folder(tmp_path, 2) / MANIFEST_NAME
+    if is_in_manifest:
         fields = json.loads(path.read_bytes().rpartition(b"\ncrc32")[0])
         fields["files"][0]["size"] = 4 << 40
-        path.write_bytes(summed(json.dumps(fields).encode()))
+        path.write_bytes(append_checksum(json.dumps(fields).encode()))
     step, value, (why,) = restored(tmp_path)
     assert (step, value) == (1, 1.0)
     assert "step-0000000002 is damaged: " in why
@@ -227,7 +229,7 @@ def test_a_pack_that_was_made_4_tib_of_nothing_is_passed_over(tmp_path: Path, to
 
 # -- a folder without write permission ------------------------------------------------------------
 
-NOBODY = 65534
+OTHER_USER = 65534
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -252,32 +254,36 @@ def shared_folder(tmp_path: Path) -> Path:
 def only_reads(folder: Path) -> list[object]:
     found = state(0)
     with CheckpointManager(folder) as manager:
-        said: list[object] = [manager.restore(found).step, float(found["w"][0]), manager.latest()]
-        said += [manager.steps(), manager.verify(), float(manager.load()["w"][0])]
+        results: list[object] = [
+            manager.restore(found).step,
+            float(found["w"][0]),
+            manager.latest(),
+        ]
+        results += [manager.steps(), manager.verify(), float(manager.load()["w"][0])]
         for act in (manager.claim, lambda: manager.save(3, found)):
             try:
                 act()
                 manager.wait()
             except CheckpointError as error:
-                said.append("Permission denied" in str(error))
-    said.append(main(["checkpoints", str(folder), "--verify"]))
-    return said
+                results.append("Permission denied" in str(error))
+    results.append(main(["checkpoints", str(folder), "--verify"]))
+    return results
 
 
 @needs_root
-def test_a_folder_that_may_only_be_read_is_read_and_a_save_says_that_it_cannot_be(
+def test_a_read_only_directory_can_be_read_and_a_save_reports_the_error(
     shared_folder: Path,
 ) -> None:
     saved(shared_folder, 1, 2)
     shared_folder.chmod(0o755)
     before = sorted(os.listdir(shared_folder))
-    said = run_as_nobody(lambda: only_reads(shared_folder))
-    assert said == [2, 2.0, 2, [1, 2], {}, 2.0, True, True, 0]
+    results = run_as_other_user(lambda: only_reads(shared_folder))
+    assert results == [2, 2.0, 2, [1, 2], {}, 2.0, True, True, 0]
     assert sorted(os.listdir(shared_folder)) == before
     # Where there is nothing to read either, a start says at once that nothing can be saved.
     empty = shared_folder.parent / "empty"
     empty.mkdir(mode=0o755)
-    why = run_as_nobody(lambda: restored(empty))
+    why = run_as_other_user(lambda: restored(empty))
     assert "empty could not be claimed: " in why
     assert "Permission denied" in why
 
@@ -286,7 +292,7 @@ def test_a_folder_that_may_only_be_read_is_read_and_a_save_says_that_it_cannot_b
 
 
 def fill_up(disk: Path) -> Path:
-    """To the last byte."""
+    """Write a file until the disk has no byte left."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(512)):
@@ -294,7 +300,7 @@ def fill_up(disk: Path) -> Path:
     return filler
 
 
-def test_a_start_on_a_full_disk_goes_on_from_memory_or_from_what_the_disk_has(
+def test_a_start_on_a_full_disk_restores_from_memory_or_disk(
     small_disk: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -327,7 +333,7 @@ def test_a_start_on_a_full_disk_goes_on_from_memory_or_from_what_the_disk_has(
         assert manager.steps() == [1, 4]
 
 
-# -- pruning beside a job ----------------------------------------------------------------------
+# -- pruning during a job- ----------------------------------------------------------------------
 
 PRUNINGS = 4
 
@@ -342,17 +348,15 @@ def save_back_to_back(folder: Path, enough: Path) -> int:
     return turn
 
 
-def test_pruning_by_hand_never_fails_a_job_that_saves_back_to_back(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_concurrent_pruning_never_fails_a_job_that_saves(ranks: Ranks, tmp_path: Path) -> None:
     folder, enough = tmp_path / "checkpoints", tmp_path / "enough"
     folder.mkdir()
-    beside_the_job = CheckpointManager(folder, keep_last=1)
+    other_manager = CheckpointManager(folder, keep_last=1)
     pruned = 0
-    with ThreadPoolExecutor(1) as beside:
-        job = beside.submit(ranks.run, save_back_to_back, 1, folder, enough, backend="")
+    with ThreadPoolExecutor(1) as executor:
+        job = executor.submit(ranks.run, save_back_to_back, 1, folder, enough, backend="")
         while pruned < PRUNINGS and not job.done():
-            pruned += bool(beside_the_job.prune().deleted)
+            pruned += bool(other_manager.prune().deleted)
         enough.touch()
         (turns,) = job.result()
     assert pruned == PRUNINGS

@@ -27,19 +27,19 @@ from interrupts import Interrupter, interrupt
 from managers import Gated
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.place import LocalPlace
+from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointError
 
-SAVING = ("checkpoint/manager.py", "checkpoint/commit.py", "threads.py", threading.__file__)
+SAVING = ("checkpoint/manager.py", "checkpoint/save_handle.py", "threads.py", threading.__file__)
 Act = Callable[[CheckpointManager, int], object]
 
 
-class SlowDisk(LocalPlace):
+class SlowDisk(LocalStorage):
     """A directory on a disk that takes a moment for each file."""
 
-    def write(self, name: str, data: memoryview) -> None:
+    def write(self, name: str, data: memoryview) -> int:
         time.sleep(0.002)
-        super().write(name, data)
+        return super().write(name, data)
 
 
 def state_of(step: int, size: int = 100) -> dict[str, Any]:
@@ -105,14 +105,14 @@ def interrupt_everywhere(
     ("act", "handler"),
     [(save_more, interrupt), (wait, interrupt), (wait, sys.exit)],
 )
-def test_interrupted_at_any_line_save_and_wait_leave_complete_checkpoints(
+def test_save_and_wait_interrupted_at_any_line_leave_complete_checkpoints(
     tmp_path: Path, act: Act, handler: Callable[[], object]
 ) -> None:
     with CheckpointManager(SlowDisk(tmp_path)) as manager:
         assert interrupt_everywhere(manager, act, handler, ("", threading.__file__)) > 10
 
 
-def test_interrupted_at_any_line_the_first_save_and_close_leave_complete_checkpoints(
+def test_first_save_and_close_interrupted_at_any_line_leave_complete_checkpoints(
     tmp_path: Path,
 ) -> None:
     interrupter, is_interrupted = Interrupter(*SAVING), True
@@ -187,7 +187,7 @@ def test_a_signal_interrupts_a_wait_for_a_disk_that_hangs(tmp_path: Path) -> Non
     assert_holds_one_call(manager, 1)
 
 
-def test_of_saves_in_several_threads_each_is_complete_or_rejected(tmp_path: Path) -> None:
+def test_each_save_of_several_threads_is_complete_or_rejected(tmp_path: Path) -> None:
     saved, rejected = set[int](), list[str]()
     with CheckpointManager(tmp_path, keep_last=1000) as manager:
 
@@ -252,22 +252,22 @@ def test_save_writes_in_the_calling_thread_if_no_thread_can_be_started(
 
 
 @pytest.mark.long
-def test_interrupted_at_any_line_without_threads_save_leaves_complete_checkpoints(
+def test_save_without_threads_interrupted_at_any_line_leaves_complete_checkpoints(
     tmp_path: Path,
 ) -> None:
     with CheckpointManager(SlowDisk(tmp_path)) as manager, no_new_threads():
         assert interrupt_everywhere(manager, save) > 10
 
 
-def test_a_signal_handler_that_interrupts_the_writing_itself_cannot_wait_for_it(
+def test_a_signal_handler_that_interrupts_the_writer_cannot_wait_for_it(
     tmp_path: Path,
 ) -> None:
     errors = []
 
-    class Interrupted(LocalPlace):
-        def write(self, name: str, data: memoryview) -> None:
+    class Interrupted(LocalStorage):
+        def write(self, name: str, data: memoryview) -> int:
             os.kill(os.getpid(), signal.SIGALRM)
-            super().write(name, data)
+            return super().write(name, data)
 
     def handler(*_: object) -> None:
         with pytest.raises(CheckpointError, match="return from the handler first") as raised:

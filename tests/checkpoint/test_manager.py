@@ -1,4 +1,4 @@
-"""What a training script relies on: saved behind the step, whole, and by the newest job alone."""
+"""Promises of the CheckpointManager to a training script: saves, retention, fencing, restore."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jobs import Job
 from managers import Gated, manager_at
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
-from elasticlib.checkpoint.folder import summed
+from elasticlib.checkpoint.catalog import append_checksum
 from elasticlib.checkpoint.restore import RestoreResult
 from elasticlib.errors import (
     CheckpointCorrupt,
@@ -42,7 +42,7 @@ def saved(folder: Path, *steps: int, **options: object) -> CheckpointManager:
     return manager
 
 
-def test_modules_optimizers_and_samplers_come_back_wherever_they_stand(tmp_path: Path) -> None:
+def test_modules_optimizers_and_samplers_are_restored_at_any_path(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 3)).sum().backward()
@@ -63,13 +63,13 @@ def test_modules_optimizers_and_samplers_come_back_wherever_they_stand(tmp_path:
     assert isinstance(found[3], OrderedDict)
 
 
-def test_the_newest_few_stay_and_each_so_many_steps_one(tmp_path: Path) -> None:
+def test_keep_last_and_keep_every_select_the_checkpoints_that_are_kept(tmp_path: Path) -> None:
     manager = saved(tmp_path, 1, 2, 4, 6, 7, 9, keep_last=2, keep_every=3)
     assert manager.steps() == [6, 7, 9]
     assert manager.latest() == 9
     assert manager.load(6)["step"] == 6
     assert manager.verify() == {}
-    # Who goes back and saves again finds what it saved, beside the newer ones.
+    # After a return to an earlier step, its checkpoints exist besides the newer ones.
     manager.save(3, state(3))
     manager.save(2, state(2))
     manager.wait()
@@ -78,15 +78,20 @@ def test_the_newest_few_stay_and_each_so_many_steps_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [({"keep_last": 0}, "keep_last >= 1"), ({"keep_every": -1}, "keep_every >= 0")],
+    ("options", "message"),
+    [
+        ({"keep_last": 0}, "keep_last must be an int >= 1"),
+        ({"keep_every": -1}, "keep_every must be an int >= 0"),
+    ],
 )
-def test_what_cannot_be_kept_is_refused(tmp_path: Path, options: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_retention_rules_are_rejected(
+    tmp_path: Path, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
 
 
-def test_a_step_that_is_none_and_a_state_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
+def test_invalid_steps_and_states_are_rejected(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(CheckpointError, match=r"step.*got -1"):
             manager.save(-1, {})
@@ -104,13 +109,13 @@ def test_a_step_that_is_none_and_a_state_that_cannot_be_saved_are_refused(tmp_pa
 
 
 def damaged(data: bytes, every: int) -> list[bytes]:
-    """With a byte flipped, and cut short, at each `every`-th place and the last."""
+    """Return versions of a file with a flipped byte or a truncation at each `every`-th byte."""
     places = [*range(0, len(data), every), len(data) - 1]
     flipped = [data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :] for at in places]
     return [*flipped, *(data[:at] for at in places), data + b"\0"]
 
 
-def test_any_flipped_or_cut_byte_is_found_and_the_older_one_taken(
+def test_each_damaged_byte_is_detected_and_the_older_checkpoint_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, 1, 2).close()
@@ -123,16 +128,16 @@ def test_any_flipped_or_cut_byte_is_found_and_the_older_one_taken(
         if len(data) % 50 == 0 or data[0] != whole[0]:
             assert manager.load()["step"] == 1
             assert manager.latest() == 1
-            assert "step-0000000002 is damaged: " in manager.passed_over[2]
+            assert "step-0000000002 is damaged: " in manager.skipped[2]
             with pytest.raises(CheckpointCorrupt, match="step-0000000002 is damaged: "):
                 manager.load(2)
     assert "skipped" in caplog.text
     path.write_bytes(whole)
     assert manager.load()["step"] == 2
-    assert manager.passed_over == {}
+    assert manager.skipped == {}
 
 
-def test_a_damaged_one_is_no_reason_to_delete_the_good_one_before_it(tmp_path: Path) -> None:
+def test_an_intact_checkpoint_before_damaged_ones_is_not_deleted(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3).close()
     for step in (2, 3):
         (path,) = (tmp_path / f"step-{step:010d}").glob("state.*")
@@ -206,15 +211,15 @@ def test_restore_rejects_an_unknown_value_of_if_unusable(tmp_path: Path) -> None
         manager.restore(state(0), if_unusable="ignore")  # type: ignore[arg-type]
 
 
-def test_save_returns_before_anything_is_written_and_the_next_one_waits(tmp_path: Path) -> None:
+def test_save_returns_before_the_write_and_the_next_save_waits(tmp_path: Path) -> None:
     place, tensor = Gated(tmp_path), torch.ones(3)
     with CheckpointManager(place) as manager:
-        assert (manager.stall, manager.durable) == (0.0, None)
+        assert (manager.last_stall_s, manager.last_durable_s) == (0.0, None)
         manager.save(1, {"w": tensor})
         tensor.zero_()
         assert place.asked.wait(30)
         assert manager.steps() == []
-        assert manager.durable is None
+        assert manager.last_durable_s is None
         second = threading.Thread(target=manager.save, args=(2, {"w": tensor}))
         second.start()
         place.gate.set()
@@ -223,22 +228,22 @@ def test_save_returns_before_anything_is_written_and_the_next_one_waits(tmp_path
         assert manager.load(1)["w"].tolist() == [1, 1, 1]
         manager.wait()
         assert manager.load(2)["w"].tolist() == [0, 0, 0]
-        assert manager.stall > 0
-        assert (manager.durable or 0) > 0
+        assert manager.last_stall_s > 0
+        assert (manager.last_durable_s or 0) > 0
 
 
-def test_what_failed_behind_the_step_is_raised_once_at_the_next_call(tmp_path: Path) -> None:
+def test_a_failure_in_the_background_is_raised_once_by_the_next_call(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     manager = CheckpointManager(tmp_path / "file" / "folder")
     for call in (manager.wait, lambda: manager.save(2, {}), manager.close):
-        manager._closed = False
+        manager._is_closed = False
         manager.save(1, {})
         with pytest.raises(CheckpointError, match="Not a directory"):
             call()
     manager.close()
 
 
-def test_a_fork_neither_waits_nor_saves(tmp_path: Path) -> None:
+def test_a_forked_process_neither_waits_nor_saves(tmp_path: Path) -> None:
     place = Gated(tmp_path)
     with CheckpointManager(place) as manager:
         manager.save(1, {"a": 1})
@@ -263,7 +268,7 @@ def place_in(launch: str, generation: int) -> dict[str, object]:
     return {"run": "job", "launch": launch, "generation": generation}
 
 
-def test_an_older_generation_cannot_commit_and_is_told_who_has_the_folder(tmp_path: Path) -> None:
+def test_an_older_generation_cannot_commit_and_the_error_names_the_holder(tmp_path: Path) -> None:
     place = Gated(tmp_path)
     old = manager_at(place, place_in("a", 1))
     old.save(5, state(1))
@@ -283,7 +288,7 @@ def test_an_older_generation_cannot_commit_and_is_told_who_has_the_folder(tmp_pa
     assert CheckpointManager(tmp_path).load()["step"] == 2
 
 
-def test_the_newest_launch_wins_and_one_that_lost_does_not_come_back(tmp_path: Path) -> None:
+def test_the_newest_launch_keeps_the_fence_of_an_older_one(tmp_path: Path) -> None:
     first = manager_at(tmp_path, place_in("a", 7))
     first.save(1, state(1))
     first.wait()
@@ -298,7 +303,7 @@ def test_the_newest_launch_wins_and_one_that_lost_does_not_come_back(tmp_path: P
     assert CheckpointManager(tmp_path).steps() == [1, 3]
 
 
-def test_two_writers_at_once_leave_one_of_them_and_whole_checkpoints(tmp_path: Path) -> None:
+def test_only_one_of_several_concurrent_writers_can_commit(tmp_path: Path) -> None:
     refused = []
     all_have_claimed = threading.Barrier(3, timeout=60)
 
@@ -325,12 +330,12 @@ def test_two_writers_at_once_leave_one_of_them_and_whole_checkpoints(tmp_path: P
 
 
 def token_of(folder: Path) -> str:
-    """Whose files the holder of the folder writes."""
+    """Return the token in the file names of the writer that holds the fence."""
     found: str = json.loads((folder / "fence.json").read_text().splitlines()[0])["holder"]["token"]
     return found
 
 
-def test_pruning_by_hand_leaves_what_a_live_writer_is_at(tmp_path: Path) -> None:
+def test_pruning_does_not_delete_the_files_of_a_live_writer(tmp_path: Path) -> None:
     place = Gated(tmp_path)
     live = CheckpointManager(place)
     live.claim()
@@ -345,7 +350,7 @@ def test_pruning_by_hand_leaves_what_a_live_writer_is_at(tmp_path: Path) -> None
     live.close()
 
 
-def test_who_has_lost_the_folder_prunes_nothing_of_the_new_holders(tmp_path: Path) -> None:
+def test_a_writer_that_lost_the_fence_cannot_prune(tmp_path: Path) -> None:
     old, new = (manager_at(tmp_path, place_in("l", number)) for number in (1, 2))
     old.claim()
     new.claim()
@@ -357,18 +362,18 @@ def test_who_has_lost_the_folder_prunes_nothing_of_the_new_holders(tmp_path: Pat
     assert mine.exists()
 
 
-def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+def test_only_rank_0_writes(tmp_path: Path) -> None:
     for rank, local_rank, writes in [(0, 0, True), (2, 0, False)]:
         place = {"rank": rank, "local_rank": local_rank, "world": 4}
         folder = tmp_path / str(rank)
         with manager_at(folder, place) as manager:
-            assert manager.writes is writes
+            assert manager.is_writer is writes
             manager.claim()
             manager.save(1, {})
             if writes:
                 manager.wait()
             else:
-                with pytest.raises(CheckpointError, match=r"000001.*another rank"):
+                with pytest.raises(CheckpointError, match=r"rank 0 was to save .*000001"):
                     manager.wait(timeout=0.1)
             assert manager.prune().kept == ((1,) if writes else ())
         assert folder.exists() is writes
@@ -393,9 +398,7 @@ raise SystemError("an error of the script's own")
 """
 
 
-def test_a_stop_and_the_end_of_the_process_wait_for_what_was_saved(
-    job: Job, tmp_path: Path
-) -> None:
+def test_a_stop_and_the_exit_of_the_process_wait_for_saves(job: Job, tmp_path: Path) -> None:
     (tmp_path / "ending.py").write_text(ENDING)
     command = (sys.executable, "-m", "elasticlib.launch", "--standalone", "--max-restarts", "0")
     node = job.start("a", *command, str(tmp_path / "ending.py"), str(tmp_path / "kept"))
@@ -408,14 +411,14 @@ def test_a_stop_and_the_end_of_the_process_wait_for_what_was_saved(
     assert manager.latest() == step + 1
     lines = (tmp_path / f"kept/step-{step + 1:010d}/manifest.json").read_text().splitlines()
     manifest = json.loads(lines[0])
-    assert [manifest["run"], manifest["launch"], str(manifest["generation"])] == writer
+    assert [manifest["run_id"], manifest["incarnation"], str(manifest["generation"])] == writer
     [events] = job.events()
     [restored] = [event.facts for event in events if event.kind == "restored"]
     assert (restored["step"], restored["source"]) == (step, "disk")
     assert [event.facts["step"] for event in events if event.kind == "saved"][-1] >= step
 
 
-def test_a_failure_that_nobody_asks_for_is_logged_at_the_end(
+def test_an_unchecked_failure_is_logged_at_exit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -430,7 +433,7 @@ def test_a_failure_that_nobody_asks_for_is_logged_at_the_end(
     assert "a checkpoint was not saved" in caplog.text
 
 
-def test_restore_says_what_it_found_and_where_in_a_sentence(tmp_path: Path) -> None:
+def test_the_result_of_restore_describes_the_step_and_its_source(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     nothing = manager.restore(state(5))
     assert (bool(nothing), nothing.found, nothing.step, nothing.source) == (False, False, 0, "")
@@ -458,14 +461,14 @@ def test_restore_says_what_it_found_and_where_in_a_sentence(tmp_path: Path) -> N
         *(lambda r: range(r), lambda r: int(r), lambda r: float(r), lambda r: 7 in [r]),
     ],
 )
-def test_who_takes_what_restore_returns_for_the_step_is_told_where_that_is(
+def test_using_the_result_of_restore_as_a_number_raises(
     misuse: Callable[[Any], object],
 ) -> None:
     with pytest.raises(TypeError, match=r"a RestoreResult, not a number: use its \.step"):
         misuse(RestoreResult(7, "disk"))
 
 
-def test_any_step_that_is_kept_can_be_asked_for(tmp_path: Path) -> None:
+def test_restore_of_a_given_step(tmp_path: Path) -> None:
     saved(tmp_path, 3, 6, 9).close()
     found = state(5)
     with CheckpointManager(tmp_path) as manager:
@@ -473,18 +476,20 @@ def test_any_step_that_is_kept_can_be_asked_for(tmp_path: Path) -> None:
         assert (found["step"], found["w"].tolist()) == (6, [6, 6, 6])
         with pytest.raises(FileNotFoundError, match=r"no step 5 in .*; there are 3, 6, 9$"):
             manager.restore(found, step=5)
-        with pytest.raises(CheckpointError, match="a step is an int"):
+        with pytest.raises(CheckpointError, match="step must be an int"):
             manager.restore(found, step=-1)
         (path,) = (tmp_path / "step-0000000003").glob("state.*")
         path.write_bytes(b"\1")
-        with pytest.raises(CheckpointError, match=r"step 3 was asked for.*step-0000000003 is dam"):
+        with pytest.raises(
+            CheckpointError, match=r"step 3 cannot be restored.*step-0000000003 is dam"
+        ):
             manager.restore(found, step=3)
         assert (found["step"], found["w"].tolist()) == (6, [6, 6, 6])
         # What can be read is not held up by what cannot.
         manifest = tmp_path / "step-0000000009" / "manifest.json"
-        manifest.write_bytes(summed(b'{"format":999}'))
+        manifest.write_bytes(append_checksum(b'{"format":999}'))
         with pytest.raises(CheckpointError, match="this version reads"):
             manager.restore(found)
         assert manager.restore(found, step=6).step == 6
-    with pytest.raises(FileNotFoundError, match="there is no other either"):
+    with pytest.raises(FileNotFoundError, match="there is no other step"):
         CheckpointManager(tmp_path / "empty").restore(found, step=1)

@@ -1,8 +1,8 @@
 """The writer is killed, or the machine loses its power, at each half of a write of a commit.
 
-A model of the disk is kept beside the real one. After a kill all is there as it stands. After a
-loss of power, of what was not synced either nothing is there, or what was renamed is, or all names
-are; and no contents.
+The test models what the disk contains after each call. After a kill, all written data exist. After
+a loss of power, contents that were not synced are lost; of the names that were not synced, either
+none exist, or the renamed ones, or all.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from elasticlib.checkpoint.commit import Committer, Writer, Writers
-from elasticlib.checkpoint.folder import CheckpointFolder, Retention
-from elasticlib.checkpoint.place import Disk, LocalPlace
+from elasticlib.checkpoint.catalog import CheckpointCatalog, Retention
+from elasticlib.checkpoint.commit import Committer, RankWriters, WriterIdentity
+from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
 
 Image = dict[str, bytes]
 
 
-class Forgetful(Disk):
+class Forgetful(DiskCalls):
     """Keeps, after each call, what a kill and a loss of power would leave: files by their paths."""
 
     def __init__(self, folder: Path) -> None:
@@ -43,8 +43,8 @@ class Forgetful(Disk):
         self.images += [
             image
             for image in (
-                self._as_it_stands(),
-                *(self._synced({}), self._synced(self.renamed), self._names_alone()),
+                self._after_kill(),
+                *(self._synced({}), self._synced(self.renamed), self._with_all_names()),
             )
             if image not in self.images
         ]
@@ -67,10 +67,10 @@ class Forgetful(Disk):
     def _files(self) -> list[Path]:
         return [path for path in Path(self.folder).rglob("*") if path.is_file()]
 
-    def _names_alone(self) -> Image:
+    def _with_all_names(self) -> Image:
         return {str(path): self.contents.get(path.stat().st_ino, b"") for path in self._files()}
 
-    def _as_it_stands(self) -> Image:
+    def _after_kill(self) -> Image:
         return {str(path): path.read_bytes() for path in self._files()}
 
     def create(self, path: str) -> int:
@@ -114,9 +114,11 @@ class Forgetful(Disk):
         self._note()
 
 
-def writers(folder: Path, disk: Disk | None = None) -> Writers:
-    writer = Writer("r", "l", 1, os.urandom(8).hex())
-    return Writers(Committer(CheckpointFolder(LocalPlace(folder, disk)), writer, Retention(1)))
+def writers(folder: Path, disk: DiskCalls | None = None) -> RankWriters:
+    writer = WriterIdentity("r", "l", 1, os.urandom(8).hex())
+    return RankWriters(
+        Committer(CheckpointCatalog(LocalStorage(folder, disk)), writer, Retention(1))
+    )
 
 
 def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, bytes]]:
@@ -127,9 +129,9 @@ def restored(image: Image, folder: Path, place: Path) -> Iterator[tuple[int, byt
         copy = place / Path(path).relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
-    shelf = CheckpointFolder(LocalPlace(place))
-    for found in shelf.found():
-        if found.manifest and not shelf.flaw(found.manifest):
+    shelf = CheckpointCatalog(LocalStorage(place))
+    for found in shelf.list_entries():
+        if found.manifest and not shelf.find_corruption(found.manifest):
             yield found.step, bytes(shelf.read(found.manifest))
 
 
@@ -159,4 +161,8 @@ def test_a_kill_or_a_loss_of_power_at_any_write_leaves_the_old_or_the_new_state(
 
 
 def restored_in(place: Path) -> Iterator[int]:
-    return (found.step for found in CheckpointFolder(LocalPlace(place)).found() if found.manifest)
+    return (
+        found.step
+        for found in CheckpointCatalog(LocalStorage(place)).list_entries()
+        if found.manifest
+    )

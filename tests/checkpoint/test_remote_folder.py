@@ -1,4 +1,4 @@
-"""Checkpoints behind an fsspec URL: data first, manifest last, whatever fails in between."""
+"""Checkpoints at an fsspec URL, and failures of each operation of its file system."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.place import RemotePlace
+from elasticlib.checkpoint.storage import FsspecStorage
 from elasticlib.errors import CheckpointError
 
 
@@ -88,7 +88,7 @@ def test_save_load_verify_and_prune_work_at_any_url(place: str, tmp_path: Any) -
         assert ".lock" in os.listdir(tmp_path / "new")
 
 
-def test_whatever_operation_fails_the_old_or_the_new_state_is_there(url: str) -> None:
+def test_an_error_of_any_operation_leaves_the_old_or_the_new_state(url: str) -> None:
     save(url, 6, 1)
     save(url, 7, 2)
     count = Unreliable.count
@@ -99,15 +99,15 @@ def test_whatever_operation_fails_the_old_or_the_new_state_is_there(url: str) ->
         Unreliable.store.clear()
         save(url, 6, 1)
         Unreliable.failing = failing
-        said = ""
+        message = ""
         try:
             save(url, 7, 2)
         except CheckpointError as error:
-            said = str(error)
-        assert "the network is gone" in (said or "the network is gone")
+            message = str(error)
+        assert "the network is gone" in (message or "the network is gone")
         Unreliable.failing = 0
         found = CheckpointManager(url).load()["step"]
-        assert found == 2 or (said and found == 1)
+        assert found == 2 or (message and found == 1)
         seen.add(found)
         save(url, 8, 3)
         assert CheckpointManager(url).steps() == [8]
@@ -115,7 +115,7 @@ def test_whatever_operation_fails_the_old_or_the_new_state_is_there(url: str) ->
     assert seen == {1, 2}
 
 
-def test_a_damaged_byte_is_found_there_too(url: str) -> None:
+def test_a_damaged_byte_behind_a_url_is_detected(url: str) -> None:
     save(url, 6, 1)
     with CheckpointManager(url, keep_last=2) as manager:
         manager.save(7, state(2))
@@ -124,14 +124,14 @@ def test_a_damaged_byte_is_found_there_too(url: str) -> None:
     Unreliable().pipe_file(path, whole[:-1] + b"\1")
     manager = CheckpointManager(url)
     assert manager.load()["step"] == 1
-    assert "checksum" in manager.passed_over[7]
+    assert "checksum" in manager.skipped[7]
 
 
-def test_a_url_that_nobody_knows_and_a_missing_fsspec_are_told(
+def test_an_unknown_url_and_a_missing_fsspec_are_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(CheckpointError, match="nosuch://a"):
-        RemotePlace("nosuch://a")
+        FsspecStorage("nosuch://a")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(CheckpointError, match=r"pip install 'elasticlib\[fsspec\]'"):
         CheckpointManager("memory://a").steps()

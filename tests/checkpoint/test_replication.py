@@ -238,7 +238,7 @@ class Proxy:
 def proxied(
     hosts: list[Host], interfere: Callable[[bytes, int], bytes | None]
 ) -> Iterator[ReplicaEndpoint]:
-    """Start a generation of two nodes. What the first one sends goes through a proxy."""
+    """Start a generation of two nodes. A proxy forwards what the first one sends."""
     store = MemoryStore()
     infos = generation(1, 2, store)
     hosts[1].begin(infos[1])

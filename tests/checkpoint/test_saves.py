@@ -1,4 +1,4 @@
-"""What `save` returns, which checkpoints are kept and gone back to, and what a pin does."""
+"""The handle of a save, its result on all ranks, restores of a given step, and pins."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def state(value: float) -> dict[str, Any]:
 # -- the handle --------------------------------------------------------------------------------
 
 
-def test_a_save_says_when_it_is_durable_and_can_be_asked_again(tmp_path: Path) -> None:
+def test_handle_reports_when_a_save_is_durable(tmp_path: Path) -> None:
     place = Gated(tmp_path)
     with CheckpointManager(place) as manager:
         save = manager.save(3, state(1))
         assert (save.step, save.done(), save.error) == (3, False, None)
-        assert repr(save) == "<Save of step 3: under way>"
+        assert repr(save) == "<SaveHandle of step 3: in progress>"
         with pytest.raises(CheckpointError, match="step 3 is still being written"):
             save.wait(timeout=0.01)
         with pytest.raises(CheckpointError, match="step 3 is still being written"):
@@ -42,18 +42,18 @@ def test_a_save_says_when_it_is_durable_and_can_be_asked_again(tmp_path: Path) -
         save.wait()
         assert (save.done(), save.error, manager.steps()) == (True, None, [3])
         save.wait(timeout=0)
-        assert repr(save) == "<Save of step 3: durable>"
+        assert repr(save) == "<SaveHandle of step 3: durable>"
         place.gate.clear()
         child = manager.save(4, state(2))
         if not (pid := os.fork()):
-            with told() as said:
+            with told() as errors:
                 child.wait()
-            os._exit(0 if "forked from" in said[0] and "under way" in repr(child) else 1)
+            os._exit(0 if "forked from" in errors[0] and "in progress" in repr(child) else 1)
         place.gate.set()
         assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_failure_that_somebody_has_seen_is_not_raised_again(tmp_path: Path) -> None:
+def test_a_failure_that_was_checked_is_not_raised_again(tmp_path: Path) -> None:
     place = Gated(tmp_path)
     place.full = True
     place.gate.set()
@@ -65,7 +65,7 @@ def test_a_failure_that_somebody_has_seen_is_not_raised_again(tmp_path: Path) ->
             seen.wait()
     other = manager.save(2, state(2))
     with pytest.raises(CheckpointError, match=full):
-        manager.wait()  # nobody has asked about it yet
+        manager.wait()  # no caller has checked it
     manager.wait()
     assert full in str(other.error)
     last = manager.save(3, state(3))
@@ -84,7 +84,7 @@ def sharded(value: float) -> dict[str, Any]:
 
 
 def save_and_ask(folder: Path) -> list[Any]:
-    """Of a state that one rank writes, and of one that all do; then of failures of both."""
+    """Return the results of plain and sharded saves, then of failures of both."""
     place = Gated(folder)
     place.gate.set()
     found: list[Any] = []
@@ -96,14 +96,14 @@ def save_and_ask(folder: Path) -> list[Any]:
         place.full = dist.get_rank() == 0
         for step, made in ((3, state(3)), (4, sharded(4))):
             save = manager.save(step, made)
-            with told() as said:
+            with told() as errors:
                 save.wait()
-            found.append((save.done(), said[0] == str(save.error), said[0]))
-        manager.wait()  # all have been asked about
+            found.append((save.done(), errors[0] == str(save.error), errors[0]))
+        manager.wait()  # all failures were checked
     return found
 
 
-def test_on_every_rank_it_is_known_whether_a_save_is_durable_or_why_not(
+def test_all_ranks_learn_whether_a_save_is_durable_or_why_it_failed(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     writer, other = ranks.run(save_and_ask, 2, tmp_path)
@@ -117,7 +117,7 @@ def test_on_every_rank_it_is_known_whether_a_save_is_durable_or_why_not(
 
 
 def fail_and_go_on(folder: Path) -> list[Any]:
-    """A save that fails, one that is not begun for that, one that cannot be, and one that is."""
+    """Make a save that fails, one that is not started, one that is rejected, and one that works."""
     place, first = Gated(folder), dist.get_rank() == 0
     place.gate.set()
     found: list[Any] = []
@@ -125,19 +125,19 @@ def fail_and_go_on(folder: Path) -> list[Any]:
         place.full = True
         manager.save(1, state(1))
         for step, made in ((2, state(2)), (3, {"w": object() if first else 0})):
-            with told() as said:
+            with told() as errors:
                 manager.save(step, made).wait()
-            found.append(said)
+            found.append(errors)
             place.full = False
         manager.save(4, state(4)).wait()
         found.append(manager.steps())
-        with told() as said:
+        with told() as errors:
             manager.wait()
-        found.append(said)
+        found.append(errors)
     return found
 
 
-def test_after_a_save_that_was_not_begun_all_ranks_still_mean_the_same_one(
+def test_ranks_agree_on_results_after_a_save_that_was_not_started(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     writer, other = ranks.run(fail_and_go_on, 2, tmp_path)
@@ -147,7 +147,7 @@ def test_after_a_save_that_was_not_begun_all_ranks_still_mean_the_same_one(
     assert "state['w'] is an object" in writer[1][0]
     assert other[1] == [f"step 3 was not saved by rank 0: {writer[1][0]}"]
     assert writer[2] == other[2] == [4]
-    # That of step 1, which nobody on this rank has asked about.
+    # The failure of step 1, which no caller on this rank has checked.
     assert (writer[3], len(other[3])) == ([], 1)
     assert other[3][0].startswith("step 1 was not saved by rank 0: ")
 
@@ -157,8 +157,7 @@ def total(tensor: Any) -> float:
 
 
 def go_back(folder: Path) -> list[Any]:
-    """To steps that are kept, of states that one rank has written, and that all have; to one that
-    is not; and each rank to another one."""
+    """Restore existing steps of plain and sharded states, a missing one, and different ones."""
     found: list[Any] = []
     with CheckpointManager(folder, keep_last=9) as manager:
         for step in (1, 2):
@@ -174,25 +173,23 @@ def go_back(folder: Path) -> list[Any]:
         except FileNotFoundError as error:
             found.append(str(error))
         plain = state(0)
-        with told() as said:
+        with told() as errors:
             manager.restore(plain, step=1 + dist.get_rank())
-        found.append((said, total(plain["w"])))
+        found.append((errors, total(plain["w"])))
     return found
 
 
-def test_all_ranks_go_back_to_the_step_that_all_of_them_ask_for(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_all_ranks_restore_the_step_that_all_of_them_give(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(go_back, 2, tmp_path)
     assert first[:3] == second[:3] == [(1, "disk", 3.0), (3, "disk", 15.0), (4, "disk", 20.0)]
     for missing in (first[3], second[3]):
         assert missing.startswith("there is no step 9 in ")
         assert missing.endswith("; there are 1, 2, 3, 4")
-    said = (
-        "rank 0 asked for step 1, and rank 1 for step 2: all ranks have to ask for the same one, "
+    errors = (
+        "rank 0 asked for step 1, and rank 1 for step 2: all ranks have to ask for the same step, "
         "and nothing was restored"
     )
-    assert first[4] == second[4] == ([said], 0.0)
+    assert first[4] == second[4] == ([errors], 0.0)
 
 
 # -- pinned checkpoints ------------------------------------------------------------------------
@@ -220,7 +217,7 @@ def test_a_pinned_checkpoint_is_never_pruned_even_by_a_later_manager(
             ("40", True),
             ("20", True),
         ]
-        later.save(20, state(21)).wait()  # The last save of a step says whether it is pinned.
+        later.save(20, state(21)).wait()  # The last save of a step decides whether it is pinned.
         assert later.steps() == [20, 40, 70]
         later.prune()
         assert later.steps() == [40, 70]

@@ -1,4 +1,4 @@
-"""Saves of processes that end: they are durable, or an error says why not."""
+"""Saves of processes that exit: they are durable, or the log has an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticlib import CheckpointManager
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where processes have saved and ended."""
+    """Return a directory in which processes have saved and exited."""
     path = tmp_path_factory.mktemp("saves")
     program = str(PROGRAMS / "save_and_exit.py")
     subprocess.run([sys.executable, program, str(path)], check=True, timeout=100)
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("way", "steps", "said"),
+    ("way", "steps", "message"),
     [
         ("first_save_at_exit", [1], ""),
         ("save_at_exit_behind_another", [1, 2], ""),
@@ -34,13 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("exit_of_a_process_of_multiprocessing", [1], ""),
     ],
 )
-def test_a_process_that_ends_leaves_complete_checkpoints(
-    folder: Path, way: str, steps: list[int], said: str
+def test_a_process_that_exits_completes_its_saves(
+    folder: Path, way: str, steps: list[int], message: str
 ) -> None:
     log = (folder / f"{way}.log").read_text()
     manager = CheckpointManager(folder / way)
     assert (manager.steps(), manager.verify()) == (steps, {}), log
     for step in steps:
         assert manager.load(step)["w"].unique().tolist() == [step]
-    assert said in log
-    assert said or not log
+    assert message in log
+    assert message or not log

@@ -101,17 +101,17 @@ def test_the_first_rank_of_a_group_writes_what_the_group_shares(
 
 FORKED_DURING_A_COMMIT = """
 import os, sys
-from elasticlib.checkpoint.place import LocalPlace
+from elasticlib.checkpoint.storage import LocalStorage
 
-place = LocalPlace(sys.argv[1])
-with place.locked():
+place = LocalStorage(sys.argv[1])
+with place.lock():
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:  # as a DataLoader's worker, which an epoch begins with, and which goes on reading
         os.close(theirs)
         os.read(ours, 1)
         os._exit(0)
-with place.locked():
+with place.lock():
     print("again")
 os.close(theirs)
 os.waitpid(child, 0)

@@ -19,6 +19,7 @@ from test_final_save import Full, nodes
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.boxes import Box, TensorShard
+from elasticlib.checkpoint.catalog import DataFile
 from elasticlib.checkpoint.final_save import (
     COMMIT,
     UNSHARDED,
@@ -36,13 +37,12 @@ from elasticlib.checkpoint.final_save import (
     next_action,
     offer_part,
 )
-from elasticlib.checkpoint.folder import DataFile
-from elasticlib.checkpoint.place import LocalPlace
 from elasticlib.checkpoint.snapshot_slots import (
     HEADER_BYTES,
     list_snapshots,
     remove_snapshots,
 )
+from elasticlib.checkpoint.storage import LocalStorage
 
 
 class Job:
@@ -71,7 +71,7 @@ class Job:
             self.memory(node),
             self.infos[node],
             is_leaving=is_leaving,
-            storage=LocalPlace(self.checkpoints, Full()) if full else None,
+            storage=LocalStorage(self.checkpoints, Full()) if full else None,
             limits=Timeouts(**limits),
         )
 

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.folder import (
-    MANIFEST,
+from elasticlib.checkpoint.catalog import (
+    MANIFEST_NAME,
     DataFile,
     Manifest,
+    append_checksum,
     encode_manifest,
     folder_of,
-    summed,
 )
-from elasticlib.checkpoint.place import LocalPlace
+from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 
-class UnreadableFiles(LocalPlace):
+class UnreadableFiles(LocalStorage):
     """A directory in which files with certain endings cannot be read."""
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class UnreadableFiles(LocalPlace):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)
 
 
-class ShortReads(LocalPlace):
+class ShortReads(LocalStorage):
     """A directory in which every read ends three bytes before the end of the file."""
 
     def read_into(self, name: str, buffer: memoryview, **options: Any) -> int:
@@ -63,7 +63,7 @@ def test_file_that_ends_early_is_damaged(tmp_path: Path) -> None:
 
 
 def manifests(*steps: int) -> tuple[str, ...]:
-    return tuple(f"{folder_of(step)}/{MANIFEST}" for step in steps)
+    return tuple(f"{folder_of(step)}/{MANIFEST_NAME}" for step in steps)
 
 
 def data_file(folder: Path, step: int) -> str:
@@ -139,8 +139,8 @@ def test_checkpoint_of_a_newer_format_is_neither_deleted_nor_skipped(tmp_path: P
     newer = tmp_path / folder_of(2)
     newer.mkdir()
     data = encode_manifest(Manifest(2, (DataFile("state.pack", 1, 0),)))
-    body = data.rpartition(b"\ncrc32")[0].replace(b'"format":3', b'"format":9')
-    (newer / MANIFEST).write_bytes(summed(body))
+    body = data.rpartition(b"\ncrc32")[0].replace(b'"format":4', b'"format":9')
+    (newer / MANIFEST_NAME).write_bytes(append_checksum(body))
     with CheckpointManager(tmp_path, keep_last=1) as manager:
         with pytest.raises(CheckpointError, match=r"format 9.* nothing older"):
             manager.restore({"w": torch.zeros(3)})

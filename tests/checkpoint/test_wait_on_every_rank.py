@@ -17,7 +17,7 @@ from managers import told
 from ranks import Ranks
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.place import Disk, LocalPlace
+from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
 from elasticlib.errors import CheckpointError
 from elasticlib.testing.waiting import wait_until
 
@@ -25,7 +25,7 @@ Act = Callable[[Path], object]
 Play = Callable[[Act, Act], list[Any]]
 
 
-class Gated(Disk):
+class Gated(DiskCalls):
     """Syncs nothing before a file is there."""
 
     def __init__(self, gate: Path) -> None:
@@ -36,7 +36,7 @@ class Gated(Disk):
         super().sync(handle)
 
 
-class Full(Disk):
+class Full(DiskCalls):
     def write(self, handle: int, data: memoryview) -> int:  # noqa: ARG002
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -45,8 +45,8 @@ def state(value: float) -> dict[str, Any]:
     return {"w": torch.full((3,), value)}
 
 
-def manager(folder: Path, disk: Disk | None = None, **more: Any) -> CheckpointManager:
-    return CheckpointManager(LocalPlace(folder / "checkpoints", disk), **more)
+def manager(folder: Path, disk: DiskCalls | None = None, **more: Any) -> CheckpointManager:
+    return CheckpointManager(LocalStorage(folder / "checkpoints", disk), **more)
 
 
 def act(each: Sequence[Act], folder: Path) -> object:
@@ -96,7 +96,7 @@ def test_wait_returns_once_another_rank_has_made_it_durable_and_not_before(
     writes = partial(save_gated, (1,), "gate")
     _, (early, never, steps, value) = play(writes, wait_early_and_for_the_next)
     for said, step in ((early, 1), (never, 2)):
-        assert said[0].startswith(f"no news of the save of step {step}, which rank 0")
+        assert said[0].startswith(f"rank 0 has not reported the result of saving step {step}: ")
     assert (steps, value) == ([1], 11.0)
     writes = partial(save_gated, (1, 2), "again")
     assert play(writes, wait_for_both)[1] == [[1, 2], 12.0, 11.0]
@@ -143,7 +143,7 @@ def test_all_ranks_hear_why_one_could_not_save_and_that_one_is_gone(
     killed, other = ranks.ends(act, 2, (save_and_be_killed, wait_for_the_killed), tmp_path)
     assert killed.status == -signal.SIGKILL
     [said] = other.value
-    assert "no news of the save of step 1, which rank 0 makes: it has died" in said
+    assert "rank 0 has not reported the result of saving step 1: it has exited" in said
 
 
 def save_and_hear(step: int, folder: Path) -> list[str]:
@@ -157,7 +157,7 @@ def save_and_hear(step: int, folder: Path) -> list[str]:
 def test_ranks_that_do_not_make_the_same_calls_are_told_so(play: Play) -> None:
     _, said = play(partial(save_and_hear, 3), partial(save_and_hear, 4))
     assert said == [
-        "rank 0 was asked to save step 3, and this rank step 4: all ranks have to make the same "
+        "rank 0 called save for step 3, and this rank for step 4: all ranks must make the same "
         "calls"
     ]
 
@@ -169,7 +169,7 @@ def test_a_rank_that_has_met_nobody_looks_for_the_checkpoint_itself(
         monkeypatch.setenv(name, str(value))
     mine = manager(tmp_path)
     mine.save(1, state(1))
-    with pytest.raises(CheckpointError, match=r"000001.*another rank"):
+    with pytest.raises(CheckpointError, match=r"rank 0 was to save .*000001"):
         mine.wait(timeout=0.2)
     mine.save(1, state(1))
     monkeypatch.setenv("RANK", "0")

@@ -59,7 +59,7 @@ def stall(device: str, folder: Path, mib: int = 256) -> dict[str, Any]:
         for step in range(1 + REPEAT):  # the first makes the memory that the others use
             wait_for(device)
             manager.save(step, state)
-            stalls.append(manager.stall)
+            stalls.append(manager.last_stall_s)
             manager.wait()
     return {"mib": mib, "save": stalls[1:], "link": link_seconds(state, device)}
 

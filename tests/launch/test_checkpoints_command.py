@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticlib.checkpoint.commit import Committer, Writer, Writers
-from elasticlib.checkpoint.folder import CheckpointFolder, Retention
-from elasticlib.checkpoint.place import LocalPlace
+from elasticlib.checkpoint.catalog import CheckpointCatalog, Retention
+from elasticlib.checkpoint.commit import Committer, RankWriters, WriterIdentity
+from elasticlib.checkpoint.storage import LocalStorage
 from elasticlib.launch.checkpoints import Progress
 from elasticlib.launch.commands import main
 
@@ -22,11 +22,13 @@ from elasticlib.launch.commands import main
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """With three checkpoints of a job."""
-    writer = Writer("job7", "l", 2, "0" * 16)
-    writers = Writers(Committer(CheckpointFolder(LocalPlace(tmp_path)), writer, Retention(5)))
+    writer = WriterIdentity("job7", "l", 2, "0" * 16)
+    writers = RankWriters(
+        Committer(CheckpointCatalog(LocalStorage(tmp_path)), writer, Retention(5))
+    )
     writers.write(8, memoryview(bytes(3000)))
     for step in (9, 10):
-        writers.write(step, memoryview(bytes(3000)), 4, pinned=step == 10)
+        writers.write(step, memoryview(bytes(3000)), 4, is_pinned=step == 10)
     return tmp_path
 
 
@@ -46,7 +48,7 @@ def test_a_list_shows_each_one_and_the_cut_one_as_damaged(
     date, age = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", r"(?:under )?[\d.]+ s"
     row = rf"10    2.9 KiB  {date}  {age}  4      pinned  job7 generation 2  complete"
     assert re.fullmatch(row, lines[1])
-    assert lines[2].endswith(f"damaged: {path.name} should have 3000 bytes, and has 100")
+    assert lines[2].endswith(f"damaged: {path.name} must have 3000 bytes, but has 100")
     assert main(["checkpoints", str(folder), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     states = [(row["step"], row["status"]) for row in rows]
@@ -82,7 +84,7 @@ def test_verify_ends_with_1_and_names_what_is_damaged(
     rows = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in rows if row["status"] == "damaged"] == [9]
     assert main(["checkpoints", str(folder), "--verify"]) == 1
-    assert re.search(r"^9 .*damaged: state.* should have checksum", capsys.readouterr().out, re.M)
+    assert re.search(r"^9 .*damaged: state.* must have the checksum", capsys.readouterr().out, re.M)
 
 
 def test_a_folder_that_is_not_there_is_an_error(
@@ -96,9 +98,9 @@ def test_a_folder_that_is_not_there_is_an_error(
 def test_what_a_manifest_says_is_shown_and_not_obeyed_by_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    writer = Writer("job\x1b]0;title\x07\ud800", "l", 2, "0" * 16)
-    commits = Committer(CheckpointFolder(LocalPlace(tmp_path)), writer, Retention(5))
-    Writers(commits).write(1, memoryview(bytes(30)))
+    writer = WriterIdentity("job\x1b]0;title\x07\ud800", "l", 2, "0" * 16)
+    commits = Committer(CheckpointCatalog(LocalStorage(tmp_path)), writer, Retention(5))
+    RankWriters(commits).write(1, memoryview(bytes(30)))
     assert main(["checkpoints", str(tmp_path)]) == 0
     assert r"job\x1b]0;title\x07\ud800 generation 2" in capsys.readouterr().out
 

@@ -21,17 +21,17 @@ from pathlib import Path
 import torch
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint.place import LocalPlace
+from elasticlib.checkpoint.storage import LocalStorage
 
 
-class SlowDisk(LocalPlace):
-    def write(self, name: str, data: memoryview) -> None:
+class SlowDisk(LocalStorage):
+    def write(self, name: str, data: memoryview) -> int:
         time.sleep(0.2)
-        super().write(name, data)
+        return super().write(name, data)
 
 
-class FullDisk(LocalPlace):
-    def write(self, _name: str, _data: memoryview) -> None:
+class FullDisk(LocalStorage):
+    def write(self, _name: str, _data: memoryview) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from jobs import alive
 
-from elasticlib.checkpoint.folder import CheckpointFolder, open_place
+from elasticlib.checkpoint.catalog import CheckpointCatalog
+from elasticlib.checkpoint.storage import open_storage
 from elasticlib.observe.event import Event
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
@@ -164,8 +165,8 @@ class Stage:
 
     def committed(self) -> int:
         """The newest step on the disk."""
-        folder = CheckpointFolder(open_place(self.checkpoints))
-        return max((found.step for found in folder.found() if found.manifest), default=0)
+        folder = CheckpointCatalog(open_storage(self.checkpoints))
+        return max((found.step for found in folder.list_entries() if found.manifest), default=0)
 
     def newest_checkpoint(self) -> Path:
         """Its largest file."""

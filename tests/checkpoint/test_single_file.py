@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not there, verified before use, and never unreadable."""
+"""Single checkpoint files: atomic saves, verification, and the choice of the latest file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from elasticlib import (
     save_checkpoint,
 )
 from elasticlib.checkpoint import safetensors_header
-from elasticlib.checkpoint.place import aside_name, target_of
+from elasticlib.checkpoint.storage import temp_name, temp_target
 from elasticlib.errors import CheckpointCorrupt, CheckpointError
 
 
@@ -34,7 +34,7 @@ def training_state():
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
 
 
-def test_what_is_saved_is_loaded(tmp_path):
+def test_load_returns_the_saved_state(tmp_path):
     path, state = tmp_path / "new" / "step-7.pt", training_state()
     want = sample_states.in_words(state)
     save_checkpoint(path, state)
@@ -45,7 +45,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert os.listdir(path.parent) == ["step-7.pt"]
 
 
-def test_an_object_with_a_state_is_saved_as_that(tmp_path):
+def test_an_object_with_state_dict_is_saved_as_its_state(tmp_path):
     model, optimizer = sample_states.trained()
     save_checkpoint(tmp_path / "a.pt", {"model": model, "more": [optimizer]})
     found = load_checkpoint(tmp_path / "a.pt")
@@ -53,7 +53,7 @@ def test_an_object_with_a_state_is_saved_as_that(tmp_path):
     assert sample_states.in_words(found) == sample_states.in_words(want)
 
 
-def test_damage_far_behind_the_head_of_a_large_file_is_found(tmp_path):
+def test_damage_at_the_end_of_a_large_file_is_detected(tmp_path):
     path, wide = tmp_path / "a.pt", torch.arange(5 << 20)
     save_checkpoint(path, {"w": wide})
     assert torch.equal(load_checkpoint(path)["w"], wide)
@@ -64,7 +64,7 @@ def test_damage_far_behind_the_head_of_a_large_file_is_found(tmp_path):
         load_checkpoint(path)
 
 
-def test_every_flipped_byte_and_every_cut_is_refused_by_name(tmp_path):
+def test_each_flipped_byte_and_each_truncation_is_rejected(tmp_path):
     path = tmp_path / "a.pt"
     save_checkpoint(path, {"w": torch.arange(3), "step": 1})
     whole = path.read_bytes()
@@ -78,7 +78,7 @@ def test_every_flipped_byte_and_every_cut_is_refused_by_name(tmp_path):
     assert load_checkpoint(path)["step"] == 1
 
 
-def test_a_file_of_plain_torch_is_called_by_its_name_with_the_way_to_load_it(tmp_path):
+def test_a_file_of_torch_save_is_rejected_with_the_call_that_loads_it(tmp_path):
     path, state = tmp_path / "it's plain.pt", {"w": torch.ones(2)}
     torch.save(state, path)
     with pytest.raises(CheckpointError, match=r"torch\.save") as refused:
@@ -88,7 +88,7 @@ def test_a_file_of_plain_torch_is_called_by_its_name_with_the_way_to_load_it(tmp
     assert sample_states.in_words(eval(command)) == sample_states.in_words(state)
 
 
-def test_latest_names_a_file_of_plain_torch_as_the_reason_to_pass_it_over(tmp_path, caplog):
+def test_latest_skips_a_file_of_torch_save_with_its_reason(tmp_path, caplog):
     torch.save({}, tmp_path / "step-2.pt")
     save_checkpoint(tmp_path / "step-1.pt", {})
     with caplog.at_level(logging.WARNING, "elasticlib.checkpoint"):
@@ -96,7 +96,7 @@ def test_latest_names_a_file_of_plain_torch_as_the_reason_to_pass_it_over(tmp_pa
     assert "step-2.pt is a zip archive, as torch.save writes it" in caplog.text
 
 
-def test_files_of_others_are_refused(tmp_path):
+def test_files_of_other_programs_are_rejected(tmp_path):
     with CheckpointManager(tmp_path / "folder") as manager:
         manager.save(1, {"w": torch.ones(2)})
     (pack,) = (tmp_path / "folder").glob("step-*/*.pack")
@@ -109,7 +109,7 @@ def test_files_of_others_are_refused(tmp_path):
         load_checkpoint(tmp_path / "absent.pt")
 
 
-def test_the_file_has_the_rights_that_the_umask_gives(tmp_path):
+def test_the_file_has_the_permissions_of_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         save_checkpoint(tmp_path / "a.pt", {})
@@ -118,7 +118,7 @@ def test_the_file_has_the_rights_that_the_umask_gives(tmp_path):
     assert stat.S_IMODE((tmp_path / "a.pt").stat().st_mode) == 0o640
 
 
-def test_what_could_not_be_read_back_is_refused_and_nothing_written(tmp_path):
+def test_a_state_that_cannot_be_read_back_is_rejected_and_not_written(tmp_path):
     path = tmp_path / "a.pt"
     save_checkpoint(path, "old")
     with pytest.raises(CheckpointError) as refused:
@@ -128,7 +128,7 @@ def test_what_could_not_be_read_back_is_refused_and_nothing_written(tmp_path):
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-def test_the_newest_by_number_is_the_latest(tmp_path):
+def test_latest_compares_the_numbers_in_names(tmp_path):
     assert latest_checkpoint(tmp_path / "nowhere") is None
     assert latest_checkpoint(tmp_path) is None
     for step in (9, 10, 2):
@@ -138,7 +138,7 @@ def test_the_newest_by_number_is_the_latest(tmp_path):
     assert latest_checkpoint(tmp_path, "step-*.pt") == tmp_path / "step-10.pt"
 
 
-def test_latest_falls_back_past_damage_and_says_why(tmp_path, caplog):
+def test_latest_skips_damaged_files_with_their_reason(tmp_path, caplog):
     for step in (8, 9, 10, 11, 12):
         save_checkpoint(tmp_path / f"step-{step}.pt", step)
     (tmp_path / "step-12.pt").write_bytes(b"")
@@ -147,11 +147,11 @@ def test_latest_falls_back_past_damage_and_says_why(tmp_path, caplog):
     (tmp_path / "step-10.pt").mkdir()
     with caplog.at_level(logging.WARNING, "elasticlib.checkpoint"):
         assert latest_checkpoint(tmp_path) == tmp_path / "step-9.pt"
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 3
     for step, (message, why) in zip(
         (12, 11, 10),
-        zip(said, ("truncated", "truncated", "Is a directory"), strict=True),
+        zip(messages, ("truncated", "truncated", "Is a directory"), strict=True),
         strict=True,
     ):
         assert f"step-{step}.pt" in message
@@ -166,10 +166,10 @@ def test_latest_raises_if_there_are_files_and_none_is_a_complete_checkpoint(tmp_
     assert latest_checkpoint(tmp_path, "epoch-*.pt") is None
 
 
-def test_leftovers_are_never_latest_and_go_with_the_next_save_of_their_path(tmp_path):
+def test_partial_files_are_never_the_latest_and_the_next_save_removes_them(tmp_path):
     save_checkpoint(tmp_path / "step-1.pt", 1)
     whole = (tmp_path / "step-1.pt").read_bytes()
-    left = [tmp_path / aside_name(name, 7) for name in ("step-2.pt", "step-2.pt.pt", "2.pt")]
+    left = [tmp_path / temp_name(name, 7) for name in ("step-2.pt", "step-2.pt.pt", "2.pt")]
     for path in left:
         path.write_bytes(whole)
     assert latest_checkpoint(tmp_path, "*") == tmp_path / "step-1.pt"
@@ -178,8 +178,8 @@ def test_leftovers_are_never_latest_and_go_with_the_next_save_of_their_path(tmp_
     assert [path.exists() for path in left] == [False, True, True]
 
 
-def test_a_file_in_place_is_never_written_to_only_replaced(tmp_path):
-    """Who has the old one open reads it to its end; the window for a kill is that of a rename."""
+def test_an_existing_file_is_replaced_and_never_written_to(tmp_path):
+    """A process that has the old file open reads its old contents."""
     path = tmp_path / "a.pt"
     save_checkpoint(path, {"step": 1})
     before = path.read_bytes()
@@ -189,26 +189,26 @@ def test_a_file_in_place_is_never_written_to_only_replaced(tmp_path):
     assert load_checkpoint(path) == {"step": 2}
 
 
-def save_for_ever(path, turn, said):
-    """A writer, which says over a pipe which save has returned."""
+def save_for_ever(path, turn, pipe):
+    """Save again and again, and write each finished step to a pipe."""
     step = turn * 10**6
     while True:
         step += 1
         save_checkpoint(path, {"step": step, "w": torch.full((1 << 15,), step)})
-        os.write(said, step.to_bytes(8, "big"))
+        os.write(pipe, step.to_bytes(8, "big"))
 
 
 def kill_writers(path):
-    """How many files the killed ones left beside it."""
+    """Kill writers at random times. Return how many partial files they have left."""
     partial = 0
     for turn in range(25):
-        reads, said = os.pipe()
+        reads, pipe = os.pipe()
         writer = os.fork()
         if not writer:
-            save_for_ever(path, turn, said)
-        os.close(said)
+            save_for_ever(path, turn, pipe)
+        os.close(pipe)
         saved = os.read(reads, 8)
-        for _ in range(turn % 7):  # nothing here is in step with the writer
+        for _ in range(turn % 7):  # This is not synchronized with the writer.
             state = load_checkpoint(path)
             assert torch.equal(state["w"], torch.full((1 << 15,), state["step"]))
         os.kill(writer, signal.SIGKILL)
@@ -225,7 +225,7 @@ def kill_writers(path):
     return partial
 
 
-def test_a_writer_killed_at_any_moment_leaves_a_whole_file(ranks, tmp_path):
+def test_a_kill_at_any_time_leaves_a_complete_file(ranks, tmp_path):
     path = tmp_path / "step.pt"
     [partial] = ranks.run(kill_writers, 1, path, backend="")
     assert partial, "no kill fell into a save: this test has shown nothing"
@@ -245,48 +245,50 @@ def save_past_limits(path):
         assert "could not be written: [Errno 27] File too large" in str(refused.value)
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_names_the_cause(ranks, tmp_path):
+def test_a_failed_write_leaves_the_old_file_and_reports_the_cause(ranks, tmp_path):
     path = tmp_path / "a.pt"
     ranks.run(save_past_limits, 1, path, backend="")
     assert load_checkpoint(path)["step"] == 1
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_a_directory_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/a\.pt"):
         save_checkpoint(tmp_path / "file" / "a.pt", 1)
 
 
-def test_a_save_that_another_one_of_the_path_has_overtaken_says_so(tmp_path, monkeypatch):
-    path, sync, begun = tmp_path / "a.pt", os.fsync, []
+def test_a_save_whose_partial_file_another_save_removed_reports_it(tmp_path, monkeypatch):
+    path, sync, started = tmp_path / "a.pt", os.fsync, []
 
-    def overtaken(file):
+    def sync_and_save(file):
         sync(file)
-        if not begun:
-            begun.append(path)
+        if not started:
+            started.append(path)
             save_checkpoint(path, {"number": 2})
 
-    monkeypatch.setattr(os, "fsync", overtaken)
-    with pytest.raises(CheckpointError, match="another save of the same path began meanwhile"):
+    monkeypatch.setattr(os, "fsync", sync_and_save)
+    with pytest.raises(CheckpointError, match="another save to the same path has removed"):
         save_checkpoint(path, {"number": 1})
     assert load_checkpoint(path) == {"number": 2}
 
 
-def test_a_file_of_a_newer_version_is_not_taken_for_damaged(tmp_path, monkeypatch):
+def test_a_file_of_a_newer_format_is_not_reported_as_damaged(tmp_path, monkeypatch):
     with monkeypatch.context() as newer:
         newer.setattr(safetensors_header, "FORMAT", safetensors_header.FORMAT + 1)
         save_checkpoint(tmp_path / "a.pt", {"w": torch.ones(1)})
-    with pytest.raises(CheckpointError, match=r"a\.pt cannot be read: the pack has format") as said:
+    with pytest.raises(
+        CheckpointError, match=r"a\.pt cannot be read: the pack has format"
+    ) as raised:
         load_checkpoint(tmp_path / "a.pt")
-    assert not isinstance(said.value, CheckpointCorrupt)
+    assert not isinstance(raised.value, CheckpointCorrupt)
 
 
 @given(st.text(min_size=1), st.integers(0))
-def test_a_partial_file_tells_whose_it_is(target, token):
-    assert target_of(aside_name(target, token)) == target
+def test_the_name_of_a_partial_file_contains_its_target(target, token):
+    assert temp_target(temp_name(target, token)) == target
 
 
 @pytest.mark.parametrize("name", ["a.pt", ".a.pt", ".a.partial", "a.0123abcd.partial", ".hidden"])
-def test_other_names_are_no_partial_files(name):
-    assert target_of(name) is None
+def test_other_names_are_not_partial_files(name):
+    assert temp_target(name) is None

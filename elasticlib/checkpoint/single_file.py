@@ -1,0 +1,199 @@
+"""Checkpoints of a single file each: `save_checkpoint`, `load_checkpoint`, `latest_checkpoint`.
+
+Each file is a safetensors file whose header has the checksum of its data. The functions add no
+mechanism of their own: `pack` lays out and copies a state, `LocalStorage` replaces the file, and
+`catalog.find_difference` verifies it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
+from .catalog import DataFile, find_difference
+from .pack import plan_layout, unpack
+from .safetensors_header import (
+    PREFIX_BYTES,
+    PackHeader,
+    read_header,
+    read_size,
+    with_data_checksum,
+)
+from .storage import (
+    MAX_READER_THREADS,
+    LocalStorage,
+    OnChunk,
+    checksum,
+    new_memory,
+    read_handle_into,
+    temp_target,
+)
+from .tensor_layout import MapLocation
+
+_ZIP_MAGIC = b"PK\3\4"  # the first bytes of a file that `torch.save` wrote
+
+log = logging.getLogger("elasticlib.checkpoint")
+
+
+def save_checkpoint(path: str | os.PathLike[str], state: object) -> None:
+    """Write a state to a file, durably and atomically, and replace the previous file.
+
+    When the call returns, the file is complete and on the disk. The call needs memory for one copy
+    of the state. It creates missing directories, and removes partial files that an earlier crash
+    left at the same path. If two calls write to one path at the same time, the call that started
+    first may fail, so save from one rank only.
+
+    Args:
+        path: the file. It is a safetensors file, whatever the ending of its name: other tools read
+            its tensors by their paths in the state.
+        state: a state as for `CheckpointManager.save`, without sharded tensors. Objects with
+            `state_dict` are saved as their state.
+
+    Raises:
+        CheckpointError: the state cannot be saved (the message names the object and its path in the
+            state), or the disk failed. The previous file is unchanged.
+    """
+    target = Path(path)
+    try:
+        image = plan_layout(state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{target} was not written: {error}") from None
+    storage, start = LocalStorage(target.parent), image.layout.start
+    try:
+        pack = memoryview(new_memory(image.size))
+        image.copy_to(pack)
+        pack[:start] = with_data_checksum(image.header, checksum(pack[start:]))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for name in storage.list_files(""):
+            if temp_target(name) == target.name:
+                storage.remove(name)
+        try:
+            storage.replace(target.name, pack)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{target} was not written: another save to the same path has removed its partial "
+                "file; save from one rank only"
+            ) from error
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error}") from error
+
+
+def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation = "cpu") -> Any:
+    """Return the state that `save_checkpoint` wrote to a file, after verifying every byte.
+
+    Args:
+        path: the file.
+        map_location: where the tensors are loaded, as for `torch.load`.
+
+    Returns:
+        The state, with new tensors.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        CheckpointCorrupt: the file is truncated or changed, or was not written by elasticlib.
+        CheckpointError: `torch.save`, a `CheckpointManager`, or a version with another format wrote
+            the file; or this program lacks a library that the state needs.
+    """
+    with open(path, "rb") as file:
+        header = _read_file_header(file, path)
+        # The tensors use this memory.
+        memory = memoryview(new_memory(header.size))
+        os.preadv(file.fileno(), [memory[: header.start]], 0)
+        _verify_data(file, path, header, memory[header.start :])
+    try:
+        return unpack(memory, map_location=map_location, copy=False)
+    except CheckpointCorrupt as error:
+        raise _incomplete(path, error) from error
+
+
+def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> Path | None:
+    """Return the newest intact checkpoint file in a directory, by the numbers in the names.
+
+    Every byte of the file has been verified. A newer file that is damaged is skipped, and the
+    logger `elasticlib.checkpoint` warns with the reason.
+
+    Args:
+        folder: the directory. It need not exist.
+        pattern: a glob that matches the names of checkpoint files.
+
+    Returns:
+        The path, or None if no file matches.
+
+    Raises:
+        CheckpointError: files match, and none of them is intact. If the training started from the
+            beginning, it would replace them.
+    """
+    newest_error: Exception | None = None
+    names = [path.name for path in Path(folder).glob(pattern) if not temp_target(path.name)]
+    for name in sorted(names, key=_natural_key, reverse=True):
+        path = Path(folder, name)
+        try:
+            with open(path, "rb") as file:
+                _verify_data(file, path, _read_file_header(file, path))
+        except (CheckpointError, OSError) as error:
+            log.warning("checkpoint skipped: %s", error)
+            newest_error = newest_error or error
+        else:
+            return path
+    if newest_error is not None:
+        raise CheckpointError(
+            f"none of the {len(names)} files {pattern} in {os.fspath(folder)} is a complete "
+            f"checkpoint: {newest_error}. To start from the beginning, move them away"
+        ) from newest_error
+    return None
+
+
+def _natural_key(name: str) -> tuple[list[str | int], str]:
+    """Return a key that sorts step-9 before step-10."""
+    parts = re.split(r"([0-9]+)", name)
+    return [int(part) if at % 2 else part for at, part in enumerate(parts)], name
+
+
+def _incomplete(path: str | os.PathLike[str], reason: object) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"{os.fspath(path)} is not a complete checkpoint: {reason}")
+
+
+def _read_file_header(file: BinaryIO, path: str | os.PathLike[str]) -> PackHeader:
+    """Return the header of a file, whose size must be the one that the header gives."""
+    start, size_on_disk = file.read(PREFIX_BYTES), os.fstat(file.fileno()).st_size
+    if start.startswith(_ZIP_MAGIC):
+        raise CheckpointError(
+            f"{os.fspath(path)} is a zip archive, as torch.save writes it, and has no checksum: "
+            f"load it with torch.load({os.fspath(path)!r}, weights_only=True)"
+        )
+    try:
+        size, header_size = read_size(start)
+        if size != size_on_disk:
+            raise CheckpointCorrupt(f"it must have {size} bytes, but has {size_on_disk}")
+        return read_header(start + file.read(header_size - len(start)))
+    except CheckpointCorrupt as error:
+        raise _incomplete(
+            path, f"{error}: truncated, changed, or not written by elasticlib"
+        ) from error
+    except Unreadable as error:
+        raise Unreadable(f"{os.fspath(path)} cannot be read: {error}") from error
+
+
+def _verify_data(
+    file: BinaryIO, path: str | os.PathLike[str], header: PackHeader, into: memoryview | None = None
+) -> None:
+    """Read the data of a file, and compare their checksum with the one in the header.
+
+    The caller keeps the file open, because another save may replace it at any time.
+    """
+    if header.checksum is None:
+        raise CheckpointError(
+            f"{os.fspath(path)} has no checksum, because a CheckpointManager wrote it: load "
+            "it with CheckpointManager(folder).load(step)"
+        )
+
+    def read(buffer: memoryview, start: int, on_chunk: OnChunk) -> int:
+        return read_handle_into(file.fileno(), buffer, header.start + start, on_chunk)
+
+    data = DataFile(Path(path).name, header.size - header.start, header.checksum)
+    if difference := find_difference(data, read, into, max_threads=MAX_READER_THREADS):
+        raise _incomplete(path, difference)

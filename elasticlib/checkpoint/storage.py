@@ -1,0 +1,607 @@
+"""Storage of checkpoints: the file operations that a commit needs, on a disk and behind a URL.
+
+`LocalStorage` is a directory of a file system. After a crash or a loss of power, each file in it is
+complete or absent: a file is synced before its name counts, a name is synced with its directory,
+and `replace` renames a complete file. `DiskCalls` makes all system calls that change the disk.
+
+`FsspecStorage` is a directory behind a URL. Object stores store a file completely or not at all,
+but they have no rename and no lock, so only one job may write to a URL at a time.
+
+A file is written and read in segments of 8 MiB. Each segment has a CRC-32, which is computed while
+the segment is in the processor's cache. The checksum of a file is the CRC-32 of these values, so
+that several threads can read a file and verify it. This module does not interpret the contents.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, TypeVar
+
+from ..clock import monotonic
+from ..errors import CheckpointError
+from ..foreign import opened
+from ..threads import helper
+
+T = TypeVar("T")
+OnChunk: TypeAlias = Callable[[memoryview], None]
+
+SEGMENT_BYTES = 8 << 20  # Another value changes the checksums of files.
+READ_BYTES = 1 << 20  # One read: its bytes are still in the processor's cache for the CRC-32.
+MAX_SMALL_FILE_BYTES = 64 << 20  # A manifest of 100,000 parts is smaller.
+MAX_READER_THREADS = min(8, len(os.sched_getaffinity(0)))  # Eight saturate any disk.
+
+LOCK_NAME = ".lock"
+LOCK_TIMEOUT_S = 60.0  # A writer holds the lock while it commits and deletes, which takes seconds.
+LOCK_POLL_INTERVAL_S = 0.05
+MAX_CREATE_ATTEMPTS = 100  # A concurrent pruner may delete a directory that has no file yet.
+
+_TEMP_NAME = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{8}\.partial", re.DOTALL)
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_WHOLE_FILE, _SYNC_FILE_RANGE_WRITE = ctypes.c_int64(0), 2
+
+
+def ignore_chunk(_chunk: memoryview) -> None:
+    """Do nothing with a chunk that was read."""
+
+
+def temp_name(target: str, token: int) -> str:
+    """Return the hidden name under which a writer with this token writes `target`."""
+    return f".{target}.{token % 2**32:08x}.partial"
+
+
+def temp_target(name: str) -> str | None:
+    """Return the file that the temporary file `name` replaces, or None if it is another file."""
+    match = _TEMP_NAME.fullmatch(name)
+    return match["target"] if match else None
+
+
+class FileTooLarge(OSError):
+    """A file is larger than any file of its kind. The disk works, so a retry does not help."""
+
+
+class CheckpointStorage(abc.ABC):
+    """A directory of checkpoints. Names are relative to it, with `/` between their parts.
+
+    Each operation raises OSError if it fails. Reads may run in several threads at once.
+    """
+
+    name: str  # the path or URL, for messages
+    max_readers = 1  # how many threads may call `read_into` at once
+
+    @abc.abstractmethod
+    def lock(self) -> AbstractContextManager[None]:
+        """Exclude other writers while the block runs, and create the directory.
+
+        `FsspecStorage` does neither.
+        """
+
+    @abc.abstractmethod
+    def list_folders(self) -> list[str]:
+        """Return the names of the directories in it, or an empty list if it does not exist."""
+
+    @abc.abstractmethod
+    def list_files(self, folder: str) -> dict[str, int]:
+        """Return the size in bytes of each file in a directory in it (`""`: in itself)."""
+
+    @abc.abstractmethod
+    def read(self, name: str) -> bytes | None:
+        """Return the contents of a small file, or None if it does not exist.
+
+        Raises:
+            FileTooLarge: the file has more than `MAX_SMALL_FILE_BYTES`.
+        """
+
+    @abc.abstractmethod
+    def read_into(
+        self,
+        name: str,
+        buffer: memoryview,
+        *,
+        start: int = 0,
+        on_chunk: OnChunk = ignore_chunk,
+    ) -> int:
+        """Read a file into `buffer`, until the buffer is full or the file ends.
+
+        Args:
+            name: the file.
+            buffer: receives the bytes.
+            start: offset in the file.
+            on_chunk: receives each part of the buffer as soon as it is filled, in order.
+
+        Returns:
+            How many bytes were read.
+        """
+
+    @abc.abstractmethod
+    def write(self, name: str, data: memoryview) -> int:
+        """Write a new file durably and create its directory. Remove the file if this fails.
+
+        Returns:
+            The checksum of the file, as `checksum` computes it.
+        """
+
+    @abc.abstractmethod
+    def replace(self, name: str, data: bytes) -> None:
+        """Create or replace a file durably and atomically, in a directory that exists."""
+
+    @abc.abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file durably. Do nothing if it does not exist."""
+
+    @abc.abstractmethod
+    def remove_folder(self, folder: str) -> None:
+        """Remove an empty directory. Do nothing if it does not exist, or is not empty."""
+
+
+def open_storage(location: str | os.PathLike[str] | CheckpointStorage) -> CheckpointStorage:
+    """Return the storage at a path or URL. A storage is returned as it is.
+
+    Raises:
+        CheckpointError: the URL cannot be opened.
+    """
+    if isinstance(location, CheckpointStorage):
+        return location
+    text = os.fspath(location)
+    scheme, is_url, path = text.partition("://")
+    if not is_url:
+        return LocalStorage(text)
+    return LocalStorage(path) if scheme in ("file", "local") else FsspecStorage(text)
+
+
+# -- a directory of a file system ------------------------------------------------------------------
+
+
+class DiskCalls:
+    """The system calls that change a disk, one method each. Tests replace them."""
+
+    def create(self, path: str) -> int:
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+
+    def write(self, handle: int, data: memoryview) -> int:
+        count = os.write(handle, data)
+        if count == SEGMENT_BYTES and _sync_file_range is not None:
+            # The disk starts to write this segment now, not at the sync, which reports errors.
+            _sync_file_range(handle, _WHOLE_FILE, _WHOLE_FILE, _SYNC_FILE_RANGE_WRITE)
+        return count
+
+    def sync(self, handle: int) -> None:
+        os.fsync(handle)
+
+    def rename(self, old: str, new: str) -> None:
+        os.replace(old, new)
+
+    def make_folder(self, path: str) -> None:
+        os.mkdir(path)
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)
+
+    def remove_folder(self, path: str) -> None:
+        os.rmdir(path)
+
+
+class LocalStorage(CheckpointStorage):
+    """A directory of a file system, local or on a network."""
+
+    max_readers = MAX_READER_THREADS
+
+    def __init__(self, folder: str | os.PathLike[str], calls: DiskCalls | None = None) -> None:
+        self.name = os.path.abspath(os.fspath(folder))
+        self._calls = calls or DiskCalls()
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        self._make_folder(self.name)
+        path = os.path.join(self.name, LOCK_NAME)
+        # Each call opens the file, so that two threads of this process exclude each other, too.
+        with opened(path, os.O_RDWR | os.O_CREAT, mode=0o644) as handle:
+            _wait_for_lock(handle, path)
+            try:
+                yield
+            finally:
+                # Closing the handle is not enough: a process that was forked meanwhile, such as a
+                # DataLoader's worker, has the handle, too, and would keep the lock.
+                fcntl.flock(handle, fcntl.LOCK_UN)
+
+    def list_folders(self) -> list[str]:
+        try:
+            with os.scandir(self.name) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except FileNotFoundError:
+            return []
+
+    def list_files(self, folder: str) -> dict[str, int]:
+        sizes = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._path(folder)) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_file():
+                        sizes[entry.name] = entry.stat().st_size
+        return sizes
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            with open(self._path(name), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > MAX_SMALL_FILE_BYTES:
+                    limit = MAX_SMALL_FILE_BYTES
+                    raise FileTooLarge(f"{name} has {size} bytes, which is more than {limit}")
+                return file.read(size)
+        except FileNotFoundError:
+            return None
+
+    def read_into(
+        self,
+        name: str,
+        buffer: memoryview,
+        *,
+        start: int = 0,
+        on_chunk: OnChunk = ignore_chunk,
+    ) -> int:
+        with open(self._path(name), "rb", buffering=0) as file:
+            return read_handle_into(file.fileno(), buffer, start, on_chunk)
+
+    def write(self, name: str, data: memoryview) -> int:
+        path = self._path(name)
+        folder = os.path.dirname(path)
+        handle = self._create(path, folder)
+        crcs = []
+        with self._removed_on_error(path), self._synced(handle):
+            for segment in split_into_segments(data):
+                self._write_all(handle, segment)
+                crcs.append(zlib.crc32(segment))
+        self._sync_folder(folder)
+        return combine_segment_crcs(crcs)
+
+    def replace(self, name: str, data: bytes | memoryview) -> None:
+        path = self._path(name)
+        folder, base = os.path.split(path)
+        temp = os.path.join(folder, temp_name(base, secrets.randbits(32)))
+        handle = self._calls.create(temp)
+        with self._removed_on_error(temp):
+            with self._synced(handle):
+                self._write_all(handle, memoryview(data))
+            self._calls.rename(temp, path)
+        self._sync_folder(folder)
+
+    def remove(self, name: str) -> None:
+        path = self._path(name)
+        with contextlib.suppress(FileNotFoundError):
+            self._calls.remove(path)
+            self._sync_folder(os.path.dirname(path))
+
+    def remove_folder(self, folder: str) -> None:
+        try:
+            self._calls.remove_folder(self._path(folder))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.name, name)
+
+    def _make_folder(self, path: str) -> None:
+        """Create a directory and its parents durably, unless they exist."""
+        if os.path.isdir(path):
+            return
+        parent = os.path.dirname(path)
+        if parent != path:
+            self._make_folder(parent)
+        with contextlib.suppress(FileExistsError):
+            self._calls.make_folder(path)
+            self._sync_folder(parent)
+
+    def _create(self, path: str, folder: str) -> int:
+        """Create a file, and its directory as often as a concurrent pruner deletes it."""
+        for _ in range(MAX_CREATE_ATTEMPTS):
+            self._make_folder(folder)
+            with contextlib.suppress(FileNotFoundError):
+                return self._calls.create(path)
+        message = f"another process deleted the directory {MAX_CREATE_ATTEMPTS} times"
+        raise FileNotFoundError(errno.ENOENT, message, folder)
+
+    def _write_all(self, handle: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            count = self._calls.write(handle, data[done : done + SEGMENT_BYTES])
+            if not count:
+                raise OSError(errno.EIO, "write() returned 0 bytes", self.name)
+            done += count
+
+    @contextlib.contextmanager
+    def _synced(self, handle: int) -> Iterator[None]:
+        """Sync a file after the block, release its pages in the page cache, and close it."""
+        try:
+            yield
+            self._calls.sync(handle)
+            # The training's data and the next save need the memory more than this file does.
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+    @contextlib.contextmanager
+    def _removed_on_error(self, path: str) -> Iterator[None]:
+        """Remove the file if the block raises."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._calls.remove(path)
+            raise
+
+    def _sync_folder(self, path: str) -> None:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._calls.sync(handle)
+        finally:
+            os.close(handle)
+
+
+def _wait_for_lock(handle: int, path: str) -> None:
+    """Take the lock, which the kernel releases when its holder exits."""
+    deadline, pause = monotonic() + LOCK_TIMEOUT_S, threading.Event()
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            is_locked = isinstance(error, BlockingIOError)
+            if not is_locked or monotonic() > deadline:
+                reason = f"another writer holds it for {LOCK_TIMEOUT_S:g} s" if is_locked else error
+                raise OSError(errno.EAGAIN, f"{path} could not be locked: {reason}") from error
+        pause.wait(LOCK_POLL_INTERVAL_S)
+
+
+# -- a directory behind a URL ----------------------------------------------------------------------
+
+
+class FsspecStorage(CheckpointStorage):
+    """A directory that fsspec reaches, which the extra `fsspec` installs.
+
+    Only one job may write to it at a time: it has no lock, so fencing is not enforced.
+    """
+
+    max_readers = 8
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise CheckpointError(
+                f"{url} needs fsspec and its package for this URL: pip install 'elasticlib[fsspec]'"
+            ) from error
+        self.name = url
+        try:
+            self._fs: Any
+            self._fs, self._root = url_to_fs(url)
+        except Exception as error:
+            raise CheckpointError(f"{url} cannot be opened: {error}") from error
+
+    def lock(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def list_folders(self) -> list[str]:
+        rows = self._list("")
+        return sorted(_base_name(row["name"]) for row in rows if row["type"] == "directory")
+
+    def list_files(self, folder: str) -> dict[str, int]:
+        rows = self._list(folder)
+        return {_base_name(row["name"]): int(row["size"]) for row in rows if row["type"] == "file"}
+
+    def read(self, name: str) -> bytes | None:
+        with self._os_errors(name):
+            try:
+                return bytes(self._fs.cat_file(self._path(name)))
+            except FileNotFoundError:
+                return None
+
+    def read_into(
+        self,
+        name: str,
+        buffer: memoryview,
+        *,
+        start: int = 0,
+        on_chunk: OnChunk = ignore_chunk,
+    ) -> int:
+        done = 0
+        with self._os_errors(name):
+            for segment in split_into_segments(buffer):
+                begin = start + done
+                data = self._fs.cat_file(self._path(name), start=begin, end=begin + len(segment))
+                segment[: len(data)] = data
+                on_chunk(segment[: len(data)])
+                done += len(data)
+                if len(data) < len(segment):
+                    break
+        return done
+
+    def write(self, name: str, data: memoryview) -> int:
+        path, crcs = self._path(name), []
+        with self._os_errors(name):
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            try:
+                with self._fs.open(path, "wb") as file:
+                    for segment in split_into_segments(data):
+                        file.write(segment)
+                        crcs.append(zlib.crc32(segment))
+                self._fs.invalidate_cache()
+                size = self._fs.info(path)["size"]
+                if size != len(data):
+                    raise OSError(f"{len(data)} bytes were written, but the file has {size}")
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._fs.rm_file(path)
+                raise
+        return combine_segment_crcs(crcs)
+
+    def replace(self, name: str, data: bytes) -> None:
+        with self._os_errors(name):
+            path = self._path(name)
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(path, data)
+
+    def remove(self, name: str) -> None:
+        with self._os_errors(name), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    def remove_folder(self, folder: str) -> None:
+        # In most object stores a directory exists only while it has files.
+        with contextlib.suppress(Exception):
+            self._fs.rmdir(self._path(folder))
+
+    def _list(self, folder: str) -> list[dict[str, Any]]:
+        with self._os_errors(folder):
+            self._fs.invalidate_cache()
+            try:
+                return list(self._fs.ls(self._path(folder), detail=True))
+            except FileNotFoundError:
+                return []
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}".rstrip("/")
+
+    @contextlib.contextmanager
+    def _os_errors(self, name: str) -> Iterator[None]:
+        """Translate the errors of this file system's library to OSError."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{self.name}/{name}: {type(error).__name__}: {error}") from error
+
+
+def _base_name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+# -- checksums -------------------------------------------------------------------------------------
+
+
+def split_into_segments(data: memoryview) -> Iterator[memoryview]:
+    """Yield the segments of a file's bytes, in order."""
+    for start in range(0, len(data), SEGMENT_BYTES):
+        yield data[start : start + SEGMENT_BYTES]
+
+
+def combine_segment_crcs(crcs: Iterable[int]) -> int:
+    """Return the checksum of a file from the CRC-32 of each of its segments, in order."""
+    return zlib.crc32(b"".join(crc.to_bytes(4, "little") for crc in crcs))
+
+
+def checksum(data: memoryview) -> int:
+    """Return the checksum of a file's bytes."""
+    return combine_segment_crcs(map(zlib.crc32, split_into_segments(data)))
+
+
+def new_memory(size: int) -> mmap.mmap:
+    """Return `size` bytes of zeroed memory, which is freed with its last reference."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # The first access to memory is faster in pages of 2 MiB than in pages of 4 KiB.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def read_handle_into(handle: int, buffer: memoryview, start: int, on_chunk: OnChunk) -> int:
+    """Read an open file from the offset `start`; see `CheckpointStorage.read_into`."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(handle, [buffer[done : done + READ_BYTES]], start + done)
+        if not count:
+            break
+        on_chunk(buffer[done : done + count])
+        done += count
+    return done
+
+
+def read_with_checksum(
+    read: Callable[[memoryview, int, OnChunk], int],
+    size: int,
+    into: memoryview | None = None,
+    *,
+    max_threads: int = 1,
+    on_chunk: OnChunk = ignore_chunk,
+) -> tuple[int, int]:
+    """Read the first `size` bytes of a file and compute their checksum.
+
+    Args:
+        read: reads into a buffer from an offset, as `CheckpointStorage.read_into` does. Several
+            threads call it at once, each for another segment.
+        size: how many bytes to read.
+        into: receives the bytes. Without it they are only checked.
+        max_threads: how many threads read at once.
+        on_chunk: receives each chunk, from one thread at a time, in any order.
+
+    Returns:
+        The number of bytes before the end of the file, and their checksum.
+    """
+    lock = threading.Lock()
+    local = threading.local()  # Each thread that only checks uses one buffer for all its segments.
+
+    def read_segment(start: int) -> tuple[int, int]:
+        crc, length = 0, min(SEGMENT_BYTES, size - start)
+        if into is not None:
+            buffer = into[start : start + length]
+        else:
+            if not hasattr(local, "buffer"):
+                local.buffer = memoryview(new_memory(min(SEGMENT_BYTES, size)))
+            buffer = local.buffer[:length]
+
+        def add_chunk(chunk: memoryview) -> None:
+            nonlocal crc
+            crc = zlib.crc32(chunk, crc)
+            with lock:
+                on_chunk(chunk)
+
+        return read(buffer, start, add_chunk), crc
+
+    results = _map_in_threads(read_segment, range(0, size, SEGMENT_BYTES), max_threads)
+    num_full = next((at for at, (count, _) in enumerate(results) if count < SEGMENT_BYTES), size)
+    present = [(count, crc) for count, crc in results[: num_full + 1] if count]
+    return sum(count for count, _ in present), combine_segment_crcs(crc for _, crc in present)
+
+
+def _map_in_threads(act: Callable[[int], T], items: range, max_threads: int) -> list[T]:
+    """Call `act` for each item, in this thread and others. Return the results in order.
+
+    Raises:
+        BaseException: the first error of any thread, once all threads have finished.
+    """
+    remaining = iter(items)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for item in remaining:
+                if errors:
+                    return
+                results[item] = act(item)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [helper(work, "elasticlib-read") for _ in range(min(max_threads, len(items)) - 1)]
+    for thread in threads:
+        # Where no more threads can be started, the others do all the work.
+        with contextlib.suppress(RuntimeError, MemoryError):
+            thread.start()
+    work()
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return [results[item] for item in items]
