@@ -145,7 +145,7 @@ def test_directory_of_another_launch_is_refused(host: Host, checkpoints: Path) -
     saved(checkpoints, 6, {**PLACE, "launch": "second"})
     problem = host.keep(7).save()
     assert problem.startswith(f"the snapshot of step 7 was not written to {checkpoints}: ")
-    assert "took this folder over from the launch of" in problem
+    assert "took this directory over from the launch of" in problem
 
 
 def test_snapshot_without_a_checkpoint_directory_is_not_written(
