@@ -298,10 +298,9 @@ def _entry_and_row(
         entry = (ARRAY_DTYPES[dtype], shape) if is_plain else (_STORAGE, None)
         return entry, ["uint8", layout.shape, layout.stride, place, ""]
     name = _ENTRY_DTYPES.get(tensor.dtype)
-    is_plain = name is not None and layout.is_row_major
-    entry = (name, layout.shape) if name is not None and is_plain else (_STORAGE, None)
+    entry = (name, layout.shape) if name is not None and layout.is_contiguous else (_STORAGE, None)
     location = device_tag(tensor)
-    if is_plain and location == "cpu":
+    if name is not None and layout.is_row_major and location == "cpu":
         return entry, place
     return entry, [dtype_name(layout.dtype), layout.shape, layout.stride, place, location]
 

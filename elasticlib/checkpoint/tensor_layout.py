@@ -89,6 +89,20 @@ class StridedLayout:
         """True if the strides are exactly those of a new tensor of this shape."""
         return self.stride == row_major_stride(self.shape)
 
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the elements are in row-major order without gaps, as `Tensor.is_contiguous` says.
+
+        The strides of dimensions of size 1 and of tensors without elements do not matter.
+        """
+        if 0 in self.shape:
+            return True
+        expected = row_major_stride(self.shape)
+        return all(
+            n == 1 or step == want
+            for n, step, want in zip(self.shape, self.stride, expected, strict=True)
+        )
+
     def densified(self) -> StridedLayout:
         """Return this layout if it is dense, else the row-major layout of the same shape."""
         if self.is_dense:
