@@ -1,0 +1,1 @@
+"""Checkpoints: saves to disk, snapshots in memory, and restoring at any number of ranks."""
