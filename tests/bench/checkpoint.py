@@ -42,7 +42,7 @@ import torch.distributed.checkpoint as dcp
 from figures import Row, Samples, run
 
 from elasticlib import CheckpointManager
-from elasticlib.checkpoint import place as places
+from elasticlib.checkpoint import storage
 from elasticlib.checkpoint.catalog import CheckpointCatalog, Retention
 from elasticlib.checkpoint.commit import Committer, RankWriters, WriterIdentity
 from elasticlib.checkpoint.restore import restore_from
@@ -91,13 +91,13 @@ class Ways:
 @contextlib.contextmanager
 def unsummed() -> Iterator[None]:
     """Every sum is right, and takes no time."""
-    summed, flaw = places.zlib, CheckpointCatalog._find_file_corruption
-    places.zlib = types.SimpleNamespace(crc32=lambda *_: 0)  # type: ignore[assignment]
+    summed, flaw = storage.zlib, CheckpointCatalog._find_file_corruption
+    storage.zlib = types.SimpleNamespace(crc32=lambda *_: 0)  # type: ignore[assignment]
     CheckpointCatalog._find_file_corruption = lambda *args: flaw(*args) and None  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        places.zlib, CheckpointCatalog._find_file_corruption = summed, flaw  # type: ignore[method-assign]
+        storage.zlib, CheckpointCatalog._find_file_corruption = summed, flaw  # type: ignore[method-assign]
 
 
 def write_plainly(path: Path, data: memoryview) -> None:

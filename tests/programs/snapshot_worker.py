@@ -29,7 +29,7 @@ def newest_complete(found) -> int:
     parts: dict[int, set[int]] = {}
     for held in found:
         parts.setdefault(held.step, set()).add(held.part)
-        if len(parts[held.step]) == max(1, held.parts):
+        if len(parts[held.step]) == max(1, held.num_parts):
             return held.step
     return 0
 
@@ -42,10 +42,10 @@ def main() -> None:
     assert where is not None
     line = {"part": rank, "parts": world, "sharded": True} if "parts" in sys.argv else {}
     memory = SnapshotSource(where, folder=str(folder / "disk"))
-    found = memory.held()
+    found = memory.list_states()
     step = newest_complete(found)
     place |= {"node": os.environ["NODE"], "memory": str(Path(where.folder).parent)}
-    place["held"] = [[held.step, held.part, held.parts] for held in found]
+    place["held"] = [[held.step, held.part, held.num_parts] for held in found]
     place["wrong"] = [str(held) for held in found if not is_right(memory, held)]
     ranks = Ranks(folder, place["ELASTICLIB_GENERATION"], rank, world)
     progress = Ranks(folder, "progress", rank, world)
