@@ -442,10 +442,10 @@ class StepLoop:
         reject_state_dicts(parts)
         sources = (self._batches, self._batches.sampler)
         if not any(part is source for part in parts.values() for source in sources):
-            parts["batches"] = self._batches
+            _add_part(parts, "batches", self._batches)
         logical_workers = self._logical_workers
         if logical_workers is not None and all(p is not logical_workers for p in parts.values()):
-            parts["logical"] = logical_workers
+            _add_part(parts, "logical", logical_workers)
         if self._create_state is None:
             _reject_sharded(parts)
             self._rollback = StateRollback(parts)
@@ -512,6 +512,15 @@ class StepLoop:
             self._manager.on_state_broadcast(plan.step, self._parts, plan.source)
         if is_receiver:
             context().restored(plan.step, source="peer", seconds=monotonic() - started)
+
+
+def _add_part(parts: TrainingState, name: str, part: Any) -> None:
+    if name in parts:
+        raise ConfigError(
+            f"the state has another {name!r}, the name under which steps saves the object that it"
+            " was given: use another name, or put that object into the state"
+        )
+    parts[name] = part
 
 
 def _copy_values(source: TrainingState, target: TrainingState) -> None:

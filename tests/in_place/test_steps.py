@@ -97,6 +97,11 @@ def test_values_that_the_script_assigns_in_its_state_are_rolled_back() -> None:
     assert state == {"n": 3, "sum": torch.full((1,), 3.0)}
 
 
+def test_a_state_that_has_another_value_under_the_name_of_the_batches_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="the state has another 'batches'"):
+        elasticlib.steps(batches(), {"batches": [1]})
+
+
 def fail_in_second_step(loop: StepLoop) -> None:
     for attempt in loop:
         with attempt:
