@@ -273,10 +273,12 @@ class SlotFile(Slot):
             self.reserved = end
 
     def close(self) -> None:
-        """Unmap the file. It stays where it is."""
+        """Unmap the file. It stays where it is. Another call does nothing more."""
         self.is_unused = False
         self.views = None
-        os.close(self.handle)
+        handle, self.handle = self.handle, -1
+        if handle >= 0:
+            os.close(handle)
         # A tensor that is a view of the memory keeps it until the tensor is deleted.
         with contextlib.suppress(BufferError):
             self.memory.close()
@@ -430,11 +432,12 @@ class SnapshotSlots:
     def _drop(self, files: list[SlotFile]) -> None:
         for file in files:
             # If an exception interrupts this before the file is removed from the list,
-            # `_lock_slot` drops it again.
+            # `_lock_slot` drops it again. An open file that is not in the list would keep its
+            # memory.
             file.is_dropped = True
             file.path.unlink(missing_ok=True)
-            self._files.remove(file)
             file.close()
+            self._files.remove(file)
 
     def _create(self, size: int) -> SlotFile:
         """Create a slot, locked, without memory yet."""
@@ -455,6 +458,8 @@ class SnapshotSlots:
             file = SlotFile(size, path=path, handle=handle, memory=mapped)
             self._files.append(file)
         except BaseException as error:
+            # An exception of a signal handler can arrive when the file is in the list already.
+            self._files[:] = [file for file in self._files if file.handle != handle]
             os.close(handle)
             path.unlink(missing_ok=True)
             if isinstance(error, OSError):

@@ -607,7 +607,9 @@ def _exact_key(key: object) -> Any:
     """Return a value that is equal for two keys only if they have the same types and values."""
     if type(key) in (str, int):
         return (type(key), key)
-    return tuple(map(_exact_key, key)) if isinstance(key, tuple) else repr(key)
+    if isinstance(key, tuple):  # A torch.Size is equal to a tuple.
+        return (type(key), *map(_exact_key, key))
+    return (type(key), repr(key))
 
 
 def _factory_name(path: StatePath, value: defaultdict[Any, Any]) -> str:
@@ -759,7 +761,9 @@ class _Decoder:
         kind = next(iter(encoded))
         payload = encoded[kind]
         if kind in ("tensor", "parameter", "array"):
-            key = (kind, payload, encoded.get("grad", False))
+            # Arrays with the same bytes can be views of another dtype, shape or memory order.
+            about = [encoded.get(name) for name in ("dtype", "shape", "order")]
+            key = (kind, payload, encoded.get("grad", False), repr(about))
             if key not in self._built:
                 self._built[key] = _as_kind(kind, self._tensors[_index(payload)], encoded)
             return self._built[key]

@@ -54,7 +54,8 @@ class StateRollback:
         ]
         # The values of LogicalWorkers never change.
         kinds = (nn.Module, torch.optim.Optimizer, LogicalWorkers)
-        self._others = {name: part for name, part in state.items() if not isinstance(part, kinds)}
+        self._state = state
+        self._other_names = [name for name, part in state.items() if not isinstance(part, kinds)]
         self._with_gradients = _find_instances(state, (nn.Module, torch.optim.Optimizer))
         self._scalers = _find_instances(state, torch.amp.GradScaler)
         self._parameters: list[Tensor] = []  # of all modules, see refresh_modules
@@ -102,7 +103,7 @@ class StateRollback:
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
             ],
-            other_values=copy.deepcopy(to_plain_values(self._others)),
+            other_values=copy.deepcopy(to_plain_values(self._others())),
         )
 
     @torch.no_grad()
@@ -135,8 +136,14 @@ class StateRollback:
                     current.copy_(value)
                 else:
                     group[name] = value
-        plan_restore(self._others, saved.other_values)()
+        others = self._others()
+        plan_restore(others, saved.other_values)()
+        self._state.update(others)
         return True
+
+    def _others(self) -> dict[str, Any]:
+        """Return the parts of the state whose values are copied when a step attempt starts."""
+        return {name: self._state[name] for name in self._other_names}
 
 
 def _find_instances(state: object, kind: Any) -> list[Any]:

@@ -29,7 +29,12 @@ from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.pack import plan_layout, unpack
 from ..checkpoint.restore_plan import check_names, plan_restore
 from ..checkpoint.snapshot_source import is_sharded
-from ..checkpoint.state_tree import map_leaves, reject_state_dicts, to_plain_values
+from ..checkpoint.state_tree import (
+    map_leaves,
+    reject_state_dicts,
+    state_accessor,
+    to_plain_values,
+)
 from ..checkpoint.storage import new_memory
 from ..clock import monotonic
 from ..data.batch_sampler import ElasticBatchSampler
@@ -281,6 +286,7 @@ class StepLoop:
             for batch in local if self._loader is None else self._loader(local):
                 if context().must_leave:
                     return False
+                self._read_values()
                 self._rollback.begin()
                 self._attempt = attempt = StepAttempt(self, batch, is_new_group=is_new_group)
                 yield attempt
@@ -310,6 +316,7 @@ class StepLoop:
         else:
             # A state that a function creates is created again for the next group instead.
             self._is_complete = self._rollback.roll_back() and self._create_state is None
+            self._write_values()
         self._attempt = None
 
     def _on_committed(self, attempt: StepAttempt) -> None:
@@ -317,6 +324,7 @@ class StepLoop:
         self._finish_last_attempt()
         context().step(self.step, **attempt._reported_fields)
         if self._manager is not None and _is_due(self.step, self._snapshot_every):
+            self._read_values()
             self._manager.snapshot(self.step, self._parts)
         if attempt._is_pinned or _is_due(self.step, self._save_every):
             try:
@@ -328,6 +336,7 @@ class StepLoop:
 
     def _save(self, *, pin: bool = False) -> None:
         if self._manager is not None:
+            self._read_values()
             self._manager.save(self.step, self._parts, pin=pin)
             self._saved_step = self.step
 
@@ -433,14 +442,22 @@ class StepLoop:
         reject_state_dicts(parts)
         sources = (self._batches, self._batches.sampler)
         if not any(part is source for part in parts.values() for source in sources):
-            parts["batches"] = self._batches
+            _add_part(parts, "batches", self._batches)
         logical_workers = self._logical_workers
         if logical_workers is not None and all(p is not logical_workers for p in parts.values()):
-            parts["logical"] = logical_workers
+            _add_part(parts, "logical", logical_workers)
         if self._create_state is None:
             _reject_sharded(parts)
             self._rollback = StateRollback(parts)
         self.state, self._parts = state, parts
+
+    def _read_values(self) -> None:
+        """Take the values that the script has assigned in its state."""
+        _copy_values(self.state, self._parts)
+
+    def _write_values(self) -> None:
+        """Assign the values that were restored or rolled back in the state of the script."""
+        _copy_values(self._parts, self.state)
 
     def _status(self) -> MemberStatus:
         return MemberStatus(
@@ -464,6 +481,7 @@ class StepLoop:
         self._is_complete = False
         result = None if self._manager is None else self._manager.restore(self._parts)
         if result:
+            self._write_values()
             self.step = result.step
             return
         committed = [member.step for member in members if member.step is not None]
@@ -478,6 +496,7 @@ class StepLoop:
     def _broadcast_state(self, plan: BroadcastPlan) -> None:
         """Send the state of the source to the receivers. Every member must call this."""
         started = monotonic()
+        self._read_values()
         with peer_group() as peers:
             is_receiver = peers.rank in plan.receivers
             if plan.receivers:
@@ -487,11 +506,30 @@ class StepLoop:
         if is_receiver:
             self._is_complete = False
             plan_restore(self._parts, unpack(present(pack, "a pack"), copy=False))()
+            self._write_values()
             self.step, self._has_state, self._is_complete = plan.step, True, True
         if self._manager is not None and self._snapshot_every:
             self._manager.on_state_broadcast(plan.step, self._parts, plan.source)
         if is_receiver:
             context().restored(plan.step, source="peer", seconds=monotonic() - started)
+
+
+def _add_part(parts: TrainingState, name: str, part: Any) -> None:
+    if name in parts:
+        raise ConfigError(
+            f"the state has another {name!r}, the name under which steps saves the object that it"
+            " was given: use another name, or put that object into the state"
+        )
+    parts[name] = part
+
+
+def _copy_values(source: TrainingState, target: TrainingState) -> None:
+    """Assign the values of names that both states have, except for objects with a state dict."""
+    for name, value in source.items():
+        if name in target and value is not target[name]:
+            parts = (value, target[name])
+            if all(state_accessor(part) is None for part in parts):
+                target[name] = value
 
 
 def _reject_sharded(state: TrainingState) -> None:

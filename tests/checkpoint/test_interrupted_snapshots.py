@@ -7,6 +7,7 @@ works. A handler that itself calls the manager gets an error at worst, and never
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from itertools import count
@@ -90,6 +91,67 @@ def test_interrupted_at_any_line_the_first_snapshot_is_complete_or_not_there(
             assert_next_snapshot_works(manager, kept, 2)
         snapshot_slots.remove_snapshots(kept, snapshot_slots.list_snapshots(kept))
     assert len(interrupter.where) > 50
+
+
+class _InterruptedList(list[Any]):
+    """A list in which a signal arrives after an item is appended or removed."""
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        raise KeyboardInterrupt
+
+    def remove(self, item: Any) -> None:
+        super().remove(item)
+        raise KeyboardInterrupt
+
+
+def write_slot(slots: snapshot_slots.SnapshotSlots, step: int, size: int = 100) -> None:
+    header = snapshot_slots.SnapshotHeader("state", step, step, size, "run", 1)
+    with slots.open_for_writing(header) as view:
+        view[:] = bytes(size)
+
+
+def open_slots(folder: Path) -> list[str]:
+    """Return the slots of which this process has a descriptor."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    targets = [os.readlink(link) for link in links if os.path.lexists(link)]
+    return sorted(target for target in targets if target.startswith(str(folder)))
+
+
+def test_slot_whose_creation_was_interrupted_at_its_end_is_not_used_again(kept: Path) -> None:
+    slots = snapshot_slots.SnapshotSlots(kept / "1")
+    slots._files = _InterruptedList()
+    with pytest.raises(KeyboardInterrupt):
+        write_slot(slots, 1)
+    slots._files = [*slots._files]
+    write_slot(slots, 2)
+    assert [ref.header.step for ref in snapshot_slots.list_snapshots(kept)] == [2]
+    slots.close()
+
+
+def test_slot_that_was_dropped_when_a_signal_arrived_keeps_no_memory(kept: Path) -> None:
+    slots = snapshot_slots.SnapshotSlots(kept / "1")
+    write_slot(slots, 1)
+    write_slot(slots, 2)
+    slots._files = _InterruptedList(slots._files)
+    with pytest.raises(KeyboardInterrupt):
+        write_slot(slots, 3, size=10_000)
+    assert not [name for name in open_slots(kept) if name.endswith("(deleted)")]
+    slots._files = [*slots._files]
+    write_slot(slots, 4, size=10_000)
+    slots.close()
+    assert not open_slots(kept)
+
+
+def test_close_of_slots_can_be_called_again_after_an_interruption(kept: Path) -> None:
+    interrupter, is_interrupted = Interrupter("checkpoint/snapshot_slots.py"), True
+    while is_interrupted:
+        slots = snapshot_slots.SnapshotSlots(kept / "1")
+        write_slot(slots, 1)
+        write_slot(slots, 2)
+        is_interrupted = interrupter.interrupt(slots.close)
+        slots.close()
+    assert len(interrupter.where) > 5
 
 
 def snapshot(manager: CheckpointManager) -> None:

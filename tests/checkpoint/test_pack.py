@@ -160,6 +160,16 @@ def test_equal_views_of_one_memory_are_one_memory_again() -> None:
         assert bool((found[other] == -1).all())
 
 
+def test_arrays_of_the_same_bytes_keep_their_dtype_shape_and_memory_order() -> None:
+    array = numpy.arange(6, dtype="f4").reshape(2, 3)
+    views = {"a": array, "t": array.T, "flat": array.reshape(-1), "i": array.view("i4")}
+    loaded = unpack(packed({**views, "again": array}))
+    assert loaded["again"] is loaded["a"]
+    for name, view in views.items():
+        assert (loaded[name].dtype, loaded[name].tolist()) == (view.dtype, view.tolist())
+        assert loaded[name].flags.f_contiguous == view.flags.f_contiguous
+
+
 def test_one_tensor_is_one_and_its_detached_twin_another() -> None:
     wanted = torch.ones(2, requires_grad=True)
     tied = torch.nn.Parameter(torch.ones(2))
@@ -250,6 +260,7 @@ W = torch.arange(4.0)
         ({1: W}, {True: W}),
         ({1: 2, "a": W}, {1.0: 2, "a": W}),
         ({0.0: W}, {-0.0: W}),
+        ({torch.Size([1]): W}, {(1,): W}),
         ([W, W], [W, W.clone()]),
         ([W], [W.double()]),
         ([W], [W.view(2, 2)]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,42 @@ def test_the_last_step_and_a_pinned_step_are_saved_even_if_no_save_is_due(tmp_pa
                 attempt.report(loss=0.5, samples=4, pin=attempt.step == 2)
         manager.wait()
         assert (manager.steps(), manager.steps(pinned_only=True)) == ([2, 3], [2])
+
+
+def test_values_that_the_script_assigns_in_its_state_are_saved_and_restored(tmp_path: Path) -> None:
+    def run(until: int) -> dict[str, Any]:
+        state = {"n": 0, "sum": torch.zeros(1)}
+        with CheckpointManager(tmp_path) as manager:
+            for attempt in elasticlib.steps(batches(), state, manager=manager, save_every=1):
+                with attempt:
+                    state["n"] += 1
+                    state["sum"] = state["sum"] + 1
+                if attempt.step == until:
+                    break
+        return state
+
+    assert run(2) == {"n": 2, "sum": torch.full((1,), 2.0)}
+    assert run(3) == {"n": 3, "sum": torch.full((1,), 3.0)}
+
+
+def test_values_that_the_script_assigns_in_its_state_are_rolled_back() -> None:
+    state = {"n": 0, "sum": torch.zeros(1)}
+    loop, has_failed = elasticlib.steps(batches(), state), False
+    while loop.step < 3:
+        with contextlib.suppress(ZeroDivisionError):
+            for attempt in loop:
+                with attempt:
+                    state["n"] += 1
+                    state["sum"] = state["sum"] + 1
+                    if attempt.step == 2 and not has_failed:
+                        has_failed = True
+                        _ = 1 / 0
+    assert state == {"n": 3, "sum": torch.full((1,), 3.0)}
+
+
+def test_a_state_that_has_another_value_under_the_name_of_the_batches_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="the state has another 'batches'"):
+        elasticlib.steps(batches(), {"batches": [1]})
 
 
 def fail_in_second_step(loop: StepLoop) -> None:
