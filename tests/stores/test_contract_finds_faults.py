@@ -205,7 +205,6 @@ def test_the_contract_finds(fault: Callable[[], MemoryStore], claim: str) -> Non
         "test_writing_a_leased_key_makes_it_a_plain_one",
         "test_only_its_owner_keeps_a_lease",
         "test_closing_ends_the_waits_in_flight",
-        "test_what_is_written_at_once_is_written_in_its_order",
     ],
 )
 def test_words_of_its_own_are_no_fault(claim: str) -> None:
