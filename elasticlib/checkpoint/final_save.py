@@ -22,6 +22,10 @@ or commit the same files, which costs only time.
 - *An agent dies.* An agent renews its report, also while it writes. If a report is not renewed for
   `lost_s`, only the files that its agent has written count. Other holders of the same elements
   write the rest, or an older state is the newest complete one.
+- *An agent has nothing to write,* because its newest state has a checkpoint. It publishes this
+  state as committed, so that the others do not wait for it.
+- *An agent that helps must leave.* It withdraws its report and starts again with a new one. The
+  others wait for it as for an agent that is late.
 - *An agent is late.* The others start at once if the newest known state is complete. Otherwise they
   wait: `settle_s` if an older state is complete, else `peers_s`. A late agent accepts what has been
   committed. It commits a newer state if that is complete by then.
@@ -234,6 +238,16 @@ class AgentReport:
     can_write: bool = True  # False: only its data files count
     is_finished: bool = False  # it reads no reports any more
     problem: str = ""  # why it could not write something
+    node: int = 0  # rank of its node in the generation
+    is_withdrawn: bool = False  # it was stopped while it helped, and its node may report again
+
+
+def count_nodes(reports: Iterable[AgentReport]) -> int:
+    """Return how many nodes have reported.
+
+    A node reports twice if it helped other nodes before its own run was over.
+    """
+    return len({report.node for report in reports if not report.is_withdrawn})
 
 
 def next_action(
@@ -259,12 +273,19 @@ def next_action(
     writers = {other: report for other, report in reports.items() if report.can_write}
     offers = [o for a, r in reports.items() for o in r.offers if o.file or a in writers]
     plan = newest_complete(offers, load_chunks)
+    # The parts of a committed state may not be offered any more.
+    complete = {state for report in reports.values() for state in report.committed}
+    committed = max(complete, default=None)
     if isinstance(plan, SavePlan):
-        newest = max(offer.state for report in reports.values() for offer in report.offers)
-        if plan.state != newest and not is_settled:
+        complete.add(plan.state)
+    if complete:
+        newest = max(complete)
+        offered = {offer.state for report in reports.values() for offer in report.offers}
+        if not is_settled and any(state > newest for state in offered):
             return None
-        if any(plan.state in report.committed for report in reports.values()):
-            return Finish(plan.state.step)
+        if newest == committed:
+            return Finish(newest.step)
+    if isinstance(plan, SavePlan):
         if agent in writers:
             return _next_task(agent, writers, offers, plan, is_settled=is_settled)
         if writers:
@@ -342,9 +363,14 @@ class ReportExchange:
     """
 
     def __init__(
-        self, storage: CheckpointStorage, directory: str, agent: str, num_agents: int
+        self,
+        storage: CheckpointStorage,
+        directory: str,
+        agent: str,
+        num_agents: int,
+        node: int = 0,
     ) -> None:
-        self.mine = AgentReport()  # the report of this agent
+        self.mine = AgentReport(node=node)  # the report of this agent
         self.num_agents = num_agents
         self._storage, self._directory, self._agent = storage, directory, agent
         self._lock = threading.Lock()  # guards the version
@@ -359,10 +385,11 @@ class ReportExchange:
             self.mine = attrs.evolve(self.mine, **changes)
             if self.num_agents > 1:
                 # Each version has a name of its own, because NFS clients cache what they have read.
-                data = memoryview(encode_report(self.mine))
-                self._storage.write(self._path(f"{self._agent}.{self._version + 1}"), data)
-                self._storage.remove(self._path(f"{self._agent}.{self._version}"))
+                # After an error a file may exist, so its name is not used again.
                 self._version += 1
+                data = memoryview(encode_report(self.mine))
+                self._storage.write(self._path(f"{self._agent}.{self._version}"), data)
+                self._storage.remove(self._path(f"{self._agent}.{self._version - 1}"))
 
     def publish_chunks(self, chunks: Mapping[str, Sequence[TensorShard]]) -> None:
         """Publish the chunks of this agent's parts by share. Raise OSError if the disk fails."""
@@ -411,14 +438,25 @@ class ReportExchange:
                 return self._chunks[agent][share]
         return None
 
-    def close(self, problem: str) -> None:
-        """Publish that this agent has finished. The last agent deletes the directory."""
+    def close(self, problem: str, *, is_withdrawn: bool = False) -> None:
+        """Publish that this agent has finished. The last agent deletes the directory.
+
+        Args:
+            problem: why the snapshots were not written, or an empty string.
+            is_withdrawn: see `AgentReport`.
+        """
         with contextlib.suppress(OSError):
             if self._version == 0 and len(self.read()) == 1:
                 return  # no agent has published a report
-            self.publish(can_write=False, is_finished=True, task=None, problem=problem)
+            self.publish(
+                can_write=False,
+                is_finished=True,
+                task=None,
+                problem=problem,
+                is_withdrawn=is_withdrawn,
+            )
             reports = self.read().values()
-            if len(reports) >= self.num_agents > 1 and all(r.is_finished for r in reports):
+            if count_nodes(reports) >= self.num_agents > 1 and all(r.is_finished for r in reports):
                 for name in self._storage.list_files(self._directory):
                     self._storage.remove(self._path(name))
                 self._storage.remove_folder(self._directory)
@@ -497,14 +535,14 @@ class SetSaver:
     committer: Committer
     limits: Timeouts
     stop: threading.Event  # when it is set, this agent starts nothing more
+    is_leaving: bool = True  # see `FinalSave`
     saved_step: int | None = None  # the step that this agent or another one has committed
     _started_at: float = attrs.field(init=False, factory=monotonic)
     _num_writes: Counter[Task] = attrs.field(init=False, factory=Counter)
 
-    def wait_for_another_agent(self) -> None:
-        """Return when another agent has published a report, or `stop` is set."""
-        while len(self.exchange.read()) < 2 and not self.stop.wait(self.limits.poll_s):
-            pass
+    def has_other_reports(self) -> bool:
+        """Return whether another agent has published a report."""
+        return len(self.exchange.read()) > 1
 
     def run(self) -> str:
         """Return an error message about what was not written, or an empty string."""
@@ -513,6 +551,7 @@ class SetSaver:
         renewing = helper(lambda: self._renew(is_over), "agent-final-save-renew")
         try:
             if self._is_saved(self.snapshots.state):
+                self._publish_saved()
                 return ""
             self._join()
             renewing.start()
@@ -521,10 +560,22 @@ class SetSaver:
             is_over.set()
             if renewing.is_alive():
                 renewing.join()
-            self.exchange.close(problem)
+            # If the caller has stopped an agent that helps, its node may start another final save.
+            is_withdrawn = not self.is_leaving and self.stop.is_set()
+            self.exchange.close(problem, is_withdrawn=is_withdrawn)
         # A worker may have saved in the meantime.
         is_lost = problem and not self._is_saved(self.snapshots.state)
         return self.snapshots.describe_failure(problem) if is_lost else ""
+
+    def _publish_saved(self) -> None:
+        """Publish that the newest state here has a checkpoint.
+
+        Other agents may hold parts of a newer state, and wait until all agents have reported.
+        """
+        state = self.snapshots.state
+        if state.is_sharded:
+            with contextlib.suppress(OSError):
+                self.exchange.publish(committed=(state,))
 
     def _renew(self, is_over: threading.Event) -> None:
         while not is_over.wait(self.limits.heartbeat_s):
@@ -596,7 +647,7 @@ class SetSaver:
 
     def _decide(self) -> Task | Finish | None:
         reports, waited_s = self._reports(), monotonic() - self._started_at
-        has_all_reports = len(reports) >= self.exchange.num_agents
+        has_all_reports = count_nodes(reports.values()) >= self.exchange.num_agents
         return next_action(
             self.agent,
             reports,
@@ -720,8 +771,8 @@ class FinalSave:
         reason = self._wait(thread, given_up)
         if self._stop.is_set():
             return ""
-        self._stop.set()
         late = [snapshots.describe_failure(reason) for snapshots in tuple(self._unfinished)]
+        self._stop.set()
         return "; ".join([*self._problems, *late])
 
     def stop(self) -> None:
@@ -754,18 +805,29 @@ class FinalSave:
             self._problems.append(f"snapshots in memory were not written: {describe(error)}")
             return
         self._unfinished = [s for s in sets if self._is_leaving or s.state.is_sharded]
+        savers: dict[str, SetSaver] = {}  # by name
         while self._unfinished and not self._stop.is_set():
-            snapshots = self._unfinished[0]
-            try:
-                problem = self._save(snapshots)
-            except Exception as error:
-                # Any error must be part of the report on how the run ended.
-                problem = snapshots.describe_failure(describe(error))
-            if problem:
-                self._problems.append(problem)
-            del self._unfinished[0]
+            for snapshots in tuple(self._unfinished):
+                if self._stop.is_set():
+                    return
+                try:
+                    name = snapshots.newest.name
+                    saver = savers[name] = savers.get(name) or self._create_saver(snapshots)
+                    # The agents that leave may need the parts of another set first.
+                    if not self._is_leaving and not saver.has_other_reports():
+                        continue
+                    problem = saver.run()
+                    self.saved = self.saved if saver.saved_step is None else saver.saved_step
+                except Exception as error:
+                    # Any error must be part of the report on how the run ended.
+                    problem = snapshots.describe_failure(describe(error))
+                if problem:
+                    self._problems.append(problem)
+                self._unfinished.remove(snapshots)
+            if self._unfinished:
+                self._stop.wait(self._limits.poll_s)
 
-    def _save(self, snapshots: SnapshotSet) -> str:
+    def _create_saver(self, snapshots: SnapshotSet) -> SetSaver:
         newest, info, agent = snapshots.newest, self._info, secrets.token_hex(8)
         # Workers of the last generation may own the directory without having made a snapshot.
         generation = max(newest.generation, info.generation if info else 0)
@@ -773,18 +835,15 @@ class FinalSave:
         writer = WriterIdentity(newest.run, newest.incarnation, generation, agent, label)
         folder = CheckpointCatalog(self._storage or open_storage(newest.folder))
         scratch = f"{scratch_prefix(writer)}.{zlib.crc32(newest.name.encode()):08x}"
-        saver = SetSaver(
+        num_agents, node = (info.world_size, info.rank) if info else (1, 0)
+        return SetSaver(
             self._memory,
             snapshots,
             agent,
-            ReportExchange(folder.storage, scratch, agent, info.world_size if info else 1),
+            ReportExchange(folder.storage, scratch, agent, num_agents, node),
             folder,
             Committer(folder, writer, _KEEP_ALL, allow_concurrent_writer=True),
             self._limits,
             self._stop,
+            self._is_leaving,
         )
-        if not self._is_leaving:
-            saver.wait_for_another_agent()
-        problem = "" if self._stop.is_set() else saver.run()
-        self.saved = self.saved if saver.saved_step is None else saver.saved_step
-        return problem

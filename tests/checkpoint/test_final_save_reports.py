@@ -1,0 +1,165 @@
+"""Agents of a final save wait for every node that may still report, and for no other node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from test_final_save import nodes
+
+from elasticlib.checkpoint.boxes import Box, TensorShard
+from elasticlib.checkpoint.catalog import CheckpointCatalog
+from elasticlib.checkpoint.final_save import (
+    AgentReport,
+    FinalSave,
+    Finish,
+    PartOffer,
+    ReportExchange,
+    SnapshotState,
+    Timeouts,
+    next_action,
+)
+from elasticlib.checkpoint.pack import plan_layout
+from elasticlib.checkpoint.snapshot_slots import SnapshotHeader, SnapshotSlots
+from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
+from elasticlib.testing.waiting import wait_until
+
+
+class Nodes:
+    """Nodes of one rank each, whose workers have ended. Each holds a part of one tensor."""
+
+    def __init__(self, directory: Path, pool: ThreadPoolExecutor) -> None:
+        self.directory, self.checkpoints = directory, directory / "checkpoints"
+        self._pool = pool
+        self.final_saves: list[FinalSave] = []  # stopped when the test ends
+
+    def keep(self, step: int, *, holders: list[int], count: int, name: str = "state") -> None:
+        for node in holders:
+            shard = TensorShard("w", "float32", (4 * count,), Box((4 * node,), (4,)))
+            meta = {"step": step, "shards": [shard.to_row()]}
+            layout = plan_layout({"w": torch.full((4,), float(step))}, meta)
+            header = SnapshotHeader(
+                name, step, step, layout.size, "job", 3, node, count, str(self.checkpoints), "one"
+            )
+            attempt = self.directory / f"memory{node}" / "1"
+            attempt.mkdir(parents=True, exist_ok=True)
+            with SnapshotSlots(attempt).open_for_writing(header) as view:
+                layout.copy_to(view)
+
+    def final_save(self, node: int, count: int, *, is_leaving: bool = True) -> FinalSave:
+        memory, info = self.directory / f"memory{node}", nodes(count)[node]
+        final_save = FinalSave(memory, info, is_leaving=is_leaving, limits=Timeouts(poll_s=0.01))
+        self.final_saves.append(final_save)
+        return final_save
+
+    def start(self, final_save: FinalSave) -> Future[str]:
+        return self._pool.submit(final_save.run)
+
+    def save(self, count: int) -> None:
+        """Let all agents write their newest snapshots."""
+        results = [self.start(self.final_save(node, count)) for node in range(count)]
+        assert [result.result(30) for result in results] == [""] * count
+
+    def steps(self) -> list[int]:
+        entries = CheckpointCatalog(LocalStorage(self.checkpoints)).list_entries()
+        return [entry.step for entry in entries]
+
+    def num_reports(self) -> int:
+        names = [path.name.split(".") for path in self.checkpoints.glob("final-save.*/*")]
+        return len({agent for agent, kind in names if kind.isdecimal()})
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Nodes]:
+    with ThreadPoolExecutor() as pool:
+        job = Nodes(tmp_path, pool)
+        try:
+            yield job
+        finally:
+            for final_save in job.final_saves:
+                final_save.stop()
+
+
+def test_node_that_helps_and_then_leaves_does_not_count_as_two_nodes(job: Nodes) -> None:
+    job.keep(3, holders=[0, 1, 2], count=3)
+    first = job.start(job.final_save(1, 3))
+    wait_until("1 reports", lambda: job.num_reports() == 1)
+    helping = job.final_save(0, 3, is_leaving=False)
+    helped = job.start(helping)
+    wait_until("2 reports", lambda: job.num_reports() == 2)
+    helping.stop()
+    assert helped.result(30) == ""
+    second = job.start(job.final_save(0, 3))
+    wait_until("3 reports", lambda: job.num_reports() == 3)
+    # The workers of the last node take longer to end.
+    third = job.start(job.final_save(2, 3))
+    assert [result.result(30) for result in (first, second, third)] == ["", "", ""]
+    assert job.steps() == [3]
+    assert not list(job.checkpoints.glob("final-save.*"))
+
+
+def test_node_whose_newest_step_is_saved_is_not_waited_for(job: Nodes) -> None:
+    job.keep(2, holders=[0, 1], count=2)
+    job.save(2)
+    # Only one rank made a snapshot of step 3 before the job failed.
+    job.keep(3, holders=[1], count=2)
+    assert job.final_save(0, 2).run() == ""
+    final_save = job.final_save(1, 2)
+    assert job.start(final_save).result(30) == ""
+    assert (final_save.saved, job.steps()) == (2, [2])
+    assert not list(job.checkpoints.glob("final-save.*"))
+
+
+def test_committed_state_is_accepted_though_its_parts_are_not_offered_any_more() -> None:
+    state, newer = SnapshotState(1, 5, 2, True), SnapshotState(1, 6, 2, True)
+    reports = {
+        "a": AgentReport((PartOffer(newer, 0), PartOffer(state, 0))),
+        "b": AgentReport(committed=(state,), can_write=False, is_finished=True),
+    }
+
+    def act(*, is_settled: bool) -> object:
+        return next_action(
+            "a", reports, lambda _: None, is_settled=is_settled, has_all_reports=is_settled
+        )
+
+    assert act(is_settled=True) == Finish(5)
+    # An agent that is late may complete step 6.
+    assert act(is_settled=False) is None
+
+
+def test_node_that_helps_is_not_held_up_by_a_set_that_no_node_writes(job: Nodes) -> None:
+    job.keep(3, holders=[0], count=2, name="a")
+    job.keep(3, holders=[0, 1], count=2, name="b")
+    helping = job.final_save(0, 2, is_leaving=False)
+    result = job.start(helping)
+    assert job.start(job.final_save(1, 2)).result(30) == ""
+    assert job.steps() == [3]
+    helping.stop()
+    assert result.result(30) == ""
+
+
+class FailsOnce(DiskCalls):
+    """A disk on which one sync of a directory fails."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def sync(self, handle: int) -> None:
+        if self.fails and os.path.isdir(f"/proc/self/fd/{handle}"):
+            self.fails = False
+            raise OSError(5, "Input/output error")
+
+
+def test_report_is_published_after_an_error_of_the_disk(tmp_path: Path) -> None:
+    disk = FailsOnce()
+    mine, other = (ReportExchange(LocalStorage(tmp_path, disk), "s", a, 2) for a in ("a", "b"))
+    mine.publish()
+    disk.fails = True
+    with pytest.raises(OSError, match="Input/output error"):
+        mine.publish(problem="first")
+    mine.publish(problem="second")
+    assert other.read()["a"].problem == "second"
