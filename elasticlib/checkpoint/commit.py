@@ -217,7 +217,7 @@ def orphaned_files(sizes: Mapping[str, int], named: Container[str], live_token: 
 
 
 class FileDeleted(CheckpointError):
-    """Another writer, which has the right to prune, deleted a data file before its commit."""
+    """A data file was deleted before its checkpoint was committed, by a writer that may prune."""
 
 
 class FolderNotWritable(CheckpointError):

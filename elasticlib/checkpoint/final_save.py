@@ -148,7 +148,9 @@ class SavePlan:
 
 
 LoadChunks = Callable[[str], Sequence[TensorShard] | None]
-"""Returns the chunks of a share, or None if they are not available."""
+"""Returns the tensor shards that the parts with this `PartOffer.share` contain: names and boxes,
+without the bytes. None if they are not available.
+"""
 
 
 def offer_part(

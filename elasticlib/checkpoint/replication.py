@@ -284,10 +284,10 @@ class ReplicaReceiver:
         self._acceptor = helper(self._accept_connections, "agent-replicas-accept")
 
     def start(self, address: str) -> ReplicaEndpoint:
-        """Listen on a free port of this address.
+        """Listen on a free port of `address`.
 
         Raises:
-            OSError: It is not an address of this node.
+            OSError: `address` is not an address of this node.
         """
         family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         self._listener = socket.create_server(where, family=family)

@@ -1,9 +1,9 @@
 """Sharded states: the pack of each rank's part, and how shards reach any other number of ranks.
 
-A part has the same format on disk, in memory and between ranks. Its header lists the box of each
-sharded tensor that the part contains (see `boxes`), as the planner of torch's distributed
-checkpoint (DCP) partitions it. So the plans of all ranks need not be collected when a state is
-saved.
+A part has the same format on disk, in memory and between ranks. Its header lists the boxes of the
+sharded tensors that the part contains (see `boxes`). A rank gets its own boxes from the local plan
+of torch's distributed checkpoint (DCP). Because each header describes its own part, the plans of
+all ranks need not be collected when a state is saved.
 
 When a state is restored, each rank reads the boxes that it needs from the parts that it can reach,
 and receives the others from their holders, each byte once, directly into the tensors of the state.
@@ -453,7 +453,7 @@ class ShardedRestore:
         with_rest = [part for part in self._shards if headers[part]["has_rest"]]
         if not problem and not with_rest:
             problem = "is incomplete: no rank has the values that are not sharded"
-        if problem := problem or self._mesh_conflict():
+        if problem := problem or self._find_mesh_ambiguity():
             reason = f"step {self._step} ({self._plan.kind}) {problem}"
             self._search.skip_state(self._plan.key, reason)
             return False
@@ -476,7 +476,7 @@ class ShardedRestore:
         read_shards(meta)  # Raise here, where the rank that has the corrupt copy is known.
         return {"shards": meta["shards"], "has_rest": unpack_part(pack, copy=False).has_rest}
 
-    def _mesh_conflict(self) -> str:
+    def _find_mesh_ambiguity(self) -> str:
         """Return why tensors of one name could be confused, or "" if they cannot be.
 
         On disk, the parts of several meshes are copies of each other, because tensors that differ
@@ -502,7 +502,7 @@ class ShardedRestore:
             if sender != rank:
                 receivers.setdefault((part, sender), []).append(rank)
 
-        def read() -> tuple[PartContents | None, dict[int, memoryview]]:
+        def read_held_rests() -> tuple[PartContents | None, dict[int, memoryview]]:
             contents = {}
             for part, sender in {*receivers, self._rest[self._rank]}:
                 if sender == self._rank:
@@ -514,7 +514,7 @@ class ShardedRestore:
             }
             return contents.get(self._rest[self._rank][0]), packs
 
-        rest, packs = self._group.run_on_all(read, f"cannot restore step {self._step}")
+        rest, packs = self._group.run_on_all(read_held_rests, f"cannot restore step {self._step}")
         for (part, sender), ranks in receivers.items():
             pack = self._group.broadcast_pack(self._step, packs.get(part), sender, ranks)
             if self._rank in ranks and pack is not None:

@@ -204,7 +204,9 @@ def read_header(pack: bytes | memoryview) -> PackHeader:
         # The pack is intact, so this is no reason to use an older checkpoint instead.
         raise Unreadable(f"the pack has format {int(record[1])}, this version reads {FORMAT}")
     try:
-        values, tree, entries = _parse(header[_LENGTH.size :].decode("ascii"), record.end())
+        values, tree, entries = _parse_after_record(
+            header[_LENGTH.size :].decode("ascii"), record.end()
+        )
     except ValueError as error:
         raise CheckpointCorrupt(f"the pack's header cannot be parsed: {error!s:.200}") from error
     _check_cover(entries, size - start)
@@ -256,7 +258,7 @@ def _with_header_crc32(header: bytes) -> bytes:
     return b"".join((header[:begin], b"%08x" % _header_crc32(header), memoryview(header)[end:]))
 
 
-def _parse(text: str, at: int) -> tuple[str, str, tuple[PackEntry, ...]]:
+def _parse_after_record(text: str, at: int) -> tuple[str, str, tuple[PackEntry, ...]]:
     """Return the values, the tree and the entries of a header whose record ends at `at`.
 
     Only the form that `encode_header` writes is accepted, so that all readers agree on a header.

@@ -156,12 +156,17 @@ class ReplicationSession:
             return
         own = [ref.header for ref in newest_local_snapshots(self._attempt_dir)]
         is_sharded = any(header.parts > 1 for header in own)
-        if own and (not is_sharded or self._all_are_replicated({(r.name, r.part) for r in own})):
+        if own and (
+            not is_sharded or self._have_all_nodes_replicated({(r.name, r.part) for r in own})
+        ):
             memory, attempt = self._attempt_dir.parent, int(self._attempt_dir.name)
             self._is_cleared = remove_superseded(memory, list_snapshots(memory), attempt)
 
-    def _all_are_replicated(self, own: set[SnapshotKind]) -> bool:
-        """Return True if each node has published that its snapshots, here `own`, are replicated."""
+    def _have_all_nodes_replicated(self, own: set[SnapshotKind]) -> bool:
+        """Return True if each node has published that its snapshots are replicated.
+
+        This node publishes it here, once all of its snapshots, `own`, are replicated.
+        """
         store, prefix = present(self._store, "the store"), f"{self._board}snapshots/replicated/"
         if not self._is_replication_published:
             is_stored = all(own <= sender.stored for sender in self._senders)

@@ -72,10 +72,12 @@ class SnapshotHeader:
     def num_retained(self) -> int:
         """The number of complete snapshots that stay while another one is written.
 
-        One is enough if the state is the same on all ranks, because any rank's snapshot will do. Of
-        a sharded state there are two. A rank begins to write step n + 1 when it has entered the
-        collective of that step. Another rank may still be writing step n, and have n - 1 only. No
-        rank is further ahead, because it has left the collective of n + 1, so all ranks have n.
+        One is enough if the state is the same on all ranks, because any rank's snapshot will do.
+        The parts of a sharded state must be of the same step, so two stay. A rank can begin to
+        write step n + 1 once it has entered the collective of that step. Another rank may still be
+        writing step n, with only n - 1 complete, so the first rank must still have n - 1. A rank
+        that writes n + 2 has left the collective of n + 1, which every rank has then entered, so
+        all ranks have n complete.
         """
         return 2 if self.parts > 1 else 1
 

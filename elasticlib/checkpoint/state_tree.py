@@ -650,7 +650,7 @@ def encode_structure(structure: Sequence[Any], numbers: Sequence[int]) -> TreeEn
         CheckpointError: A key cannot be saved; the message names its path.
     """
     encoder = _StructureEncoder(structure, numbers)
-    encoder.encoding.tree = encoder.encode(())
+    encoder.encoding.tree = encoder.encode_next(())
     return encoder.encoding
 
 
@@ -659,14 +659,15 @@ class _StructureEncoder:
         self._tokens, self._numbers = iter(structure), numbers
         self.encoding = TreeEncoding()
 
-    def encode(self, path: StatePath) -> Any:
+    def encode_next(self, path: StatePath) -> Any:
+        """Return the JSON of the value that begins at the next token and has this path."""
         token = next(self._tokens)
         if token is _VALUE:
             return None
         if token in _MAPPING_NAMES:
             return self._mapping(path, _MAPPING_NAMES[token])
         if token is list or token is tuple:
-            items = [self.encode((*path, at)) for at in range(next(self._tokens))]
+            items = [self.encode_next((*path, at)) for at in range(next(self._tokens))]
             return items if token is list else {"tuple": items}
         if token is _SHARD:
             self.encoding.num_shards += 1
@@ -688,13 +689,13 @@ class _StructureEncoder:
         keys = next(self._tokens)
         keys = keys[0] if keys and type(keys[0]) is tuple else keys
         names, factory = ((), "") if kind == "dict" else (next(self._tokens), next(self._tokens))
-        items = [[_encode_key(path, key), self.encode((*path, key))] for key in keys]
+        items = [[_encode_key(path, key), self.encode_next((*path, key))] for key in keys]
         encoded: dict[str, Any] = {kind: items}
         if factory:
             encoded["factory"] = factory
         if names:
             labels = {name: PathLabel(f".{name}") for name in names}
-            encoded["attributes"] = {n: self.encode((*path, at)) for n, at in labels.items()}
+            encoded["attributes"] = {n: self.encode_next((*path, at)) for n, at in labels.items()}
         return encoded
 
 

@@ -131,7 +131,7 @@ class TorchReconfigurableBackend(GroupBackend):
         self._abort_started: float | None = None  # time of the first `abort` of this group
         self._transferred: dict[int, tuple[int, ...]] | None = None  # at the last `abort`
         # The imports in this function take long; no other member waits for this one yet.
-        _clear_dtensor_caches()
+        _clear_dtensor_plans()
         # All processes have the same handle before their first reconfiguration.
         self._connect(secrets.randbits(62), [_handle()])
 
@@ -156,7 +156,7 @@ class TorchReconfigurableBackend(GroupBackend):
         }
         # torch names new groups by this count, which differs between survivors and new members.
         world.group_count = membership.generation * MAX_GROUPS_PER_GENERATION
-        _clear_dtensor_caches()
+        _clear_dtensor_plans()
 
     def abort(self) -> None:
         with self._lock:
@@ -188,7 +188,7 @@ def _handle() -> str:
     return str(_c10d._get_reconfigure_handle())
 
 
-def _clear_dtensor_caches() -> None:
+def _clear_dtensor_plans() -> None:
     """Clear what DTensor has planned for an earlier rank and world size."""
     if "torch.distributed.tensor" in sys.modules:
         debug = importlib.import_module("torch.distributed.tensor.debug")

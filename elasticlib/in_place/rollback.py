@@ -43,8 +43,10 @@ class StateRollback:
     The method can then be called again.
 
     Args:
-        state: names to what `CheckpointManager.restore` accepts. Modules and optimizers that are
-            not values of this dictionary itself are copied at each step, like other values.
+        state: names to what `CheckpointManager.restore` accepts. Of a module or an
+            optimizer that is a value of this dictionary, only the buffers or the settings of the
+            parameter groups are copied at each step. One that is nested deeper, such as in a list,
+            is copied completely, like other values.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:

@@ -154,7 +154,7 @@ class ModelGradient:
         self._layouts = [_layout(parameter) for parameter in parameters.values()]
         self._groups = [_GroupGradient(members, exchange) for members in groups.values()]
 
-    def matches(self, parameters: Mapping[str, Tensor]) -> bool:
+    def is_for(self, parameters: Mapping[str, Tensor]) -> bool:
         """Return True if these are the same parameters, with unchanged dtype, device and shape."""
         if len(parameters) != len(self.parameters):
             return False
@@ -180,10 +180,10 @@ class ModelGradient:
         for group in self._groups:
             group.accumulate(worker)
 
-    def reduce(self) -> None:
+    def reduce_to_grads(self) -> None:
         """Write the sum over all ranks to `.grad`, or None if no logical worker had a gradient."""
         for group in self._groups:
-            group.reduce()
+            group.reduce_to_grads()
 
     def reset(self) -> None:
         """Discard what was accumulated."""
@@ -214,7 +214,7 @@ class _GroupGradient:
             parameter.grad = None
         self._tree.push(range(worker, worker + 1), gradients)
 
-    def reduce(self) -> None:
+    def reduce_to_grads(self) -> None:
         sums = [total for _, total in self._tree.pending]
         self._exchange.reduce([total.flat for total in sums])
         counts = sums[0].counts.tolist()

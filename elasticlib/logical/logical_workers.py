@@ -214,7 +214,7 @@ class LogicalWorkers:
                 f"only {computed} of the logical workers {list(workers)} were computed: call reduce"
                 " once in each step, after the complete loop over LogicalWorkers.step"
             )
-        gradient.reduce()
+        gradient.reduce_to_grads()
         update_seed = derive_seed(self.seed, step, self.count, "update")
         seed_generators(update_seed, gradient.parameters.values())
         self._step, self._num_computed = None, 0
@@ -264,7 +264,7 @@ class LogicalWorkers:
                 " each loop over LogicalWorkers.step, or start the same step again"
             )
         parameters = self._trained_parameters()
-        if self._gradient is None or not self._gradient.matches(parameters):
+        if self._gradient is None or not self._gradient.is_for(parameters):
             gradient = ModelGradient(parameters, self._exchange)
             check_is_deterministic(parameters)
             conditions = {
