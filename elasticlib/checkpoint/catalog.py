@@ -206,7 +206,7 @@ def find_size_mismatch(manifest: Manifest, sizes: Mapping[str, int]) -> str | No
 
 
 class Integrity(enum.Enum):
-    """Whether the bytes of a checkpoint are intact, as far as this process knows."""
+    """Integrity of the bytes of a checkpoint, as far as this process knows it."""
 
     VERIFIED = "verified"  # Every byte was written or verified here.
     UNKNOWN = "unknown"  # They have not been read.

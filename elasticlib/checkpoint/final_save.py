@@ -678,21 +678,31 @@ class SetSaver:
 
     def _do(self, task: Task) -> None:
         """Do a task, and publish the result."""
-        state, mine = task.state, self.exchange.mine
         try:
-            if task.share == COMMIT or self._is_saved(state):
-                self._commit(state)
-                self.exchange.publish(task=None, committed=(*mine.committed, state))
-            else:
-                [offer] = [offer for offer in mine.offers if task.is_for(offer)]
-                written = [attrs.evolve(offer, file=self._write(task, offer.part))]
-                offers = [*written, *(other for other in mine.offers if other != offer)]
-                self.exchange.publish(task=None, offers=tuple(offers))
-        except FileDeleted as error:
-            log.info("writing step %d again: %s", state.step, error)
-            self.exchange.publish(task=None)
+            self.exchange.publish(task=None, **self._perform(task))
         except (CheckpointError, OSError) as error:
             self._fail(error)
+
+    def _perform(self, task: Task) -> dict[str, Any]:
+        """Do a task, unless the state has a checkpoint. Return the changes of this agent's report.
+
+        Raises:
+            CheckpointError: The task failed.
+            OSError: The same.
+        """
+        state, mine = task.state, self.exchange.mine
+        is_saved = self._is_saved(state)
+        try:
+            if is_saved or task.share == COMMIT:
+                if not is_saved:
+                    self._commit(state)
+                return {"committed": (*mine.committed, state)}
+            [offer] = [offer for offer in mine.offers if task.is_for(offer)]
+            written = attrs.evolve(offer, file=self._write(task, offer.part))
+            return {"offers": (written, *(other for other in mine.offers if other != offer))}
+        except FileDeleted as error:
+            log.info("writing step %d again: %s", state.step, error)
+            return {}
 
     def _write(self, task: Task, part: int) -> DataFile:
         """Write the data file of a part durably."""
@@ -709,9 +719,7 @@ class SetSaver:
             return self.committer.write(task.state.step, name, view)
 
     def _commit(self, state: SnapshotState) -> None:
-        """Commit a state whose shares are all written, unless it has a checkpoint."""
-        if self._is_saved(state):
-            return
+        """Commit a state whose shares are all written."""
         offers = [o for r in self._reports().values() for o in r.offers if o.state == state]
         plan = newest_complete((o for o in offers if o.file), self.exchange.load_chunks)
         files = {offer.share: offer.file for offer in offers if offer.file}

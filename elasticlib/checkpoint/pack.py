@@ -165,7 +165,7 @@ class LayoutCache:
             forms = [(t.dtype, t.shape, t.stride(), t.device) for t in tensors]
             groups = _alias_groups(tensors, forms)
         except RuntimeError:
-            _reject_tensors(flat, tensors, has_rest)
+            _reject_tensors(flat, tensors, shards)
             raise
         parts = None if shards is None else (has_rest, tuple(shards.tensors), tuple(shards.paths))
         key = (structure, forms, groups, parts)
@@ -343,12 +343,14 @@ def _check_tensor(path: StatePath, tensor: torch.Tensor) -> None:
         )
 
 
-def _reject_tensors(flat: FlatState, tensors: list[torch.Tensor], has_rest: bool) -> None:
+def _reject_tensors(flat: FlatState, tensors: list[torch.Tensor], shards: Shards | None) -> None:
     """Raise the error of the first tensor that has no strides or no memory, if there is one."""
     paths: list[StatePath] = []
-    if has_rest:
+    if shards is None or shards.has_rest:
         paths = encode_structure(flat.structure, range(len(flat.tensors))).paths
-    for path, tensor in zip([*paths, *flat.shards], tensors, strict=False):
+    if shards is not None:
+        paths = [*paths, *shards.tensors]
+    for path, tensor in zip(paths, tensors, strict=True):
         _check_tensor(path, tensor)
 
 

@@ -222,13 +222,15 @@ class NodeSnapshotService(Memory):
         session = ReplicationSession(
             info, attempt_dir, self._replicas, len(group.workers), secret=self._secret
         )
-        address = self._address or own_address(info)
+        address = self._address
         try:
+            address = address or own_address(info)
             session.start(address)
         except OSError as error:
+            where = address or "its own address"
             raise ConfigError(
-                f"this node cannot receive snapshot replicas at {address}: {error}; set "
-                "local_addr (--local-addr) to an address at which the other nodes reach it"
+                f"this node cannot receive snapshot replicas at {where}: {error}; set local_addr "
+                "(--local-addr) to an address at which the other nodes reach it"
             ) from error
         self._session = session
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..data.position import STATE_FIELDS
+
 _OPTIMIZER = {"state", "param_groups"}
 _SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 _SCHEDULERS = (
@@ -18,8 +20,6 @@ _SCHEDULERS = (
     {"min_lrs", "num_bad_epochs", "cooldown_counter", "mode_worse"},  # ReduceLROnPlateau
     {"_schedulers", "_last_lr"},  # SequentialLR and ChainedScheduler
 )
-# ElasticDistributedSampler, ElasticBatchSampler and their iterators
-_SAMPLER = {"seed", "epoch", "consumed", "length", "order", "format"}
 # Each state dict above has at least one of these keys, and few other dicts have.
 _MARKERS = ("param_groups", "growth_factor", "_last_lr", "mode_worse", "consumed")
 
@@ -33,7 +33,7 @@ def state_dict_owner(value: dict[Any, Any]) -> str | None:
         return "optimizer"
     if keys == _SCALER:
         return "gradient scaler"
-    if keys == _SAMPLER:
+    if keys == STATE_FIELDS:  # the samplers of `data` and their iterators
         return "sampler"
     if any(keys >= names for names in _SCHEDULERS):
         return "learning-rate scheduler"

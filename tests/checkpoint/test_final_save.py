@@ -298,12 +298,23 @@ def test_final_save_ends_with_the_callers_reason(host: Host) -> None:
     disk.go_on.set()
 
 
+def two_savers(
+    tmp_path: Path, checkpoints: Path, heartbeat_s: float
+) -> tuple[Hanging, FinalSave, FinalSave]:
+    """Return a disk that hangs, the final save of a node that writes there, and of another node."""
+    infos, disk = nodes(2), Hanging()
+    first, second = (Host(tmp_path / str(rank), checkpoints).keep(4) for rank in range(2))
+    return (
+        disk,
+        first.final_save(infos[0], disk, heartbeat_s=heartbeat_s),
+        second.final_save(infos[1], lost_s=0.5),
+    )
+
+
 def test_slow_writer_is_not_replaced_while_it_renews_its_report(
     tmp_path: Path, checkpoints: Path
 ) -> None:
-    infos, disk = nodes(2), Hanging()
-    slow = Host(tmp_path / "0", checkpoints).keep(4).final_save(infos[0], disk, heartbeat_s=0.02)
-    other = Host(tmp_path / "1", checkpoints).keep(4).final_save(infos[1], lost_s=0.5)
+    disk, slow, other = two_savers(tmp_path, checkpoints, heartbeat_s=0.02)
     with ThreadPoolExecutor() as pool:
         results = [pool.submit(slow.run)]
         assert disk.tried.wait(60)
@@ -318,9 +329,7 @@ def test_slow_writer_is_not_replaced_while_it_renews_its_report(
 def test_another_node_writes_for_a_writer_that_stops_responding(
     tmp_path: Path, checkpoints: Path
 ) -> None:
-    infos, disk = nodes(2), Hanging()
-    silent = Host(tmp_path / "0", checkpoints).keep(4).final_save(infos[0], disk, heartbeat_s=60.0)
-    other = Host(tmp_path / "1", checkpoints).keep(4).final_save(infos[1], lost_s=0.5)
+    disk, silent, other = two_savers(tmp_path, checkpoints, heartbeat_s=60.0)
     with ThreadPoolExecutor() as pool:
         result = pool.submit(silent.run)
         assert disk.tried.wait(60)
