@@ -207,6 +207,11 @@ class LocalSave(SaveHandle):
             self._finished.set()
             self._write = None
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the writer has finished, so that the memory of the copy can be used again."""
+        return self._finished.is_set
+
     def settle(self) -> None:
         """Wait until the writer has finished. A failure is kept for `wait`."""
         if self._process == os.getpid():
