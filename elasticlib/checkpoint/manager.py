@@ -237,7 +237,7 @@ class CheckpointManager:
             "when the step has ended; let several threads save under a lock"
         )
 
-    def _run_alone(self, what: str, act: Callable[[], Result]) -> Result:
+    def _run_exclusively(self, what: str, act: Callable[[], Result]) -> Result:
         try:
             return self._copying.run(act)
         except CallRejected:
@@ -385,7 +385,7 @@ class CheckpointManager:
         def keep() -> bool:
             return self._keep(step, flatten(state, reject_state_dicts=True)) is not None
 
-        is_kept = self._run_alone(f"step {step} is not kept", keep)
+        is_kept = self._run_exclusively(f"step {step} is not kept", keep)
         if is_kept:
             self.last_stall_s = monotonic() - started_at
         return is_kept
@@ -411,7 +411,7 @@ class CheckpointManager:
         for name in ("_rank_info", "_committer", "_this_rank", "_all_ranks", "_results"):
             vars(self).pop(name, None)
         if snapshots is not None:
-            self._run_alone("the memory of snapshots is not freed", snapshots.close)
+            self._run_exclusively("the memory of snapshots is not freed", snapshots.close)
         if self._save_group is not None:
             # A save of all ranks may have lost some of them.
             self._log_unseen_failure()
@@ -434,7 +434,7 @@ class CheckpointManager:
         """
         if (snapshots := self._snapshots) is not None:
             agreed = RestoreAgreement(step, MEMORY, source, self._rank_info.rank)
-            self._run_alone(
+            self._run_exclusively(
                 f"step {step} is not kept",
                 partial(snapshots.adopt_restored_step, agreed, state),
             )
@@ -511,7 +511,7 @@ class CheckpointManager:
         atexit.unregister(self._log_unseen_failure)
         if self._remove_stop_callback is not None:
             self._remove_stop_callback()
-        self._run_alone("the memory of copies is not freed", self._free_slots)
+        self._run_exclusively("the memory of copies is not freed", self._free_slots)
         group, self._save_group = self._save_group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
@@ -613,7 +613,7 @@ class CheckpointManager:
         if step is not None and not result:
             raise self._not_restored(step, result, sources)
         if snapshots is not None:
-            self._run_alone(
+            self._run_exclusively(
                 f"step {agreed.step} is not kept",
                 partial(snapshots.adopt_restored_step, agreed, names),
             )

@@ -150,12 +150,12 @@ class Slot:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether a save is still being written to the disk from this slot."""
+        """True while a save is being written to the disk from this slot."""
         return self.save is not None and not self.save.is_finished
 
 
 class Save(Protocol):
-    """What a slot needs to know about a save."""
+    """A save that is written from a slot, see `save_handle.LocalSave`."""
 
     @property
     def is_finished(self) -> bool: ...
