@@ -151,7 +151,7 @@ logging.basicConfig()
 tempfile.tempdir = "/nowhere"
 memory = SnapshotDir(guardian := CleanupProcess())
 for path in range(32):
-    open(f"/dev/shm/{path}", "w").close() if path < 31 else print([memory.era(0), memory.era(1)])
+    open(f"/dev/shm/{path}", "w").close() if path < 31 else print([memory.attempt_dir(0), memory.attempt_dir(1)])
 memory.remove()
 guardian.close()
 """
