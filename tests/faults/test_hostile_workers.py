@@ -150,8 +150,9 @@ from elasticlib.workers.run_dirs import SnapshotDir
 logging.basicConfig()
 tempfile.tempdir = "/nowhere"
 memory = SnapshotDir(guardian := CleanupProcess())
-for path in range(32):
-    open(f"/dev/shm/{path}", "w").close() if path < 31 else print([memory.attempt_dir(0), memory.attempt_dir(1)])
+for path in range(31):
+    open(f"/dev/shm/{path}", "w").close()
+print([memory.attempt_dir(0), memory.attempt_dir(1)])
 memory.remove()
 guardian.close()
 """
