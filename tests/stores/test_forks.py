@@ -20,7 +20,7 @@ from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
-from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, encode
+from elasticlib.stores.tcp_protocol import Frame, encode
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.store_process import in_a_child, said
 
@@ -150,7 +150,7 @@ os._exit(0)
 
 
 def test_a_child_born_while_its_parent_connects_does_not_wait_for_that() -> None:
-    welcome = Frame("welcome", 0, {"protocol": PROTOCOL, "job": ""})
+    welcome = Frame("welcome", 0, {"nonce": "0" * 64, "proof": None})
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(20.0)
         with script(CONNECTING, *listener.getsockname()) as process:
