@@ -14,7 +14,7 @@ import attrs
 
 from ..errors import ConfigError
 from ..rendezvous.ranks import Seat
-from ..stores.secret import VARIABLE as SECRET
+from ..stores.authentication import SECRET_ENV as SECRET
 
 START_METHODS = ("forkserver", "spawn", "fork")
 """How Python workers start: forked from a process that has already imported torch, or as new
