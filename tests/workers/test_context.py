@@ -19,6 +19,7 @@ from elasticlib.agent.stopping import Need, agreed, decode_need, post_need
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError
 from elasticlib.held_folder import is_held
+from elasticlib.workers.cleanup import CleanupProcess
 from elasticlib.workers.context import WorkerContext
 from elasticlib.workers.interface import (
     DRAIN,
@@ -29,7 +30,7 @@ from elasticlib.workers.interface import (
     Notice,
     TakenUp,
 )
-from elasticlib.workers.session import Guardian, SharedFolder
+from elasticlib.workers.run_dirs import SnapshotDir
 from elasticlib.workers.worker_channel import (
     CHANNEL_ENV,
     FIRST_POLL_TIMEOUT_S,
@@ -317,8 +318,8 @@ def channels() -> Iterator[WorkerChannels]:
 
 
 def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
-    memory = SharedFolder(guardian := Guardian())
-    made = memory.era(0)
+    memory = SnapshotDir(guardian := CleanupProcess())
+    made = memory.attempt_dir(0)
     assert made is not None
     folder = made.parent
     assert is_held(folder)

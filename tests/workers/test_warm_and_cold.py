@@ -21,8 +21,8 @@ from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import fork_server, stack_dump
-from elasticlib.workers.output_plan import OutputPlan, parse_streams
-from elasticlib.workers.processes import LocalWorkers
+from elasticlib.workers.local_workers import LocalWorkers
+from elasticlib.workers.output import OutputPlan, parse_streams
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
@@ -126,9 +126,7 @@ def test_a_probe_finds_no_difference(warm: Runner, cold: Runner) -> None:
     for runner in (cold, warm):
         found = read(runner.run(Script(PROBE, args)))
         # But for the one that its stacks go to when the agent asks, numbered out of the way.
-        found["files"] = [
-            number for number in found["files"] if int(number) < stack_dump.MIN_DUMP_FD
-        ]
+        found["files"] = [n for n in found["files"] if int(n) < stack_dump.MIN_DUMP_FD]
         numbers = sorted(signal.valid_signals())
         found["signals"][numbers.index(stack_dump.DUMP_SIGNAL)] = str(signal.SIG_DFL)
         different = {name: (found[name], expected[name]) for name in expected}
