@@ -25,7 +25,7 @@ from elasticlib.workers import cleanup, process_entry
 from elasticlib.workers.cleanup import CleanupProcess
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.output import OutputPlan, parse_streams
+from elasticlib.workers.output_plan import OutputPlan, parse_streams
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,

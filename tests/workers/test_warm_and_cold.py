@@ -22,7 +22,7 @@ from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import fork_server, stack_dump
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.output import OutputPlan, parse_streams
+from elasticlib.workers.output_plan import OutputPlan, parse_streams
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
