@@ -19,7 +19,7 @@ from ...visible import visible
 from ..history import History
 from ..reading import Name, read_history
 from ..wording import STEPLESS, plural
-from . import build
+from .build import MAX_TEXT, seconds_text, template_values, truncate
 
 GENERATOR = "elasticlib report"  # distinguishes a report from other pages
 MAX_HEAD_BYTES = 1024  # the name of the generator is in this part of a report
@@ -97,7 +97,7 @@ def _is_report(path: Path) -> bool:
 
 
 def _render(history: History, *, standalone: bool) -> str:
-    values = build.template_values(history)
+    values = template_values(history)
     html: str = _template().render(values, standalone=standalone)
     return html.strip() + "\n"
 
@@ -123,9 +123,9 @@ def _template() -> Any:
     )
     environment.filters.update(
         number=lambda value: f"{value:.2f}".rstrip("0").rstrip("."),
-        seconds=build.seconds_text,
+        seconds=seconds_text,
         plural=plural,
-        shorten=lambda text: build.truncate(text, build.MAX_TEXT),
+        shorten=lambda text: truncate(text, MAX_TEXT),
     )
     script = file_text("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
