@@ -36,14 +36,14 @@ _HOMES = {
     "agent.options": ("AgentOptions",),
     "agent.interface": ("RunResult",),
     "workers.interface": ("Workers",),
-    "workers.processes": ("LocalWorkers",),
+    "workers.local_workers": ("LocalWorkers",),
     "workers.spec": (
         "WorkerSpec",
         "Script",
         "Module",
         "Command",
         "Function",
-        "Ladder",
+        "StopTimeouts",
         "WorkerState",
     ),
     "rendezvous.interface": ("RendezvousHandler",),
@@ -101,12 +101,12 @@ if TYPE_CHECKING:
     from .stores.tcp_server import TcpStoreServer as TcpStoreServer
     from .workers.context import context as context
     from .workers.interface import Workers as Workers
-    from .workers.processes import LocalWorkers as LocalWorkers
+    from .workers.local_workers import LocalWorkers as LocalWorkers
     from .workers.spec import Command as Command
     from .workers.spec import Function as Function
-    from .workers.spec import Ladder as Ladder
     from .workers.spec import Module as Module
     from .workers.spec import Script as Script
+    from .workers.spec import StopTimeouts as StopTimeouts
     from .workers.spec import WorkerSpec as WorkerSpec
     from .workers.spec import WorkerState as WorkerState
 
