@@ -43,7 +43,7 @@ from elasticlib.checkpoint.snapshot_slots import (
 from elasticlib.clock import monotonic
 from elasticlib.errors import CheckpointError, ConfigError
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
-from elasticlib.stores.secret import NONCE_BYTES
+from elasticlib.stores.authentication import NONCE_BYTES
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import Worker, WorkerGroup
 
@@ -603,6 +603,21 @@ def test_replicas_are_rejected_without_a_shared_store_or_at_an_address_of_anothe
     hosts[0].service = hosts[0].create_service("192.0.2.1")
     with pytest.raises(ConfigError, match=r"cannot receive snapshot replicas at 192\.0\.2\.1"):
         hosts[0].begin(generation(2, 2, MemoryStore())[0])
+
+
+def test_a_node_that_cannot_find_its_own_address_continues_without_replicas(
+    hosts: list[Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts[0].service = hosts[0].create_service("")
+    unknown = BootstrapStoreInfo("node0.invalid", 1)
+    hosts[0].begin(attrs.evolve(generation(1, 2, MemoryStore())[0], bootstrap_store_info=unknown))
+    assert "it cannot find its own address" in caplog.text
+    hosts[0].snapshot(1)
+    infos = generation(2, 2, MemoryStore())
+    hosts[1].begin(infos[1])
+    hosts[0].begin(infos[0])
+    hosts[0].snapshot(2)
+    wait_until("the replica", hosts[1].has("0", 2))
 
 
 def test_snapshots_are_written_to_the_disk_if_the_run_ends_early_and_not_after_success(
