@@ -1,9 +1,7 @@
-"""Context of a worker: what a training script asks its agent and reports to it.
+"""What a training script can ask its agent, and tell it: `elasticlib.context()`.
 
-`elasticlib.context()` returns the context of this process. Calls cost less than a microsecond, so a
-script can make them in each step. In a script that no agent started, and in processes that a worker
-starts, the context is detached: reports are dropped and `should_stop` returns None. This module
-uses the standard library only.
+It costs a step less than a microsecond. In a script that no agent of ours started, and in the
+processes that a worker starts, it asks nobody and tells nobody. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,23 +14,18 @@ from collections.abc import Callable
 import attrs
 
 from ..clock import monotonic
-from .interface import RESIZE, RESTORE_SOURCES, RestoreReport
+from .interface import REASONS, SOURCES, TakenUp
 from .stack_dump import register_dump_handler
 from .worker_channel import CHANNEL_ENV, WorkerChannel
 
-AGREEMENT_POLL_INTERVAL_S = 2e-4  # the agents agree within about one call of the store
+LOOK_SECONDS = 2e-4
+"""Between two looks, while the ranks agree: a call of the store, in all."""
 
 
 @attrs.frozen
 class StopRequest:
-    """A request to save and exit, which all ranks get at the same call of `should_stop`.
-
-    Attributes:
-        reason: `preempted` (the machine is taken away), `resize` (the job continues with other
-            nodes) or `drain` (a node was asked to leave).
-        deadline: The time on this machine's monotonic clock at which the agent stops this worker
-            by a signal.
-    """
+    """Save, and end. reason: `preempted`, `resize` or `drain`; see `Notice`.
+    deadline: until when, on this machine's monotonic clock; then the agent ends this worker."""
 
     reason: str
     deadline: float
@@ -42,244 +35,196 @@ class StopRequest:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the deadline; 0 when it has passed."""
+        """Until the deadline; 0 when it has passed."""
         return max(0.0, self.deadline - monotonic())
 
 
 class WorkerContext:
-    """Connection of this worker to the agent that started it.
+    """One worker's, from the agent that started it.
 
-    All ranks must call `should_stop` equally often, at most once per step, because the agents name
-    the call at which all ranks stop by its number. The methods may be called from any thread, but
-    `should_stop` from one thread only. A forked child of the worker has a detached context.
+    All ranks make the same calls of `should_stop`, at most one a step, in the same order; that is
+    what the agents count to name a call at which all of them stop.
     """
 
     def __init__(self, channel: WorkerChannel | None) -> None:
-        self._channel = channel  # None without an agent, and in a forked child
-        self._num_calls = 0  # calls of should_stop in this group
-        self._assignment = 0  # number of the last accepted assignment; 0 before the first one
-        self._stop: StopRequest | None = None  # the answer once a stop is agreed
-        self._stop_callbacks: list[Callable[[], object]] = []
-        self._never = threading.Event()  # never set; its wait() is a sleep
+        self._of_worker = channel
+        self._pid = os.getpid()
+        self._calls = self._place = 0
+        self._stop: StopRequest | None = None
+        self._pause = threading.Event()
+        self._before_stop: list[Callable[[], object]] = []
+
+    @property
+    def _channel(self) -> WorkerChannel | None:
+        """The channel to the agent; None in a forked child, which is no worker."""
+        return self._of_worker if self._pid == os.getpid() else None
 
     @property
     def is_attached(self) -> bool:
-        """Whether an agent receives the reports of this process."""
+        """Whether there is an agent that listens."""
         return self._channel is not None
 
     def should_stop(self) -> StopRequest | None:
-        """Return the request to save and exit now, or None to continue.
+        """Whether to save and end now: None, or why and until when.
 
-        Call this method between two steps, on every rank. All ranks get the same answer at the same
-        call, and after a stop request the answer stays the same. The call returns at once, unless
-        an agent wants a stop: then it blocks until all agents have agreed on the step, which takes
-        a few milliseconds.
-
-        Returns:
-            The reason and the deadline of the stop, or None.
-
-        Raises:
-            Exception: The error of a function that `on_stop` registered.
+        Call it between two steps, on every rank. All ranks get the same answer at the same call,
+        and after a stop it stays the same. If an agent wants a stop, the call blocks until all
+        agents have agreed on the step, which takes a few milliseconds; otherwise it returns at
+        once.
         """
         channel = self._channel
         if channel is None or self._stop is not None:
             return self._stop
-        self._num_calls = call = self._num_calls + 1
-        if channel.begin_call(call, monotonic()):
-            self._stop = stop = self._wait_for_agreement(channel, call)
-            # A worker that regroups after a resize goes on, so nothing of it has to end.
-            if stop is not None and not (channel.can_regroup and stop.reason == RESIZE):
-                self._run_stop_callbacks()
+        self._calls = call = self._calls + 1
+        if channel.enter(call, monotonic()):
+            self._stop = self._agreed(channel, call)
+            # A worker that goes on elsewhere ends nothing for it.
+            if self._stop is not None and not (channel.can_keep and self._stop.reason == "resize"):
+                self._run_before_stop()
         return self._stop
 
-    def on_stop(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Register a function that `should_stop` calls once a stop is agreed, before it returns.
+    def on_stop(self, act: Callable[[], object]) -> Callable[[], None]:
+        """Call `act()` when a stop is agreed, before `should_stop` returns it.
 
-        Use it to end work in the background that must end before the process does. Functions are
-        called in the order of their registration. If one raises, the others are still called;
-        `should_stop` raises its error, and returns the request at its next call.
-
-        Args:
-            callback: The function, called without arguments.
+        For work in the background that must end before the process does. Functions are called in
+        the order in which they were added. If one raises, the others are called all the same;
+        `should_stop` raises its error, and returns the stop at its next call.
 
         Returns:
-            A function that removes the registration. A second call does nothing.
+            A function that removes `act`; a second call does nothing.
         """
-        self._stop_callbacks.append(callback)
+        self._before_stop.append(act)
 
-        def remove() -> None:
+        def take_back() -> None:
             with contextlib.suppress(ValueError):
-                self._stop_callbacks.remove(callback)
+                self._before_stop.remove(act)
 
-        return remove
+        return take_back
 
-    def step(self, step: int, *, loss: float | None = None, samples: float | None = None) -> None:
-        """Report that a step is finished; this is the worker's heartbeat.
-
-        A second report of the same step adds its loss and its samples, and does not count as
-        another step. The agent samples the reports into events, which `status` and `report` show.
-
-        Args:
-            step: The number of the step.
-            loss: The loss of this step. Reading it from a GPU waits for the GPU, as `item()` does.
-            samples: The number of samples, tokens or another unit that this worker has trained on
-                in this step. All workers must use the same unit.
-        """
-        channel = self._channel
-        if channel is not None:
-            if loss is not None:
-                loss = float(loss)  # may wait for the GPU, so the time is read afterwards
-            channel.report_step(step, monotonic(), loss, samples)
+    def _run_before_stop(self) -> None:
+        with contextlib.ExitStack() as stack:
+            # An ExitStack calls the last first, and all of them whatever they raise.
+            for act in reversed(self._before_stop):
+                stack.callback(act)
 
     def report_starting(self) -> None:
-        """Report that the first step is about to begin.
-
-        An agent that wants a stop by then waits for the first call of `should_stop` after the step.
-        `CheckpointManager.restore` makes this report.
-        """
+        """Report that the first step is about to begin: a stop that is asked for by then waits for
+        the first call of `should_stop` after it."""
         if self._channel is not None:
             self._channel.report_starting(monotonic())
 
-    def report_saved(self, step: int) -> None:
-        """Report that a checkpoint is durable. `CheckpointManager` makes this report.
+    def step(self, step: int, *, loss: float | None = None, samples: float | None = None) -> None:
+        """Report that this step is done, as a sign of life and of progress.
+
+        A second report of the same step, as of a loss that is known later, adds its loss and its
+        samples; it is a sign of life, and does not count as another step.
 
         Args:
-            step: The step of the checkpoint.
+            loss: of this step, any number, shown in status and report. Reading one on a GPU waits
+                for the GPU, as `item()` does.
+            samples: how many samples (or tokens, or another unit of throughput) this worker has
+                trained on in this step; all workers use the same unit.
         """
+        if self._channel is not None:
+            if loss is not None:
+                loss = float(loss)  # before the time is looked at: it may be waited for
+            self._channel.report_step(step, monotonic(), loss, samples)
+
+    def report_saved(self, step: int) -> None:
+        """Report that a checkpoint of this step is durable."""
         if self._channel is not None:
             self._channel.report_saved(step, monotonic())
 
     def report_snapshot(self, step: int) -> None:
-        """Report that a snapshot is in memory that outlives this process.
-
-        Args:
-            step: The step of the snapshot.
-        """
+        """Report that a snapshot of this step is in memory that survives this process."""
         if self._channel is not None:
             self._channel.report_snapshot(step, monotonic())
 
     def report_restored(self, step: int, *, source: str = "disk", seconds: float = 0.0) -> None:
-        """Report that training resumes from a restored state.
+        """Report that the state after this step was restored, and that training resumes from it.
 
-        `CheckpointManager.restore` makes this report.
+        `CheckpointManager.restore` does this itself.
 
         Args:
-            step: The step after which the state was saved.
             source: `memory` (this node's), `peer` (another node's) or `disk`.
-            seconds: How long the restore took; it has ended now.
+            seconds: how long it took, until now.
 
         Raises:
-            ValueError: The source is unknown, or the duration is negative.
+            ValueError: unknown source, or negative seconds.
         """
-        if source not in RESTORE_SOURCES or not seconds >= 0:
+        if source not in SOURCES or not seconds >= 0:
             raise ValueError(
-                f"a state is restored from {', '.join(RESTORE_SOURCES)} in 0 seconds or more, "
-                f"got {source!r} in {seconds}"
+                f"a state comes from {', '.join(SOURCES)} in 0 seconds or more, got {source!r} "
+                f"in {seconds}"
             )
         if self._channel is not None:
             now = monotonic()
-            self._channel.report_restored(RestoreReport(step, source, now - seconds, now))
+            self._channel.report_restored(TakenUp(step, source, now - seconds, now))
 
-    # -- for a worker that continues in another group ----------------------------------------------
+    # -- for a worker that outlives its group ------------------------------------------------------
 
-    def set_can_regroup(self, can_regroup: bool = True) -> None:
-        """Report whether this worker can leave its group and continue in another one.
-
-        Args:
-            can_regroup: Whether it can, from now on.
-        """
+    def set_can_regroup(self, can: bool = True) -> None:
+        """Say whether this worker can leave its group and go on in another, from now on."""
         if self._channel is not None:
-            self._channel.set_can_regroup(can_regroup)
+            self._channel.set_can_regroup(can)
 
     def report_left_group(self) -> None:
-        """Report that this worker has left its group and waits for its next assignment."""
+        """Say that this worker does nothing in its group any more, and waits for its next place."""
         if self._channel is not None:
-            self._channel.report_left_group(self._assignment)
-            self._num_calls, self._stop = 0, None
+            self._channel.report_left_group(self._place)
+            self._calls, self._stop = 0, None
 
     def report_group_failure(self) -> None:
-        """Report that something failed in the group, as it does when a member is lost."""
+        """Say that something has failed in the group, as it does when a member is lost."""
         if self._channel is not None:
-            self._channel.report_group_failure(self._assignment)
+            self._channel.report_group_failure(self._place)
 
     def should_leave_group(self) -> bool:
-        """Return whether the group of this worker has ended."""
+        """Whether the group that this worker is in is over. For any thread."""
         channel = self._channel
-        return channel is not None and channel.ended_group >= self._assignment > 0
+        return channel is not None and channel.leave >= self._place > 0
 
     def accept_assignment(self) -> dict[str, str] | None:
-        """Return this worker's place in its next group, once the agent has assigned one.
-
-        Returns:
-            The variables of the environment that differ in the next group (RANK, WORLD_SIZE,
-            MASTER_ADDR, MASTER_PORT, ELASTICLIB_GENERATION and others), or None before.
-        """
-        channel = self._channel
-        found = None if channel is None else channel.accept_assignment(self._assignment)
+        """Its next place, once its agent has given it one: what differs in its environment (RANK,
+        WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ELASTICLIB_GENERATION and others)."""
+        found = None if self._channel is None else self._channel.accept_assignment(self._place)
         if found is None:
             return None
-        self._assignment, variables = found
-        self._num_calls, self._stop = 0, None
+        self._place, variables = found
+        self._calls, self._stop = 0, None
         return variables
 
-    def _wait_for_agreement(self, channel: WorkerChannel, call: int) -> StopRequest | None:
-        channel.block_call(call)
-        while not (stop_call := channel.stop_call):
-            # An agent that lives stops this worker at the deadline.
-            if self.should_leave_group() or monotonic() > channel.stop_deadline:
+    def _agreed(self, channel: WorkerChannel, call: int) -> StopRequest | None:
+        channel.hold(call)
+        while not (stop_at := channel.stop_at):
+            # The agent that asked ends us when the time is over, if it lives.
+            if self.should_leave_group() or monotonic() > channel.deadline:
                 break
-            self._never.wait(AGREEMENT_POLL_INTERVAL_S)
-        if not stop_call or call < stop_call:
-            channel.finish_call(call)
+            self._pause.wait(LOOK_SECONDS)
+        if not stop_at or call < stop_at:
+            channel.go_on(call)
             return None
-        return StopRequest(channel.stop_reason, channel.stop_deadline)
-
-    def _run_stop_callbacks(self) -> None:
-        with contextlib.ExitStack() as stack:
-            # An ExitStack calls the last first, and all of them whatever they raise.
-            for callback in reversed(self._stop_callbacks):
-                stack.callback(callback)
-
-    def _detach(self) -> None:
-        self._channel = None
+        return StopRequest(REASONS[channel.reason], channel.deadline)
 
 
-_context: WorkerContext | None = None  # of this process
+_context: WorkerContext | None = None
 
 
 def context() -> WorkerContext:
-    """Return the context of this process, the same object at each call.
-
-    Returns:
-        The context. It is detached in a process that is not a worker of an elasticlib agent.
-
-    Raises:
-        ConfigError: The agent runs a different version of elasticlib.
-    """
+    """This process's context; the same one each time."""
     global _context
     if _context is None:
-        _context = WorkerContext(_open_channel(os.environ.get(CHANNEL_ENV, "")))
+        _context = WorkerContext(_reached(os.environ.get(CHANNEL_ENV, "")))
     return _context
 
 
-def _open_channel(path: str) -> WorkerChannel | None:
+def _reached(path: str) -> WorkerChannel | None:
     if not path:
         return None
-    with contextlib.suppress(OSError):  # the agent has exited
+    with contextlib.suppress(OSError):  # of an agent that is gone
         channel = WorkerChannel(path)
-        if channel.claim(os.getpid()):
+        if channel.own(os.getpid()):
             register_dump_handler(channel)
             return channel
         channel.close()
     return None
-
-
-def _detach_child() -> None:
-    """Detach a context that a forked child inherits: the child is no worker."""
-    global _context
-    if _context is not None:
-        _context._detach()
-        _context = None
-
-
-os.register_at_fork(after_in_child=_detach_child)
