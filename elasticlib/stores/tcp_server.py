@@ -198,7 +198,7 @@ class TcpStoreServer:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the server's thread is running."""
+        """True while the thread of the server is running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property

@@ -245,7 +245,10 @@ def test_a_child_does_not_wait_for_a_thread_that_its_parent_has_move_the_store()
             asking = pool.submit(store.get, "key")
             assert serving.wait(20.0)
             try:
-                assert in_a_child(lambda: f"alone: {store.follow()}", 20.0) == "alone: False"
+                assert (
+                    in_a_child(lambda: f"alone: {store.yield_to_other_server()}", 20.0)
+                    == "alone: False"
+                )
             finally:
                 enough.set()
             with pytest.raises(StoreConnectionError):
