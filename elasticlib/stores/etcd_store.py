@@ -1,6 +1,6 @@
 """A store in an existing etcd: its revisions are the versions, and its leases the leases.
 
-A wait first asks etcd's history for changes and only then watches, so no change is missed between
+A wait first checks etcd's history for changes and only then watches, so no change is missed between
 the two. Revisions that etcd has compacted count as a change.
 
 The client uses etcd's JSON gateway. A request that has not reached a member is sent to the next
@@ -197,7 +197,7 @@ class _Connection(HTTPConnection):
             poll.register(self.sock, select.POLLIN)
             if not poll.poll(0):
                 return
-            self.close()  # without a request, the socket is only readable when it has ended
+            self.close()  # without a request, only the end can be read
         name = self.member.address
         try:
             self.sock = create_connection(self.host, self.port, timeout_s)
@@ -368,7 +368,7 @@ class _Watch:
 
     def __init__(self, gateway: _Gateway, key_range: Fields, start: int) -> None:
         self.num_waiting = 0  # threads in `wait`
-        self.error: StoreError | None = None  # why the watch has ended
+        self.error: StoreError | None = None  # why the watch is over
         body = {"create_request": {**key_range, "start_revision": start}}
         run = partial(self._run, gateway, Request("watch", body, "watch", is_idempotent=True))
         self._state = threading.Condition()
@@ -399,7 +399,7 @@ class _Watch:
             self.error = self.error or error
             self._state.notify_all()
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # the connection may have ended already
+            with contextlib.suppress(OSError):  # the connection may be closed already
                 # The method of a TLS socket would discard state that the reader still uses.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
@@ -519,18 +519,18 @@ class EtcdStore(Store, ForkAware):
 
     def refresh(self, key: str, version: int) -> None:
         found: Fields = next(iter(self._find(check_key(key)).get("kvs", ())), {})
-        held, lease = self._leases.get(key, (0, 0))
+        leased_at, lease = self._leases.get(key, (0, 0))
         try:
             at = int(found["mod_revision"]) if found else None
             check_lease(key, version, at, is_leased=int(found.get("lease", 0)) > 0)
-            if held != version:
+            if leased_at != version:
                 whose = "it belongs to another client, or its write was not confirmed"
                 raise lost_lease(key, version, whose)
             answer = self._ask("lease/keepalive", {"ID": str(lease)}, f"refresh {key!r}")
             if int(answer.get("TTL", 0)) <= 0:
                 raise lost_lease(key, version, "it has ended")
         except LeaseLostError:
-            if held == version:
+            if leased_at == version:
                 self._record_lease(key, version + 1, 0)
             raise
 
@@ -653,11 +653,11 @@ class EtcdStore(Store, ForkAware):
         self._end_leases(old)
 
     def _end_leases(self, *leases: int) -> None:
-        """End leases, or all leases of a closed store. If that fails, they expire after their ttl."""
+        """End leases, or all leases if the store is closed. Ignore failures: they expire later."""
         if self._closed.is_set():
             with self._state_lock:
-                held, self._leases = self._leases, {}
-            leases = (*leases, *(lease for _, lease in held.values()))
+                owned, self._leases = self._leases, {}
+            leases = (*leases, *(lease for _, lease in owned.values()))
         seconds = min(self._gateway.timeout, CLOSE_TIMEOUT_S)
         with contextlib.suppress(
             StoreConnectionError, StoreTimeoutError

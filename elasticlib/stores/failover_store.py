@@ -169,7 +169,7 @@ class FailoverStore(Store, ForkAware):
         return has_moved
 
     def yield_to_other_server(self) -> bool:
-        """Leave the server of this node, if nobody else uses it and another node serves instead.
+        """Leave the server of this node, if no other node uses it and another node serves instead.
 
         This happens if the name of the endpoint now resolves to another machine.
 
@@ -304,7 +304,7 @@ class FailoverStore(Store, ForkAware):
     def _start_probe(
         self, number: int, accept: Callable[[Store, bool], bool], is_earlier: bool
     ) -> Future[TcpStore | None]:
-        """Start a thread that connects to an endpoint and asks whether it is accepted.
+        """Start a thread that connects to an endpoint and calls `accept`.
 
         Returns:
             The future client, or None if the endpoint is not accepted. If the caller cancels the

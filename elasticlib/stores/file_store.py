@@ -5,7 +5,7 @@ one. The file `changes` contains the version of the store and the latest changes
 file with its value, version and lease. A lease is a counter that its owner increments; each reader
 measures with its own monotonic clock how long the counter has not changed.
 
-A file that is incomplete, or that belongs to another key than its name says, is rejected by name.
+A file that is incomplete, or that belongs to another key than its name, is rejected by name.
 Symbolic links are never followed.
 """
 
@@ -113,8 +113,8 @@ class StoredEntry:
 
 def encode_changes(log: ChangeLog) -> bytes:
     """Return one line with the version, and one with the latest changes, the oldest first."""
-    forgotten = log.version - len(log.keys)
-    body = {"forgotten": forgotten, "recent": list(enumerate(log.keys, forgotten + 1))}
+    first = log.version - len(log.keys)
+    body = {"forgotten": first, "recent": list(enumerate(log.keys, first + 1))}
     return f"{_MAGIC} version {log.version}\n{json.dumps(body)}\n".encode()
 
 
@@ -249,7 +249,7 @@ class _StoreDirectory:
     def allocate_version(self, key: str) -> int:
         """Record a change of the key, and return its version.
 
-        This comes before the change of the key's file. After a crash between the two, a wait
+        This precedes the change of the key's file. After a crash between the two, a wait
         returns True without a change.
         """
         before = self.changes()

@@ -71,7 +71,7 @@ class Store(abc.ABC):
             key: The key to write.
             value: Its new value.
             expected: The version that the key must have; `ABSENT` if it must not exist.
-            ttl: If given, the key becomes a lease of this client, in seconds.
+            ttl: Seconds after which the key expires as a lease of this client, or None.
 
         Returns:
             Whether this call has written, and the entry at the key now.
@@ -107,12 +107,12 @@ class Store(abc.ABC):
         """
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
-        """Write the key, whatever its version is.
+        """Write the key without a condition.
 
         Args:
             key: The key to write.
             value: Its new value.
-            ttl: If given, the key becomes a lease of this client, in seconds.
+            ttl: Seconds after which the key expires as a lease of this client, or None.
 
         Returns:
             The new entry.

@@ -397,7 +397,7 @@ class _TcpConnection:
     # -- called by the reader thread ----------------------------------------------------------
 
     def on_readable(self) -> bool:
-        """Receive data. Return False if the connection has ended."""
+        """Receive data. Return False if the connection is closed."""
         broken = f"the connection to {self._address} broke"
         try:
             data = self.socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
@@ -488,7 +488,7 @@ class _ReaderThread(ForkAware):
                         return
 
     def _remove(self, selector: selectors.BaseSelector, connection: _TcpConnection) -> bool:
-        """Release a connection that has ended. Return True if it was the last one."""
+        """Release a closed connection. Return True if it was the last one."""
         with self._lock:
             selector.unregister(connection.socket)
             connection.release()

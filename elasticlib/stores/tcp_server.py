@@ -152,7 +152,7 @@ class TcpStoreServer:
             The server itself.
 
         Raises:
-            ConfigError: The server was closed, or its thread has ended.
+            ConfigError: The server was closed, or its thread has failed.
             OSError: The address cannot be bound.
         """
         if self.is_serving and not self._is_closing.is_set():
