@@ -17,7 +17,8 @@ from making.reference import COLUMNS, check_told, pages, plain, with_bold_fields
 
 import elasticlib
 from elasticlib import Command, WorkerSpec, testing
-from elasticlib.launch.flags import FLAGS, build_parser
+from elasticlib.launch.command_line import build_parser
+from elasticlib.launch.flags import FLAGS
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.spec import Worker, WorkerGroup, worker_environment
 

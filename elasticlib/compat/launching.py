@@ -25,7 +25,7 @@ from ..workers.spec import WorkerState
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult
-    from ..launch.config import LaunchConfig
+    from ..launch.launch_config import LaunchConfig
 
 TORCH_DEFAULT_TIMEOUT_S = 900  # torch writes it into rdzv_configs as `timeout` unless it is given
 

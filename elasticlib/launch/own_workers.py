@@ -17,7 +17,7 @@ from ..errors import ConfigError, ElasticError
 from ..workers.numa import numa_cpu_sets
 from ..workers.processes import LocalWorkers
 from ..workers.spec import Entrypoint, WorkerSpec, check_preload, own_device
-from .config import LaunchConfig
+from .launch_config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
 

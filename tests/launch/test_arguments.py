@@ -12,11 +12,11 @@ import pytest
 
 from elasticlib import Command, Module, Script
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import parse, read_launch
-from elasticlib.launch.backends import ETCD_KEYS, EtcdPlace
-from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.arguments import parse, parse_launch
+from elasticlib.launch.backends import ETCD_KEYS, EtcdConfig
+from elasticlib.launch.command_line import build_parser
 from elasticlib.launch.elasticrun import command
-from elasticlib.launch.flags import build_parser
+from elasticlib.launch.launch_config import LaunchConfig
 
 
 def test_every_two_word_flag_has_both_spellings() -> None:
@@ -27,7 +27,7 @@ def test_every_two_word_flag_has_both_spellings() -> None:
 
 def test_one_node_by_itself_needs_no_flag_and_has_a_name_of_its_own(script: str) -> None:
     config, entrypoint = parse([script, "--epochs", "3"])
-    assert (config.min_nodes, config.max_nodes, config.alone) == (1, 1, True)
+    assert (config.min_nodes, config.max_nodes, config.is_single_node) == (1, 1, True)
     assert config.run_id != parse([script])[0].run_id
     assert entrypoint == Script(script, ("--epochs", "3"))
 
@@ -286,14 +286,14 @@ def test_etcds_keys_are_refused_beside_other_backends(backend: str, key: str) ->
 
 
 def test_a_password_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    place = EtcdPlace("h", user="u", password_file=str(tmp_path / "none"))
+    place = EtcdConfig("h", user="u", password_file=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"password_file cannot be read: .*none"):
         place.open(1.0)
 
 
 def test_of_two_words_for_the_time_to_join_torchs_newer_one_counts(script: str) -> None:
     line = ["--rdzv-conf", "timeout=900,join_timeout=600", script]
-    told = read_launch(line, {})
+    told = parse_launch(line, {})
     assert told.config.timing.join == 600
     (note,) = told.settings.notes
     assert note == "--rdzv-conf timeout=900 is ignored: join_timeout=600 goes before it"

@@ -14,8 +14,8 @@ from modules import path_with, with_module
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.commands import main
-from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.flags import OUR_BACKENDS
+from elasticlib.launch.flags import BUILTIN_BACKENDS
+from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.rendezvous_setup import open_meeting
 
 CODE = """
@@ -74,7 +74,9 @@ def test_a_users_backend_is_named_by_its_function_and_not_imported_before_it_is_
     from_variable, _ = parse([*PLACE, "--no-python", "true"], environment)
     assert from_variable.rdzv_backend == "pack.shelf:Shelf.open"
     for name in ("zk", "shelf:", ":open", "a..b:open", "shelf:open store", "1a:open"):
-        with pytest.raises(ConfigError, match=f"one of {', '.join(OUR_BACKENDS)}, or package.mod"):
+        with pytest.raises(
+            ConfigError, match=f"one of {', '.join(BUILTIN_BACKENDS)}, or package.mod"
+        ):
             config(name, shelf)
     assert "shelf" not in sys.modules
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import Launch, read_launch
+from elasticlib.launch.arguments import Launch, parse_launch
 from elasticlib.launch.flags import SCHEDULERS
 from elasticlib.launch.schedulers import (
     MOST,
@@ -51,7 +51,7 @@ SKY = {
 
 
 def launch(script: str, line: str, variables: Mapping[str, str]) -> Launch:
-    return read_launch(["--from-env", "auto", *line.split(), script], variables)
+    return parse_launch(["--scheduler", "auto", *line.split(), script], variables)
 
 
 def values(told: Mapping[str, tuple[str, str]] | None) -> dict[str, str]:

@@ -14,8 +14,8 @@ from ports import free_port
 from test_elasticrun import DUMP, RUN
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.endpoints import read_secret
+from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.rendezvous_setup import open_meeting
 
 VARIABLE = "ELASTICLIB_SECRET"

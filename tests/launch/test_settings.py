@@ -9,13 +9,14 @@ import attrs
 import pytest
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import Launch, read_launch
-from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.flags import DEFAULTS, FLAGS, Source
+from elasticlib.launch.arguments import Launch, parse_launch
+from elasticlib.launch.flags import DEFAULTS, FLAGS
+from elasticlib.launch.launch_config import LaunchConfig
+from elasticlib.launch.settings import Source
 
 
 def launch(script: str, line: str = "", **variables: str) -> Launch:
-    return read_launch([*line.split(), script], variables)
+    return parse_launch([*line.split(), script], variables)
 
 
 def test_a_variable_stands_in_for_a_flag_and_the_flag_goes_before_it(script: str) -> None:
@@ -52,7 +53,7 @@ def test_torchs_variable_for_the_shutdown_is_read(script: str) -> None:
 
 
 def test_every_flag_has_a_variable(script: str) -> None:
-    switches = {o.dest for o in FLAGS.values() if o.switch}
+    switches = {o.dest for o in FLAGS.values() if o.is_switch}
     assert switches >= {"standalone", "module", "no_python", "virtual_local_rank"}
     assert launch(script, PET_SPARES="1", PET_NNODES="1:2", PET_RDZV_ENDPOINT="h").config.spares
 
@@ -163,15 +164,15 @@ def test_two_flags_that_contradict_each_other_are_refused_as_before(script: str)
 def test_a_scheduler_says_what_nobody_else_does(script: str) -> None:
     job = {"SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_TASK_ID": "j9", "SKYPILOT_NUM_NODES": "1"}
     job["SKYPILOT_NUM_GPUS_PER_NODE"] = "2"
-    told = launch(script, "--from-env skypilot", **job, PET_RDZV_ID="mine")
+    told = launch(script, "--scheduler skypilot", **job, PET_RDZV_ID="mine")
     assert told.cluster == "skypilot"
     assert (told.config.run_id, told.config.nproc_per_node) == ("mine", 2)
     assert told.settings.source("nproc_per_node") is Source.CLUSTER
     assert told.settings.found["nproc_per_node"].origin == "SKYPILOT_NUM_GPUS_PER_NODE"
-    assert launch(script, "--from-env auto", **job).cluster == "skypilot"
-    assert launch(script, "--from-env auto").cluster == "none"
+    assert launch(script, "--scheduler auto", **job).cluster == "skypilot"
+    assert launch(script, "--scheduler auto").cluster == "none"
     assert launch(script, **job).cluster == "none"
     with pytest.raises(ConfigError, match="one of none, auto, slurm, skypilot, got 'pbs'"):
-        launch(script, PET_FROM_ENV="pbs")
-    with pytest.raises(ConfigError, match="--from-env slurm: this is not a job of slurm"):
-        launch(script, "--from-env slurm")
+        launch(script, PET_SCHEDULER="pbs")
+    with pytest.raises(ConfigError, match="--scheduler slurm: this is not a job of slurm"):
+        launch(script, "--scheduler slurm")

@@ -9,8 +9,8 @@ import pytest
 from elasticlib import AgentOptions
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
-from elasticlib.launch.config import LaunchConfig, SupervisionOptions
-from elasticlib.launch.flags import build_parser
+from elasticlib.launch.command_line import build_parser
+from elasticlib.launch.launch_config import LaunchConfig, SupervisionOptions
 from elasticlib.workers.interface import Notice
 
 TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT

@@ -22,7 +22,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 from elasticlib import AgentOptions, LaunchConfig, LocalWorkers, SupervisionOptions, elastic_launch
 from elasticlib.compat.launching import ours
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import read_launch
+from elasticlib.launch.arguments import parse_launch
 from elasticlib.launch.elastic_launch import shutdown_seconds
 from elasticlib.launch.own_workers import local_workers
 from elasticlib.workers.spec import Function, Module, Script, WorkerSpec
@@ -80,7 +80,7 @@ def test_a_config_of_torch_is_read_field_by_field(tmp_path: Path) -> None:
     assert (mine.min_nodes, mine.max_nodes, mine.nproc_per_node) == (2, 4, 8)
     assert (mine.run_id, mine.role, mine.max_restarts) == ("job", "trainer", 9)
     said = "--nproc-per-node 2 --redirects 1:1 --tee 3"
-    flags = read_launch([*said.split(), __file__], {}).config
+    flags = parse_launch([*said.split(), __file__], {}).config
     assert (mine.log_dir, mine.redirects, mine.tee) == (str(tmp_path), flags.redirects, flags.tee)
     assert mine.local_ranks_filter == frozenset({0, 1})
     assert mine.timing.join == 7  # torch has added a timeout of 900, which its c10d does not read
@@ -190,7 +190,7 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
         (
             {
                 "logs_specs": DefaultLogsSpecs("/", redirects=Std.OUT),
-                "redirects": read_launch(["--redirects", "2", __file__], {}).config.redirects,
+                "redirects": parse_launch(["--redirects", "2", __file__], {}).config.redirects,
             },
             "logs_specs says redirects=.*: say it in one of them",
         ),
@@ -274,4 +274,4 @@ def test_a_config_is_refused_by_its_fields_and_a_command_line_by_its_flags() -> 
     assert pickle.loads(pickle.dumps(refused.value)).args == refused.value.args
     flags = "a job of 2 nodes needs --rdzv-endpoint HOST:PORT, and .* --node-rank"
     with pytest.raises(ConfigError, match=flags):
-        read_launch(["--nnodes", "2", __file__], {})
+        parse_launch(["--nnodes", "2", __file__], {})

@@ -12,7 +12,7 @@ from our_words import OurStoreContract
 from places import JOB, PATIENCE, Spot, World, is_closed, reaching, until_answered
 
 from elasticlib.errors import ConfigError, RendezvousMismatch, StoreRefused, StoreUnavailable
-from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.store_host import TcpMeetingPlace
 from elasticlib.stores.failover import MovingStore, Place
 from elasticlib.stores.interface import Store
