@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, present
+from ..errors import ConfigError, ElasticError, RendezvousClosedError, describe, present
 from ..observe.journal import Journal
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
@@ -448,7 +448,7 @@ class ElasticAgent:
         if self._now.state is not State.JOINING:
             return policy.Changed(Change(ChangeKind.LOST, describe(error)), self._slots.keeps())
         change = getattr(error, "change", None)
-        if isinstance(error, RendezvousClosed) and isinstance(change, Change):
+        if isinstance(error, RendezvousClosedError) and isinstance(change, Change):
             self._report.heard(change)
             return policy.JoinEnded(policy.end_of_job(change))
         self._report.deserted = getattr(error, "lost", False)

@@ -1,7 +1,7 @@
 """What an agent does about each event in each state. Pure.
 
-`TABLE` is the whole of it: an event that has no entry for the state is an IllegalTransition. How a
-group of workers is stopped is in `stopping.py`.
+`TABLE` is the whole of it: an event that has no entry for the state is an InvalidTransitionError.
+How a group of workers is stopped is in `stopping.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import attrs
 
-from ..errors import IllegalTransition, RendezvousMismatch
+from ..errors import InvalidTransitionError, RendezvousConfigError
 from ..rendezvous import layout
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.layout import encode as encode
@@ -489,11 +489,11 @@ def react(now: Supervision, event: Event) -> Step:
     """The next state and what to do.
 
     Raises:
-        IllegalTransition: the table has no entry for this event in this state.
+        InvalidTransitionError: the table has no entry for this event in this state.
     """
     transition = TABLE.get((now.state, type(event)))
     if transition is None:
-        raise IllegalTransition(
+        raise InvalidTransitionError(
             f"{type(event).__name__} cannot happen while {now.state.value}: {event}"
         )
     return transition(now, event)
@@ -506,5 +506,5 @@ def decode(kind: type[Value], data: bytes) -> Value | None:
     """Return the value that a node has posted, or None if it is none of exactly this type."""
     try:
         return layout.decode(kind, data, "a post")
-    except RendezvousMismatch:
+    except RendezvousConfigError:
         return None

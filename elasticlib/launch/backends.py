@@ -25,7 +25,7 @@ from .addresses import is_loopback, outward_address, resolve, source_address
 from .flags import BUILTIN_BACKENDS, ETCD_BACKENDS, SettingError
 
 if TYPE_CHECKING:
-    from ..stores.etcd import EtcdStore, Member
+    from ..stores.etcd_store import EtcdStore, Member
 
 
 @attrs.frozen(kw_only=True)
@@ -149,7 +149,7 @@ class EtcdConfig:
     @property
     def members(self) -> tuple[Member, ...]:
         # Imported here, because most jobs do not use etcd, and HTTP and TLS take time to import.
-        from ..stores.etcd import read_members
+        from ..stores.etcd_store import read_members
 
         is_secure = self.protocol == "https" or bool(self.cacert or self.cert)
         return read_members(self.endpoints, secure=is_secure)
@@ -160,7 +160,7 @@ class EtcdConfig:
         Raises:
             ConfigError: a file cannot be read.
         """
-        from ..stores.etcd import EtcdStore
+        from ..stores.etcd_store import EtcdStore
 
         password = None
         if self.password_file is not None:

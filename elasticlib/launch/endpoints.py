@@ -14,7 +14,7 @@ from typing import Any
 
 from ..endpoint import STORE_PORT, check_host, is_wildcard, join_endpoint, split_endpoint
 from ..errors import ConfigError
-from ..stores.secret import LONGEST, VARIABLE, check_secret
+from ..stores.authentication import MAX_SECRET_BYTES, SECRET_ENV, check_secret
 from .flags import MASTER_PORT, SettingError
 from .settings import Setting, Settings, Source
 
@@ -310,23 +310,23 @@ def read_secret(environment: Mapping[str, str], path: str | None, flag: str) -> 
     Raises:
         ConfigError: both give a secret, or the one that is given is empty or cannot be read.
     """
-    given = environment.get(VARIABLE)
+    given = environment.get(SECRET_ENV)
     if given is not None and path is not None:
-        raise ConfigError(f"{VARIABLE} and {flag} both give a secret: remove one of them")
+        raise ConfigError(f"{SECRET_ENV} and {flag} both give a secret: remove one of them")
     if path is not None:
         return _read_file(path, flag)
     if given is None:
         return None
     if not given:
-        raise ConfigError(f"{VARIABLE} is empty: unset it, or set it to the secret")
+        raise ConfigError(f"{SECRET_ENV} is empty: unset it, or set it to the secret")
     # The bytes of the environment, so that the same secret can be given by a file.
-    return check_secret(os.fsencode(given), VARIABLE)
+    return check_secret(os.fsencode(given), SECRET_ENV)
 
 
 def _read_file(path: str, flag: str) -> bytes | None:
     try:
         with open(path, "rb") as file:
-            content = file.read(LONGEST + 2)
+            content = file.read(MAX_SECRET_BYTES + 2)
     except OSError as error:
         raise ConfigError(f"{flag} {path!r} cannot be read: {error.strerror}") from error
     return check_secret(content.removesuffix(b"\n"), f"{flag} {path!r}")

@@ -32,7 +32,7 @@ from ..observe.status import Health, document_of_node, judge
 from ..observe.story import NodeStatus
 from ..rendezvous.document import Node
 from ..rendezvous.handler import DynamicRendezvousHandler
-from ..stores.file import FileStore
+from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..workers.interface import Workers
 from ..workers.processes import LocalWorkers
