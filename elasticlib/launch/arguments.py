@@ -80,10 +80,10 @@ def resolve_launch(args: argparse.Namespace, environment: Mapping[str, str]) -> 
     """
     variables, warnings = read_variables(environment)
     layers = [read_flags(args), variables]
-    scheduler, found = detect_scheduler(Settings.merge(layers)["scheduler"], environment)
-    layers.append(read_scheduler_settings(found))
     settings = Settings.merge(layers, warnings)
     try:
+        scheduler, found = detect_scheduler(settings["scheduler"], environment)
+        settings = Settings.merge([*layers, read_scheduler_settings(found)], warnings)
         settings = drop_unusable_scheduler_settings(resolve_rendezvous_settings(settings))
         if settings["run_path"] and settings["no_python"]:
             reason = f"{settings.origins('run_path')} takes precedence"
@@ -159,8 +159,9 @@ def _entrypoint(settings: Settings, program: str, args: tuple[str, ...]) -> Entr
         return Module(program, args)
     if settings["no_python"]:
         return Command(program, args)
+    script = Script(program, args)  # rejects what each worker could not read
     _check_script(program)
-    return Script(program, args)
+    return script
 
 
 def _check_script(path: str) -> None:

@@ -21,8 +21,8 @@ examples:
   elasticrun --nnodes 1:4 --nproc-per-node 8 --rdzv-id job7 --rdzv-endpoint node0:29400 train.py
 
 exit codes:
-  0 success, 1 failure, 2 invalid command line or configuration, 75 drained (see
-  --drain-exit-code), 128 + N terminated by signal N
+  0 success, 1 failure, 2 invalid command line or configuration,
+  75 drained (see --drain-exit-code), 128 + N terminated by signal N
 """
 
 
@@ -114,7 +114,7 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
         default=argparse.SUPPRESS,
         help="show the most used options and exit",
     )
-    group.add_argument("--help-all", action="help", help="show all options and exit")
+    group.add_argument("--help-all", "--help_all", action="help", help="show all options and exit")
     version = f"elasticlib {__version__}"
     group.add_argument(
         "--version", action="version", version=version, help="print the version and exit"
@@ -171,7 +171,8 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if action.dest in FLAGS:
             return FLAGS[action.dest].usage
-        return super()._format_action_invocation(action).partition(", --print_")[0]
+        spellings = super()._format_action_invocation(action).split(", ")
+        return ", ".join(text for text in spellings if "_" not in text)
 
 
 class Parser(argparse.ArgumentParser):

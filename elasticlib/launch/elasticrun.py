@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..visible import visible
 from .command_line import parse_command_line
 from .console import log_level, show, start_logging
+from .flags import flag_message
 from .process import HELD, stand_in
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     try:
         return _carry_out(sys.argv[1:] if argv is None else argv).code
     except ConfigError as error:
-        print(f"elasticrun: error: {visible(str(error))}", file=sys.stderr)
+        print(f"elasticrun: error: {visible(flag_message(error))}", file=sys.stderr)
         return 2
 
 

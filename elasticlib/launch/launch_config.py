@@ -244,7 +244,7 @@ class LaunchConfig:
             )
         yield from self._rendezvous_errors()
         # Computed for their errors, so that an invalid value is found before anything starts.
-        _ = (self.options, self.limits, self.timing, self.observe_address)
+        _ = (self.options, self.limits, self.timing, self.observe_address, self.etcd_config)
         if not self.is_plugin_backend:
             check_etcd_keys(self.rdzv_backend, self.rdzv_configs)
         if self.rdzv_backend in TCP_BACKENDS and not self.is_single_node:

@@ -67,8 +67,8 @@ _KEYS = {field.name: field.metadata for field in attrs.fields(RendezvousOptions)
 OPTION_NAMES = frozenset({*_KEYS, "timeout"})
 _NOT_SUPPORTED = {
     "heartbeat_timeout": "it is keep_alive_interval * keep_alive_max_attempt",
-    "store_type": "use --rdzv-backend file for a store in a shared directory",
-    "rank": "only the static backend has fixed ranks; give --node-rank",
+    "store_type": "use {rdzv_backend} file for a store in a shared directory",
+    "rank": "only the static backend has fixed ranks; use {node_rank}",
 }
 
 

@@ -34,7 +34,7 @@ from manifests import (  # noqa: E402
     with_master,
 )
 
-from elasticlib.launch.arguments import Launch, parse_launch  # noqa: E402
+from elasticlib.launch.arguments import LaunchRequest, parse_launch  # noqa: E402
 from elasticlib.launch.commands import _parser  # noqa: E402
 from elasticlib.workers.spec import Ladder, Module  # noqa: E402
 
@@ -92,7 +92,7 @@ CONTAINERS = {
 }
 
 
-def launched(container: Container) -> Launch:
+def launched(container: Container) -> LaunchRequest:
     assert container.command[0] == "elasticrun"
     return parse_launch(container.command[1:], container.environment)
 
@@ -156,7 +156,7 @@ def test_a_command_and_its_variables_are_an_elastic_launch(name: str) -> None:
     assert launch.entrypoint == Module(
         "elasticlib.examples.train_text", (f"--checkpoint-dir={container.mount}",)
     )
-    assert launch.settings.notes == ()
+    assert launch.settings.warnings == ()
 
 
 @pytest.mark.parametrize("name", CONTAINERS)

@@ -111,7 +111,7 @@ def test_the_page_has_each_variable_that_torchruns_sources_read() -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_variable_without_effect_is_named_and_no_other(name: str) -> None:
     values = {"PYTHON_EXEC": "python3", "LOGLEVEL": "INFO"}
-    notes = parse_launch(["train.py"], {name: values.get(name, "1")}).settings.notes
+    notes = parse_launch(["train.py"], {name: values.get(name, "1")}).settings.warnings
     warned = VARIABLES[name].startswith("a warning")
     assert [note.split(" ")[0] for note in notes] == [f"{name}=1"] * warned
 

@@ -42,7 +42,11 @@ def test_a_misspelt_flag_is_answered_with_the_one_that_is_like_it(
         parse_command_line(line.split())
     said = capsys.readouterr().err
     assert ended.value.code == 2
-    hint = f"did you mean {meant}?" if meant else "your script's own flags go after its name"
+    hint = (
+        f"did you mean {meant}?"
+        if meant
+        else "options of the training script go after the script name"
+    )
     assert said.endswith(f" ({hint})\n")
 
 

@@ -62,7 +62,7 @@ def test_help_shows_each_flag_once_and_marks_those_that_torchrun_has_not() -> No
     text = OURS.format_help()
     shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
     assert len(shown) == len(set(shown))
-    assert {*(flag.flag for flag in FLAGS.values()), "--help", "--version"} <= {*shown}
+    assert {*(flag.name for flag in FLAGS.values()), "--help", "--version"} <= {*shown}
     assert not any("_" in name for name in shown)
     for dest, flag in FLAGS.items():
         assert flag.is_extension is (dest not in ACTIONS and dest not in NEWER), dest
@@ -124,7 +124,7 @@ def test_a_flag_says_what_its_variable_says(dest: str, script: str) -> None:
     told = parse_launch([*line, flag, *filter(None, [value]), program], {}).settings
     theirs = parse_launch([*line, program], {variable: value}).settings
     assert theirs[dest] == told[dest] != FLAGS[dest].default or dest == "role"
-    assert theirs.found[dest].origin == variable
+    assert theirs.settings[dest].origin == variable
 
 
 def test_no_flag_is_known_by_its_first_letters(
@@ -158,7 +158,7 @@ def test_a_shell_completes_our_flags_as_it_does_torchruns(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("shell", "before", "code", "said"),
     [
-        ("dosh", "", 2, "--print-completion is one of bash, zsh, tcsh"),
+        ("dosh", "", 2, "--print-completion must be one of bash, zsh, tcsh"),
         ("zsh", "sys.modules['shtab'] = None; ", 1, "pip install shtab"),
     ],
 )
