@@ -36,7 +36,7 @@ _HOMES = {
     "agent.options": ("AgentOptions",),
     "agent.interface": ("RunResult",),
     "workers.interface": ("Workers",),
-    "workers.processes": ("LocalWorkers",),
+    "workers.local_workers": ("LocalWorkers",),
     "workers.spec": (
         "WorkerSpec",
         "Script",
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     from .stores.tcp_server import TcpStoreServer as TcpStoreServer
     from .workers.context import context as context
     from .workers.interface import Workers as Workers
-    from .workers.processes import LocalWorkers as LocalWorkers
+    from .workers.local_workers import LocalWorkers as LocalWorkers
     from .workers.spec import Command as Command
     from .workers.spec import Function as Function
     from .workers.spec import Ladder as Ladder

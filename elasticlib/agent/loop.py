@@ -365,6 +365,9 @@ class ElasticAgent:
         if stopping is not None:
             call = self.workers.earliest_stop() if stopping.asking else None
             breaks: tuple[Command, ...] = ()
+            if not stopping.keep and stopping.noticing:
+                # Workers that were still starting when they were asked can leave their group now.
+                stopping, breaks = stopping.keep_members(self._regroup_grace())
             if stopping.keep and stopping.noticing and self.workers.broken():
                 stopping, breaks = stopping.sooner(now, None)
             running = [name for _, name in sorted(self._at_work().items())]
@@ -651,8 +654,7 @@ class ElasticAgent:
     def _begin_stop(self, command: policy.StopWorkers | policy.Regroup) -> None:
         notice = None if isinstance(command, policy.Regroup) else self._notice(command.notice)
         self._report.stopping(notice)
-        # That a failure was one too many may have been found meanwhile.
-        keeps = self._now.state is State.STOPPING and self._slots.keeps()
+        keep = self._regroup_grace()
         info = self._info  # None where they were started before the first generation
         stopping = Stopping(
             self._ladder,
@@ -660,13 +662,22 @@ class ElasticAgent:
             nodes=1 if info is None else info.world_size,
             reachable=bool(self._board.name),
             agrees=self.workers.agrees,
-            keep=self._options.regroup_grace if keeps else 0.0,
+            keep=keep,
         )
-        heard = self._notify(notice, keeps=keeps)
-        if heard and not keeps:
+        heard = self._notify(notice, keeps=keep > 0)
+        if heard and not keep:
             self.workers.stop_only(self.workers.spare())
+        if keep and not heard:
+            # A member that is still starting has nothing to lose, and the others do not wait.
+            self.workers.stop_only({*self._at_work()} - {*self.workers.keepers()})
         self._stopping, commands = stopping.begin(self._clock(), notice if heard else None)
         self._carry_out(commands)
+
+    def _regroup_grace(self) -> float:
+        """Return how long workers have to leave their group, or 0 if none can go on in another."""
+        # The job may have ended since the stop began: a failure can be one too many.
+        keeps = self._now.state is State.STOPPING and self._slots.keeps()
+        return self._options.regroup_grace if keeps else 0.0
 
     def _stop_sooner(self, command: policy.StopSooner) -> None:
         stopping, notice = present(self._stopping, "the stop"), self._notice(command.notice)

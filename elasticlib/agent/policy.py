@@ -68,8 +68,8 @@ class Supervision:
 class Event:
     """Something has happened.
 
-    keeps, of those that may end a generation: whether all workers here that are in its group can go
-    on in another.
+    keeps, of those that may end a generation: whether a worker here that is in its group can go on
+    in another.
     """
 
 

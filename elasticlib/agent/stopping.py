@@ -188,6 +188,11 @@ class Stopping:
         ladder = self.ladder.noticed(self.keep)
         return attrs.evolve(self, ladder=ladder, since=now, notice=None, leaving=True)
 
+    def keep_members(self, keep: float) -> Climb:
+        """The workers have a notice, and some can go on in another group if `keep` is not 0."""
+        stopping = attrs.evolve(self, keep=keep)
+        return stopping, (Gather(OVER),) if keep and self._with_others else ()
+
     def keep_none(self, now: float) -> Stopping:
         """Nobody goes on in another group."""
         stopping = self.hurry(now) if self.leaving and self.rung is Rung.NOTICE else self

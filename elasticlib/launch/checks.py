@@ -28,7 +28,7 @@ from ..errors import ConfigError, StoreError, StoreRejectedError
 from ..observe.wording import size
 from ..stores.tcp_client import TcpStore
 from ..visible import visible_line
-from ..workers.session import SHARED_MEMORY
+from ..workers.run_dirs import SHARED_MEMORY
 from .addresses import (
     addresses_of,
     is_loopback,

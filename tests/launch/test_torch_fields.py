@@ -219,7 +219,7 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
         ),
         (
             {"rdzv_configs": {"rank": 1, "store_type": "file", "colour": "red", "hue": "x"}},
-            "rank cannot be set: .* use node_rank; .* store_type .*unknown rdzv_configs key 'colour', 'hue'",
+            "rank cannot be set: .* use node_rank; .* store_type .*unknown .* key 'colour', 'hue'",
         ),
         ({"rdzv_backend": "etcd"}, "rdzv_backend etcd requires rdzv_endpoint"),
     ],
