@@ -19,8 +19,8 @@ from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
 from ..compat.launching import TorchrunOptions, read_torchrun_variables
 from ..errors import ConfigError
 from ..signals import read_signals, signal_name
-from ..workers.cpu import count_cores
-from ..workers.output import parse_ranks, parse_streams
+from ..workers.node_resources import count_usable_cpus
+from ..workers.output_plan import parse_ranks, parse_streams
 from ..workers.spec import Command, Entrypoint, Module, Script
 from .command_line import parse_command_line
 from .endpoints import (
@@ -145,7 +145,7 @@ def _start_method(settings: Settings) -> str:
     name = settings["start_method"]
     if settings["no_python"] and name not in (None, "spawn"):
         raise SettingError("{start_method} {0} requires Python: remove {no_python}", name)
-    return name or "warm"
+    return name or "forkserver"
 
 
 def _entrypoint(settings: Settings, program: str, args: tuple[str, ...]) -> Entrypoint:
@@ -264,14 +264,14 @@ def worker_count(text: str) -> int:
     except ValueError:
         pass
     if text == "cpu":
-        return count_cores()
+        return count_usable_cpus()
     invalid = SettingError("{nproc_per_node} must be {0}, got {1!r}", NPROC_VALUES, text)
     if not text.isidentifier():
         raise invalid
     import torch
 
     if text == "auto":
-        return _count_accelerators(torch) or count_cores()
+        return _count_accelerators(torch) or count_usable_cpus()
     registered = torch._C._get_privateuse1_backend_name()
     kind = "cuda" if text == "gpu" else text
     counts = {name: _count_devices(torch, name) for name in ("cuda", "xpu", registered)}
@@ -287,7 +287,7 @@ def worker_count(text: str) -> int:
         torch.__version__,
         text.upper(),
         found or "no accelerator",
-        count_cores(),
+        count_usable_cpus(),
     )
 
 

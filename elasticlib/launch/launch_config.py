@@ -20,8 +20,8 @@ from ..endpoint import port_of, split_endpoint
 from ..errors import ConfigError
 from ..flag_values import NUMA_BINDINGS
 from ..rendezvous.document import Limits, Timing
-from ..workers.output import OutputPlan, StreamChoice, Streams
-from ..workers.spec import check_start
+from ..workers.output_plan import OutputPlan, StreamChoice, Streams
+from ..workers.spec import check_start_method
 from .backends import EtcdConfig, check_backend, check_etcd_keys, read_etcd_config
 from .endpoints import check_endpoints, check_local_addr, split_endpoints
 from .flags import BUILTIN_BACKENDS, DEFAULTS, ETCD_BACKENDS, SettingError
@@ -182,7 +182,7 @@ class LaunchConfig:
     rdzv_timeout: float = -1  # sets the key `timeout` of rdzv_configs, unless it is -1
     max_restarts: int = 3
     monitor_interval: float = DEFAULTS["monitor_interval"]
-    start_method: str = "warm"
+    start_method: str = "forkserver"
     # Prefix of each line that `tee` shows; ${role_name}, ${rank}, ${local_rank} and ${hostname} are
     # substituted.
     log_line_prefix_template: str | None = None
@@ -226,7 +226,7 @@ class LaunchConfig:
         for name, value in plain_values(self).items():
             object.__setattr__(self, name, value)
         check_run_id(self.run_id)
-        check_start(self.start_method, self.preload)
+        check_start_method(self.start_method, self.preload)
         error = next(self._errors(), None)
         if error is not None:
             raise error
@@ -290,7 +290,7 @@ class LaunchConfig:
         named = (
             ("redirects", plan.redirect.by_rank),
             ("tee", plan.tee.by_rank),
-            ("local_ranks_filter", plan.ranks or ()),
+            ("local_ranks_filter", plan.shown_ranks or ()),
         )
         for name, ranks in named:
             for rank in sorted(rank for rank in ranks if not 0 <= rank < num_workers):
@@ -300,7 +300,7 @@ class LaunchConfig:
                 )
         for stream, name in ((Streams.OUT, "stdout"), (Streams.ERR, "stderr")):
             is_shown = any(
-                plan.shows(rank) and stream & plan.tee.of(rank) for rank in range(num_workers)
+                plan.shows(rank) and stream & plan.tee.for_rank(rank) for rank in range(num_workers)
             )
             if plan.needles(stream) and not is_shown:
                 yield SettingError(
@@ -362,10 +362,10 @@ class LaunchConfig:
         return OutputPlan(
             redirect=self.redirects,
             tee=self.tee,
-            ranks=self.local_ranks_filter,
-            stdout_needles=tuple(self.duplicate_stdout_filters),
-            stderr_needles=tuple(self.duplicate_stderr_filters),
-            template=self.log_line_prefix_template,
+            shown_ranks=self.local_ranks_filter,
+            stdout_filters=tuple(self.duplicate_stdout_filters),
+            stderr_filters=tuple(self.duplicate_stderr_filters),
+            line_prefix_template=self.log_line_prefix_template,
         )
 
     @property

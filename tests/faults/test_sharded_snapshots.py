@@ -62,9 +62,7 @@ class Resizing:
         copies = min(REPLICAS + 1, world)
 
         def is_committed() -> bool:
-            held = [
-                part for place in places for part in split_endpoints(place["memory"], step, world)
-            ]
+            held = [part for place in places for part in parts_of(place["memory"], step, world)]
             return all(held.count(part) >= copies for part in range(world))
 
         wait_until(f"step {step} on {copies} nodes each", is_committed, BOUND)
@@ -78,7 +76,7 @@ class Resizing:
             self.nodes[place["node"]].kill()
 
 
-def split_endpoints(folder: str, step: int, parts: int) -> set[int]:
+def parts_of(folder: str, step: int, parts: int) -> set[int]:
     """The parts of a step, cut up for so many ranks, that an agent's memory has."""
     found = (one.header for one in snapshot_slots.list_snapshots(folder))
     return {one.part for one in found if (one.step, one.parts, one.sharded) == (step, parts, True)}
