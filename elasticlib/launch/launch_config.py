@@ -302,7 +302,7 @@ class LaunchConfig:
             is_shown = any(
                 plan.shows(rank) and stream & plan.tee.for_rank(rank) for rank in range(num_workers)
             )
-            if plan.needles(stream) and not is_shown:
+            if plan.filters(stream) and not is_shown:
                 yield SettingError(
                     f"{{duplicate_{name}_filters}} requires teed {name}: add {{tee}} {{0}}",
                     stream.value,
