@@ -32,7 +32,7 @@ _HOMES = {
     "observe.report": ("report",),
     "observe.reading": ("read_history",),
     # Parts of a launcher of your own.
-    "agent.loop": ("ElasticAgent",),
+    "agent.elastic_agent": ("ElasticAgent",),
     "agent.options": ("AgentOptions",),
     "agent.interface": ("RunResult",),
     "workers.interface": ("Workers",),
@@ -43,7 +43,7 @@ _HOMES = {
         "Module",
         "Command",
         "Function",
-        "Ladder",
+        "StopTimeouts",
         "WorkerState",
     ),
     "rendezvous.interface": ("RendezvousHandler",),
@@ -64,7 +64,7 @@ __all__ = ["__version__", *sorted(_HOME_OF)]
 
 if TYPE_CHECKING:
     from .agent.interface import RunResult as RunResult
-    from .agent.loop import ElasticAgent as ElasticAgent
+    from .agent.elastic_agent import ElasticAgent as ElasticAgent
     from .agent.options import AgentOptions as AgentOptions
     from .checkpoint.manager import CheckpointManager as CheckpointManager
     from .checkpoint.single_file import latest_checkpoint as latest_checkpoint
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from .workers.processes import LocalWorkers as LocalWorkers
     from .workers.spec import Command as Command
     from .workers.spec import Function as Function
-    from .workers.spec import Ladder as Ladder
+    from .workers.spec import StopTimeouts as StopTimeouts
     from .workers.spec import Module as Module
     from .workers.spec import Script as Script
     from .workers.spec import WorkerSpec as WorkerSpec

@@ -14,12 +14,12 @@ import attrs
 
 from ..flag_values import DRAIN_EXIT_CODE
 from ..rendezvous.interface import RendezvousInfo
-from ..workers.exit import WorkerExit
+from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 
 
 @attrs.frozen
-class Cause:
+class RootCause:
     """The first failure of a generation, over all nodes.
 
     sentence: who, how and why. host: where. log: the folder there that holds the worker's files.
@@ -61,7 +61,7 @@ class RunResult:
     generation: int = 0
     restarts: int = 0
     signal: int = 0
-    cause: Cause | None = None
+    cause: RootCause | None = None
     expelled: bool = False
 
     @property
@@ -74,7 +74,7 @@ class RunResult:
         return 0 if self.state is WorkerState.SUCCEEDED else 1
 
 
-class Memory(abc.ABC):
+class SnapshotService(abc.ABC):
     """What an agent keeps for its workers over all generations, such as their snapshots.
 
     All methods are called by the agent's own thread, and none of them waits for long, but for

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from ..agent.interface import Memory
+from ..agent.interface import SnapshotService
 from ..clock import monotonic
 from ..errors import ConfigError, ElasticError, present
 from ..rendezvous.interface import RendezvousInfo
@@ -177,7 +177,7 @@ class ReplicationSession:
         return len(store.list(prefix).entries) == self._num_nodes
 
 
-class NodeSnapshotService(Memory):
+class NodeSnapshotService(SnapshotService):
     """The snapshot service of one agent, for all generations.
 
     Args:

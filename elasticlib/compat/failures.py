@@ -2,7 +2,7 @@
 
 Failures of this node's workers come first; another node's is shown only where none of these failed.
 The text of an error ends with the first cause, as people read that line. All are views of
-`WorkerExit`, and of the `Cause` that another node reported.
+`WorkerExit`, and of the `RootCause` that another node reported.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..errors import ElasticError, NoFailure
 from ..foreign import read_file, read_object
 from ..visible import visible
 from ..workers import hooks
-from ..workers.exit import SIGNALS, WorkerExit, last_words
+from ..workers.exits import SIGNAL_NAMES, WorkerExit, find_error_line
 from ..workers.hooks import LONGEST_RECORD, NO_RECORD, read_failure, read_record
 
 if TYPE_CHECKING:
-    from ..agent.interface import Cause, RunResult
+    from ..agent.interface import RootCause, RunResult
 
 NOT_AVAILABLE = "<N/A>"
 
@@ -84,7 +84,7 @@ class ProcessFailure:
 
     def signal_name(self) -> str:
         """As `SIGKILL`; `<N/A>` if no signal ended it, or one without a name."""
-        return SIGNALS.get(-self.exitcode, NOT_AVAILABLE)
+        return SIGNAL_NAMES.get(-self.exitcode, NOT_AVAILABLE)
 
     def timestamp_isoformat(self) -> str:
         """As `2026-01-31_23:59:59`, in this machine's time zone."""
@@ -106,7 +106,7 @@ class ProcessFailure:
 def failure_of(exit_: WorkerExit) -> ProcessFailure:
     """The end of a worker of this node in torch's shape."""
     data = dict(exit_.error_data) or dict(NO_RECORD)
-    why = last_words(exit_.tail, exit_.returncode)
+    why = find_error_line(exit_.tail, exit_.returncode)
     how = f"{exit_.how}: {why}" if why else exit_.how
     return ProcessFailure(
         exit_.local_rank,
@@ -130,7 +130,7 @@ def failures_of(exits: Mapping[int, WorkerExit]) -> dict[int, ProcessFailure]:
     return {rank: failure_of(exit_) for rank, exit_ in found.items()}
 
 
-def failure_elsewhere(cause: Cause) -> ProcessFailure:
+def failure_elsewhere(cause: RootCause) -> ProcessFailure:
     """What another node reported of its worker; pid and local rank are that node's."""
     data: dict[str, Any] = dict(NO_RECORD)
     if cause.message or cause.traceback:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..agent.options import DRAIN_SIGNALS, SIGNALS
+from ..agent.options import DRAIN_SIGNALS, STOP_SIGNALS
 from ..endpoint import is_any_port_here
 from ..errors import ConfigError
 from ..flag_values import NUMA_BINDINGS, TORCHRUN_ONLY
@@ -141,7 +141,7 @@ def _signals(config: LaunchConfig) -> dict[str, Any]:
     ends = read_signals(config.signals_to_handle, "signals_to_handle") or ()
     agent = config.supervision.agent
     both = sorted({*ends} & {*agent.drain_signals})
-    if agent.signals not in (SIGNALS, ends) or (both and agent.drain_signals != DRAIN_SIGNALS):
+    if agent.signals not in (STOP_SIGNALS, ends) or (both and agent.drain_signals != DRAIN_SIGNALS):
         raise ConfigError(
             f"signals_to_handle says {config.signals_to_handle}, and supervision something else: "
             "say it in one of them"

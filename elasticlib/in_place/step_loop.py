@@ -41,7 +41,7 @@ from ..data.batch_sampler import ElasticBatchSampler
 from ..data.position import check_int
 from ..errors import CheckpointError, ConfigError, present
 from ..logical.logical_workers import LogicalWorkers
-from ..workers.context import Stop, context
+from ..workers.context import StopRequest, context
 from .process_group import POLL_INTERVAL_S, RegroupableGroup, current_group
 from .rollback import StateRollback
 from .takeover import BroadcastPlan, MemberStatus, plan_broadcast
@@ -233,7 +233,7 @@ class StepLoop:
         """The last committed step; 0 before the first."""
         self.state: TrainingState = {}
         """The state that the script has given, or created for the current group."""
-        self.stop_request: Stop | None = None
+        self.stop_request: StopRequest | None = None
         """The agent's request that stopped the loop early, or None."""
         self._create_state = state if callable(state) else None
         self._batches = batches

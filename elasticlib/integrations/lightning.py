@@ -27,7 +27,7 @@ except ImportError as error:
 
 from ..data.batch_sampler import ElasticBatchSampler
 from ..errors import ConfigError
-from ..workers.context import Stop, context
+from ..workers.context import StopRequest, context
 
 STOPPED = "last-0.ckpt"
 """In the ModelCheckpoint's folder; named as `ckpt_path="last"` looks for it, which takes the newest
@@ -67,7 +67,7 @@ class ElasticCallback(Callback):
     """
 
     def __init__(self, batches: EpochBatchSampler | None = None) -> None:
-        self.stopped: Stop | None = None
+        self.stopped: StopRequest | None = None
         self._batches = batches
         self._step = 0
 

@@ -21,7 +21,7 @@ except ImportError as error:
         f" 'transformers[torch]', or the extra, pip install 'elasticlib[transformers]' ({error})"
     ) from error
 
-from ..workers.context import Stop, context
+from ..workers.context import StopRequest, context
 
 
 class ElasticCallback(TrainerCallback):
@@ -33,7 +33,7 @@ class ElasticCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.stopped: Stop | None = None
+        self.stopped: StopRequest | None = None
 
     def on_train_begin(
         self,

@@ -15,8 +15,8 @@ from typing import Any
 
 import attrs
 
-from ..agent.hang import HangLimits
-from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
+from ..agent.hang_detector import HangLimits
+from ..agent.options import DRAIN_SIGNALS, NOTICE_SIGNALS, STOP_SIGNALS, AgentOptions
 from ..compat.launching import TorchrunOptions, read_torchrun_variables
 from ..errors import ConfigError
 from ..signals import read_signals, signal_name
@@ -213,9 +213,9 @@ def _heeded(settings: Settings) -> AgentOptions:
     # torchrun's jobs name SIGUSR2 among those that end the run.
     assumed = tuple(n for n in usual if n not in (ends or ()))
     return AgentOptions(
-        signals=tuple(n for n in SIGNALS if n not in (drains or ())) if ends is None else ends,
+        signals=tuple(n for n in STOP_SIGNALS if n not in (drains or ())) if ends is None else ends,
         drain_signals=assumed if drains is None else drains,
-        save_signals=SAVE_SIGNALS if drains is None else (),
+        save_signals=NOTICE_SIGNALS if drains is None else (),
     )
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import attrs
 
-from ..agent.interface import Memory, RunResult
-from ..agent.loop import ElasticAgent
+from ..agent.interface import SnapshotService, RunResult
+from ..agent.elastic_agent import ElasticAgent
 from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.snapshot_service import NodeSnapshotService
 from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables
@@ -30,7 +30,7 @@ from ..workers.spec import (
     Command,
     Entrypoint,
     Function,
-    Ladder,
+    StopTimeouts,
     WorkerState,
     entry_name,
 )
@@ -137,7 +137,7 @@ def run_node(
             meeting.handler,
             runners,
             max_restarts=config.max_restarts,
-            ladder=Ladder(grace=shutdown_seconds(config)),
+            ladder=StopTimeouts(grace=shutdown_seconds(config)),
             interval=config.monitor_interval,
             options=options,
             memory=memory,
@@ -181,7 +181,7 @@ def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfi
 def _depart(meeting: Meeting, config: LaunchConfig, result: RunResult) -> None:
     """Stay for as long as the others need this node, or the store that it serves."""
     options = config.supervision.agent
-    ladder = Ladder(grace=shutdown_seconds(config))
+    ladder = StopTimeouts(grace=shutdown_seconds(config))
     with _signals(options) as stopped:
         if result.state in (WorkerState.DRAINED, WorkerState.STOPPED):
             # Of several places the others find the next, however few they are.
@@ -192,7 +192,7 @@ def _depart(meeting: Meeting, config: LaunchConfig, result: RunResult) -> None:
             meeting.serve_others(stopped)
 
 
-def _memory(config: LaunchConfig, runners: Workers, secret: bytes | None) -> Memory | None:
+def _memory(config: LaunchConfig, runners: Workers, secret: bytes | None) -> SnapshotService | None:
     """What the agent keeps of its workers' snapshots, where these are processes of its machine."""
     replicas = config.supervision.agent.snapshot_replicas
     if not isinstance(runners, LocalWorkers):

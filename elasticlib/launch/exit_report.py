@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from ..agent.interface import Cause, RunResult
+from ..agent.interface import RootCause, RunResult
 from ..observe.history import Cost, Generation, Why
 from ..observe.journal import NodeJournal
 from ..observe.story import DEAREST, Sums
@@ -158,7 +158,7 @@ def _with_code(data: dict[str, object], code: int) -> dict[str, object]:
     return {**data, "message": {**said, "errorCode": code}} if isinstance(said, dict) else data
 
 
-def _explained(cause: Cause) -> str:
+def _explained(cause: RootCause) -> str:
     head = f"{NAME}: first failure of generation {cause.generation}, on {cause.host}"
     if cause.followed:
         ranks = ", ".join(str(rank) for rank in cause.followed)

@@ -18,7 +18,7 @@ from pathlib import Path
 import attrs
 
 from .._version import versions
-from ..agent.loop import ElasticAgent
+from ..agent.elastic_agent import ElasticAgent
 from ..clock import monotonic
 from ..errors import ConfigError
 from ..observe.event import Event

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from ..workers.interface import NOTHING, SOURCES, Heartbeat
+from ..workers.interface import NO_STEP, RESTORE_SOURCES, Heartbeat
 
 EVERY_SECONDS = 10.0
 """Between lines on how far the workers are, at most; as many as training has lasted until then."""
@@ -39,7 +39,7 @@ class Look:
     @property
     def step(self) -> int:
         """The last that all workers which report steps have done; NOTHING if none does."""
-        return min((beat.step for beat in self.stepping), default=NOTHING)
+        return min((beat.step for beat in self.stepping), default=NO_STEP)
 
     @property
     def reached(self) -> float:
@@ -114,7 +114,7 @@ class StepWatch:
         """How far they are; nothing where nothing has moved."""
         watch, found = self, Told()
         before = watch.steps
-        if now.step != NOTHING and (before is None or now.step != before.step):
+        if now.step != NO_STEP and (before is None or now.step != before.step):
             watch = attrs.evolve(watch, steps=now)
             found.append(("steps", _steps(before, now)))
         # Each worker keeps its part of a sharded state, so a snapshot is complete once the last
@@ -152,8 +152,8 @@ def _restored(now: Look) -> dict[str, Any]:
     asked = max((state.began for state in states), default=now.began)
     ended = max((state.ended for state in states), default=now.began)
     return {
-        "step": min((state.step for state in states), default=NOTHING),
-        "source": max((state.source for state in states), key=SOURCES.index, default=""),
+        "step": min((state.step for state in states), default=NO_STEP),
+        "source": max((state.source for state in states), key=RESTORE_SOURCES.index, default=""),
         "seconds": round(max(0.0, ended - asked), 6),
         "after": round(max(0.0, asked - now.began), 6),
     }
@@ -167,7 +167,7 @@ def _steps(before: Look | None, now: Look) -> dict[str, Any]:
         "per_second": None if since is None else _rate(now.step - since[0], now.reached - since[1]),
         "silent": round(max(0.0, now.at - min(beat.alive for beat in now.stepping)), 3),
         "loss": losses[min(losses)] if losses else None,
-        "losses": _losses(before, now, min(losses, default=NOTHING)),
+        "losses": _losses(before, now, min(losses, default=NO_STEP)),
         "samples_per_second": _throughput(before, now),
     }
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from ..workers.interface import NOTHING, Heartbeat
+from ..workers.interface import NO_STEP, Heartbeat
 from .event import Event, Mark
 from .history import (
     PHASES,
@@ -168,7 +168,7 @@ def with_heartbeats(
     found, kept = [], []
     for worker in status.workers:
         heartbeat = heartbeats.get(worker.local_rank)
-        if heartbeat is not None and heartbeat.snapshot != NOTHING:
+        if heartbeat is not None and heartbeat.snapshot != NO_STEP:
             kept.append(heartbeat.snapshot)
         if heartbeat is None or not heartbeat.attached:
             found.append(worker)
@@ -180,10 +180,10 @@ def with_heartbeats(
             per_second = 0.0
         worker = attrs.evolve(
             worker,
-            step=None if heartbeat.step == NOTHING else heartbeat.step,
+            step=None if heartbeat.step == NO_STEP else heartbeat.step,
             per_second=per_second,
             silent=max(0.0, now - heartbeat.alive) if heartbeat.alive else None,
-            saved=None if heartbeat.saved == NOTHING else heartbeat.saved,
+            saved=None if heartbeat.saved == NO_STEP else heartbeat.saved,
         )
         found.append(worker)
     # Of a state in parts each worker keeps its own, and it is whole once the last of them has.

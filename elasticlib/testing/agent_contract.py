@@ -17,7 +17,7 @@ import pytest
 from ..agent.options import AgentOptions
 from ..errors import WorkerStartError
 from ..flag_values import DRAIN_EXIT_CODE
-from ..workers.exit import WorkerExit
+from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 from .agent_acts import CODE, Act
 from .agent_job import WORKERS, Job, MakeAgent

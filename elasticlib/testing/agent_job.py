@@ -15,13 +15,13 @@ from typing import Any
 import attrs
 
 from ..agent.interface import RunResult
-from ..agent.loop import ElasticAgent
+from ..agent.elastic_agent import ElasticAgent
 from ..agent.options import AgentOptions
 from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..stores.memory import MemoryStore
-from ..workers.spec import Entrypoint, Ladder, WorkerSpec
+from ..workers.spec import Entrypoint, StopTimeouts, WorkerSpec
 from .agent_stage import Scene, Stage
 from .rendezvous_cluster import in_thread
 from .rendezvous_over_store import Listener
@@ -148,7 +148,7 @@ class Job:
             open_bootstrap=Listener,
         )
         entrypoint = self.stage.entrypoint(scene) if isinstance(scene, Scene) else scene
-        ladder = Ladder(self._patience / 2 if grace is None else grace, reap=self._patience / 2)
+        ladder = StopTimeouts(self._patience / 2 if grace is None else grace, reap=self._patience / 2)
         settings = {"ladder": ladder, "options": options or AgentOptions()}
         request = AgentRequest(WorkerSpec(entrypoint, WORKERS), handler, settings)
         self.nodes.append(AgentNode(self._make(request), handler, self._patience))

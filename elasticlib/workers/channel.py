@@ -17,17 +17,17 @@ from collections.abc import Mapping
 from ..clock import monotonic
 from ..errors import ConfigError
 from .interface import (
-    NOTHING,
-    POINT,
-    POINTS,
-    REASONS,
-    SOURCES,
+    NO_STEP,
+    LOSS_POINT,
+    MAX_LOSS_POINTS,
+    STOP_REASONS,
+    RESTORE_SOURCES,
     Heartbeat,
-    Losses,
-    Notice,
-    TakenUp,
-    is_kept,
-    kept_before,
+    LossHistory,
+    StopNotice,
+    RestoreReport,
+    is_sampled,
+    num_sampled_before,
 )
 
 VARIABLE = "ELASTICLIB_CHANNEL"
@@ -120,7 +120,7 @@ class Channel:
             os.close(handle)
             raise
         channel._made = handle
-        channel._words[_STEP] = channel._words[_SAVED] = NOTHING
+        channel._words[_STEP] = channel._words[_SAVED] = NO_STEP
         return channel
 
     def close(self) -> None:
@@ -209,10 +209,10 @@ class Channel:
         seconds[_LOSS] = loss
         words[_LOSSES] = 1
         count = words[_COUNT]
-        if is_kept(count):
-            at = 8 * _POINTS + kept_before(count) % POINTS * POINT.size
+        if is_sampled(count):
+            at = 8 * _POINTS + num_sampled_before(count) % MAX_LOSS_POINTS * LOSS_POINT.size
             steps = min(max(step - words[_FIRST_STEP], -_FARTHEST), _FARTHEST - 1)
-            POINT.pack_into(self._memory, at, loss, now - seconds[_FIRST_AT], steps)
+            LOSS_POINT.pack_into(self._memory, at, loss, now - seconds[_FIRST_AT], steps)
         words[_COUNT] = count + 1
 
     def tell_saved(self, step: int, now: float = 0.0) -> None:
@@ -225,9 +225,9 @@ class Channel:
         self._seconds[_ALIVE_AT] = now
         self._words[_SNAPSHOTS] += 1
 
-    def tell_restored(self, state: TakenUp) -> None:
+    def tell_restored(self, state: RestoreReport) -> None:
         words, seconds = self._words, self._seconds
-        words[_RESTORED_STEP], words[_SOURCE] = state.step, SOURCES.index(state.source)
+        words[_RESTORED_STEP], words[_SOURCE] = state.step, RESTORE_SOURCES.index(state.source)
         seconds[_RESTORE_BEGAN], seconds[_RESTORE_ENDED] = state.began, state.ended
         seconds[_ALIVE_AT] = state.ended
         words[_RESTORES] += 1
@@ -267,7 +267,7 @@ class Channel:
         text = bytes(self._view[_PLACE + 8 : _PLACE + 8 + length])
         for word in _OF_ONE_PLACE:
             self._words[word] = 0
-        self._words[_STEP] = self._words[_SAVED] = NOTHING
+        self._words[_STEP] = self._words[_SAVED] = NO_STEP
         self._words[_TAKEN] = number
         return number, json.loads(text)
 
@@ -375,34 +375,34 @@ class Channel:
             saves=words[_SAVES],
             dumps=bool(words[_DUMPS]),
             attached=bool(words[_OWNER]),
-            first_step=words[_FIRST_STEP] if seconds[_FIRST_AT] else NOTHING,
+            first_step=words[_FIRST_STEP] if seconds[_FIRST_AT] else NO_STEP,
             first_at=seconds[_FIRST_AT],
             restored=self._restored(),
             restores=words[_RESTORES],
-            snapshot=words[_SNAPSHOT] if words[_SNAPSHOTS] else NOTHING,
+            snapshot=words[_SNAPSHOT] if words[_SNAPSHOTS] else NO_STEP,
             snapshots=words[_SNAPSHOTS],
             loss=seconds[_LOSS] if words[_LOSSES] else None,
             losses=self._losses(),
             samples=seconds[_SAMPLES],
         )
 
-    def _losses(self) -> Losses | None:
+    def _losses(self) -> LossHistory | None:
         count = self._words[_COUNT]
         if not count:
             return None
         at = 8 * _POINTS
-        points = bytes(self._view[at : at + POINTS * POINT.size])
+        points = bytes(self._view[at : at + MAX_LOSS_POINTS * LOSS_POINT.size])
         first_step, first_at = self._words[_FIRST_STEP], self._seconds[_FIRST_AT]
-        return Losses(count, self._words[_COUNT], points, first_step, first_at)
+        return LossHistory(count, self._words[_COUNT], points, first_step, first_at)
 
-    def _restored(self) -> TakenUp | None:
+    def _restored(self) -> RestoreReport | None:
         words, seconds = self._words, self._seconds
         source = words[_SOURCE]
-        if not words[_RESTORES] or not 0 <= source < len(SOURCES):
+        if not words[_RESTORES] or not 0 <= source < len(RESTORE_SOURCES):
             return None
-        return TakenUp(
+        return RestoreReport(
             step=words[_RESTORED_STEP],
-            source=SOURCES[source],
+            source=RESTORE_SOURCES[source],
             began=seconds[_RESTORE_BEGAN],
             ended=seconds[_RESTORE_ENDED],
         )
@@ -491,7 +491,7 @@ class Channels:
         with self._lock:
             self._last.clear()
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         """Ask for a stop; False if no worker here ever looks.
 
         Where workers of an earlier group have looked, these are about to: they may have stepped
@@ -503,7 +503,7 @@ class Channels:
                 return False
             self._deadline = now + notice.seconds
             for channel in channels:
-                channel.ask(REASONS.index(notice.reason), self._deadline)
+                channel.ask(STOP_REASONS.index(notice.reason), self._deadline)
             return True
 
     def earliest_stop(self) -> int | None:
@@ -513,12 +513,12 @@ class Channels:
             known = [call for call in calls if call is not None]
             return max(known, default=1) if len(known) == len(calls) else None
 
-    def stop_at(self, call: int, notice: Notice) -> None:
+    def stop_at(self, call: int, notice: StopNotice) -> None:
         """All ranks stop at this call, for this reason."""
         with self._lock:
             deadline = min(self._deadline, monotonic() + notice.seconds)
             for channel in self._members():
-                channel.tell_stop(call, REASONS.index(notice.reason), deadline)
+                channel.tell_stop(call, STOP_REASONS.index(notice.reason), deadline)
 
     def beats(self) -> dict[int, Heartbeat]:
         """The heartbeat of each worker, by local rank."""

@@ -15,7 +15,7 @@ import attrs
 
 from ..clock import monotonic
 from .channel import VARIABLE, Channel
-from .interface import REASONS, SOURCES, TakenUp
+from .interface import STOP_REASONS, RESTORE_SOURCES, RestoreReport
 from .stacks import write_on_demand
 
 LOOK_SECONDS = 2e-4
@@ -23,15 +23,15 @@ LOOK_SECONDS = 2e-4
 
 
 @attrs.frozen
-class Stop:
-    """Save, and end. reason: `preempted`, `resize` or `drain`; see `Notice`.
+class StopRequest:
+    """Save, and end. reason: `preempted`, `resize` or `drain`; see `StopNotice`.
     deadline: until when, on this machine's monotonic clock; then the agent ends this worker."""
 
     reason: str
     deadline: float
 
     def __repr__(self) -> str:
-        return f"Stop(reason={self.reason!r}, seconds_left={self.seconds_left:.1f})"
+        return f"StopRequest(reason={self.reason!r}, seconds_left={self.seconds_left:.1f})"
 
     @property
     def seconds_left(self) -> float:
@@ -50,7 +50,7 @@ class Context:
         self._of_worker = channel
         self._pid = os.getpid()
         self._calls = self._place = 0
-        self._stop: Stop | None = None
+        self._stop: StopRequest | None = None
         self._pause = threading.Event()
         self._before_stop: list[Callable[[], object]] = []
 
@@ -64,7 +64,7 @@ class Context:
         """Whether there is an agent that listens."""
         return self._channel is not None
 
-    def should_stop(self) -> Stop | None:
+    def should_stop(self) -> StopRequest | None:
         """Whether to save and end now: None, or why and until when.
 
         Call it between two steps, on every rank. All ranks get the same answer at the same call,
@@ -152,14 +152,14 @@ class Context:
         Raises:
             ValueError: unknown source, or negative seconds.
         """
-        if source not in SOURCES or not seconds >= 0:
+        if source not in RESTORE_SOURCES or not seconds >= 0:
             raise ValueError(
-                f"a state comes from {', '.join(SOURCES)} in 0 seconds or more, got {source!r} "
+                f"a state comes from {', '.join(RESTORE_SOURCES)} in 0 seconds or more, got {source!r} "
                 f"in {seconds}"
             )
         if self._channel is not None:
             now = monotonic()
-            self._channel.tell_restored(TakenUp(step, source, now - seconds, now))
+            self._channel.tell_restored(RestoreReport(step, source, now - seconds, now))
 
     # -- for a worker that outlives its group ------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Context:
         self._calls, self._stop = 0, None
         return variables
 
-    def _agreed(self, channel: Channel, call: int) -> Stop | None:
+    def _agreed(self, channel: Channel, call: int) -> StopRequest | None:
         channel.hold(call)
         while not (stop_at := channel.stop_at):
             # The agent that asked ends us when the time is over, if it lives.
@@ -205,7 +205,7 @@ class Context:
         if not stop_at or call < stop_at:
             channel.go_on(call)
             return None
-        return Stop(REASONS[channel.reason], channel.deadline)
+        return StopRequest(STOP_REASONS[channel.reason], channel.deadline)
 
 
 _context: Context | None = None

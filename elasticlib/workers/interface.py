@@ -18,19 +18,19 @@ from ..errors import ConfigError
 
 if TYPE_CHECKING:
     # Workers import this as well, and have no use for these.
-    from .exit import WorkerExit
+    from .exits import WorkerExit
     from .spec import WorkerGroup, WorkerSpec
 
-NOTHING = -1
+NO_STEP = -1
 """In place of a step that was not reported."""
-SOURCES = ("memory", "peer", "disk")
+RESTORE_SOURCES = ("memory", "peer", "disk")
 """Where a worker's state came from: its own node's memory, another node's, or a disk; the
 quickest first."""
 
 
 @attrs.frozen
-class TakenUp:
-    """The state that a worker took up: of which step, from which of the SOURCES, and from when
+class RestoreReport:
+    """The state that a worker took up: of which step, from which of the RESTORE_SOURCES, and from when
     until when that took, on this machine's monotonic clock."""
 
     step: int
@@ -39,28 +39,28 @@ class TakenUp:
     ended: float
 
 
-POINTS = 208
+MAX_LOSS_POINTS = 208
 """Losses that are kept for the agent's next look, at most."""
-POINT = struct.Struct("=dfi")
+LOSS_POINT = struct.Struct("=dfi")
 """A loss; when, in seconds after the first step; and the step, from the first on."""
 
 
-def is_kept(count: int) -> bool:
+def is_sampled(count: int) -> bool:
     """Whether a worker's loss is kept that it told after so many others: each of the first POINTS,
     and half as many of the following whenever their number has doubled. So the last POINTS that
     were kept are those of the last two doublings, however many there were."""
-    return not count & ((1 << (count // POINTS).bit_length()) - 1)
+    return not count & ((1 << (count // MAX_LOSS_POINTS).bit_length()) - 1)
 
 
-def kept_before(count: int) -> int:
+def num_sampled_before(count: int) -> int:
     """How many of the first so many are kept."""
-    halved = ((count - 1) // POINTS).bit_length() if count else 0
-    return POINTS // 2 * halved + (count + (1 << halved) - 1 >> halved)
+    halved = ((count - 1) // MAX_LOSS_POINTS).bit_length() if count else 0
+    return MAX_LOSS_POINTS // 2 * halved + (count + (1 << halved) - 1 >> halved)
 
 
 @attrs.frozen
-class Losses:
-    """Those that a worker told, as its agent found them in one look: see `is_kept`.
+class LossHistory:
+    """Those that a worker told, as its agent found them in one look: see `is_sampled`.
 
     count, later: how many there were before the look, and after it. points: the last POINTS that
     were kept of them, each in its place, as one may be written just now.
@@ -75,9 +75,9 @@ class Losses:
     def since(self, count: int) -> Iterator[tuple[int, float, float]]:
         """Step, time and loss of those that were kept after the worker's first so many."""
         # The place of the one before these may hold a newer one by now.
-        oldest = kept_before(max(self.count, self.later)) - POINTS + 1
-        for place in range(max(0, oldest, kept_before(count)), kept_before(self.count)):
-            loss, after, steps = POINT.unpack_from(self.points, place % POINTS * POINT.size)
+        oldest = num_sampled_before(max(self.count, self.later)) - MAX_LOSS_POINTS + 1
+        for place in range(max(0, oldest, num_sampled_before(count)), num_sampled_before(self.count)):
+            loss, after, steps = LOSS_POINT.unpack_from(self.points, place % MAX_LOSS_POINTS * LOSS_POINT.size)
             yield self.first_step + steps, self.first_at + after, loss
 
 
@@ -95,32 +95,32 @@ class Heartbeat:
     losses those before it; samples: all of them.
     """
 
-    step: int = NOTHING
+    step: int = NO_STEP
     steps: int = 0
     at: float = 0.0
     alive: float = 0.0
     durations: tuple[float, ...] = ()
-    saved: int = NOTHING
+    saved: int = NO_STEP
     saves: int = 0
     dumps: bool = False
     attached: bool = False
-    first_step: int = NOTHING
+    first_step: int = NO_STEP
     first_at: float = 0.0
-    restored: TakenUp | None = None
+    restored: RestoreReport | None = None
     restores: int = 0
-    snapshot: int = NOTHING
+    snapshot: int = NO_STEP
     snapshots: int = 0
     loss: float | None = None
-    losses: Losses | None = None
+    losses: LossHistory | None = None
     samples: float = 0.0
 
 
 PREEMPTED, RESIZE, DRAIN = "preempted", "resize", "drain"
-REASONS = (PREEMPTED, RESIZE, DRAIN)
+STOP_REASONS = (PREEMPTED, RESIZE, DRAIN)
 
 
 @attrs.frozen
-class Notice:
+class StopNotice:
     """What workers are told when they are asked to end by themselves, before any signal.
 
     reason: `preempted` (the machine is taken away), `resize` (the job goes on with other
@@ -132,9 +132,9 @@ class Notice:
     seconds: float
 
     def __attrs_post_init__(self) -> None:
-        if self.reason not in REASONS or self.seconds < 0:
+        if self.reason not in STOP_REASONS or self.seconds < 0:
             raise ConfigError(
-                f"a notice has a reason ({', '.join(REASONS)}) and seconds >= 0, "
+                f"a notice has a reason ({', '.join(STOP_REASONS)}) and seconds >= 0, "
                 f"got {self.reason!r} and {self.seconds}"
             )
 
@@ -170,7 +170,7 @@ class Workers(abc.ABC):
     def running(self) -> dict[int, str]:
         """Those not yet collected, by local rank, each with a name for people ("pid 123")."""
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         """Ask the workers to save and end at a step they all agree on.
 
         True: they have `notice.seconds` to end by themselves, with any exit code. False (the
@@ -190,7 +190,7 @@ class Workers(abc.ABC):
         """
         return None
 
-    def stop_at(self, call: int, notice: Notice) -> None:  # noqa: B027 - not all agree
+    def stop_at(self, call: int, notice: StopNotice) -> None:  # noqa: B027 - not all agree
         """Have all workers stop at this call, for the reason and in the time of this notice."""
 
     tell_steps = False

@@ -29,10 +29,10 @@ from .bootstrap import began_at
 from .channel import VARIABLE as CHANNEL
 from .channel import Channels
 from .cpu import Processors, bound_to, count_cores, killed_for_memory, oom_kills
-from .exit import UNKNOWN, WorkerExit
+from .exits import UNKNOWN_RETURNCODE, WorkerExit
 from .fork_server import Forked, ForkServer, ForkServerGone, has_stdin
 from .hooks import FinalMessage, final_message, forget_exit
-from .interface import Heartbeat, Notice, Workers
+from .interface import Heartbeat, StopNotice, Workers
 from .loop import Loop
 from .output import Output, OutputPlan, Writers
 from .run_program import read_result, write_payload
@@ -540,7 +540,7 @@ class LocalWorkers(Workers):
             local_rank,
             process.worker.rank,
             process.pid,
-            returncode=UNKNOWN if returncode is None else returncode,
+            returncode=UNKNOWN_RETURNCODE if returncode is None else returncode,
             code_known=returncode is not None,
             stopped=self._stopped,
             signalled=returncode is not None and (local_rank, -returncode) in self._sent,
@@ -613,7 +613,7 @@ class LocalWorkers(Workers):
     def spare(self) -> Mapping[int, bool]:
         return self._channels.spare()
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         heard = self._channels.notify(notice)
         self._stopped = self._stopped or heard
         return heard
@@ -621,7 +621,7 @@ class LocalWorkers(Workers):
     def earliest_stop(self) -> int | None:
         return self._channels.earliest_stop()
 
-    def stop_at(self, call: int, notice: Notice) -> None:
+    def stop_at(self, call: int, notice: StopNotice) -> None:
         self._channels.stop_at(call, notice)
 
     def beats(self) -> Mapping[int, Heartbeat]:

@@ -200,7 +200,7 @@ class WorkerGroup:
         raise IndexError(f"no worker of local rank {local_rank}")
 
 
-def deal_ranks(seat: Seat, local_ranks: Iterable[int] | None = None) -> tuple[Worker, ...]:
+def assign_worker_ranks(seat: Seat, local_ranks: Iterable[int] | None = None) -> tuple[Worker, ...]:
     """The workers of a node with this seat: ranks follow those of the nodes before it. Of these
     local ranks; left out, of the first that there are."""
     chosen = range(seat.slots) if local_ranks is None else sorted(local_ranks)
@@ -216,7 +216,7 @@ def deal_ranks(seat: Seat, local_ranks: Iterable[int] | None = None) -> tuple[Wo
     )
 
 
-def deal_newcomers(seat: Seat, local_ranks: Iterable[int]) -> tuple[Worker, ...]:
+def make_standby_workers(seat: Seat, local_ranks: Iterable[int]) -> tuple[Worker, ...]:
     """Workers of no group: what they are told of ranks is nobody's, and beyond all of them."""
     return tuple(
         Worker(
@@ -230,14 +230,14 @@ def deal_newcomers(seat: Seat, local_ranks: Iterable[int]) -> tuple[Worker, ...]
     )
 
 
-def outside(spec: WorkerSpec, local_ranks: Iterable[int], run_id: str, attempt: int) -> WorkerGroup:
+def make_standby_group(spec: WorkerSpec, local_ranks: Iterable[int], run_id: str, attempt: int) -> WorkerGroup:
     """Workers that start before their node is in any generation. A script that would meet others
     then finds no address to do so at."""
     seat = Seat(0, 1, 0, 0, 0, 0, 0)
     return WorkerGroup(
         spec=spec,
         workers=(),
-        newcomers=deal_newcomers(seat, local_ranks),
+        newcomers=make_standby_workers(seat, local_ranks),
         run_id=run_id,
         generation=0,
         group_rank=0,
@@ -367,7 +367,7 @@ def with_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
 # -- the one way in which workers are stopped: tell, ask, wait, end --------------------------------
 
 
-class Rung(enum.IntEnum):
+class StopStage(enum.IntEnum):
     """Follows from the seconds since the stop began, and from nothing else, so every path that
     stops workers climbs the same ladder at the same pace.
 
@@ -381,7 +381,7 @@ class Rung(enum.IntEnum):
 
 
 @attrs.frozen
-class Ladder:
+class StopTimeouts:
     """notice: seconds before SIGTERM, for workers that poll should_stop(). grace: seconds between
     SIGTERM and SIGKILL. reap: seconds that a killed process may take."""
 
@@ -396,20 +396,20 @@ class Ladder:
                 f"and reap={self.reap}"
             )
 
-    def noticed(self, seconds: float) -> Ladder:
+    def noticed(self, seconds: float) -> StopTimeouts:
         """The ladder of workers that were notified, and may take so long to end by themselves."""
         return attrs.evolve(self, notice=seconds)
 
-    def rung(self, elapsed: float) -> Rung:
+    def rung(self, elapsed: float) -> StopStage:
         """Where a stop stands that began `elapsed` seconds ago."""
-        for rung in (Rung.NOTICE, Rung.TERM, Rung.KILL):
+        for rung in (StopStage.NOTICE, StopStage.TERM, StopStage.KILL):
             if elapsed < self._end(rung):
                 return rung
-        return Rung.GIVE_UP
+        return StopStage.GIVE_UP
 
     def left(self, elapsed: float) -> float:
         """Seconds until the next rung."""
-        return max(0.0, self._end(min(self.rung(elapsed), Rung.KILL)) - elapsed)
+        return max(0.0, self._end(min(self.rung(elapsed), StopStage.KILL)) - elapsed)
 
-    def _end(self, rung: Rung) -> float:
+    def _end(self, rung: StopStage) -> float:
         return sum((self.notice, self.grace, self.reap)[: rung + 1])

@@ -17,7 +17,7 @@ from elasticlib import Command, ElasticAgent, LocalWorkers, RunResult
 from elasticlib.testing import AgentContract, AgentRequest, KeptWorkersContract
 from elasticlib.testing.agent_job import Job
 from elasticlib.testing.agent_stage import Stage
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerGroup
 
 Ended = Callable[[int], None]

@@ -10,14 +10,14 @@ import pytest
 from lone_agent import OneWorker, running
 
 from elasticlib import AgentOptions, WorkerState
-from elasticlib.agent.interface import Memory
+from elasticlib.agent.interface import SnapshotService
 from elasticlib.observe.journal import NodeJournal
 from elasticlib.rendezvous.interface import RendezvousInfo
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import WorkerGroup
 
 
-class Kept(Memory):
+class Kept(SnapshotService):
     def __init__(self) -> None:
         self.told: list[object] = []
 

@@ -26,10 +26,10 @@ from ports import free_port
 
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.channel import VARIABLE, Channel
-from elasticlib.workers.interface import REASONS
+from elasticlib.workers.interface import STOP_REASONS
 from elasticlib.workers.spec import SNAPSHOTS
 
-RESIZE = REASONS.index("resize")
+RESIZE = STOP_REASONS.index("resize")
 MORE = 15  # steps after the last action of a test; workers are fewer steps apart
 _METHOD = multiprocessing.get_context("forkserver")
 _METHOD.set_forkserver_preload(["training", "torch._dynamo", "torch.distributed.nn"])

@@ -19,7 +19,7 @@ from elasticlib.integrations.ray import (
     read_values,
 )
 from elasticlib.integrations.ray.driver import actor_options, merged
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.config import LaunchConfig, SupervisionOptions
 from elasticlib.launch.flags import build_parser
-from elasticlib.workers.interface import Notice
+from elasticlib.workers.interface import StopNotice
 
 TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
@@ -106,8 +106,8 @@ def test_a_silence_that_is_no_limit_is_refused(text: str, script: str) -> None:
 
 def test_a_notice_of_a_resize_says_when_and_an_immediate_one_is_none() -> None:
     assert AgentOptions(resize="immediate").notice("resize") is None
-    assert AgentOptions(resize="at-step").notice("resize") == Notice("resize", 30.0)
-    assert AgentOptions(resize="immediate").notice("drain") == Notice("drain", 30.0)
+    assert AgentOptions(resize="at-step").notice("resize") == StopNotice("resize", 30.0)
+    assert AgentOptions(resize="immediate").notice("drain") == StopNotice("drain", 30.0)
     with pytest.raises(ConfigError, match="resize is one of immediate, at-step, got"):
         AgentOptions(resize="later")
 

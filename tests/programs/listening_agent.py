@@ -12,7 +12,7 @@ from pathlib import Path
 from elasticlib import LocalWorkers, Workers
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.elastic_launch import run_node
-from elasticlib.workers.interface import Notice
+from elasticlib.workers.interface import StopNotice
 
 
 class Listening(LocalWorkers, Workers):
@@ -27,7 +27,7 @@ class Listening(LocalWorkers, Workers):
         self._generation = group.generation
         super().start(group, ended)
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         path = self._notices / f"notice.{os.environ['NODE']}.{self._generation}"
         path.write_text(f"{notice.reason} {notice.seconds:g}")
         return True

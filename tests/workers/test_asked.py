@@ -15,7 +15,7 @@ from test_local import Run, shell
 
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import bootstrap
-from elasticlib.workers.interface import DRAIN, Notice
+from elasticlib.workers.interface import DRAIN, StopNotice
 from elasticlib.workers.session import Guardian
 from elasticlib.workers.spec import Script
 
@@ -74,7 +74,7 @@ def test_the_stacks_of_workers_are_told_and_those_for_people_are_kept(run: Run) 
 
 def test_workers_that_are_notified_stop_at_the_call_that_is_named(run: Run) -> None:
     workers = training(run).workers
-    notice = Notice(DRAIN, 60.0)
+    notice = StopNotice(DRAIN, 60.0)
     wait_until(
         "a step of each worker", lambda: all(beat.steps for beat in workers.beats().values())
     )

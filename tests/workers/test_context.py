@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.agent.stopping import Need, agreed, decode_need, post_need
+from elasticlib.agent.stop_procedure import StopProposal, agree_on_stop, decode_proposal, propose_stop
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError
 from elasticlib.held_folder import is_held
@@ -24,11 +24,11 @@ from elasticlib.workers.context import Context
 from elasticlib.workers.interface import (
     DRAIN,
     PREEMPTED,
-    REASONS,
+    STOP_REASONS,
     RESIZE,
     Heartbeat,
-    Notice,
-    TakenUp,
+    StopNotice,
+    RestoreReport,
 )
 from elasticlib.workers.session import Guardian, SharedFolder
 
@@ -108,7 +108,7 @@ def test_a_state_from_nowhere_is_refused(path: str, source: str, seconds: float)
 
 def test_a_source_that_a_newer_worker_knows_is_passed_over(path: str) -> None:
     agent, worker = ends(path)
-    worker.tell_restored(TakenUp(1, "disk", 0.0, 1.0))
+    worker.tell_restored(RestoreReport(1, "disk", 0.0, 1.0))
     worker._words[24] = 7
     assert agent.beat().restored is None
 
@@ -212,7 +212,7 @@ class Agent:
         self.number, self.ranks = number, ranks
         self.asked = self.told = False
 
-    def move(self, needs: dict[int, Need], nodes: int) -> None:
+    def move(self, needs: dict[int, StopProposal], nodes: int) -> None:
         if not self.asked:
             self.asked = True
             for rank in self.ranks:
@@ -222,9 +222,9 @@ class Agent:
             calls = [rank.agent.earliest_stop() for rank in self.ranks]
             known = [call for call in calls if call is not None]
             if len(known) == len(calls):
-                needs[self.number] = Need(max(known))
+                needs[self.number] = StopProposal(max(known))
             return
-        need = agreed(needs, nodes)
+        need = agree_on_stop(needs, nodes)
         if need is not None and need.call is not None and not self.told:
             self.told = True
             for rank in self.ranks:
@@ -254,7 +254,7 @@ def test_all_ranks_stop_at_one_call_however_they_are_interleaved(
     draw = random.Random(seed)
     ranks = [Rank() for _ in range(nodes * slots)]
     agents = [Agent(n, ranks[n * slots : (n + 1) * slots]) for n in range(nodes)]
-    needs: dict[int, Need] = {}
+    needs: dict[int, StopProposal] = {}
     for _ in range(warm_up):
         draw.choice(ranks).move(ranks)
     for move in itertools.count():
@@ -273,19 +273,19 @@ def test_all_ranks_stop_at_one_call_however_they_are_interleaved(
 
 
 def test_the_most_urgent_reason_and_the_shortest_time_hold_for_all() -> None:
-    needs = {0: Need(4, RESIZE, 30.0), 1: Need(5, DRAIN, 20.0), 2: Need(3, RESIZE, 30.0)}
-    assert agreed(needs, 4) is None
-    assert agreed(needs, 3) == Need(5, DRAIN, 20.0)
-    assert agreed({**needs, 3: Need(4, PREEMPTED, 9.0)}, 4) == Need(5, PREEMPTED, 9.0)
-    assert agreed({**needs, 3: Need(None)}, 5) == Need(None)
+    needs = {0: StopProposal(4, RESIZE, 30.0), 1: StopProposal(5, DRAIN, 20.0), 2: StopProposal(3, RESIZE, 30.0)}
+    assert agree_on_stop(needs, 4) is None
+    assert agree_on_stop(needs, 3) == StopProposal(5, DRAIN, 20.0)
+    assert agree_on_stop({**needs, 3: StopProposal(4, PREEMPTED, 9.0)}, 4) == StopProposal(5, PREEMPTED, 9.0)
+    assert agree_on_stop({**needs, 3: StopProposal(None)}, 5) == StopProposal(None)
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"{}x", b"[]", b'{"call": "x"}', b'{"call": 1, "reason": "x"}', b'{"more": 1}']
 )
 def test_what_cannot_be_read_is_no_agreement(data: bytes) -> None:
-    assert decode_need(data) == Need(None)
-    assert decode_need(post_need(0, Need(3, DRAIN, 1.5)).value) == Need(3, DRAIN, 1.5)
+    assert decode_proposal(data) == StopProposal(None)
+    assert decode_proposal(propose_stop(0, StopProposal(3, DRAIN, 1.5)).value) == StopProposal(3, DRAIN, 1.5)
 
 
 def test_a_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> None:
@@ -322,24 +322,24 @@ def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
 
 def test_who_never_asks_is_not_waited_for(channels: Channels) -> None:
     worker = Channel(channels.open(0))
-    assert channels.notify(Notice(DRAIN, 10.0)) is False
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is False
     worker.enter(1)
-    assert channels.notify(Notice(DRAIN, 10.0)) is True
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is True
     assert channels.earliest_stop() == 2
 
 
 def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(channels: Channels) -> None:
     worker = Channel(channels.open(0))
     worker.own(os.getpid())
-    assert channels.notify(Notice(DRAIN, 10.0)) is False
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is False
     worker.tell_starting(monotonic())
-    assert channels.notify(Notice(DRAIN, 10.0)) is True
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is True
     assert channels.earliest_stop() == 1
     worker.tell_starting(monotonic() - STARTING_SECONDS)
-    assert channels.notify(Notice(DRAIN, 10.0)) is False
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is False
     worker.tell_starting(monotonic())
     worker.tell_saved(1)
-    assert channels.notify(Notice(DRAIN, 10.0)) is False
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is False
 
 
 def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
@@ -349,7 +349,7 @@ def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
     channels.close(0)
     channels.begin()
     channels.open(0)
-    assert channels.notify(Notice(DRAIN, 10.0)) is True
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is True
     assert channels.earliest_stop() == 1
 
 
@@ -374,9 +374,9 @@ def test_calls_of_an_earlier_group_do_not_count_in_the_next(channels: Channels) 
     assert channels.spare() == {0: True}
     channels.begin()
     channels.give_place(0, {"RANK": "1"})
-    assert channels.notify(Notice(RESIZE, 10.0)) is True, "it has asked before"
+    assert channels.notify(StopNotice(RESIZE, 10.0)) is True, "it has asked before"
     assert channels.earliest_stop() == 1, "whether or not it has taken its place"
-    channels.stop_at(1, Notice(RESIZE, 10.0))
+    channels.stop_at(1, StopNotice(RESIZE, 10.0))
     assert context.take_place() == {"RANK": "1"}
     assert not context.must_leave
     assert channels.earliest_stop() == 1
@@ -406,7 +406,7 @@ def test_what_a_worker_has_told_in_an_earlier_group_is_not_told_in_the_next(
 def test_one_that_waits_for_an_answer_does_not_when_its_group_is_over(channels: Channels) -> None:
     _, context = kept(channels)
     assert context.should_stop() is None
-    assert channels.notify(Notice(RESIZE, 1e9)) is True
+    assert channels.notify(StopNotice(RESIZE, 1e9)) is True
     channels.leave()
     assert context.should_stop() is None, "at once"
     assert context.must_leave
@@ -423,7 +423,7 @@ def test_a_newcomer_is_in_no_group_and_is_asked_nothing_before_it_has_a_place(
     assert channels.spare() == {1: True}
     assert not newcomer.must_leave
     member.enter(1)
-    assert channels.notify(Notice(RESIZE, 10.0)) is True
+    assert channels.notify(StopNotice(RESIZE, 10.0)) is True
     assert member.enter(2)
     assert channels.earliest_stop() is None
     member.hold(2)
@@ -463,8 +463,8 @@ def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) 
     take_back()
     assert context.should_stop() is None
     assert calls == []
-    agent.ask(REASONS.index(DRAIN), 1e9)
-    agent.tell_stop(2, REASONS.index(DRAIN), 1e9)
+    agent.ask(STOP_REASONS.index(DRAIN), 1e9)
+    agent.tell_stop(2, STOP_REASONS.index(DRAIN), 1e9)
     with pytest.raises(ValueError, match="in between"):
         context.should_stop()
     assert calls == ["first", "second", "third"]
@@ -480,8 +480,8 @@ def test_a_worker_that_goes_on_elsewhere_ends_nothing_for_it(path: str) -> None:
     agent.give_place({"RANK": "0"})
     assert context.take_place() == {"RANK": "0"}
     for reason in (RESIZE, DRAIN):
-        agent.ask(REASONS.index(reason), monotonic() + 60)
-        agent.tell_stop(1, REASONS.index(reason), monotonic() + 60)
+        agent.ask(STOP_REASONS.index(reason), monotonic() + 60)
+        agent.tell_stop(1, STOP_REASONS.index(reason), monotonic() + 60)
         stop = context.should_stop()
         assert stop is not None
         assert stop.reason == reason
@@ -499,7 +499,7 @@ def test_a_question_whose_group_is_over_is_answered_with_no(path: str) -> None:
     context.can_keep()
     agent.give_place({})
     context.take_place()
-    agent.ask(REASONS.index(DRAIN), monotonic() + 60)
+    agent.ask(STOP_REASONS.index(DRAIN), monotonic() + 60)
     agent.tell_leave()
     assert context.should_stop() is None
     assert context.must_leave

@@ -16,10 +16,10 @@ from jobs import WITHOUT_TORCH
 from torch.distributed.elastic.multiprocessing import errors as torchs
 
 from elasticlib import ChildFailedError, RunResult, WorkerState, record
-from elasticlib.agent.interface import Cause
+from elasticlib.agent.interface import RootCause
 from elasticlib.compat.failures import ProcessFailure, failure_of, failures_of
 from elasticlib.errors import NoFailure
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 
 RECORD = {
     "message": {
@@ -102,12 +102,12 @@ def test_an_error_names_all_failures_and_ends_with_the_first_ones_traceback(tmp_
     assert (str(again), again.failures, again.name) == (str(error), error.failures, "train")
 
 
-def result_of(cause: Cause | None) -> RunResult:
+def result_of(cause: RootCause | None) -> RunResult:
     return RunResult(WorkerState.FAILED, "the job failed elsewhere", cause=cause)
 
 
 def test_where_no_worker_of_this_node_failed_the_first_one_of_another_is_told() -> None:
-    cause = Cause("node7", 1, 5, 1, 99, 1, "", "worker of rank 5", "ValueError: there", "Trace")
+    cause = RootCause("node7", 1, 5, 1, 99, 1, "", "worker of rank 5", "ValueError: there", "Trace")
     rank, failure = ChildFailedError("train", {}, result_of(cause)).get_first_failure()
     assert (rank, failure.local_rank, failure.pid, failure.host) == (5, 1, 99, "node7")
     assert (failure.text, failure.traceback) == ("ValueError: there", "Trace")
@@ -118,7 +118,7 @@ def test_where_no_worker_of_this_node_failed_the_first_one_of_another_is_told() 
 
 
 @pytest.mark.parametrize(
-    "result", [None, result_of(None), result_of(Cause("h", 1, -1, -1, 0, 0, "", "no place"))]
+    "result", [None, result_of(None), result_of(RootCause("h", 1, -1, -1, 0, 0, "", "no place"))]
 )
 def test_where_nobody_is_known_to_have_failed_that_is_said(result: RunResult | None) -> None:
     error = ChildFailedError("train", {}, result)

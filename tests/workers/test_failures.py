@@ -16,7 +16,7 @@ import pytest
 from test_local import Run, shell
 
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.output import (
     TAIL_BYTES,
     TAIL_LINES,

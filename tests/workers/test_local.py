@@ -22,7 +22,7 @@ from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import bootstrap, session
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.output import OutputPlan, parse_streams
 from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.session import Guardian
@@ -34,7 +34,7 @@ from elasticlib.workers.spec import (
     Script,
     WorkerGroup,
     WorkerSpec,
-    deal_ranks,
+    assign_worker_ranks,
 )
 
 
@@ -61,7 +61,7 @@ class Run:
         member = Node("n-1", "n", "127.0.0.1", count)
         group = WorkerGroup(
             spec=WorkerSpec(entrypoint, count, "role"),
-            workers=deal_ranks(deal_seats((member,))[0]),
+            workers=assign_worker_ranks(deal_seats((member,))[0]),
             run_id="job",
             generation=1,
             group_rank=0,

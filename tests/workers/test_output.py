@@ -31,7 +31,7 @@ from elasticlib.workers.output import (
     parse_streams,
 )
 from elasticlib.workers.processes import LocalWorkers
-from elasticlib.workers.spec import Script, deal_ranks
+from elasticlib.workers.spec import Script, assign_worker_ranks
 
 MEGABYTES = 200
 ROOM_KB = 100_000
@@ -82,7 +82,7 @@ def test_of_ranks_that_are_not_shown_the_files_alone_are_written(
 def test_who_outlives_a_worker_with_its_stderr_open_is_not_waited_for(
     tmp_path: Path,
 ) -> None:
-    worker = deal_ranks(deal_seats((Node("n-1", "n", "127.0.0.1", 1),))[0])[0]
+    worker = assign_worker_ranks(deal_seats((Node("n-1", "n", "127.0.0.1", 1),))[0])[0]
     loop, writers = Loop(), Writers()
     loop.start()
     output = Output(OutputPlan(), worker, "role", Places(str(tmp_path / "error.json")), writers)

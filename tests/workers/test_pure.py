@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.hooks import failure_record, read_failure, read_record
-from elasticlib.workers.interface import Notice
+from elasticlib.workers.interface import StopNotice
 from elasticlib.workers.output import Streams, parse_streams
 from elasticlib.workers.spec import (
-    Ladder,
-    Rung,
+    StopTimeouts,
+    StopStage,
     Script,
     WorkerGroup,
     WorkerSpec,
-    deal_ranks,
+    assign_worker_ranks,
     own_device,
     with_local_rank,
     worker_environment,
@@ -42,7 +42,7 @@ def members(*slots: int, roles: str = "") -> tuple[Node, ...]:
 def test_ranks_count_all_workers_once_and_each_role_by_itself(nodes: list[tuple[int, str]]) -> None:
     slots, roles = [n for n, _ in nodes], "".join(role for _, role in nodes)
     job = members(*slots, roles=roles)
-    dealt = [deal_ranks(seat) for seat in deal_seats(job)]
+    dealt = [assign_worker_ranks(seat) for seat in deal_seats(job)]
     assert [w.rank for group in dealt for w in group] == list(range(sum(slots)))
     for role in "ab":
         of_role = [w for r, group in zip(roles, dealt, strict=True) for w in group if r == role]
@@ -53,7 +53,7 @@ def test_ranks_count_all_workers_once_and_each_role_by_itself(nodes: list[tuple[
 def group() -> WorkerGroup:
     return WorkerGroup(
         spec=WorkerSpec(Script("train.py"), 2, "trainer"),
-        workers=deal_ranks(deal_seats(members(1, 2, roles="tt"))[1]),
+        workers=assign_worker_ranks(deal_seats(members(1, 2, roles="tt"))[1]),
         run_id="job",
         generation=4,
         group_rank=1,
@@ -222,21 +222,21 @@ def test_a_foreign_error_file_is_no_failure_of_ours(data: bytes) -> None:
 def test_the_ladder_only_goes_up_and_says_when(
     notice: float, grace: float, reap: float, elapsed: float
 ) -> None:
-    ladder = Ladder(grace, reap).noticed(notice)
+    ladder = StopTimeouts(grace, reap).noticed(notice)
     here, later = ladder.rung(elapsed), ladder.rung(elapsed + ladder.left(elapsed) + 1e-6)
-    assert here is Rung.GIVE_UP or later > here
+    assert here is StopStage.GIVE_UP or later > here
 
 
 def test_the_ladder_gives_the_grace_that_was_asked_for() -> None:
-    ladder = Ladder(grace=70.0, reap=10.0)
+    ladder = StopTimeouts(grace=70.0, reap=10.0)
     rungs = [ladder.rung(t) for t in (0, 69.9, 70, 79.9, 80)]
-    assert rungs == [Rung.TERM, Rung.TERM, Rung.KILL, Rung.KILL, Rung.GIVE_UP]
+    assert rungs == [StopStage.TERM, StopStage.TERM, StopStage.KILL, StopStage.KILL, StopStage.GIVE_UP]
 
 
 def test_a_notice_comes_before_the_grace_and_takes_nothing_from_it() -> None:
-    ladder = Ladder(grace=70.0, reap=10.0).noticed(60.0)
+    ladder = StopTimeouts(grace=70.0, reap=10.0).noticed(60.0)
     rungs = [ladder.rung(t) for t in (0, 59.9, 60, 129.9, 130, 140)]
-    expected = [Rung.NOTICE, Rung.NOTICE, Rung.TERM, Rung.TERM, Rung.KILL, Rung.GIVE_UP]
+    expected = [StopStage.NOTICE, StopStage.NOTICE, StopStage.TERM, StopStage.TERM, StopStage.KILL, StopStage.GIVE_UP]
     assert rungs == expected
     assert [ladder.left(t) for t in (0, 60, 130, 150)] == [60, 70, 10, 0]
 
@@ -244,7 +244,7 @@ def test_a_notice_comes_before_the_grace_and_takes_nothing_from_it() -> None:
 @pytest.mark.parametrize(("reason", "seconds"), [("whim", 1.0), ("drain", -1.0)])
 def test_a_notice_that_nobody_could_heed_is_refused(reason: str, seconds: float) -> None:
     with pytest.raises(ConfigError, match="a notice has a reason"):
-        Notice(reason, seconds)
+        StopNotice(reason, seconds)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from elasticlib.workers.spec import (
     Script,
     WorkerGroup,
     WorkerSpec,
-    deal_ranks,
+    assign_worker_ranks,
 )
 
 PROBE = str(Path(__file__).parent.parent / "programs" / "probe.py")
@@ -69,7 +69,7 @@ class Runner:
         (seat,) = deal_seats((Node("n-1", "n", "127.0.0.1", 1),))
         group = WorkerGroup(
             spec=WorkerSpec(entrypoint),
-            workers=deal_ranks(seat),
+            workers=assign_worker_ranks(seat),
             run_id="job",
             generation=1,
             group_rank=0,

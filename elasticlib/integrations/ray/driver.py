@@ -24,7 +24,7 @@ from typing import Any
 import attrs
 
 from ...agent.interface import RunResult
-from ...agent.loop import ElasticAgent
+from ...agent.elastic_agent import ElasticAgent
 from ...agent.options import SignalObserver
 from ...clock import monotonic
 from ...errors import ConfigError, ElasticError, StoreError
@@ -38,7 +38,7 @@ from ...signals import signal_name
 from ...stores.secret import VARIABLE as SECRET
 from ...stores.tcp_client import TcpStore
 from ...stores.tcp_server import TcpStoreServer
-from ...workers.exit import WorkerExit
+from ...workers.exits import WorkerExit
 from ...workers.spec import Entrypoint, WorkerState
 
 log = logging.getLogger("elasticlib.integrations")

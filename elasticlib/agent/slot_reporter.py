@@ -6,10 +6,10 @@ from ..errors import ConfigError
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, Seat
 from ..workers.interface import Workers
 from ..workers.spec import choose_members
-from .policy import State, Supervision
+from .policy import AgentState, SupervisorState
 
 
-class Slots:
+class SlotReporter:
     """What a node says of its slots to its handler, each thing once; whole: its workers, if all of
     them run."""
 
@@ -43,19 +43,19 @@ class Slots:
         has_none = not any(self._workers.spare().values())
         return self._others_keep and has_none and self._say(0, kept=False)
 
-    def report(self, now: Supervision, members: int) -> None:
+    def report(self, now: SupervisorState, members: int) -> None:
         """While the node is in no generation, it comes with all that wait for a place, or as many
         as it can start; while it is in one, with its members, and with its newcomers once all of
         them are ready, to let them in. Also whether its workers can be kept, once they can."""
-        if now.state is State.RUNNING and not self._has_kept and self.keeps():
+        if now.state is AgentState.RUNNING and not self._has_kept and self.keeps():
             self.tell_keeping()
         spare = self._workers.spare()
         ready, kept = sum(spare.values()), self._said[1]
-        if now.state is State.JOINING:
+        if now.state is AgentState.JOINING:
             slots, kept = ready or self._whole, ready > 0 and not now.ahead
             if now.ahead and ready < len(spare):
                 slots = 0
-        elif now.state is State.RUNNING and now.spare:
+        elif now.state is AgentState.RUNNING and now.spare:
             all_in = ready == len(now.spare) and len(now.awaited) == members
             slots = members + ready * all_in
         else:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from elasticlib.agent.hang import (
+from elasticlib.agent.hang_detector import (
     DumpStacks,
     HangLimits,
-    HangWatch,
-    Pulse,
-    decode_pulses,
+    HangDetector,
+    RankProgress,
+    decode_progress,
     describe_hang,
-    encode_pulses,
-    longest_silence,
-    slowest,
+    encode_progress,
+    longest_inactivity,
+    slowest_rank,
 )
-from elasticlib.agent.policy import Command, Gather, Hung, Post
+from elasticlib.agent.policy import AgentCommand, Subscribe, HangDetected, Publish
 from elasticlib.errors import ConfigError
-from elasticlib.workers.interface import NOTHING, Heartbeat
+from elasticlib.workers.interface import NO_STEP, Heartbeat
 
 AUTO = HangLimits()
-OTHER = encode_pulses([Pulse(2, "b", 2, 9.0, 3)])
+OTHER = encode_progress([RankProgress(2, "b", 2, 9.0, 3)])
 
 
 def beat(at: float, *durations: float, steps: int = 5) -> Heartbeat:
@@ -54,39 +54,39 @@ def test_how_long_a_worker_may_be_silent(
 def test_the_worker_nearest_to_its_limit_counts() -> None:
     quick, slow = [0.1] * 10, [100.0] * 10
     beats = {0: beat(100.0, *quick), 1: beat(90.0, *slow), 2: Heartbeat(attached=True)}
-    found = longest_silence(130.0, 50.0, beats, AUTO)
+    found = longest_inactivity(130.0, 50.0, beats, AUTO)
     assert found is not None
     assert (found.local_rank, found.seconds, found.limit) == (0, 30.0, 300.0)
-    assert longest_silence(130.0, 50.0, {}, AUTO) is None
-    late = longest_silence(951.0, 50.0, {0: Heartbeat(attached=True)}, AUTO)
+    assert longest_inactivity(130.0, 50.0, {}, AUTO) is None
+    late = longest_inactivity(951.0, 50.0, {0: Heartbeat(attached=True)}, AUTO)
     assert late is not None
     assert late.share > 1
 
 
 def test_who_never_asked_for_its_context_or_leaves_it_to_others_is_not_held_to_it() -> None:
-    assert longest_silence(1e6, 0.0, {0: Heartbeat()}, AUTO) is None
+    assert longest_inactivity(1e6, 0.0, {0: Heartbeat()}, AUTO) is None
     beats = {0: beat(9e5, 0.1), 1: Heartbeat(attached=True)}
-    found = longest_silence(9e5 + 1, 0.0, beats, AUTO)
+    found = longest_inactivity(9e5 + 1, 0.0, beats, AUTO)
     assert found is not None
     assert (found.local_rank, found.seconds) == (0, 1.0)
 
 
 def test_who_saves_or_asks_is_alive() -> None:
     saving = attrs.evolve(beat(0.0, 0.1), alive=99.0)
-    found = longest_silence(100.0, 0.0, {0: saving}, AUTO)
+    found = longest_inactivity(100.0, 0.0, {0: saving}, AUTO)
     assert found is not None
     assert found.seconds == 1.0
 
 
 def test_who_is_furthest_behind_is_the_slowest_and_of_several_the_first_to_fall_silent() -> None:
-    pulses = [Pulse(0, "a", 7, 9.0, 1), Pulse(1, "a", 6, 3.0, 1), Pulse(2, "b", 6, 4.0, 1)]
-    assert slowest(pulses) == pulses[2]
-    assert slowest([]) is None
+    pulses = [RankProgress(0, "a", 7, 9.0, 1), RankProgress(1, "a", 6, 3.0, 1), RankProgress(2, "b", 6, 4.0, 1)]
+    assert slowest_rank(pulses) == pulses[2]
+    assert slowest_rank([]) is None
     assert describe_hang(pulses, 2.0) == (
         "hung: rank 2 on b is at step 6, silent for 4.0 s; the others are at step 6 to 7; "
         "the limit is 2.0 s (hang, --hang-timeout)"
     )
-    assert "has made no step" in describe_hang([Pulse(0, "a", -1, 9.0, 0)], 2.0)
+    assert "has made no step" in describe_hang([RankProgress(0, "a", -1, 9.0, 0)], 2.0)
     assert describe_hang(pulses[1:], 2.0) == (
         "hung: rank 2 on b is at step 6, silent for 4.0 s; so are the others; "
         "the limit is 2.0 s (hang, --hang-timeout)"
@@ -100,23 +100,23 @@ class Watched:
     def __init__(self, limit: float = 8.0, others: int = 0) -> None:
         self.now = 100.0
         self.beats = {0: beat(100.0), 1: Heartbeat(attached=True, alive=100.0)}
-        self.did: list[Command] = []
+        self.did: list[AgentCommand] = []
         limits = HangLimits(seconds=limit)
-        self.watch = HangWatch(limits, "a", {0: 0, 1: 1}, node=0, others=others, began=100.0)
+        self.watch = HangDetector(limits, "a", {0: 0, 1: 1}, node=0, others=others, began=100.0)
 
-    def look(self, at: float) -> list[Command]:
+    def look(self, at: float) -> list[AgentCommand]:
         """What is done at this time."""
         self.now = at
         self.watch, commands = self.watch.look(at, self.beats)
         return list(commands)
 
-    def dumped(self, at: float, stacks: dict[int, str]) -> list[Command]:
+    def dumped(self, at: float, stacks: dict[int, str]) -> list[AgentCommand]:
         self.watch, commands = self.watch.dumped(at, stacks)
         return list(commands)
 
-    def look_until(self, at: float) -> list[Command]:
+    def look_until(self, at: float) -> list[AgentCommand]:
         """The same of all looks until then, each when it is due."""
-        done: list[Command] = []
+        done: list[AgentCommand] = []
         while self.watch.due <= at and self.watch.found is None:
             done += self.look(self.watch.due)
         return done
@@ -128,7 +128,7 @@ def test_who_leaves_it_to_others_to_tell_of_steps_is_not_blamed_for_a_hang() -> 
     assert watched.look(109.0) == [], "nobody is stopped before the evidence is there"
     assert watched.dumped(109.0, {0: "in a loop", 1: "in a wait"}) == []
     (hung,) = watched.look(109.0)
-    assert isinstance(hung, Hung)
+    assert isinstance(hung, HangDetected)
     assert hung.stacks == "the stacks of rank 0, at step 4:\nin a loop"
     assert hung.reason == (
         "hung: rank 0 on a is at step 4, silent for 8.0 s; "
@@ -156,16 +156,16 @@ def test_the_others_are_asked_for_a_while_and_what_they_say_is_told() -> None:
     for answers in (True, False):
         watched = Watched(others=1)
         heard, _, dump = watched.look_until(200.0)
-        assert (heard, dump) == (Gather("hang/"), DumpStacks())
+        assert (heard, dump) == (Subscribe("hang/"), DumpStacks())
         assert watched.look(200.0) == []
         (said,) = watched.dumped(200.0, {})
-        assert isinstance(said, Post), "the others hear of it once its evidence is there"
-        assert [pulse.rank for pulse in decode_pulses(said.value)] == [0, 1]
+        assert isinstance(said, Publish), "the others hear of it once its evidence is there"
+        assert [pulse.rank for pulse in decode_progress(said.value)] == [0, 1]
         assert watched.look(202.0) == []
         if answers:
             watched.watch = watched.watch.heard({"0": said.value, "1": OTHER})
         (hung,) = watched.look(202.0 if answers else 203.0)
-        assert isinstance(hung, Hung)
+        assert isinstance(hung, HangDetected)
         assert hung.reason.startswith(f"hung: rank {2 if answers else 0} on ")
 
 
@@ -196,14 +196,14 @@ def test_a_hang_of_another_node_is_one_of_ours_once_we_are_silent_for_half_as_lo
     watched = Watched(others=1)
     watched.watch = watched.watch.heard({"1": OTHER})
     assert watched.look_until(103.5) == []
-    assert watched.look_until(104.0) == [Gather("hang/"), DumpStacks()]
+    assert watched.look_until(104.0) == [Subscribe("hang/"), DumpStacks()]
 
 
 def test_nor_one_of_another_node_but_one_that_may_stand_in_its_first_step_is() -> None:
-    other = Pulse(1, "b", NOTHING, 90.0, 0)
+    other = RankProgress(1, "b", NO_STEP, 90.0, 0)
     for steps, rank in ((1, 1), (2, 0)):
-        pulses = [Pulse(0, "a", 700, 9.0, steps), *decode_pulses(encode_pulses([other]))]
-        last = slowest(pulses)
+        pulses = [RankProgress(0, "a", 700, 9.0, steps), *decode_progress(encode_progress([other]))]
+        last = slowest_rank(pulses)
         assert last is not None
         assert last.rank == rank
         assert f"hung: rank {rank} " in describe_hang(pulses, 2.0)
@@ -211,9 +211,9 @@ def test_nor_one_of_another_node_but_one_that_may_stand_in_its_first_step_is() -
 
 @pytest.mark.parametrize("data", [b"", b"x", b"{}", b"[1]", b'[{"rank": "x"}]', b'[{"rank": 1}]'])
 def test_what_cannot_be_read_says_nothing(data: bytes) -> None:
-    assert decode_pulses(data) == []
-    pulses = [Pulse(0, "a", 7, 9.0, 1)]
-    assert decode_pulses(encode_pulses(pulses)) == pulses
+    assert decode_progress(data) == []
+    pulses = [RankProgress(0, "a", 7, 9.0, 1)]
+    assert decode_progress(encode_progress(pulses)) == pulses
 
 
 @pytest.mark.parametrize("bad", [{"seconds": 0.0}, {"floor": 0.0}, {"times": -1.0}, {"first": 0.0}])

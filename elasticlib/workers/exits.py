@@ -14,7 +14,7 @@ import attrs
 
 from ..visible import shorten, visible
 
-SIGNALS = {
+SIGNAL_NAMES = {
     **{1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS"},
     **{8: "SIGFPE", 9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE"},
     **{14: "SIGALRM", 15: "SIGTERM"},
@@ -25,7 +25,7 @@ _OF_ITS_OWN = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
 _FROM_OUTSIDE = frozenset({"SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGTERM"})
 """A program's own faults end it by other signals: SIGSEGV, SIGABRT, SIGBUS and the like."""
 
-UNKNOWN = 1
+UNKNOWN_RETURNCODE = 1
 """In place of a returncode that cannot be had: no success."""
 FATAL = ("Fatal Python error:", "terminate called", "  what():")
 LONGEST_WORDS = 300  # characters of one sentence in a log line; the traceback has the rest
@@ -87,7 +87,7 @@ class WorkerExit:
         """The name of the signal that ended it, or an empty string."""
         if self.returncode >= 0:
             return ""
-        return SIGNALS.get(-self.returncode, f"signal {-self.returncode}")
+        return SIGNAL_NAMES.get(-self.returncode, f"signal {-self.returncode}")
 
     @property
     def by_itself(self) -> bool:
@@ -123,14 +123,14 @@ class WorkerExit:
         """One sentence: which worker, how, and why if known; of the first where it followed one."""
         if self.after is not None:
             return f"{self.after.describe()}; rank {self.rank} failed after it"
-        words = self.message or last_words(self.tail, self.returncode)
+        words = self.message or find_error_line(self.tail, self.returncode)
         why = visible(shorten(words, LONGEST_WORDS))
         said = f": {why}" if why else ""
         who = f"worker of rank {self.rank} (local {self.local_rank}, pid {self.pid})"
         return f"{who} {self.how}{said}"
 
 
-def last_words(tail: str, returncode: int) -> str:
+def find_error_line(tail: str, returncode: int) -> str:
     """The line of stderr that is most likely to name the cause, or an empty string."""
     lines = [line for line in tail.splitlines() if line.strip()]
     fatal = [line.strip() for line in lines if line.startswith(FATAL)]

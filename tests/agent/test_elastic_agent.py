@@ -25,7 +25,7 @@ from elasticlib import (
     WorkerSpec,
     WorkerState,
 )
-from elasticlib.agent.hang import HangLimits
+from elasticlib.agent.hang_detector import HangLimits
 from elasticlib.agent.options import AgentOptions
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, ElasticError
@@ -33,8 +33,8 @@ from elasticlib.observe.event import Event
 from elasticlib.observe.journal import Journal, NodeJournal, View
 from elasticlib.rendezvous.interface import deal_seats
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.exit import WorkerExit
-from elasticlib.workers.interface import Heartbeat, Notice
+from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.interface import Heartbeat, StopNotice
 
 
 class Stands(OneWorker):
@@ -448,7 +448,7 @@ class Listens(OneWorker):
         self.told = threading.Event()
         self.terminated = 0
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         self.notices.append(notice.reason)
         self.told.set()
         return True
@@ -513,7 +513,7 @@ class CannotAgree(OneWorker):
 
     agrees = True
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         del notice
         return True
 

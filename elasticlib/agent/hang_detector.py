@@ -13,17 +13,17 @@ import attrs
 
 from ..errors import ConfigError
 from ..observe.wording import grouped, ranks_of
-from ..workers.interface import NOTHING, Heartbeat
-from .policy import Command, Gather, Hung, Post, decode, encode
+from ..workers.interface import NO_STEP, Heartbeat
+from .policy import AgentCommand, Subscribe, HangDetected, Publish, decode, encode
 
 HANG = "hang/"
 """What is posted under it where workers hang: the pulses of each node's, under its rank."""
-LONGEST_HOST = 200
-OTHERS_SECONDS = 3.0
+MAX_HOST_CHARS = 200
+PEER_REPORT_TIMEOUT_S = 3.0
 """For the other nodes to say what they know, when one has found that its workers hang."""
-WORRY = 0.5
+SUSPECT_FRACTION = 0.5
 """Of a limit: from there on it is heard whether other nodes have found a hang."""
-STOOD_STILL = 1 / 4
+PAUSE_FRACTION = 1 / 4
 """Of a limit: a look that is so much later than it was due could not be taken, as where a job is
 paused as a whole, or its machine is. Its workers could not run then, either."""
 
@@ -66,7 +66,7 @@ class HangLimits:
 
 
 @attrs.frozen
-class Silence:
+class Inactivity:
     """A worker's, in seconds, and the limit that it is held to."""
 
     local_rank: int
@@ -78,25 +78,25 @@ class Silence:
         return self.seconds / self.limit
 
 
-def longest_silence(
+def longest_inactivity(
     now: float, began: float, beats: Mapping[int, Heartbeat], limits: HangLimits
-) -> Silence | None:
+) -> Inactivity | None:
     """The worker that is nearest to its limit, or furthest beyond it; None without workers.
 
     now, began: on this machine's monotonic clock; the workers were started then. Whoever never
     asked for its context is no part of this, nor who leaves it to others to tell of steps.
     """
-    stepping = any(beat.steps for beat in beats.values())
+    reporting_ranks = any(beat.steps for beat in beats.values())
     silences = [
-        Silence(local, now - max(beat.alive, began), limits.of(beat))
+        Inactivity(local, now - max(beat.alive, began), limits.of(beat))
         for local, beat in beats.items()
-        if beat.attached and (beat.steps or not stepping)
+        if beat.attached and (beat.steps or not reporting_ranks)
     ]
     return max(silences, key=lambda silence: silence.share, default=None)
 
 
 @attrs.frozen
-class Pulse:
+class RankProgress:
     """What a node tells of one of its ranks. step: the last it did; seconds: for how long it has
     been silent; steps: how many it told of."""
 
@@ -107,14 +107,14 @@ class Pulse:
     steps: int
 
     def __str__(self) -> str:
-        at = "has made no step" if self.step == NOTHING else f"is at step {self.step}"
+        at = "has made no step" if self.step == NO_STEP else f"is at step {self.step}"
         return f"rank {self.rank} on {self.host} {at}, silent for {self.seconds:.1f} s"
 
 
-Pulses = tuple[Pulse, ...]
+RankProgressList = tuple[RankProgress, ...]
 
 
-def stepping(pulses: Iterable[Pulse]) -> list[Pulse]:
+def reporting_ranks(pulses: Iterable[RankProgress]) -> list[RankProgress]:
     """Without those who leave it to others to tell of steps: who told of none while another told
     of two. Where others told of one, a rank may stand in its first, and they wait for it."""
     all_ = list(pulses)
@@ -122,15 +122,15 @@ def stepping(pulses: Iterable[Pulse]) -> list[Pulse]:
     return [p for p in all_ if p.steps or not some]
 
 
-def slowest(pulses: Iterable[Pulse]) -> Pulse | None:
+def slowest_rank(pulses: Iterable[RankProgress]) -> RankProgress | None:
     """The one that is furthest behind; of several, the one that fell silent first."""
-    return min(stepping(pulses), key=lambda p: (p.step, -p.seconds, p.rank), default=None)
+    return min(reporting_ranks(pulses), key=lambda p: (p.step, -p.seconds, p.rank), default=None)
 
 
-def describe_hang(pulses: Iterable[Pulse], limit: float) -> str:
+def describe_hang(pulses: Iterable[RankProgress], limit: float) -> str:
     """One sentence: who is behind, how far the others are, and what was allowed."""
-    all_ = stepping(pulses)
-    last = slowest(all_)
+    all_ = reporting_ranks(pulses)
+    last = slowest_rank(all_)
     if last is None:
         return f"hung: no worker made a step within {limit:.1f} s (hang, --hang-timeout)"
     others = sorted({p.step for p in all_ if p.rank != last.rank})
@@ -139,30 +139,30 @@ def describe_hang(pulses: Iterable[Pulse], limit: float) -> str:
         where = "; so are the others"
     elif others:
         ends = f"{others[0]}" if len(others) == 1 else f"{others[0]} to {others[-1]}"
-        where = f"; the others are at step {ends}".replace(str(NOTHING), "none")
+        where = f"; the others are at step {ends}".replace(str(NO_STEP), "none")
     return f"hung: {last}{where}; the limit is {limit:.1f} s (hang, --hang-timeout)"
 
 
-def encode_pulses(pulses: Iterable[Pulse]) -> bytes:
+def encode_progress(pulses: Iterable[RankProgress]) -> bytes:
     return encode(tuple(pulses))
 
 
-def decode_pulses(data: bytes) -> list[Pulse]:
+def decode_progress(data: bytes) -> list[RankProgress]:
     """What cannot be read says nothing."""
-    pulses = decode(Pulses, data) or ()
-    return [attrs.evolve(pulse, host=pulse.host[:LONGEST_HOST]) for pulse in pulses]
+    pulses = decode(RankProgressList, data) or ()
+    return [attrs.evolve(pulse, host=pulse.host[:MAX_HOST_CHARS]) for pulse in pulses]
 
 
 @attrs.frozen
-class DumpStacks(Command):
+class DumpStacks(AgentCommand):
     """Have the workers write down where they are."""
 
 
-Step = tuple["HangWatch", tuple[Command, ...]]
+Transition = tuple["HangDetector", tuple[AgentCommand, ...]]
 
 
 @attrs.frozen
-class HangWatch:
+class HangDetector:
     """Watches one group, and when one of its workers hangs gathers the evidence before anybody is
     stopped; each method takes an event.
 
@@ -181,23 +181,23 @@ class HangWatch:
     began: float
     due: float = attrs.field(default=attrs.Factory(lambda self: self.began, takes_self=True))
     hearing: bool = False
-    found: Silence | None = None
+    found: Inactivity | None = None
     since: float = 0.0
     until: float = 0.0
-    pulses: Sequence[Pulse] = ()
+    pulses: Sequence[RankProgress] = ()
     stacks: Mapping[int, str] | None = None
-    said: Sequence[Sequence[Pulse]] = ()
+    said: Sequence[Sequence[RankProgress]] = ()
 
-    def heard(self, posts: Mapping[str, bytes]) -> HangWatch:
+    def heard(self, posts: Mapping[str, bytes]) -> HangDetector:
         """This is what the nodes have posted."""
-        said = [decode_pulses(data) for rank, data in posts.items() if rank != str(self.node)]
+        said = [decode_progress(data) for rank, data in posts.items() if rank != str(self.node)]
         return attrs.evolve(self, said=said)
 
     def unseen(self, now: float, beats: Mapping[int, Heartbeat]) -> str:
         """What to say where no worker has told of a step for half of what its first may take; or
         ''."""
         seconds = now - self.began
-        if not beats or seconds < self.limits.of(Heartbeat()) * WORRY:
+        if not beats or seconds < self.limits.of(Heartbeat()) * SUSPECT_FRACTION:
             return ""
         if any(beat.steps for beat in beats.values()):
             return ""
@@ -207,41 +207,41 @@ class HangWatch:
             "elasticlib.context().step(step) after each"
         )
 
-    def dumped(self, now: float, stacks: Mapping[int, str]) -> Step:
+    def dumped(self, now: float, stacks: Mapping[int, str]) -> Transition:
         """The workers have written down where they are.
 
         Only now do the other nodes hear of the hang: a node that heard of it before could stop the
         job while the slowest worker's stacks are being written.
         """
-        watch = attrs.evolve(self, stacks=stacks, until=now + OTHERS_SECONDS)
+        watch = attrs.evolve(self, stacks=stacks, until=now + PEER_REPORT_TIMEOUT_S)
         if not self.others:
             return watch, ()
-        return watch, (Post(HANG, str(self.node), encode_pulses(self.pulses)),)
+        return watch, (Publish(HANG, str(self.node), encode_progress(self.pulses)),)
 
-    def look(self, now: float, beats: Mapping[int, Heartbeat]) -> Step:
+    def look(self, now: float, beats: Mapping[int, Heartbeat]) -> Transition:
         """Time goes by, and this is what the workers have told by now."""
         if self.found is not None:
             return self._judge(self.found, now)
         if now < self.due:
             return self, ()
         began, late = self.began, now - self.due
-        silence = longest_silence(now, began, beats, self.limits)
-        if silence is not None and late > silence.limit * STOOD_STILL:
+        silence = longest_inactivity(now, began, beats, self.limits)
+        if silence is not None and late > silence.limit * PAUSE_FRACTION:
             began = now
-            silence = longest_silence(now, began, beats, self.limits)
+            silence = longest_inactivity(now, began, beats, self.limits)
         limit = self.limits.first if silence is None else silence.limit
         watch = attrs.evolve(self, began=began, due=now + min(1.0, limit / 8))
-        if silence is None or silence.share < WORRY:
+        if silence is None or silence.share < SUSPECT_FRACTION:
             return watch, ()
         if silence.share >= 1 or self.said:
             return watch._find(now, silence, beats)
         if self.hearing or not self.others:
             return watch, ()
-        return attrs.evolve(watch, hearing=True), (Gather(HANG),)
+        return attrs.evolve(watch, hearing=True), (Subscribe(HANG),)
 
-    def _find(self, now: float, silence: Silence, beats: Mapping[int, Heartbeat]) -> Step:
+    def _find(self, now: float, silence: Inactivity, beats: Mapping[int, Heartbeat]) -> Transition:
         pulses = [
-            Pulse(
+            RankProgress(
                 self.ranks[local],
                 self.host,
                 beat.step,
@@ -257,19 +257,19 @@ class HangWatch:
             since=now - silence.seconds,
             pulses=pulses,
         )
-        return watch, (Gather(HANG), DumpStacks()) if self.others else (DumpStacks(),)
+        return watch, (Subscribe(HANG), DumpStacks()) if self.others else (DumpStacks(),)
 
-    def _judge(self, found: Silence, now: float) -> Step:
+    def _judge(self, found: Inactivity, now: float) -> Transition:
         if self.stacks is None or (len(self.said) < self.others and now < self.until):
             return self, ()
-        return self, (Hung(describe_hang(self._known, found.limit), self.since, self.evidence()),)
+        return self, (HangDetected(describe_hang(self._known, found.limit), self.since, self.evidence()),)
 
     def evidence(self) -> str:
         """Where our workers are, of those that are furthest behind; the rarest stacks first, as
         most ranks wait for the one that hangs."""
-        known = stepping(self._known)
-        least = min((pulse.step for pulse in known), default=NOTHING)
-        at = "before the first step" if least == NOTHING else f"at step {least}"
+        known = reporting_ranks(self._known)
+        least = min((pulse.step for pulse in known), default=NO_STEP)
+        at = "before the first step" if least == NO_STEP else f"at step {least}"
         behind = {pulse.rank for pulse in known if pulse.step == least}
         texts = {self.ranks[local]: text for local, text in (self.stacks or {}).items()}
         shown = grouped({rank: text for rank, text in texts.items() if rank in behind})
@@ -278,5 +278,5 @@ class HangWatch:
         )
 
     @property
-    def _known(self) -> list[Pulse]:
+    def _known(self) -> list[RankProgress]:
         return [*self.pulses, *(pulse for said in self.said for pulse in said)]

@@ -15,16 +15,16 @@ from collections.abc import Collection, Mapping
 
 import attrs
 
-from ..workers.interface import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
-from ..workers.spec import Ladder, Rung
+from ..workers.interface import DRAIN, PREEMPTED, STOP_REASONS, RESIZE, StopNotice
+from ..workers.spec import StopTimeouts, StopStage
 from .policy import (
-    Command,
-    EndWorkers,
-    Gather,
-    GroupStopped,
+    AgentCommand,
+    SignalWorkers,
+    Subscribe,
+    WorkersStopped,
     LeaveGroup,
-    Post,
-    StopAt,
+    Publish,
+    StopAtCall,
     decode,
     encode,
 )
@@ -38,7 +38,7 @@ _URGENCY = (PREEMPTED, DRAIN, RESIZE)
 
 
 @attrs.frozen
-class Need:
+class StopProposal:
     """What one node says. call: the first at which it can stop; None if its workers do not ask.
     reason: as in a notice; seconds: that are left to it."""
 
@@ -47,53 +47,53 @@ class Need:
     seconds: float = 0.0
 
 
-NO_CALL = Need(None)
+NO_COMMON_CALL = StopProposal(None)
 """Said where workers are stopped without a notice, so that the other nodes wait for nothing."""
-ANY_CALL = Need(1, RESIZE, 1e6)
+STOP_AT_ANY_CALL = StopProposal(1, RESIZE, 1e6)
 """Said where all workers have succeeded, and can stop wherever the others do."""
 
 
-def agreed(needs: Mapping[int, Need], nodes: int) -> Need | None:
+def agree_on_stop(needs: Mapping[int, StopProposal], nodes: int) -> StopProposal | None:
     """What all stop at, once all nodes (by rank) have spoken; None while some have not.
 
     Its call is None where there can be no such call. The reason is the most urgent that a node
     has, and the time is the shortest.
     """
     if any(need.call is None for need in needs.values()):
-        return NO_CALL
+        return NO_COMMON_CALL
     if len(needs) < nodes:
         return None
     calls = [need.call for need in needs.values() if need.call is not None]
-    return Need(
+    return StopProposal(
         max(calls),
-        more_urgent(*(need.reason for need in needs.values())),
+        most_urgent(*(need.reason for need in needs.values())),
         min(need.seconds for need in needs.values()),
     )
 
 
-def more_urgent(*reasons: str) -> str:
+def most_urgent(*reasons: str) -> str:
     """The most urgent of these."""
     return min(reasons, key=_URGENCY.index)
 
 
-def decode_need(data: bytes) -> Need:
+def decode_proposal(data: bytes) -> StopProposal:
     """What cannot be read is no agreement."""
-    need = decode(Need, data)
-    if need is None or need.reason not in REASONS:
-        return NO_CALL
+    need = decode(StopProposal, data)
+    if need is None or need.reason not in STOP_REASONS:
+        return NO_COMMON_CALL
     return attrs.evolve(need, seconds=max(0.0, need.seconds))
 
 
-def post_need(node: int, need: Need) -> Post:
+def propose_stop(node: int, need: StopProposal) -> Publish:
     """Tell the other nodes, unless this one has said something before."""
-    return Post(STOP, str(node), encode(need), first=True)
+    return Publish(STOP, str(node), encode(need), first=True)
 
 
-Climb = tuple["Stopping", tuple[Command, ...]]
+StopTransition = tuple["StopProcedure", tuple[AgentCommand, ...]]
 
 
 @attrs.frozen
-class Stopping:
+class StopProcedure:
     """One group on its way out; each method takes an event, with the time at which it came.
 
     ladder: as it is climbed. node: the rank of this one of so many nodes; reachable: whether the
@@ -105,7 +105,7 @@ class Stopping:
     until then.
     """
 
-    ladder: Ladder
+    ladder: StopTimeouts
     node: int = 0
     nodes: int = 1
     reachable: bool = False
@@ -113,18 +113,18 @@ class Stopping:
     keep: float = 0.0
     leaving: bool = False
     since: float = 0.0
-    rung: Rung = Rung.NOTICE
+    rung: StopStage = StopStage.NOTICE
     hurried: bool = False
-    notice: Notice | None = None
+    notice: StopNotice | None = None
     deadline: float = 0.0
-    said: Need | None = None
-    outcome: Need | None = None
-    needs: Mapping[int, Need] = attrs.field(factory=dict)
+    said: StopProposal | None = None
+    outcome: StopProposal | None = None
+    needs: Mapping[int, StopProposal] = attrs.field(factory=dict)
 
     @property
     def noticing(self) -> bool:
         """Whether the workers have a notice, and may save and end by themselves."""
-        return self.notice is not None and self.rung is Rung.NOTICE
+        return self.notice is not None and self.rung is StopStage.NOTICE
 
     @property
     def agreeing(self) -> bool:
@@ -140,14 +140,14 @@ class Stopping:
         """Seconds until the next rung."""
         return self.ladder.left(now - self.since)
 
-    def begin(self, now: float, notice: Notice | None) -> Climb:
+    def begin(self, now: float, notice: StopNotice | None) -> StopTransition:
         """Start to climb; the workers have just heard the notice, or are stopped without."""
         if notice is None and self.keep:
-            return self._leave(now), (LeaveGroup(), *self._tell(NO_CALL))
+            return self._leave(now), (LeaveGroup(), *self._tell(NO_COMMON_CALL))
         if notice is None:
             plain = self.ladder.noticed(0.0)
-            stopping = attrs.evolve(self, ladder=plain, since=now, rung=Rung.TERM)
-            return stopping, (EndWorkers(), *self._tell(NO_CALL))
+            stopping = attrs.evolve(self, ladder=plain, since=now, rung=StopStage.TERM)
+            return stopping, (SignalWorkers(), *self._tell(NO_COMMON_CALL))
         stopping = attrs.evolve(
             self,
             ladder=self.ladder.noticed(notice.seconds),
@@ -155,20 +155,20 @@ class Stopping:
             notice=notice,
             deadline=now + notice.seconds,
         )
-        return stopping, (Gather(OVER),) if self.keep and self._with_others else ()
+        return stopping, (Subscribe(OVER),) if self.keep and self._with_others else ()
 
-    def sooner(self, now: float, notice: Notice | None) -> Climb:
+    def sooner(self, now: float, notice: StopNotice | None) -> StopTransition:
         """Those with a notice get this one, if it leaves them less time; None: they get no more.
 
         The more urgent reason and the shorter time hold, unless the other nodes have been told
         already, who would go by another answer.
         """
-        if self.notice is None or self.rung is not Rung.NOTICE:
+        if self.notice is None or self.rung is not StopStage.NOTICE:
             return self, ()
         if notice is None:
-            post = (Post(OVER, str(self.node), b""),) if self._with_others else ()
+            post = (Publish(OVER, str(self.node), b""),) if self._with_others else ()
             return (self._leave(now), (LeaveGroup(), *post)) if self.keep else (self.hurry(now), ())
-        left, reason = self.left(now), more_urgent(self.notice.reason, notice.reason)
+        left, reason = self.left(now), most_urgent(self.notice.reason, notice.reason)
         notice = attrs.evolve(notice, seconds=min(left, notice.seconds), reason=reason)
         stopping = attrs.evolve(
             self,
@@ -176,89 +176,89 @@ class Stopping:
             notice=notice,
             deadline=min(self.deadline, now + notice.seconds),
         )
-        return stopping, (StopAt(None, notice),)
+        return stopping, (StopAtCall(None, notice),)
 
-    def over(self, now: float, nodes: Collection[str]) -> Climb:
+    def over(self, now: float, nodes: Collection[str]) -> StopTransition:
         """These have said that the group has broken."""
         breaks = nodes and self.keep and self.noticing
         return (self._leave(now), (LeaveGroup(),)) if breaks else (self, ())
 
-    def _leave(self, now: float) -> Stopping:
+    def _leave(self, now: float) -> StopProcedure:
         """The workers are told that their group is over."""
         ladder = self.ladder.noticed(self.keep)
         return attrs.evolve(self, ladder=ladder, since=now, notice=None, leaving=True)
 
-    def keep_none(self, now: float) -> Stopping:
+    def keep_none(self, now: float) -> StopProcedure:
         """Nobody goes on in another group."""
-        stopping = self.hurry(now) if self.leaving and self.rung is Rung.NOTICE else self
+        stopping = self.hurry(now) if self.leaving and self.rung is StopStage.NOTICE else self
         return attrs.evolve(stopping, keep=0.0)
 
-    def hurry(self, now: float) -> Stopping:
+    def hurry(self, now: float) -> StopProcedure:
         """Do without what is left of this rung: a notice becomes SIGTERM, that SIGKILL. Where the
         rung's time is up already, the next one has all of its own."""
-        if self.rung >= Rung.KILL or self.rung < self.ladder.rung(now - self.since):
+        if self.rung >= StopStage.KILL or self.rung < self.ladder.rung(now - self.since):
             return self
         return attrs.evolve(self, hurried=True, since=self.since - self.left(now))
 
-    def heard(self, posts: Mapping[str, bytes] | None) -> Stopping:
+    def heard(self, posts: Mapping[str, bytes] | None) -> StopProcedure:
         """This is what the nodes have posted; None: they cannot be asked."""
         if posts is None:
             return attrs.evolve(self, reachable=False)
-        needs = {int(rank): decode_need(value) for rank, value in posts.items()}
+        needs = {int(rank): decode_proposal(value) for rank, value in posts.items()}
         return attrs.evolve(self, needs=needs)
 
-    def look(self, now: float, running: Collection[str], call: int | None) -> Climb:
+    def look(self, now: float, running: Collection[str], call: int | None) -> StopTransition:
         """Time goes by; `running` names the workers, who can stop at `call`, if it is known."""
         stopping, agreeing = self._agree(now, call)
         stopping, climbing = stopping._climb(now, ", ".join(running))
         return stopping, (*agreeing, *climbing)
 
-    def _agree(self, now: float, call: int | None) -> Climb:
+    def _agree(self, now: float, call: int | None) -> StopTransition:
         if self.notice is None or not self.agreeing:
             return self, ()
         lost = now >= self.deadline or (self.nodes > 1 and not self.reachable)
         said = self.said
-        telling: tuple[Command, ...] = ()
+        telling: tuple[AgentCommand, ...] = ()
         if said is None and call is not None and not lost:
-            said = Need(call, self.notice.reason, self.deadline - now)
+            said = StopProposal(call, self.notice.reason, self.deadline - now)
             telling = self._tell(said)
-        found = said if self.nodes == 1 else agreed(self.needs, self.nodes)
+        found = said if self.nodes == 1 else agree_on_stop(self.needs, self.nodes)
         if said is None or found is None:
-            found = NO_CALL if lost else None
+            found = NO_COMMON_CALL if lost else None
         stopping = attrs.evolve(self, said=said, outcome=found)
         if found is None:
             return stopping, telling
         if found.call is not None:
             # Those of a node that leaves save and end; ours go on, whatever others stop for.
             reason = self.notice.reason if self.keep else found.reason
-            return stopping, (*telling, StopAt(found.call, Notice(reason, found.seconds)))
+            return stopping, (*telling, StopAtCall(found.call, StopNotice(reason, found.seconds)))
         if self.noticing and self.keep:
             return stopping._leave(now), (*telling, LeaveGroup())
         return (stopping.hurry(now) if self.noticing else stopping), telling
 
-    def _climb(self, now: float, running: str) -> Climb:
+    def _climb(self, now: float, running: str) -> StopTransition:
         if not running:
-            return self, (GroupStopped(),)
+            return self, (WorkersStopped(),)
         rung = self.ladder.rung(now - self.since)
-        commands: list[Command] = []
-        if self.rung < Rung.TERM <= rung:
+        commands: list[AgentCommand] = []
+        if self.rung < StopStage.TERM <= rung:
             why = "still there after they were asked to save"
             if self.leaving:
                 why = f"still in their group {self.keep:g} s after it was over"
-            elif self.outcome == NO_CALL:
+            elif self.outcome == NO_COMMON_CALL:
                 why = "the workers cannot all stop at one step to save"
-            commands.append(EndWorkers(f"{why}, sending SIGTERM: {running}"))
-        if self.rung < Rung.KILL <= rung:
+            commands.append(SignalWorkers(f"{why}, sending SIGTERM: {running}"))
+        if self.rung < StopStage.KILL <= rung:
             late = f"still there after {self.ladder.grace:g} s"
             said = "did not end in time" if self.hurried else late
-            commands.append(EndWorkers(f"{said}, killing: {running}", force=True))
-        if rung is Rung.GIVE_UP:
-            commands.append(GroupStopped(left=running))
+            commands.append(SignalWorkers(f"{said}, killing: {running}", force=True))
+        if rung is StopStage.GIVE_UP:
+            commands.append(WorkersStopped(left=running))
         return attrs.evolve(self, rung=rung), tuple(commands)
 
     @property
     def _with_others(self) -> bool:
         return self.nodes > 1 and self.reachable
 
-    def _tell(self, need: Need) -> tuple[Command, ...]:
-        return (post_need(self.node, need), Gather(STOP)) if self._with_others else ()
+    def _tell(self, need: StopProposal) -> tuple[AgentCommand, ...]:
+        return (propose_stop(self.node, need), Subscribe(STOP)) if self._with_others else ()

@@ -25,40 +25,40 @@ from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
 from ..signals import signal_name
 from ..threads import helper
-from ..workers.exit import WorkerExit
-from ..workers.interface import Notice, Workers
+from ..workers.exits import WorkerExit
+from ..workers.interface import StopNotice, Workers
 from ..workers.spec import (
-    Ladder,
+    StopTimeouts,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
-    deal_newcomers,
-    deal_ranks,
-    outside,
+    make_standby_workers,
+    assign_worker_ranks,
+    make_standby_group,
 )
-from . import hang, policy
-from .board import Board, Gathered
-from .interface import Cause, Memory, RunResult
-from .options import HEARD_SECONDS, AgentOptions, SignalObserver
-from .policy import Command, Event, Outcome, State, Supervision
-from .report import CAUSE, Report, first_cause, post_cause, post_failed, summary
-from .slots import Slots
-from .stopping import ANY_CALL, OVER, STOP, Stopping, post_need
-from .waiter import Waiter
+from . import hang_detector as hang, policy
+from .peer_exchange import PeerExchange, PeerMessages
+from .interface import RootCause, SnapshotService, RunResult
+from .options import SIGNAL_POLL_INTERVAL_S, AgentOptions, SignalObserver
+from .policy import AgentCommand, AgentEvent, RunOutcome, AgentState, SupervisorState
+from .run_reporter import CAUSE, RunReporter, merge_root_cause, publish_root_cause, publish_failed_ranks, summary
+from .slot_reporter import SlotReporter
+from .stop_procedure import STOP_AT_ANY_CALL, OVER, STOP, StopProcedure, propose_stop
+from .blocking_rendezvous import BlockingHandlerThread
 
 log = logging.getLogger("elasticlib.agent")
 
-START_SECONDS = 120.0
+WORKER_START_TIMEOUT_S = 120.0
 """That the start of many workers may take, in which the loop does not turn."""
-KEEP_SECONDS = 660.0
+SNAPSHOT_FLUSH_TIMEOUT_S = 660.0
 """That a memory may take at the end to put what it holds where it lasts."""
-ANSWER_SECONDS = 3.0
+ROOT_CAUSE_TIMEOUT_S = 3.0
 """For the other nodes' word on why the job failed, which is on its way when it has."""
-ASK_SECONDS = 5e-4
+STOP_POLL_INTERVAL_S = 5e-4
 """Between two looks at workers that are in a step, and are to say where they can stop."""
-LEAVING_SECONDS = 1e-3
+LEAVE_POLL_INTERVAL_S = 1e-3
 """Between two looks at workers that are to leave their group, and say so in memory alone."""
-NEWCOMER_SECONDS = 0.02
+STANDBY_POLL_INTERVAL_S = 0.02
 """Between two looks whether newcomers are ready."""
 
 
@@ -66,33 +66,33 @@ NEWCOMER_SECONDS = 0.02
 
 
 @attrs.frozen
-class Prepared:
+class PrepareFinished:
     """A start of workers will not have to wait; others_keep: the job has some that are kept."""
 
     others_keep: bool = False
 
 
 @attrs.frozen
-class Exited:
+class WorkerExitNotice:
     local_rank: int
 
 
 @attrs.frozen
-class Dumped:
+class StacksDumped:
     """The workers have written their stacks."""
 
     stacks: Mapping[int, str]
 
 
 @attrs.frozen
-class Signalled:
+class SignalNotice:
     number: int
 
 
-OfAttempt = RendezvousInfo | Change | Exception | Exited | Dumped
+AttemptMessage = RendezvousInfo | Change | Exception | WorkerExitNotice | StacksDumped
 """News of one attempt of this node at a generation, and of no other; an exit is of one start of
 workers."""
-News = OfAttempt | Prepared | Signalled | Gathered | policy.Broke
+InboxMessage = AttemptMessage | PrepareFinished | SignalNotice | PeerMessages | policy.ComponentFailed
 
 
 class ElasticAgent:
@@ -133,10 +133,10 @@ class ElasticAgent:
         workers: Workers,
         *,
         max_restarts: int | None = None,
-        ladder: Ladder | None = None,
+        ladder: StopTimeouts | None = None,
         interval: float = 0.1,
         options: AgentOptions | None = None,
-        memory: Memory | None = None,
+        memory: SnapshotService | None = None,
         journal: Journal | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -149,19 +149,19 @@ class ElasticAgent:
         handler.check_agent(slots=spec.local_world_size, max_restarts=max_restarts)
         self._max_restarts = max_restarts
         self._options = options or AgentOptions()
-        self._ladder = ladder or Ladder()
+        self._ladder = ladder or StopTimeouts()
         self._clock = clock
-        self._inbox: queue.SimpleQueue[tuple[int | None, News]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int | None, InboxMessage]] = queue.SimpleQueue()
         self._host = socket.gethostname()
-        self._report = Report(self._host, workers, journal, clock)
-        self._slots = Slots(handler, workers, spec.local_world_size)
-        self._board = Board(self._tell, self._broke, clock)
-        self._waiter = Waiter(handler, interval, self._tell_of, self._broke)
+        self._report = RunReporter(self._host, workers, journal, clock)
+        self._slots = SlotReporter(handler, workers, spec.local_world_size)
+        self._board = PeerExchange(self._tell, self._broke, clock)
+        self._waiter = BlockingHandlerThread(handler, interval, self._tell_of, self._broke)
         self._turned_at = clock()
         # What the loop owns.
-        self._now = Supervision()
-        self._stopping: Stopping | None = None
-        self._watch: hang.HangWatch | None = None
+        self._now = SupervisorState()
+        self._stopping: StopProcedure | None = None
+        self._watch: hang.HangDetector | None = None
         self._attempt = self._started = self._own_restarts = 0
         self._has_run = False
         self._started_in: dict[int, int] = {}
@@ -183,20 +183,20 @@ class ElasticAgent:
         For a program that runs its agent in another thread than its main one, which receives no
         signals.
         """
-        self._tell(Signalled(number))
+        self._tell(SignalNotice(number))
 
-    def _tell(self, news: News) -> None:
+    def _tell(self, news: InboxMessage) -> None:
         self._inbox.put((None, news))
 
-    def _tell_of(self, attempt: int, news: OfAttempt) -> None:
+    def _tell_of(self, attempt: int, news: AttemptMessage) -> None:
         self._inbox.put((attempt, news))
 
     def _broke(self, reason: str) -> None:
-        self._tell(policy.Broke(reason))
+        self._tell(policy.ComponentFailed(reason))
 
     def silent(self) -> float:
         """Seconds for which the agent's loop has not turned; 0 when it has done its work."""
-        over = self._now.state is State.ENDED
+        over = self._now.state is AgentState.ENDED
         return 0.0 if over else max(0.0, self._clock() - self._turned_at)
 
     def get_worker_group(self) -> WorkerGroup | None:
@@ -228,18 +228,18 @@ class ElasticAgent:
                 # What cannot work is said by the start, to which it belongs.
                 with contextlib.suppress(ElasticError, OSError):
                     self.workers.prepare(self._spec)
-                self._carry_out([policy.Join()])
-                while self._now.state is not State.ENDED:
+                self._carry_out([policy.StartRendezvous()])
+                while self._now.state is not AgentState.ENDED:
                     self._turn()
                 cause = self._find_cause()
             except Exception as error:
                 # A bug of ours, or a promise broken by a part: still an end with a reason.
                 log.exception("the agent's loop failed")
-                outcome = Outcome(WorkerState.FAILED, describe(error))
-                self._now = Supervision(State.ENDED, outcome=outcome)
+                outcome = RunOutcome(WorkerState.FAILED, describe(error))
+                self._now = SupervisorState(AgentState.ENDED, outcome=outcome)
             finally:
                 self._clean_up()
-        unexpected = Outcome(WorkerState.FAILED, "the agent ended unexpectedly")
+        unexpected = RunOutcome(WorkerState.FAILED, "the agent ended unexpectedly")
         return self._report.result(self._now.outcome or unexpected, cause)
 
     def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
@@ -261,7 +261,7 @@ class ElasticAgent:
         closing = (self._board.close, self.workers.end, self._keep, self.workers.close)
         for close in (*closing, self._handler.shutdown, self._waiter.stop):
             try:
-                self._mark_progress(KEEP_SECONDS if close == self._keep else 0.0)
+                self._mark_progress(SNAPSHOT_FLUSH_TIMEOUT_S if close == self._keep else 0.0)
                 close()
             except Exception:
                 # How the run ended is known by now, and must still be told.
@@ -298,11 +298,11 @@ class ElasticAgent:
         with contextlib.suppress(queue.Empty):
             while True:
                 _, news = self._inbox.get_nowait()
-                if isinstance(news, Signalled) and news.number in self._options.signals:
+                if isinstance(news, SignalNotice) and news.number in self._options.signals:
                     numbers.append(news.number)
         return numbers
 
-    def _find_cause(self) -> Cause | None:
+    def _find_cause(self) -> RootCause | None:
         """Why the job failed, over all nodes, as far as it can be had in time."""
         outcome, info, own = self._now.outcome, self._info, self._report.own_cause()
         if outcome is None or outcome.state is not WorkerState.FAILED or info is None:
@@ -311,20 +311,20 @@ class ElasticAgent:
         if not self._board.name or not (failed or self._report.failed_elsewhere):
             return own
         if failed:
-            self._board.do(post_failed(info.rank, failed))
-        self._board.do(policy.Gather(CAUSE))
-        deadline = self._clock() + ANSWER_SECONDS
-        self._mark_progress(ANSWER_SECONDS)
+            self._board.do(publish_failed_ranks(info.rank, failed))
+        self._board.do(policy.Subscribe(CAUSE))
+        deadline = self._clock() + ROOT_CAUSE_TIMEOUT_S
+        self._mark_progress(ROOT_CAUSE_TIMEOUT_S)
         with contextlib.suppress(queue.Empty):
             while True:
                 _, news = self._inbox.get(timeout=max(0.0, deadline - self._clock()))
-                if isinstance(news, Gathered) and news.name == CAUSE:
-                    cause = None if news.posts is None else first_cause(news.posts)
+                if isinstance(news, PeerMessages) and news.name == CAUSE:
+                    cause = None if news.posts is None else merge_root_cause(news.posts)
                     if cause is not None or news.posts is None:
                         return cause or own
         log.info(
             "the store did not answer within %g s whether another node knows the cause",
-            ANSWER_SECONDS,
+            ROOT_CAUSE_TIMEOUT_S,
         )
         return own
 
@@ -333,14 +333,14 @@ class ElasticAgent:
     def _turn(self) -> None:
         self._mark_progress()
         self._look()
-        if self._now.state is State.ENDED:
+        if self._now.state is AgentState.ENDED:
             return
         try:
             attempt, news = self._inbox.get(timeout=self._pause())
         except queue.Empty:
             return
         current = self._attempt
-        if isinstance(news, Exited):
+        if isinstance(news, WorkerExitNotice):
             current = self._started_in.get(news.local_rank, self._started - 1)
         event = self._read(news) if attempt in (None, current) else None
         if event is not None:
@@ -348,23 +348,23 @@ class ElasticAgent:
 
     def _pause(self) -> float:
         """Seconds until something is due without an event."""
-        now, due = self._clock(), HEARD_SECONDS
+        now, due = self._clock(), SIGNAL_POLL_INTERVAL_S
         if self._stopping is not None:
-            due = ASK_SECONDS if self._stopping.asking else self._stopping.left(now)
-            due = min(due, LEAVING_SECONDS) if self._stopping.keep else due
+            due = STOP_POLL_INTERVAL_S if self._stopping.asking else self._stopping.left(now)
+            due = min(due, LEAVE_POLL_INTERVAL_S) if self._stopping.keep else due
         elif self._now.spare and not all(self.workers.spare().values()):
-            due = NEWCOMER_SECONDS
+            due = STANDBY_POLL_INTERVAL_S
         elif self._watch is not None and self._watch.found is None:
             due = max(0.0, self._watch.due - now)
-        return min(HEARD_SECONDS, due)
+        return min(SIGNAL_POLL_INTERVAL_S, due)
 
     def _look(self) -> None:
         """Have the machine that is at work look at the time, and at the workers."""
-        commands: Iterable[Command] = ()
+        commands: Iterable[AgentCommand] = ()
         stopping, watch, now = self._stopping, self._watch, self._clock()
         if stopping is not None:
             call = self.workers.earliest_stop() if stopping.asking else None
-            breaks: tuple[Command, ...] = ()
+            breaks: tuple[AgentCommand, ...] = ()
             if stopping.keep and stopping.noticing and self.workers.broken():
                 stopping, breaks = stopping.sooner(now, None)
             running = [name for _, name in sorted(self._at_work().items())]
@@ -378,7 +378,7 @@ class ElasticAgent:
                 self._said_unseen = True
                 log.warning("%s", unseen)
         self._carry_out(commands)
-        if self._now.state is State.JOINING:
+        if self._now.state is AgentState.JOINING:
             self._waiter.remind(now, self._report.why)
         self._report_slots()
         self._report.look()
@@ -391,13 +391,13 @@ class ElasticAgent:
             return {local: name for local, name in running.items() if local not in spare}
         return running
 
-    def _react(self, event: Event) -> None:
+    def _react(self, event: AgentEvent) -> None:
         before = self._now.state
-        self._now, commands = policy.react(self._now, event)
+        self._now, commands = policy.transition(self._now, event)
         if self._now.state is not before:
-            if before in (State.RUNNING, State.FINISHED):
+            if before in (AgentState.RUNNING, AgentState.FINISHED):
                 self._report.idle(event)
-            if self._watch is not None and not isinstance(event, policy.Hung):
+            if self._watch is not None and not isinstance(event, policy.HangDetected):
                 # Another node may have found the same hang first.
                 self._report.show(self._watch.evidence())
             self._watch = None
@@ -406,27 +406,27 @@ class ElasticAgent:
 
     # -- what has come into the inbox -----------------------------------------------------------
 
-    def _read(self, news: News) -> Event | None:
+    def _read(self, news: InboxMessage) -> AgentEvent | None:
         """What it means to the policy, if anything."""
         match news:
-            case Prepared(others_keep):
+            case PrepareFinished(others_keep):
                 self._prepared = True
                 self._report.prepared()
                 self._slots.heard(others_keep=others_keep)
-                if self._now.state is State.JOINING:
+                if self._now.state is AgentState.JOINING:
                     self._join()
             case RendezvousInfo():
                 return self._settle(news)
             case Change():
                 self._report.heard(news)
-                return policy.Changed(news, self._slots.keeps())
+                return policy.MembershipChanged(news, self._slots.keeps())
             case Exception():
                 return self._fell_through(news)
-            case Exited(local_rank):
+            case WorkerExitNotice(local_rank):
                 return self._collect(local_rank)
-            case Signalled(number):
+            case SignalNotice(number):
                 return self._heed(number)
-            case Gathered(board) if board == self._board.name:
+            case PeerMessages(board) if board == self._board.name:
                 if news.name == STOP and self._stopping is not None:
                     self._stopping = self._stopping.heard(news.posts)
                 if news.name == OVER and self._stopping is not None:
@@ -434,38 +434,38 @@ class ElasticAgent:
                     self._carry_out(commands)
                 if news.name == hang.HANG and self._watch is not None:
                     self._watch = self._watch.heard(news.posts or {})
-            case Dumped(dumped) if self._watch is not None:
+            case StacksDumped(dumped) if self._watch is not None:
                 ranks = self._watch.ranks
                 stacks = {local: text for local, text in dumped.items() if local in ranks}
                 self._watch, commands = self._watch.dumped(self._clock(), stacks)
                 self._carry_out(commands)
-            case policy.Broke():
+            case policy.ComponentFailed():
                 return news
         return None
 
-    def _fell_through(self, error: Exception) -> Event:
+    def _fell_through(self, error: Exception) -> AgentEvent:
         """The rendezvous has no generation for this node, or says so no more of the one it has."""
-        if self._now.state is not State.JOINING:
-            return policy.Changed(Change(ChangeKind.LOST, describe(error)), self._slots.keeps())
+        if self._now.state is not AgentState.JOINING:
+            return policy.MembershipChanged(Change(ChangeKind.LOST, describe(error)), self._slots.keeps())
         change = getattr(error, "change", None)
         if isinstance(error, RendezvousClosed) and isinstance(change, Change):
             self._report.heard(change)
-            return policy.JoinEnded(policy.end_of_job(change))
+            return policy.RendezvousEnded(policy.end_of_job(change))
         self._report.deserted = getattr(error, "lost", False)
         reason = describe(error)
         if self._info is not None and not self._report.deserted:
             # Otherwise only a timeout would be reported, and not the failure that led to it.
             why = self._report.why
             reason = f"{why}; then this node could not join another generation: {reason}"
-        return policy.JoinEnded(Outcome(WorkerState.FAILED, reason))
+        return policy.RendezvousEnded(RunOutcome(WorkerState.FAILED, reason))
 
-    def _settle(self, info: RendezvousInfo) -> Event:
+    def _settle(self, info: RendezvousInfo) -> AgentEvent:
         check_restart_budget(self._max_restarts, info.max_restarts)
         self._info = info
         members = self._slots.members(info.seat)
-        return policy.Settled(members, frozenset(range(self._spec.local_world_size)) - members)
+        return policy.GenerationFormed(members, frozenset(range(self._spec.local_world_size)) - members)
 
-    def _collect(self, local_rank: int) -> Event | None:
+    def _collect(self, local_rank: int) -> AgentEvent | None:
         if local_rank not in self.workers.running():
             return None
         spare = local_rank in self.workers.spare()
@@ -476,27 +476,27 @@ class ElasticAgent:
         unsaved = not (stopping is None or not stopping.noticing or exit_.ok or spare)
         if unsaved:
             log.warning("failed after it was asked to save and end: %s", exit_.describe())
-        cause = self._report.ended(exit_, supervised=self._now.state is State.RUNNING)
+        cause = self._report.ended(exit_, supervised=self._now.state is AgentState.RUNNING)
         if cause is not None:
-            self._board.do(post_cause(cause))
+            self._board.do(publish_root_cause(cause))
         alone = unsaved and stopping is not None and (stopping.agreeing or stopping.keep > 0)
-        return policy.WorkerEnded(exit_, unsaved, alone, self._slots.keeps())
+        return policy.WorkerExited(exit_, unsaved, alone, self._slots.keeps())
 
-    def _heed(self, number: int) -> Event:
+    def _heed(self, number: int) -> AgentEvent:
         options, name = self._options, signal_name(number)
         why = options.why_drained(number)
         if number in options.drain_signals or (
             number in options.save_signals and self._listens(why)
         ):
             self._report.draining(name, why)
-            return policy.DrainAsked(number, name, why)
-        return policy.SignalArrived(number, name)
+            return policy.DrainRequested(number, name, why)
+        return policy.SignalReceived(number, name)
 
     def _listens(self, why: str) -> bool:
         """Whether the workers have been told to save, or can be, which is found by telling them."""
-        if self._now.state is State.RUNNING:
+        if self._now.state is AgentState.RUNNING:
             return self._notify(self._options.notice(why))
-        if self._now.state is State.STOPPING:
+        if self._now.state is AgentState.STOPPING:
             return self._notified
         # Schedulers repeat themselves, and what is being saved is not to be cut short for it.
         outcome = self._now.outcome
@@ -504,7 +504,7 @@ class ElasticAgent:
 
     # -- what the machines want done ----------------------------------------------------------
 
-    def _carry_out(self, commands: Iterable[Command]) -> None:
+    def _carry_out(self, commands: Iterable[AgentCommand]) -> None:
         for command in commands:
             self._mark_progress()
             _ACTS[type(command)](self, command)
@@ -526,7 +526,7 @@ class ElasticAgent:
             return
         if self._slots.starts_ahead(self._info):
             everyone = range(self._spec.local_world_size)
-            self._react(policy.OthersGoOn(frozenset(everyone)))
+            self._react(policy.PeersStillTraining(frozenset(everyone)))
         self._report_slots()
         if not self._handler.join(hears):
             self._waiter.join(self._attempt, self._clock())
@@ -542,36 +542,36 @@ class ElasticAgent:
         except Exception as error:
             failed(error)
         else:
-            self._tell(Prepared(others_keep))
+            self._tell(PrepareFinished(others_keep))
 
     def _start_ahead(self) -> None:
         everyone = range(self._spec.local_world_size)
-        group = outside(self._spec, everyone, self._handler.get_run_id(), self._started)
+        group = make_standby_group(self._spec, everyone, self._handler.get_run_id(), self._started)
         self._report.starting_ahead(group)
         failed = self._begin(group)
         if failed is not None:
             self._react(failed)
 
-    def _begin(self, group: WorkerGroup) -> policy.StartFailed | policy.Broke | None:
+    def _begin(self, group: WorkerGroup) -> policy.WorkerStartFailed | policy.ComponentFailed | None:
         """Start those workers of the group that do not run yet; return the failure, if any."""
-        self._mark_progress(START_SECONDS)
+        self._mark_progress(WORKER_START_TIMEOUT_S)
         self._started += 1
         number, kept = group.attempt, self.workers.running().keys()
         for worker in (*group.workers, *group.newcomers):
             if worker.local_rank not in kept:
                 self._started_in[worker.local_rank] = number
         try:
-            self.start(group, lambda local_rank: self._tell_of(number, Exited(local_rank)))
+            self.start(group, lambda local_rank: self._tell_of(number, WorkerExitNotice(local_rank)))
         except ConfigError as error:
             # This node cannot run such workers at all, so a restart would fail in the same way.
-            return policy.Broke(str(error))
+            return policy.ComponentFailed(str(error))
         except ElasticError as error:
-            return policy.StartFailed(str(error), self._slots.keeps())
+            return policy.WorkerStartFailed(str(error), self._slots.keeps())
         return None
 
     def _start(self) -> None:
         info = present(self._info, "the generation")
-        self._mark_progress(START_SECONDS)
+        self._mark_progress(WORKER_START_TIMEOUT_S)
         self._notified = False
         self._board.open(info)
         group = self._group = self._group_of(info)
@@ -581,10 +581,10 @@ class ElasticAgent:
         failed = self._begin(group)
         self._report.started(group, self.workers.running(), self._started_in)
         if failed is not None:
-            self._board.do(post_cause(self._report.ended_without(failed.reason)))
+            self._board.do(publish_root_cause(self._report.ended_without(failed.reason)))
             self._react(failed)
         elif self._options.hang is not None:
-            self._watch = hang.HangWatch(
+            self._watch = hang.HangDetector(
                 self._options.hang,
                 self._host,
                 {worker.local_rank: worker.rank for worker in group.workers},
@@ -597,8 +597,8 @@ class ElasticAgent:
         store = info.bootstrap_store_info
         return WorkerGroup(
             spec=self._spec,
-            workers=deal_ranks(info.seat, self._now.awaited),
-            newcomers=deal_newcomers(info.seat, self._now.spare),
+            workers=assign_worker_ranks(info.seat, self._now.awaited),
+            newcomers=make_standby_workers(info.seat, self._now.spare),
             run_id=info.run_id,
             generation=info.generation,
             group_rank=info.rank,
@@ -634,11 +634,11 @@ class ElasticAgent:
             self._handler.set_closed()
         except Exception as error:
             log.warning("cannot end the job for the other nodes: %s", describe(error))
-        self._react(policy.Changed(Change(ChangeKind.FAILED, reason)))
+        self._react(policy.MembershipChanged(Change(ChangeKind.FAILED, reason)))
 
     def _report_done(self) -> None:
         info = present(self._info, "the generation")
-        self._board.do(post_need(info.rank, ANY_CALL))
+        self._board.do(propose_stop(info.rank, STOP_AT_ANY_CALL))
         if not self._handler.report_done():
             if info.world_size > 1:
                 log.info(
@@ -646,15 +646,15 @@ class ElasticAgent:
                     "workers that fail there from now on are restarted without it, or not at all",
                     type(self._handler).__name__,
                 )
-            self._react(policy.Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))
+            self._react(policy.MembershipChanged(Change(ChangeKind.SUCCEEDED, "this node is done")))
 
     def _begin_stop(self, command: policy.StopWorkers | policy.Regroup) -> None:
         notice = None if isinstance(command, policy.Regroup) else self._notice(command.notice)
         self._report.stopping(notice)
         # That a failure was one too many may have been found meanwhile.
-        keeps = self._now.state is State.STOPPING and self._slots.keeps()
+        keeps = self._now.state is AgentState.STOPPING and self._slots.keeps()
         info = self._info  # None where they were started before the first generation
-        stopping = Stopping(
+        stopping = StopProcedure(
             self._ladder,
             node=0 if info is None else info.rank,
             nodes=1 if info is None else info.world_size,
@@ -668,7 +668,7 @@ class ElasticAgent:
         self._stopping, commands = stopping.begin(self._clock(), notice if heard else None)
         self._carry_out(commands)
 
-    def _stop_sooner(self, command: policy.StopSooner) -> None:
+    def _stop_sooner(self, command: policy.ShortenNotice) -> None:
         stopping, notice = present(self._stopping, "the stop"), self._notice(command.notice)
         self._stopping, commands = stopping.sooner(self._clock(), notice)
         self._carry_out(commands)
@@ -681,11 +681,11 @@ class ElasticAgent:
     def _hurry(self) -> None:
         self._stopping = present(self._stopping, "the stop").hurry(self._clock())
 
-    def _notice(self, why: str) -> Notice | None:
+    def _notice(self, why: str) -> StopNotice | None:
         """What workers are told that are to save and end; None if they are not."""
         return self._options.notice(why) if why else None
 
-    def _notify(self, notice: Notice | None, *, keeps: bool = False) -> bool:
+    def _notify(self, notice: StopNotice | None, *, keeps: bool = False) -> bool:
         """Whether the workers listen, and now save and end by themselves."""
         if notice is None:
             return False
@@ -695,13 +695,13 @@ class ElasticAgent:
             log.info("%s: the workers have %g s to %s", notice.reason, notice.seconds, to_do)
         return self._notified
 
-    def _stop_at(self, command: policy.StopAt) -> None:
+    def _stop_at(self, command: policy.StopAtCall) -> None:
         if command.call is None:
             self.workers.notify(command.notice)
         else:
             self.workers.stop_at(command.call, command.notice)
 
-    def _end_workers(self, command: policy.EndWorkers) -> None:
+    def _end_workers(self, command: policy.SignalWorkers) -> None:
         if command.why:
             log.warning("%s", command.why)
         if self._stopping is not None and self._stopping.keep:
@@ -709,7 +709,7 @@ class ElasticAgent:
         else:
             (self.workers.kill if command.force else self.workers.terminate)()
 
-    def _group_stopped(self, command: policy.GroupStopped) -> None:
+    def _group_stopped(self, command: policy.WorkersStopped) -> None:
         self._stopping = None
         self._report.stopped(command)
         self._react(attrs.evolve(command, spare=frozenset(self.workers.spare())))
@@ -719,35 +719,35 @@ class ElasticAgent:
         attempt = self._attempt
 
         def dump() -> None:
-            self._tell_of(attempt, Dumped(self.workers.dump_stacks()))
+            self._tell_of(attempt, StacksDumped(self.workers.dump_stacks()))
 
         helper(dump, "agent-stacks", self._broke).start()
 
-    def _hung(self, command: policy.Hung) -> None:
-        self._board.do(post_cause(self._report.hung(command)))
+    def _hung(self, command: policy.HangDetected) -> None:
+        self._board.do(publish_root_cause(self._report.hung(command)))
         self._react(attrs.evolve(command, keeps=self._slots.keeps()))
 
 
-_ACTS: Mapping[type[Command], Callable[[ElasticAgent, Any], object]] = {
-    policy.Join: lambda agent, _: agent._seek(),
+_ACTS: Mapping[type[AgentCommand], Callable[[ElasticAgent, Any], object]] = {
+    policy.StartRendezvous: lambda agent, _: agent._seek(),
     policy.StartWorkers: lambda agent, _: agent._start(),
-    policy.StartAhead: lambda agent, _: agent._start_ahead(),
+    policy.PrestartWorkers: lambda agent, _: agent._start_ahead(),
     policy.StopWorkers: ElasticAgent._begin_stop,
     policy.Regroup: ElasticAgent._begin_stop,
     policy.LeaveGroup: lambda agent, _: agent.workers.leave(),
-    policy.KeepNone: lambda agent, _: agent._keep_none(),
+    policy.CancelRegroup: lambda agent, _: agent._keep_none(),
     policy.ReportSlots: lambda agent, _: agent._report_slots(),
-    policy.StopSooner: ElasticAgent._stop_sooner,
-    policy.HurryWorkers: lambda agent, _: agent._hurry(),
+    policy.ShortenNotice: ElasticAgent._stop_sooner,
+    policy.EscalateStop: lambda agent, _: agent._hurry(),
     policy.ReportFailure: ElasticAgent._report_failure,
-    policy.ReportDraining: lambda agent, said: agent._handler.report_draining(said.reason),
-    policy.ReportDone: lambda agent, _: agent._report_done(),
-    policy.Post: lambda agent, post: agent._board.do(post),
-    policy.Gather: lambda agent, gather: agent._board.do(gather),
-    policy.StopAt: ElasticAgent._stop_at,
-    policy.EndWorkers: ElasticAgent._end_workers,
-    policy.GroupStopped: ElasticAgent._group_stopped,
+    policy.ReportDrain: lambda agent, said: agent._handler.report_draining(said.reason),
+    policy.ReportSuccess: lambda agent, _: agent._report_done(),
+    policy.Publish: lambda agent, post: agent._board.do(post),
+    policy.Subscribe: lambda agent, gather: agent._board.do(gather),
+    policy.StopAtCall: ElasticAgent._stop_at,
+    policy.SignalWorkers: ElasticAgent._end_workers,
+    policy.WorkersStopped: ElasticAgent._group_stopped,
     hang.DumpStacks: lambda agent, _: agent._dump_stacks(),
-    policy.Hung: ElasticAgent._hung,
+    policy.HangDetected: ElasticAgent._hung,
 }
 """What is done for each command of a machine."""

@@ -19,12 +19,12 @@ from ..observe.wording import ranks_of
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousInfo
 from ..visible import shorten
-from ..workers.exit import WorkerExit
-from ..workers.interface import Notice, Workers
+from ..workers.exits import WorkerExit
+from ..workers.interface import StopNotice, Workers
 from ..workers.spec import WorkerGroup, WorkerState
 from . import policy
-from .interface import Cause, RunResult
-from .policy import Event, Outcome, Post, decode, encode
+from .interface import RootCause, RunResult
+from .policy import AgentEvent, RunOutcome, Publish, decode, encode
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -44,10 +44,10 @@ Ranks = tuple[int, ...]
 # Causes, as the nodes tell one another: bounded, and plain JSON.
 
 
-def cause_of(failure: WorkerExit, host: str, generation: int) -> Cause:
+def root_cause_of(failure: WorkerExit, host: str, generation: int) -> RootCause:
     """What is told of this failure, in bounds."""
     first = failure.root
-    return Cause(
+    return RootCause(
         host=host,
         generation=generation,
         rank=first.rank,
@@ -63,45 +63,45 @@ def cause_of(failure: WorkerExit, host: str, generation: int) -> Cause:
     )
 
 
-def post_cause(cause: Cause) -> Post:
+def publish_root_cause(cause: RootCause) -> Publish:
     """Whoever comes later has followed, and says so at the end of its run."""
-    return Post(CAUSE, FIRST, encode(cause), first=True)
+    return Publish(CAUSE, FIRST, encode(cause), first=True)
 
 
-def post_failed(node: int, ranks: Collection[int]) -> Post:
+def publish_failed_ranks(node: int, ranks: Collection[int]) -> Publish:
     """Workers of these ranks failed on this node."""
-    return Post(CAUSE, f"{ALSO}{node}", encode(sorted(ranks)[:MOST_RANKS]))
+    return Publish(CAUSE, f"{ALSO}{node}", encode(sorted(ranks)[:MOST_RANKS]))
 
 
-def first_cause(said: Mapping[str, bytes]) -> Cause | None:
+def merge_root_cause(said: Mapping[str, bytes]) -> RootCause | None:
     """What all nodes said of a generation, by the ends of their keys, as one cause."""
-    cause = decode(Cause, said[FIRST]) if FIRST in said else None
+    cause = decode(RootCause, said[FIRST]) if FIRST in said else None
     if cause is None:
         return None
     also = [decode(Ranks, data) or () for key, data in said.items() if key.startswith(ALSO)]
-    return followed_by(cause, (rank for ranks in also for rank in ranks[:MOST_RANKS]))
+    return with_subsequent_ranks(cause, (rank for ranks in also for rank in ranks[:MOST_RANKS]))
 
 
-def followed_by(cause: Cause, ranks: Iterable[int]) -> Cause:
+def with_subsequent_ranks(cause: RootCause, ranks: Iterable[int]) -> RootCause:
     """Workers of these ranks failed, and all but the first of them afterwards."""
     return attrs.evolve(cause, followed=tuple(sorted({*ranks} - {cause.rank})))
 
 
-def summary(event: Event) -> str:
+def summary(event: AgentEvent) -> str:
     """What it was, in a few words: its own where it has some."""
     match event:
-        case policy.WorkerEnded():
+        case policy.WorkerExited():
             return event.exit.describe()
-        case policy.Changed():
+        case policy.MembershipChanged():
             return event.change.reason
-        case policy.Broke():
+        case policy.ComponentFailed():
             return event.reason
-        case policy.SignalArrived() | policy.DrainAsked():
+        case policy.SignalReceived() | policy.DrainRequested():
             return event.name
     return type(event).__name__
 
 
-class Report:
+class RunReporter:
     """Of one node's run, in the order in which it happens; host: what people know the node by.
 
     It remembers one generation's ends at a time. Those of workers that did as they were told are
@@ -120,7 +120,7 @@ class Report:
         self._silent_since: float | None = None
         self._group: WorkerGroup | None = None
         self._exits: dict[int, WorkerExit] = {}
-        self._without_exit: Cause | None = None
+        self._without_exit: RootCause | None = None
         self.failed_elsewhere = False
         """Whether workers of a node that is known have ended the job."""
         self.deserted = False
@@ -134,13 +134,13 @@ class Report:
     def began(self) -> None:
         self._idle_since = self._clock()
 
-    def idle(self, event: Event) -> None:
+    def idle(self, event: AgentEvent) -> None:
         """The workers are not to work any more, for this; those that must be stopped are not gone
         before `stopped`."""
         self._idle_since, self._why = self._clock(), summary(event)
-        resized = isinstance(event, policy.Changed) and event.change.kind is ChangeKind.RESIZE
-        self._planned = resized or isinstance(event, policy.DrainAsked)
-        self._silent_since = event.since if isinstance(event, policy.Hung) else None
+        resized = isinstance(event, policy.MembershipChanged) and event.change.kind is ChangeKind.RESIZE
+        self._planned = resized or isinstance(event, policy.DrainRequested)
+        self._silent_since = event.since if isinstance(event, policy.HangDetected) else None
 
     @property
     def why(self) -> str:
@@ -231,7 +231,7 @@ class Report:
         self.look(final=True)
         self._steps = None
 
-    def ended(self, exit_: WorkerExit, *, supervised: bool) -> Cause | None:
+    def ended(self, exit_: WorkerExit, *, supervised: bool) -> RootCause | None:
         """A worker ended; supervised: while nothing was being stopped. The cause to be told, if
         this is one."""
         self._tell(
@@ -251,17 +251,17 @@ class Report:
             self._exits[exit_.local_rank] = exit_
         if exit_.ok or not supervised:
             return None
-        return cause_of(exit_, self._host, self._generation)
+        return root_cause_of(exit_, self._host, self._generation)
 
-    def ended_without(self, reason: str) -> Cause:
+    def ended_without(self, reason: str) -> RootCause:
         """The workers could not all be started, or hang: no exit will tell of it."""
         said, numbers = shorten(reason, LONGEST_LINE), (self._generation, -1, -1)
-        self._without_exit = Cause(
+        self._without_exit = RootCause(
             self._host, *numbers, pid=0, returncode=0, signal="", sentence=said
         )
         return self._without_exit
 
-    def hung(self, event: policy.Hung) -> Cause:
+    def hung(self, event: policy.HangDetected) -> RootCause:
         """Workers hang; what is known of it, and the cause to be told."""
         self.show(event.stacks)
         return self.ended_without(event.reason)
@@ -281,12 +281,12 @@ class Report:
     def draining(self, signal: str, why: str) -> None:
         self._tell("drain.asked", signal=signal, why=why)
 
-    def stopping(self, notice: Notice | None) -> None:
+    def stopping(self, notice: StopNotice | None) -> None:
         self._stopping_at = self._clock()
         why, seconds = ("", 0.0) if notice is None else (notice.reason, notice.seconds)
         self._tell("stopping", why=why, seconds=seconds, because=self._why)
 
-    def stopped(self, end: policy.GroupStopped) -> None:
+    def stopped(self, end: policy.WorkersStopped) -> None:
         self._idle_since = self._clock()
         seconds = round(self._idle_since - self._stopping_at, 6)
         self._tell("stopped", seconds=seconds, left=end.left)
@@ -302,15 +302,15 @@ class Report:
         """Of this node's workers that failed, the first one first."""
         return [found.rank for found in self._exits.values() if found.failed]
 
-    def own_cause(self) -> Cause | None:
+    def own_cause(self) -> RootCause | None:
         """Why the last generation failed, as far as this node knows."""
         failed = [found for found in self._exits.values() if found.failed]
         if not failed:
             return self._without_exit
-        own = cause_of(failed[0], self._host, self._generation)
-        return followed_by(own, self.failed_ranks)
+        own = root_cause_of(failed[0], self._host, self._generation)
+        return with_subsequent_ranks(own, self.failed_ranks)
 
-    def result(self, outcome: Outcome, cause: Cause | None) -> RunResult:
+    def result(self, outcome: RunOutcome, cause: RootCause | None) -> RunResult:
         """How the run ended, and why the job did if it failed; that is told, too."""
         succeeded, group = outcome.state is WorkerState.SUCCEEDED, self._group
         cause = None if succeeded or self.deserted else cause
@@ -352,5 +352,5 @@ class Report:
             self._guard.call(told, prompt=self._journal.prompt)
 
 
-def _in_short(cause: Cause) -> dict[str, object]:
+def _in_short(cause: RootCause) -> dict[str, object]:
     return {"host": cause.host, "rank": cause.rank, "what": cause.sentence}

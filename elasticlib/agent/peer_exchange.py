@@ -19,7 +19,7 @@ from ..errors import StoreError, StoreRefused, describe
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Listing, Store, Watched
 from ..threads import helper
-from .policy import Gather, Post
+from .policy import Subscribe, Publish
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -30,7 +30,7 @@ CLOSE_SECONDS = 1.0
 
 
 @attrs.frozen
-class Gathered:
+class PeerMessages:
     """What all nodes have posted under this name of a board, by their keys; None: the store refused
     what was asked of it, and nothing more is heard under this name."""
 
@@ -48,7 +48,7 @@ class _Changed:
     seen: Watched
 
 
-class Board:
+class PeerExchange:
     """One node's place to post at, and to gather what the others have posted.
 
     put: hears what is gathered; broke: hears a sentence, should the thread end unasked.
@@ -56,20 +56,20 @@ class Board:
 
     def __init__(
         self,
-        put: Callable[[Gathered], None],
+        put: Callable[[PeerMessages], None],
         broke: Callable[[str], None],
         clock: Clock = monotonic,
     ) -> None:
         self.name = ""
         """Of the generation's board; empty where there are no other nodes, or no way to them."""
-        self._words: queue.SimpleQueue[RendezvousInfo | Post | Gather | _Changed | None]
+        self._words: queue.SimpleQueue[RendezvousInfo | Publish | Subscribe | _Changed | None]
         self._words = queue.SimpleQueue()
         self._put = put
         self._clock = clock
         self._thread = helper(self._serve, "agent-board", broke)
         # What follows is the thread's.
         self._info: RendezvousInfo | None = None
-        self._posts: deque[Post] = deque()
+        self._posts: deque[Publish] = deque()
         self._heard: set[str] = set()
         self._stale: dict[str, Listing | None] = {}
         """Names to be handed on, in this order, each as the store has listed it, if it has."""
@@ -84,7 +84,7 @@ class Board:
         self.name = info.board if shared else ""
         self._words.put(info)
 
-    def do(self, word: Post | Gather) -> None:
+    def do(self, word: Publish | Subscribe) -> None:
         """As the word says, if there are other nodes."""
         if not self.name:
             return
@@ -116,14 +116,14 @@ class Board:
             return max(0.0, self._retry_at - self._clock())
         return 0.0 if self._polled else None
 
-    def _take(self, word: RendezvousInfo | Post | Gather | _Changed) -> None:
+    def _take(self, word: RendezvousInfo | Publish | Subscribe | _Changed) -> None:
         if isinstance(word, RendezvousInfo):
             self._info = word
             for about in (self._posts, self._heard, self._stale, self._polled):
                 about.clear()
-        elif isinstance(word, Post):
+        elif isinstance(word, Publish):
             self._posts.append(word)
-        elif isinstance(word, Gather):
+        elif isinstance(word, Subscribe):
             if word.name not in self._heard:
                 self._heard.add(word.name)
                 self._stale[word.name] = None
@@ -155,9 +155,9 @@ class Board:
                 self._posts = deque(post for post in self._posts if post.name != name)
                 self._stale.pop(name, None)
                 self._heard.discard(name)
-                self._put(Gathered(board, name, None))
+                self._put(PeerMessages(board, name, None))
 
-    def _write(self, store: Store, board: str, post: Post) -> None:
+    def _write(self, store: Store, board: str, post: Publish) -> None:
         key = f"{board}{post.name}{post.key}"
         if post.first:
             store.compare_set(key, post.value, expected=ABSENT)
@@ -170,7 +170,7 @@ class Board:
         prefix = f"{board}{name}"
         listing = self._stale[name] or store.list(prefix)
         posts = {entry.key.removeprefix(prefix): entry.value for entry in listing.entries}
-        self._put(Gathered(board, name, posts))
+        self._put(PeerMessages(board, name, posts))
 
         def changed(seen: Watched) -> None:
             self._words.put(_Changed(board, name, seen))
