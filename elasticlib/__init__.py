@@ -63,8 +63,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = ["__version__", *sorted(_HOME_OF)]
 
 if TYPE_CHECKING:
-    from .agent.interface import RunResult as RunResult
     from .agent.elastic_agent import ElasticAgent as ElasticAgent
+    from .agent.interface import RunResult as RunResult
     from .agent.options import AgentOptions as AgentOptions
     from .checkpoint.manager import CheckpointManager as CheckpointManager
     from .checkpoint.single_file import latest_checkpoint as latest_checkpoint
@@ -104,9 +104,9 @@ if TYPE_CHECKING:
     from .workers.processes import LocalWorkers as LocalWorkers
     from .workers.spec import Command as Command
     from .workers.spec import Function as Function
-    from .workers.spec import StopTimeouts as StopTimeouts
     from .workers.spec import Module as Module
     from .workers.spec import Script as Script
+    from .workers.spec import StopTimeouts as StopTimeouts
     from .workers.spec import WorkerSpec as WorkerSpec
     from .workers.spec import WorkerState as WorkerState
 

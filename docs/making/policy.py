@@ -6,21 +6,21 @@ from itertools import groupby
 
 from elasticlib.agent.policy import (
     TRANSITIONS,
-    ComponentFailed,
-    MembershipChanged,
-    DrainRequested,
     AgentEvent,
-    WorkersStopped,
-    HangDetected,
-    RendezvousEnded,
-    PeersStillTraining,
-    RunOutcome,
-    GenerationFormed,
-    SignalReceived,
-    WorkerStartFailed,
     AgentState,
+    ComponentFailed,
+    DrainRequested,
+    GenerationFormed,
+    HangDetected,
+    MembershipChanged,
+    PeersStillTraining,
+    RendezvousEnded,
+    RunOutcome,
+    SignalReceived,
     SupervisorState,
     WorkerExited,
+    WorkersStopped,
+    WorkerStartFailed,
     transition,
 )
 from elasticlib.rendezvous.document import Change, ChangeKind
@@ -40,18 +40,22 @@ CASES: dict[type, tuple[Case, ...]] = {
     RendezvousEnded: (("", RendezvousEnded(BEFORE), frozenset()),),
     WorkerStartFailed: (
         ("none can be kept", WorkerStartFailed("why"), BOTH),
-        ("all can be kept", WorkerStartFailed("why", keeps=True), BOTH),
+        ("all can be kept", WorkerStartFailed("why", can_regroup=True), BOTH),
     ),
     HangDetected: (
         ("none can be kept", HangDetected("why"), BOTH),
-        ("all can be kept", HangDetected("why", keeps=True), BOTH),
+        ("all can be kept", HangDetected("why", can_regroup=True), BOTH),
     ),
     WorkerExited: (
         ("well, others still run", WorkerExited(GOOD), BOTH),
         ("well, the last one", WorkerExited(GOOD), frozenset({0})),
         ("badly", WorkerExited(BAD), BOTH),
-        ("badly, the others can be kept", WorkerExited(BAD, keeps=True), BOTH),
-        ("badly, when all are to save", WorkerExited(BAD, unsaved=True, alone=True), BOTH),
+        ("badly, the others can be kept", WorkerExited(BAD, can_regroup=True), BOTH),
+        (
+            "badly, when all are to save",
+            WorkerExited(BAD, exited_before_saving=True, stop_call_undecided=True),
+            BOTH,
+        ),
     ),
     WorkersStopped: (
         ("none is left", WorkersStopped(), frozenset()),
@@ -59,7 +63,11 @@ CASES: dict[type, tuple[Case, ...]] = {
     ),
     MembershipChanged: (
         *((kind.value, MembershipChanged(Change(kind, "why")), BOTH) for kind in ChangeKind),
-        ("reopened, all can be kept", MembershipChanged(Change(ChangeKind.REOPENED, "why"), True), BOTH),
+        (
+            "reopened, all can be kept",
+            MembershipChanged(Change(ChangeKind.REOPENED, "why"), True),
+            BOTH,
+        ),
     ),
     SignalReceived: (("", SignalReceived(15, "SIGTERM"), BOTH),),
     ComponentFailed: (("", ComponentFailed("why"), BOTH),),

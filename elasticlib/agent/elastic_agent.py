@@ -32,19 +32,27 @@ from ..workers.spec import (
     WorkerGroup,
     WorkerSpec,
     WorkerState,
-    make_standby_workers,
     assign_worker_ranks,
     make_standby_group,
+    make_standby_workers,
 )
-from . import hang_detector as hang, policy
-from .peer_exchange import PeerExchange, PeerMessages
-from .interface import RootCause, SnapshotService, RunResult
-from .options import SIGNAL_POLL_INTERVAL_S, AgentOptions, SignalObserver
-from .policy import AgentCommand, AgentEvent, RunOutcome, AgentState, SupervisorState
-from .run_reporter import CAUSE, RunReporter, merge_root_cause, publish_root_cause, publish_failed_ranks, summary
-from .slot_reporter import SlotReporter
-from .stop_procedure import STOP_AT_ANY_CALL, OVER, STOP, StopProcedure, propose_stop
+from . import hang_detector as hang
+from . import policy
 from .blocking_rendezvous import BlockingHandlerThread
+from .interface import RootCause, RunResult, SnapshotService
+from .options import SIGNAL_POLL_INTERVAL_S, AgentOptions, SignalObserver
+from .peer_exchange import PeerExchange, PeerMessages
+from .policy import AgentCommand, AgentEvent, AgentState, RunOutcome, SupervisorState
+from .run_reporter import (
+    CAUSE,
+    RunReporter,
+    merge_root_cause,
+    publish_failed_ranks,
+    publish_root_cause,
+    summary,
+)
+from .slot_reporter import SlotReporter
+from .stop_procedure import OVER, STOP, STOP_AT_ANY_CALL, StopProcedure, propose_stop
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -92,7 +100,9 @@ class SignalNotice:
 AttemptMessage = RendezvousInfo | Change | Exception | WorkerExitNotice | StacksDumped
 """News of one attempt of this node at a generation, and of no other; an exit is of one start of
 workers."""
-InboxMessage = AttemptMessage | PrepareFinished | SignalNotice | PeerMessages | policy.ComponentFailed
+InboxMessage = (
+    AttemptMessage | PrepareFinished | SignalNotice | PeerMessages | policy.ComponentFailed
+)
 
 
 class ElasticAgent:
@@ -133,30 +143,30 @@ class ElasticAgent:
         workers: Workers,
         *,
         max_restarts: int | None = None,
-        ladder: StopTimeouts | None = None,
-        interval: float = 0.1,
+        stop_timeouts: StopTimeouts | None = None,
+        monitor_interval: float = 0.1,
         options: AgentOptions | None = None,
-        memory: SnapshotService | None = None,
+        snapshot_service: SnapshotService | None = None,
         journal: Journal | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.workers = workers
         self._spec = spec
         self._handler = handler
-        self._memory = memory
+        self._snapshot_service = snapshot_service
         if max_restarts is not None and max_restarts < 0:
             raise ConfigError(f"max_restarts must be at least 0, got {max_restarts}")
         handler.check_agent(slots=spec.local_world_size, max_restarts=max_restarts)
         self._max_restarts = max_restarts
         self._options = options or AgentOptions()
-        self._ladder = ladder or StopTimeouts()
+        self._stop_timeouts = stop_timeouts or StopTimeouts()
         self._clock = clock
         self._inbox: queue.SimpleQueue[tuple[int | None, InboxMessage]] = queue.SimpleQueue()
         self._host = socket.gethostname()
         self._report = RunReporter(self._host, workers, journal, clock)
         self._slots = SlotReporter(handler, workers, spec.local_world_size)
         self._board = PeerExchange(self._tell, self._broke, clock)
-        self._waiter = BlockingHandlerThread(handler, interval, self._tell_of, self._broke)
+        self._waiter = BlockingHandlerThread(handler, monitor_interval, self._tell_of, self._broke)
         self._turned_at = clock()
         # What the loop owns.
         self._now = SupervisorState()
@@ -169,7 +179,7 @@ class ElasticAgent:
         self._prepared = self._notified = self._said_unseen = self._told_to_end = False
         self._info: RendezvousInfo | None = None
         self._group: WorkerGroup | None = None
-        if self._options.hang is not None and not workers.tell_steps:
+        if self._options.hang_limits is not None and not workers.reports_heartbeats:
             raise ConfigError(
                 f"hang (--hang-timeout) needs workers that report their steps, and "
                 f"{type(workers).__name__} has none of them: leave it out"
@@ -177,7 +187,7 @@ class ElasticAgent:
 
     # -- for any thread -----------------------------------------------------------------------
 
-    def heed(self, number: int) -> None:
+    def handle_signal(self, number: int) -> None:
         """Act as if this signal had arrived: one of those that `options` name.
 
         For a program that runs its agent in another thread than its main one, which receives no
@@ -194,7 +204,7 @@ class ElasticAgent:
     def _broke(self, reason: str) -> None:
         self._tell(policy.ComponentFailed(reason))
 
-    def silent(self) -> float:
+    def stalled_s(self) -> float:
         """Seconds for which the agent's loop has not turned; 0 when it has done its work."""
         over = self._now.state is AgentState.ENDED
         return 0.0 if over else max(0.0, self._clock() - self._turned_at)
@@ -221,8 +231,8 @@ class ElasticAgent:
             )
         self._has_run = True
         cause = None
-        self._report.began()
-        with SignalObserver(self._options.heeded, self.heed):
+        self._report.on_run_started()
+        with SignalObserver(self._options.handled_signals, self.handle_signal):
             try:
                 self._mark_progress()
                 # What cannot work is said by the start, to which it belongs.
@@ -240,16 +250,16 @@ class ElasticAgent:
             finally:
                 self._clean_up()
         unexpected = RunOutcome(WorkerState.FAILED, "the agent ended unexpectedly")
-        return self._report.result(self._now.outcome or unexpected, cause)
+        return self._report.finish(self._now.outcome or unexpected, cause)
 
-    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
         """Start the workers of a generation; called in a turn of the loop, as `collect` is. A
         subclass may look on at both."""
-        self.workers.start(group, ended)
+        self.workers.start(group, on_exit)
 
-    def collect(self, local_rank: int) -> WorkerExit:
+    def reap(self, local_rank: int) -> WorkerExit:
         """How a worker of the group ended."""
-        return self.workers.collect(local_rank)
+        return self.workers.reap(local_rank)
 
     def _mark_progress(self, allowance_s: float = 0.0) -> None:
         """Record that the loop makes progress; the next operation may take `allowance_s` longer."""
@@ -258,7 +268,7 @@ class ElasticAgent:
 
     def _clean_up(self) -> None:
         """Each part is closed, whatever became of the one before."""
-        closing = (self._board.close, self.workers.end, self._keep, self.workers.close)
+        closing = (self._board.close, self.workers.kill_and_wait, self._keep, self.workers.close)
         for close in (*closing, self._handler.shutdown, self._waiter.stop):
             try:
                 self._mark_progress(SNAPSHOT_FLUSH_TIMEOUT_S if close == self._keep else 0.0)
@@ -271,13 +281,15 @@ class ElasticAgent:
         """Before the rendezvous is left: who goes on may need what is put where it lasts."""
         outcome = self._now.outcome
         done = outcome is not None and outcome.state is WorkerState.SUCCEEDED
-        if self._memory is None:
+        if self._snapshot_service is None:
             return
         self._told_to_end = bool(outcome and outcome.signal) or bool(self._signals())
-        self._report.lost = self._memory.finish(keep=not done, given_up=self._given_up)
-        self._report.saved = self._memory.saved
-        if self._report.lost:
-            log.warning("%s", self._report.lost)
+        self._report.unsaved_reason = self._snapshot_service.close(
+            flush=not done, cancel_reason=self._given_up
+        )
+        self._report.saved_step = self._snapshot_service.saved_step
+        if self._report.unsaved_reason:
+            log.warning("%s", self._report.unsaved_reason)
 
     def _given_up(self) -> str:
         """Return why the final write must end now: a signal has come that told the agent to end,
@@ -298,29 +310,29 @@ class ElasticAgent:
         with contextlib.suppress(queue.Empty):
             while True:
                 _, news = self._inbox.get_nowait()
-                if isinstance(news, SignalNotice) and news.number in self._options.signals:
+                if isinstance(news, SignalNotice) and news.number in self._options.stop_signals:
                     numbers.append(news.number)
         return numbers
 
     def _find_cause(self) -> RootCause | None:
         """Why the job failed, over all nodes, as far as it can be had in time."""
-        outcome, info, own = self._now.outcome, self._info, self._report.own_cause()
+        outcome, info, own = self._now.outcome, self._info, self._report.local_root_cause()
         if outcome is None or outcome.state is not WorkerState.FAILED or info is None:
             return None
         failed = self._report.failed_ranks
-        if not self._board.name or not (failed or self._report.failed_elsewhere):
+        if not self._board.prefix or not (failed or self._report.failed_on_other_node):
             return own
         if failed:
-            self._board.do(publish_failed_ranks(info.rank, failed))
-        self._board.do(policy.Subscribe(CAUSE))
+            self._board.submit(publish_failed_ranks(info.rank, failed))
+        self._board.submit(policy.Subscribe(CAUSE))
         deadline = self._clock() + ROOT_CAUSE_TIMEOUT_S
         self._mark_progress(ROOT_CAUSE_TIMEOUT_S)
         with contextlib.suppress(queue.Empty):
             while True:
                 _, news = self._inbox.get(timeout=max(0.0, deadline - self._clock()))
-                if isinstance(news, PeerMessages) and news.name == CAUSE:
-                    cause = None if news.posts is None else merge_root_cause(news.posts)
-                    if cause is not None or news.posts is None:
+                if isinstance(news, PeerMessages) and news.topic == CAUSE:
+                    cause = None if news.messages is None else merge_root_cause(news.messages)
+                    if cause is not None or news.messages is None:
                         return cause or own
         log.info(
             "the store did not answer within %g s whether another node knows the cause",
@@ -350,12 +362,16 @@ class ElasticAgent:
         """Seconds until something is due without an event."""
         now, due = self._clock(), SIGNAL_POLL_INTERVAL_S
         if self._stopping is not None:
-            due = STOP_POLL_INTERVAL_S if self._stopping.asking else self._stopping.left(now)
-            due = min(due, LEAVE_POLL_INTERVAL_S) if self._stopping.keep else due
-        elif self._now.spare and not all(self.workers.spare().values()):
+            due = (
+                STOP_POLL_INTERVAL_S
+                if self._stopping.needs_proposal
+                else self._stopping.time_to_next_stage(now)
+            )
+            due = min(due, LEAVE_POLL_INTERVAL_S) if self._stopping.regroup_grace_s else due
+        elif self._now.standby_ranks and not all(self.workers.standby_ranks().values()):
             due = STANDBY_POLL_INTERVAL_S
-        elif self._watch is not None and self._watch.found is None:
-            due = max(0.0, self._watch.due - now)
+        elif self._watch is not None and self._watch.suspect is None:
+            due = max(0.0, self._watch.next_poll_at - now)
         return min(SIGNAL_POLL_INTERVAL_S, due)
 
     def _look(self) -> None:
@@ -363,31 +379,35 @@ class ElasticAgent:
         commands: Iterable[AgentCommand] = ()
         stopping, watch, now = self._stopping, self._watch, self._clock()
         if stopping is not None:
-            call = self.workers.earliest_stop() if stopping.asking else None
+            call = self.workers.earliest_stop_call() if stopping.needs_proposal else None
             breaks: tuple[AgentCommand, ...] = ()
-            if stopping.keep and stopping.noticing and self.workers.broken():
-                stopping, breaks = stopping.sooner(now, None)
+            if (
+                stopping.regroup_grace_s
+                and stopping.is_in_notice
+                and self.workers.has_group_failure()
+            ):
+                stopping, breaks = stopping.shorten_notice(now, None)
             running = [name for _, name in sorted(self._at_work().items())]
-            self._stopping, commands = stopping.look(self._clock(), running, call)
+            self._stopping, commands = stopping.poll(self._clock(), running, call)
             commands = (*breaks, *commands)
-        elif watch is not None and (watch.found is not None or now >= watch.due):
-            beats = self.workers.beats()
+        elif watch is not None and (watch.suspect is not None or now >= watch.next_poll_at):
+            beats = self.workers.heartbeats()
             members = {local: beats[local] for local in watch.ranks if local in beats}
-            self._watch, commands = watch.look(now, members)
-            if not self._said_unseen and (unseen := watch.unseen(now, members)):
+            self._watch, commands = watch.poll(now, members)
+            if not self._said_unseen and (unseen := watch.no_steps_warning(now, members)):
                 self._said_unseen = True
                 log.warning("%s", unseen)
         self._carry_out(commands)
         if self._now.state is AgentState.JOINING:
-            self._waiter.remind(now, self._report.why)
+            self._waiter.remind(now, self._report.reason)
         self._report_slots()
-        self._report.look()
+        self._report.report_steps()
 
     def _at_work(self) -> dict[int, str]:
         """The workers that have not stopped: where they are kept, those in a group."""
         running = self.workers.running()
-        if self._stopping is not None and self._stopping.keep:
-            spare = self.workers.spare()
+        if self._stopping is not None and self._stopping.regroup_grace_s:
+            spare = self.workers.standby_ranks()
             return {local: name for local, name in running.items() if local not in spare}
         return running
 
@@ -396,10 +416,10 @@ class ElasticAgent:
         self._now, commands = policy.transition(self._now, event)
         if self._now.state is not before:
             if before in (AgentState.RUNNING, AgentState.FINISHED):
-                self._report.idle(event)
+                self._report.on_workers_idle(event)
             if self._watch is not None and not isinstance(event, policy.HangDetected):
                 # Another node may have found the same hang first.
-                self._report.show(self._watch.evidence())
+                self._report.log_stacks(self._watch.stack_report())
             self._watch = None
             log.debug("%s -> %s: %s", before.value, self._now.state.value, summary(event))
         self._carry_out(commands)
@@ -411,33 +431,35 @@ class ElasticAgent:
         match news:
             case PrepareFinished(others_keep):
                 self._prepared = True
-                self._report.prepared()
-                self._slots.heard(others_keep=others_keep)
+                self._report.on_prepared()
+                self._slots.set_peers_can_regroup(others_keep=others_keep)
                 if self._now.state is AgentState.JOINING:
                     self._join()
             case RendezvousInfo():
                 return self._settle(news)
             case Change():
-                self._report.heard(news)
-                return policy.MembershipChanged(news, self._slots.keeps())
+                self._report.on_change(news)
+                return policy.MembershipChanged(news, self._slots.can_regroup())
             case Exception():
                 return self._fell_through(news)
             case WorkerExitNotice(local_rank):
                 return self._collect(local_rank)
             case SignalNotice(number):
                 return self._heed(number)
-            case PeerMessages(board) if board == self._board.name:
-                if news.name == STOP and self._stopping is not None:
-                    self._stopping = self._stopping.heard(news.posts)
-                if news.name == OVER and self._stopping is not None:
-                    self._stopping, commands = self._stopping.over(self._clock(), news.posts or {})
+            case PeerMessages(board) if board == self._board.prefix:
+                if news.topic == STOP and self._stopping is not None:
+                    self._stopping = self._stopping.on_proposals(news.messages)
+                if news.topic == OVER and self._stopping is not None:
+                    self._stopping, commands = self._stopping.on_group_broken(
+                        self._clock(), news.messages or {}
+                    )
                     self._carry_out(commands)
-                if news.name == hang.HANG and self._watch is not None:
-                    self._watch = self._watch.heard(news.posts or {})
+                if news.topic == hang.HANG and self._watch is not None:
+                    self._watch = self._watch.on_peer_reports(news.messages or {})
             case StacksDumped(dumped) if self._watch is not None:
                 ranks = self._watch.ranks
                 stacks = {local: text for local, text in dumped.items() if local in ranks}
-                self._watch, commands = self._watch.dumped(self._clock(), stacks)
+                self._watch, commands = self._watch.on_stacks(self._clock(), stacks)
                 self._carry_out(commands)
             case policy.ComponentFailed():
                 return news
@@ -446,16 +468,18 @@ class ElasticAgent:
     def _fell_through(self, error: Exception) -> AgentEvent:
         """The rendezvous has no generation for this node, or says so no more of the one it has."""
         if self._now.state is not AgentState.JOINING:
-            return policy.MembershipChanged(Change(ChangeKind.LOST, describe(error)), self._slots.keeps())
+            return policy.MembershipChanged(
+                Change(ChangeKind.LOST, describe(error)), self._slots.can_regroup()
+            )
         change = getattr(error, "change", None)
         if isinstance(error, RendezvousClosed) and isinstance(change, Change):
-            self._report.heard(change)
+            self._report.on_change(change)
             return policy.RendezvousEnded(policy.end_of_job(change))
-        self._report.deserted = getattr(error, "lost", False)
+        self._report.lost_node_not_replaced = getattr(error, "lost", False)
         reason = describe(error)
-        if self._info is not None and not self._report.deserted:
+        if self._info is not None and not self._report.lost_node_not_replaced:
             # Otherwise only a timeout would be reported, and not the failure that led to it.
-            why = self._report.why
+            why = self._report.reason
             reason = f"{why}; then this node could not join another generation: {reason}"
         return policy.RendezvousEnded(RunOutcome(WorkerState.FAILED, reason))
 
@@ -463,39 +487,47 @@ class ElasticAgent:
         check_restart_budget(self._max_restarts, info.max_restarts)
         self._info = info
         members = self._slots.members(info.seat)
-        return policy.GenerationFormed(members, frozenset(range(self._spec.local_world_size)) - members)
+        return policy.GenerationFormed(
+            members, frozenset(range(self._spec.local_world_size)) - members
+        )
 
     def _collect(self, local_rank: int) -> AgentEvent | None:
         if local_rank not in self.workers.running():
             return None
-        spare = local_rank in self.workers.spare()
-        if local_rank in self.workers.keepers():
-            self._slots.tell_keeping()
-        exit_ = self.collect(local_rank)
+        spare = local_rank in self.workers.standby_ranks()
+        if local_rank in self.workers.regroupable_ranks():
+            self._slots.report_can_regroup()
+        exit_ = self.reap(local_rank)
         stopping = self._stopping
-        unsaved = not (stopping is None or not stopping.noticing or exit_.ok or spare)
+        unsaved = not (stopping is None or not stopping.is_in_notice or exit_.succeeded or spare)
         if unsaved:
             log.warning("failed after it was asked to save and end: %s", exit_.describe())
-        cause = self._report.ended(exit_, supervised=self._now.state is AgentState.RUNNING)
+        cause = self._report.on_worker_exited(
+            exit_, supervised=self._now.state is AgentState.RUNNING
+        )
         if cause is not None:
-            self._board.do(publish_root_cause(cause))
-        alone = unsaved and stopping is not None and (stopping.agreeing or stopping.keep > 0)
-        return policy.WorkerExited(exit_, unsaved, alone, self._slots.keeps())
+            self._board.submit(publish_root_cause(cause))
+        alone = (
+            unsaved
+            and stopping is not None
+            and (stopping.is_negotiating or stopping.regroup_grace_s > 0)
+        )
+        return policy.WorkerExited(exit_, unsaved, alone, self._slots.can_regroup())
 
     def _heed(self, number: int) -> AgentEvent:
         options, name = self._options, signal_name(number)
-        why = options.why_drained(number)
+        why = options.drain_reason(number)
         if number in options.drain_signals or (
-            number in options.save_signals and self._listens(why)
+            number in options.notice_signals and self._listens(why)
         ):
-            self._report.draining(name, why)
+            self._report.on_drain(name, why)
             return policy.DrainRequested(number, name, why)
         return policy.SignalReceived(number, name)
 
     def _listens(self, why: str) -> bool:
         """Whether the workers have been told to save, or can be, which is found by telling them."""
         if self._now.state is AgentState.RUNNING:
-            return self._notify(self._options.notice(why))
+            return self._notify(self._options.make_notice(why))
         if self._now.state is AgentState.STOPPING:
             return self._notified
         # Schedulers repeat themselves, and what is being saved is not to be cut short for it.
@@ -511,9 +543,9 @@ class ElasticAgent:
 
     def _seek(self) -> None:
         self._attempt += 1
-        self._report.joining()
-        if self._memory is not None:
-            self._memory.rest()
+        self._report.on_rendezvous_started()
+        if self._snapshot_service is not None:
+            self._snapshot_service.on_workers_stopped()
         self._join()
 
     def _join(self) -> None:
@@ -524,7 +556,7 @@ class ElasticAgent:
         if not self._prepared:
             helper(partial(self._await_prepared, hears), "agent-prepare", self._broke).start()
             return
-        if self._slots.starts_ahead(self._info):
+        if self._slots.should_prestart(self._info):
             everyone = range(self._spec.local_world_size)
             self._react(policy.PeersStillTraining(frozenset(everyone)))
         self._report_slots()
@@ -532,12 +564,12 @@ class ElasticAgent:
             self._waiter.join(self._attempt, self._clock())
 
     def _report_slots(self) -> None:
-        self._slots.report(self._now, len(self._group.workers) if self._group else 0)
+        self._slots.update(self._now, len(self._group.workers) if self._group else 0)
 
     def _await_prepared(self, failed: Callable[[Exception], None]) -> None:
         try:
             self._handler.prepare()
-            self.workers.await_prepared()
+            self.workers.wait_until_prepared()
             others_keep = self._handler.others_keep()
         except Exception as error:
             failed(error)
@@ -547,58 +579,64 @@ class ElasticAgent:
     def _start_ahead(self) -> None:
         everyone = range(self._spec.local_world_size)
         group = make_standby_group(self._spec, everyone, self._handler.get_run_id(), self._started)
-        self._report.starting_ahead(group)
+        self._report.on_prestart(group)
         failed = self._begin(group)
         if failed is not None:
             self._react(failed)
 
-    def _begin(self, group: WorkerGroup) -> policy.WorkerStartFailed | policy.ComponentFailed | None:
+    def _begin(
+        self, group: WorkerGroup
+    ) -> policy.WorkerStartFailed | policy.ComponentFailed | None:
         """Start those workers of the group that do not run yet; return the failure, if any."""
         self._mark_progress(WORKER_START_TIMEOUT_S)
         self._started += 1
         number, kept = group.attempt, self.workers.running().keys()
-        for worker in (*group.workers, *group.newcomers):
+        for worker in (*group.workers, *group.standby_workers):
             if worker.local_rank not in kept:
                 self._started_in[worker.local_rank] = number
         try:
-            self.start(group, lambda local_rank: self._tell_of(number, WorkerExitNotice(local_rank)))
+            self.start(
+                group, lambda local_rank: self._tell_of(number, WorkerExitNotice(local_rank))
+            )
         except ConfigError as error:
             # This node cannot run such workers at all, so a restart would fail in the same way.
             return policy.ComponentFailed(str(error))
         except ElasticError as error:
-            return policy.WorkerStartFailed(str(error), self._slots.keeps())
+            return policy.WorkerStartFailed(str(error), self._slots.can_regroup())
         return None
 
     def _start(self) -> None:
         info = present(self._info, "the generation")
         self._mark_progress(WORKER_START_TIMEOUT_S)
         self._notified = False
-        self._board.open(info)
+        self._board.start_generation(info)
         group = self._group = self._group_of(info)
-        self._report.starting(info, group)
-        if self._memory is not None:
-            self._memory.begin(info, group)
+        self._report.on_workers_starting(info, group)
+        if self._snapshot_service is not None:
+            self._snapshot_service.on_workers_starting(info, group)
         failed = self._begin(group)
-        self._report.started(group, self.workers.running(), self._started_in)
+        self._report.on_workers_started(group, self.workers.running(), self._started_in)
         if failed is not None:
-            self._board.do(publish_root_cause(self._report.ended_without(failed.reason)))
+            self._board.submit(
+                publish_root_cause(self._report.record_failure_without_exit(failed.reason))
+            )
             self._react(failed)
-        elif self._options.hang is not None:
+        elif self._options.hang_limits is not None:
             self._watch = hang.HangDetector(
-                self._options.hang,
+                self._options.hang_limits,
                 self._host,
                 {worker.local_rank: worker.rank for worker in group.workers},
-                node=info.rank,
-                others=info.world_size - 1 if self._board.name else 0,
-                began=self._clock(),
+                node_rank=info.rank,
+                num_peers=info.world_size - 1 if self._board.prefix else 0,
+                started_at=self._clock(),
             )
 
     def _group_of(self, info: RendezvousInfo) -> WorkerGroup:
         store = info.bootstrap_store_info
         return WorkerGroup(
             spec=self._spec,
-            workers=assign_worker_ranks(info.seat, self._now.awaited),
-            newcomers=make_standby_workers(info.seat, self._now.spare),
+            workers=assign_worker_ranks(info.seat, self._now.running_ranks),
+            standby_workers=make_standby_workers(info.seat, self._now.standby_ranks),
             run_id=info.run_id,
             generation=info.generation,
             group_rank=info.rank,
@@ -620,7 +658,7 @@ class ElasticAgent:
 
     def _report_failure(self, failure: policy.ReportFailure) -> None:
         reason, budget = failure.reason, self._own_budget
-        self._report.failure(failure)
+        self._report.on_failure(failure)
         if self._handler.report_failure(reason, killed=failure.killed):
             return
         self._own_restarts += 1
@@ -638,7 +676,7 @@ class ElasticAgent:
 
     def _report_done(self) -> None:
         info = present(self._info, "the generation")
-        self._board.do(propose_stop(info.rank, STOP_AT_ANY_CALL))
+        self._board.submit(propose_stop(info.rank, STOP_AT_ANY_CALL))
         if not self._handler.report_done():
             if info.world_size > 1:
                 log.info(
@@ -650,40 +688,40 @@ class ElasticAgent:
 
     def _begin_stop(self, command: policy.StopWorkers | policy.Regroup) -> None:
         notice = None if isinstance(command, policy.Regroup) else self._notice(command.notice)
-        self._report.stopping(notice)
+        self._report.on_stop_started(notice)
         # That a failure was one too many may have been found meanwhile.
-        keeps = self._now.state is AgentState.STOPPING and self._slots.keeps()
+        keeps = self._now.state is AgentState.STOPPING and self._slots.can_regroup()
         info = self._info  # None where they were started before the first generation
         stopping = StopProcedure(
-            self._ladder,
-            node=0 if info is None else info.rank,
-            nodes=1 if info is None else info.world_size,
-            reachable=bool(self._board.name),
-            agrees=self.workers.agrees,
-            keep=self._options.regroup_grace if keeps else 0.0,
+            self._stop_timeouts,
+            node_rank=0 if info is None else info.rank,
+            num_nodes=1 if info is None else info.world_size,
+            is_peer_reachable=bool(self._board.prefix),
+            is_coordinated=self.workers.supports_coordinated_stop,
+            regroup_grace_s=self._options.regroup_grace if keeps else 0.0,
         )
         heard = self._notify(notice, keeps=keeps)
         if heard and not keeps:
-            self.workers.stop_only(self.workers.spare())
-        self._stopping, commands = stopping.begin(self._clock(), notice if heard else None)
+            self.workers.stop_ranks(self.workers.standby_ranks())
+        self._stopping, commands = stopping.start(self._clock(), notice if heard else None)
         self._carry_out(commands)
 
     def _stop_sooner(self, command: policy.ShortenNotice) -> None:
         stopping, notice = present(self._stopping, "the stop"), self._notice(command.notice)
-        self._stopping, commands = stopping.sooner(self._clock(), notice)
+        self._stopping, commands = stopping.shorten_notice(self._clock(), notice)
         self._carry_out(commands)
 
     def _keep_none(self) -> None:
-        if self._stopping is not None and self._stopping.keep:
-            self.workers.stop_only(self.workers.spare())
-            self._stopping = self._stopping.keep_none(self._clock())
+        if self._stopping is not None and self._stopping.regroup_grace_s:
+            self.workers.stop_ranks(self.workers.standby_ranks())
+            self._stopping = self._stopping.cancel_regroup(self._clock())
 
     def _hurry(self) -> None:
-        self._stopping = present(self._stopping, "the stop").hurry(self._clock())
+        self._stopping = present(self._stopping, "the stop").escalate(self._clock())
 
     def _notice(self, why: str) -> StopNotice | None:
         """What workers are told that are to save and end; None if they are not."""
-        return self._options.notice(why) if why else None
+        return self._options.make_notice(why) if why else None
 
     def _notify(self, notice: StopNotice | None, *, keeps: bool = False) -> bool:
         """Whether the workers listen, and now save and end by themselves."""
@@ -692,27 +730,27 @@ class ElasticAgent:
         if not self._notified and self.workers.notify(notice):
             self._notified = True
             to_do = "leave their group" if keeps else "save and end"
-            log.info("%s: the workers have %g s to %s", notice.reason, notice.seconds, to_do)
+            log.info("%s: the workers have %g s to %s", notice.reason, notice.grace_s, to_do)
         return self._notified
 
     def _stop_at(self, command: policy.StopAtCall) -> None:
         if command.call is None:
             self.workers.notify(command.notice)
         else:
-            self.workers.stop_at(command.call, command.notice)
+            self.workers.stop_at_call(command.call, command.notice)
 
     def _end_workers(self, command: policy.SignalWorkers) -> None:
-        if command.why:
-            log.warning("%s", command.why)
-        if self._stopping is not None and self._stopping.keep:
-            self.workers.stop_only(self._at_work(), force=command.force)
+        if command.log_message:
+            log.warning("%s", command.log_message)
+        if self._stopping is not None and self._stopping.regroup_grace_s:
+            self.workers.stop_ranks(self._at_work(), force=command.force)
         else:
             (self.workers.kill if command.force else self.workers.terminate)()
 
     def _group_stopped(self, command: policy.WorkersStopped) -> None:
         self._stopping = None
-        self._report.stopped(command)
-        self._react(attrs.evolve(command, spare=frozenset(self.workers.spare())))
+        self._report.on_stop_finished(command)
+        self._react(attrs.evolve(command, standby_ranks=frozenset(self.workers.standby_ranks())))
 
     def _dump_stacks(self) -> None:
         # It may take its time, and the loop turns meanwhile.
@@ -724,8 +762,8 @@ class ElasticAgent:
         helper(dump, "agent-stacks", self._broke).start()
 
     def _hung(self, command: policy.HangDetected) -> None:
-        self._board.do(publish_root_cause(self._report.hung(command)))
-        self._react(attrs.evolve(command, keeps=self._slots.keeps()))
+        self._board.submit(publish_root_cause(self._report.on_hang(command)))
+        self._react(attrs.evolve(command, can_regroup=self._slots.can_regroup()))
 
 
 _ACTS: Mapping[type[AgentCommand], Callable[[ElasticAgent, Any], object]] = {
@@ -734,7 +772,7 @@ _ACTS: Mapping[type[AgentCommand], Callable[[ElasticAgent, Any], object]] = {
     policy.PrestartWorkers: lambda agent, _: agent._start_ahead(),
     policy.StopWorkers: ElasticAgent._begin_stop,
     policy.Regroup: ElasticAgent._begin_stop,
-    policy.LeaveGroup: lambda agent, _: agent.workers.leave(),
+    policy.LeaveGroup: lambda agent, _: agent.workers.leave_group(),
     policy.CancelRegroup: lambda agent, _: agent._keep_none(),
     policy.ReportSlots: lambda agent, _: agent._report_slots(),
     policy.ShortenNotice: ElasticAgent._stop_sooner,
@@ -742,8 +780,8 @@ _ACTS: Mapping[type[AgentCommand], Callable[[ElasticAgent, Any], object]] = {
     policy.ReportFailure: ElasticAgent._report_failure,
     policy.ReportDrain: lambda agent, said: agent._handler.report_draining(said.reason),
     policy.ReportSuccess: lambda agent, _: agent._report_done(),
-    policy.Publish: lambda agent, post: agent._board.do(post),
-    policy.Subscribe: lambda agent, gather: agent._board.do(gather),
+    policy.Publish: lambda agent, post: agent._board.submit(post),
+    policy.Subscribe: lambda agent, gather: agent._board.submit(gather),
     policy.StopAtCall: ElasticAgent._stop_at,
     policy.SignalWorkers: ElasticAgent._end_workers,
     policy.WorkersStopped: ElasticAgent._group_stopped,

@@ -14,7 +14,7 @@ import attrs
 from ..errors import ConfigError
 from ..observe.wording import grouped, ranks_of
 from ..workers.interface import NO_STEP, Heartbeat
-from .policy import AgentCommand, Subscribe, HangDetected, Publish, decode, encode
+from .policy import AgentCommand, HangDetected, Publish, Subscribe, decode, encode
 
 HANG = "hang/"
 """What is posted under it where workers hang: the pulses of each node's, under its rank."""
@@ -41,28 +41,41 @@ class HangLimits:
     hence the floor. A call of `should_stop()` or a save is a sign of life as a step is.
     """
 
-    seconds: float | None = None
-    times: float = 20.0
-    peaks: float = 3.0
-    floor: float = 300.0
-    first: float = 900.0
-    steps: int = 10
+    timeout: float | None = None
+    median_factor: float = 20.0
+    max_factor: float = 3.0
+    min_timeout: float = 300.0
+    first_step_timeout: float = 900.0
+    warmup_steps: int = 10
 
     def __attrs_post_init__(self) -> None:
-        given = (self.times, self.peaks, self.floor, self.first, self.steps)
-        if min(given) <= 0 or (self.seconds is not None and self.seconds <= 0):
+        given = (
+            self.median_factor,
+            self.max_factor,
+            self.min_timeout,
+            self.first_step_timeout,
+            self.warmup_steps,
+        )
+        if min(given) <= 0 or (self.timeout is not None and self.timeout <= 0):
             raise ConfigError(f"hang limits must be positive, got {self}")
 
-    def of(self, beat: Heartbeat) -> float:
+    def timeout_for(self, beat: Heartbeat) -> float:
         """The silence that this worker is allowed, in seconds."""
-        if beat.steps == 0:
-            return self.first if self.seconds is None else max(self.seconds, self.first)
-        if self.seconds is not None:
-            return self.seconds
-        if len(beat.durations) < self.steps:
-            return self.first
-        paces = (self.times * statistics.median(beat.durations), self.peaks * max(beat.durations))
-        return max(self.floor, *paces)
+        if beat.num_steps == 0:
+            return (
+                self.first_step_timeout
+                if self.timeout is None
+                else max(self.timeout, self.first_step_timeout)
+            )
+        if self.timeout is not None:
+            return self.timeout
+        if len(beat.step_durations) < self.warmup_steps:
+            return self.first_step_timeout
+        paces = (
+            self.median_factor * statistics.median(beat.step_durations),
+            self.max_factor * max(beat.step_durations),
+        )
+        return max(self.min_timeout, *paces)
 
 
 @attrs.frozen
@@ -74,7 +87,7 @@ class Inactivity:
     limit: float
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         return self.seconds / self.limit
 
 
@@ -86,13 +99,13 @@ def longest_inactivity(
     now, began: on this machine's monotonic clock; the workers were started then. Whoever never
     asked for its context is no part of this, nor who leaves it to others to tell of steps.
     """
-    reporting_ranks = any(beat.steps for beat in beats.values())
+    reporting_ranks = any(beat.num_steps for beat in beats.values())
     silences = [
-        Inactivity(local, now - max(beat.alive, began), limits.of(beat))
+        Inactivity(local, now - max(beat.last_activity_at, began), limits.timeout_for(beat))
         for local, beat in beats.items()
-        if beat.attached and (beat.steps or not reporting_ranks)
+        if beat.is_attached and (beat.num_steps or not reporting_ranks)
     ]
-    return max(silences, key=lambda silence: silence.share, default=None)
+    return max(silences, key=lambda silence: silence.fraction, default=None)
 
 
 @attrs.frozen
@@ -103,12 +116,12 @@ class RankProgress:
     rank: int
     host: str
     step: int
-    seconds: float
-    steps: int
+    inactive_s: float
+    num_steps: int
 
     def __str__(self) -> str:
         at = "has made no step" if self.step == NO_STEP else f"is at step {self.step}"
-        return f"rank {self.rank} on {self.host} {at}, silent for {self.seconds:.1f} s"
+        return f"rank {self.rank} on {self.host} {at}, silent for {self.inactive_s:.1f} s"
 
 
 RankProgressList = tuple[RankProgress, ...]
@@ -118,13 +131,13 @@ def reporting_ranks(pulses: Iterable[RankProgress]) -> list[RankProgress]:
     """Without those who leave it to others to tell of steps: who told of none while another told
     of two. Where others told of one, a rank may stand in its first, and they wait for it."""
     all_ = list(pulses)
-    some = any(p.steps > 1 for p in all_)
-    return [p for p in all_ if p.steps or not some]
+    some = any(p.num_steps > 1 for p in all_)
+    return [p for p in all_ if p.num_steps or not some]
 
 
 def slowest_rank(pulses: Iterable[RankProgress]) -> RankProgress | None:
     """The one that is furthest behind; of several, the one that fell silent first."""
-    return min(reporting_ranks(pulses), key=lambda p: (p.step, -p.seconds, p.rank), default=None)
+    return min(reporting_ranks(pulses), key=lambda p: (p.step, -p.inactive_s, p.rank), default=None)
 
 
 def describe_hang(pulses: Iterable[RankProgress], limit: float) -> str:
@@ -176,30 +189,34 @@ class HangDetector:
     limits: HangLimits
     host: str
     ranks: Mapping[int, int]
-    node: int
-    others: int
-    began: float
-    due: float = attrs.field(default=attrs.Factory(lambda self: self.began, takes_self=True))
-    hearing: bool = False
-    found: Inactivity | None = None
-    since: float = 0.0
-    until: float = 0.0
-    pulses: Sequence[RankProgress] = ()
+    node_rank: int
+    num_peers: int
+    started_at: float
+    next_poll_at: float = attrs.field(
+        default=attrs.Factory(lambda self: self.started_at, takes_self=True)
+    )
+    is_subscribed: bool = False
+    suspect: Inactivity | None = None
+    inactive_since: float = 0.0
+    peer_deadline: float = 0.0
+    own_progress: Sequence[RankProgress] = ()
     stacks: Mapping[int, str] | None = None
-    said: Sequence[Sequence[RankProgress]] = ()
+    peer_reports: Sequence[Sequence[RankProgress]] = ()
 
-    def heard(self, posts: Mapping[str, bytes]) -> HangDetector:
+    def on_peer_reports(self, posts: Mapping[str, bytes]) -> HangDetector:
         """This is what the nodes have posted."""
-        said = [decode_progress(data) for rank, data in posts.items() if rank != str(self.node)]
-        return attrs.evolve(self, said=said)
+        said = [
+            decode_progress(data) for rank, data in posts.items() if rank != str(self.node_rank)
+        ]
+        return attrs.evolve(self, peer_reports=said)
 
-    def unseen(self, now: float, beats: Mapping[int, Heartbeat]) -> str:
+    def no_steps_warning(self, now: float, beats: Mapping[int, Heartbeat]) -> str:
         """What to say where no worker has told of a step for half of what its first may take; or
         ''."""
-        seconds = now - self.began
-        if not beats or seconds < self.limits.of(Heartbeat()) * SUSPECT_FRACTION:
+        seconds = now - self.started_at
+        if not beats or seconds < self.limits.timeout_for(Heartbeat()) * SUSPECT_FRACTION:
             return ""
-        if any(beat.steps for beat in beats.values()):
+        if any(beat.num_steps for beat in beats.values()):
             return ""
         return (
             f"no worker of this node has reported a step for {seconds:.0f} s, and hangs are found "
@@ -207,67 +224,77 @@ class HangDetector:
             "elasticlib.context().step(step) after each"
         )
 
-    def dumped(self, now: float, stacks: Mapping[int, str]) -> Transition:
+    def on_stacks(self, now: float, stacks: Mapping[int, str]) -> Transition:
         """The workers have written down where they are.
 
         Only now do the other nodes hear of the hang: a node that heard of it before could stop the
         job while the slowest worker's stacks are being written.
         """
-        watch = attrs.evolve(self, stacks=stacks, until=now + PEER_REPORT_TIMEOUT_S)
-        if not self.others:
+        watch = attrs.evolve(self, stacks=stacks, peer_deadline=now + PEER_REPORT_TIMEOUT_S)
+        if not self.num_peers:
             return watch, ()
-        return watch, (Publish(HANG, str(self.node), encode_progress(self.pulses)),)
+        return watch, (Publish(HANG, str(self.node_rank), encode_progress(self.own_progress)),)
 
-    def look(self, now: float, beats: Mapping[int, Heartbeat]) -> Transition:
+    def poll(self, now: float, beats: Mapping[int, Heartbeat]) -> Transition:
         """Time goes by, and this is what the workers have told by now."""
-        if self.found is not None:
-            return self._judge(self.found, now)
-        if now < self.due:
+        if self.suspect is not None:
+            return self._decide(self.suspect, now)
+        if now < self.next_poll_at:
             return self, ()
-        began, late = self.began, now - self.due
+        began, late = self.started_at, now - self.next_poll_at
         silence = longest_inactivity(now, began, beats, self.limits)
         if silence is not None and late > silence.limit * PAUSE_FRACTION:
             began = now
             silence = longest_inactivity(now, began, beats, self.limits)
-        limit = self.limits.first if silence is None else silence.limit
-        watch = attrs.evolve(self, began=began, due=now + min(1.0, limit / 8))
-        if silence is None or silence.share < SUSPECT_FRACTION:
+        limit = self.limits.first_step_timeout if silence is None else silence.limit
+        watch = attrs.evolve(self, started_at=began, next_poll_at=now + min(1.0, limit / 8))
+        if silence is None or silence.fraction < SUSPECT_FRACTION:
             return watch, ()
-        if silence.share >= 1 or self.said:
-            return watch._find(now, silence, beats)
-        if self.hearing or not self.others:
+        if silence.fraction >= 1 or self.peer_reports:
+            return watch._suspect(now, silence, beats)
+        if self.is_subscribed or not self.num_peers:
             return watch, ()
-        return attrs.evolve(watch, hearing=True), (Subscribe(HANG),)
+        return attrs.evolve(watch, is_subscribed=True), (Subscribe(HANG),)
 
-    def _find(self, now: float, silence: Inactivity, beats: Mapping[int, Heartbeat]) -> Transition:
+    def _suspect(
+        self, now: float, silence: Inactivity, beats: Mapping[int, Heartbeat]
+    ) -> Transition:
         pulses = [
             RankProgress(
                 self.ranks[local],
                 self.host,
                 beat.step,
-                round(now - max(beat.alive, self.began), 3),
-                beat.steps,
+                round(now - max(beat.last_activity_at, self.started_at), 3),
+                beat.num_steps,
             )
             for local, beat in beats.items()
-            if beat.attached
+            if beat.is_attached
         ]
         watch = attrs.evolve(
             self,
-            found=silence,
-            since=now - silence.seconds,
-            pulses=pulses,
+            suspect=silence,
+            inactive_since=now - silence.seconds,
+            own_progress=pulses,
         )
-        return watch, (Subscribe(HANG), DumpStacks()) if self.others else (DumpStacks(),)
+        return watch, (Subscribe(HANG), DumpStacks()) if self.num_peers else (DumpStacks(),)
 
-    def _judge(self, found: Inactivity, now: float) -> Transition:
-        if self.stacks is None or (len(self.said) < self.others and now < self.until):
+    def _decide(self, found: Inactivity, now: float) -> Transition:
+        if self.stacks is None or (
+            len(self.peer_reports) < self.num_peers and now < self.peer_deadline
+        ):
             return self, ()
-        return self, (HangDetected(describe_hang(self._known, found.limit), self.since, self.evidence()),)
+        return self, (
+            HangDetected(
+                describe_hang(self._all_progress, found.limit),
+                self.inactive_since,
+                self.stack_report(),
+            ),
+        )
 
-    def evidence(self) -> str:
+    def stack_report(self) -> str:
         """Where our workers are, of those that are furthest behind; the rarest stacks first, as
         most ranks wait for the one that hangs."""
-        known = reporting_ranks(self._known)
+        known = reporting_ranks(self._all_progress)
         least = min((pulse.step for pulse in known), default=NO_STEP)
         at = "before the first step" if least == NO_STEP else f"at step {least}"
         behind = {pulse.rank for pulse in known if pulse.step == least}
@@ -278,5 +305,5 @@ class HangDetector:
         )
 
     @property
-    def _known(self) -> list[RankProgress]:
-        return [*self.pulses, *(pulse for said in self.said for pulse in said)]
+    def _all_progress(self) -> list[RankProgress]:
+        return [*self.own_progress, *(pulse for said in self.peer_reports for pulse in said)]

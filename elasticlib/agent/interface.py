@@ -34,12 +34,12 @@ class RootCause:
     pid: int
     returncode: int
     signal: str
-    sentence: str
+    summary: str
     message: str = ""
     traceback: str = ""
-    tail: str = ""
-    log: str = ""
-    followed: tuple[int, ...] = ()
+    stderr_tail: str = ""
+    log_dir: str = ""
+    subsequent_ranks: tuple[int, ...] = ()
 
 
 @attrs.frozen
@@ -56,13 +56,13 @@ class RunResult:
 
     state: WorkerState
     reason: str
-    values: dict[int, Any] = attrs.field(factory=dict)
+    return_values: dict[int, Any] = attrs.field(factory=dict)
     failures: dict[int, WorkerExit] = attrs.field(factory=dict)
     generation: int = 0
     restarts: int = 0
     signal: int = 0
-    cause: RootCause | None = None
-    expelled: bool = False
+    root_cause: RootCause | None = None
+    evicted: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -81,28 +81,28 @@ class SnapshotService(abc.ABC):
     `finish`.
     """
 
-    saved: int | None = None
+    saved_step: int | None = None
     """The step that `finish` put where it lasts, or another node did at the same time."""
 
     @abc.abstractmethod
-    def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
+    def on_workers_starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         """The workers of this group are about to start; none of an earlier one is left.
 
         Raises:
             ConfigError: what it was asked to do cannot be done with this rendezvous.
         """
 
-    def rest(self) -> None:  # noqa: B027 - not all have something to do meanwhile
+    def on_workers_stopped(self) -> None:  # noqa: B027 - not all have something to do meanwhile
         """No worker is left, and this node asks for the next generation, or for its first."""
 
     @abc.abstractmethod
-    def finish(self, *, keep: bool, given_up: Callable[[], str] = str) -> str:
+    def close(self, *, flush: bool, cancel_reason: Callable[[], str] = str) -> str:
         """Free everything: the run is over and no worker is left.
 
         Args:
             keep: the job ends before its work is done. What is only in memory is to be written to
                 where it lasts.
-            given_up: returns why the writing must end now, or an empty text. It must be called
+            cancel_reason: returns why the writing must end now, or an empty text. It must be called
                 several times a second, in the thread that called `finish`.
 
         Returns:

@@ -19,7 +19,7 @@ from ..errors import StoreError, StoreRefused, describe
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Listing, Store, Watched
 from ..threads import helper
-from .policy import Subscribe, Publish
+from .policy import Publish, Subscribe
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -34,9 +34,9 @@ class PeerMessages:
     """What all nodes have posted under this name of a board, by their keys; None: the store refused
     what was asked of it, and nothing more is heard under this name."""
 
-    board: str
-    name: str
-    posts: Mapping[str, bytes] | None
+    prefix: str
+    topic: str
+    messages: Mapping[str, bytes] | None
 
 
 @attrs.frozen
@@ -60,7 +60,7 @@ class PeerExchange:
         broke: Callable[[str], None],
         clock: Clock = monotonic,
     ) -> None:
-        self.name = ""
+        self.prefix = ""
         """Of the generation's board; empty where there are no other nodes, or no way to them."""
         self._words: queue.SimpleQueue[RendezvousInfo | Publish | Subscribe | _Changed | None]
         self._words = queue.SimpleQueue()
@@ -78,15 +78,15 @@ class PeerExchange:
         self._retry_at = 0.0
         self._unreached = False
 
-    def open(self, info: RendezvousInfo) -> None:
+    def start_generation(self, info: RendezvousInfo) -> None:
         """From now on speak with the nodes of this generation."""
         shared = info.store is not None and info.world_size > 1
-        self.name = info.board if shared else ""
+        self.prefix = info.board if shared else ""
         self._words.put(info)
 
-    def do(self, word: Publish | Subscribe) -> None:
+    def submit(self, word: Publish | Subscribe) -> None:
         """As the word says, if there are other nodes."""
-        if not self.name:
+        if not self.prefix:
             return
         if self._thread.ident is None:
             self._thread.start()
@@ -124,9 +124,9 @@ class PeerExchange:
         elif isinstance(word, Publish):
             self._posts.append(word)
         elif isinstance(word, Subscribe):
-            if word.name not in self._heard:
-                self._heard.add(word.name)
-                self._stale[word.name] = None
+            if word.topic not in self._heard:
+                self._heard.add(word.topic)
+                self._stale[word.topic] = None
         elif self._info is not None and word.board == self._info.board:
             self._stale[word.name] = word.seen if isinstance(word.seen, Listing) else None
             if not word.seen:
@@ -135,7 +135,7 @@ class PeerExchange:
     def _speak(self, store: Store, board: str) -> None:
         """Write and read what is due, until the store fails to answer."""
         while self._retry_at <= self._clock() and (self._posts or self._stale):
-            name = self._posts[0].name if self._posts else next(iter(self._stale))
+            name = self._posts[0].topic if self._posts else next(iter(self._stale))
             try:
                 if self._posts:
                     self._write(store, board, self._posts[0])
@@ -152,14 +152,14 @@ class PeerExchange:
                     self._retry_at = self._clock() + RETRY_SECONDS
                     return
                 log.info("cannot ask the other nodes: %s", describe(error))
-                self._posts = deque(post for post in self._posts if post.name != name)
+                self._posts = deque(post for post in self._posts if post.topic != name)
                 self._stale.pop(name, None)
                 self._heard.discard(name)
                 self._put(PeerMessages(board, name, None))
 
     def _write(self, store: Store, board: str, post: Publish) -> None:
-        key = f"{board}{post.name}{post.key}"
-        if post.first:
+        key = f"{board}{post.topic}{post.key}"
+        if post.only_if_absent:
             store.compare_set(key, post.value, expected=ABSENT)
         else:
             store.set(key, post.value)

@@ -1,7 +1,7 @@
 """What an agent does about each event in each state. Pure.
 
-`TRANSITIONS` is the whole of it: an event that has no entry for the state is an IllegalTransition. How a
-group of workers is stopped is in `stopping.py`.
+`TRANSITIONS` lists every transition. An event that has no entry for the current state raises
+IllegalTransition. `stop_procedure.py` describes how a group of workers is stopped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RunOutcome:
     state: WorkerState
     reason: str
     signal: int = 0
-    expelled: bool = False
+    evicted: bool = False
 
 
 @attrs.frozen
@@ -59,10 +59,10 @@ class SupervisorState:
     """
 
     state: AgentState = AgentState.JOINING
-    awaited: frozenset[int] = frozenset()
+    running_ranks: frozenset[int] = frozenset()
     outcome: RunOutcome | None = None
-    spare: frozenset[int] = frozenset()
-    ahead: bool = False
+    standby_ranks: frozenset[int] = frozenset()
+    is_prestarting: bool = False
 
 
 class AgentEvent:
@@ -86,7 +86,7 @@ class GenerationFormed(AgentEvent):
     these there are others, which are to be let in once they are ready."""
 
     local_ranks: frozenset[int]
-    newcomers: frozenset[int] = frozenset()
+    standby_ranks: frozenset[int] = frozenset()
 
 
 @attrs.frozen
@@ -109,7 +109,7 @@ class WorkerStartFailed(AgentEvent):
     """The workers could not all be started."""
 
     reason: str
-    keeps: bool = False
+    can_regroup: bool = False
 
 
 @attrs.frozen
@@ -121,9 +121,9 @@ class WorkerExited(AgentEvent):
     """
 
     exit: WorkerExit
-    unsaved: bool = False
-    alone: bool = False
-    keeps: bool = False
+    exited_before_saving: bool = False
+    stop_call_undecided: bool = False
+    can_regroup: bool = False
 
 
 @attrs.frozen
@@ -132,9 +132,9 @@ class HangDetected(AgentEvent, AgentCommand):
     stacks: where the slowest rank stands, if it is one of ours."""
 
     reason: str
-    since: float = 0.0
+    inactive_since: float = 0.0
     stacks: str = ""
-    keeps: bool = False
+    can_regroup: bool = False
 
 
 @attrs.frozen
@@ -142,8 +142,8 @@ class WorkersStopped(AgentEvent, AgentCommand):
     """The stopping ladder has come to its end; `left` names what would not die, and `spare` the
     workers that are in no group any more, but run."""
 
-    left: str = ""
-    spare: frozenset[int] = frozenset()
+    unkillable: str = ""
+    standby_ranks: frozenset[int] = frozenset()
 
 
 @attrs.frozen
@@ -151,7 +151,7 @@ class MembershipChanged(AgentEvent):
     """The generation that this node holds is over, or the job is."""
 
     change: Change
-    keeps: bool = False
+    can_regroup: bool = False
 
 
 @attrs.frozen
@@ -178,7 +178,7 @@ class DrainRequested(AgentEvent):
 
     number: int
     name: str
-    why: str
+    notice_reason: str
 
 
 # Commands.
@@ -265,17 +265,17 @@ class Publish(AgentCommand):
     """Write a value on the generation's board, for the other nodes to find; first: unless something
     stands there already. Of those under one name, each node has a key."""
 
-    name: str
+    topic: str
     key: str
     value: bytes
-    first: bool = False
+    only_if_absent: bool = False
 
 
 @attrs.frozen
 class Subscribe(AgentCommand):
     """Hear what all nodes have posted under this name, now and whenever that changes."""
 
-    name: str
+    topic: str
 
 
 @attrs.frozen
@@ -291,14 +291,16 @@ class StopAtCall(AgentCommand):
 class SignalWorkers(AgentCommand):
     """Ask all workers to stop, or end them by force; `why` is for the log, if that need be told."""
 
-    why: str = ""
+    log_message: str = ""
     force: bool = False
 
 
 Transition = tuple[SupervisorState, tuple[AgentCommand, ...]]
 
 
-def outcome_of(event: RendezvousEnded | MembershipChanged | ComponentFailed | SignalReceived | DrainRequested) -> RunOutcome:
+def outcome_of(
+    event: RendezvousEnded | MembershipChanged | ComponentFailed | SignalReceived | DrainRequested,
+) -> RunOutcome:
     """How this node's run ends, where it ends by this."""
     if isinstance(event, RendezvousEnded):
         return event.outcome
@@ -315,7 +317,7 @@ def end_of_job(change: Change) -> RunOutcome:
     """What the end of a job means for this node's run."""
     if change.kind is ChangeKind.SUCCEEDED:
         return RunOutcome(WorkerState.SUCCEEDED, change.reason)
-    return RunOutcome(WorkerState.FAILED, change.reason, expelled=change.kind.goes_on)
+    return RunOutcome(WorkerState.FAILED, change.reason, evicted=change.kind.goes_on)
 
 
 def _stay(now: SupervisorState, _event: object) -> Transition:
@@ -323,34 +325,41 @@ def _stay(now: SupervisorState, _event: object) -> Transition:
 
 
 def _start(_now: SupervisorState, event: GenerationFormed) -> Transition:
-    now = SupervisorState(AgentState.RUNNING, awaited=event.local_ranks, spare=event.newcomers)
+    now = SupervisorState(
+        AgentState.RUNNING, running_ranks=event.local_ranks, standby_ranks=event.standby_ranks
+    )
     return now, (StartWorkers(),)
 
 
 def _start_ahead(now: SupervisorState, event: PeersStillTraining) -> Transition:
-    return attrs.evolve(now, spare=event.local_ranks, ahead=True), (PrestartWorkers(),)
+    return attrs.evolve(now, standby_ranks=event.local_ranks, is_prestarting=True), (
+        PrestartWorkers(),
+    )
 
 
 def _start_ahead_failed(now: SupervisorState, _event: WorkerStartFailed) -> Transition:
     # Once this node is let in they are started again, and a failure is charged then.
-    return attrs.evolve(now, ahead=False), (ReportSlots(),)
+    return attrs.evolve(now, is_prestarting=False), (ReportSlots(),)
 
 
-def _finish(now: SupervisorState, event: RendezvousEnded | ComponentFailed | SignalReceived | DrainRequested) -> Transition:
-    if now.spare:
+def _finish(
+    now: SupervisorState, event: RendezvousEnded | ComponentFailed | SignalReceived | DrainRequested
+) -> Transition:
+    if now.standby_ranks:
         return _end(now, event), (StopWorkers(),)
     return SupervisorState(AgentState.ENDED, outcome=outcome_of(event)), ()
 
 
 def _spare_ended(now: SupervisorState, event: WorkerExited) -> Transition:
-    spare = now.spare - {event.exit.local_rank}
+    spare = now.standby_ranks - {event.exit.local_rank}
     # Where none is left they are started once this node is let in.
-    now = attrs.evolve(now, spare=spare, ahead=now.ahead and bool(spare))
+    now = attrs.evolve(now, standby_ranks=spare, is_prestarting=now.is_prestarting and bool(spare))
     return now, (ReportSlots(),) if now.state is AgentState.JOINING else ()
 
 
 def _end(
-    now: SupervisorState, event: RendezvousEnded | MembershipChanged | ComponentFailed | SignalReceived | DrainRequested
+    now: SupervisorState,
+    event: RendezvousEnded | MembershipChanged | ComponentFailed | SignalReceived | DrainRequested,
 ) -> SupervisorState:
     return attrs.evolve(now, state=AgentState.ENDING, outcome=outcome_of(event))
 
@@ -360,17 +369,19 @@ def _end(
 
 def _worker_ended(now: SupervisorState, event: WorkerExited) -> Transition:
     gone = {event.exit.local_rank}
-    now = attrs.evolve(now, awaited=now.awaited - gone, spare=now.spare - gone)
-    if not event.exit.ok:
+    now = attrs.evolve(
+        now, running_ranks=now.running_ranks - gone, standby_ranks=now.standby_ranks - gone
+    )
+    if not event.exit.succeeded:
         failure = ReportFailure(event.exit.describe(), event.exit.was_killed)
-        return _fail(now, failure, keeps=event.keeps)
-    if now.awaited:
+        return _fail(now, failure, keeps=event.can_regroup)
+    if now.running_ranks:
         return now, ()
-    return SupervisorState(AgentState.FINISHED, spare=now.spare), (ReportSuccess(),)
+    return SupervisorState(AgentState.FINISHED, standby_ranks=now.standby_ranks), (ReportSuccess(),)
 
 
 def _failed(now: SupervisorState, event: WorkerStartFailed | HangDetected) -> Transition:
-    return _fail(now, ReportFailure(event.reason), keeps=event.keeps)
+    return _fail(now, ReportFailure(event.reason), keeps=event.can_regroup)
 
 
 def _fail(now: SupervisorState, failure: ReportFailure, *, keeps: bool) -> Transition:
@@ -384,19 +395,23 @@ def _running_changed(now: SupervisorState, event: MembershipChanged) -> Transiti
         return _end(now, event), (StopWorkers(),)
     # Only a change that nobody was lost or failed for leaves all ranks able to agree.
     resizes = event.change.kind is ChangeKind.RESIZE
-    stop = Regroup() if event.keeps and not resizes else StopWorkers(RESIZE if resizes else "")
+    stop = (
+        Regroup() if event.can_regroup and not resizes else StopWorkers(RESIZE if resizes else "")
+    )
     return attrs.evolve(now, state=AgentState.STOPPING), (stop,)
 
 
 def _ends(stop: type[StopWorkers | ShortenNotice]) -> Callable[..., Transition]:
     """This node's run ends, once its workers have been stopped like this."""
 
-    def ends(now: SupervisorState, event: SignalReceived | ComponentFailed | DrainRequested) -> Transition:
+    def ends(
+        now: SupervisorState, event: SignalReceived | ComponentFailed | DrainRequested
+    ) -> Transition:
         kept = () if stop is StopWorkers else (CancelRegroup(),)
         if not isinstance(event, DrainRequested):
             return _end(now, event), (*kept, stop())
         # The others hear of it before our workers stop, so that all stop at one step.
-        return _end(now, event), (ReportDrain(event.name), *kept, stop(event.why))
+        return _end(now, event), (ReportDrain(event.name), *kept, stop(event.notice_reason))
 
     return ends
 
@@ -406,11 +421,11 @@ def _ends(stop: type[StopWorkers | ShortenNotice]) -> Callable[..., Transition]:
 
 def _stopping_ended(now: SupervisorState, event: WorkerExited) -> Transition:
     outcome = now.outcome
-    if event.unsaved and outcome is not None and outcome.state is WorkerState.DRAINED:
+    if event.exited_before_saving and outcome is not None and outcome.state is WorkerState.DRAINED:
         # It is a drain all the same, but not one that saved everything.
         reason = f"{outcome.reason}, but {event.exit.describe()} while it was to save"
         now = attrs.evolve(now, outcome=attrs.evolve(outcome, reason=reason))
-    return now, (ShortenNotice(),) if event.alone else ()
+    return now, (ShortenNotice(),) if event.stop_call_undecided else ()
 
 
 def _stopping_changed(now: SupervisorState, event: MembershipChanged) -> Transition:
@@ -422,22 +437,32 @@ def _hurry(now: SupervisorState, _event: SignalReceived) -> Transition:
 
 
 def _stopped(now: SupervisorState, event: WorkersStopped) -> Transition:
-    if event.left:
+    if event.unkillable:
         # What would not die is the worse news, and nobody else tells it.
-        undying = f"these survived SIGKILL: {event.left}"
-        return SupervisorState(AgentState.ENDED, outcome=RunOutcome(WorkerState.FAILED, undying)), ()
+        undying = f"these survived SIGKILL: {event.unkillable}"
+        return SupervisorState(
+            AgentState.ENDED, outcome=RunOutcome(WorkerState.FAILED, undying)
+        ), ()
     if now.state is AgentState.STOPPING:
-        return SupervisorState(AgentState.JOINING, spare=event.spare), (StartRendezvous(),)
+        return SupervisorState(AgentState.JOINING, standby_ranks=event.standby_ranks), (
+            StartRendezvous(),
+        )
     return SupervisorState(AgentState.ENDED, outcome=now.outcome), ()
 
 
 # When all of ours have succeeded.
 
 
-def _finished_changed(now: SupervisorState, event: MembershipChanged | ComponentFailed) -> Transition:
-    change = event.change if isinstance(event, MembershipChanged) else Change(ChangeKind.LOST, event.reason)
+def _finished_changed(
+    now: SupervisorState, event: MembershipChanged | ComponentFailed
+) -> Transition:
+    change = (
+        event.change
+        if isinstance(event, MembershipChanged)
+        else Change(ChangeKind.LOST, event.reason)
+    )
     if not change.kind.final:
-        if now.spare:
+        if now.standby_ranks:
             return attrs.evolve(now, state=AgentState.STOPPING), (Regroup(),)
         return SupervisorState(AgentState.JOINING), (StartRendezvous(),)
     outcome = end_of_job(change)

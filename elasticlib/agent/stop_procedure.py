@@ -15,16 +15,16 @@ from collections.abc import Collection, Mapping
 
 import attrs
 
-from ..workers.interface import DRAIN, PREEMPTED, STOP_REASONS, RESIZE, StopNotice
-from ..workers.spec import StopTimeouts, StopStage
+from ..workers.interface import DRAIN, PREEMPTED, RESIZE, STOP_REASONS, StopNotice
+from ..workers.spec import StopStage, StopTimeouts
 from .policy import (
     AgentCommand,
-    SignalWorkers,
-    Subscribe,
-    WorkersStopped,
     LeaveGroup,
     Publish,
+    SignalWorkers,
     StopAtCall,
+    Subscribe,
+    WorkersStopped,
     decode,
     encode,
 )
@@ -44,7 +44,7 @@ class StopProposal:
 
     call: int | None
     reason: str = RESIZE
-    seconds: float = 0.0
+    grace_s: float = 0.0
 
 
 NO_COMMON_CALL = StopProposal(None)
@@ -67,7 +67,7 @@ def agree_on_stop(needs: Mapping[int, StopProposal], nodes: int) -> StopProposal
     return StopProposal(
         max(calls),
         most_urgent(*(need.reason for need in needs.values())),
-        min(need.seconds for need in needs.values()),
+        min(need.grace_s for need in needs.values()),
     )
 
 
@@ -81,12 +81,12 @@ def decode_proposal(data: bytes) -> StopProposal:
     need = decode(StopProposal, data)
     if need is None or need.reason not in STOP_REASONS:
         return NO_COMMON_CALL
-    return attrs.evolve(need, seconds=max(0.0, need.seconds))
+    return attrs.evolve(need, grace_s=max(0.0, need.grace_s))
 
 
 def propose_stop(node: int, need: StopProposal) -> Publish:
     """Tell the other nodes, unless this one has said something before."""
-    return Publish(STOP, str(node), encode(need), first=True)
+    return Publish(STOP, str(node), encode(need), only_if_absent=True)
 
 
 StopTransition = tuple["StopProcedure", tuple[AgentCommand, ...]]
@@ -105,160 +105,170 @@ class StopProcedure:
     until then.
     """
 
-    ladder: StopTimeouts
-    node: int = 0
-    nodes: int = 1
-    reachable: bool = False
-    agrees: bool = False
-    keep: float = 0.0
-    leaving: bool = False
-    since: float = 0.0
-    rung: StopStage = StopStage.NOTICE
-    hurried: bool = False
+    timeouts: StopTimeouts
+    node_rank: int = 0
+    num_nodes: int = 1
+    is_peer_reachable: bool = False
+    is_coordinated: bool = False
+    regroup_grace_s: float = 0.0
+    is_leaving: bool = False
+    started_at: float = 0.0
+    stage: StopStage = StopStage.NOTICE
+    was_escalated: bool = False
     notice: StopNotice | None = None
     deadline: float = 0.0
-    said: StopProposal | None = None
-    outcome: StopProposal | None = None
-    needs: Mapping[int, StopProposal] = attrs.field(factory=dict)
+    own_proposal: StopProposal | None = None
+    agreement: StopProposal | None = None
+    proposals: Mapping[int, StopProposal] = attrs.field(factory=dict)
 
     @property
-    def noticing(self) -> bool:
+    def is_in_notice(self) -> bool:
         """Whether the workers have a notice, and may save and end by themselves."""
-        return self.notice is not None and self.rung is StopStage.NOTICE
+        return self.notice is not None and self.stage is StopStage.NOTICE
 
     @property
-    def agreeing(self) -> bool:
+    def is_negotiating(self) -> bool:
         """Whether they have a notice and are to agree at which call to stop, and have not yet."""
-        return self.agrees and self.notice is not None and self.outcome is None
+        return self.is_coordinated and self.notice is not None and self.agreement is None
 
     @property
-    def asking(self) -> bool:
+    def needs_proposal(self) -> bool:
         """Whether it is still to be found out at which call the workers here can stop."""
-        return self.agreeing and self.said is None
+        return self.is_negotiating and self.own_proposal is None
 
-    def left(self, now: float) -> float:
+    def time_to_next_stage(self, now: float) -> float:
         """Seconds until the next rung."""
-        return self.ladder.left(now - self.since)
+        return self.timeouts.time_to_next_stage(now - self.started_at)
 
-    def begin(self, now: float, notice: StopNotice | None) -> StopTransition:
+    def start(self, now: float, notice: StopNotice | None) -> StopTransition:
         """Start to climb; the workers have just heard the notice, or are stopped without."""
-        if notice is None and self.keep:
-            return self._leave(now), (LeaveGroup(), *self._tell(NO_COMMON_CALL))
+        if notice is None and self.regroup_grace_s:
+            return self._start_leaving(now), (LeaveGroup(), *self._propose(NO_COMMON_CALL))
         if notice is None:
-            plain = self.ladder.noticed(0.0)
-            stopping = attrs.evolve(self, ladder=plain, since=now, rung=StopStage.TERM)
-            return stopping, (SignalWorkers(), *self._tell(NO_COMMON_CALL))
+            plain = self.timeouts.with_notice(0.0)
+            stopping = attrs.evolve(self, timeouts=plain, started_at=now, stage=StopStage.TERM)
+            return stopping, (SignalWorkers(), *self._propose(NO_COMMON_CALL))
         stopping = attrs.evolve(
             self,
-            ladder=self.ladder.noticed(notice.seconds),
-            since=now,
+            timeouts=self.timeouts.with_notice(notice.grace_s),
+            started_at=now,
             notice=notice,
-            deadline=now + notice.seconds,
+            deadline=now + notice.grace_s,
         )
-        return stopping, (Subscribe(OVER),) if self.keep and self._with_others else ()
+        return stopping, (Subscribe(OVER),) if self.regroup_grace_s and self._has_peers else ()
 
-    def sooner(self, now: float, notice: StopNotice | None) -> StopTransition:
+    def shorten_notice(self, now: float, notice: StopNotice | None) -> StopTransition:
         """Those with a notice get this one, if it leaves them less time; None: they get no more.
 
         The more urgent reason and the shorter time hold, unless the other nodes have been told
         already, who would go by another answer.
         """
-        if self.notice is None or self.rung is not StopStage.NOTICE:
+        if self.notice is None or self.stage is not StopStage.NOTICE:
             return self, ()
         if notice is None:
-            post = (Publish(OVER, str(self.node), b""),) if self._with_others else ()
-            return (self._leave(now), (LeaveGroup(), *post)) if self.keep else (self.hurry(now), ())
-        left, reason = self.left(now), most_urgent(self.notice.reason, notice.reason)
-        notice = attrs.evolve(notice, seconds=min(left, notice.seconds), reason=reason)
+            post = (Publish(OVER, str(self.node_rank), b""),) if self._has_peers else ()
+            return (
+                (self._start_leaving(now), (LeaveGroup(), *post))
+                if self.regroup_grace_s
+                else (self.escalate(now), ())
+            )
+        left, reason = self.time_to_next_stage(now), most_urgent(self.notice.reason, notice.reason)
+        notice = attrs.evolve(notice, grace_s=min(left, notice.grace_s), reason=reason)
         stopping = attrs.evolve(
             self,
-            since=self.since - (left - notice.seconds),
+            started_at=self.started_at - (left - notice.grace_s),
             notice=notice,
-            deadline=min(self.deadline, now + notice.seconds),
+            deadline=min(self.deadline, now + notice.grace_s),
         )
         return stopping, (StopAtCall(None, notice),)
 
-    def over(self, now: float, nodes: Collection[str]) -> StopTransition:
+    def on_group_broken(self, now: float, nodes: Collection[str]) -> StopTransition:
         """These have said that the group has broken."""
-        breaks = nodes and self.keep and self.noticing
-        return (self._leave(now), (LeaveGroup(),)) if breaks else (self, ())
+        breaks = nodes and self.regroup_grace_s and self.is_in_notice
+        return (self._start_leaving(now), (LeaveGroup(),)) if breaks else (self, ())
 
-    def _leave(self, now: float) -> StopProcedure:
+    def _start_leaving(self, now: float) -> StopProcedure:
         """The workers are told that their group is over."""
-        ladder = self.ladder.noticed(self.keep)
-        return attrs.evolve(self, ladder=ladder, since=now, notice=None, leaving=True)
+        ladder = self.timeouts.with_notice(self.regroup_grace_s)
+        return attrs.evolve(self, timeouts=ladder, started_at=now, notice=None, is_leaving=True)
 
-    def keep_none(self, now: float) -> StopProcedure:
+    def cancel_regroup(self, now: float) -> StopProcedure:
         """Nobody goes on in another group."""
-        stopping = self.hurry(now) if self.leaving and self.rung is StopStage.NOTICE else self
-        return attrs.evolve(stopping, keep=0.0)
+        stopping = (
+            self.escalate(now) if self.is_leaving and self.stage is StopStage.NOTICE else self
+        )
+        return attrs.evolve(stopping, regroup_grace_s=0.0)
 
-    def hurry(self, now: float) -> StopProcedure:
+    def escalate(self, now: float) -> StopProcedure:
         """Do without what is left of this rung: a notice becomes SIGTERM, that SIGKILL. Where the
         rung's time is up already, the next one has all of its own."""
-        if self.rung >= StopStage.KILL or self.rung < self.ladder.rung(now - self.since):
+        if self.stage >= StopStage.KILL or self.stage < self.timeouts.stage_at(
+            now - self.started_at
+        ):
             return self
-        return attrs.evolve(self, hurried=True, since=self.since - self.left(now))
+        return attrs.evolve(
+            self, was_escalated=True, started_at=self.started_at - self.time_to_next_stage(now)
+        )
 
-    def heard(self, posts: Mapping[str, bytes] | None) -> StopProcedure:
+    def on_proposals(self, posts: Mapping[str, bytes] | None) -> StopProcedure:
         """This is what the nodes have posted; None: they cannot be asked."""
         if posts is None:
-            return attrs.evolve(self, reachable=False)
+            return attrs.evolve(self, is_peer_reachable=False)
         needs = {int(rank): decode_proposal(value) for rank, value in posts.items()}
-        return attrs.evolve(self, needs=needs)
+        return attrs.evolve(self, proposals=needs)
 
-    def look(self, now: float, running: Collection[str], call: int | None) -> StopTransition:
+    def poll(self, now: float, running: Collection[str], call: int | None) -> StopTransition:
         """Time goes by; `running` names the workers, who can stop at `call`, if it is known."""
-        stopping, agreeing = self._agree(now, call)
-        stopping, climbing = stopping._climb(now, ", ".join(running))
+        stopping, agreeing = self._negotiate(now, call)
+        stopping, climbing = stopping._advance_stage(now, ", ".join(running))
         return stopping, (*agreeing, *climbing)
 
-    def _agree(self, now: float, call: int | None) -> StopTransition:
-        if self.notice is None or not self.agreeing:
+    def _negotiate(self, now: float, call: int | None) -> StopTransition:
+        if self.notice is None or not self.is_negotiating:
             return self, ()
-        lost = now >= self.deadline or (self.nodes > 1 and not self.reachable)
-        said = self.said
+        lost = now >= self.deadline or (self.num_nodes > 1 and not self.is_peer_reachable)
+        said = self.own_proposal
         telling: tuple[AgentCommand, ...] = ()
         if said is None and call is not None and not lost:
             said = StopProposal(call, self.notice.reason, self.deadline - now)
-            telling = self._tell(said)
-        found = said if self.nodes == 1 else agree_on_stop(self.needs, self.nodes)
+            telling = self._propose(said)
+        found = said if self.num_nodes == 1 else agree_on_stop(self.proposals, self.num_nodes)
         if said is None or found is None:
             found = NO_COMMON_CALL if lost else None
-        stopping = attrs.evolve(self, said=said, outcome=found)
+        stopping = attrs.evolve(self, own_proposal=said, agreement=found)
         if found is None:
             return stopping, telling
         if found.call is not None:
             # Those of a node that leaves save and end; ours go on, whatever others stop for.
-            reason = self.notice.reason if self.keep else found.reason
-            return stopping, (*telling, StopAtCall(found.call, StopNotice(reason, found.seconds)))
-        if self.noticing and self.keep:
-            return stopping._leave(now), (*telling, LeaveGroup())
-        return (stopping.hurry(now) if self.noticing else stopping), telling
+            reason = self.notice.reason if self.regroup_grace_s else found.reason
+            return stopping, (*telling, StopAtCall(found.call, StopNotice(reason, found.grace_s)))
+        if self.is_in_notice and self.regroup_grace_s:
+            return stopping._start_leaving(now), (*telling, LeaveGroup())
+        return (stopping.escalate(now) if self.is_in_notice else stopping), telling
 
-    def _climb(self, now: float, running: str) -> StopTransition:
+    def _advance_stage(self, now: float, running: str) -> StopTransition:
         if not running:
             return self, (WorkersStopped(),)
-        rung = self.ladder.rung(now - self.since)
+        rung = self.timeouts.stage_at(now - self.started_at)
         commands: list[AgentCommand] = []
-        if self.rung < StopStage.TERM <= rung:
+        if self.stage < StopStage.TERM <= rung:
             why = "still there after they were asked to save"
-            if self.leaving:
-                why = f"still in their group {self.keep:g} s after it was over"
-            elif self.outcome == NO_COMMON_CALL:
+            if self.is_leaving:
+                why = f"still in their group {self.regroup_grace_s:g} s after it was over"
+            elif self.agreement == NO_COMMON_CALL:
                 why = "the workers cannot all stop at one step to save"
             commands.append(SignalWorkers(f"{why}, sending SIGTERM: {running}"))
-        if self.rung < StopStage.KILL <= rung:
-            late = f"still there after {self.ladder.grace:g} s"
-            said = "did not end in time" if self.hurried else late
+        if self.stage < StopStage.KILL <= rung:
+            late = f"still there after {self.timeouts.shutdown_timeout:g} s"
+            said = "did not end in time" if self.was_escalated else late
             commands.append(SignalWorkers(f"{said}, killing: {running}", force=True))
         if rung is StopStage.GIVE_UP:
-            commands.append(WorkersStopped(left=running))
-        return attrs.evolve(self, rung=rung), tuple(commands)
+            commands.append(WorkersStopped(unkillable=running))
+        return attrs.evolve(self, stage=rung), tuple(commands)
 
     @property
-    def _with_others(self) -> bool:
-        return self.nodes > 1 and self.reachable
+    def _has_peers(self) -> bool:
+        return self.num_nodes > 1 and self.is_peer_reachable
 
-    def _tell(self, need: StopProposal) -> tuple[AgentCommand, ...]:
-        return (propose_stop(self.node, need), Subscribe(STOP)) if self._with_others else ()
+    def _propose(self, need: StopProposal) -> tuple[AgentCommand, ...]:
+        return (propose_stop(self.node_rank, need), Subscribe(STOP)) if self._has_peers else ()

@@ -765,12 +765,12 @@ class FinalSave:
         self._unfinished: list[SnapshotSet] = []
         self._problems: list[str] = []
 
-    def run(self, given_up: Callable[[], str] = str) -> str:
+    def run(self, cancel_reason: Callable[[], str] = str) -> str:
         """Write the snapshots. Block until they are written, or the time limit has passed.
 
         Args:
-            given_up: returns why the writing must end now, or an empty text. It is called several
-                times a second, by the calling thread.
+            cancel_reason: returns why the writing must end now, or an empty text. The caller calls
+                it several times per second.
 
         Returns:
             An error message about what was not written, or an empty string if nothing is lost.
@@ -778,7 +778,7 @@ class FinalSave:
         # Nothing can interrupt a thread that writes to a disk that hangs.
         thread = helper(self._save_all, "agent-final-save")
         thread.start()
-        reason = self._wait(thread, given_up)
+        reason = self._wait(thread, cancel_reason)
         if self._stop.is_set():
             return ""
         late = [snapshots.describe_failure(reason) for snapshots in tuple(self._unfinished)]
@@ -789,14 +789,14 @@ class FinalSave:
         """Start nothing more and report nothing. Thread-safe."""
         self._stop.set()
 
-    def _wait(self, thread: threading.Thread, given_up: Callable[[], str]) -> str:
+    def _wait(self, thread: threading.Thread, cancel_reason: Callable[[], str]) -> str:
         """Return why the wait ended before the thread did, or an empty text."""
         total_s, started_at, is_announced = self._limits.total_s, monotonic(), False
         while thread.is_alive() and not self._stop.is_set():
             waited_s = monotonic() - started_at
             if waited_s >= total_s:
                 return f"it was not written within {total_s:g} s"
-            if reason := given_up():
+            if reason := cancel_reason():
                 return reason
             if self._is_leaving and not is_announced and waited_s >= self._limits.announce_s:
                 is_announced = True

@@ -106,8 +106,8 @@ class ProcessFailure:
 def failure_of(exit_: WorkerExit) -> ProcessFailure:
     """The end of a worker of this node in torch's shape."""
     data = dict(exit_.error_data) or dict(NO_RECORD)
-    why = find_error_line(exit_.tail, exit_.returncode)
-    how = f"{exit_.how}: {why}" if why else exit_.how
+    why = find_error_line(exit_.stderr_tail, exit_.returncode)
+    how = f"{exit_.exit_description}: {why}" if why else exit_.exit_description
     return ProcessFailure(
         exit_.local_rank,
         exit_.pid,
@@ -115,15 +115,15 @@ def failure_of(exit_: WorkerExit) -> ProcessFailure:
         exit_.error_file or NOT_AVAILABLE,
         error_file_data=data,
         message=data["message"] if exit_.error_data else how,
-        timestamp=int(exit_.at),
-        tail=exit_.tail,
+        timestamp=int(exit_.failed_at),
+        tail=exit_.stderr_tail,
     )
 
 
 def failures_of(exits: Mapping[int, WorkerExit]) -> dict[int, ProcessFailure]:
     """By global rank, the first one first; exits: those that failed, in the order of their ends."""
     found = dict(exits)
-    root = next(iter(exits.values())).root if exits else None
+    root = next(iter(exits.values())).root_failure if exits else None
     if root is not None:
         # It had failed before, and ended later, if it has.
         found = {root.rank: found.get(root.rank, root), **found}
@@ -142,9 +142,9 @@ def failure_elsewhere(cause: RootCause) -> ProcessFailure:
         cause.returncode,
         NOT_AVAILABLE,
         error_file_data=data,
-        message=cause.sentence if data == NO_RECORD else data["message"],
+        message=cause.summary if data == NO_RECORD else data["message"],
         timestamp=0,
-        tail=cause.tail,
+        tail=cause.stderr_tail,
         host=cause.host,
     )
 
@@ -166,7 +166,7 @@ class ChildFailedError(ElasticError):
         self.name = name
         self.failures = dict(failures)
         self.result = result
-        self.cause = None if result is None else result.cause
+        self.cause = None if result is None else result.root_cause
         super().__init__(self.format_msg())
 
     def __reduce__(self) -> tuple[Any, ...]:

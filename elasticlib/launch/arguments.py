@@ -173,7 +173,7 @@ def _supervision(settings: Settings) -> SupervisionOptions:
     agent = attrs.evolve(
         _heeded(settings),
         checkpoint_grace=settings["checkpoint_grace"],
-        hang=_hang_limits(settings["hang_timeout"]),
+        hang_limits=_hang_limits(settings["hang_timeout"]),
         snapshot_replicas=replicas,
     )
     names = set(attrs.fields_dict(SupervisionOptions)) & set(FLAGS)
@@ -193,7 +193,7 @@ def _hang_limits(text: str | None) -> HangLimits | None:
         raise ConfigError(
             f"--hang-timeout is auto or seconds above 0 and up to {LONGEST:g}, got {text!r}"
         )
-    return HangLimits(seconds=seconds)
+    return HangLimits(timeout=seconds)
 
 
 def _heeded(settings: Settings) -> AgentOptions:
@@ -213,9 +213,11 @@ def _heeded(settings: Settings) -> AgentOptions:
     # torchrun's jobs name SIGUSR2 among those that end the run.
     assumed = tuple(n for n in usual if n not in (ends or ()))
     return AgentOptions(
-        signals=tuple(n for n in STOP_SIGNALS if n not in (drains or ())) if ends is None else ends,
+        stop_signals=tuple(n for n in STOP_SIGNALS if n not in (drains or ()))
+        if ends is None
+        else ends,
         drain_signals=assumed if drains is None else drains,
-        save_signals=NOTICE_SIGNALS if drains is None else (),
+        notice_signals=NOTICE_SIGNALS if drains is None else (),
     )
 
 

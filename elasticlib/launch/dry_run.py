@@ -97,7 +97,7 @@ def _meant(launch: Launch, name: str) -> object:
     return None
 
 
-_SIGNALS = {"signals_to_handle": "signals", "drain_signals": "drain_signals"}
+_SIGNALS = {"signals_to_handle": "stop_signals", "drain_signals": "drain_signals"}
 
 
 def _variables(launch: Launch, inherited: Mapping[str, str]) -> Iterator[tuple[str, ...]]:

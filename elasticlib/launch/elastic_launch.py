@@ -15,8 +15,8 @@ from typing import Any
 
 import attrs
 
-from ..agent.interface import SnapshotService, RunResult
 from ..agent.elastic_agent import ElasticAgent
+from ..agent.interface import RunResult, SnapshotService
 from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.snapshot_service import NodeSnapshotService
 from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables
@@ -137,14 +137,14 @@ def run_node(
             meeting.handler,
             runners,
             max_restarts=config.max_restarts,
-            ladder=StopTimeouts(grace=shutdown_seconds(config)),
-            interval=config.monitor_interval,
+            stop_timeouts=StopTimeouts(shutdown_timeout=shutdown_seconds(config)),
+            monitor_interval=config.monitor_interval,
             options=options,
-            memory=memory,
+            snapshot_service=memory,
             journal=journal,
         )
         observed.begin(agent, journal)
-        held.give(agent.heed)
+        held.give(agent.handle_signal)
         began(agent)
         stack.enter_context(answering(meeting, journal, agent))
         result = agent.run()
@@ -181,12 +181,12 @@ def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfi
 def _depart(meeting: Meeting, config: LaunchConfig, result: RunResult) -> None:
     """Stay for as long as the others need this node, or the store that it serves."""
     options = config.supervision.agent
-    ladder = StopTimeouts(grace=shutdown_seconds(config))
+    ladder = StopTimeouts(shutdown_timeout=shutdown_seconds(config))
     with _signals(options) as stopped:
         if result.state in (WorkerState.DRAINED, WorkerState.STOPPED):
             # Of several places the others find the next, however few they are.
             needed = 1 if len(config.endpoints) > 1 else config.min_nodes
-            stopping = options.checkpoint_grace + ladder.grace + ladder.reap
+            stopping = options.checkpoint_grace + ladder.shutdown_timeout + ladder.kill_timeout
             meeting.hand_over(stopped, config.timing, needed=needed, stopping=stopping)
         else:
             meeting.serve_others(stopped)
@@ -246,5 +246,5 @@ def shutdown_seconds(config: LaunchConfig) -> float:
 def _signals(options: AgentOptions) -> Iterator[Callable[[], bool]]:
     """Whether a signal has asked us to end since."""
     heard: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with SignalObserver(options.signals, heard.put):
+    with SignalObserver(options.stop_signals, heard.put):
         yield lambda: not heard.empty()

@@ -14,8 +14,8 @@ from typing import Any
 
 import attrs
 
-from ..agent.interface import RunResult
 from ..agent.elastic_agent import ElasticAgent
+from ..agent.interface import RunResult
 from ..agent.options import AgentOptions
 from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.handler import DynamicRendezvousHandler
@@ -148,8 +148,10 @@ class Job:
             open_bootstrap=Listener,
         )
         entrypoint = self.stage.entrypoint(scene) if isinstance(scene, Scene) else scene
-        ladder = StopTimeouts(self._patience / 2 if grace is None else grace, reap=self._patience / 2)
-        settings = {"ladder": ladder, "options": options or AgentOptions()}
+        ladder = StopTimeouts(
+            self._patience / 2 if grace is None else grace, kill_timeout=self._patience / 2
+        )
+        settings = {"stop_timeouts": ladder, "options": options or AgentOptions()}
         request = AgentRequest(WorkerSpec(entrypoint, WORKERS), handler, settings)
         self.nodes.append(AgentNode(self._make(request), handler, self._patience))
         return self.nodes[-1]

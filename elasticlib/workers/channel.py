@@ -17,15 +17,15 @@ from collections.abc import Mapping
 from ..clock import monotonic
 from ..errors import ConfigError
 from .interface import (
-    NO_STEP,
     LOSS_POINT,
     MAX_LOSS_POINTS,
-    STOP_REASONS,
+    NO_STEP,
     RESTORE_SOURCES,
+    STOP_REASONS,
     Heartbeat,
     LossHistory,
-    StopNotice,
     RestoreReport,
+    StopNotice,
     is_sampled,
     num_sampled_before,
 )
@@ -228,8 +228,8 @@ class Channel:
     def tell_restored(self, state: RestoreReport) -> None:
         words, seconds = self._words, self._seconds
         words[_RESTORED_STEP], words[_SOURCE] = state.step, RESTORE_SOURCES.index(state.source)
-        seconds[_RESTORE_BEGAN], seconds[_RESTORE_ENDED] = state.began, state.ended
-        seconds[_ALIVE_AT] = state.ended
+        seconds[_RESTORE_BEGAN], seconds[_RESTORE_ENDED] = state.started_at, state.finished_at
+        seconds[_ALIVE_AT] = state.finished_at
         words[_RESTORES] += 1
 
     def tell_dumps(self, pid: int, file: int) -> None:
@@ -358,7 +358,9 @@ class Channel:
         words, seconds = self._words, self._seconds
         if self._is_elsewhere:
             alive, dumps = seconds[_ALIVE_AT], bool(words[_DUMPS])
-            return Heartbeat(alive=alive, dumps=dumps, attached=bool(words[_OWNER]))
+            return Heartbeat(
+                last_activity_at=alive, can_dump_stacks=dumps, is_attached=bool(words[_OWNER])
+            )
         steps = words[_STEPS]
         known = (
             range(_DURATIONS, _DURATIONS + RECENT)
@@ -367,23 +369,23 @@ class Channel:
         )
         return Heartbeat(
             step=words[_STEP],
-            steps=steps,
-            at=seconds[_STEPPED_AT],
-            alive=seconds[_ALIVE_AT],
-            durations=tuple(seconds[slot] for slot in known),
-            saved=words[_SAVED],
-            saves=words[_SAVES],
-            dumps=bool(words[_DUMPS]),
-            attached=bool(words[_OWNER]),
+            num_steps=steps,
+            last_step_at=seconds[_STEPPED_AT],
+            last_activity_at=seconds[_ALIVE_AT],
+            step_durations=tuple(seconds[slot] for slot in known),
+            last_saved_step=words[_SAVED],
+            num_saves=words[_SAVES],
+            can_dump_stacks=bool(words[_DUMPS]),
+            is_attached=bool(words[_OWNER]),
             first_step=words[_FIRST_STEP] if seconds[_FIRST_AT] else NO_STEP,
             first_at=seconds[_FIRST_AT],
-            restored=self._restored(),
-            restores=words[_RESTORES],
-            snapshot=words[_SNAPSHOT] if words[_SNAPSHOTS] else NO_STEP,
-            snapshots=words[_SNAPSHOTS],
+            last_restore=self._restored(),
+            num_restores=words[_RESTORES],
+            last_snapshot_step=words[_SNAPSHOT] if words[_SNAPSHOTS] else NO_STEP,
+            num_snapshots=words[_SNAPSHOTS],
             loss=seconds[_LOSS] if words[_LOSSES] else None,
-            losses=self._losses(),
-            samples=seconds[_SAMPLES],
+            loss_history=self._losses(),
+            num_samples=seconds[_SAMPLES],
         )
 
     def _losses(self) -> LossHistory | None:
@@ -403,8 +405,8 @@ class Channel:
         return RestoreReport(
             step=words[_RESTORED_STEP],
             source=RESTORE_SOURCES[source],
-            began=seconds[_RESTORE_BEGAN],
-            ended=seconds[_RESTORE_ENDED],
+            started_at=seconds[_RESTORE_BEGAN],
+            finished_at=seconds[_RESTORE_ENDED],
         )
 
 
@@ -501,7 +503,7 @@ class Channels:
             now, channels = monotonic(), self._members()
             if not self._listened and not any(c.listens or c.listens_soon(now) for c in channels):
                 return False
-            self._deadline = now + notice.seconds
+            self._deadline = now + notice.grace_s
             for channel in channels:
                 channel.ask(STOP_REASONS.index(notice.reason), self._deadline)
             return True
@@ -516,7 +518,7 @@ class Channels:
     def stop_at(self, call: int, notice: StopNotice) -> None:
         """All ranks stop at this call, for this reason."""
         with self._lock:
-            deadline = min(self._deadline, monotonic() + notice.seconds)
+            deadline = min(self._deadline, monotonic() + notice.grace_s)
             for channel in self._members():
                 channel.tell_stop(call, STOP_REASONS.index(notice.reason), deadline)
 

@@ -15,7 +15,7 @@ import attrs
 
 from ..clock import monotonic
 from .channel import VARIABLE, Channel
-from .interface import STOP_REASONS, RESTORE_SOURCES, RestoreReport
+from .interface import RESTORE_SOURCES, STOP_REASONS, RestoreReport
 from .stacks import write_on_demand
 
 LOOK_SECONDS = 2e-4
@@ -154,8 +154,8 @@ class Context:
         """
         if source not in RESTORE_SOURCES or not seconds >= 0:
             raise ValueError(
-                f"a state comes from {', '.join(RESTORE_SOURCES)} in 0 seconds or more, got {source!r} "
-                f"in {seconds}"
+                f"a state comes from {', '.join(RESTORE_SOURCES)} in 0 seconds or more, "
+                f"got {source!r} in {seconds}"
             )
         if self._channel is not None:
             now = monotonic()

@@ -190,11 +190,11 @@ class WorkerGroup:
     use_agent_store: bool = True
     attempt: int = 0
     incarnation: str = ""
-    newcomers: tuple[Worker, ...] = ()
+    standby_workers: tuple[Worker, ...] = ()
 
     def worker(self, local_rank: int) -> Worker:
         """The one with this local rank, newcomer or not; IndexError where there is none."""
-        for worker in (*self.workers, *self.newcomers):
+        for worker in (*self.workers, *self.standby_workers):
             if worker.local_rank == local_rank:
                 return worker
         raise IndexError(f"no worker of local rank {local_rank}")
@@ -230,14 +230,16 @@ def make_standby_workers(seat: Seat, local_ranks: Iterable[int]) -> tuple[Worker
     )
 
 
-def make_standby_group(spec: WorkerSpec, local_ranks: Iterable[int], run_id: str, attempt: int) -> WorkerGroup:
+def make_standby_group(
+    spec: WorkerSpec, local_ranks: Iterable[int], run_id: str, attempt: int
+) -> WorkerGroup:
     """Workers that start before their node is in any generation. A script that would meet others
     then finds no address to do so at."""
     seat = Seat(0, 1, 0, 0, 0, 0, 0)
     return WorkerGroup(
         spec=spec,
         workers=(),
-        newcomers=make_standby_workers(seat, local_ranks),
+        standby_workers=make_standby_workers(seat, local_ranks),
         run_id=run_id,
         generation=0,
         group_rank=0,
@@ -385,31 +387,28 @@ class StopTimeouts:
     """notice: seconds before SIGTERM, for workers that poll should_stop(). grace: seconds between
     SIGTERM and SIGKILL. reap: seconds that a killed process may take."""
 
-    grace: float = 30.0
-    reap: float = 10.0
-    notice: float = 0.0
+    shutdown_timeout: float = 30.0
+    kill_timeout: float = 10.0
+    notice_timeout: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        if min(self.grace, self.reap, self.notice) < 0:
-            raise ConfigError(
-                f"the ladder needs seconds >= 0, got notice={self.notice}, grace={self.grace} "
-                f"and reap={self.reap}"
-            )
+        if min(self.shutdown_timeout, self.kill_timeout, self.notice_timeout) < 0:
+            raise ConfigError(f"stop timeouts must be at least 0 seconds, got {self}")
 
-    def noticed(self, seconds: float) -> StopTimeouts:
+    def with_notice(self, seconds: float) -> StopTimeouts:
         """The ladder of workers that were notified, and may take so long to end by themselves."""
-        return attrs.evolve(self, notice=seconds)
+        return attrs.evolve(self, notice_timeout=seconds)
 
-    def rung(self, elapsed: float) -> StopStage:
+    def stage_at(self, elapsed: float) -> StopStage:
         """Where a stop stands that began `elapsed` seconds ago."""
         for rung in (StopStage.NOTICE, StopStage.TERM, StopStage.KILL):
-            if elapsed < self._end(rung):
+            if elapsed < self._stage_end(rung):
                 return rung
         return StopStage.GIVE_UP
 
-    def left(self, elapsed: float) -> float:
+    def time_to_next_stage(self, elapsed: float) -> float:
         """Seconds until the next rung."""
-        return max(0.0, self._end(min(self.rung(elapsed), StopStage.KILL)) - elapsed)
+        return max(0.0, self._stage_end(min(self.stage_at(elapsed), StopStage.KILL)) - elapsed)
 
-    def _end(self, rung: StopStage) -> float:
-        return sum((self.notice, self.grace, self.reap)[: rung + 1])
+    def _stage_end(self, rung: StopStage) -> float:
+        return sum((self.notice_timeout, self.shutdown_timeout, self.kill_timeout)[: rung + 1])

@@ -9,32 +9,32 @@ from hypothesis import strategies as st
 
 from elasticlib.agent.policy import (
     TRANSITIONS,
-    MembershipChanged,
-    DrainRequested,
     AgentEvent,
-    WorkersStopped,
-    HangDetected,
-    EscalateStop,
-    StartRendezvous,
-    RendezvousEnded,
+    AgentState,
     CancelRegroup,
+    DrainRequested,
+    EscalateStop,
+    GenerationFormed,
+    HangDetected,
+    MembershipChanged,
     PeersStillTraining,
-    RunOutcome,
+    PrestartWorkers,
     Regroup,
-    ReportSuccess,
+    RendezvousEnded,
     ReportDrain,
     ReportFailure,
     ReportSlots,
-    GenerationFormed,
-    SignalReceived,
-    PrestartWorkers,
-    WorkerStartFailed,
-    StartWorkers,
-    AgentState,
+    ReportSuccess,
+    RunOutcome,
     ShortenNotice,
+    SignalReceived,
+    StartRendezvous,
+    StartWorkers,
     StopWorkers,
     SupervisorState,
     WorkerExited,
+    WorkersStopped,
+    WorkerStartFailed,
     transition,
 )
 from elasticlib.errors import IllegalTransition
@@ -57,7 +57,7 @@ def changed(kind: ChangeKind) -> MembershipChanged:
 
 EVENTS: dict[str, AgentEvent] = {
     "settled": GenerationFormed(frozenset({0, 1})),
-    "settled in part": GenerationFormed(frozenset({1}), newcomers=frozenset({0})),
+    "settled in part": GenerationFormed(frozenset({1}), standby_ranks=frozenset({0})),
     "join ended": RendezvousEnded(FAILED),
     "start failed": WorkerStartFailed("no such file"),
     "worker done": ended(0),
@@ -73,13 +73,13 @@ EVENTS: dict[str, AgentEvent] = {
     "signal": TERM,
     "drain": USR2,
     "resize": changed(ChangeKind.RESIZE),
-    "start failed, keeps": WorkerStartFailed("no such file", keeps=True),
-    "worker failed, keeps": attrs.evolve(ended(0, 1), keeps=True),
-    "hung, keeps": HangDetected("silent", keeps=True),
-    "reopened, keeps": attrs.evolve(changed(ChangeKind.REOPENED), keeps=True),
-    "resize, keeps": attrs.evolve(changed(ChangeKind.RESIZE), keeps=True),
-    "job failed, keeps": attrs.evolve(changed(ChangeKind.FAILED), keeps=True),
-    "stopped, with spare": WorkersStopped(spare=frozenset({1})),
+    "start failed, keeps": WorkerStartFailed("no such file", can_regroup=True),
+    "worker failed, keeps": attrs.evolve(ended(0, 1), can_regroup=True),
+    "hung, keeps": HangDetected("silent", can_regroup=True),
+    "reopened, keeps": attrs.evolve(changed(ChangeKind.REOPENED), can_regroup=True),
+    "resize, keeps": attrs.evolve(changed(ChangeKind.RESIZE), can_regroup=True),
+    "job failed, keeps": attrs.evolve(changed(ChangeKind.FAILED), can_regroup=True),
+    "stopped, with spare": WorkersStopped(standby_ranks=frozenset({1})),
     "others go on": PeersStillTraining(frozenset({0, 1})),
 }
 NEXT = {
@@ -114,7 +114,10 @@ NEXT = {
         AgentState.STOPPING,
         [ReportFailure("worker of rank 0 (local 0, pid 100) exited with code 1"), Regroup()],
     ),
-    (AgentState.RUNNING, "hung, keeps"): (AgentState.STOPPING, [ReportFailure("silent"), Regroup()]),
+    (AgentState.RUNNING, "hung, keeps"): (
+        AgentState.STOPPING,
+        [ReportFailure("silent"), Regroup()],
+    ),
     (AgentState.RUNNING, "reopened"): (AgentState.STOPPING, [StopWorkers()]),
     (AgentState.RUNNING, "reopened, keeps"): (AgentState.STOPPING, [Regroup()]),
     (AgentState.RUNNING, "resize, keeps"): (AgentState.STOPPING, [StopWorkers("resize")]),
@@ -125,7 +128,10 @@ NEXT = {
     (AgentState.RUNNING, "surplus"): (AgentState.ENDING, [StopWorkers()]),
     (AgentState.RUNNING, "store lost"): (AgentState.ENDING, [StopWorkers()]),
     (AgentState.RUNNING, "signal"): (AgentState.ENDING, [StopWorkers()]),
-    (AgentState.RUNNING, "drain"): (AgentState.ENDING, [ReportDrain("SIGUSR2"), StopWorkers("drain")]),
+    (AgentState.RUNNING, "drain"): (
+        AgentState.ENDING,
+        [ReportDrain("SIGUSR2"), StopWorkers("drain")],
+    ),
     (AgentState.RUNNING, "resize"): (AgentState.STOPPING, [StopWorkers("resize")]),
     (AgentState.STOPPING, "worker done"): (AgentState.STOPPING, []),
     (AgentState.STOPPING, "worker failed"): (AgentState.STOPPING, []),
@@ -189,7 +195,7 @@ NEXT = {
 @pytest.mark.parametrize("name", EVENTS)
 @pytest.mark.parametrize("state", AgentState)
 def test_each_event_in_each_state_has_one_answer(state: AgentState, name: str) -> None:
-    now = SupervisorState(state, awaited=frozenset({0, 1}), outcome=FAILED)
+    now = SupervisorState(state, running_ranks=frozenset({0, 1}), outcome=FAILED)
     expected = NEXT.get((state, name))
     if expected is None:
         with pytest.raises(
@@ -203,14 +209,14 @@ def test_each_event_in_each_state_has_one_answer(state: AgentState, name: str) -
 
 def test_a_node_comes_ahead_of_its_workers_until_one_of_them_is_left() -> None:
     now, _ = transition(SupervisorState(), PeersStillTraining(frozenset({0, 1})))
-    assert now.ahead
+    assert now.is_prestarting
     now, _ = transition(now, ended(0, 1))
-    assert (now.ahead, now.spare) == (True, {1})
+    assert (now.is_prestarting, now.standby_ranks) == (True, {1})
     last, _ = transition(now, ended(1, 1))
-    assert (last.ahead, last.spare) == (False, frozenset())
-    assert not transition(now, WorkerStartFailed("no such file"))[0].ahead
+    assert (last.is_prestarting, last.standby_ranks) == (False, frozenset())
+    assert not transition(now, WorkerStartFailed("no such file"))[0].is_prestarting
     settled, _ = transition(now, GenerationFormed(frozenset({0, 1})))
-    assert not settled.ahead
+    assert not settled.is_prestarting
     # What was started is ended with the run.
     after, actions = transition(now, TERM)
     assert (after.state, actions) == (AgentState.ENDING, (StopWorkers(),))
@@ -224,11 +230,11 @@ def test_the_node_is_finished_when_its_last_worker_is_done() -> None:
 
 
 def test_the_first_reason_to_end_is_the_one_that_is_told() -> None:
-    now = SupervisorState(AgentState.RUNNING, awaited=frozenset({0}))
+    now = SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0}))
     now, _ = transition(now, changed(ChangeKind.EXPELLED))
     now, _ = transition(now, TERM)
     now, _ = transition(now, WorkersStopped())
-    assert now.outcome == RunOutcome(WorkerState.FAILED, "because expelled", expelled=True)
+    assert now.outcome == RunOutcome(WorkerState.FAILED, "because expelled", evicted=True)
 
 
 def test_what_would_not_die_is_named_in_the_outcome() -> None:
@@ -246,15 +252,17 @@ def test_a_node_whose_workers_succeeded_does_not_fail_with_the_store() -> None:
 
 @pytest.mark.parametrize(("code", "killed"), [(2, False), (-9, True)])
 def test_a_failure_is_reported_with_whether_the_worker_was_killed(code: int, killed: bool) -> None:
-    now = SupervisorState(AgentState.RUNNING, awaited=frozenset({0}))
+    now = SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0}))
     failed = ended(0, code)
     _, actions = transition(now, failed)
     assert actions[0] == ReportFailure(failed.exit.describe(), killed)
 
 
-@pytest.mark.parametrize("state", [AgentState.JOINING, AgentState.RUNNING, AgentState.STOPPING, AgentState.FINISHED])
+@pytest.mark.parametrize(
+    "state", [AgentState.JOINING, AgentState.RUNNING, AgentState.STOPPING, AgentState.FINISHED]
+)
 def test_a_drain_is_told_from_a_signal_in_the_outcome(state: AgentState) -> None:
-    now = SupervisorState(state, awaited=frozenset({0}))
+    now = SupervisorState(state, running_ranks=frozenset({0}))
     for event, kind in ((USR2, WorkerState.DRAINED), (TERM, WorkerState.STOPPED)):
         after, _ = transition(now, event)
         assert after.outcome is not None
@@ -262,7 +270,7 @@ def test_a_drain_is_told_from_a_signal_in_the_outcome(state: AgentState) -> None
 
 
 def test_what_has_begun_as_a_drain_ends_as_one_however_it_is_hurried() -> None:
-    now, _ = transition(SupervisorState(AgentState.RUNNING, awaited=frozenset({0})), USR2)
+    now, _ = transition(SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0})), USR2)
     for event in (changed(ChangeKind.RESIZE), TERM, ended(0, 1), WorkersStopped()):
         now, _ = transition(now, event)
     assert now.outcome is not None
@@ -279,7 +287,11 @@ def test_no_history_ends_without_an_outcome_or_leaves_workers_unstopped(names: l
     waiting: frozenset[int] = frozenset()
     for name in names:
         before, event = now.state, EVENTS[name]
-        if before is AgentState.ENDING and isinstance(event, WorkersStopped) and event.spare:
+        if (
+            before is AgentState.ENDING
+            and isinstance(event, WorkersStopped)
+            and event.standby_ranks
+        ):
             continue  # nobody is left out of it who could wait
         try:
             now, actions = transition(now, event)
@@ -287,16 +299,18 @@ def test_no_history_ends_without_an_outcome_or_leaves_workers_unstopped(names: l
             continue
         # The ladder's end, and the last worker's success, are how a group comes to have ended.
         if isinstance(event, WorkersStopped):
-            running, waiting = False, event.spare
+            running, waiting = False, event.standby_ranks
         running = running and ReportSuccess() not in actions
         if isinstance(event, WorkerExited):
             waiting -= {event.exit.local_rank}
         over = StartRendezvous() in actions or now.state is AgentState.ENDED
         assert not running or not over, names
         # What waits when all others are done is ended with the run.
-        assert not waiting or now.state is not AgentState.ENDED or before is AgentState.FINISHED, names
+        assert not waiting or now.state is not AgentState.ENDED or before is AgentState.FINISHED, (
+            names
+        )
         if StartWorkers() in actions and isinstance(event, GenerationFormed):
-            waiting = event.newcomers
+            waiting = event.standby_ranks
         if PrestartWorkers() in actions and isinstance(event, PeersStillTraining):
             waiting = event.local_ranks
         running = running or StartWorkers() in actions
@@ -307,13 +321,13 @@ def test_no_history_ends_without_an_outcome_or_leaves_workers_unstopped(names: l
 
 def test_a_drain_that_did_not_save_everything_says_so() -> None:
     drained = RunOutcome(WorkerState.DRAINED, "received SIGUSR2", 12)
-    now = SupervisorState(AgentState.ENDING, awaited=frozenset({0, 1}), outcome=drained)
-    killed = WorkerExited(WorkerExit(0, 4, 77, -9), unsaved=True)
+    now = SupervisorState(AgentState.ENDING, running_ranks=frozenset({0, 1}), outcome=drained)
+    killed = WorkerExited(WorkerExit(0, 4, 77, -9), exited_before_saving=True)
     after, actions = transition(now, killed)
     assert after.outcome is not None
     assert after.outcome.state is WorkerState.DRAINED
     assert "received SIGUSR2, but worker of rank 4" in after.outcome.reason
     assert actions == ()
     # Before the ranks have agreed where to stop, nobody saves, and nobody needs to be waited for.
-    _, actions = transition(now, attrs.evolve(killed, alone=True))
+    _, actions = transition(now, attrs.evolve(killed, stop_call_undecided=True))
     assert actions == (ShortenNotice(),)

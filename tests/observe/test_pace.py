@@ -19,7 +19,9 @@ from elasticlib.workers.interface import Heartbeat
 
 
 def beat(step: int, *, at: float = 0.0, steps: int = 1, **more: Any) -> Heartbeat:
-    return Heartbeat(step=step, steps=steps, at=at, alive=at, attached=True, **more)
+    return Heartbeat(
+        step=step, num_steps=steps, last_step_at=at, last_activity_at=at, is_attached=True, **more
+    )
 
 
 Told = list[tuple[str, dict[str, Any]]]
@@ -49,7 +51,7 @@ def steps(
     return "steps", {**facts, "samples_per_second": samples_per_second}
 
 
-QUIET = Heartbeat(attached=True)
+QUIET = Heartbeat(is_attached=True)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_training_begins_with_the_first_step_of_the_last_worker(
 
 def restored(source: str, began: float, ended: float, times: int = 1) -> Heartbeat:
     state: Any = SimpleNamespace(step=40, source=source, began=began, ended=ended)
-    return Heartbeat(attached=True, restored=state, restores=times)
+    return Heartbeat(is_attached=True, last_restore=state, num_restores=times)
 
 
 def test_a_state_is_taken_up_once_the_last_worker_has_it() -> None:
@@ -252,7 +254,7 @@ def test_a_place_that_is_written_just_now_is_not_read() -> None:
     channel = Channel.made()
     for step in range(1000):
         channel.tell_step(step, float(step), float(step))
-    losses = channel.beat().losses
+    losses = channel.beat().loss_history
     assert losses is not None
     assert all(step == loss for step, _, loss in losses.since(0))
     # The worker went on, and has written over the first of these meanwhile.

@@ -29,14 +29,14 @@ class Listening(LocalWorkers, Workers):
 
     def notify(self, notice: StopNotice) -> bool:
         path = self._notices / f"notice.{os.environ['NODE']}.{self._generation}"
-        path.write_text(f"{notice.reason} {notice.seconds:g}")
+        path.write_text(f"{notice.reason} {notice.grace_s:g}")
         return True
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config, script = parse(sys.argv[1:])
-    ignored = config.supervision.agent.kept_from_workers
+    ignored = config.supervision.agent.agent_only_signals
     result = run_node(config, script, Listening(script.args[0], ignored))
     print(f"{result.state.value.upper()}: {result.reason}")
     return result.exit_code

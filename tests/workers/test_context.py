@@ -15,7 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.agent.stop_procedure import StopProposal, agree_on_stop, decode_proposal, propose_stop
+from elasticlib.agent.stop_procedure import (
+    StopProposal,
+    agree_on_stop,
+    decode_proposal,
+    propose_stop,
+)
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError
 from elasticlib.held_folder import is_held
@@ -24,11 +29,11 @@ from elasticlib.workers.context import Context
 from elasticlib.workers.interface import (
     DRAIN,
     PREEMPTED,
-    STOP_REASONS,
     RESIZE,
+    STOP_REASONS,
     Heartbeat,
-    StopNotice,
     RestoreReport,
+    StopNotice,
 )
 from elasticlib.workers.session import Guardian, SharedFolder
 
@@ -56,21 +61,34 @@ def test_without_an_agent_there_is_nobody_to_ask_or_to_tell() -> None:
 
 def test_what_a_worker_tells_is_there_for_its_agent(path: str) -> None:
     agent, worker = ends(path)
-    assert (agent.beat().step, agent.beat().saved, agent.beat().durations) == (-1, -1, ())
+    assert (agent.beat().step, agent.beat().last_saved_step, agent.beat().step_durations) == (
+        -1,
+        -1,
+        (),
+    )
     for step in range(2 * RECENT):
         worker.tell_step(step, now=float(step * step))
         beat = agent.beat()
         newest = [float(2 * n - 1) for n in range(max(1, step - RECENT + 1), step + 1)]
-        assert sorted(beat.durations) == newest
-        assert (beat.step, beat.steps, beat.at) == (step, step + 1, float(step * step))
+        assert sorted(beat.step_durations) == newest
+        assert (beat.step, beat.num_steps, beat.last_step_at) == (
+            step,
+            step + 1,
+            float(step * step),
+        )
     worker.tell_saved(7)
-    assert (agent.beat().saved, agent.beat().saves) == (7, 1)
+    assert (agent.beat().last_saved_step, agent.beat().num_saves) == (7, 1)
 
 
 def test_what_a_training_loop_tells_besides_is_there_for_its_agent(path: str) -> None:
     agent, context = Channel(path), Context(Channel(path))
     beat = agent.beat()
-    assert (beat.first_step, beat.snapshot, beat.loss, beat.restored) == (-1, -1, None, None)
+    assert (beat.first_step, beat.last_snapshot_step, beat.loss, beat.last_restore) == (
+        -1,
+        -1,
+        None,
+        None,
+    )
     before = monotonic()
     context.restored(6, source="peer", seconds=0.5)
     for step in range(7, 10):
@@ -78,13 +96,18 @@ def test_what_a_training_loop_tells_besides_is_there_for_its_agent(path: str) ->
     context.step(10)
     context.kept(9)
     beat, after = agent.beat(), monotonic()
-    assert (beat.first_step, beat.snapshot, beat.loss, beat.samples) == (7, 9, 1.0, 96.0)
-    assert before <= beat.first_at <= beat.at <= beat.alive <= after
-    state = beat.restored
+    assert (beat.first_step, beat.last_snapshot_step, beat.loss, beat.num_samples) == (
+        7,
+        9,
+        1.0,
+        96.0,
+    )
+    assert before <= beat.first_at <= beat.last_step_at <= beat.last_activity_at <= after
+    state = beat.last_restore
     assert state is not None
-    assert (state.step, state.source, beat.restores) == (6, "peer", 1)
-    assert before <= state.ended <= beat.first_at
-    assert state.ended - state.began == pytest.approx(0.5)
+    assert (state.step, state.source, beat.num_restores) == (6, "peer", 1)
+    assert before <= state.finished_at <= beat.first_at
+    assert state.finished_at - state.started_at == pytest.approx(0.5)
 
 
 def test_step_that_is_reported_again_counts_once_and_adds_its_loss_and_samples(path: str) -> None:
@@ -93,8 +116,13 @@ def test_step_that_is_reported_again_counts_once_and_adds_its_loss_and_samples(p
         worker.tell_step(step, now=10.0 * step, samples=2)
         worker.tell_step(step, now=10.0 * step + 1, loss=float(step), samples=3)
     beat = agent.beat()
-    assert (beat.step, beat.steps, beat.durations) == (2, 3, (10.0, 10.0))
-    assert (beat.at, beat.alive, beat.loss, beat.samples) == (20.0, 21.0, 2.0, 15.0)
+    assert (beat.step, beat.num_steps, beat.step_durations) == (2, 3, (10.0, 10.0))
+    assert (beat.last_step_at, beat.last_activity_at, beat.loss, beat.num_samples) == (
+        20.0,
+        21.0,
+        2.0,
+        15.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,14 +131,14 @@ def test_step_that_is_reported_again_counts_once_and_adds_its_loss_and_samples(p
 def test_a_state_from_nowhere_is_refused(path: str, source: str, seconds: float) -> None:
     with pytest.raises(ValueError, match="a state comes from memory, peer, disk in 0 seconds"):
         Context(Channel(path)).restored(1, source=source, seconds=seconds)
-    assert Channel(path).beat().restores == 0
+    assert Channel(path).beat().num_restores == 0
 
 
 def test_a_source_that_a_newer_worker_knows_is_passed_over(path: str) -> None:
     agent, worker = ends(path)
     worker.tell_restored(RestoreReport(1, "disk", 0.0, 1.0))
     worker._words[24] = 7
-    assert agent.beat().restored is None
+    assert agent.beat().last_restore is None
 
 
 def test_the_first_process_that_asks_is_the_worker(path: str) -> None:
@@ -273,10 +301,16 @@ def test_all_ranks_stop_at_one_call_however_they_are_interleaved(
 
 
 def test_the_most_urgent_reason_and_the_shortest_time_hold_for_all() -> None:
-    needs = {0: StopProposal(4, RESIZE, 30.0), 1: StopProposal(5, DRAIN, 20.0), 2: StopProposal(3, RESIZE, 30.0)}
+    needs = {
+        0: StopProposal(4, RESIZE, 30.0),
+        1: StopProposal(5, DRAIN, 20.0),
+        2: StopProposal(3, RESIZE, 30.0),
+    }
     assert agree_on_stop(needs, 4) is None
     assert agree_on_stop(needs, 3) == StopProposal(5, DRAIN, 20.0)
-    assert agree_on_stop({**needs, 3: StopProposal(4, PREEMPTED, 9.0)}, 4) == StopProposal(5, PREEMPTED, 9.0)
+    assert agree_on_stop({**needs, 3: StopProposal(4, PREEMPTED, 9.0)}, 4) == StopProposal(
+        5, PREEMPTED, 9.0
+    )
     assert agree_on_stop({**needs, 3: StopProposal(None)}, 5) == StopProposal(None)
 
 
@@ -285,7 +319,9 @@ def test_the_most_urgent_reason_and_the_shortest_time_hold_for_all() -> None:
 )
 def test_what_cannot_be_read_is_no_agreement(data: bytes) -> None:
     assert decode_proposal(data) == StopProposal(None)
-    assert decode_proposal(propose_stop(0, StopProposal(3, DRAIN, 1.5)).value) == StopProposal(3, DRAIN, 1.5)
+    assert decode_proposal(propose_stop(0, StopProposal(3, DRAIN, 1.5)).value) == StopProposal(
+        3, DRAIN, 1.5
+    )
 
 
 def test_a_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> None:
@@ -395,12 +431,14 @@ def test_what_a_worker_has_told_in_an_earlier_group_is_not_told_in_the_next(
     channels.give_place(0, {})
     assert context.take_place() == {}
     beat = worker.beat()
-    assert attrs.evolve(beat, at=0.0, alive=0.0, attached=False) == Heartbeat()
+    assert (
+        attrs.evolve(beat, last_step_at=0.0, last_activity_at=0.0, is_attached=False) == Heartbeat()
+    )
     context.step(3, loss=0.25, samples=2)
     beat = worker.beat()
-    assert (beat.step, beat.steps, beat.first_step, beat.samples) == (3, 1, 3, 2.0)
-    assert beat.losses is not None
-    assert [(step, loss) for step, _, loss in beat.losses.since(0)] == [(3, 0.25)]
+    assert (beat.step, beat.num_steps, beat.first_step, beat.num_samples) == (3, 1, 3, 2.0)
+    assert beat.loss_history is not None
+    assert [(step, loss) for step, _, loss in beat.loss_history.since(0)] == [(3, 0.25)]
 
 
 def test_one_that_waits_for_an_answer_does_not_when_its_group_is_over(channels: Channels) -> None:
@@ -442,7 +480,7 @@ def test_nobody_cuts_a_channel_and_nothing_of_it_is_left(channels: Channels) -> 
     for size in (0, 2 * SIZE):
         with pytest.raises(PermissionError):
             os.truncate(path, size)
-    assert Channel(path).beat().steps == 0
+    assert Channel(path).beat().num_steps == 0
     channels.close(0)
     assert os.listdir("/proc/self/fd") == before
 

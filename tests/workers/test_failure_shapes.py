@@ -61,7 +61,7 @@ def test_a_failure_made_of_an_error_file_is_what_torchs_is(
 
 
 def test_a_worker_that_left_no_error_file_is_told_by_its_end() -> None:
-    killed = failure_of(WorkerExit(0, 3, 77, -9, at=5.5))
+    killed = failure_of(WorkerExit(0, 3, 77, -9, failed_at=5.5))
     assert killed.error_file == torchs.ProcessFailure(0, 77, -9, "").error_file == "<N/A>"
     assert (killed.message, killed.timestamp) == (
         "was killed by SIGKILL (not sent by this agent)",
@@ -103,7 +103,7 @@ def test_an_error_names_all_failures_and_ends_with_the_first_ones_traceback(tmp_
 
 
 def result_of(cause: RootCause | None) -> RunResult:
-    return RunResult(WorkerState.FAILED, "the job failed elsewhere", cause=cause)
+    return RunResult(WorkerState.FAILED, "the job failed elsewhere", root_cause=cause)
 
 
 def test_where_no_worker_of_this_node_failed_the_first_one_of_another_is_told() -> None:

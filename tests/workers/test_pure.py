@@ -17,9 +17,9 @@ from elasticlib.workers.hooks import failure_record, read_failure, read_record
 from elasticlib.workers.interface import StopNotice
 from elasticlib.workers.output import Streams, parse_streams
 from elasticlib.workers.spec import (
-    StopTimeouts,
-    StopStage,
     Script,
+    StopStage,
+    StopTimeouts,
     WorkerGroup,
     WorkerSpec,
     assign_worker_ranks,
@@ -222,23 +222,39 @@ def test_a_foreign_error_file_is_no_failure_of_ours(data: bytes) -> None:
 def test_the_ladder_only_goes_up_and_says_when(
     notice: float, grace: float, reap: float, elapsed: float
 ) -> None:
-    ladder = StopTimeouts(grace, reap).noticed(notice)
-    here, later = ladder.rung(elapsed), ladder.rung(elapsed + ladder.left(elapsed) + 1e-6)
+    ladder = StopTimeouts(grace, reap).with_notice(notice)
+    here, later = (
+        ladder.stage_at(elapsed),
+        ladder.stage_at(elapsed + ladder.time_to_next_stage(elapsed) + 1e-6),
+    )
     assert here is StopStage.GIVE_UP or later > here
 
 
 def test_the_ladder_gives_the_grace_that_was_asked_for() -> None:
-    ladder = StopTimeouts(grace=70.0, reap=10.0)
-    rungs = [ladder.rung(t) for t in (0, 69.9, 70, 79.9, 80)]
-    assert rungs == [StopStage.TERM, StopStage.TERM, StopStage.KILL, StopStage.KILL, StopStage.GIVE_UP]
+    ladder = StopTimeouts(shutdown_timeout=70.0, kill_timeout=10.0)
+    rungs = [ladder.stage_at(t) for t in (0, 69.9, 70, 79.9, 80)]
+    assert rungs == [
+        StopStage.TERM,
+        StopStage.TERM,
+        StopStage.KILL,
+        StopStage.KILL,
+        StopStage.GIVE_UP,
+    ]
 
 
 def test_a_notice_comes_before_the_grace_and_takes_nothing_from_it() -> None:
-    ladder = StopTimeouts(grace=70.0, reap=10.0).noticed(60.0)
-    rungs = [ladder.rung(t) for t in (0, 59.9, 60, 129.9, 130, 140)]
-    expected = [StopStage.NOTICE, StopStage.NOTICE, StopStage.TERM, StopStage.TERM, StopStage.KILL, StopStage.GIVE_UP]
+    ladder = StopTimeouts(shutdown_timeout=70.0, kill_timeout=10.0).with_notice(60.0)
+    rungs = [ladder.stage_at(t) for t in (0, 59.9, 60, 129.9, 130, 140)]
+    expected = [
+        StopStage.NOTICE,
+        StopStage.NOTICE,
+        StopStage.TERM,
+        StopStage.TERM,
+        StopStage.KILL,
+        StopStage.GIVE_UP,
+    ]
     assert rungs == expected
-    assert [ladder.left(t) for t in (0, 60, 130, 150)] == [60, 70, 10, 0]
+    assert [ladder.time_to_next_stage(t) for t in (0, 60, 130, 150)] == [60, 70, 10, 0]
 
 
 @pytest.mark.parametrize(("reason", "seconds"), [("whim", 1.0), ("drain", -1.0)])
