@@ -54,7 +54,7 @@ PURE = (
     "rendezvous/decide.py",
     "rendezvous/document.py",
     "rendezvous/ranks.py",
-    "stores/keyspace.py",
+    "stores/key_space.py",
     "stores/tcp_protocol.py",
     "workers/spec.py",
 )

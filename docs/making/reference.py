@@ -35,7 +35,14 @@ FOLDERS = {
 }
 """The pages of names, in their order; what stands elsewhere comes under its folder's own name."""
 FROM_MODULES = {
-    "stores.interface": ("Entry", "CompareSet", "Listing", "ABSENT", "check_key", "check_ttl"),
+    "stores.interface": (
+        "Entry",
+        "CompareSetResult",
+        "Listing",
+        "ABSENT",
+        "check_key",
+        "check_ttl",
+    ),
     "rendezvous.interface": (
         "RendezvousInfo",
         "BootstrapStoreInfo",

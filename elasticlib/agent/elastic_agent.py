@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, present
+from ..errors import ConfigError, ElasticError, RendezvousClosedError, describe, present
 from ..observe.journal import Journal
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
@@ -381,6 +381,9 @@ class ElasticAgent:
         if stopping is not None:
             call = self.workers.earliest_stop_call() if stopping.needs_proposal else None
             breaks: tuple[AgentCommand, ...] = ()
+            if not stopping.regroup_grace_s and stopping.is_in_notice:
+                # Workers that were still starting when they were asked can leave their group now.
+                stopping, breaks = stopping.allow_regroup(self._regroup_grace())
             if (
                 stopping.regroup_grace_s
                 and stopping.is_in_notice
@@ -472,7 +475,7 @@ class ElasticAgent:
                 Change(ChangeKind.LOST, describe(error)), self._slots.can_regroup()
             )
         change = getattr(error, "change", None)
-        if isinstance(error, RendezvousClosed) and isinstance(change, Change):
+        if isinstance(error, RendezvousClosedError) and isinstance(change, Change):
             self._report.on_change(change)
             return policy.RendezvousEnded(policy.end_of_job(change))
         self._report.lost_node_not_replaced = getattr(error, "lost", False)
@@ -689,8 +692,7 @@ class ElasticAgent:
     def _begin_stop(self, command: policy.StopWorkers | policy.Regroup) -> None:
         notice = None if isinstance(command, policy.Regroup) else self._notice(command.notice)
         self._report.on_stop_started(notice)
-        # That a failure was one too many may have been found meanwhile.
-        keeps = self._now.state is AgentState.STOPPING and self._slots.can_regroup()
+        keep = self._regroup_grace()
         info = self._info  # None where they were started before the first generation
         stopping = StopProcedure(
             self._stop_timeouts,
@@ -698,13 +700,22 @@ class ElasticAgent:
             num_nodes=1 if info is None else info.world_size,
             is_peer_reachable=bool(self._board.prefix),
             is_coordinated=self.workers.supports_coordinated_stop,
-            regroup_grace_s=self._options.regroup_grace if keeps else 0.0,
+            regroup_grace_s=keep,
         )
-        heard = self._notify(notice, keeps=keeps)
-        if heard and not keeps:
+        heard = self._notify(notice, keeps=keep > 0)
+        if heard and not keep:
             self.workers.stop_ranks(self.workers.standby_ranks())
+        if keep and not heard:
+            # A member that is still starting has nothing to lose, and the others do not wait.
+            self.workers.stop_ranks({*self._at_work()} - {*self.workers.regroupable_ranks()})
         self._stopping, commands = stopping.start(self._clock(), notice if heard else None)
         self._carry_out(commands)
+
+    def _regroup_grace(self) -> float:
+        """Return how long workers have to leave their group, or 0 if none can go on in another."""
+        # The job may have ended since the stop began: a failure can be one too many.
+        keeps = self._now.state is AgentState.STOPPING and self._slots.can_regroup()
+        return self._options.regroup_grace if keeps else 0.0
 
     def _stop_sooner(self, command: policy.ShortenNotice) -> None:
         stopping, notice = present(self._stopping, "the stop"), self._notice(command.notice)

@@ -1,7 +1,7 @@
 """What an agent does about each event in each state. Pure.
 
 `TRANSITIONS` lists every transition. An event that has no entry for the current state raises
-IllegalTransition. `stop_procedure.py` describes how a group of workers is stopped.
+InvalidTransitionError. `stop_procedure.py` describes how a group of workers is stopped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import attrs
 
-from ..errors import IllegalTransition, RendezvousMismatch
+from ..errors import InvalidTransitionError, RendezvousConfigError
 from ..rendezvous import layout
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.layout import encode as encode
@@ -68,8 +68,8 @@ class SupervisorState:
 class AgentEvent:
     """Something has happened.
 
-    keeps, of those that may end a generation: whether all workers here that are in its group can go
-    on in another.
+    keeps, of those that may end a generation: whether a worker here that is in its group can go on
+    in another.
     """
 
 
@@ -514,11 +514,11 @@ def transition(now: SupervisorState, event: AgentEvent) -> Transition:
     """The next state and what to do.
 
     Raises:
-        IllegalTransition: the table has no entry for this event in this state.
+        InvalidTransitionError: the table has no entry for this event in this state.
     """
     transition = TRANSITIONS.get((now.state, type(event)))
     if transition is None:
-        raise IllegalTransition(
+        raise InvalidTransitionError(
             f"{type(event).__name__} cannot happen while {now.state.value}: {event}"
         )
     return transition(now, event)
@@ -531,5 +531,5 @@ def decode(kind: type[Value], data: bytes) -> Value | None:
     """Return the value that a node has posted, or None if it is none of exactly this type."""
     try:
         return layout.decode(kind, data, "a post")
-    except RendezvousMismatch:
+    except RendezvousConfigError:
         return None

@@ -31,9 +31,10 @@ class SlotReporter:
             self._handler.report_keeping()
 
     def can_regroup(self) -> bool:
-        """Whether there are workers here, and all that are in a group can go on in another."""
+        """Whether a worker of the group can go on in another, or only newcomers are running."""
         running, spare = {*self._workers.running()}, {*self._workers.standby_ranks()}
-        return bool(running) and running - spare <= {*self._workers.regroupable_ranks()}
+        members = running - spare
+        return bool(members & {*self._workers.regroupable_ranks()}) if members else bool(running)
 
     def should_prestart(self, last: RendezvousInfo | None) -> bool:
         """Whether the others go on while this node starts its workers; last: the generation that

@@ -192,6 +192,11 @@ class StopProcedure:
         ladder = self.timeouts.with_notice(self.regroup_grace_s)
         return attrs.evolve(self, timeouts=ladder, started_at=now, notice=None, is_leaving=True)
 
+    def allow_regroup(self, regroup_grace_s: float) -> StopTransition:
+        """The workers have a notice, and some of them can regroup if the time is not 0."""
+        procedure = attrs.evolve(self, regroup_grace_s=regroup_grace_s)
+        return procedure, (Subscribe(OVER),) if regroup_grace_s and self._has_peers else ()
+
     def cancel_regroup(self, now: float) -> StopProcedure:
         """Nobody goes on in another group."""
         stopping = (

@@ -245,7 +245,7 @@ class CheckpointManager:
                 checked it, and this one was not started; another call of `save` is still copying a
                 state, in another thread or in code that a signal handler has interrupted; or
                 `if_busy` is "skip" and the ranks have no process group.
-            CheckpointRefused: a newer generation or launch writes to the directory.
+            CheckpointFencedError: a newer generation or launch writes to the directory.
             ConfigError: `if_busy` has another value.
         """
         started_at = monotonic()
@@ -437,7 +437,7 @@ class CheckpointManager:
         this, too.
 
         Raises:
-            CheckpointRefused: a newer generation or launch has the directory.
+            CheckpointFencedError: a newer generation or launch has the directory.
             CheckpointError: the disk failed.
         """
         self._check_open()
@@ -558,8 +558,8 @@ class CheckpointManager:
                 `restore` without a step uses the newest one.
             strict: whether it is an error if only the state, or only the checkpoint, has a name.
             if_unusable: what to do if there are checkpoints, all of them are damaged, and `step` is
-                not given. "raise" raises CheckpointCorrupt, so that no training starts from the
-                beginning unnoticed and replaces them. "start_over" restores nothing.
+                not given. "raise" raises CheckpointCorruptError, so that no training starts from
+                the beginning unnoticed and replaces them. "start_over" restores nothing.
 
         Returns:
             The step and its source. The result is false, and the state is unchanged, if there is
@@ -567,7 +567,7 @@ class CheckpointManager:
 
         Raises:
             FileNotFoundError: no rank has `step`; the message names the steps that this rank has.
-            StateMismatch: the saved state does not fit.
+            StateMismatchError: the saved state does not fit.
             CheckpointError: a state could not be read or loaded, `step` is damaged, or a newer
                 generation or launch has the directory. An error on one rank is raised on all.
         """
@@ -636,9 +636,9 @@ class CheckpointManager:
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
-            CheckpointCorrupt: the checkpoint of `step` is damaged, or all are.
+            CheckpointCorruptError: the checkpoint of `step` is damaged, or all are.
             CheckpointError: a checkpoint cannot be read.
-            StateMismatch: `like` has another structure than the saved state.
+            StateMismatchError: `like` has another structure than the saved state.
         """
         return self._catalog.load(step, like=like, map_location=map_location)
 
@@ -689,7 +689,7 @@ class CheckpointManager:
             The steps that were kept and deleted.
 
         Raises:
-            CheckpointRefused: a newer generation or launch has the directory.
+            CheckpointFencedError: a newer generation or launch has the directory.
             CheckpointError: the disk failed.
         """
         self._check_open()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import attrs
 
 from ..clock import monotonic
-from ..errors import CheckpointCorrupt, CheckpointError, present
+from ..errors import CheckpointCorruptError, CheckpointError, present
 from ..threads import CallRejected, ExclusiveCall, Latch, helper
 from ..workers.spec import SNAPSHOTS
 from .pack import LayoutCache, PackImage
@@ -248,7 +248,7 @@ class SnapshotSource(StateSource):
         view = self.view(stored, part)
         ref, _ = self._mapped[stored.name]
         if read_header(view).size != ref.header.size:
-            raise CheckpointCorrupt(f"the snapshot {stored.name} is no pack of its size")
+            raise CheckpointCorruptError(f"the snapshot {stored.name} is no pack of its size")
 
     def release(self) -> None:
         self._mapped.clear()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import attrs
 
 from ..clock import local_date_of, wall
-from ..errors import ElasticError, NoFailure
+from ..errors import ElasticError, NoFailureError
 from ..foreign import read_file, read_object
 from ..visible import visible
 from ..workers import hooks
@@ -177,14 +177,14 @@ class ChildFailedError(ElasticError):
         first of another node, as far as that node reported it.
 
         Raises:
-            NoFailure: no worker's failure is known; the message says why the job failed.
+            NoFailureError: no worker's failure is known; the message says why the job failed.
         """
         if self.failures:
             # By time, as a caller may have put them together; else the first one is the first.
             return min(self.failures.items(), key=lambda item: item[1].timestamp)
         if self.cause is not None and self.cause.rank >= 0:
             return self.cause.rank, failure_elsewhere(self.cause)
-        raise NoFailure(f"{self.name}: no worker is known to have failed: {self._reason}")
+        raise NoFailureError(f"{self.name}: no worker is known to have failed: {self._reason}")
 
     @property
     def _reason(self) -> str:
@@ -196,7 +196,7 @@ class ChildFailedError(ElasticError):
         lines = [f"{self.name}: {self._reason}"]
         try:
             rank, first = self.get_first_failure()
-        except NoFailure:
+        except NoFailureError:
             return lines[0]
         lines.append(boarder_delim * 60)
         others = {r: f for r, f in self.failures.items() if r != rank}
@@ -323,7 +323,7 @@ def _pass_on(error: Exception, handler: ErrorHandler) -> None:
     # By its name: torch's ChildFailedError is another class, of which this holds as well.
     ask = getattr(error, "get_first_failure", None)
     if ask is not None:
-        with contextlib.suppress(NoFailure):
+        with contextlib.suppress(NoFailureError):
             _, failure = ask()
             with _record_of(failure) as path:
                 if path is not None:

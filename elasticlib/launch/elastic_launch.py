@@ -24,7 +24,7 @@ from ..compat.launching import values_of as values_of
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from ..workers.interface import Workers
-from ..workers.processes import LocalWorkers
+from ..workers.local_workers import LocalWorkers
 from ..workers.run_program import check_not_importing, pickled
 from ..workers.spec import (
     Command,
@@ -226,7 +226,7 @@ def keep_snapshots(
             the network of the generation's first node.
     """
     return NodeSnapshotService(
-        workers.memory.era, replicas=replicas, secret=secret, address=address
+        workers.snapshot_dir.attempt_dir, replicas=replicas, secret=secret, address=address
     )
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..compat.launching import may_go_unbound
 from ..errors import ConfigError, ElasticError
+from ..workers.local_workers import LocalWorkers
 from ..workers.numa import numa_cpu_sets
-from ..workers.processes import LocalWorkers
 from ..workers.spec import Entrypoint, WorkerSpec, check_preload, own_device
 from .config import LaunchConfig
 
@@ -65,8 +65,8 @@ def local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> Local
         log_dir=config.log_dir,
         run_id=config.run_id,
         python=config.torchrun.python or sys.executable,
-        processors=_processors(config, environment),
-        ignored=config.supervision.agent.agent_only_signals,
+        cpu_sets=_processors(config, environment),
+        ignored_signals=config.supervision.agent.agent_only_signals,
         start_method=config.start_method,
         preload=config.preload,
     )

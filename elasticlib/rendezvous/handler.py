@@ -21,16 +21,16 @@ from ..clock import Clock, monotonic, today
 from ..endpoint import split_endpoint
 from ..errors import (
     ConfigError,
-    RendezvousClosed,
+    RendezvousClosedError,
+    RendezvousConfigError,
     RendezvousError,
-    RendezvousMismatch,
-    RendezvousTimeout,
+    RendezvousTimeoutError,
     StoreError,
-    StoreRefused,
+    StoreRejectedError,
     describe,
     present,
 )
-from ..stores.interface import Listing, Store, Watched
+from ..stores.interface import Listing, Store, WatchResult
 from ..threads import helper
 from .bootstrap import (
     IMPORT_SECONDS,
@@ -64,7 +64,7 @@ RACE_SECONDS = 0.01
 Put = Callable[[RendezvousInfo | Change | Exception], None]
 
 
-class ClosedBecause(RendezvousClosed):
+class ClosedBecause(RendezvousClosedError):
     """There will be no further generation for this node; `change` says why."""
 
     def __init__(self, change: Change) -> None:
@@ -199,7 +199,7 @@ class NodeLoop:
         self.post(Event())
 
     def refusal(self) -> Exception:
-        return self._error or RendezvousClosed("this node has left the rendezvous")
+        return self._error or RendezvousClosedError("this node has left the rendezvous")
 
     def overdue(self, join: Join) -> Exception | None:
         """What ends this call: that another took its place, or the join timeout, once that has
@@ -208,13 +208,13 @@ class NodeLoop:
         node, limit = self.node, self._timing.join
         with self._known:
             if self._join is not join:
-                return RendezvousClosed("another call of next_rendezvous took its place")
+                return RendezvousClosedError("another call of next_rendezvous took its place")
         if join.given:
             return None
         if not node.intent.joining:
             if self._clock() < join.since + limit:
                 return None
-            return RendezvousTimeout(
+            return RendezvousTimeoutError(
                 f"group rank 0 of generation {node.intent.held} has not opened torch's store "
                 f"within join_timeout={limit:g} s"
             )
@@ -227,7 +227,7 @@ class NodeLoop:
             f"here: {node.note.names}; at least min_nodes={node.limits.min_nodes} are needed "
             "(--nnodes)"
         )
-        late = RendezvousTimeout(reason + NEVER_REACHED * (node.seen is None))
+        late = RendezvousTimeoutError(reason + NEVER_REACHED * (node.seen is None))
         late.lost = node.state is not None and node.state.why is Why.LOSS
         return late
 
@@ -238,7 +238,7 @@ class NodeLoop:
             pause = 0.0
             try:
                 pause = self._turn()
-            except (StoreError, RendezvousMismatch, ConfigError) as error:
+            except (StoreError, RendezvousConfigError, ConfigError) as error:
                 self.stop(error)
             except Exception as error:
                 # Callers wait on this thread: it must not end without telling them.
@@ -261,7 +261,7 @@ class NodeLoop:
         try:
             pause = self._speak_and_look()
             node.answered(self._clock())
-        except (PatienceSpent, StoreRefused):
+        except (PatienceSpent, StoreRejectedError):
             raise
         except StoreError as error:
             self._look_at = now = self._clock()
@@ -353,12 +353,12 @@ class NodeLoop:
         node, after = self.node, reading.version
         # The node that leads waits for more of what all say before it reads that.
         if self._watches_failed or not node.store.watch(
-            node.prefix, after=after, changed=self._on_change, listing=not node.leads
+            node.prefix, after=after, callback=self._on_change, with_listing=not node.leads
         ):
             helper(partial(self._wait, node.prefix, after), "rendezvous-watch").start()
         self._watching = True
 
-    def _on_change(self, watched: Watched) -> None:
+    def _on_change(self, watched: WatchResult) -> None:
         if watched is False:
             # The next call meets the same failure; where only watching fails, waiting sees to it
             # that nobody tries too often.
@@ -483,7 +483,7 @@ class NodeLoop:
 
 
 def _as_change(error: Exception) -> Change:
-    kind = ChangeKind.ABORTED if isinstance(error, RendezvousClosed) else ChangeKind.LOST
+    kind = ChangeKind.ABORTED if isinstance(error, RendezvousClosedError) else ChangeKind.LOST
     return Change(kind, str(error))
 
 

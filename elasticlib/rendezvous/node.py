@@ -14,7 +14,13 @@ from typing import TypeVar
 
 import attrs
 
-from ..errors import LeaseLost, RendezvousMismatch, StoreError, StoreUnavailable, present
+from ..errors import (
+    LeaseLostError,
+    RendezvousConfigError,
+    StoreConnectionError,
+    StoreError,
+    present,
+)
 from ..stores.interface import ABSENT, Entry, Listing, Store
 from .decide import Decision, Intent, View, decide, gives_way, has_live_node, waiting
 from .document import (
@@ -86,7 +92,7 @@ class Reading(StoredJob):
         return self.stage[1] is Phase.SETTLED
 
 
-class PatienceSpent(StoreUnavailable):
+class PatienceSpent(StoreConnectionError):
     """The store, or the job in it, was out of reach for longer than this node waits."""
 
 
@@ -206,7 +212,7 @@ class LocalNode:
             return False
         try:
             self.store.refresh(key, self._leases[key])
-        except LeaseLost:
+        except LeaseLostError:
             del self._leases[key]
             return False
         return True
@@ -296,7 +302,7 @@ class LocalNode:
             for name in ours
             if ours[name] != theirs[name]
         ]
-        raise RendezvousMismatch(
+        raise RendezvousConfigError(
             f"this node's settings differ from the job's: {', '.join(differ)}; "
             "start all nodes with the same settings"
         )
@@ -358,9 +364,9 @@ class LocalNode:
         taken = self.store.compare_set(
             self.keys.leader, encode(leader), expected=expected, ttl=self._lease
         )
-        if taken.won and taken.entry is not None:
+        if taken.succeeded and taken.entry is not None:
             self._leases[self.keys.leader] = taken.entry.version
-        return taken.won
+        return taken.succeeded
 
     def act(self, reading: Reading, today: str = "") -> tuple[Decision, bool]:
         """Decide on what was read and write; whether the write (if any) won.
@@ -406,7 +412,9 @@ class LocalNode:
 
     def _write_state(self, state: State, reading: Reading) -> bool:
         expected = _version(reading.state_entry)
-        return self.store.compare_set(self.keys.state, encode_state(state), expected=expected).won
+        return self.store.compare_set(
+            self.keys.state, encode_state(state), expected=expected
+        ).succeeded
 
     def _enrol(self, document: Document, job: StoredJob) -> None:
         """Write who the members are, before the state that says that they are."""
@@ -443,7 +451,9 @@ class LocalNode:
         if said is not None and said.generation >= memory.generation:
             return False
         expected = _version(reading.memory_entry)
-        return self.store.compare_set(self.keys.memory, encode_state(memory), expected=expected).won
+        return self.store.compare_set(
+            self.keys.memory, encode_state(memory), expected=expected
+        ).succeeded
 
     def report(self, reading: Reading, today: str = "", *, endpoint: str | None = None) -> bool:
         """What this node has to say of its job and of its generation, until the store has it;
@@ -516,7 +526,7 @@ class LocalNode:
                 f"too few nodes of generation {self.intent.held} came back to the store within "
                 f"{grace:g} s (store_grace, --store-grace): {self.note.reason}"
             )
-        elif missing >= self._lease and self.store.look_elsewhere(self._is_further):
+        elif missing >= self._lease and self.store.try_other_endpoints(self._is_further):
             log.warning("too few nodes were at the store: this node has moved to another store")
             return True
         return False

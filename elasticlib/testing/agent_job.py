@@ -20,7 +20,7 @@ from ..agent.options import AgentOptions
 from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
-from ..stores.memory import MemoryStore
+from ..stores.memory_store import MemoryStore
 from ..workers.spec import Entrypoint, StopTimeouts, WorkerSpec
 from .agent_stage import Scene, Stage
 from .rendezvous_cluster import in_thread

@@ -35,7 +35,7 @@ from ..threads import helper
 from .spec import Worker
 
 if TYPE_CHECKING:
-    from .loop import Loop
+    from .event_loop import EventLoop
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -344,10 +344,10 @@ class Pipe:
         self._paused = False
         self._over = threading.Event()
 
-    def start(self, loop: Loop) -> None:
+    def start(self, loop: EventLoop) -> None:
         os.set_blocking(self._pipe.fileno(), False)
         self._loop = loop
-        loop.read(self._pipe.fileno(), self._ready)
+        loop.add_reader(self._pipe.fileno(), self._ready)
 
     def _ready(self) -> None:
         with self._lock:
@@ -361,9 +361,9 @@ class Pipe:
             self._waiting += len(chunk) or 1
             self._paused = bool(chunk) and self._waiting > MOST_WAITING
             if not chunk:
-                self._loop.forget(self._pipe.fileno(), self._pipe.close)
+                self._loop.remove_reader(self._pipe.fileno(), self._pipe.close)
             elif self._paused:
-                self._loop.pause(self._pipe.fileno())
+                self._loop.pause_reading(self._pipe.fileno())
         if self._tail is not None:
             self._tail.feed(chunk)
         self._write(partial(self._pass_on, chunk))
@@ -376,7 +376,7 @@ class Pipe:
                 self._waiting -= len(chunk) or 1
                 if self._paused and self._waiting <= MOST_WAITING // 2:
                     self._paused = False
-                    self._loop.read(self._pipe.fileno(), self._ready)
+                    self._loop.add_reader(self._pipe.fileno(), self._ready)
             if not chunk:
                 self._over.set()
 
@@ -493,7 +493,7 @@ class Output:
 
         return take, end
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, loop: EventLoop) -> None:
         """Read the pipes of the process, which has been started with the targets."""
         self._theirs.close()
         self._ours.pop_all()

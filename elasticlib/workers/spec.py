@@ -14,7 +14,7 @@ import attrs
 
 from ..errors import ConfigError
 from ..rendezvous.ranks import Seat
-from ..stores.secret import VARIABLE as SECRET
+from ..stores.authentication import SECRET_ENV as SECRET
 
 START_METHODS = ("warm", "spawn", "fork", "forkserver")
 """How Python workers begin: forked from a process that has torch imported, or from nothing. The

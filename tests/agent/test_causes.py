@@ -18,10 +18,10 @@ from elasticlib.agent.run_reporter import (
     publish_root_cause,
     root_cause_of,
 )
-from elasticlib.errors import RendezvousClosed, RendezvousTimeout
+from elasticlib.errors import RendezvousClosedError, RendezvousTimeoutError
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousInfo, deal_seats
 from elasticlib.rendezvous.layout import Keys, StoredJob
-from elasticlib.stores.interface import CompareSet, Listing
+from elasticlib.stores.interface import CompareSetResult, Listing
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
@@ -104,7 +104,7 @@ class Second(LoneNode):
     def next_rendezvous(self) -> RendezvousInfo:
         change = self.wait_for_change(0.0)
         if change is not None:
-            error = RendezvousClosed(change.reason)
+            error = RendezvousClosedError(change.reason)
             error.change = change  # type: ignore[attr-defined]
             raise error
         seat = deal_seats(NODES)[1]
@@ -185,7 +185,7 @@ class Deserted(LoneNode):
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.generation:
-            error = RendezvousTimeout("1 of at least 2 nodes are here; n1 was lost")
+            error = RendezvousTimeoutError("1 of at least 2 nodes are here; n1 was lost")
             error.lost = True
             raise error
         return super().next_rendezvous()
@@ -214,7 +214,7 @@ class Hanging(MemoryStore):
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         self.answer.wait(30)
         return super().compare_set(key, value, expected=expected, ttl=ttl)
 

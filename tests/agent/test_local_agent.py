@@ -23,7 +23,7 @@ from elasticlib import (
     WorkerSpec,
     WorkerState,
 )
-from elasticlib.errors import RendezvousTimeout
+from elasticlib.errors import RendezvousTimeoutError
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import StopTimeouts
@@ -219,7 +219,7 @@ class Deserted(OneNode):
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.generation:
-            raise RendezvousTimeout("1 node waits, and at least 2 are needed")
+            raise RendezvousTimeoutError("1 node waits, and at least 2 are needed")
         return super().next_rendezvous()
 
 

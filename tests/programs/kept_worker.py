@@ -5,7 +5,8 @@ counts its steps, and leaves a group that is over or that is to change its size.
 success when FOLDER/finish is there or when it is asked to save. `start`: a newcomer, which says so
 in FOLDER/newcomer.<PID>, needs so long before it is ready. FOLDER/<WORD>.<PID> tells one worker
 what to do: `fail` with exit code 1; `stick` to its group; `wait` in a step until that is over;
-say that its group is `broken`.
+say that its group is `broken`. While FOLDER/starting.<NODE>.<LOCAL_RANK> exists, that worker is
+still starting, and cannot leave a group yet.
 """
 
 import json
@@ -82,6 +83,8 @@ class Worker:
 def main() -> None:
     start = float(sys.argv[3]) if sys.argv[2:] else 0.0
     worker = Worker(Path(sys.argv[1]), start)
+    while (worker.folder / f"starting.{os.environ['NODE']}.{os.environ['LOCAL_RANK']}").exists():
+        time.sleep(LOOK_SECONDS)
     context().can_keep()
     while worker.take_place() and worker.train():
         pass

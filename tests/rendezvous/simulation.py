@@ -15,15 +15,15 @@ from functools import partial
 
 import attrs
 
-from elasticlib.errors import StoreUnavailable
+from elasticlib.errors import StoreConnectionError
 from elasticlib.rendezvous.decide import Intent
 from elasticlib.rendezvous.document import Document, Limits, Node, Phase, Timing
 from elasticlib.rendezvous.layout import Keys, StoredJob
 from elasticlib.rendezvous.node import LocalNode, Reading
 from elasticlib.rendezvous.ranks import Seat
-from elasticlib.stores.interface import CompareSet
-from elasticlib.stores.keyspace import KeySpace
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.interface import CompareSetResult
+from elasticlib.stores.key_space import KeySpace
+from elasticlib.stores.memory_store import MemoryStore
 
 RUN_ID = "sim"
 
@@ -117,9 +117,9 @@ class WatchedStore(MemoryStore):
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         outcome = super().compare_set(key, value, expected=expected, ttl=ttl)
-        if outcome.won and key == Keys(RUN_ID).state:
+        if outcome.succeeded and key == Keys(RUN_ID).state:
             document = self.document()
             assert document is not None
             self._seen(document)
@@ -128,7 +128,7 @@ class WatchedStore(MemoryStore):
     @contextmanager
     def _turn(self) -> Iterator[KeySpace]:
         if self._is_cut():
-            raise StoreUnavailable("cut from the store")
+            raise StoreConnectionError("cut from the store")
         with super()._turn() as space:
             yield space
 
@@ -185,7 +185,7 @@ class SimulatedNode:
             return
         try:
             reading = self._look()
-        except StoreUnavailable:
+        except StoreConnectionError:
             self._simulation.after(self._simulation.random.uniform(0.05, 1.0), self.turn)
             return
         delay = self._simulation.random.choice((0.0, 0.001, 0.05, 0.3))
@@ -212,7 +212,7 @@ class SimulatedNode:
         """Seconds until the next turn."""
         try:
             decision, won = self.part.act(reading)
-        except StoreUnavailable:
+        except StoreConnectionError:
             return 0.1
         if decision.write is None:
             return self._simulation.random.uniform(0.05, 1.0)

@@ -8,7 +8,7 @@ import attrs
 import pytest
 from counted import KEYS, LEASE, CountedStore, Crew, Member
 
-from elasticlib.errors import StoreUnavailable
+from elasticlib.errors import StoreConnectionError
 from elasticlib.rendezvous.document import Document, Limits, Node, Note, Timing
 from elasticlib.rendezvous.layout import encode_state
 from elasticlib.rendezvous.node import (
@@ -19,9 +19,9 @@ from elasticlib.rendezvous.node import (
     PatienceSpent,
 )
 from elasticlib.stores.interface import Store
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.memory_store import MemoryStore
 
-AWAY = StoreUnavailable("no route to host")
+AWAY = StoreConnectionError("no route to host")
 TIMING = Timing(join=60.0, lease=LEASE, store_grace=30.0)
 BEGUN = Document(Limits(2, 2), "one")
 SECOND = attrs.evolve(BEGUN, generation=2, membership="2.m", nodes=2)
@@ -35,7 +35,7 @@ class Scattered(CountedStore):
         self._other, self._earlier = other, earlier
         self.asked = 0
 
-    def look_elsewhere(self, accept: Callable[[Store, bool], bool]) -> bool:
+    def try_other_endpoints(self, accept: Callable[[Store, bool], bool]) -> bool:
         self.asked += 1
         return accept(self._other, self._earlier)
 

@@ -25,6 +25,7 @@ from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError
 from elasticlib.held_folder import is_held
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel, Channels
+from elasticlib.workers.cleanup import CleanupProcess
 from elasticlib.workers.context import Context
 from elasticlib.workers.interface import (
     DRAIN,
@@ -35,7 +36,7 @@ from elasticlib.workers.interface import (
     RestoreReport,
     StopNotice,
 )
-from elasticlib.workers.session import Guardian, SharedFolder
+from elasticlib.workers.run_dirs import SnapshotDir
 
 
 @pytest.fixture
@@ -346,8 +347,8 @@ def channels() -> Iterator[Channels]:
 
 
 def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
-    memory = SharedFolder(guardian := Guardian())
-    made = memory.era(0)
+    memory = SnapshotDir(guardian := CleanupProcess())
+    made = memory.attempt_dir(0)
     assert made is not None
     folder = made.parent
     assert is_held(folder)

@@ -17,6 +17,7 @@ from test_local import Run, shell
 
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.output import (
     TAIL_BYTES,
     TAIL_LINES,
@@ -25,10 +26,9 @@ from elasticlib.workers.output import (
     Streams,
     parse_streams,
 )
-from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import Function, Script
 
-BOOTSTRAP = Path(__file__).parents[2] / "elasticlib" / "workers" / "bootstrap.py"
+BOOTSTRAP = Path(__file__).parents[2] / "elasticlib" / "workers" / "process_entry.py"
 
 THREAD = """
 import os, sys, threading

@@ -20,7 +20,8 @@ from elasticlib.launch.arguments import parse, split_at_commas
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.loop import Loop
+from elasticlib.workers.event_loop import EventLoop
+from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.output import (
     TURNS,
     Output,
@@ -30,7 +31,6 @@ from elasticlib.workers.output import (
     end_within,
     parse_streams,
 )
-from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import Script, assign_worker_ranks
 
 MEGABYTES = 200
@@ -83,7 +83,7 @@ def test_who_outlives_a_worker_with_its_stderr_open_is_not_waited_for(
     tmp_path: Path,
 ) -> None:
     worker = assign_worker_ranks(deal_seats((Node("n-1", "n", "127.0.0.1", 1),))[0])[0]
-    loop, writers = Loop(), Writers()
+    loop, writers = EventLoop(), Writers()
     loop.start()
     output = Output(OutputPlan(), worker, "role", Places(str(tmp_path / "error.json")), writers)
     stays = "echo last words >&2; sleep 600 & echo $!"

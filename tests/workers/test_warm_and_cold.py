@@ -21,8 +21,8 @@ from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import fork_server, stacks
+from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.output import OutputPlan, parse_streams
-from elasticlib.workers.processes import LocalWorkers
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
