@@ -54,7 +54,7 @@ FROM_MODULES = {
     "workers.interface": ("StopNotice",),
     "workers.spec": ("WorkerGroup", "Worker", "worker_environment"),
     "workers.exits": ("WorkerExit",),
-    "workers.context": ("Context", "StopRequest"),
+    "workers.context": ("WorkerContext", "StopRequest"),
     "compat.failures": ("ProcessFailure", "SignalException"),
     "launch.backends": ("BackendRequest",),
     "data.batch_sampler": ("EmptyBatchCollator",),

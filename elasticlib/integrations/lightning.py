@@ -84,7 +84,7 @@ class ElasticCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step
-        context().starting()
+        context().report_starting()
 
     def on_train_batch_end(
         self,
@@ -104,7 +104,7 @@ class ElasticCallback(Callback):
         self.stopped = context().should_stop()
         if self.stopped is not None:
             trainer.save_checkpoint(os.path.join(_folders(trainer)[0], STOPPED))
-            context().saved(step)
+            context().report_saved(step)
             raise LeaveFit
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class ElasticCallback(TrainerCallback):
         control: TrainerControl,
         **rest: Any,
     ) -> None:
-        context().starting()
+        context().report_starting()
 
     def on_step_end(
         self,
@@ -90,7 +90,7 @@ class ElasticCallback(TrainerCallback):
         control: TrainerControl,
         **rest: Any,
     ) -> None:
-        context().saved(state.global_step)
+        context().report_saved(state.global_step)
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:

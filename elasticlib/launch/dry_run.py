@@ -12,7 +12,7 @@ from ..observe.wording import plural
 from ..rendezvous.document import Node
 from ..rendezvous.ranks import deal_seats
 from ..signals import signal_name
-from ..workers.cpu import count_cores
+from ..workers.node_resources import count_usable_cpus
 from ..workers.spec import WorkerGroup, assign_worker_ranks, worker_environment
 from .arguments import Launch
 from .command_tools import Table, show
@@ -139,7 +139,7 @@ def _environments(launch: Launch, inherited: Mapping[str, str]) -> list[dict[str
     found = []
     for worker in group.workers:
         environment = worker_environment(
-            group, worker, inherited, error_file="", cores=count_cores()
+            group, worker, inherited, error_file="", cores=count_usable_cpus()
         )
         found.append({**environment, **_PLACE, **_OWN, **({} if fixed else _unsettled(launch))})
     return found

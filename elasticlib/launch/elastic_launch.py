@@ -32,7 +32,7 @@ from ..workers.spec import (
     Function,
     StopTimeouts,
     WorkerState,
-    entry_name,
+    entrypoint_name,
 )
 from .addresses import is_literal, is_localhost, is_loopback
 from .config import TCP_BACKENDS, LaunchConfig, check_seconds, naming_fields
@@ -81,7 +81,7 @@ class elastic_launch:
             pickled(entrypoint)
         with naming_fields():
             result = run_node(self._config, entrypoint)
-        return values_of(entry_name(entrypoint), result)
+        return values_of(entrypoint_name(entrypoint), result)
 
 
 def with_args(

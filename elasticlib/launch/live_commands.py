@@ -55,7 +55,7 @@ from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_OURS
 from ..visible import visible_line
-from ..workers.output import parse_ranks
+from ..workers.output_plan import parse_ranks
 from .addresses import resolve
 from .backends import check_backend, check_etcd_keys, read_etcd_place
 from .command_tools import Part, Table, complain, redraw, show, typed

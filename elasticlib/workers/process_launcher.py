@@ -12,17 +12,17 @@ from pathlib import Path
 from ..clock import monotonic
 from ..errors import ConfigError
 from .cleanup import CleanupProcess, signals_blocked
-from .cpu import Processors, bound_to
 from .event_loop import EventLoop
 from .fork_server import ForkedWorker, ForkServer, ForkServerLost, has_stdin
+from .node_resources import CpuSet, bind_cpus
 from .spec import (
-    COLD,
+    SPAWN,
     Command,
     Entrypoint,
     Script,
     WorkerSpec,
     check_preload,
-    check_start,
+    check_start_method,
     common_environment,
 )
 
@@ -48,13 +48,13 @@ class ProcessLauncher:
         start_method: str,
         preload: Sequence[str],
         ignored_signals: Iterable[int],
-        cpu_sets: Sequence[Processors],
+        cpu_sets: Sequence[CpuSet],
     ) -> None:
-        check_start(start_method, tuple(preload))
+        check_start_method(start_method, tuple(preload))
         self._cleanup_process = cleanup_process
         self._loop = loop
         self._python = python
-        self._warm = start_method != COLD
+        self._warm = start_method != SPAWN
         self._preload = tuple(preload)
         self._ignored = tuple(sorted(ignored_signals))
         self._processors = dict(enumerate(cpu_sets))
@@ -122,7 +122,7 @@ class ProcessLauncher:
         python = what[0] != "command"
         if python:
             what = (environment["TORCHELASTIC_ERROR_FILE"], *what)
-        with bound_to(self._processors.get(local_rank)), signals_blocked(self._ignored):
+        with bind_cpus(self._processors.get(local_rank)), signals_blocked(self._ignored):
             server = self._usable() if python else None
             if server is not None:
                 try:

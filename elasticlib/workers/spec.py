@@ -16,16 +16,15 @@ from ..errors import ConfigError
 from ..rendezvous.ranks import Seat
 from ..stores.authentication import SECRET_ENV as SECRET
 
-START_METHODS = ("warm", "spawn", "fork", "forkserver")
-"""How Python workers begin: forked from a process that has torch imported, or from nothing. The
-last two are torch's names, and mean the first: to fork the agent itself, with its threads and
-locks, is no good beginning, and a server that forks clean processes is what warm is."""
-COLD = "spawn"
+START_METHODS = ("forkserver", "spawn", "fork")
+"""How Python workers start: forked from a process that has already imported torch, or as new
+interpreters. `fork` means `forkserver`, because the agent has threads and must not be forked."""
+SPAWN = "spawn"
 
-OF_ROCM = "HIP_VISIBLE_DEVICES"
+ROCM_DEVICES_ENV = "HIP_VISIBLE_DEVICES"
 LOCAL_RANK_MACRO = "${local_rank}"
 
-PLACE = (
+ASSIGNMENT_VARIABLES = (
     *("RANK", "WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
@@ -33,11 +32,11 @@ PLACE = (
 )
 """Variables of a worker that differ from generation to generation: its place."""
 
-SNAPSHOTS = "ELASTICLIB_SNAPSHOTS"
+SNAPSHOTS_ENV = "ELASTICLIB_SNAPSHOTS"
 """Names the folder in the agent's memory in which a worker keeps its snapshots, in its
 environment."""
 
-KEPT_FROM_WORKERS = frozenset(
+AGENT_ONLY_VARIABLES = frozenset(
     {
         SECRET,
         "TORCHELASTIC_SIGNALS_TO_HANDLE",
@@ -121,7 +120,7 @@ class Function:
 Entrypoint = Script | Module | Command | Function
 
 
-def entry_name(entrypoint: Entrypoint) -> str:
+def entrypoint_name(entrypoint: Entrypoint) -> str:
     """What is run, as a person would call it."""
     if isinstance(entrypoint, Function):
         return getattr(entrypoint.target, "__qualname__", repr(entrypoint.target))
@@ -174,7 +173,7 @@ class Worker:
 class WorkerGroup:
     """The workers of one node in one generation, by local rank.
 
-    newcomers: of those local ranks for which it has no place; they start meanwhile, in no group.
+    standby_workers: those of local ranks for which it has no place; they start in no group.
     """
 
     spec: WorkerSpec
@@ -250,7 +249,7 @@ def make_standby_group(
     )
 
 
-def choose_members(slots: int, spare: Mapping[int, bool], local_world_size: int) -> list[int]:
+def choose_local_ranks(slots: int, spare: Mapping[int, bool], local_world_size: int) -> list[int]:
     """The local ranks that a seat for so many workers goes to.
 
     spare: those whose workers run, each with whether it waits for a place: they come first, then
@@ -295,10 +294,10 @@ def worker_environment(
     }
     if group.spec.virtual_local_rank:
         told["LOCAL_RANK"] = 0
-        device = own_device(worker.local_rank, inherited)
+        device = visible_device_for(worker.local_rank, inherited)
         told["CUDA_VISIBLE_DEVICES"] = device
-        if inherited.get(OF_ROCM):
-            told[OF_ROCM] = device
+        if inherited.get(ROCM_DEVICES_ENV):
+            told[ROCM_DEVICES_ENV] = device
     common = common_environment(group.spec, inherited, cores)
     return {**common, **{name: str(value) for name, value in told.items()}}
 
@@ -313,18 +312,18 @@ def common_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    passed_on = {name: text for name, text in inherited.items() if name not in KEPT_FROM_WORKERS}
+    passed_on = {name: text for name, text in inherited.items() if name not in AGENT_ONLY_VARIABLES}
     return {**defaults, **passed_on}
 
 
-def check_start(method: str, preload: tuple[str, ...]) -> None:
+def check_start_method(method: str, preload: tuple[str, ...]) -> None:
     """Raises ConfigError for a way to start workers that there is not."""
     if method not in START_METHODS:
         raise ConfigError(
             f"start_method (--start-method) is one of {', '.join(START_METHODS)}, got {method!r}"
         )
-    if preload and method == COLD:
-        raise ConfigError(f"preload (--preload) is for start_method warm, got {method}")
+    if preload and method == SPAWN:
+        raise ConfigError(f"preload (--preload) is for start_method=forkserver, got {method}")
     for name in preload:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(
@@ -341,14 +340,14 @@ def check_preload(preload: tuple[str, ...], entrypoint: Entrypoint) -> None:
         )
 
 
-def own_device(local_rank: int, inherited: Mapping[str, str]) -> str:
+def visible_device_for(local_rank: int, inherited: Mapping[str, str]) -> str:
     """The GPU of one worker, of those that its node's workers may see.
 
     Raises:
         ConfigError: there are fewer.
     """
     # ROCm heeds both, its own first.
-    name = OF_ROCM if inherited.get(OF_ROCM) else "CUDA_VISIBLE_DEVICES"
+    name = ROCM_DEVICES_ENV if inherited.get(ROCM_DEVICES_ENV) else "CUDA_VISIBLE_DEVICES"
     visible = inherited.get(name)
     if visible is None:
         return str(local_rank)
@@ -361,7 +360,7 @@ def own_device(local_rank: int, inherited: Mapping[str, str]) -> str:
     return devices[local_rank]
 
 
-def with_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
+def substitute_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
     """The arguments with torchrun's macro filled in."""
     return tuple(arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in args)
 
@@ -393,7 +392,11 @@ class StopTimeouts:
 
     def __attrs_post_init__(self) -> None:
         if min(self.shutdown_timeout, self.kill_timeout, self.notice_timeout) < 0:
-            raise ConfigError(f"stop timeouts must be at least 0 seconds, got {self}")
+            raise ConfigError(
+                f"stop timeouts are seconds >= 0, got notice_timeout={self.notice_timeout}, "
+                f"shutdown_timeout={self.shutdown_timeout} "
+                f"and kill_timeout={self.kill_timeout}"
+            )
 
     def with_notice(self, seconds: float) -> StopTimeouts:
         """The ladder of workers that were notified, and may take so long to end by themselves."""
@@ -402,13 +405,13 @@ class StopTimeouts:
     def stage_at(self, elapsed: float) -> StopStage:
         """Where a stop stands that began `elapsed` seconds ago."""
         for rung in (StopStage.NOTICE, StopStage.TERM, StopStage.KILL):
-            if elapsed < self._stage_end(rung):
+            if elapsed < self._end(rung):
                 return rung
         return StopStage.GIVE_UP
 
     def time_to_next_stage(self, elapsed: float) -> float:
         """Seconds until the next rung."""
-        return max(0.0, self._stage_end(min(self.stage_at(elapsed), StopStage.KILL)) - elapsed)
+        return max(0.0, self._end(min(self.stage_at(elapsed), StopStage.KILL)) - elapsed)
 
-    def _stage_end(self, rung: StopStage) -> float:
+    def _end(self, rung: StopStage) -> float:
         return sum((self.notice_timeout, self.shutdown_timeout, self.kill_timeout)[: rung + 1])

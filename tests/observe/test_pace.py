@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -13,9 +12,9 @@ import pytest
 
 from elasticlib.observe.event import KINDS, Event, decode, encode
 from elasticlib.observe.step_watch import EVERY_SECONDS, SOON_SECONDS, StepWatch
-from elasticlib.workers.channel import Channel
-from elasticlib.workers.context import Context
-from elasticlib.workers.interface import Heartbeat
+from elasticlib.workers.context import WorkerContext
+from elasticlib.workers.interface import Heartbeat, RestoreReport
+from elasticlib.workers.worker_channel import WorkerChannel
 
 
 def beat(step: int, *, at: float = 0.0, steps: int = 1, **more: Any) -> Heartbeat:
@@ -66,27 +65,27 @@ QUIET = Heartbeat(is_attached=True)
         ),
         ((0.0, {0: beat(5)}), (10.0, {0: beat(5)}), []),
         (
-            (0.0, {0: beat(5, saved=1, saves=1)}),
-            (10.0, {0: beat(5, saved=5, saves=5), 1: QUIET}),
+            (0.0, {0: beat(5, last_saved_step=1, num_saves=1)}),
+            (10.0, {0: beat(5, last_saved_step=5, num_saves=5), 1: QUIET}),
             [("saved", {"step": 5, "count": 4})],
         ),
         # The worker that saved has ended; its checkpoint still exists.
-        ((0.0, {0: beat(5, saved=5, saves=1), 1: beat(5)}), (10.0, {1: beat(5)}), []),
+        ((0.0, {0: beat(5, last_saved_step=5, num_saves=1), 1: beat(5)}), (10.0, {1: beat(5)}), []),
         # A sharded snapshot is complete once the last worker has kept its part.
         (
-            (0.0, {n: beat(5, snapshot=4, snapshots=2) for n in (0, 1)}),
+            (0.0, {n: beat(5, last_snapshot_step=4, num_snapshots=2) for n in (0, 1)}),
             (
                 10.0,
                 {
-                    0: beat(5, snapshot=5, snapshots=3),
-                    1: beat(5, snapshot=4, snapshots=2),
+                    0: beat(5, last_snapshot_step=5, num_snapshots=3),
+                    1: beat(5, last_snapshot_step=4, num_snapshots=2),
                 },
             ),
             [],
         ),
         (
-            (0.0, {0: beat(5, snapshot=4, snapshots=4), 1: QUIET}),
-            (10.0, {0: beat(5, snapshot=97, snapshots=97), 1: QUIET}),
+            (0.0, {0: beat(5, last_snapshot_step=4, num_snapshots=4), 1: QUIET}),
+            (10.0, {0: beat(5, last_snapshot_step=97, num_snapshots=97), 1: QUIET}),
             [("snapshot", {"step": 97, "count": 93})],
         ),
         # Of several losses the lowest rank's; of samples all.
@@ -95,8 +94,8 @@ QUIET = Heartbeat(is_attached=True)
             (
                 10.0,
                 {
-                    2: beat(20, at=10.0, loss=2.0, samples=40.0, steps=5, first_at=2.0),
-                    1: beat(20, at=10.0, loss=1.0, samples=100.0),
+                    2: beat(20, at=10.0, loss=2.0, num_samples=40.0, steps=5, first_at=2.0),
+                    1: beat(20, at=10.0, loss=1.0, num_samples=100.0),
                 },
             ),
             [steps(20, 2.0, loss=1.0, samples_per_second=14.0)],
@@ -111,7 +110,7 @@ def test_what_has_moved_is_told_and_nothing_else(
 
 
 def test_a_generation_that_is_over_before_a_second_look_has_told_its_pace() -> None:
-    last = beat(30, at=14.0, steps=21, first_step=10, first_at=4.0, samples=210.0)
+    last = beat(30, at=14.0, steps=21, first_step=10, first_at=4.0, num_samples=210.0)
     _, told = looked((14.0, {0: last}))
     assert told[1:] == [steps(30, 2.0, samples_per_second=20.0)]
 
@@ -145,7 +144,7 @@ def test_training_begins_with_the_first_step_of_the_last_worker(
 
 
 def restored(source: str, began: float, ended: float, times: int = 1) -> Heartbeat:
-    state: Any = SimpleNamespace(step=40, source=source, began=began, ended=ended)
+    state = RestoreReport(40, source, began, ended)
     return Heartbeat(is_attached=True, last_restore=state, num_restores=times)
 
 
@@ -197,9 +196,9 @@ def losses_of(told: Told) -> list[tuple[float, float, float]]:
 
 @pytest.mark.parametrize("count", [1, 200, 208, 209, 800, 5000, 1_000_000])
 def test_a_run_that_nobody_saw_before_its_end_has_told_200_losses(count: int) -> None:
-    channel = Channel.made()
+    channel = WorkerChannel.create()
     for step in range(count):
-        channel.tell_step(7 + step, 100.0 + step / 1000, 1 / (step + 1))
+        channel.report_step(7 + step, 100.0 + step / 1000, 1 / (step + 1))
     end = 100.0 + count / 1000
     _, told = StepWatch(99.0).look(end, {0: channel.beat()}, final=True)
     found = losses_of(told)
@@ -215,11 +214,11 @@ def test_a_run_that_nobody_saw_before_its_end_has_told_200_losses(count: int) ->
 
 @pytest.mark.parametrize("per_second", [40, 1000])
 def test_losses_of_a_run_that_is_looked_at_are_told_once_and_thin_out(per_second: int) -> None:
-    channel, watch, found = Channel.made(), StepWatch(0.0), []
+    channel, watch, found = WorkerChannel.create(), StepWatch(0.0), []
     lines = 0
     for step in range(60 * per_second):
         now = step / per_second
-        channel.tell_step(step, now, 1.0)
+        channel.report_step(step, now, 1.0)
         if now >= watch.due:
             watch, told = watch.look(now, {0: channel.beat()})
             found += [of for of, _, _ in losses_of(told)]
@@ -234,11 +233,11 @@ def test_losses_of_a_run_that_is_looked_at_are_told_once_and_thin_out(per_second
 
 
 def test_losses_of_the_lowest_rank_that_tells_some_are_told_as_they_are() -> None:
-    channels = [Channel.made() for _ in range(3)]
-    channels[0].tell_step(5, 1.0)
+    channels = [WorkerChannel.create() for _ in range(3)]
+    channels[0].report_step(5, 1.0)
     for loss in (2.0, math.nan, 1e300):
-        channels[1].tell_step(5, 1.5, loss)
-        channels[2].tell_step(5, 1.5, 7.0)
+        channels[1].report_step(5, 1.5, loss)
+        channels[2].report_step(5, 1.5, 7.0)
     beats = {local: channel.beat() for local, channel in enumerate(channels)}
     _, told = StepWatch(0.0).look(2.0, beats, final=True)
     facts = next(facts for kind, facts in told if kind == "steps")
@@ -251,9 +250,9 @@ def test_losses_of_the_lowest_rank_that_tells_some_are_told_as_they_are() -> Non
 
 
 def test_a_place_that_is_written_just_now_is_not_read() -> None:
-    channel = Channel.made()
+    channel = WorkerChannel.create()
     for step in range(1000):
-        channel.tell_step(step, float(step), float(step))
+        channel.report_step(step, float(step), float(step))
     losses = channel.beat().loss_history
     assert losses is not None
     assert all(step == loss for step, _, loss in losses.since(0))
@@ -272,9 +271,9 @@ def test_what_is_no_loss_is_not_read_as_one(losses: Any) -> None:
 
 
 def test_at_rest_a_look_a_second_at_eight_workers_takes_less_than_a_thousandth_of_a_core() -> None:
-    channels = [Channel.made() for _ in range(8)]
+    channels = [WorkerChannel.create() for _ in range(8)]
     for channel in channels:
-        Context(channel).restored(1)
+        WorkerContext(channel).report_restored(1)
     watch, began = StepWatch(0.0), time.process_time()
     for _ in range(200):
         watch, _ = watch.look(1.0, {local: one.beat() for local, one in enumerate(channels)})

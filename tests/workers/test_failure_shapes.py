@@ -76,9 +76,11 @@ def exit_of(rank: int, returncode: int = 1, **more: Any) -> WorkerExit:
 
 
 def test_the_first_failure_is_the_one_that_others_followed() -> None:
-    first = exit_of(1, at=4.0, message="first", error_data={"message": "first"}, ending=True)
-    follower = exit_of(0, -6, at=5.0, after=first)
-    ended = exit_of(1, 7, at=4.0, message="first", error_data={"message": "first"})
+    first = exit_of(
+        1, failed_at=4.0, message="first", error_data={"message": "first"}, is_still_exiting=True
+    )
+    follower = exit_of(0, -6, failed_at=5.0, preceding_failure=first)
+    ended = exit_of(1, 7, **wrote)
     failures = failures_of({0: follower, 1: ended})
     assert list(failures) == [1, 0]
     assert ChildFailedError("train", failures).get_first_failure() == (1, failures[1])
@@ -87,7 +89,7 @@ def test_the_first_failure_is_the_one_that_others_followed() -> None:
 
 
 def test_an_error_names_all_failures_and_ends_with_the_first_ones_traceback(tmp_path: Path) -> None:
-    others = failure_of(exit_of(0, -6, at=1700000001.0))
+    others = failure_of(exit_of(0, -6, failed_at=1700000001.0))
     error = ChildFailedError("train", {0: others, 1: ProcessFailure(1, 71, 1, written(tmp_path))})
     lines = str(error).splitlines()
     assert lines[0] == "train: workers failed"

@@ -25,7 +25,7 @@ from elasticlib.workers import cleanup, process_entry
 from elasticlib.workers.cleanup import CleanupProcess
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.output import OutputPlan, parse_streams
+from elasticlib.workers.output_plan import OutputPlan, parse_streams
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
@@ -328,8 +328,8 @@ run = Run(folder)
 run.workers = local_workers.LocalWorkers(os.environ, log_dir=str(folder), start_method=method)
 script = Script(str(folder / "script.py"))
 run.workers.prepare(local_workers.WorkerSpec(script, 1, "role"))
-if method == "warm":
-    run.workers.wait_until_prepared()
+if method == "forkserver":
+    run.workers.await_prepared()
 run.start(script)
 """
 HAS_A_CHILD = """
@@ -343,7 +343,7 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "warm"])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_worker_whose_agent_is_killed_as_it_starts_leaves_nothing(
     tmp_path: Path, method: str
 ) -> None:

@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.workers.error_file import (
+    make_error_record,
+    message_and_traceback,
+    parse_error_record,
+)
 from elasticlib.workers.exits import WorkerExit
-from elasticlib.workers.hooks import failure_record, read_failure, read_record
 from elasticlib.workers.interface import StopNotice
-from elasticlib.workers.output import Streams, parse_streams
+from elasticlib.workers.output_plan import Streams, parse_streams
 from elasticlib.workers.spec import (
     Script,
     StopStage,
@@ -23,8 +27,8 @@ from elasticlib.workers.spec import (
     WorkerGroup,
     WorkerSpec,
     assign_worker_ranks,
-    own_device,
-    with_local_rank,
+    substitute_local_rank,
+    visible_device_for,
     worker_environment,
 )
 
@@ -163,11 +167,11 @@ def test_with_a_virtual_local_rank_a_worker_sees_its_own_gpu_alone(
 
 def test_a_worker_without_a_gpu_of_its_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="local rank 1 has none: CUDA_VISIBLE_DEVICES=3"):
-        own_device(1, {"CUDA_VISIBLE_DEVICES": "3"})
+        visible_device_for(1, {"CUDA_VISIBLE_DEVICES": "3"})
 
 
 def test_the_local_rank_macro_is_filled_in() -> None:
-    assert with_local_rank(("--gpu=${local_rank}", "x"), 3) == ("--gpu=3", "x")
+    assert substitute_local_rank(("--gpu=${local_rank}", "x"), 3) == ("--gpu=3", "x")
 
 
 def test_a_node_has_at_least_one_worker() -> None:
@@ -176,9 +180,9 @@ def test_a_node_has_at_least_one_worker() -> None:
 
 
 def test_streams_are_read_as_torchrun_reads_them() -> None:
-    assert parse_streams("3", "-r").of(5) is Streams.ALL
+    assert parse_streams("3", "-r").for_rank(5) is Streams.ALL
     some = parse_streams("0:1,2:2", "-r")
-    assert [some.of(rank) for rank in range(3)] == [Streams.OUT, Streams.NONE, Streams.ERR]
+    assert [some.for_rank(rank) for rank in range(3)] == [Streams.OUT, Streams.NONE, Streams.ERR]
 
 
 @pytest.mark.parametrize("text", ["4", "x", "", "0:9", "0:1,", "-1", "0:1:2"])
@@ -203,19 +207,19 @@ def test_an_exit_tells_a_signal_from_a_code_and_gives_the_cause() -> None:
 
 
 def test_an_error_file_has_torchs_shape() -> None:
-    record = failure_record("ValueError", "no", "Traceback ...", 1700000000)
+    record = make_error_record("ValueError", "no", "Traceback ...", 1700000000)
     assert json.loads(record) == {
         "message": {
             "message": "ValueError: no",
             "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "1700000000"},
         }
     }
-    assert read_failure(read_record(record)) == ("ValueError: no", "Traceback ...")
+    assert message_and_traceback(parse_error_record(record)) == ("ValueError: no", "Traceback ...")
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"message": 1}', b'{"x": {}}', b"\xff"])
 def test_a_foreign_error_file_is_no_failure_of_ours(data: bytes) -> None:
-    assert read_failure(read_record(data)) == ("", "")
+    assert message_and_traceback(parse_error_record(data)) == ("", "")
 
 
 @given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 100), st.floats(0, 400))
