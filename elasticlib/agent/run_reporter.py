@@ -247,6 +247,7 @@ class RunReporter:
             stopped=exit_.stop_was_requested,
             how=exit_.describe(),
             error="" if exit_.succeeded else exit_.message or exit_.exit_description,
+            traceback="" if exit_.succeeded else shorten(exit_.traceback, LONGEST_TRACE),
             uptime=round(self._clock() - self._began_at, 6),
         )
         # What ends while it is being stopped did what it was told, and failed at nothing; unless

@@ -76,9 +76,8 @@ def exit_of(rank: int, returncode: int = 1, **more: Any) -> WorkerExit:
 
 
 def test_the_first_failure_is_the_one_that_others_followed() -> None:
-    first = exit_of(
-        1, failed_at=4.0, message="first", error_data={"message": "first"}, is_still_exiting=True
-    )
+    wrote = {"failed_at": 4.0, "message": "first", "error_data": {"message": "first"}}
+    first = exit_of(1, is_still_exiting=True, **wrote)
     follower = exit_of(0, -6, failed_at=5.0, preceding_failure=first)
     ended = exit_of(1, 7, **wrote)
     failures = failures_of({0: follower, 1: ended})
