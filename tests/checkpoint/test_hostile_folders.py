@@ -22,7 +22,7 @@ from elasticlib import CheckpointManager
 from elasticlib.checkpoint.catalog import MANIFEST_NAME, append_checksum, folder_of
 from elasticlib.checkpoint.storage import MAX_SMALL_FILE_BYTES
 from elasticlib.errors import CheckpointError
-from elasticlib.launch.commands import main
+from elasticlib.launch.cli import main
 
 
 def state(value: float, size: int = 3) -> dict[str, Any]:

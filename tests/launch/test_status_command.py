@@ -18,8 +18,8 @@ import pytest
 from elasticlib.clock import wall
 from elasticlib.errors import StoreConnectionError
 from elasticlib.launch import live_commands
-from elasticlib.launch.command_tools import CLEAR
-from elasticlib.launch.commands import main
+from elasticlib.launch.cli import main
+from elasticlib.launch.cli_output import CLEAR
 from elasticlib.launch.live_commands import JobReader, _watch
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.history import JobState

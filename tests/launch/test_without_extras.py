@@ -12,12 +12,12 @@ import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job
 from test_observe_port import TALKER, get
 
-from elasticlib.launch.command_tools import CLEAR
+from elasticlib.launch.cli_output import CLEAR
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 NO_EXTRAS = str(PROGRAMS / "no_extras")
-COMMAND = (sys.executable, "-m", "elasticlib.launch.commands")
+COMMAND = (sys.executable, "-m", "elasticlib.launch.cli")
 
 
 def environment(job: Job, *paths: str) -> dict[str, str]:
