@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from pages import DOCS, blocks_of
 
+from elasticlib.launch import cli
 from elasticlib.launch.arguments import parse_launch
 from elasticlib.launch.command_line import build_parser
 

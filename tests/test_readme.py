@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticlib import CheckpointManager
+from elasticlib.launch import cli
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
