@@ -126,8 +126,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="id of the run, its log directory, or a file of its events; files of several nodes make "
-        "one page (default: the newest running job on this machine, else the newest job)",
+        help="id of the run, its log directory, or a file of its events; the files of several "
+        "nodes make one page (default: the newest running job on this machine, or the newest)",
     )
     parser.add_argument(
         "-o",
