@@ -396,8 +396,8 @@ class StateSearch:
         for rank, other in enumerate(requests):
             if other != requests[0]:
                 raise CheckpointError(
-                    f"rank 0 asked for {requests[0]}, and rank {rank} for {other}: all ranks have to "
-                    "ask for the same step, and nothing was restored"
+                    f"rank 0 asked for {requests[0]}, and rank {rank} for {other}: all ranks have "
+                    "to ask for the same step, and nothing was restored"
                 )
         self._nodes = [node for node, _, _, _ in rows]
         self._states_by_rank = [[StoredState(*each) for each in stored] for _, _, stored, _ in rows]
