@@ -23,7 +23,7 @@ from elasticlib.agent.policy import (
     WorkerEnded,
     react,
 )
-from elasticlib.rendezvous.document import Change, ChangeKind
+from elasticlib.rendezvous.membership import Change, ChangeKind
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
@@ -59,7 +59,11 @@ CASES: dict[type, tuple[Case, ...]] = {
     ),
     Changed: (
         *((kind.value, Changed(Change(kind, "why")), BOTH) for kind in ChangeKind),
-        ("reopened, all can be kept", Changed(Change(ChangeKind.REOPENED, "why"), True), BOTH),
+        (
+            "reopened, all can be kept",
+            Changed(Change(ChangeKind.GENERATION_ENDED, "why"), True),
+            BOTH,
+        ),
     ),
     SignalArrived: (("", SignalArrived(15, "SIGTERM"), BOTH),),
     Broke: (("", Broke("why"), BOTH),),

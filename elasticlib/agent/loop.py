@@ -21,8 +21,8 @@ import attrs
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, present
 from ..observe.journal import Journal
-from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
+from ..rendezvous.membership import Change, ChangeKind
 from ..signals import signal_name
 from ..threads import helper
 from ..workers.exit import WorkerExit
@@ -446,7 +446,9 @@ class ElasticAgent:
     def _fell_through(self, error: Exception) -> Event:
         """The rendezvous has no generation for this node, or says so no more of the one it has."""
         if self._now.state is not State.JOINING:
-            return policy.Changed(Change(ChangeKind.LOST, describe(error)), self._slots.keeps())
+            return policy.Changed(
+                Change(ChangeKind.STORE_LOST, describe(error)), self._slots.keeps()
+            )
         change = getattr(error, "change", None)
         if isinstance(error, RendezvousClosed) and isinstance(change, Change):
             self._report.heard(change)
@@ -462,7 +464,7 @@ class ElasticAgent:
     def _settle(self, info: RendezvousInfo) -> Event:
         check_restart_budget(self._max_restarts, info.max_restarts)
         self._info = info
-        members = self._slots.members(info.seat)
+        members = self._slots.members(info.assignment)
         return policy.Settled(members, frozenset(range(self._spec.local_world_size)) - members)
 
     def _collect(self, local_rank: int) -> Event | None:
@@ -528,7 +530,7 @@ class ElasticAgent:
             everyone = range(self._spec.local_world_size)
             self._react(policy.OthersGoOn(frozenset(everyone)))
         self._report_slots()
-        if not self._handler.join(hears):
+        if not self._handler.start_join(hears):
             self._waiter.join(self._attempt, self._clock())
 
     def _report_slots(self) -> None:
@@ -538,7 +540,7 @@ class ElasticAgent:
         try:
             self._handler.prepare()
             self.workers.await_prepared()
-            others_keep = self._handler.others_keep()
+            others_keep = self._handler.peers_can_regroup()
         except Exception as error:
             failed(error)
         else:
@@ -597,8 +599,8 @@ class ElasticAgent:
         store = info.bootstrap_store_info
         return WorkerGroup(
             spec=self._spec,
-            workers=deal_ranks(info.seat, self._now.awaited),
-            newcomers=deal_newcomers(info.seat, self._now.spare),
+            workers=deal_ranks(info.assignment, self._now.awaited),
+            newcomers=deal_newcomers(info.assignment, self._now.spare),
             run_id=info.run_id,
             generation=info.generation,
             group_rank=info.rank,
@@ -639,7 +641,7 @@ class ElasticAgent:
     def _report_done(self) -> None:
         info = present(self._info, "the generation")
         self._board.do(post_need(info.rank, ANY_CALL))
-        if not self._handler.report_done():
+        if not self._handler.report_success():
             if info.world_size > 1:
                 log.info(
                     "%s has no report_done: this node leaves without waiting for the other nodes; "
@@ -740,7 +742,7 @@ _ACTS: Mapping[type[Command], Callable[[ElasticAgent, Any], object]] = {
     policy.StopSooner: ElasticAgent._stop_sooner,
     policy.HurryWorkers: lambda agent, _: agent._hurry(),
     policy.ReportFailure: ElasticAgent._report_failure,
-    policy.ReportDraining: lambda agent, said: agent._handler.report_draining(said.reason),
+    policy.ReportDraining: lambda agent, said: agent._handler.report_drain(said.reason),
     policy.ReportDone: lambda agent, _: agent._report_done(),
     policy.Post: lambda agent, post: agent._board.do(post),
     policy.Gather: lambda agent, gather: agent._board.do(gather),

@@ -13,9 +13,9 @@ from typing import TypeVar
 import attrs
 
 from ..errors import IllegalTransition, RendezvousMismatch
-from ..rendezvous import layout
-from ..rendezvous.document import Change, ChangeKind
-from ..rendezvous.layout import encode as encode
+from ..rendezvous import store_layout
+from ..rendezvous.membership import Change, ChangeKind
+from ..rendezvous.store_layout import encode as encode
 from ..workers.exit import WorkerExit
 from ..workers.interface import RESIZE, Notice
 from ..workers.spec import WorkerState
@@ -315,7 +315,7 @@ def end_of_job(change: Change) -> Outcome:
     """What the end of a job means for this node's run."""
     if change.kind is ChangeKind.SUCCEEDED:
         return Outcome(WorkerState.SUCCEEDED, change.reason)
-    return Outcome(WorkerState.FAILED, change.reason, expelled=change.kind.goes_on)
+    return Outcome(WorkerState.FAILED, change.reason, expelled=change.kind.job_continues)
 
 
 def _stay(now: Supervision, _event: object) -> Step:
@@ -380,7 +380,7 @@ def _fail(now: Supervision, failure: ReportFailure, *, keeps: bool) -> Step:
 
 
 def _running_changed(now: Supervision, event: Changed) -> Step:
-    if event.change.kind.final:
+    if event.change.kind.is_final:
         return _end(now, event), (StopWorkers(),)
     # Only a change that nobody was lost or failed for leaves all ranks able to agree.
     resizes = event.change.kind is ChangeKind.RESIZE
@@ -414,7 +414,7 @@ def _stopping_ended(now: Supervision, event: WorkerEnded) -> Step:
 
 
 def _stopping_changed(now: Supervision, event: Changed) -> Step:
-    return (_end(now, event), (KeepNone(),)) if event.change.kind.final else (now, ())
+    return (_end(now, event), (KeepNone(),)) if event.change.kind.is_final else (now, ())
 
 
 def _hurry(now: Supervision, _event: SignalArrived) -> Step:
@@ -435,13 +435,15 @@ def _stopped(now: Supervision, event: GroupStopped) -> Step:
 
 
 def _finished_changed(now: Supervision, event: Changed | Broke) -> Step:
-    change = event.change if isinstance(event, Changed) else Change(ChangeKind.LOST, event.reason)
-    if not change.kind.final:
+    change = (
+        event.change if isinstance(event, Changed) else Change(ChangeKind.STORE_LOST, event.reason)
+    )
+    if not change.kind.is_final:
         if now.spare:
             return attrs.evolve(now, state=State.STOPPING), (Regroup(),)
         return Supervision(State.JOINING), (Join(),)
     outcome = end_of_job(change)
-    if change.kind is ChangeKind.LOST:
+    if change.kind is ChangeKind.STORE_LOST:
         said = f"this node's workers succeeded; the others' end is unknown: {change.reason}"
         outcome = Outcome(WorkerState.SUCCEEDED, said)
     return Supervision(State.ENDED, outcome=outcome), ()
@@ -505,6 +507,6 @@ def react(now: Supervision, event: Event) -> Step:
 def decode(kind: type[Value], data: bytes) -> Value | None:
     """Return the value that a node has posted, or None if it is none of exactly this type."""
     try:
-        return layout.decode(kind, data, "a post")
+        return store_layout.decode(kind, data, "a post")
     except RendezvousMismatch:
         return None

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..errors import ConfigError, describe, did_you_mean
-from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.interface import RendezvousHandler
+from ..rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from ..stores.interface import Store
 from .addresses import is_loopback, outward_address, resolve, source_address
 from .flags import ETCD_BACKENDS, OUR_BACKENDS
@@ -45,8 +45,8 @@ class BackendRequest:
     options: Mapping[str, str]
     timeout: float
     node: Node
-    limits: Limits
-    timing: Timing
+    limits: RendezvousSettings
+    timing: RendezvousTimeouts
 
 
 _USERS_BACKEND = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")

@@ -21,7 +21,7 @@ from ..compat.launching import TorchrunOptions, plain_values, texts
 from ..endpoint import port_of, split_endpoint
 from ..errors import ConfigError
 from ..flag_values import NUMA_BINDINGS
-from ..rendezvous.document import Limits, Timing
+from ..rendezvous.membership import RendezvousSettings, RendezvousTimeouts
 from ..workers.output import OutputPlan, StreamChoice, Streams
 from ..workers.spec import check_start
 from .backends import ETCD_KEYS, EtcdPlace, check_backend, check_etcd_keys, read_etcd_place
@@ -63,18 +63,18 @@ def _attempts(text: str) -> Any:
 
 
 _TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_TIMING, _LIMITS = attrs.fields(Timing), attrs.fields(Limits)
+_TIMEOUTS, _SETTINGS = attrs.fields(RendezvousTimeouts), attrs.fields(RendezvousSettings)
 
 
 @attrs.frozen
 class RendezvousOptions:
     """The keys of --rdzv-conf, read: seconds, who hosts, how many are enough."""
 
-    join_timeout: float = _seconds(_TIMING.join.default)
-    last_call_timeout: float = _seconds(_LIMITS.last_call.default, least=0.0)
-    close_timeout: float = _seconds(_TIMING.close.default)
+    join_timeout: float = _seconds(_TIMEOUTS.join_timeout.default)
+    last_call_timeout: float = _seconds(_SETTINGS.last_call_timeout.default, least=0.0)
+    close_timeout: float = _seconds(_TIMEOUTS.close_timeout.default)
     read_timeout: float = _seconds(60.0)
-    keep_alive_interval: float = _seconds(_TIMING.refresh.default)
+    keep_alive_interval: float = _seconds(_TIMEOUTS.keep_alive_interval.default)
     keep_alive_max_attempt: int = _key(5, "a whole number from 2", _attempts)
     is_host: bool | None = _key(None, "true or false", lambda text: _TRUTHS[text.lower()])
     secret_file: str | None = _key(None, "the path of a file", lambda t: _accepted(t, bool(t)))
@@ -504,34 +504,34 @@ class LaunchConfig:
         return read_options({k: v for k, v in self.rdzv_configs.items() if k not in theirs})
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RendezvousSettings:
         """What the job allows, as a handler takes it."""
         several = self.rdzv_backend in TCP_BACKENDS and len(self.endpoints) > 1
         static = self.rdzv_backend == "static"
-        return Limits(
+        return RendezvousSettings(
             self.min_nodes,
             self.max_nodes,
             self.max_restarts,
-            last_call=0.0 if static else self.options.last_call_timeout,
-            fixed_ranks=static,
+            last_call_timeout=0.0 if static else self.options.last_call_timeout,
+            has_fixed_ranks=static,
             spares=self.spares,
             quorum=several and self.options.quorum != "any",
             restart_window=self.supervision.restart_window,
         )
 
     @property
-    def timing(self) -> Timing:
+    def timing(self) -> RendezvousTimeouts:
         """How long a node waits for what, as a handler takes it."""
         options = self.options
-        return Timing(
-            join=options.join_timeout,
-            lease=options.keep_alive_interval * options.keep_alive_max_attempt,
-            refresh=options.keep_alive_interval,
+        return RendezvousTimeouts(
+            join_timeout=options.join_timeout,
+            lease_ttl=options.keep_alive_interval * options.keep_alive_max_attempt,
+            keep_alive_interval=options.keep_alive_interval,
             store_grace=self.store_grace,
-            close=options.close_timeout,
+            close_timeout=options.close_timeout,
         )
 
     @property
     def answer_seconds(self) -> float:
         """A store that hangs is noticed within a lease; how long it may is store_grace's affair."""
-        return min(self.options.read_timeout, max(self.timing.lease, ANSWER_SECONDS))
+        return min(self.options.read_timeout, max(self.timing.lease_ttl, ANSWER_SECONDS))

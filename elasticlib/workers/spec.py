@@ -13,7 +13,7 @@ from typing import Any, cast
 import attrs
 
 from ..errors import ConfigError
-from ..rendezvous.ranks import Seat
+from ..rendezvous.rank_assignment import RankAssignment
 from ..stores.secret import VARIABLE as SECRET
 
 START_METHODS = ("warm", "spawn", "fork", "forkserver")
@@ -200,10 +200,12 @@ class WorkerGroup:
         raise IndexError(f"no worker of local rank {local_rank}")
 
 
-def deal_ranks(seat: Seat, local_ranks: Iterable[int] | None = None) -> tuple[Worker, ...]:
+def deal_ranks(
+    seat: RankAssignment, local_ranks: Iterable[int] | None = None
+) -> tuple[Worker, ...]:
     """The workers of a node with this seat: ranks follow those of the nodes before it. Of these
     local ranks; left out, of the first that there are."""
-    chosen = range(seat.slots) if local_ranks is None else sorted(local_ranks)
+    chosen = range(seat.local_world_size) if local_ranks is None else sorted(local_ranks)
     return tuple(
         Worker(
             local_rank=local,
@@ -216,7 +218,7 @@ def deal_ranks(seat: Seat, local_ranks: Iterable[int] | None = None) -> tuple[Wo
     )
 
 
-def deal_newcomers(seat: Seat, local_ranks: Iterable[int]) -> tuple[Worker, ...]:
+def deal_newcomers(seat: RankAssignment, local_ranks: Iterable[int]) -> tuple[Worker, ...]:
     """Workers of no group: what they are told of ranks is nobody's, and beyond all of them."""
     return tuple(
         Worker(
@@ -233,7 +235,7 @@ def deal_newcomers(seat: Seat, local_ranks: Iterable[int]) -> tuple[Worker, ...]
 def outside(spec: WorkerSpec, local_ranks: Iterable[int], run_id: str, attempt: int) -> WorkerGroup:
     """Workers that start before their node is in any generation. A script that would meet others
     then finds no address to do so at."""
-    seat = Seat(0, 1, 0, 0, 0, 0, 0)
+    seat = RankAssignment(0, 1, 0, 0, 0, 0, 0)
     return WorkerGroup(
         spec=spec,
         workers=(),

@@ -64,19 +64,19 @@ EVENTS: dict[str, Event] = {
     "worker failed": ended(0, 1),
     "stopped": GroupStopped(),
     "stopped but for": GroupStopped("pid 7"),
-    "reopened": changed(ChangeKind.REOPENED),
+    "reopened": changed(ChangeKind.GENERATION_ENDED),
     "job succeeded": changed(ChangeKind.SUCCEEDED),
     "job failed": changed(ChangeKind.FAILED),
-    "expelled": changed(ChangeKind.EXPELLED),
-    "surplus": changed(ChangeKind.SURPLUS),
-    "store lost": changed(ChangeKind.LOST),
+    "expelled": changed(ChangeKind.EVICTED),
+    "surplus": changed(ChangeKind.NOT_NEEDED),
+    "store lost": changed(ChangeKind.STORE_LOST),
     "signal": TERM,
     "drain": USR2,
     "resize": changed(ChangeKind.RESIZE),
     "start failed, keeps": StartFailed("no such file", keeps=True),
     "worker failed, keeps": attrs.evolve(ended(0, 1), keeps=True),
     "hung, keeps": Hung("silent", keeps=True),
-    "reopened, keeps": attrs.evolve(changed(ChangeKind.REOPENED), keeps=True),
+    "reopened, keeps": attrs.evolve(changed(ChangeKind.GENERATION_ENDED), keeps=True),
     "resize, keeps": attrs.evolve(changed(ChangeKind.RESIZE), keeps=True),
     "job failed, keeps": attrs.evolve(changed(ChangeKind.FAILED), keeps=True),
     "stopped, with spare": GroupStopped(spare=frozenset({1})),
@@ -225,7 +225,7 @@ def test_the_node_is_finished_when_its_last_worker_is_done() -> None:
 
 def test_the_first_reason_to_end_is_the_one_that_is_told() -> None:
     now = Supervision(State.RUNNING, awaited=frozenset({0}))
-    now, _ = react(now, changed(ChangeKind.EXPELLED))
+    now, _ = react(now, changed(ChangeKind.EVICTED))
     now, _ = react(now, TERM)
     now, _ = react(now, GroupStopped())
     assert now.outcome == Outcome(WorkerState.FAILED, "because expelled", expelled=True)
@@ -239,7 +239,7 @@ def test_what_would_not_die_is_named_in_the_outcome() -> None:
 
 
 def test_a_node_whose_workers_succeeded_does_not_fail_with_the_store() -> None:
-    now, _ = react(Supervision(State.FINISHED), changed(ChangeKind.LOST))
+    now, _ = react(Supervision(State.FINISHED), changed(ChangeKind.STORE_LOST))
     assert now.outcome is not None
     assert now.outcome.state is WorkerState.SUCCEEDED
 

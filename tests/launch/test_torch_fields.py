@@ -83,7 +83,9 @@ def test_a_config_of_torch_is_read_field_by_field(tmp_path: Path) -> None:
     flags = read_launch([*said.split(), __file__], {}).config
     assert (mine.log_dir, mine.redirects, mine.tee) == (str(tmp_path), flags.redirects, flags.tee)
     assert mine.local_ranks_filter == frozenset({0, 1})
-    assert mine.timing.join == 7  # torch has added a timeout of 900, which its c10d does not read
+    assert (
+        mine.timing.join_timeout == 7
+    )  # torch has added a timeout of 900, which its c10d does not read
     assert mine.supervision.agent.signals == (signal.SIGTERM, signal.SIGUSR2)
     assert mine.supervision.agent.drain_signals == ()
     assert (mine.start_method, mine.numa_binding) == ("forkserver", "node")
@@ -141,7 +143,7 @@ def test_a_static_rank_and_a_timeout_are_had_by_torchs_names() -> None:
         rdzv_configs={"rank": 1},
         rdzv_timeout=5,
     )
-    assert (config.node_rank, config.timing.join) == (1, 5)
+    assert (config.node_rank, config.timing.join_timeout) == (1, 5)
 
 
 def test_torchs_variable_says_how_long_a_stop_may_take(monkeypatch: pytest.MonkeyPatch) -> None:

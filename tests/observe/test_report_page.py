@@ -17,13 +17,13 @@ from elasticlib.observe.event import Mark
 from elasticlib.observe.history import (
     Cost,
     Generation,
+    GenerationTrigger,
     History,
     JobState,
     NodeEnd,
     NodeStory,
     Pace,
     Stay,
-    Why,
 )
 from elasticlib.observe.reading import history_of
 from elasticlib.observe.report.curves import gaps, sample_rate, step_rate
@@ -129,7 +129,7 @@ dicts = st.dictionaries(texts, texts, max_size=2)
 made = st.builds(
     Generation,
     number=st.integers(1, 4),
-    why=st.sampled_from(Why),
+    why=st.sampled_from(GenerationTrigger),
     cause=texts,
     began=times,
     ended=st.none() | times,
@@ -326,7 +326,9 @@ def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:
 
 
 def test_all_time_without_a_step_that_counts_is_told_and_where_it_is_of_no_recovery() -> None:
-    first = Generation(1, Why.START, "", 2.0, 30.0, 1, 1, 0, trained=10.0, cost=Cost(start=8.0))
+    first = Generation(
+        1, GenerationTrigger.START, "", 2.0, 30.0, 1, 1, 0, trained=10.0, cost=Cost(start=8.0)
+    )
     history = History("job", 0.0, 100.0, JobState.FAILED, generations=(first,))
     words = told(history)
     assert "Time lost 1 min 20 s" in words

@@ -33,20 +33,22 @@ from elasticlib.observe.status import (
 )
 from elasticlib.observe.story import NodeStatus, WorkerStatus
 from elasticlib.observe.wording import table
-from elasticlib.rendezvous.document import (
-    Document,
-    Failure,
-    Limits,
+from elasticlib.rendezvous.membership import (
+    JobPhase,
+    LeaderStatus,
+    Membership,
     Node,
-    Note,
-    Phase,
-    reopen,
-    resize,
-    settle,
+    NodeFailure,
+    RendezvousSettings,
+    begin_resize,
+    end_generation,
+    form_generation,
 )
 
 NODES = tuple(Node(f"id{n}", f"h{n}", "", 2) for n in range(3))
-SETTLED = settle(Document(Limits(2, 3, 4)), NODES[:2], charged=False, nonce="m")
+SETTLED = form_generation(
+    Membership(RendezvousSettings(2, 3, 4)), NODES[:2], charged=False, nonce="m"
+)
 S = JobState
 
 
@@ -60,48 +62,48 @@ def published(node: Node, state: JobState = S.RUNNING, seconds: float = 1.0) -> 
     return Published(status, seconds, 9.0, age=0.5)
 
 
-def view(document: Document | None, *states: JobState, live: int = 2) -> JobView:
+def view(document: Membership | None, *states: JobState, live: int = 2) -> JobView:
     found = {
         node.id: published(node, state, 1.0 + n)
         for n, (node, state) in enumerate(zip(NODES, states, strict=False))
     }
-    return JobView("job", document, NODES[:live], Note("1 of 2 nodes are here"), found)
+    return JobView("job", document, NODES[:live], LeaderStatus("1 of 2 nodes are here"), found)
 
 
-def state(document: Document | None, *states: JobState, live: int = 2) -> JobState | None:
-    found = status_of(view(document, *states, live=live))
+def state(document: Membership | None, *states: JobState, live: int = 2) -> JobState | None:
+    found = status_of(view(document, *states, live_nodes=live))
     assert found is not None
     return found.state
 
 
 def test_a_job_that_nobody_knows_is_none() -> None:
-    assert status_of(view(None, live=0)) is None
+    assert status_of(view(None, live_nodes=0)) is None
 
 
 def test_it_waits_meets_runs_and_ends() -> None:
     assert state(None, live=1) is S.WAITING
-    assert state(Document(Limits(2, 3)), live=1) is S.WAITING
-    assert state(Document(Limits(2, 3)), live=2) is S.RENDEZVOUS
+    assert state(Membership(RendezvousSettings(2, 3)), live=1) is S.WAITING
+    assert state(Membership(RendezvousSettings(2, 3)), live=2) is S.RENDEZVOUS
     assert state(SETTLED, S.RENDEZVOUS, S.RUNNING) is S.RENDEZVOUS
     assert state(SETTLED, S.RUNNING, S.RUNNING) is S.RUNNING
     assert state(SETTLED, S.SUCCEEDED, S.RUNNING) is S.RUNNING
     assert state(SETTLED, S.SUCCEEDED, S.SUCCEEDED) is S.SUCCEEDED
     ended = {"SUCCEEDED": S.SUCCEEDED, "FAILED": S.FAILED, "ABORTED": S.STOPPED}
     for phase, want in ended.items():
-        assert state(attrs.evolve(SETTLED, phase=Phase[phase]), live=0) is want
+        assert state(attrs.evolve(SETTLED, phase=JobPhase[phase]), live=0) is want
 
 
 def test_why_it_is_between_two_generations_is_told_apart() -> None:
     assert state(SETTLED, S.RUNNING, S.RESTARTING) is S.RESTARTING
     assert state(SETTLED, S.RESTARTING, S.DRAINING) is S.DRAINING
-    assert state(reopen(SETTLED, "gone")) is S.RENDEZVOUS
-    assert state(reopen(SETTLED, "gone"), live=1) is S.WAITING
-    assert state(reopen(SETTLED, "failed", Failure("id0", "rank 0"))) is S.RESTARTING
-    assert state(resize(SETTLED, "one more")) is S.RESIZING
+    assert state(end_generation(SETTLED, "gone")) is S.RENDEZVOUS
+    assert state(end_generation(SETTLED, "gone"), live=1) is S.WAITING
+    assert state(end_generation(SETTLED, "failed", NodeFailure("id0", "rank 0"))) is S.RESTARTING
+    assert state(begin_resize(SETTLED, "one more")) is S.RESIZING
 
 
 def test_nobody_is_left_to_tell_where_no_lease_stands() -> None:
-    found = status_of(view(SETTLED, live=0))
+    found = status_of(view(SETTLED, live_nodes=0))
     assert found is not None
     assert (found.state, exit_code(found)) == (None, 4)
     assert [node.state for node in found.nodes] == ["gone", "gone"]
@@ -123,7 +125,7 @@ def test_where_no_node_has_a_status_it_is_the_store_that_tells_and_the_code_is_4
 
 
 def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
-    found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live=3))
+    found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live_nodes=3))
     assert found is not None
     assert (found.step, found.per_second, found.saved, found.snapshot) == (10, 4.0, 8, None)
     assert (found.generation, found.world, found.max_restarts, found.since) == (1, 4, 4, 1.5)
@@ -138,17 +140,17 @@ def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
 
 
 def test_who_has_no_rank_yet_joins_and_is_a_spare_once_a_generation_stands() -> None:
-    def places(document: Document) -> list[str]:
-        found = status_of(view(document, live=3))
+    def places(document: Membership) -> list[str]:
+        found = status_of(view(document, live_nodes=3))
         assert found is not None
         return [row[0] for row in node_table(found)[1]]
 
-    assert places(Document(Limits(2, 3))) == ["joining"] * 3
+    assert places(Membership(RendezvousSettings(2, 3))) == ["joining"] * 3
     assert places(SETTLED) == ["0", "1", "spare"]
 
 
 def test_the_document_has_the_keys_that_are_described_and_no_others() -> None:
-    found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live=3))
+    found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live_nodes=3))
     assert found is not None
     document = json.loads(json.dumps(as_document(found)))
     assert set(document) == set(FIELDS)
@@ -186,7 +188,7 @@ def test_old_statuses_that_nobody_renews_say_what_was_and_not_that_anybody_is_th
 
 
 def test_how_long_a_worker_is_silent_is_by_now_and_one_that_is_gone_makes_no_steps() -> None:
-    there = view(SETTLED, S.RUNNING, S.RUNNING, live=1)
+    there = view(SETTLED, S.RUNNING, S.RUNNING, live_nodes=1)
     old = {id: attrs.evolve(one, age=7.0) for id, one in there.published.items()}
     found = status_of(attrs.evolve(there, published=old))
     assert found is not None
@@ -201,7 +203,7 @@ def test_how_long_a_worker_is_silent_is_by_now_and_one_that_is_gone_makes_no_ste
 
 
 def test_a_member_that_is_gone_holds_nobody_up_with_its_last_status() -> None:
-    there = view(SETTLED, S.RUNNING, S.RESTARTING, live=1)
+    there = view(SETTLED, S.RUNNING, S.RESTARTING, live_nodes=1)
     found = status_of(there)
     assert found is not None
     assert (found.state, found.step, found.saved) == (S.RUNNING, 10, 8)
@@ -211,7 +213,7 @@ def test_a_member_that_is_gone_holds_nobody_up_with_its_last_status() -> None:
 
 
 def test_snapshots_of_agents_that_were_killed_are_said_to_be_lost() -> None:
-    there = view(SETTLED, S.RUNNING, S.RUNNING, live=0)
+    there = view(SETTLED, S.RUNNING, S.RUNNING, live_nodes=0)
     kept = {
         id: attrs.evolve(it, status=attrs.evolve(it.status, snapshot=40))
         for id, it in there.published.items()
@@ -226,7 +228,7 @@ def test_snapshots_of_agents_that_were_killed_are_said_to_be_lost() -> None:
 def test_the_last_status_of_a_node_that_stands_still_is_shown_with_its_age() -> None:
     still = attrs.evolve(published(NODES[0]), age=40.0)
     for live, state in ((2, "RUNNING"), (0, "gone")):
-        there = view(SETTLED, S.RUNNING, S.RUNNING, live=live)
+        there = view(SETTLED, S.RUNNING, S.RUNNING, live_nodes=live)
         found = status_of(attrs.evolve(there, published={**there.published, "id0": still}))
         assert found is not None
         assert [node.state for node in found.nodes] == [state] * 2
@@ -300,7 +302,7 @@ def test_of_a_job_only_its_members_steps_count() -> None:
     worker = WorkerStatus(1, 0, "pid 9", running=False, step=100, per_second=0.5, saved=90)
     more = {"workers": (worker,), "step": 100, "per_second": 0.5, "snapshot": 100}
     spare = status("id2", 1, 1, S.RESTARTING, **more)
-    there = view(SETTLED, S.RUNNING, S.RUNNING, live=3)
+    there = view(SETTLED, S.RUNNING, S.RUNNING, live_nodes=3)
     found = status_of(attrs.evolve(there, published={**there.published, "id2": spare}))
     assert found is not None
     assert (found.step, found.per_second, found.snapshot, found.saved) == (10, 4.0, None, 90)

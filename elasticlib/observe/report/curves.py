@@ -194,7 +194,7 @@ def _shaded(
         if span is not None:
             made, left = gap.generation, axis(span[0])
             right = max(axis(span[1]), left + NARROWEST)
-            title = f"Generation {made.number} {made.why.words}, {gap.words}"
+            title = f"Generation {made.number} {made.why.phrase}, {gap.words}"
             bands.append(box((left, right), *place, f"gap gap-{made.why.value}", title=title))
             numbers.append(inward(Label((left + right) / 2, str(made.number)), 11))
     return bands, numbers

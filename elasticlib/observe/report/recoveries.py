@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from ..history import PHASES, Generation, History, Why
+from ..history import PHASES, Generation, GenerationTrigger, History
 from ..wording import STEPLESS, count, plural
 from .drawing import THINNEST, Label, box, drawing, inside, swatch, words_at
 from .markup import Markup, element, joined, seconds_text, short
@@ -41,7 +41,7 @@ def recovery_section(history: History) -> Markup:
     shown = [made for made in every if any(made is one for one in longest)]
     widest = max(made.cost.seconds for made in shown) or 1.0
     known, total = sum(made.cost.seconds for made in every), lost_seconds(history)
-    starts = sum(made.why is Why.START for made in every)
+    starts = sum(made.why is GenerationTrigger.START for made in every)
     said = f"{seconds_text(total)} did not go into steps that count: "
     said += f"{plural(starts, 'start')} and "
     said += plural(len(every) - starts, "recovery", "recoveries")
@@ -92,7 +92,7 @@ def _bar(made: Generation, widest: float) -> Markup:
         if rung is not None:
             parts.append(words_at(Label(at + wide / 2, name), 14, f"on-phase {rung}"))
         at += wide
-    title, total = f"Generation {made.number}, {made.why.words}", seconds_text(made.cost.seconds)
+    title, total = f"Generation {made.number}, {made.why.phrase}", seconds_text(made.cost.seconds)
     cause = element("span", short(made.cause, 160), class_="soft")
     head = element("span", element("b", title), " ", cause)
     return element(
