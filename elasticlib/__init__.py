@@ -36,25 +36,25 @@ _HOMES = {
     "agent.options": ("AgentOptions",),
     "agent.interface": ("RunResult",),
     "workers.interface": ("Workers",),
-    "workers.processes": ("LocalWorkers",),
+    "workers.local_workers": ("LocalWorkers",),
     "workers.spec": (
         "WorkerSpec",
         "Script",
         "Module",
         "Command",
         "Function",
-        "Ladder",
+        "StopTimeouts",
         "WorkerState",
     ),
     "rendezvous.interface": ("RendezvousHandler",),
     "rendezvous.handler": ("DynamicRendezvousHandler", "StaticRendezvousHandler"),
     "rendezvous.membership": ("Node", "RendezvousSettings", "RendezvousTimeouts"),
     "stores.interface": ("Store",),
-    "stores.memory": ("MemoryStore",),
-    "stores.file": ("FileStore",),
+    "stores.memory_store": ("MemoryStore",),
+    "stores.file_store": ("FileStore",),
     "stores.tcp_client": ("TcpStore",),
     "stores.tcp_server": ("TcpStoreServer",),
-    "stores.etcd": ("EtcdStore",),
+    "stores.etcd_store": ("EtcdStore",),
     # The base class of every error that elasticlib raises on purpose.
     "errors": ("ElasticError",),
 }
@@ -90,23 +90,20 @@ if TYPE_CHECKING:
     from .rendezvous.handler import DynamicRendezvousHandler as DynamicRendezvousHandler
     from .rendezvous.handler import StaticRendezvousHandler as StaticRendezvousHandler
     from .rendezvous.interface import RendezvousHandler as RendezvousHandler
-    from .rendezvous.membership import Node as Node
-    from .rendezvous.membership import RendezvousSettings as RendezvousSettings
-    from .rendezvous.membership import RendezvousTimeouts as RendezvousTimeouts
-    from .stores.etcd import EtcdStore as EtcdStore
-    from .stores.file import FileStore as FileStore
+    from .stores.etcd_store import EtcdStore as EtcdStore
+    from .stores.file_store import FileStore as FileStore
     from .stores.interface import Store as Store
-    from .stores.memory import MemoryStore as MemoryStore
+    from .stores.memory_store import MemoryStore as MemoryStore
     from .stores.tcp_client import TcpStore as TcpStore
     from .stores.tcp_server import TcpStoreServer as TcpStoreServer
     from .workers.context import context as context
     from .workers.interface import Workers as Workers
-    from .workers.processes import LocalWorkers as LocalWorkers
+    from .workers.local_workers import LocalWorkers as LocalWorkers
     from .workers.spec import Command as Command
     from .workers.spec import Function as Function
-    from .workers.spec import Ladder as Ladder
     from .workers.spec import Module as Module
     from .workers.spec import Script as Script
+    from .workers.spec import StopTimeouts as StopTimeouts
     from .workers.spec import WorkerSpec as WorkerSpec
     from .workers.spec import WorkerState as WorkerState
 

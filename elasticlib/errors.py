@@ -25,19 +25,19 @@ class StoreError(ElasticError):
     """A store could not do what it was asked."""
 
 
-class StoreUnavailable(StoreError, ConnectionError):
+class StoreConnectionError(StoreError, ConnectionError):
     """The store cannot be reached, or the connection broke before its answer: try again later."""
 
 
-class StoreTimeout(StoreError, TimeoutError):
+class StoreTimeoutError(StoreError, TimeoutError):
     """The store did not answer within the timeout that the message names."""
 
 
-class StoreRefused(StoreError):
+class StoreRejectedError(StoreError):
     """The store refused: it is another job's, the frame is invalid, or a limit is exceeded."""
 
 
-class LeaseLost(StoreError):
+class LeaseLostError(StoreError):
     """The leased key is no longer this client's: it expired, was deleted or was replaced."""
 
 
@@ -45,22 +45,22 @@ class RendezvousError(ElasticError):
     """The nodes could not be brought together."""
 
 
-class RendezvousTimeout(RendezvousError, TimeoutError):
+class RendezvousTimeoutError(RendezvousError, TimeoutError):
     """No generation settled within the join timeout. lost: as a node was lost that was in the one
     before, whatever workers failed of meanwhile."""
 
     lost: bool = False
 
 
-class RendezvousClosed(RendezvousError):
+class RendezvousClosedError(RendezvousError):
     """The job is over, goes on without this node, or this node has left it."""
 
 
-class RendezvousMismatch(RendezvousError):
+class RendezvousConfigError(RendezvousError):
     """This node was started with settings that contradict the job's."""
 
 
-class IllegalTransition(ElasticError):
+class InvalidTransitionError(ElasticError):
     """The supervision policy has no entry for this event in this state: a bug of ours."""
 
 
@@ -68,7 +68,7 @@ class WorkerStartError(ElasticError):
     """A worker process could not be started at all."""
 
 
-class NoFailure(ElasticError, LookupError):
+class NoFailureError(ElasticError, LookupError):
     """A job failed, and no failure of a worker is known."""
 
 
@@ -76,27 +76,27 @@ class CheckpointError(ElasticError):
     """A checkpoint could not be written."""
 
 
-class CheckpointCorrupt(CheckpointError):
+class CheckpointCorruptError(CheckpointError):
     """A checkpoint is truncated, changed, or was not written by elasticlib."""
 
 
-class Unreadable(CheckpointError):
+class CheckpointUnreadableError(CheckpointError):
     """A checkpoint could not be read, or not by this program; it may be intact."""
 
 
-class CheckpointRefused(CheckpointError):
+class CheckpointFencedError(CheckpointError):
     """A newer generation or launch writes checkpoints there: this process must end."""
 
 
-class NoSuchRun(ElasticError, LookupError):
+class RunNotFoundError(ElasticError, LookupError):
     """No run of that name has left events on this machine."""
 
 
-class StateMismatch(ElasticError, ValueError):
+class StateMismatchError(ElasticError, ValueError):
     """A saved state does not fit: another length, seed, shape or format."""
 
 
-class NotReproducible(ElasticError):
+class NotReproducibleError(ElasticError):
     """This step would give other weights at another world size, so it was not finished."""
 
 

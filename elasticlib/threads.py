@@ -8,9 +8,11 @@ handler may interrupt with an exception, such as KeyboardInterrupt, at any line.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import inspect
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Generator
@@ -203,3 +205,30 @@ class ExclusiveCall:
 
 def _is_executing(generator: Generator[Any, None, None]) -> bool:
     return inspect.getgeneratorstate(generator) == inspect.GEN_RUNNING
+
+
+class ForkAware(abc.ABC):
+    """Base of an object that starts anew when a forked child first uses it.
+
+    The child's copy leaves its parent's connections alone, and waits for no lock that a thread of
+    the parent held at the fork.
+    """
+
+    _pid = 0  # the process that the state belongs to
+
+    @abc.abstractmethod
+    def _init_process_state(self) -> None:
+        """Make the state that belongs to one process: connections, locks and leases."""
+
+    def _check_process(self) -> None:
+        """Begin in this process, unless that has been done; each method that uses the state, and
+        the constructor, calls this first."""
+        if self._pid != os.getpid():
+            with _LOCKS.setdefault(os.getpid(), threading.RLock()):
+                if self._pid != os.getpid():
+                    self._init_process_state()
+                    self._pid = os.getpid()
+
+
+_LOCKS: dict[int, threading.RLock] = {}
+"""One lock per process, because a thread of the parent may have held the parent's at the fork."""

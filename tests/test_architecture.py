@@ -54,7 +54,7 @@ PURE = (
     "rendezvous/reconcile.py",
     "rendezvous/membership.py",
     "rendezvous/rank_assignment.py",
-    "stores/keyspace.py",
+    "stores/key_space.py",
     "stores/tcp_protocol.py",
     "workers/spec.py",
 )

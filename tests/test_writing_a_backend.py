@@ -25,7 +25,7 @@ from pages import blocks_of, by_name, check_suite_passes
 from redis_server import RedisServer, needs_redis
 
 from elasticlib import Store
-from elasticlib.errors import ConfigError, StoreTimeout, StoreUnavailable
+from elasticlib.errors import ConfigError, StoreConnectionError, StoreTimeoutError
 from elasticlib.launch.commands import main
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.rendezvous_setup import open_meeting
@@ -209,7 +209,7 @@ def test_a_write_without_an_answer_is_an_error_and_is_not_tried_again(
     before = other.set("key", b"old").version
 
     def answered() -> bool:
-        with contextlib.suppress(StoreTimeout):  # on a busy machine
+        with contextlib.suppress(StoreTimeoutError):  # on a busy machine
             return store.get("key") is not None
         return False
 
@@ -220,7 +220,7 @@ def test_a_write_without_an_answer_is_an_error_and_is_not_tried_again(
     with redis.Redis.from_url(server.url) as client:
         came = connections()
         server.signal(signal.SIGSTOP)
-        with pytest.raises(StoreTimeout, match=r"set 'key' in Redis, timeout=0\.3 s"):
+        with pytest.raises(StoreTimeoutError, match=r"set 'key' in Redis, timeout=0\.3 s"):
             store.compare_set("key", b"new", expected=before)
         server.signal(signal.SIGCONT)
         assert other.wait("key", after=before, timeout=10.0)
@@ -233,7 +233,7 @@ def test_a_redis_that_is_gone_is_said_to_be(connect: Connect, server: RedisServe
     store = connect()
     store.set("key", b"")
     server.kill()
-    with pytest.raises(StoreUnavailable, match="get 'key' in Redis"):
+    with pytest.raises(StoreConnectionError, match="get 'key' in Redis"):
         store.get("key")
 
 

@@ -35,7 +35,14 @@ FOLDERS = {
 }
 """The pages of names, in their order; what stands elsewhere comes under its folder's own name."""
 FROM_MODULES = {
-    "stores.interface": ("Entry", "CompareSet", "Listing", "ABSENT", "check_key", "check_ttl"),
+    "stores.interface": (
+        "Entry",
+        "CompareSetResult",
+        "Listing",
+        "ABSENT",
+        "check_key",
+        "check_ttl",
+    ),
     "rendezvous.interface": (
         "RendezvousInfo",
         "BootstrapStoreInfo",
@@ -47,7 +54,7 @@ FROM_MODULES = {
     "workers.interface": ("Notice",),
     "workers.spec": ("WorkerGroup", "Worker", "worker_environment"),
     "workers.exit": ("WorkerExit",),
-    "workers.context": ("Context", "Stop"),
+    "workers.context": ("WorkerContext", "StopRequest"),
     "compat.failures": ("ProcessFailure", "SignalException"),
     "launch.backends": ("BackendRequest",),
     "data.batch_sampler": ("EmptyBatchCollator",),

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import StoreError, StoreRefused, describe
+from ..errors import StoreError, StoreRejectedError, describe
 from ..rendezvous.interface import RendezvousInfo
-from ..stores.interface import ABSENT, Listing, Store, Watched
+from ..stores.interface import ABSENT, Listing, Store, WatchResult
 from ..threads import helper
 from .policy import Gather, Post
 
@@ -45,7 +45,7 @@ class _Changed:
 
     board: str
     name: str
-    seen: Watched
+    seen: WatchResult
 
 
 class Board:
@@ -145,7 +145,7 @@ class Board:
             except Exception as error:
                 # Somebody else's store may raise anything. What is said here helps the job, which
                 # goes on without it.
-                if isinstance(error, StoreError) and not isinstance(error, StoreRefused):
+                if isinstance(error, StoreError) and not isinstance(error, StoreRejectedError):
                     if not self._unreached:
                         log.info("cannot reach the other nodes, retrying: %s", error)
                     self._unreached = True
@@ -172,10 +172,10 @@ class Board:
         posts = {entry.key.removeprefix(prefix): entry.value for entry in listing.entries}
         self._put(Gathered(board, name, posts))
 
-        def changed(seen: Watched) -> None:
+        def changed(seen: WatchResult) -> None:
             self._words.put(_Changed(board, name, seen))
 
-        if not store.watch(prefix, after=listing.version, changed=changed, listing=True):
+        if not store.watch(prefix, after=listing.version, callback=changed, with_listing=True):
             self._polled[name] = listing.version
         del self._stale[name]
 

@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ConfigError, ElasticError, RendezvousClosed, describe, present
+from ..errors import ConfigError, ElasticError, RendezvousClosedError, describe, present
 from ..observe.journal import Journal
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
 from ..rendezvous.membership import Change, ChangeKind
@@ -28,13 +28,13 @@ from ..threads import helper
 from ..workers.exit import WorkerExit
 from ..workers.interface import Notice, Workers
 from ..workers.spec import (
-    Ladder,
+    StopTimeouts,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
-    deal_newcomers,
-    deal_ranks,
-    outside,
+    assign_worker_ranks,
+    make_standby_group,
+    make_standby_workers,
 )
 from . import hang, policy
 from .board import Board, Gathered
@@ -133,7 +133,7 @@ class ElasticAgent:
         workers: Workers,
         *,
         max_restarts: int | None = None,
-        ladder: Ladder | None = None,
+        ladder: StopTimeouts | None = None,
         interval: float = 0.1,
         options: AgentOptions | None = None,
         memory: Memory | None = None,
@@ -149,7 +149,7 @@ class ElasticAgent:
         handler.check_agent(slots=spec.local_world_size, max_restarts=max_restarts)
         self._max_restarts = max_restarts
         self._options = options or AgentOptions()
-        self._ladder = ladder or Ladder()
+        self._ladder = ladder or StopTimeouts()
         self._clock = clock
         self._inbox: queue.SimpleQueue[tuple[int | None, News]] = queue.SimpleQueue()
         self._host = socket.gethostname()
@@ -365,6 +365,9 @@ class ElasticAgent:
         if stopping is not None:
             call = self.workers.earliest_stop() if stopping.asking else None
             breaks: tuple[Command, ...] = ()
+            if not stopping.keep and stopping.noticing:
+                # Workers that were still starting when they were asked can leave their group now.
+                stopping, breaks = stopping.keep_members(self._regroup_grace())
             if stopping.keep and stopping.noticing and self.workers.broken():
                 stopping, breaks = stopping.sooner(now, None)
             running = [name for _, name in sorted(self._at_work().items())]
@@ -450,7 +453,7 @@ class ElasticAgent:
                 Change(ChangeKind.STORE_LOST, describe(error)), self._slots.keeps()
             )
         change = getattr(error, "change", None)
-        if isinstance(error, RendezvousClosed) and isinstance(change, Change):
+        if isinstance(error, RendezvousClosedError) and isinstance(change, Change):
             self._report.heard(change)
             return policy.JoinEnded(policy.end_of_job(change))
         self._report.deserted = getattr(error, "lost", False)
@@ -548,7 +551,7 @@ class ElasticAgent:
 
     def _start_ahead(self) -> None:
         everyone = range(self._spec.local_world_size)
-        group = outside(self._spec, everyone, self._handler.get_run_id(), self._started)
+        group = make_standby_group(self._spec, everyone, self._handler.get_run_id(), self._started)
         self._report.starting_ahead(group)
         failed = self._begin(group)
         if failed is not None:
@@ -559,7 +562,7 @@ class ElasticAgent:
         self._mark_progress(START_SECONDS)
         self._started += 1
         number, kept = group.attempt, self.workers.running().keys()
-        for worker in (*group.workers, *group.newcomers):
+        for worker in (*group.workers, *group.standby_workers):
             if worker.local_rank not in kept:
                 self._started_in[worker.local_rank] = number
         try:
@@ -599,8 +602,8 @@ class ElasticAgent:
         store = info.bootstrap_store_info
         return WorkerGroup(
             spec=self._spec,
-            workers=deal_ranks(info.assignment, self._now.awaited),
-            newcomers=deal_newcomers(info.assignment, self._now.spare),
+            workers=assign_worker_ranks(info.assignment, self._now.awaited),
+            standby_workers=make_standby_workers(info.assignment, self._now.spare),
             run_id=info.run_id,
             generation=info.generation,
             group_rank=info.rank,
@@ -653,8 +656,7 @@ class ElasticAgent:
     def _begin_stop(self, command: policy.StopWorkers | policy.Regroup) -> None:
         notice = None if isinstance(command, policy.Regroup) else self._notice(command.notice)
         self._report.stopping(notice)
-        # That a failure was one too many may have been found meanwhile.
-        keeps = self._now.state is State.STOPPING and self._slots.keeps()
+        keep = self._regroup_grace()
         info = self._info  # None where they were started before the first generation
         stopping = Stopping(
             self._ladder,
@@ -662,13 +664,22 @@ class ElasticAgent:
             nodes=1 if info is None else info.world_size,
             reachable=bool(self._board.name),
             agrees=self.workers.agrees,
-            keep=self._options.regroup_grace if keeps else 0.0,
+            keep=keep,
         )
-        heard = self._notify(notice, keeps=keeps)
-        if heard and not keeps:
+        heard = self._notify(notice, keeps=keep > 0)
+        if heard and not keep:
             self.workers.stop_only(self.workers.spare())
+        if keep and not heard:
+            # A member that is still starting has nothing to lose, and the others do not wait.
+            self.workers.stop_only({*self._at_work()} - {*self.workers.keepers()})
         self._stopping, commands = stopping.begin(self._clock(), notice if heard else None)
         self._carry_out(commands)
+
+    def _regroup_grace(self) -> float:
+        """Return how long workers have to leave their group, or 0 if none can go on in another."""
+        # The job may have ended since the stop began: a failure can be one too many.
+        keeps = self._now.state is State.STOPPING and self._slots.keeps()
+        return self._options.regroup_grace if keeps else 0.0
 
     def _stop_sooner(self, command: policy.StopSooner) -> None:
         stopping, notice = present(self._stopping, "the stop"), self._notice(command.notice)

@@ -1,7 +1,7 @@
 """What an agent does about each event in each state. Pure.
 
-`TABLE` is the whole of it: an event that has no entry for the state is an IllegalTransition. How a
-group of workers is stopped is in `stopping.py`.
+`TABLE` is the whole of it: an event that has no entry for the state is an InvalidTransitionError.
+How a group of workers is stopped is in `stopping.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import attrs
 
-from ..errors import IllegalTransition, RendezvousMismatch
+from ..errors import InvalidTransitionError, RendezvousConfigError
 from ..rendezvous import store_layout
 from ..rendezvous.membership import Change, ChangeKind
 from ..rendezvous.store_layout import encode as encode
@@ -68,8 +68,8 @@ class Supervision:
 class Event:
     """Something has happened.
 
-    keeps, of those that may end a generation: whether all workers here that are in its group can go
-    on in another.
+    keeps, of those that may end a generation: whether a worker here that is in its group can go on
+    in another.
     """
 
 
@@ -491,11 +491,11 @@ def react(now: Supervision, event: Event) -> Step:
     """The next state and what to do.
 
     Raises:
-        IllegalTransition: the table has no entry for this event in this state.
+        InvalidTransitionError: the table has no entry for this event in this state.
     """
     transition = TABLE.get((now.state, type(event)))
     if transition is None:
-        raise IllegalTransition(
+        raise InvalidTransitionError(
             f"{type(event).__name__} cannot happen while {now.state.value}: {event}"
         )
     return transition(now, event)
@@ -508,5 +508,5 @@ def decode(kind: type[Value], data: bytes) -> Value | None:
     """Return the value that a node has posted, or None if it is none of exactly this type."""
     try:
         return store_layout.decode(kind, data, "a post")
-    except RendezvousMismatch:
+    except RendezvousConfigError:
         return None

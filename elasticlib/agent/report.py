@@ -157,7 +157,7 @@ class Report:
 
     def starting_ahead(self, group: WorkerGroup) -> None:
         """The workers are about to start that wait for a place in the job."""
-        count = len(group.newcomers)
+        count = len(group.standby_workers)
         log.info(
             "the job goes on: %d worker%s start%s here before this node joins it",
             *(count, "s" * (count > 1), "s" * (count == 1)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import ConfigError
 from ..rendezvous.interface import RankAssignment, RendezvousHandler, RendezvousInfo
 from ..workers.interface import Workers
-from ..workers.spec import choose_members
+from ..workers.spec import choose_local_ranks
 from .policy import State, Supervision
 
 
@@ -31,9 +31,10 @@ class Slots:
             self._handler.report_can_regroup()
 
     def keeps(self) -> bool:
-        """Whether there are workers here, and all that are in a group can go on in another."""
+        """Whether a worker of the group can go on in another, or only newcomers are running."""
         running, spare = {*self._workers.running()}, {*self._workers.spare()}
-        return bool(running) and running - spare <= {*self._workers.keepers()}
+        members = running - spare
+        return bool(members & {*self._workers.keepers()}) if members else bool(running)
 
     def starts_ahead(self, last: RendezvousInfo | None) -> bool:
         """Whether the others go on while this node starts its workers; last: the generation that
@@ -80,4 +81,4 @@ class Slots:
                 f"the rendezvous registered this node with {slots} slots, but its worker spec "
                 f"has {whole} workers: give both the same number"
             )
-        return frozenset(choose_members(slots, self._workers.spare(), whole))
+        return frozenset(choose_local_ranks(slots, self._workers.spare(), whole))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import attrs
 
-from ..errors import CheckpointCorrupt
+from ..errors import CheckpointCorruptError
 
 _Holder = TypeVar("_Holder")
 _MAX_DIMENSIONS = 64
@@ -145,12 +145,14 @@ def read_shards(meta: Mapping[str, Any]) -> list[TensorShard]:
         meta: the metadata in the header of the part.
 
     Raises:
-        CheckpointCorrupt: the metadata does not describe shards.
+        CheckpointCorruptError: the metadata does not describe shards.
     """
     try:
         return [_shard_from_row(row) for row in meta["shards"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"the list of shards in a part cannot be read: {error}") from error
+        raise CheckpointCorruptError(
+            f"the list of shards in a part cannot be read: {error}"
+        ) from error
 
 
 def _shard_from_row(row: Sequence[Any]) -> TensorShard:
@@ -177,7 +179,7 @@ def shards_by_tensor(parts: Shards) -> dict[str, list[tuple[int, int, TensorShar
         For each tensor: number of the part, index of the shard in the part, and the shard.
 
     Raises:
-        CheckpointCorrupt: two parts disagree on the shape or the dtype of a tensor.
+        CheckpointCorruptError: two parts disagree on the shape or the dtype of a tensor.
     """
     tensors: dict[str, list[tuple[int, int, TensorShard]]] = {}
     for part, shards in sorted(parts.items()):
@@ -186,7 +188,7 @@ def shards_by_tensor(parts: Shards) -> dict[str, list[tuple[int, int, TensorShar
             rows.append((part, index, shard))
             first_part, _, first = rows[0]
             if (shard.shape, shard.dtype) != (first.shape, first.dtype):
-                raise CheckpointCorrupt(
+                raise CheckpointCorruptError(
                     f"{shard.name} is a {first.dtype} of {first.shape} in part {first_part}, and "
                     f"a {shard.dtype} of {shard.shape} in part {part}"
                 )
@@ -208,7 +210,7 @@ def describe_missing(parts: Shards, num_parts: int) -> str:
         one of the parts.
 
     Raises:
-        CheckpointCorrupt: see `shards_by_tensor`.
+        CheckpointCorruptError: see `shards_by_tensor`.
     """
     num_missing: dict[tuple[Any, ...], int] = {}  # by shape and boxes, which most tensors share
     incomplete = []

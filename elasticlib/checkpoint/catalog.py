@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, Unreadable
+from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError, ConfigError
 from ..foreign import read_fields, read_object
 from .safetensors_header import PREFIX_BYTES, read_size
 from .storage import (
@@ -55,7 +55,7 @@ _MAX_SAVED_AT = 253402300800  # the year 10000, which no calendar of Python can 
 # -- manifests: pure -------------------------------------------------------------------------------
 
 
-class OtherFormat(CheckpointCorrupt):
+class OtherFormat(CheckpointCorruptError):
     """The manifest is intact, but a version of elasticlib with another format wrote it.
 
     The checkpoint is not deleted, and no older checkpoint is restored in its place.
@@ -136,12 +136,12 @@ def decode_manifest(data: bytes) -> Manifest:
     """Return the manifest from the contents of its file.
 
     Raises:
-        CheckpointCorrupt: the contents are damaged.
+        CheckpointCorruptError: the contents are damaged.
         OtherFormat: a version with another format wrote them.
     """
     body = strip_checksum(data)
     if body is None:
-        raise CheckpointCorrupt("its manifest was changed or truncated")
+        raise CheckpointCorruptError("its manifest was changed or truncated")
     try:
         fields = read_object(body)
         found = fields.pop("format", None)
@@ -162,7 +162,7 @@ def decode_manifest(data: bytes) -> Manifest:
         if reason := _find_invalid_value(manifest):
             raise ValueError(reason)
     except ValueError as error:
-        raise CheckpointCorrupt(f"its manifest is invalid: {error}") from error
+        raise CheckpointCorruptError(f"its manifest is invalid: {error}") from error
     return manifest
 
 
@@ -340,7 +340,7 @@ class CheckpointCatalog:
             return CheckpointEntry(step, None, f"its manifest cannot be read: {error}")
         except OSError as error:
             return CheckpointEntry(step, None, str(error), is_unreadable=True)
-        except CheckpointCorrupt as error:
+        except CheckpointCorruptError as error:
             return CheckpointEntry(step, None, str(error))
         shown = None if mismatch else manifest
         return CheckpointEntry(step, shown, mismatch or "", is_pinned=manifest.is_pinned)
@@ -352,7 +352,7 @@ class CheckpointCatalog:
             if data is None:
                 return set()
             return {file.name for file in decode_manifest(data).files} | {MANIFEST_NAME}
-        except (CheckpointCorrupt, OSError):
+        except (CheckpointCorruptError, OSError):
             return None
 
     def describe(self, step: int) -> str:
@@ -374,8 +374,8 @@ class CheckpointCatalog:
         """Verify every byte of a checkpoint, unless it was verified before. Return its step.
 
         Raises:
-            CheckpointCorrupt: the checkpoint is damaged.
-            Unreadable: the checkpoint cannot be read, and may be intact.
+            CheckpointCorruptError: the checkpoint is damaged.
+            CheckpointUnreadableError: the checkpoint cannot be read, and may be intact.
         """
         if self.integrity(manifest) is not Integrity.VERIFIED:
             if reason := self.find_corruption(manifest):
@@ -397,7 +397,7 @@ class CheckpointCatalog:
             on_chunk: receives each chunk that was read.
 
         Raises:
-            Unreadable: the checkpoint cannot be read.
+            CheckpointUnreadableError: the checkpoint cannot be read.
         """
         numbers = range(len(manifest.files))
         sizes = (self._find_implausible_size(manifest, number) for number in numbers)
@@ -416,9 +416,9 @@ class CheckpointCatalog:
                 if entry.manifest:
                     self.check(entry.manifest)
                     break
-            except CheckpointCorrupt:
+            except CheckpointCorruptError:
                 continue
-            except Unreadable as error:
+            except CheckpointUnreadableError as error:
                 log.warning("the checkpoint is kept: %s", error)
                 unreadable.add(entry.step)
         return unreadable
@@ -429,7 +429,7 @@ class CheckpointCatalog:
             return entry
         try:
             corruption = self.find_corruption(entry.manifest, on_chunk)
-        except Unreadable as error:
+        except CheckpointUnreadableError as error:
             return attrs.evolve(entry, corruption=str(error.__cause__), is_unreadable=True)
         return attrs.evolve(entry, corruption=corruption or "")
 
@@ -449,8 +449,8 @@ class CheckpointCatalog:
             number: the number of the file.
 
         Raises:
-            CheckpointCorrupt: the file is damaged.
-            Unreadable: the file cannot be read.
+            CheckpointCorruptError: the file is damaged.
+            CheckpointUnreadableError: the file cannot be read.
         """
         if reason := self._find_implausible_size(manifest, number):
             raise self._corrupt(manifest, reason)
@@ -460,7 +460,9 @@ class CheckpointCatalog:
         except (OSError, OverflowError) as error:
             # An older checkpoint is no substitute: this one may be intact.
             what = self.describe(manifest.step)
-            raise Unreadable(f"{what} needs {size} bytes of memory: {error}") from error
+            raise CheckpointUnreadableError(
+                f"{what} needs {size} bytes of memory: {error}"
+            ) from error
         if reason := self._find_file_corruption(manifest, number, memoryview(memory)):
             raise self._corrupt(manifest, reason)
         if len(manifest.files) == 1:
@@ -471,8 +473,8 @@ class CheckpointCatalog:
         """Map a data file of a `LocalStorage` into memory, copy-on-write and not verified.
 
         Raises:
-            CheckpointCorrupt: the file is missing or truncated.
-            Unreadable: the file cannot be read.
+            CheckpointCorruptError: the file is missing or truncated.
+            CheckpointUnreadableError: the file cannot be read.
         """
         file = manifest.files[number]
         path = os.path.join(self.storage.name, _path(manifest, number))
@@ -487,8 +489,8 @@ class CheckpointCatalog:
         """Return the bytes of a data file before its tensors' elements, not verified.
 
         Raises:
-            CheckpointCorrupt: the file is missing.
-            Unreadable: the file cannot be read.
+            CheckpointCorruptError: the file is missing.
+            CheckpointUnreadableError: the file cannot be read.
         """
         _, size = read_size(self._read_start(manifest, number, PREFIX_BYTES))
         return self._read_start(manifest, number, size)
@@ -504,9 +506,9 @@ class CheckpointCatalog:
             raise self._corrupt(manifest, f"{file.name} is missing") from None
         return bytes(buffer[:count])
 
-    def _corrupt(self, manifest: Manifest, reason: str) -> CheckpointCorrupt:
+    def _corrupt(self, manifest: Manifest, reason: str) -> CheckpointCorruptError:
         self.record_integrity(manifest, Integrity.CORRUPT)
-        return CheckpointCorrupt(f"{self.describe(manifest.step)} is damaged: {reason}")
+        return CheckpointCorruptError(f"{self.describe(manifest.step)} is damaged: {reason}")
 
     def _find_implausible_size(self, manifest: Manifest, number: int) -> str | None:
         """Compare the size of a large file with the size in its header. Return a difference.
@@ -518,7 +520,7 @@ class CheckpointCatalog:
             return None
         try:
             size, _ = read_size(self._read_start(manifest, number, PREFIX_BYTES))
-        except CheckpointCorrupt as error:
+        except CheckpointCorruptError as error:
             return f"{file.name}: {error}"
         return None if size == file.size else f"the header of {file.name} says {size} bytes"
 
@@ -552,7 +554,7 @@ class CheckpointCatalog:
             raise
         except OSError as error:
             what = self.describe(manifest.step)
-            raise Unreadable(f"{what} cannot be read: {error}") from error
+            raise CheckpointUnreadableError(f"{what} cannot be read: {error}") from error
 
     # -- loading --------------------------------------------------------------------------------
 
@@ -576,21 +578,22 @@ class CheckpointCatalog:
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            CheckpointCorrupt: `use` raised for all of them.
-            Unreadable: a checkpoint cannot be read. It may be intact, so older ones are not tried.
+            CheckpointCorruptError: `use` raised for all of them.
+            CheckpointUnreadableError: a checkpoint cannot be read. It may be intact, so older ones
+            are not tried.
         """
         self.skipped = {}
         for entry in entries:
             try:
                 return use(self._require_manifest(entry))
-            except Unreadable:
+            except CheckpointUnreadableError:
                 raise
             except CheckpointError as error:
                 self.skipped[entry.step] = str(error)
                 log.warning("checkpoint skipped: %s", error)
         if self.skipped:
             reasons = "; ".join(self.skipped.values())
-            raise CheckpointCorrupt(
+            raise CheckpointCorruptError(
                 f"none of the checkpoints in {self.storage.name} can be used: {reasons}"
             )
         raise FileNotFoundError(f"there is no complete checkpoint in {self.storage.name}")
@@ -603,7 +606,7 @@ class CheckpointCatalog:
 
     def _require_manifest(self, entry: CheckpointEntry) -> Manifest:
         if entry.manifest is None:
-            kind = Unreadable if entry.is_unreadable else CheckpointCorrupt
+            kind = CheckpointUnreadableError if entry.is_unreadable else CheckpointCorruptError
             raise kind(f"{self.describe(entry.step)} {entry.problem}")
         return entry.manifest
 
@@ -622,7 +625,7 @@ class CheckpointCatalog:
 
             headers = [self.read_header(manifest, at) for at in range(manifest.num_parts)]
             return load_parts(headers, read_part, like, map_location=map_location)
-        except CheckpointCorrupt:
+        except CheckpointCorruptError:
             self.record_integrity(manifest, Integrity.CORRUPT)
             raise
 

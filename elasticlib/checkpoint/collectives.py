@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import (
-    CheckpointCorrupt,
+    CheckpointCorruptError,
     CheckpointError,
+    CheckpointUnreadableError,
     ConfigError,
-    StateMismatch,
-    Unreadable,
+    StateMismatchError,
     describe,
 )
 
@@ -48,9 +48,9 @@ class RankError:
         """Return the description of an exception."""
         return cls(
             describe(error)[:_MAX_ERROR_CHARS],
-            is_mismatch=isinstance(error, StateMismatch),
-            is_unreadable=isinstance(error, Unreadable),
-            is_corrupt=isinstance(error, CheckpointCorrupt),
+            is_mismatch=isinstance(error, StateMismatchError),
+            is_unreadable=isinstance(error, CheckpointUnreadableError),
+            is_corrupt=isinstance(error, CheckpointCorruptError),
         )
 
 
@@ -120,7 +120,7 @@ class PeerGroup:
             failure: what a rank failed to do, for the message: `rank 3 {failure}: {error}`.
 
         Raises:
-            StateMismatch: the action raised it on a rank; on all ranks.
+            StateMismatchError: the action raised it on a rank; on all ranks.
             CheckpointError: the action raised any other exception on a rank; on all ranks.
         """
         result, error = capture_exception(action)
@@ -167,7 +167,7 @@ class PeerGroup:
 
         Raises:
             CheckpointError: a receiver has no memory for the pack; on all ranks.
-            CheckpointCorrupt: a receiver got other bytes than were sent; on all ranks.
+            CheckpointCorruptError: a receiver got other bytes than were sent; on all ranks.
         """
         own_size = len(pack) if self.rank == sender and pack is not None else 0
         size = self.all_gather_json(own_size)[sender]
@@ -229,7 +229,7 @@ class PeerGroup:
 
         Raises:
             CheckpointError: a rank could not copy a transfer; on all ranks.
-            CheckpointCorrupt: a rank received other bytes than were sent; on all ranks.
+            CheckpointCorruptError: a rank received other bytes than were sent; on all ranks.
         """
         checksums: dict[tuple[int, int], int] = {}  # CRC-32 of all bytes from a rank to a rank
         pending: deque[tuple[Transfer, bytearray, Any]] = deque()
@@ -289,7 +289,7 @@ def _as_tensor(data: bytearray | memoryview) -> torch.Tensor:
 
 def _check_arrival(step: int, sender: int, receiver: int, sent: int, received: int) -> None:
     if sent != received:
-        raise CheckpointCorrupt(
+        raise CheckpointCorruptError(
             f"step {step} was corrupted in transit: rank {sender} sent CRC-32 {sent:08x}, rank "
             f"{receiver} received {received:08x}"
         )
@@ -312,7 +312,7 @@ def raise_first_error(errors: RankErrors, failure: str, cause: Exception | None 
         cause: the exception of this rank, if it failed.
 
     Raises:
-        StateMismatch: the first error is one.
+        StateMismatchError: the first error is one.
         CheckpointError: the first error is any other one.
     """
     failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
@@ -321,7 +321,7 @@ def raise_first_error(errors: RankErrors, failure: str, cause: Exception | None 
     rank, first = failed[0]
     others = "1 other rank" if len(failed) == 2 else f"{len(failed) - 1} other ranks"
     more = f" ({others} failed as well)" if len(failed) > 1 else ""
-    kind = StateMismatch if first.is_mismatch else CheckpointError
+    kind = StateMismatchError if first.is_mismatch else CheckpointError
     raise kind(f"rank {rank} {failure}: {first.message}{more}") from cause
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from ..clock import monotonic, wall
-from ..errors import CheckpointCorrupt, CheckpointError, CheckpointRefused
+from ..errors import CheckpointCorruptError, CheckpointError, CheckpointFencedError
 from ..foreign import read_fields, read_object
 from .catalog import (
     MANIFEST_NAME,
@@ -161,7 +161,7 @@ def decode_fence(data: bytes) -> Fence:
     """Return the fence from the contents of its file.
 
     Raises:
-        CheckpointCorrupt: the contents are damaged, or have another format.
+        CheckpointCorruptError: the contents are damaged, or have another format.
     """
     body = strip_checksum(data)
     try:
@@ -176,7 +176,7 @@ def decode_fence(data: bytes) -> Fence:
             raise ValueError(f"revoked_launches must be a list of strings, got {revoked!r:.80}")
         return Fence(read_fields(WriterIdentity, fields.get("holder")), tuple(revoked))
     except ValueError as error:
-        raise CheckpointCorrupt(f"{FENCE_NAME} cannot be read: {error}") from error
+        raise CheckpointCorruptError(f"{FENCE_NAME} cannot be read: {error}") from error
 
 
 def data_name(kind: str, token: str, number: int) -> str:
@@ -252,7 +252,7 @@ class Committer:
         """Acquire the fence, and delete the files of interrupted saves. Later calls do nothing.
 
         Raises:
-            CheckpointRefused: a newer writer has the fence.
+            CheckpointFencedError: a newer writer has the fence.
             FolderNotWritable: the directory cannot be written.
             CheckpointError: the disk failed.
         """
@@ -264,7 +264,7 @@ class Committer:
                 fence, self.writer, allow_concurrent_writer=self._is_concurrent
             )
             if isinstance(acquired, str):
-                raise CheckpointRefused(f"{self._storage.name} must not be written: {acquired}")
+                raise CheckpointFencedError(f"{self._storage.name} must not be written: {acquired}")
             if acquired != fence:
                 self._storage.replace(FENCE_NAME, encode_fence(acquired))
                 with self._log_delete_errors():
@@ -300,7 +300,7 @@ class Committer:
             is_pinned: see `Manifest`.
 
         Raises:
-            CheckpointRefused: another writer has taken the fence.
+            CheckpointFencedError: another writer has taken the fence.
             FileDeleted: one of the files was deleted.
             CheckpointError: the disk failed.
         """
@@ -323,7 +323,7 @@ class Committer:
             )
             if reason:
                 what = f"step {step} was not committed to {self._storage.name}"
-                raise CheckpointRefused(f"{what}: {reason}")
+                raise CheckpointFencedError(f"{what}: {reason}")
             sizes = self._storage.list_files(folder)
             if mismatch := find_size_mismatch(manifest, sizes):
                 is_missing = any(file.name not in sizes for file in files)
@@ -356,7 +356,7 @@ class Committer:
         The newest intact checkpoint is read and verified first, because it must be kept.
 
         Raises:
-            CheckpointRefused: a newer writer has the fence, or has taken it.
+            CheckpointFencedError: a newer writer has the fence, or has taken it.
             CheckpointError: the disk failed.
         """
         with self._translate_errors("could not be pruned"):
@@ -384,7 +384,7 @@ class Committer:
         """Return the token of another writer that may still commit its files, or ''.
 
         Raises:
-            CheckpointRefused: this writer must not prune.
+            CheckpointFencedError: this writer must not prune.
         """
         writer, fence = self.writer, self._read_fence(corrupt_as_none=True)
         has_other_holder = fence is not None and fence.holder.token != writer.token
@@ -393,7 +393,7 @@ class Committer:
         lost = commit_denied_reason(fence, writer) if self._has_fence and has_other_holder else ""
         answer = lost or acquire_fence(fence, writer)
         if isinstance(answer, str):
-            raise CheckpointRefused(f"{self._storage.name} was not pruned: {answer}")
+            raise CheckpointFencedError(f"{self._storage.name} was not pruned: {answer}")
         return fence.holder.token if fence is not None and has_other_holder else ""
 
     def _delete_orphans(
@@ -456,7 +456,7 @@ class Committer:
         try:
             data = self._storage.read(FENCE_NAME)
             return None if data is None else decode_fence(data)
-        except (CheckpointCorrupt, FileTooLarge) as error:
+        except (CheckpointCorruptError, FileTooLarge) as error:
             if not corrupt_as_none:
                 raise
             log.warning("%s: the writer is unknown: %s", self._storage.name, error)

@@ -245,7 +245,7 @@ class CheckpointManager:
                 checked it, and this one was not started; another call of `save` is still copying a
                 state, in another thread or in code that a signal handler has interrupted; or
                 `if_busy` is "skip" and the ranks have no process group.
-            CheckpointRefused: a newer generation or launch writes to the directory.
+            CheckpointFencedError: a newer generation or launch writes to the directory.
             ConfigError: `if_busy` has another value.
         """
         started_at = monotonic()
@@ -349,7 +349,7 @@ class CheckpointManager:
         committed_at = committer.committed_at
         finished_at = committed_at if committed_at > started_at else monotonic()
         self.last_durable_s = finished_at - started_at
-        context().saved(step)
+        context().report_saved(step)
 
     def snapshot(self, step: int, state: object) -> bool:
         """Keep the state after a step in memory of this node's agent, which outlives this process.
@@ -383,7 +383,7 @@ class CheckpointManager:
         cost = self._snapshots.snapshot(step, state)
         if cost is not None:
             self.last_stall_s = cost.seconds
-            context().kept(step)
+            context().report_snapshot(step)
         return cost is not None
 
     def on_group_changed(self, local_rank: int) -> None:
@@ -437,7 +437,7 @@ class CheckpointManager:
         this, too.
 
         Raises:
-            CheckpointRefused: a newer generation or launch has the directory.
+            CheckpointFencedError: a newer generation or launch has the directory.
             CheckpointError: the disk failed.
         """
         self._check_open()
@@ -558,8 +558,8 @@ class CheckpointManager:
                 `restore` without a step uses the newest one.
             strict: whether it is an error if only the state, or only the checkpoint, has a name.
             if_unusable: what to do if there are checkpoints, all of them are damaged, and `step` is
-                not given. "raise" raises CheckpointCorrupt, so that no training starts from the
-                beginning unnoticed and replaces them. "start_over" restores nothing.
+                not given. "raise" raises CheckpointCorruptError, so that no training starts from
+                the beginning unnoticed and replaces them. "start_over" restores nothing.
 
         Returns:
             The step and its source. The result is false, and the state is unchanged, if there is
@@ -567,7 +567,7 @@ class CheckpointManager:
 
         Raises:
             FileNotFoundError: no rank has `step`; the message names the steps that this rank has.
-            StateMismatch: the saved state does not fit.
+            StateMismatchError: the saved state does not fit.
             CheckpointError: a state could not be read or loaded, `step` is damaged, or a newer
                 generation or launch has the directory. An error on one rank is raised on all.
         """
@@ -575,7 +575,7 @@ class CheckpointManager:
         if step is not None:
             check_step(step)
         started_at = monotonic()
-        context().starting()
+        context().report_starting()
         snapshots, rank_info = self._snapshots, self._rank_info
         if rank_info.world_size > 1 and not dist.is_initialized():
             raise CheckpointError(
@@ -599,7 +599,7 @@ class CheckpointManager:
             snapshots.adopt_restored_step(agreed, names)
         if result:
             seconds = monotonic() - started_at
-            context().restored(result.step, source=result.source, seconds=seconds)
+            context().report_restored(result.step, source=result.source, seconds=seconds)
         return result
 
     def _not_restored(
@@ -636,9 +636,9 @@ class CheckpointManager:
 
         Raises:
             FileNotFoundError: there is no checkpoint, or none of `step`.
-            CheckpointCorrupt: the checkpoint of `step` is damaged, or all are.
+            CheckpointCorruptError: the checkpoint of `step` is damaged, or all are.
             CheckpointError: a checkpoint cannot be read.
-            StateMismatch: `like` has another structure than the saved state.
+            StateMismatchError: `like` has another structure than the saved state.
         """
         return self._catalog.load(step, like=like, map_location=map_location)
 
@@ -689,7 +689,7 @@ class CheckpointManager:
             The steps that were kept and deleted.
 
         Raises:
-            CheckpointRefused: a newer generation or launch has the directory.
+            CheckpointFencedError: a newer generation or launch has the directory.
             CheckpointError: the disk failed.
         """
         self._check_open()

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
-from ..errors import CheckpointCorrupt, CheckpointError, present
+from ..errors import CheckpointCorruptError, CheckpointError, present
 from .safetensors_header import (
     ARRAY_DTYPES,
     DTYPES,
@@ -377,9 +377,10 @@ def unpack(pack: memoryview, *, map_location: MapLocation = "cpu", copy: bool = 
             pack and change with it.
 
     Raises:
-        CheckpointCorrupt: The bytes are not a pack, or its header was changed or truncated. (The
-            elements are not checked here.)
-        Unreadable: Another version wrote the pack in another format, or NumPy is missing.
+        CheckpointCorruptError: The bytes are not a pack, or its header was changed or truncated.
+            (The elements are not checked here.)
+        CheckpointUnreadableError: Another version wrote the pack in another format, or NumPy is
+        missing.
     """
     return unpack_part(pack, map_location=map_location, copy=copy).state
 
@@ -393,7 +394,7 @@ def unpack_part(
     """
     header = read_header(pack)
     if len(pack) < header.size:
-        raise CheckpointCorrupt(f"the pack has {header.size} bytes, got {len(pack)}")
+        raise CheckpointCorruptError(f"the pack has {header.size} bytes, got {len(pack)}")
     data = pack[header.start : header.size]
     with _decoding("list of tensors"):
         stored = [_stored_tensor(data, row, header) for row in header.tree["tensors"]]
@@ -418,7 +419,7 @@ def _decoding(what: str) -> Iterator[None]:
     try:
         yield
     except _DECODING_ERRORS as error:
-        raise CheckpointCorrupt(f"the pack's {what} cannot be decoded: {error}") from error
+        raise CheckpointCorruptError(f"the pack's {what} cannot be decoded: {error}") from error
 
 
 def _stored_tensor(data: memoryview, row: Any, header: PackHeader) -> tuple[torch.Tensor, str]:

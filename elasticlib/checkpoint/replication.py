@@ -19,9 +19,9 @@ random token in the generation's store. A sender opens one TCP stream to each of
     data, CRC-32 of the data       ->
                                    <-     reply: stored, or the reason of the refusal
 
-A proof is an HMAC over both nonces (see `stores.secret`). Its key is derived from the token and the
-job's secret, neither of which is sent. The data after the handshake is neither encrypted nor
-signed. A stream that breaks leaves the last complete replica as it was.
+A proof is an HMAC over both nonces (see `stores.authentication`). Its key is derived from the token
+and the job's secret, neither of which is sent. The data after the handshake is neither encrypted
+nor signed. A stream that breaks leaves the last complete replica as it was.
 """
 
 from __future__ import annotations
@@ -47,7 +47,15 @@ from ..clock import monotonic
 from ..errors import CheckpointError, ElasticError, present
 from ..foreign import read_fields, read_json
 from ..rendezvous.interface import RendezvousInfo
-from ..stores.secret import HOW, NONCE_BYTES, Exchange, Role, is_digits, prove, proves
+from ..stores.authentication import (
+    NONCE_BYTES,
+    SECRET_MISMATCH_HINT,
+    HandshakeTranscript,
+    Role,
+    compute_proof,
+    is_hex_digest,
+    verify_proof,
+)
 from ..threads import helper
 from .snapshot_slots import (
     HEADER_BYTES,
@@ -115,7 +123,7 @@ def decode_endpoint(data: bytes) -> ReplicaEndpoint | None:
         endpoint = read_fields(ReplicaEndpoint, read_json(data))
     except ValueError:
         return None
-    return endpoint if is_digits(endpoint.token) and 0 < endpoint.port < 65536 else None
+    return endpoint if is_hex_digest(endpoint.token) and 0 < endpoint.port < 65536 else None
 
 
 def endpoint_key(board: str, rank: int) -> str:
@@ -148,9 +156,9 @@ def open_stream(
         nonce, key = secrets.token_bytes(NONCE_BYTES), endpoint.proof_key(secret)
         connection.sendall(_HELLO.pack(_MAGIC, rank, nonce))
         transcript = _transcript(board, rank, nonce, _receive(connection, NONCE_BYTES))
-        if not proves(_receive(connection, _PROOF_BYTES).hex(), key, Role.SERVER, transcript):
-            raise CheckpointError(f"it has another secret: {HOW}")
-        connection.sendall(bytes.fromhex(prove(key, Role.CLIENT, transcript)))
+        if not verify_proof(_receive(connection, _PROOF_BYTES).hex(), key, Role.SERVER, transcript):
+            raise CheckpointError(f"it has another secret: {SECRET_MISMATCH_HINT}")
+        connection.sendall(bytes.fromhex(compute_proof(key, Role.CLIENT, transcript)))
         _set_timeout(connection, IO_TIMEOUT_S)
         stack.pop_all()
     return connection
@@ -170,15 +178,17 @@ def authenticate_sender(
         raise ConnectionError("the peer is not a node that sends replicas here")
     nonce = secrets.token_bytes(NONCE_BYTES)
     transcript = _transcript(board, rank, sender_nonce, nonce)
-    connection.sendall(nonce + bytes.fromhex(prove(key, Role.SERVER, transcript)))
-    if not proves(_receive(connection, _PROOF_BYTES).hex(), key, Role.CLIENT, transcript):
+    connection.sendall(nonce + bytes.fromhex(compute_proof(key, Role.SERVER, transcript)))
+    if not verify_proof(_receive(connection, _PROOF_BYTES).hex(), key, Role.CLIENT, transcript):
         raise ConnectionError("the peer has another secret")
     return int(rank)
 
 
-def _transcript(board: str, rank: int, sender_nonce: bytes, target_nonce: bytes) -> Exchange:
+def _transcript(
+    board: str, rank: int, sender_nonce: bytes, target_nonce: bytes
+) -> HandshakeTranscript:
     # The name of a job contains no NUL, so these proofs are not valid at a store.
-    return Exchange(target_nonce.hex(), sender_nonce.hex(), f"replicas\0{board}\0{rank}")
+    return HandshakeTranscript(target_nonce.hex(), sender_nonce.hex(), f"replicas\0{board}\0{rank}")
 
 
 def send_snapshot(connection: socket.socket, handle: int, header: SnapshotHeader) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import attrs
 import torch
 
-from ..errors import CheckpointCorrupt, CheckpointError, StateMismatch, present
+from ..errors import CheckpointCorruptError, CheckpointError, StateMismatchError, present
 from .boxes import (
     Box,
     BoxRead,
@@ -192,15 +192,15 @@ def load_parts(
         map_location: devices of the tensors that are not sharded in the result.
 
     Raises:
-        StateMismatch: `like` has other sharded tensors than the checkpoint.
-        CheckpointCorrupt: a part is corrupt or incomplete.
+        StateMismatchError: `like` has other sharded tensors than the checkpoint.
+        CheckpointCorruptError: a part is corrupt or incomplete.
     """
     shards = {part: read_shards(read_meta(header)) for part, header in enumerate(headers)}
     if missing := describe_missing(shards, len(headers)):
-        raise CheckpointCorrupt(f"it {missing}")
+        raise CheckpointCorruptError(f"it {missing}")
     rest = unpack_part(read(0), map_location=map_location)
     if not rest.has_rest:
-        raise CheckpointCorrupt("its first part lacks the values that are not sharded")
+        raise CheckpointCorruptError("its first part lacks the values that are not sharded")
     saved = _saved_tensors(rest.paths, shards)
     tensors: dict[StatePath, Any]
     if like is None:
@@ -237,7 +237,7 @@ def _saved_tensors(paths: Iterable[StatePath], shards: Shards) -> dict[StatePath
     saved = {}
     for path in paths:
         if path_name(path) not in tensors:
-            raise CheckpointCorrupt(f"{format_path(path)} is in none of its parts")
+            raise CheckpointCorruptError(f"{format_path(path)} is in none of its parts")
         saved[path] = tensors[path_name(path)]
     return saved
 
@@ -292,7 +292,7 @@ def _match_dtensors(
     ignored.
 
     Raises:
-        StateMismatch: a tensor is sharded on one side only, or the shapes differ.
+        StateMismatchError: a tensor is sharded on one side only, or the shapes differ.
     """
     matched: dict[StatePath, DTensor] = {}
     for path, shard in saved.items():
@@ -303,7 +303,7 @@ def _match_dtensors(
         if dtensor is None:
             raise _sharded_on_one_side(path, "the checkpoint")
         if dtensor.shape != shard.shape:
-            raise StateMismatch(
+            raise StateMismatchError(
                 f"{format_path(path)} has the shape {list(shard.shape)} in the checkpoint, and "
                 f"{list(dtensor.shape)} in the given state"
             )
@@ -314,8 +314,8 @@ def _match_dtensors(
     return matched
 
 
-def _sharded_on_one_side(path: StatePath, side: str) -> StateMismatch:
-    return StateMismatch(f"{format_path(path)} is a sharded tensor only in {side}")
+def _sharded_on_one_side(path: StatePath, side: str) -> StateMismatchError:
+    return StateMismatchError(f"{format_path(path)} is a sharded tensor only in {side}")
 
 
 def _optimizer_parameters(state: object) -> Parameters:
@@ -396,7 +396,7 @@ class ShardedRestore:
             read, so that another one has to be chosen.
 
         Raises:
-            StateMismatch: the saved state does not match `state`; on all ranks.
+            StateMismatchError: the saved state does not match `state`; on all ranks.
             CheckpointError: a copy or a transfer failed; on all ranks.
         """
         if not self._verify_parts():
@@ -448,7 +448,7 @@ class ShardedRestore:
         try:
             self._shards = {part: read_shards(headers[part]) for part in sorted(headers)}
             problem = describe_missing(self._shards, self._num_parts)
-        except CheckpointCorrupt as error:
+        except CheckpointCorruptError as error:
             problem = f"is corrupt: {error}"
         with_rest = [part for part in self._shards if headers[part]["has_rest"]]
         if not problem and not with_rest:
@@ -528,7 +528,7 @@ class ShardedRestore:
         """Compare the saved state with the live one, and plan the reads of this rank.
 
         Raises:
-            StateMismatch: they do not match. Nothing was changed.
+            StateMismatchError: they do not match. Nothing was changed.
         """
         saved = rest.state
 
@@ -542,7 +542,7 @@ class ShardedRestore:
         for path, dtensor in matched.items():
             dtype = dtype_from_name(tensors[path].dtype)
             if dtype != dtensor.dtype and _is_plain_tensor(state, path):
-                raise StateMismatch(
+                raise StateMismatchError(
                     f"{format_path(path)} is a sharded tensor of {dtensor.dtype}, and a tensor of "
                     f"{dtype} was saved"
                 )
@@ -553,7 +553,7 @@ class ShardedRestore:
         for read in reads:
             name = self._shards[read.part][read.index].name
             if name in self._multi_mesh and read.part != self._own_part:
-                raise StateMismatch(
+                raise StateMismatchError(
                     f"{name} was on several meshes, possibly as different tensors, and this rank "
                     "needs elements of it that it did not have"
                 )

@@ -23,7 +23,13 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointCorrupt, CheckpointError, ConfigError, Unreadable, present
+from ..errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointUnreadableError,
+    ConfigError,
+    present,
+)
 from .catalog import CheckpointCatalog, Integrity, Manifest
 from .collectives import (
     PeerGroup,
@@ -172,8 +178,9 @@ class UnavailableStep:
 class StateSource(abc.ABC):
     """The states in one storage, as packs (see `pack`).
 
-    Methods that read a state raise CheckpointCorrupt if it is corrupt, Unreadable if it may be
-    intact (so that no older state is used instead), and CheckpointError if it was deleted.
+    Methods that read a state raise CheckpointCorruptError if it is corrupt,
+    CheckpointUnreadableError if it may be intact (so that no older state is used instead), and
+    CheckpointError if it was deleted.
     """
 
     @abc.abstractmethod
@@ -261,7 +268,7 @@ class DiskSource(StateSource):
         if stored not in self._manifests:
             name, entry = self._folder.describe(stored.step), self._folder.read_entry(stored.step)
             if entry is not None and entry.is_unreadable:
-                raise Unreadable(f"{name} {entry.problem}")
+                raise CheckpointUnreadableError(f"{name} {entry.problem}")
             manifest = None if entry is None else entry.manifest
             if manifest is None or _stored_state(manifest) != stored:
                 raise CheckpointError(f"{name} was replaced or deleted after it was chosen")
@@ -535,15 +542,15 @@ def restore_from(
         strict: raise on all ranks if a name is only in `state` or was only saved. If False, such
             names are ignored.
         if_unusable: what to do without a `step` if there are checkpoints on disk and no state can
-            be used: "raise" raises CheckpointCorrupt, "start_over" changes nothing.
+            be used: "raise" raises CheckpointCorruptError, "start_over" changes nothing.
 
     Returns:
         The agreement. Its `kind` is empty if there was nothing to restore.
 
     Raises:
         ConfigError: `group` or `if_unusable` is not valid.
-        StateMismatch: the saved state does not match `state`; on all ranks.
-        CheckpointCorrupt: see `if_unusable`; on all ranks.
+        StateMismatchError: the saved state does not match `state`; on all ranks.
+        CheckpointCorruptError: see `if_unusable`; on all ranks.
         CheckpointError: a rank could not list its states, an object could not load its state,
             memory ran out, a newer state cannot be read, or ranks ask for different steps; on all
             ranks, with the number of the rank that failed.
@@ -579,11 +586,11 @@ def restore_from(
     return attrs.evolve(agreement, skipped=skipped)
 
 
-def _no_usable_checkpoint(reasons: Sequence[str]) -> CheckpointCorrupt:
+def _no_usable_checkpoint(reasons: Sequence[str]) -> CheckpointCorruptError:
     shown = "; ".join(reasons[:_MAX_SHOWN_REASONS])
     num_more = len(reasons) - _MAX_SHOWN_REASONS
     more = f" (and {num_more} more)" if num_more > 0 else ""
-    return CheckpointCorrupt(
+    return CheckpointCorruptError(
         f"there are checkpoints, and none of them can be used: {shown}{more}. To train from the "
         'start instead, call restore(state, if_unusable="start_over"), or move these checkpoints '
         "away"

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..errors import CheckpointError, StateMismatch, describe, wrapper_hint
+from ..errors import CheckpointError, StateMismatchError, describe, wrapper_hint
 from ..foreign import with_article
 from .state_tree import (
     StateAccessor,
@@ -73,11 +73,11 @@ def plan_restore(
         before it in `state` have been changed by then.
 
     Raises:
-        StateMismatch: `saved` does not match `state`. The message names the missing names, or the
-            first mismatches with both shapes or types.
+        StateMismatchError: `saved` does not match `state`. The message names the missing names, or
+            the first mismatches with both shapes or types.
     """
     if not isinstance(saved, dict):
-        raise StateMismatch(f"what was saved is no dict of names, but {with_article(saved)}")
+        raise StateMismatchError(f"what was saved is no dict of names, but {with_article(saved)}")
     if strict:
         _check_same_names(state, saved)
     planner = _RestorePlanner()
@@ -88,7 +88,7 @@ def plan_restore(
     if mismatches:
         more = len(mismatches) - _SHOWN_MISMATCHES
         suffix = f" (and {more} more like this)" if more > 0 else ""
-        raise StateMismatch("; ".join(mismatches[:_SHOWN_MISMATCHES]) + suffix)
+        raise StateMismatchError("; ".join(mismatches[:_SHOWN_MISMATCHES]) + suffix)
 
     def put() -> None:
         with torch.no_grad():
@@ -105,7 +105,7 @@ def _check_same_names(state: Mapping[str, Any], saved: Mapping[Any, Any]) -> Non
     sentences += [f"the state has no {surplus}, which was saved"] if surplus else []
     if sentences:
         advice = "give the same names, or strict=False to restore those in both"
-        raise StateMismatch(f"{'; '.join(sentences)}: {advice}")
+        raise StateMismatchError(f"{'; '.join(sentences)}: {advice}")
 
 
 class TensorCopies:
@@ -346,8 +346,8 @@ class _RestorePlanner:
         except Exception as error:
             is_mismatch = str(error).startswith(_TORCH_MISMATCHES)
             kind = (
-                StateMismatch
-                if is_mismatch or isinstance(error, StateMismatch)
+                StateMismatchError
+                if is_mismatch or isinstance(error, StateMismatchError)
                 else CheckpointError
             )
             what = f"{format_path(path)}, {with_article(old)}, could not load its state"

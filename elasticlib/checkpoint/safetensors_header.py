@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from ..errors import CheckpointCorrupt, Unreadable
+from ..errors import CheckpointCorruptError, CheckpointUnreadableError
 
 FORMAT = 4
 PREFIX_BYTES = 128  # The first bytes of a pack, which contain its size.
@@ -169,15 +169,15 @@ def read_size(prefix: bytes | memoryview) -> tuple[int, int]:
         prefix: The first `PREFIX_BYTES` bytes of the pack.
 
     Raises:
-        CheckpointCorrupt: These are not the first bytes of a pack.
+        CheckpointCorruptError: These are not the first bytes of a pack.
     """
     if len(prefix) < PREFIX_BYTES:
-        raise CheckpointCorrupt(f"a pack has at least {PREFIX_BYTES} bytes, got {len(prefix)}")
+        raise CheckpointCorruptError(f"a pack has at least {PREFIX_BYTES} bytes, got {len(prefix)}")
     size = int(_record(prefix)[2], 16)
     (length,) = _LENGTH.unpack_from(prefix)
     start = _LENGTH.size + length
     if start % PAGE_BYTES or start > size or size >= 2**63:
-        raise CheckpointCorrupt(
+        raise CheckpointCorruptError(
             f"the first bytes of the pack were changed: a header of {start} bytes, {size} in all"
         )
     return size, start
@@ -190,31 +190,35 @@ def read_header(pack: bytes | memoryview) -> PackHeader:
         pack: The pack, or at least its header.
 
     Raises:
-        CheckpointCorrupt: The bytes are not a pack, or the header was changed or truncated.
-        Unreadable: Another version of elasticlib wrote the pack in another format.
+        CheckpointCorruptError: The bytes are not a pack, or the header was changed or truncated.
+        CheckpointUnreadableError: Another version of elasticlib wrote the pack in another format.
     """
     size, start = read_size(pack[:PREFIX_BYTES])
     header = bytes(pack[:start])
     if len(header) < start:
-        raise CheckpointCorrupt(f"the pack's header has {start} bytes, got {len(header)}")
+        raise CheckpointCorruptError(f"the pack's header has {start} bytes, got {len(header)}")
     record = _record(header)
     if int(record[3], 16) != _header_crc32(header):
-        raise CheckpointCorrupt("the pack's header was changed or truncated")
+        raise CheckpointCorruptError("the pack's header was changed or truncated")
     if int(record[1]) != FORMAT:
         # The pack is intact, so this is no reason to use an older checkpoint instead.
-        raise Unreadable(f"the pack has format {int(record[1])}, this version reads {FORMAT}")
+        raise CheckpointUnreadableError(
+            f"the pack has format {int(record[1])}, this version reads {FORMAT}"
+        )
     try:
         values, tree, entries = _parse_after_record(
             header[_LENGTH.size :].decode("ascii"), record.end()
         )
     except ValueError as error:
-        raise CheckpointCorrupt(f"the pack's header cannot be parsed: {error!s:.200}") from error
+        raise CheckpointCorruptError(
+            f"the pack's header cannot be parsed: {error!s:.200}"
+        ) from error
     _check_cover(entries, size - start)
     checksum = None if record[4] == _NO_CHECKSUM else int(record[4], 16)
     notes = _load_object(values, "values")
     meta, rows = notes.get("meta"), notes.get("values")
     if not isinstance(meta, dict) or not isinstance(rows, list):
-        raise CheckpointCorrupt("the pack's values lack the list of values or the metadata")
+        raise CheckpointCorruptError("the pack's values lack the list of values or the metadata")
     return PackHeader(size, start, meta, rows, _load_object(tree, "tree"), entries, checksum)
 
 
@@ -222,8 +226,8 @@ def read_meta(pack: bytes | memoryview) -> dict[str, Any]:
     """Return the metadata in the header of a pack.
 
     Raises:
-        CheckpointCorrupt: The bytes are not a pack, or the header was changed or truncated.
-        Unreadable: Another version of elasticlib wrote the pack in another format.
+        CheckpointCorruptError: The bytes are not a pack, or the header was changed or truncated.
+        CheckpointUnreadableError: Another version of elasticlib wrote the pack in another format.
     """
     return dict(read_header(pack).meta)
 
@@ -236,7 +240,7 @@ def round_up(size: int, multiple: int) -> int:
 def _record(header: bytes | memoryview) -> re.Match[bytes]:
     match = _RECORD.match(bytes(header[_LENGTH.size : PREFIX_BYTES]))
     if match is None:
-        raise CheckpointCorrupt(
+        raise CheckpointCorruptError(
             "a pack begins with a record in the header of a safetensors file, and this one with "
             f"{bytes(header[:24])!r}"
         )
@@ -308,20 +312,20 @@ def _check_cover(entries: Sequence[PackEntry], size: int) -> None:
     at = 0
     for entry in entries:
         if entry.begin != at:
-            raise CheckpointCorrupt(
+            raise CheckpointCorruptError(
                 f"the pack's entry {entry.name!r:.80} begins at {entry.begin}, and the entry before"
                 f" it ends at {at}"
             )
         at = entry.end
     if at != size:
-        raise CheckpointCorrupt(f"the pack's entries have {at} bytes, and its data {size}")
+        raise CheckpointCorruptError(f"the pack's entries have {at} bytes, and its data {size}")
 
 
 def _load_object(text: str, name: str) -> dict[str, Any]:
     try:
         loaded = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorrupt(f"the pack's {name} are not JSON: {error}") from error
+        raise CheckpointCorruptError(f"the pack's {name} are not JSON: {error}") from error
     if not isinstance(loaded, dict):
-        raise CheckpointCorrupt(f"the pack's {name} are not a JSON object")
+        raise CheckpointCorruptError(f"the pack's {name} are not a JSON object")
     return loaded

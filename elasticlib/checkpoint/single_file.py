@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import CheckpointCorrupt, CheckpointError, Unreadable
+from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError
 from .catalog import DataFile, find_difference
 from .pack import plan_layout, unpack
 from .safetensors_header import (
@@ -94,7 +94,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
 
     Raises:
         FileNotFoundError: the file does not exist.
-        CheckpointCorrupt: the file is truncated or changed, or was not written by elasticlib.
+        CheckpointCorruptError: the file is truncated or changed, or was not written by elasticlib.
         CheckpointError: `torch.save`, a `CheckpointManager`, or a version with another format wrote
             the file; or this program lacks a library that the state needs.
     """
@@ -106,7 +106,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: MapLocation =
         _verify_data(file, path, header, memory[header.start :])
     try:
         return unpack(memory, map_location=map_location, copy=False)
-    except CheckpointCorrupt as error:
+    except CheckpointCorruptError as error:
         raise _incomplete(path, error) from error
 
 
@@ -153,8 +153,8 @@ def _natural_key(name: str) -> tuple[list[str | int], str]:
     return [int(part) if at % 2 else part for at, part in enumerate(parts)], name
 
 
-def _incomplete(path: str | os.PathLike[str], reason: object) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{os.fspath(path)} is not a complete checkpoint: {reason}")
+def _incomplete(path: str | os.PathLike[str], reason: object) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"{os.fspath(path)} is not a complete checkpoint: {reason}")
 
 
 def _read_file_header(file: BinaryIO, path: str | os.PathLike[str]) -> PackHeader:
@@ -168,14 +168,14 @@ def _read_file_header(file: BinaryIO, path: str | os.PathLike[str]) -> PackHeade
     try:
         size, header_size = read_size(start)
         if size != size_on_disk:
-            raise CheckpointCorrupt(f"it must have {size} bytes, but has {size_on_disk}")
+            raise CheckpointCorruptError(f"it must have {size} bytes, but has {size_on_disk}")
         return read_header(start + file.read(header_size - len(start)))
-    except CheckpointCorrupt as error:
+    except CheckpointCorruptError as error:
         raise _incomplete(
             path, f"{error}: truncated, changed, or not written by elasticlib"
         ) from error
-    except Unreadable as error:
-        raise Unreadable(f"{os.fspath(path)} cannot be read: {error}") from error
+    except CheckpointUnreadableError as error:
+        raise CheckpointUnreadableError(f"{os.fspath(path)} cannot be read: {error}") from error
 
 
 def _verify_data(

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import attrs
 import torch
 
-from ..errors import CheckpointError, Unreadable, describe
+from ..errors import CheckpointError, CheckpointUnreadableError, describe
 from ..foreign import full_name, with_article
 from .state_dicts import describe_state_dict, state_dict_owner
 from .tensor_layout import dtype_from_name, dtype_name
@@ -327,7 +327,7 @@ def _numpy() -> Any:
     try:
         return importlib.import_module("numpy")
     except ImportError as error:
-        raise Unreadable(
+        raise CheckpointUnreadableError(
             f"the state holds NumPy arrays or numbers, and NumPy cannot be imported ({error}): "
             "pip install numpy"
         ) from error
@@ -739,7 +739,7 @@ def unflatten(tree: Any, values: Sequence[Any], tensors: Sequence[torch.Tensor])
     Raises:
         AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError: The JSON
             was not written by `encode_structure` and `encode_values`.
-        Unreadable: The state contains NumPy arrays, and NumPy is not installed.
+        CheckpointUnreadableError: The state contains NumPy arrays, and NumPy is not installed.
     """
     decoder = _Decoder(values, tensors)
     state = decoder.decode(tree)

@@ -14,7 +14,7 @@ from typing import Any, Literal, SupportsIndex, get_args
 
 import attrs
 
-from ..errors import ConfigError, StateMismatch
+from ..errors import ConfigError, StateMismatchError
 
 Tail = Literal["pad", "drop", "exact"]
 """The end of an epoch whose number of samples is not divisible by the world size.
@@ -29,7 +29,7 @@ Tail = Literal["pad", "drop", "exact"]
 OnMismatch = Literal["raise", "restart", "keep"]
 """The handling of a state whose length, seed or order differs from the sampler's.
 
-* `raise`: raise StateMismatch.
+* `raise`: raise StateMismatchError.
 * `restart`: start the epoch of the state from its first sample, in the sampler's order.
 * `keep`: skip as many samples of the epoch as the state has consumed, in the sampler's order. Some
   samples of the epoch are then used twice, and others are not used.
@@ -43,7 +43,7 @@ class SamplerPosition:
     """Position of a job in an epoch, independent of the world size.
 
     Raises:
-        StateMismatch: `epoch` is negative, or `consumed` is not in [0, length].
+        StateMismatchError: `epoch` is negative, or `consumed` is not in [0, length].
     """
 
     seed: int
@@ -54,9 +54,9 @@ class SamplerPosition:
 
     def __attrs_post_init__(self) -> None:
         if self.epoch < 0:
-            raise StateMismatch(f"need epoch >= 0, got {self.epoch}")
+            raise StateMismatchError(f"need epoch >= 0, got {self.epoch}")
         if not 0 <= self.consumed <= self.length:
-            raise StateMismatch(
+            raise StateMismatchError(
                 f"need 0 <= consumed <= length, got {self.consumed} and {self.length}"
             )
 
@@ -135,12 +135,12 @@ def decode(state: Mapping[str, Any]) -> SamplerPosition:
     """Return the position from which `encode` created `state`.
 
     Raises:
-        StateMismatch: the state has another format, or a field is missing, unknown, of another type
-            or out of range. The message names the field, its value and the rule.
+        StateMismatchError: the state has another format, or a field is missing, unknown, of another
+            type or out of range. The message names the field, its value and the rule.
     """
     version = state.get("format", STATE_FORMAT)
     if version != STATE_FORMAT:
-        raise StateMismatch(
+        raise StateMismatchError(
             f"format is {version!r} in the sampler's state, but this version of elasticlib reads"
             f" only format {STATE_FORMAT}: resume with the version that saved the state, or restore"
             " without the sampler"
@@ -148,13 +148,15 @@ def decode(state: Mapping[str, Any]) -> SamplerPosition:
     fields = [*attrs.fields_dict(SamplerPosition), "format"]
     for name in fields:
         if name not in state:
-            raise StateMismatch(f"{name} is missing: a sampler's state has {', '.join(fields)}")
+            raise StateMismatchError(
+                f"{name} is missing: a sampler's state has {', '.join(fields)}"
+            )
         kind = str if name == "order" else int
         if type(state[name]) is not kind:
-            raise StateMismatch(f"{name} is {state[name]!r}, must be of type {kind.__name__}")
+            raise StateMismatchError(f"{name} is {state[name]!r}, must be of type {kind.__name__}")
     for name in state:
         if name not in fields:
-            raise StateMismatch(
+            raise StateMismatchError(
                 f"{name!r} is not a field of a sampler's state: {', '.join(fields)}"
             )
     return SamplerPosition(**{name: state[name] for name in fields if name != "format"})
@@ -166,7 +168,7 @@ def resume(
     """Return the position from which a sampler at `current` continues after loading `state`.
 
     Raises:
-        StateMismatch: the state cannot be read, or has another length, seed or order, and
+        StateMismatchError: the state cannot be read, or has another length, seed or order, and
             `on_mismatch` is "raise".
         ConfigError: `on_mismatch` is unknown.
     """
@@ -174,7 +176,7 @@ def resume(
     saved = decode(state)
     difference = describe_mismatch(saved, current)
     if difference and on_mismatch == "raise":
-        raise StateMismatch(
+        raise StateMismatchError(
             f"{difference}: a position in one order is not valid in another. Use"
             " sampler.load_state_dict(state, on_mismatch='restart') to start the epoch from its"
             " first sample, or 'keep' to skip as many samples of the new order"

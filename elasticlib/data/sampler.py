@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from ..errors import ConfigError, StateMismatch
+from ..errors import ConfigError, StateMismatchError
 from .permutation import MAX_SHUFFLED, Order, Permutation, Sequential, index_chunks
 from .position import (
     OnMismatch,
@@ -137,13 +137,14 @@ class EpochProgress:
         called `set_epoch` with the epoch of the state or, if that is exhausted, with the next one.
 
         Raises:
-            StateMismatch: as for `position.resume`, or `set_epoch` was called with another epoch.
+            StateMismatchError: as for `position.resume`, or `set_epoch` was called with another
+            epoch.
         """
         saved = resume(state, self.position)
         if self._explicit_epoch is not None and self._explicit_epoch != saved.epoch:
             expected = saved.epoch + 1 if is_exhausted(saved) else saved.epoch
             if self._explicit_epoch != expected:
-                raise StateMismatch(
+                raise StateMismatchError(
                     f"epoch is {saved.epoch} in the loader's state, with {saved.consumed} of"
                     f" {saved.length} samples used, but set_epoch was called with"
                     f" {self._explicit_epoch}: call set_epoch({expected}) to continue after it"
@@ -244,7 +245,7 @@ class Iteration:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.is_finished:
-            raise StateMismatch("the iterator is finished: load the state into a new iterator")
+            raise StateMismatchError("the iterator is finished: load the state into a new iterator")
         self._source.progress.restore_iterator(self, state, self._source._is_exhausted)
         for _ in self._current:  # The caller's iterator would yield the rest of this list.
             pass
@@ -302,8 +303,8 @@ class ElasticIterator(chain[T]):
         """Continue at `state`, and move the sampler there.
 
         Raises:
-            StateMismatch: the state belongs to another sampler, `set_epoch` was called with another
-                epoch, or this iterator is finished.
+            StateMismatchError: the state belongs to another sampler, `set_epoch` was called with
+                another epoch, or this iterator is finished.
         """
         self.iteration.load_state_dict(state)
 
@@ -381,12 +382,13 @@ class GlobalPositionIterable:
         Args:
             state: the result of `state_dict`.
             on_mismatch: what to do if the length of the dataset, the seed or the order differ.
-                "raise" raises StateMismatch. "restart" starts the epoch of the state from its first
-                sample. "keep" skips as many samples of that epoch, in the order of this sampler.
+                "raise" raises StateMismatchError. "restart" starts the epoch of the state from its
+                first sample. "keep" skips as many samples of that epoch, in the order of this
+                sampler.
 
         Raises:
-            StateMismatch: the state is incomplete, has another format, or, with "raise", does not
-                match this sampler. The sampler is unchanged.
+            StateMismatchError: the state is incomplete, has another format, or, with "raise", does
+                not match this sampler. The sampler is unchanged.
             ConfigError: `on_mismatch` is unknown.
         """
         self.progress.load(state, on_mismatch)

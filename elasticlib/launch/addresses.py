@@ -7,8 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
 
-from ..stores.name_lookup import NAME_LOOKUP
-from ..stores.sockets import address_of
+from ..stores.connection import NAME_LOOKUP, numeric_address
 
 LOOKUP_TIMEOUT_S = 5.0  # a node that finds no store asks again, so that a slow answer is not lost
 NOT_OURS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
@@ -33,7 +32,7 @@ def addresses_of(host: str, port: int = 0) -> list[str]:
         found = NAME_LOOKUP.addresses(host, port, LOOKUP_TIMEOUT_S)
     except OSError:
         return []
-    return list(dict.fromkeys(address_of(info[4]) for info in found))
+    return list(dict.fromkeys(numeric_address(info[4]) for info in found))
 
 
 def outward_address() -> str:

@@ -26,7 +26,7 @@ from .addresses import is_loopback, outward_address, resolve, source_address
 from .flags import ETCD_BACKENDS, OUR_BACKENDS
 
 if TYPE_CHECKING:
-    from ..stores.etcd import EtcdStore, Member
+    from ..stores.etcd_store import EtcdStore, Member
 
 
 @attrs.frozen(kw_only=True)
@@ -135,14 +135,14 @@ class EtcdPlace:
     @property
     def members(self) -> tuple[Member, ...]:
         # Imported here: most jobs meet elsewhere, and it takes a while to import HTTP and TLS.
-        from ..stores.etcd import read_members
+        from ..stores.etcd_store import read_members
 
         secure = self.protocol == "https" or bool(self.cacert or self.cert)
         return read_members(self.endpoints, secure=secure)
 
     def open(self, timeout: float) -> EtcdStore:
         """The store; nothing is connected yet."""
-        from ..stores.etcd import EtcdStore
+        from ..stores.etcd_store import EtcdStore
 
         password = None
         if self.password_file is not None:

@@ -24,11 +24,11 @@ import attrs
 
 from .._version import versions
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
-from ..errors import ConfigError, StoreError, StoreRefused
+from ..errors import ConfigError, StoreError, StoreRejectedError
 from ..observe.wording import size
 from ..stores.tcp_client import TcpStore
 from ..visible import visible_line
-from ..workers.session import SHARED_MEMORY
+from ..workers.run_dirs import SHARED_MEMORY
 from .addresses import (
     addresses_of,
     is_loopback,
@@ -169,7 +169,7 @@ def check_store(host: str, port: int, secret: bytes | None) -> Finding:
             return Finding("store", True, f"an elasticlib store answers at {endpoint}")
         finally:
             store.close()
-    if isinstance(error, StoreRefused):
+    if isinstance(error, StoreRejectedError):
         ways = "give the secret in ELASTICLIB_SECRET or by --secret-file"
         if "secret" not in str(error):
             ways = "is it the place of another version, or of another --rdzv-backend?"

@@ -111,7 +111,7 @@ def _serve_store(chosen: argparse.Namespace) -> int:
         with server:
             job = f"job {chosen.job!r}" if chosen.job else "any job"
             print(f"serving on {server.address} for {job}", flush=True)
-            while server.serving:
+            while server.is_serving:
                 with contextlib.suppress(queue.Empty):
                     heard.get(timeout=LOOK_SECONDS)
                     return 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..endpoint import STORE_PORT, check_host, is_wildcard, join_endpoint, split_endpoint
 from ..errors import ConfigError
-from ..stores.secret import LONGEST, VARIABLE, check_secret
+from ..stores.authentication import MAX_SECRET_BYTES, SECRET_ENV, check_secret
 from .flags import MASTER_PORT, Setting, Settings, Source
 
 _MASTER = ("master_addr", "master_port")
@@ -280,23 +280,23 @@ def read_secret(environment: Mapping[str, str], path: str | None, flag: str) -> 
     Raises:
         ConfigError: two places give one, or the one that is named gives none.
     """
-    given = environment.get(VARIABLE)
+    given = environment.get(SECRET_ENV)
     if given is not None and path is not None:
-        raise ConfigError(f"{VARIABLE} and {flag} both give a secret: unset one of them")
+        raise ConfigError(f"{SECRET_ENV} and {flag} both give a secret: unset one of them")
     if path is not None:
         return _read_file(path, flag)
     if given is None:
         return None
     if not given:
-        raise ConfigError(f"{VARIABLE} is empty: unset it, or put a secret there")
+        raise ConfigError(f"{SECRET_ENV} is empty: unset it, or put a secret there")
     # The bytes as the system handed them over, as they would stand in a file.
-    return check_secret(os.fsencode(given), VARIABLE)
+    return check_secret(os.fsencode(given), SECRET_ENV)
 
 
 def _read_file(path: str, flag: str) -> bytes | None:
     try:
         with open(path, "rb") as file:
-            content = file.read(LONGEST + 2)
+            content = file.read(MAX_SECRET_BYTES + 2)
     except OSError as error:
         raise ConfigError(f"{flag} {path!r} cannot be read: {error.strerror}") from error
     return check_secret(content.removesuffix(b"\n"), f"{flag} {path!r}")

@@ -21,7 +21,7 @@ from ..observe.journal import NodeJournal
 from ..observe.story import DEAREST, Sums
 from ..observe.wording import STEPLESS, duration, percentage, plural
 from ..workers.interface import Workers
-from ..workers.processes import LocalWorkers
+from ..workers.local_workers import LocalWorkers
 from ..workers.spec import WorkerState
 
 log = logging.getLogger("elasticlib.launch")
@@ -121,7 +121,7 @@ def result_text(result: RunResult) -> str:
 
 def write_failure(workers: Workers, result: RunResult) -> None:
     """The same for programs, if the run failed and has a folder that stays."""
-    folder = workers.kept_folder if isinstance(workers, LocalWorkers) else None
+    folder = workers.kept_run_dir if isinstance(workers, LocalWorkers) else None
     if folder is None or result.state is not WorkerState.FAILED:
         return
     said = {

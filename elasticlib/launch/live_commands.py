@@ -22,10 +22,10 @@ from ..endpoint import STORE_PORT, split_endpoint
 from ..errors import (
     ConfigError,
     ElasticError,
-    NoSuchRun,
+    RunNotFoundError,
+    StoreConnectionError,
     StoreError,
-    StoreTimeout,
-    StoreUnavailable,
+    StoreTimeoutError,
 )
 from ..observe.event import Event
 from ..observe.history import JobState
@@ -50,12 +50,12 @@ from ..observe.status import (
     result_of,
     status_of,
 )
-from ..stores.file import FileStore
+from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_protocol import NOT_OURS
 from ..visible import visible_line
-from ..workers.output import parse_ranks
+from ..workers.output_plan import parse_ranks
 from .addresses import resolve
 from .backends import check_backend, check_etcd_keys, read_etcd_place
 from .command_tools import Part, Table, complain, redraw, show, typed
@@ -135,7 +135,8 @@ def find_target(chosen: argparse.Namespace) -> Target:
     """Which run is meant.
 
     Raises:
-        ConfigError: the command line contradicts itself. NoSuchRun: there is none of that name.
+        ConfigError: the command line contradicts itself. RunNotFoundError: there is none of that
+        name.
     """
     conf = read_pairs(chosen.rdzv_conf)
     target = Target(chosen.rdzv_id, chosen.rdzv_backend or "tcp", chosen.named, conf)
@@ -145,7 +146,7 @@ def find_target(chosen: argparse.Namespace) -> Target:
     else:
         try:
             target = _recorded_target(tuple(find_runs(chosen.named)), conf)
-        except NoSuchRun:
+        except RunNotFoundError:
             if not _is_endpoint(chosen.named):
                 raise
     if chosen.rdzv_backend:
@@ -205,7 +206,7 @@ def reached(target: Target, chosen: argparse.Namespace) -> Iterator[tuple[Store,
 
     Raises:
         StoreError: it is not there, or refuses. ConfigError: it cannot be asked as things are.
-        NoSuchRun: it holds no job, or several.
+        RunNotFoundError: it holds no job, or several.
     """
     store = _open(target, chosen)
     try:
@@ -217,10 +218,10 @@ def reached(target: Target, chosen: argparse.Namespace) -> Iterator[tuple[Store,
 
 def _open(target: Target, chosen: argparse.Namespace) -> Store:
     if not target.endpoint:
-        raise StoreUnavailable("no agent on this machine serves the store of this run any more")
+        raise StoreConnectionError("no agent on this machine serves the store of this run any more")
     if target.backend == "file":
         if not Path(target.endpoint).is_dir():  # a store would make it
-            raise StoreUnavailable(f"there is no folder {target.endpoint}")
+            raise StoreConnectionError(f"there is no folder {target.endpoint}")
         return FileStore(target.endpoint, timeout=chosen.timeout)
     if target.backend in ETCD_BACKENDS:
         return read_etcd_place(target.endpoint, target.conf).open(chosen.timeout)
@@ -242,7 +243,7 @@ def _open(target: Target, chosen: argparse.Namespace) -> Store:
 
 def _open_tcp(target: Target, secret: bytes | None, timeout: float) -> Store:
     """A client of the first of its places that answers."""
-    error: StoreError = StoreUnavailable(
+    error: StoreError = StoreConnectionError(
         f"the host of {target.endpoint} cannot be resolved on this machine"
     )
     places = [split_endpoint(part, STORE_PORT) for part in parts_of(target.endpoint)]
@@ -256,7 +257,7 @@ def _open_tcp(target: Target, secret: bytes | None, timeout: float) -> Store:
             error = failed
             continue
         return store
-    if not target.records and (isinstance(error, StoreTimeout) or NOT_OURS in str(error)):
+    if not target.records and (isinstance(error, StoreTimeoutError) or NOT_OURS in str(error)):
         hint = "is it the place of another --rdzv-backend? name it with --rdzv-backend"
         raise type(error)(f"{error}; {hint}")
     raise error
@@ -268,9 +269,9 @@ def _only_job(store: Store, target: Target) -> str:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise NoSuchRun(f"{target.endpoint} holds no job (yet)")
+        raise RunNotFoundError(f"{target.endpoint} holds no job (yet)")
     there = ", ".join(found)
-    raise NoSuchRun(f"{target.endpoint} holds these jobs: {there}; name one with --rdzv-id")
+    raise RunNotFoundError(f"{target.endpoint} holds these jobs: {there}; name one with --rdzv-id")
 
 
 # -- the result of a run that is over -------------------------------------------------------------
@@ -384,7 +385,7 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
             if (found := result(target)) is not None:
                 return found
             if status is None and not target.records:
-                raise NoSuchRun(f"no job {run_id!r} is there (yet)")
+                raise RunNotFoundError(f"no job {run_id!r} is there (yet)")
             # An agent can take seconds from its first event until its node has joined.
             return status or JobStatus(run_id, JobState.RENDEZVOUS, "its agents are starting")
 
@@ -500,7 +501,7 @@ def _asked(target: Target, chosen: argparse.Namespace) -> JobStacks:
     """What the nodes show.
 
     Raises:
-        NoSuchRun: none of them lives. StoreError: they could not be asked.
+        RunNotFoundError: none of them lives. StoreError: they could not be asked.
     """
     try:
         with reached(target, chosen) as (store, run_id), Asker(store, run_id) as asker:
@@ -510,7 +511,7 @@ def _asked(target: Target, chosen: argparse.Namespace) -> JobStacks:
         if last is None or last.state is None:
             raise
         over = f"{target.run_id!r} is over ({last.state.value}): no worker of it is left"
-        raise NoSuchRun(over) from error
+        raise RunNotFoundError(over) from error
     if not view.live:
-        raise NoSuchRun(f"no node of {run_id!r} is alive")
+        raise RunNotFoundError(f"no node of {run_id!r} is alive")
     return view

@@ -32,10 +32,10 @@ from ..observe.status import Health, document_of_node, judge
 from ..observe.story import NodeStatus
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.membership import Node
-from ..stores.file import FileStore
+from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..workers.interface import Workers
-from ..workers.processes import LocalWorkers
+from ..workers.local_workers import LocalWorkers
 from .config import (
     HEALTH_VARIABLE,
     OBSERVE_FLAG,
@@ -91,9 +91,9 @@ def open_journal(
 
 def kept_logs(workers: Workers) -> str:
     """The folder of the workers' logs, empty where it goes with the run."""
-    if not isinstance(workers, LocalWorkers) or not workers.keeps_folder:
+    if not isinstance(workers, LocalWorkers) or not workers.keeps_run_dir:
         return ""
-    return str(workers.folder)
+    return str(workers.run_dir)
 
 
 def _place(stack: contextlib.ExitStack, run: str, logs: str) -> tuple[Path | None, str]:

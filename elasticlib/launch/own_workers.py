@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..compat.launching import may_go_unbound
 from ..errors import ConfigError, ElasticError
-from ..workers.numa import numa_cpu_sets
-from ..workers.processes import LocalWorkers
-from ..workers.spec import Entrypoint, WorkerSpec, check_preload, own_device
+from ..workers.local_workers import LocalWorkers
+from ..workers.node_resources import numa_cpu_sets
+from ..workers.spec import Entrypoint, WorkerSpec, check_preload, visible_device_for
 from .config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
@@ -53,7 +53,7 @@ def check_machine(
     _check_log_dir(config.log_dir)
     if config.virtual_local_rank:
         # Asked for the last one before anything starts, so that too few GPUs are refused at once.
-        own_device(config.nproc_per_node - 1, environment)
+        visible_device_for(config.nproc_per_node - 1, environment)
     check_preload(config.preload, entrypoint)
 
 
@@ -65,8 +65,8 @@ def local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> Local
         log_dir=config.log_dir,
         run_id=config.run_id,
         python=config.torchrun.python or sys.executable,
-        processors=_processors(config, environment),
-        ignored=config.supervision.agent.kept_from_workers,
+        cpu_sets=_processors(config, environment),
+        ignored_signals=config.supervision.agent.kept_from_workers,
         start_method=config.start_method,
         preload=config.preload,
     )

@@ -12,14 +12,14 @@ from functools import partial
 import attrs
 
 from ..clock import monotonic
-from ..errors import ElasticError, StoreError, StoreUnavailable
+from ..errors import ElasticError, StoreConnectionError, StoreError
 from ..observe.wording import plural
 from ..rendezvous.bootstrap_store import torch_store_opener
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.membership import JobPhase, Node, RendezvousTimeouts
 from ..rendezvous.store_layout import JobListing, StoreKeys
-from ..stores.file import FileStore
+from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_server import TcpStoreServer
 from .addresses import outward_address
@@ -185,13 +185,13 @@ def open_to_look(config: LaunchConfig, timeout: float) -> Store:
 
     Raises:
         ConfigError: there is none, or it cannot be opened.
-        StoreUnavailable: the backend keeps its store to itself.
+        StoreConnectionError: the backend keeps its store to itself.
     """
     request = attrs.evolve(_request(config, _node(config, "")), timeout=timeout)
     opened = open_backend(config.rdzv_backend, request)
     if isinstance(opened, Store):
         return opened
-    raise StoreUnavailable(
+    raise StoreConnectionError(
         f"--rdzv-backend {config.rdzv_backend} keeps its store to itself, so its nodes cannot be "
         "asked: only their events can be read, on their machines"
     )

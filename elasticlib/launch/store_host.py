@@ -16,8 +16,8 @@ from functools import partial
 import attrs
 
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
-from ..errors import ConfigError, StoreUnavailable
-from ..stores.failover import MovingStore, Place
+from ..errors import ConfigError, StoreConnectionError
+from ..stores.failover_store import FailoverStore, StoreEndpoint
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_server import ServerLimits, TcpStoreServer
@@ -61,15 +61,15 @@ class TorchFront:
     _server: TcpStoreServer
 
     def forward_to(self, host: str, port: int) -> None:
-        self._server.lead_torch_to((host, port))
+        self._server.forward_torch_clients_to((host, port))
 
     def stop_forwarding(self) -> None:
-        self._server.lead_torch_to(None)
+        self._server.forward_torch_clients_to(None)
 
 
 def served_here(store: Store | None, own: TcpStoreServer | None) -> TcpStoreServer | None:
     """The server of this store, if that is in this process just now: it may have moved here."""
-    return store.server if isinstance(store, MovingStore) else own
+    return store.server if isinstance(store, FailoverStore) else own
 
 
 def must_host(config: LaunchConfig) -> bool | None:
@@ -94,7 +94,7 @@ class TcpMeetingPlace:
         static = config.rdzv_backend == "static"
         self._links = SPARE_DESCRIPTORS + LINKS_PER_WORKER * workers if static else 0
 
-    def open(self) -> tuple[TcpStoreServer | None, TcpStore | MovingStore]:
+    def open(self) -> tuple[TcpStoreServer | None, TcpStore | FailoverStore]:
         """The server, if this node is the host, and a client.
 
         Raises:
@@ -106,7 +106,7 @@ class TcpMeetingPlace:
             return server, self._reach(server.host, server.port)
         endpoints = [split_endpoint(name, STORE_PORT) for name in config.endpoints]
         places = [
-            Place(
+            StoreEndpoint(
                 join_endpoint(host, port),
                 partial(self._reach_at, host, port),
                 partial(self._host_if_ours, host, port),
@@ -115,21 +115,21 @@ class TcpMeetingPlace:
         ]
         patience = config.timing.lease_ttl
         if len(places) > 1:
-            return None, MovingStore(places, patience=patience)
+            return None, FailoverStore(places, failover_timeout=patience)
         ((host, port),) = endpoints
         hosted = self._host_if_ours(host, port)
         if hosted is not None:
             own = self._reach(self._own_address or hosted.host, hosted.port)
             if self._hosts or is_literal(host) or is_localhost(host):
                 return hosted, own
-            store = MovingStore(places, patience=patience, hosted=(hosted, own))
+            store = FailoverStore(places, failover_timeout=patience, hosted=(hosted, own))
             helper(lambda: self._watch_name(store, hosted, host), "endpoint-name").start()
             return None, store
         if self._hosts is False or self._taken or is_literal(host):
             return None, places[0].reach()
         # The name may come to mean this machine. (Where it does, and another of its processes
         # serves there, that is for whoever started the two of them to look after.)
-        return None, MovingStore(places, patience=patience)
+        return None, FailoverStore(places, failover_timeout=patience)
 
     def front_finder(
         self, server: TcpStoreServer | None, store: Store
@@ -145,7 +145,7 @@ class TcpMeetingPlace:
 
         return find if self._links else None
 
-    def _watch_name(self, store: MovingStore, hosted: TcpStoreServer, host: str) -> None:
+    def _watch_name(self, store: FailoverStore, hosted: TcpStoreServer, host: str) -> None:
         """While it is hosted here: DNS may have said something old of a name, an address that was
         another's before it was ours. Who is alone then goes where the name leads."""
         endpoint, said = join_endpoint(host, hosted.port), ""
@@ -181,7 +181,7 @@ class TcpMeetingPlace:
         limits = ServerLimits(spare_descriptors=own, torch_links=self._links)
         job, secret = self._config.run_id, self._secret
         return TcpStoreServer(
-            address, port, job=job, limits=limits, secret=secret, more_hosts=more
+            address, port, job=job, limits=limits, secret=secret, extra_hosts=more
         ).start()
 
     def _reach(self, host: str, port: int) -> TcpStore:
@@ -292,12 +292,12 @@ class TcpMeetingPlace:
         self._said = said
 
 
-def address_towards(store: TcpStore | MovingStore) -> str:
+def address_towards(store: TcpStore | FailoverStore) -> str:
     """This node's literal address, learnt from the socket that reached the store."""
     store.connect()
     address = store.local_address
     if address is None:
-        raise StoreUnavailable("the connection to the store was lost as it was made")
+        raise StoreConnectionError("the connection to the store was lost as it was made")
     return address
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..errors import ConfigError, NotReproducible
+from ..errors import ConfigError, NotReproducibleError
 from .tree_sum import TreeSum, local_subtrees
 
 ALIGNMENT_BYTES = 64  # of each parameter in its flat tensor, as torch aligns memory on a CPU
@@ -168,12 +168,12 @@ class ModelGradient:
         """Add the gradients in `.grad`, of the next logical worker, and set `.grad` to None.
 
         Raises:
-            NotReproducible: a gradient is sparse or has another dtype than its parameter.
+            NotReproducibleError: a gradient is sparse or has another dtype than its parameter.
         """
         for name, parameter in self.parameters.items():
             grad = parameter.grad
             if grad is not None and (grad.layout, grad.dtype) != (torch.strided, parameter.dtype):
-                raise NotReproducible(
+                raise NotReproducibleError(
                     f"the gradient of {name} is {grad.layout} and {grad.dtype}, must be dense and"
                     f" {parameter.dtype} like the parameter; an embedding needs sparse=False"
                 )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..data.position import check_int, even_share
-from ..errors import ConfigError, NotReproducible, StateMismatch
+from ..errors import ConfigError, NotReproducibleError, StateMismatchError
 from .gradient_exchange import DEFAULT_BUCKET_BYTES, GradientExchange, ModelGradient
 from .tree_sum import logical_workers_of_rank
 
@@ -182,7 +182,7 @@ class LogicalWorkers:
         Raises:
             ConfigError: `step` is negative or not an integer, a parameter is not supported, or the
                 GPU is not set to be deterministic.
-            NotReproducible: the ranks differ, a buffer of the model was changed, a gradient is
+            NotReproducibleError: the ranks differ, a buffer of the model was changed, a gradient is
                 sparse, or another step was not reduced. The message names the problem and the
                 remedy. The weights have not changed.
         """
@@ -205,12 +205,12 @@ class LogicalWorkers:
         on seed and step.
 
         Raises:
-            NotReproducible: the loop over `step` is not complete.
+            NotReproducibleError: the loop over `step` is not complete.
         """
         gradient, step, workers = self._gradient, self._step, self.workers
         if gradient is None or step is None or self._num_computed != len(workers):
             computed = list(workers[: self._num_computed])
-            raise NotReproducible(
+            raise NotReproducibleError(
                 f"only {computed} of the logical workers {list(workers)} were computed: call reduce"
                 " once in each step, after the complete loop over LogicalWorkers.step"
             )
@@ -241,7 +241,7 @@ class LogicalWorkers:
                 machine. The weights can then differ in their last bits.
 
         Raises:
-            StateMismatch: the message names the values that differ.
+            StateMismatchError: the message names the values that differ.
         """
         current, saved = self.state_dict(), dict(state)
         environment, saved_environment = (s.pop("environment", {}) for s in (current, saved))
@@ -249,7 +249,7 @@ class LogicalWorkers:
         if not difference and not allow_other_environment:
             difference = describe_differences(environment, saved_environment)
         if difference:
-            raise StateMismatch(
+            raise StateMismatchError(
                 f"here and in the state, {difference}: the weights would be different"
             )
 
@@ -259,7 +259,7 @@ class LogicalWorkers:
 
     def _start_step(self, step: int) -> ModelGradient:
         if self._step not in (None, step):
-            raise NotReproducible(
+            raise NotReproducibleError(
                 f"step {step} was started, but step {self._step} was not reduced: call reduce after"
                 " each loop over LogicalWorkers.step, or start the same step again"
             )
@@ -351,7 +351,7 @@ def check_ranks_agree(conditions: Mapping[str, Any], group: dist.ProcessGroup | 
     """Compare the conditions of all ranks, which must all call this.
 
     Raises:
-        NotReproducible: they differ; on every rank, with the same message.
+        NotReproducibleError: they differ; on every rank, with the same message.
     """
     if not dist.is_initialized():
         return
@@ -368,7 +368,7 @@ def check_ranks_agree(conditions: Mapping[str, Any], group: dist.ProcessGroup | 
     first, *others = (json.loads(bytes(part.tolist())) for part in gathered)
     for rank, other in enumerate(others, 1):
         if difference := describe_differences(first, other):
-            raise NotReproducible(f"ranks 0 and {rank} differ: {difference}")
+            raise NotReproducibleError(f"ranks 0 and {rank} differ: {difference}")
 
 
 def digest_weights(model: nn.Module) -> str:
@@ -424,12 +424,13 @@ def buffer_versions(model: nn.Module) -> dict[str, BufferVersion]:
 def check_buffers_unchanged(
     model: nn.Module, before: Mapping[str, BufferVersion], worker: int
 ) -> None:
-    """Raise NotReproducible if a logical worker changed a buffer, which other ranks do not see."""
+    """Raise NotReproducibleError if a logical worker changed a buffer, which other ranks do not
+    see."""
     after = dict(model.named_buffers())
     for name in {**before, **after}:
         if name not in before or not before[name].is_unchanged(after.get(name)):
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            raise NotReproducible(
+            raise NotReproducibleError(
                 f"logical worker {worker} changed the buffer {name} of a {kind}, so the buffer"
                 " would depend on which logical workers this rank computes. Use a module without"
                 " running statistics (track_running_stats=False, GroupNorm, LayerNorm), put it"

@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from ..clock import Clock, monotonic, wall
-from ..errors import StoreTimeout, StoreUnavailable, describe
+from ..errors import StoreConnectionError, StoreTimeoutError, describe
 from ..rendezvous.store_layout import StoreKeys
 from ..stores.interface import Store
 from ..threads import helper
@@ -230,7 +230,9 @@ class Turning(abc.ABC):
                 pause = self._turn()
             except Exception as error:
                 pause, level = self._retry, logging.DEBUG
-                if not has_warned and not isinstance(error, StoreUnavailable | StoreTimeout):
+                if not has_warned and not isinstance(
+                    error, StoreConnectionError | StoreTimeoutError
+                ):
                     has_warned, level = True, logging.WARNING
                 what, why = self._consequence, describe(error)
                 log.log(level, "%s: %s; trying again every %g s", what, why, self._retry)

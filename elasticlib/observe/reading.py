@@ -50,7 +50,7 @@ def read_history(run: Name | Iterable[Name] = "") -> History:
     run. If left out, this user's newest running job here, or else the newest.
 
     Raises:
-        NoSuchRun: there is none; the error lists what there is.
+        RunNotFoundError: there is none; the error lists what there is.
         ConfigError: its events cannot be read.
     """
     names = [run] if isinstance(run, (str, os.PathLike)) else list(run)

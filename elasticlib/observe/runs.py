@@ -23,7 +23,7 @@ from pathlib import Path
 import attrs
 
 from ..clock import wall
-from ..errors import NoSuchRun
+from ..errors import RunNotFoundError
 from ..held_folder import LOCK, FolderLock, is_held
 from .event import LONGEST, Event, decode
 from .wording import some
@@ -157,7 +157,7 @@ def find_runs(name: str | os.PathLike[str] = "", *, folder: Path | None = None) 
         folder: of the records; this user's by default.
 
     Raises:
-        NoSuchRun: there is none; the error lists what there is.
+        RunNotFoundError: there is none; the error lists what there is.
     """
     folder, text = folder or _own_folder(), os.fspath(name)
     known = known_runs(folder)
@@ -166,7 +166,7 @@ def find_runs(name: str | os.PathLike[str] = "", *, folder: Path | None = None) 
         is_path = os.sep in text or text in (os.curdir, os.pardir)
         found = ([] if is_path else _at(folder / text)) or _at(Path(text))
     if not found:
-        raise NoSuchRun(_nothing(text, folder, known))
+        raise RunNotFoundError(_nothing(text, folder, known))
     launch = _newest_launch(found)
     _tell_of_others(launch, found, named=bool(text))
     return [record.events for record in launch]
@@ -188,7 +188,7 @@ class Living:
 
     def __init__(self) -> None:
         known: list[Record] = []
-        with contextlib.suppress(NoSuchRun):
+        with contextlib.suppress(RunNotFoundError):
             known = known_runs()
         self._living = {os.path.realpath(one.events): one.living for one in known}
 
@@ -208,7 +208,9 @@ def _own_folder() -> Path:
     try:
         return runs_folder()
     except OSError as error:
-        raise NoSuchRun(f"there is no folder for temporary files: {error.strerror}") from error
+        raise RunNotFoundError(
+            f"there is no folder for temporary files: {error.strerror}"
+        ) from error
 
 
 def is_living(record: Path) -> bool:
@@ -223,7 +225,7 @@ def known_runs(folder: Path | None = None) -> list[Record]:
     """All records that hold events, the newest first. folder: of them; this user's by default.
 
     Raises:
-        NoSuchRun: their folder is somebody else's.
+        RunNotFoundError: their folder is somebody else's.
     """
     folder = folder or _own_folder()
     try:
@@ -232,7 +234,7 @@ def known_runs(folder: Path | None = None) -> list[Record]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise NoSuchRun(f"runs cannot be looked for: {error}") from error
+        raise RunNotFoundError(f"runs cannot be looked for: {error}") from error
 
 
 def _at(path: Path) -> list[Record]:
@@ -242,7 +244,7 @@ def _at(path: Path) -> list[Record]:
         try:
             return [record] if record else _below(path)
         except OSError as error:
-            raise NoSuchRun(f"{path} cannot be read: {error.strerror}") from error
+            raise RunNotFoundError(f"{path} cannot be read: {error.strerror}") from error
     record = _read_record(path)
     return [record] if record else []
 

@@ -68,7 +68,7 @@ def read_job(store: Store, run_id: str, statuses: StatusReader | None = None) ->
     statuses: who reads these, if it has read them before.
 
     Raises:
-        StoreError: the store did not answer. RendezvousMismatch: another version's job.
+        StoreError: the store did not answer. RendezvousConfigError: another version's job.
     """
     keys = StoreKeys(run_id)
     read = JobListing(keys, store.list(keys.job_prefix))

@@ -21,16 +21,16 @@ from ..clock import Clock, monotonic, today
 from ..endpoint import split_endpoint
 from ..errors import (
     ConfigError,
-    RendezvousClosed,
+    RendezvousClosedError,
+    RendezvousConfigError,
     RendezvousError,
-    RendezvousMismatch,
-    RendezvousTimeout,
+    RendezvousTimeoutError,
     StoreError,
-    StoreRefused,
+    StoreRejectedError,
     describe,
     present,
 )
-from ..stores.interface import Listing, Store, Watched
+from ..stores.interface import Listing, Store, WatchResult
 from ..threads import helper
 from .bootstrap_store import (
     IMPORT_SECONDS,
@@ -79,7 +79,7 @@ RACE_SECONDS = 0.01
 JoinCallback = Callable[[RendezvousInfo | Change | Exception], None]
 
 
-class RendezvousClosedByChange(RendezvousClosed):
+class RendezvousClosedByChange(RendezvousClosedError):
     """There will be no further generation for this node; `change` says why."""
 
     def __init__(self, change: Change) -> None:
@@ -216,7 +216,7 @@ class NodeThread:
         self.post(NodeRequest())
 
     def closed_error(self) -> Exception:
-        return self._error or RendezvousClosed("this node has left the rendezvous")
+        return self._error or RendezvousClosedError("this node has left the rendezvous")
 
     def join_timeout_error(self, join: PendingJoin) -> Exception | None:
         """What ends this call: that another took its place, or the join timeout, once that has
@@ -225,13 +225,13 @@ class NodeThread:
         node, limit = self.node, self._timeouts.join_timeout
         with self._known:
             if self._join is not join:
-                return RendezvousClosed("another call of next_rendezvous took its place")
+                return RendezvousClosedError("another call of next_rendezvous took its place")
         if join.has_info:
             return None
         if not node.intent.is_joining:
             if self._clock() < join.waiting_since + limit:
                 return None
-            return RendezvousTimeout(
+            return RendezvousTimeoutError(
                 f"group rank 0 of generation {node.intent.current_generation} has not opened "
                 f"torch's store within join_timeout={limit:g} s"
             )
@@ -244,7 +244,7 @@ class NodeThread:
             f"here: {node.leader_status.present_names}; at least "
             f"min_nodes={node.settings.min_nodes} are needed (--nnodes)"
         )
-        late = RendezvousTimeout(reason + NEVER_REACHED * (node.snapshot is None))
+        late = RendezvousTimeoutError(reason + NEVER_REACHED * (node.snapshot is None))
         late.lost = node.state is not None and node.state.trigger is GenerationTrigger.NODE_LOSS
         return late
 
@@ -255,7 +255,7 @@ class NodeThread:
             pause = 0.0
             try:
                 pause = self._turn()
-            except (StoreError, RendezvousMismatch, ConfigError) as error:
+            except (StoreError, RendezvousConfigError, ConfigError) as error:
                 self.stop(error)
             except Exception as error:
                 # Callers wait on this thread: it must not end without telling them.
@@ -278,7 +278,7 @@ class NodeThread:
         try:
             pause = self._speak_and_look()
             node.on_store_success(self._clock())
-        except (StoreGraceExpired, StoreRefused):
+        except (StoreGraceExpired, StoreRejectedError):
             raise
         except StoreError as error:
             self._look_at = now = self._clock()
@@ -377,12 +377,15 @@ class NodeThread:
         node, after = self.node, reading.version
         # The node that leads waits for more of what all say before it reads that.
         if self._watches_failed or not node.store.watch(
-            node.watch_prefix, after=after, changed=self._on_change, listing=not node.is_leader
+            node.watch_prefix,
+            after=after,
+            callback=self._on_change,
+            with_listing=not node.is_leader,
         ):
             helper(partial(self._wait, node.watch_prefix, after), "rendezvous-watch").start()
         self._watching = True
 
-    def _on_change(self, watched: Watched) -> None:
+    def _on_change(self, watched: WatchResult) -> None:
         if watched is False:
             # The next call meets the same failure; where only watching fails, waiting sees to it
             # that nobody tries too often.
@@ -511,7 +514,7 @@ class NodeThread:
 
 
 def _as_change(error: Exception) -> Change:
-    kind = ChangeKind.ABORTED if isinstance(error, RendezvousClosed) else ChangeKind.STORE_LOST
+    kind = ChangeKind.ABORTED if isinstance(error, RendezvousClosedError) else ChangeKind.STORE_LOST
     return Change(kind, str(error))
 
 

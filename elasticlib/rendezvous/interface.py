@@ -132,10 +132,10 @@ class RendezvousHandler(abc.ABC):
         Calling it says that no workers here are at work in the last generation any more.
 
         Raises:
-            RendezvousTimeout: no such generation within the join timeout.
-            RendezvousClosed: the job is over, or goes on without this node, or `shutdown` was
+            RendezvousTimeoutError: no such generation within the join timeout.
+            RendezvousClosedError: the job is over, or goes on without this node, or `shutdown` was
                 called.
-            RendezvousMismatch: this node's settings contradict the job's.
+            RendezvousConfigError: this node's settings contradict the job's.
             RendezvousError: this node cannot serve torch's store.
             StoreError: the store was out of reach for too long.
         """
@@ -165,7 +165,7 @@ class RendezvousHandler(abc.ABC):
 
     @abc.abstractmethod
     def shutdown(self) -> bool:
-        """Leave, and free what is held; a blocked next_rendezvous raises RendezvousClosed.
+        """Leave, and free what is held; a blocked next_rendezvous raises RendezvousClosedError.
 
         Returns whether all could be freed in time. Calling it twice is harmless.
         """

@@ -14,7 +14,13 @@ from typing import TypeVar
 
 import attrs
 
-from ..errors import LeaseLost, RendezvousMismatch, StoreError, StoreUnavailable, present
+from ..errors import (
+    LeaseLostError,
+    RendezvousConfigError,
+    StoreConnectionError,
+    StoreError,
+    present,
+)
 from ..stores.interface import ABSENT, Entry, Listing, Store
 from .membership import (
     JobEnd,
@@ -94,7 +100,7 @@ class JobSnapshot(JobListing):
         return self.stage[1] is JobPhase.ACTIVE
 
 
-class StoreGraceExpired(StoreUnavailable):
+class StoreGraceExpired(StoreConnectionError):
     """The store, or the job in it, was out of reach for longer than this node waits."""
 
 
@@ -219,7 +225,7 @@ class LocalNode:
             return False
         try:
             self.store.refresh(key, self._leases[key])
-        except LeaseLost:
+        except LeaseLostError:
             del self._leases[key]
             return False
         return True
@@ -313,7 +319,7 @@ class LocalNode:
             for name in ours
             if ours[name] != theirs[name]
         ]
-        raise RendezvousMismatch(
+        raise RendezvousConfigError(
             f"this node's settings differ from the job's: {', '.join(differ)}; "
             "start all nodes with the same settings"
         )
@@ -379,9 +385,9 @@ class LocalNode:
         taken = self.store.compare_set(
             self.keys.leader, encode(leader), expected=expected, ttl=self._lease
         )
-        if taken.won and taken.entry is not None:
+        if taken.succeeded and taken.entry is not None:
             self._leases[self.keys.leader] = taken.entry.version
-        return taken.won
+        return taken.succeeded
 
     def reconcile_and_write(
         self, reading: JobSnapshot, wall_time: str = ""
@@ -429,7 +435,9 @@ class LocalNode:
 
     def _write_state(self, state: MembershipState, reading: JobSnapshot) -> bool:
         expected = _version(reading.state_entry)
-        return self.store.compare_set(self.keys.state, encode_state(state), expected=expected).won
+        return self.store.compare_set(
+            self.keys.state, encode_state(state), expected=expected
+        ).succeeded
 
     def _enrol(self, document: Membership, job: JobListing) -> None:
         """Write who the members are, before the state that says that they are."""
@@ -468,7 +476,7 @@ class LocalNode:
         expected = _version(reading.remembered_entry)
         return self.store.compare_set(
             self.keys.remembered_state, encode_state(memory), expected=expected
-        ).won
+        ).succeeded
 
     def write_reports(
         self, reading: JobSnapshot, wall_time: str = "", *, endpoint: str | None = None
@@ -547,7 +555,7 @@ class LocalNode:
                 f"store within {grace:g} s (store_grace, --store-grace): "
                 f"{self.leader_status.reason}"
             )
-        elif missing >= self._lease and self.store.look_elsewhere(self._is_further):
+        elif missing >= self._lease and self.store.try_other_endpoints(self._is_further):
             log.warning("too few nodes were at the store: this node has moved to another store")
             return True
         return False

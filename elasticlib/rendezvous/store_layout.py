@@ -5,7 +5,7 @@ leased records of the living, the members of generations cut into shards, and wh
 
 Values are JSON objects with exactly the fields of their attrs class, by whose annotations they are
 written and read; nothing that comes off a store is ever executed. All nodes of a job run the same
-version: a node that reads a document of another format leaves with a `RendezvousMismatch`.
+version: a node that reads a document of another format leaves with a `RendezvousConfigError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import attrs
 
-from ..errors import ConfigError, RendezvousMismatch
+from ..errors import ConfigError, RendezvousConfigError
 from ..stores.interface import Entry, Listing
 from .membership import JobPhase, Leader, Membership, MembershipState, Node, with_members
 from .rank_assignment import AssignedNode, RankAssignment, num_shards
@@ -154,7 +154,7 @@ class JobListing:
         for entry in sorted(self._under(self._keys.node()), key=lambda entry: entry.version):
             try:
                 nodes.append(decode_node(entry.value))
-            except RendezvousMismatch as error:
+            except RendezvousConfigError as error:
                 errors[entry.key] = str(error)
         return tuple(nodes), errors
 
@@ -226,7 +226,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), sort_keys=True, default=_plai
 
 
 def decode(kind: type[Value], data: bytes, what: str) -> Value:
-    """The value, or RendezvousMismatch with the path of the field that is not as it should be."""
+    """The value, or RendezvousConfigError with the path of the field that is not as it should be."""
     return typing.cast(Value, _read(kind, _parse(data, what), what))
 
 
@@ -234,7 +234,7 @@ def _read(kind: Any, raw: Any, what: str) -> Any:
     try:
         return _reader(kind)(raw)
     except _Misfit as error:
-        raise RendezvousMismatch(f"{what}{error}") from error
+        raise RendezvousConfigError(f"{what}{error}") from error
 
 
 @lru_cache(maxsize=4096)
@@ -248,7 +248,7 @@ def decode_state(data: bytes) -> MembershipState:
     raw = _parse(data, "the document")
     found = raw.pop("format", None) if isinstance(raw, dict) else None
     if found != FORMAT:
-        raise RendezvousMismatch(
+        raise RendezvousConfigError(
             f"the job's document has format {found!r:.80}, this elasticlib reads only format "
             f"{FORMAT}: {REMEDY}"
         )
@@ -270,7 +270,7 @@ def find_assignment(data: bytes, node_id: str) -> RankAssignment | None:
 def _rows(data: bytes) -> list[list[object]]:
     rows = _parse(data, "a shard")
     if not isinstance(rows, list) or any(not isinstance(r, list) or len(r) != 2 for r in rows):
-        raise RendezvousMismatch("a shard in the store is not a list of nodes and seats")
+        raise RendezvousConfigError("a shard in the store is not a list of nodes and seats")
     return rows
 
 
@@ -282,7 +282,7 @@ def _parse(data: bytes, what: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise RendezvousMismatch(f"{what} in the store is not JSON: {error}") from error
+        raise RendezvousConfigError(f"{what} in the store is not JSON: {error}") from error
 
 
 # -- what reads the value of an annotation ------------------------------------------------------

@@ -14,7 +14,7 @@ of your own subclasses `Store`, and its test subclasses the suite.
   racing callers that expect the same version wins.
 * A **lease** is a key written with a `ttl`. Its owner calls `refresh`, which is no change and
   wakes nobody. An unrefreshed lease ends after about its ttl, for everyone at once: nobody sees
-  it afterwards, its owner's next `refresh` raises `LeaseLost`, and waiters wake. It never ends
+  it afterwards, its owner's next `refresh` raises `LeaseLostError`, and waiters wake. It never ends
   early because some clock was wrong, or because the *store* stood still for a while. A store
   whose clients hold connections may end a lease when its owner's connection ends. Any write to
   the key replaces the lease: with a `ttl` by a new one, without by a plain key.
@@ -26,11 +26,12 @@ of your own subclasses `Store`, and its test subclasses the suite.
   version, and again.
 * A store may be used by several threads at once: one that waits does not hold up the others.
 * In a child that was forked the copy of a client is another client: each of its calls works, with
-  leases of its own, or raises `StoreUnavailable` (one of a store that is in its parent's memory, or
-  of a library that does not bear forks). It never hangs, whatever the parent's threads were doing,
-  and neither its calls, its `close` nor its end touch the parent's client or its leases.
-* Failures: `StoreUnavailable` (not reached, or lost with the answer unknown: read again),
-  `StoreTimeout`, `StoreRefused` (the store said no), `LeaseLost`.
+  leases of its own, or raises `StoreConnectionError` (one of a store that is in its parent's
+  memory, or of a library that does not bear forks). It never hangs, whatever the parent's threads
+  were doing, and neither its calls, its `close` nor its end touch the parent's client or its
+  leases.
+* Failures: `StoreConnectionError` (not reached, or lost with the answer unknown: read again),
+`StoreTimeoutError`, `StoreRejectedError` (the store said no), `LeaseLostError`.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from .keyspace import ABSENT as ABSENT
-from .keyspace import CompareSet as CompareSet
-from .keyspace import Entry as Entry
-from .keyspace import Listing as Listing
-from .keyspace import Watched as Watched
-from .keyspace import check_key as check_key
-from .keyspace import check_ttl as check_ttl
+from .key_space import ABSENT as ABSENT
+from .key_space import CompareSetResult as CompareSetResult
+from .key_space import Entry as Entry
+from .key_space import Listing as Listing
+from .key_space import WatchResult as WatchResult
+from .key_space import check_key as check_key
+from .key_space import check_ttl as check_ttl
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,7 +67,7 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         """Write only if the key's version is `expected` (`ABSENT` for no such key)."""
 
     @abc.abstractmethod
@@ -78,7 +79,7 @@ class Store(abc.ABC):
         """Keep the lease that was written at `version` alive for another ttl.
 
         Raises:
-            LeaseLost: the key is gone, was replaced, is no lease, or is another client's.
+            LeaseLostError: the key is gone, was replaced, is no lease, or is another client's.
         """
 
     @abc.abstractmethod
@@ -93,18 +94,24 @@ class Store(abc.ABC):
         """
 
     def watch(
-        self, prefix: str, *, after: int, changed: Callable[[Watched], None], listing: bool = False
+        self,
+        prefix: str,
+        *,
+        after: int,
+        callback: Callable[[WatchResult], None],
+        with_listing: bool = False,
     ) -> bool:
-        """Like `wait`, without a thread that waits: `changed(True)` is called once, from whatever
-        thread, when something has changed, or `changed(False)` when that can no longer be told.
+        """Like `wait`, without a thread that waits: `callback(True)` is called once, from whatever
+        thread, when something has changed, or `callback(False)` when that can no longer be told.
 
-        listing: `changed` may be given what `list(prefix)` would have answered then, in place of
-        True. It must not block. False, and nothing is called: this store has only `wait` to offer.
+        with_listing: `callback` may be given what `list(prefix)` would have answered then, in place
+        of True. It must not block. False, and nothing is called: this store has only `wait` to
+        offer.
         """
-        del prefix, after, changed, listing
+        del prefix, after, callback, with_listing
         return False
 
-    def look_elsewhere(self, accept: Callable[[Store, bool], bool]) -> bool:
+    def try_other_endpoints(self, accept: Callable[[Store, bool], bool]) -> bool:
         """Go to another place where this store is served, if it has several and one is accepted.
 
         `accept(store, earlier)` is asked of each; earlier: it comes before this one in the list.

@@ -1,6 +1,6 @@
 """The client of the TCP store: one connection for all threads, made at the first operation.
 
-A broken connection ends the operations in flight with StoreUnavailable and this client's leases
+A broken connection ends the operations in flight with StoreConnectionError and this client's leases
 with it; the next operation connects anew. A forked child's copy is another client: it leaves its
 parent's connection alone and makes one of its own. One thread reads the connections of all clients
 of this process.
@@ -29,17 +29,15 @@ from ..endpoint import join_endpoint
 from ..errors import (
     ConfigError,
     ElasticError,
-    StoreRefused,
-    StoreTimeout,
-    StoreUnavailable,
+    StoreConnectionError,
+    StoreRejectedError,
+    StoreTimeoutError,
     describe,
 )
-from ..threads import helper
-from .forks import ForkAware
-from .interface import CompareSet, Entry, Listing, Store, Watched, check_key, check_ttl
-from .name_lookup import dial
-from .secret import NONCE_BYTES, check_secret
-from .sockets import address_of, keep_honest
+from ..threads import ForkAware, helper
+from .authentication import NONCE_BYTES, check_secret
+from .connection import create_connection, enable_keepalive, numeric_address
+from .interface import CompareSetResult, Entry, Listing, Store, WatchResult, check_key, check_ttl
 from .tcp_protocol import ClientEnd, Frame, error_of, read_entry, read_listing
 
 log = logging.getLogger("elasticlib.stores")
@@ -95,7 +93,7 @@ class TcpStore(Store, ForkAware):
         self._closed = threading.Event()
         self._check_process()
 
-    def _begin_in_process(self) -> None:
+    def _init_process_state(self) -> None:
         self._label = f"{os.getpid()}@{socket.gethostname()}/{secrets.token_hex(4)}"
         self._connecting = threading.Lock()
         was_closed, self._closed = self._closed.is_set(), threading.Event()
@@ -135,12 +133,12 @@ class TcpStore(Store, ForkAware):
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         fields = {"key": check_key(key), "ttl": check_ttl(ttl), "expected": int(expected)}
         (outcome,) = self._live_link().request("write", fields, bytes(value))
         if outcome.fields["yes"]:
-            return CompareSet(True, Entry(key, bytes(value), outcome.fields["version"]))
-        return CompareSet(False, read_entry(key, outcome))
+            return CompareSetResult(True, Entry(key, bytes(value), outcome.fields["version"]))
+        return CompareSetResult(False, read_entry(key, outcome))
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
         (answer,) = self._live_link().request(
@@ -155,8 +153,8 @@ class TcpStore(Store, ForkAware):
         pages = self._live_link().request("list", {"prefix": prefix})
         try:
             return read_listing(pages)
-        except StoreRefused as error:
-            raise StoreRefused(f"{self.address}: {error}") from None
+        except StoreRejectedError as error:
+            raise StoreRejectedError(f"{self.address}: {error}") from None
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         seconds = min(max(timeout, 0.0), LONGEST_WAIT)
@@ -173,23 +171,30 @@ class TcpStore(Store, ForkAware):
                 answer = told.get(timeout=min(self._timeout, LONGEST_WAIT))
         except queue.Empty:
             seconds += self._timeout
-            raise StoreTimeout(f"{self.address} did not answer wait within {seconds:g} s") from None
+            raise StoreTimeoutError(
+                f"{self.address} did not answer wait within {seconds:g} s"
+            ) from None
         finally:
             for number in numbers:
                 link.forget(number)
         return _says_yes(_frame(answer))
 
     def watch(
-        self, prefix: str, *, after: int, changed: Callable[[Watched], None], listing: bool = False
+        self,
+        prefix: str,
+        *,
+        after: int,
+        callback: Callable[[WatchResult], None],
+        with_listing: bool = False,
     ) -> bool:
         def told(answer: Answer) -> None:
-            watched: Watched = False
+            watched: WatchResult = False
             with contextlib.suppress(ElasticError):
                 frame = _frame(answer)
                 watched = read_listing([frame]) if frame.op == "listing" else _says_yes(frame)
-            changed(watched)
+            callback(watched)
 
-        fields = {"prefix": prefix, "after": after, "listing": listing}
+        fields = {"prefix": prefix, "after": after, "listing": with_listing}
         self._live_link().ask("watch", fields, told)
         return True
 
@@ -211,7 +216,7 @@ class TcpStore(Store, ForkAware):
         deadline = monotonic() + patience
         connecting = self._connecting
         if not connecting.acquire(timeout=min(patience, LONGEST_WAIT)):
-            raise StoreTimeout(f"{self.address} could not be reached within {patience:g} s")
+            raise StoreTimeoutError(f"{self.address} could not be reached within {patience:g} s")
         try:
             old = self._link
             if old is not None and old.alive:
@@ -219,7 +224,7 @@ class TcpStore(Store, ForkAware):
             self._link = link = self._open_until(deadline, patience)
             if old is not None:
                 old.close("the connection was replaced")
-            self.local_address = address_of(link.connection.getsockname())
+            self.local_address = numeric_address(link.connection.getsockname())
             if self._closed.is_set():  # while we connected
                 link.close("this store is closed")
             return link
@@ -231,14 +236,14 @@ class TcpStore(Store, ForkAware):
         pause = FIRST_PAUSE
         while True:
             if self._closed.is_set():
-                raise StoreUnavailable(f"{self.address}: this store is closed")
+                raise StoreConnectionError(f"{self.address}: this store is closed")
             try:
                 return self._open(max(deadline - monotonic(), 0.01))
-            except StoreTimeout:
+            except StoreTimeoutError:
                 raise
             except OSError as error:
                 if deadline - monotonic() <= pause:
-                    raise StoreUnavailable(
+                    raise StoreConnectionError(
                         f"{self.address} could not be reached within {patience:g} s: {error}"
                     ) from error
             self._closed.wait(pause)
@@ -249,7 +254,7 @@ class TcpStore(Store, ForkAware):
         deadline = monotonic() + patience
         nonce = secrets.token_bytes(NONCE_BYTES).hex()
         end = ClientEnd(self.address, self._job, self._label, self._secret, nonce)
-        connection = dial(self._host, self._port, patience)
+        connection = create_connection(self._host, self._port, patience)
         try:
             data = end.hello
             while not end.is_in:
@@ -260,7 +265,7 @@ class TcpStore(Store, ForkAware):
                         f"{self.address} ended the connection before it answered"
                     )
                 data = end.shake_hands(received)
-            keep_honest(connection, self._timeout)
+            enable_keepalive(connection, self._timeout)
             # It is read by the receiver. Whoever sends waits for the socket, up to the timeout,
             # which ends `sendall` with BlockingIOError.
             connection.settimeout(None)
@@ -271,7 +276,7 @@ class TcpStore(Store, ForkAware):
             RECEIVER.add(link)
         except TimeoutError:
             connection.close()
-            raise StoreTimeout(
+            raise StoreTimeoutError(
                 f"{self.address} accepted the connection, but no handshake, within {patience:.3g} s"
             ) from None
         except BaseException:
@@ -296,7 +301,7 @@ class _Link:
     """A connection that was let in, from then to its end, shared by all threads of one store.
 
     Each request waits for the answer of its own number; when the connection ends, all requests in
-    flight end with StoreUnavailable, and the link is never used again.
+    flight end with StoreConnectionError, and the link is never used again.
     """
 
     def __init__(
@@ -334,11 +339,11 @@ class _Link:
         try:
             frame = _frame(answers.get(timeout=min(self._timeout, LONGEST_WAIT)))
         except queue.Empty:
-            raise StoreTimeout(
+            raise StoreTimeoutError(
                 f"{self._name} did not answer {op} within {self._timeout:g} s"
             ) from None
         if frame.op != ("listing" if op == "list" else "answer"):
-            raise StoreRefused(f"{self._name} answered {op} with a {frame.op}")
+            raise StoreRejectedError(f"{self._name} answered {op} with a {frame.op}")
         return frame
 
     def ask(
@@ -353,7 +358,7 @@ class _Link:
         number, data = self._protocol.ask(op, fields, value)
         with self._state:
             if self._ended is not None:
-                raise StoreUnavailable(str(self._ended))
+                raise StoreConnectionError(str(self._ended))
             self._pending[number] = answered
         try:
             self._send(data)
@@ -367,20 +372,20 @@ class _Link:
         self._pending.pop(number, None)
 
     def close(self, reason: str) -> None:
-        """End the connection; requests in flight raise StoreUnavailable with the reason."""
-        self._end(StoreUnavailable(f"{self._name}: {reason}"))
+        """End the connection; requests in flight raise StoreConnectionError with the reason."""
+        self._end(StoreConnectionError(f"{self._name}: {reason}"))
         if not RECEIVER.is_current():
             self._gone.wait(min(self._timeout, LONGEST_WAIT))
 
     def _send(self, data: bytes) -> None:
         if not self._sending.acquire(timeout=min(self._timeout, LONGEST_WAIT)):
-            raise StoreTimeout(f"{self._name} accepted no request within {self._timeout:g} s")
+            raise StoreTimeoutError(f"{self._name} accepted no request within {self._timeout:g} s")
         try:
             self.connection.sendall(data)
         except BlockingIOError:
-            self._end(StoreUnavailable(f"{self._name} took no data within {self._timeout:g} s"))
+            self._end(StoreConnectionError(f"{self._name} took no data within {self._timeout:g} s"))
         except OSError as error:
-            self._end(StoreUnavailable(f"the connection to {self._name} broke: {error}"))
+            self._end(StoreConnectionError(f"the connection to {self._name} broke: {error}"))
         finally:
             self._sending.release()
 
@@ -391,19 +396,21 @@ class _Link:
         try:
             data = self.connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
             if not data:
-                self._end(StoreUnavailable(f"{self._name} ended the connection"))
+                self._end(StoreConnectionError(f"{self._name} ended the connection"))
             for frame in self._protocol.feed(data):
                 self._deliver(frame)
         except BlockingIOError:
             return True
-        except StoreRefused as error:
-            self._end(StoreRefused(f"{self._name} sent no frame of elasticlib: {error}"))
+        except StoreRejectedError as error:
+            self._end(StoreRejectedError(f"{self._name} sent no frame of elasticlib: {error}"))
         except OSError as error:
-            self._end(StoreUnavailable(f"the connection to {self._name} broke: {error}"))
+            self._end(StoreConnectionError(f"the connection to {self._name} broke: {error}"))
         except Exception as error:
             # A bug of whoever is called with an answer costs its own connection, and no other.
             log.exception("a callback for a store's answer failed")
-            self._end(StoreUnavailable(f"the connection to {self._name} broke: {describe(error)}"))
+            self._end(
+                StoreConnectionError(f"the connection to {self._name} broke: {describe(error)}")
+            )
         return self.alive
 
     def gone(self) -> None:
@@ -440,7 +447,7 @@ class _Receiver(ForkAware):
     def __init__(self) -> None:
         self._check_process()
 
-    def _begin_in_process(self) -> None:
+    def _init_process_state(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._selector: selectors.BaseSelector | None = None

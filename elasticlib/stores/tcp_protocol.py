@@ -18,9 +18,18 @@ from typing import Any
 
 import attrs
 
-from ..errors import ConfigError, ElasticError, LeaseLost, StoreRefused
-from .keyspace import Entry, KeySpace, Lease, Listing, Watch, Watched, check_key, check_ttl
-from .secret import DIGITS, HOW, VARIABLE, Exchange, Role, is_digits, prove, proves
+from ..errors import ConfigError, ElasticError, LeaseLostError, StoreRejectedError
+from .authentication import (
+    DIGITS,
+    SECRET_ENV,
+    SECRET_MISMATCH_HINT,
+    HandshakeTranscript,
+    Role,
+    compute_proof,
+    is_hex_digest,
+    verify_proof,
+)
+from .key_space import Entry, KeySpace, Lease, Listing, Watch, WatchResult, check_key, check_ttl
 
 PROTOCOL = 6
 MAX_FRAME_BYTES = 8 * 1024 * 1024
@@ -84,7 +93,7 @@ MAYBE_SECONDS = _Field("null or a number of seconds", lambda v: v is None or _is
 TEXT = _Field("text", lambda v: type(v) is str)
 TRUTH = _Field("true or false", lambda v: type(v) is bool)
 ROWS = _Field("a list of [key, version, size]", lambda v: type(v) is list and all(map(_is_row, v)))
-HEXADECIMAL = _Field(f"{DIGITS} hexadecimal digits", is_digits)
+HEXADECIMAL = _Field(f"{DIGITS} hexadecimal digits", is_hex_digest)
 
 # The fields of hello never change, so that a client of another protocol is refused by number.
 SCHEMA: Mapping[str, Mapping[str, _Field]] = {
@@ -133,47 +142,50 @@ def pack(op: str, number: int, fields: str, value: bytes) -> bytes:
 
 def _decode(body: bytes) -> Frame:
     if len(body) < _LENGTH.size:
-        raise StoreRefused(f"a frame is at least {_LENGTH.size} bytes, got {len(body)}")
+        raise StoreRejectedError(f"a frame is at least {_LENGTH.size} bytes, got {len(body)}")
     (size,) = _LENGTH.unpack_from(body)
     end = _LENGTH.size + size
     if end > len(body):
-        raise StoreRefused(f"a header of {size} bytes does not fit a frame of {len(body)}")
+        raise StoreRejectedError(f"a header of {size} bytes does not fit a frame of {len(body)}")
     try:
         return _checked(_header(body[_LENGTH.size : end]), body[end:])
     except RecursionError:  # be it in reading the header, or in showing a part of it
-        raise StoreRefused("a frame's header is JSON of a few levels, got too many") from None
+        raise StoreRejectedError("a frame's header is JSON of a few levels, got too many") from None
 
 
 def _header(text: bytes) -> dict[str, Any]:
     try:
         header = _from_json(text.decode())
     except ValueError as error:
-        raise StoreRefused(f"a frame's header is JSON, got {text[:80]!r}: {error}") from None
+        raise StoreRejectedError(f"a frame's header is JSON, got {text[:80]!r}: {error}") from None
     if type(header) is not dict:
-        raise StoreRefused(f"a frame's header is a JSON object, got {text[:80]!r}")
+        raise StoreRejectedError(f"a frame's header is a JSON object, got {text[:80]!r}")
     return header
 
 
 def _checked(header: dict[str, Any], value: bytes) -> Frame:
     op, number = header.pop("op", None), header.pop("id", None)
     if type(op) is not str or op not in SCHEMA:
-        raise StoreRefused(f"a frame's op is one of {', '.join(SCHEMA)}, got {op!r:.80}")
+        raise StoreRejectedError(f"a frame's op is one of {', '.join(SCHEMA)}, got {op!r:.80}")
     if not _is_whole(number):
-        raise StoreRefused(f"{op}: id is {WHOLE.rule}, got {number!r:.80}")
+        raise StoreRejectedError(f"{op}: id is {WHOLE.rule}, got {number!r:.80}")
     check_fields(op, header)
     if value and op not in CARRIES_VALUE:
-        raise StoreRefused(f"{op} carries no value, got {len(value)} bytes")
+        raise StoreRejectedError(f"{op} carries no value, got {len(value)} bytes")
     return Frame(op, number, header, value)
 
 
 def check_fields(op: str, fields: Mapping[str, Any]) -> None:
-    """StoreRefused unless these are the fields of the operation, each as the schema has it."""
+    """StoreRejectedError unless these are the fields of the operation, each as the schema has
+    it."""
     schema = SCHEMA[op]
     if fields.keys() != schema.keys():
-        raise StoreRefused(f"{op} has the fields {sorted(schema)}, got {sorted(fields)!s:.200}")
+        raise StoreRejectedError(
+            f"{op} has the fields {sorted(schema)}, got {sorted(fields)!s:.200}"
+        )
     for name, field in schema.items():
         if not field.accepts(fields[name]):
-            raise StoreRefused(f"{op}: {name} is {field.rule}, got {fields[name]!r:.80}")
+            raise StoreRejectedError(f"{op}: {name} is {field.rule}, got {fields[name]!r:.80}")
 
 
 class FrameReader:
@@ -192,13 +204,16 @@ class FrameReader:
         self.unread += data
 
     def take(self) -> Frame | None:
-        """The next frame; None while it is not complete. StoreRefused if it is none of ours."""
+        """The next frame; None while it is not complete. StoreRejectedError if it is none of
+        ours."""
         if len(self.unread) < _LENGTH.size:
             return None
         (total,) = _LENGTH.unpack_from(self.unread)
         if total > self.max_bytes:
             begun = _as_text(bytes(self.unread[: _LENGTH.size]))
-            raise StoreRefused(f"a frame is at most {self.max_bytes} bytes, got {total}{begun}")
+            raise StoreRejectedError(
+                f"a frame is at most {self.max_bytes} bytes, got {total}{begun}"
+            )
         end = _LENGTH.size + int(total)
         if len(self.unread) < end:
             return None
@@ -224,8 +239,8 @@ def _as_text(start: bytes) -> str:
 # -- answers -----------------------------------------------------------------------------------
 
 KINDS: Mapping[str, type[ElasticError]] = {
-    "refused": StoreRefused,
-    "lease lost": LeaseLost,
+    "refused": StoreRejectedError,
+    "lease lost": LeaseLostError,
     "bad argument": ConfigError,
 }
 """The errors that a server answers with, by the name that they have in a frame."""
@@ -240,7 +255,7 @@ def error_frame(number: int, error: ElasticError) -> Frame:
 
 def error_of(frame: Frame) -> ElasticError:
     """The error that an error frame stands for."""
-    return KINDS.get(frame.fields["kind"], StoreRefused)(frame.fields["message"])
+    return KINDS.get(frame.fields["kind"], StoreRejectedError)(frame.fields["message"])
 
 
 def answer(number: int, yes: bool, version: int = 0) -> Frame:
@@ -269,7 +284,8 @@ def listing_frame(number: int, version: int, entries: Sequence[Entry], more: boo
 
 
 def read_listing(frames: Sequence[Frame]) -> Listing:
-    """The entries in the frames of one listing. Raises StoreRefused where their sizes are not the
+    """The entries in the frames of one listing. Raises StoreRejectedError where their sizes are not
+    the
     value's."""
     entries = []
     for frame in frames:
@@ -278,7 +294,7 @@ def read_listing(frames: Sequence[Frame]) -> Listing:
             entries.append(Entry(key, frame.value[at : at + size], version))
             at += size
         if at != len(frame.value):
-            raise StoreRefused(f"a listing of {at} bytes came with {len(frame.value)}")
+            raise StoreRejectedError(f"a listing of {at} bytes came with {len(frame.value)}")
     return Listing(tuple(entries), frames[0].fields["version"])
 
 
@@ -302,30 +318,32 @@ def _admission(job: str, secret: bytes | None, nonce: str) -> Generator[bytes, F
     hello = _due((yield b""), "hello", "a connection begins with hello")
     spoken, label = hello.fields["protocol"], hello.fields["client"]
     if spoken != PROTOCOL:
-        raise StoreRefused(
+        raise StoreRejectedError(
             f"speaks protocol {PROTOCOL}, not {spoken}: start all nodes with the same version of "
             "elasticlib"
         )
     if len(label) > LABEL_CHARACTERS:
-        raise StoreRefused(f"a client's label is at most {LABEL_CHARACTERS} long, got {len(label)}")
+        raise StoreRejectedError(
+            f"a client's label is at most {LABEL_CHARACTERS} long, got {len(label)}"
+        )
     if secret is not None:
         said = yield encode(Frame("challenge", hello.id, {"nonce": nonce}))
         asked = _due(said, "nonce", "this client should have sent a nonce")
-        exchange = Exchange(nonce, asked.fields["nonce"], hello.fields["job"])
-        own = prove(secret, Role.SERVER, exchange)
+        exchange = HandshakeTranscript(nonce, asked.fields["nonce"], hello.fields["job"])
+        own = compute_proof(secret, Role.SERVER, exchange)
         said = yield encode(Frame("proof", asked.id, {"proof": own}))
         response = _due(said, "response", "this client should have sent a response")
-        if not proves(response.fields["proof"], secret, Role.CLIENT, exchange):
-            raise StoreRefused(f"has another secret than this client: {HOW}")
+        if not verify_proof(response.fields["proof"], secret, Role.CLIENT, exchange):
+            raise StoreRejectedError(f"has another secret than this client: {SECRET_MISMATCH_HINT}")
     # Who names no job asks whose store it is, and learns it by the welcome.
     if job and hello.fields["job"] not in ("", job):
-        raise StoreRefused(f"serves job {job!r}, not {hello.fields['job']!r}")
+        raise StoreRejectedError(f"serves job {job!r}, not {hello.fields['job']!r}")
     return str(label)
 
 
 def _due(frame: Frame, op: str, rule: str) -> Frame:
     if frame.op != op:
-        raise StoreRefused(f"{rule}, got {frame.op}")
+        raise StoreRejectedError(f"{rule}, got {frame.op}")
     return frame
 
 
@@ -343,7 +361,7 @@ def _perform(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
         return answer(number, space.unwatch(client, fields["number"]))
     if request.op == "delete":
         return answer(number, space.delete(check_key(fields["key"]), fields["expected"]))
-    raise StoreRefused(f"{request.op} is no operation here")
+    raise StoreRejectedError(f"{request.op} is no operation here")
 
 
 def _write(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
@@ -353,7 +371,7 @@ def _write(space: KeySpace, client: int, request: Frame, now: float) -> Frame:
     if expected is None:
         return answer(request.id, True, space.put(key, value, lease, now).version)
     outcome = space.compare_set(key, value, expected, lease, now)
-    if outcome.won and outcome.entry is not None:
+    if outcome.succeeded and outcome.entry is not None:
         return answer(request.id, True, outcome.entry.version)
     return entry_answer(request.id, outcome.entry)
 
@@ -413,11 +431,11 @@ class ServerEnd(FrameReader):
                     self._admit(frame)
                 else:
                     self.request = frame
-        except StoreRefused as error:
+        except StoreRejectedError as error:
             self.refuse(error)
         return self.request
 
-    def perform(self, space: KeySpace, client: int, now: float) -> Watched:
+    def perform(self, space: KeySpace, client: int, now: float) -> WatchResult:
         """Do what the request asks for, and answer it.
 
         Returns:
@@ -436,11 +454,11 @@ class ServerEnd(FrameReader):
                 return space.watch(Watch(client, request.id, prefix, after, listing))
             else:
                 self.send(_perform(space, client, request, now))
-        except (StoreRefused, LeaseLost, ConfigError) as error:
+        except (StoreRejectedError, LeaseLostError, ConfigError) as error:
             self.send(error_frame(request.id, error))
         return False
 
-    def refuse(self, error: StoreRefused, number: int = 0) -> None:
+    def refuse(self, error: StoreRejectedError, number: int = 0) -> None:
         """Say why, and read nothing more."""
         self.is_in, self.refused = False, True
         self.request = None
@@ -454,7 +472,7 @@ class ServerEnd(FrameReader):
             self.label, self.is_in = done.value, True
             self.max_bytes = self._frame_bytes
             self.send(Frame("welcome", 0, {"protocol": PROTOCOL, "job": self._job}))
-        except StoreRefused as error:
+        except StoreRejectedError as error:
             self.refuse(error, frame.id)
 
     # -- what goes out ------------------------------------------------------------------------
@@ -519,14 +537,14 @@ class ClientEnd(FrameReader):
         """What to send on having received this, until the client is in.
 
         Raises:
-            StoreRefused: it is no store of ours, says no to us, or does not know our secret.
+            StoreRejectedError: it is no store of ours, says no to us, or does not know our secret.
         """
         self.receive(data)
         said = b""
         while not self.is_in:
             try:
                 frame = self.take()
-            except StoreRefused as error:
+            except StoreRejectedError as error:
                 raise self._not_ours(str(error)) from None
             if frame is None:
                 break
@@ -543,45 +561,47 @@ class ClientEnd(FrameReader):
         """Yields what to send, and is sent what the server says; ends once the client is in."""
         if secret is None:
             if self._due((yield hello), "welcome", "challenge").op == "challenge":
-                raise StoreRefused(
-                    f"{self._name} asks for a shared secret, and this client has none: {HOW}"
+                raise StoreRejectedError(
+                    f"{self._name} asks for a shared secret, and this client has none: "
+                    f"{SECRET_MISMATCH_HINT}"
                 )
             return
         # Both at once, which saves a round trip; who asks for no secret has refused by then.
         said = yield hello + encode(Frame("nonce", 0, {"nonce": nonce}))
         challenge = self._due(said, "challenge", "welcome")
         if challenge.op == "welcome":
-            raise StoreRefused(
-                f"{self._name} asks for no secret, and this client has one: {HOW}, or unset "
-                f"{VARIABLE} here"
+            raise StoreRejectedError(
+                f"{self._name} asks for no secret, and this client has one: "
+                f"{SECRET_MISMATCH_HINT}, or unset {SECRET_ENV} here"
             )
-        exchange = Exchange(challenge.fields["nonce"], nonce, job)
+        exchange = HandshakeTranscript(challenge.fields["nonce"], nonce, job)
         proof = self._due((yield b""), "proof")
-        if not proves(proof.fields["proof"], secret, Role.SERVER, exchange):
-            raise StoreRefused(
-                f"{self._name} has another secret than this client, or is not our store: {HOW}"
+        if not verify_proof(proof.fields["proof"], secret, Role.SERVER, exchange):
+            raise StoreRejectedError(
+                f"{self._name} has another secret than this client, or is not our store: "
+                f"{SECRET_MISMATCH_HINT}"
             )
-        own = prove(secret, Role.CLIENT, exchange)
+        own = compute_proof(secret, Role.CLIENT, exchange)
         self._due((yield encode(Frame("response", 0, {"proof": own}))), "welcome")
 
     def _due(self, frame: Frame, *ops: str) -> Frame:
         if frame.op == "error":
-            raise StoreRefused(f"{self._name} {frame.fields['message']}")
+            raise StoreRejectedError(f"{self._name} {frame.fields['message']}")
         if frame.op not in ops:
             raise self._not_ours(frame.op)
         return frame
 
-    def _not_ours(self, what: str) -> StoreRefused:
-        return StoreRefused(f"{self._name} answers, but {NOT_OURS}: {what}")
+    def _not_ours(self, what: str) -> StoreRejectedError:
+        return StoreRejectedError(f"{self._name} answers, but {NOT_OURS}: {what}")
 
     def ask(self, op: str, fields: Mapping[str, Any], value: bytes = b"") -> tuple[int, bytes]:
         """The number and the bytes of a request.
 
         Raises:
-            StoreRefused: no frame can carry it. The server would end the connection over it.
+            StoreRejectedError: no frame can carry it. The server would end the connection over it.
         """
         if len(value) > MAX_FRAME_BYTES - HEADER_ROOM:
-            raise StoreRefused(
+            raise StoreRejectedError(
                 f"a value is at most {MAX_FRAME_BYTES - HEADER_ROOM} bytes, got {len(value)} "
                 f"for key {fields['key']!r}"
             )

@@ -26,17 +26,17 @@ import attrs
 
 from ..clock import monotonic
 from ..endpoint import join_endpoint
-from ..errors import ConfigError, StoreRefused
+from ..errors import ConfigError, StoreRejectedError
 from ..threads import helper
-from .interface import Listing, Watched
-from .keyspace import KeySpace, Limits
-from .secret import NONCE_BYTES, VARIABLE, check_secret
-from .sockets import (
-    Joined,
-    address_of,
-    await_events,
-    keep_honest,
+from .authentication import NONCE_BYTES, SECRET_ENV, check_secret
+from .connection import (
+    SocketRelay,
+    enable_keepalive,
+    numeric_address,
+    update_selector_events,
 )
+from .interface import Listing, WatchResult
+from .key_space import KeySpace, Limits
 from .tcp_protocol import (
     HEADER_ROOM,
     MAX_FRAME_BYTES,
@@ -163,7 +163,7 @@ class TcpStoreServer:
         limits: what clients may cost it.
         secret: what its clients must prove to know; it is never sent. What follows the proof is
             neither encrypted nor signed.
-        more_hosts: addresses to bind besides, where that can be done.
+        extra_hosts: addresses to bind besides, where that can be done.
     """
 
     def __init__(
@@ -174,14 +174,14 @@ class TcpStoreServer:
         job: str = "",
         limits: ServerLimits | None = None,
         secret: bytes | None = None,
-        more_hosts: Sequence[str] = (),
+        extra_hosts: Sequence[str] = (),
     ) -> None:
         if not host or not 0 <= port <= 65535:
             raise ConfigError(f"a server binds a named host, port 0..65535, got {host!r}, {port}")
         self.host = host
         self.port = port
         self.job = job
-        self._more_hosts = more_hosts
+        self._more_hosts = extra_hosts
         self._limits = limits or ServerLimits()
         self._secret = check_secret(secret)
         self._thread: threading.Thread | None = None
@@ -193,7 +193,7 @@ class TcpStoreServer:
         value_bytes = min(stored.value_bytes, self._limits.frame_bytes - HEADER_ROOM)
         self._space = KeySpace(attrs.evolve(stored, value_bytes=value_bytes))
         self._numbers = itertools.count(1)
-        self._news: deque[tuple[int, int, Watched]] = deque()  # client, its watch, what changed
+        self._news: deque[tuple[int, int, WatchResult]] = deque()  # client, its watch, what changed
         self._peers: dict[int, _Peer] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._dirty: set[_Peer] = set()
@@ -202,7 +202,7 @@ class TcpStoreServer:
         self._held = self._listed = 0
         self._next_look = 0.0
         self._accept_again = math.inf
-        self._links: set[Joined] = set()
+        self._links: set[SocketRelay] = set()
         self._told_of_torchs = False
 
     def start(self) -> TcpStoreServer:
@@ -212,7 +212,7 @@ class TcpStoreServer:
             ConfigError: the server was closed, or its thread has ended.
             OSError: the bind failed.
         """
-        if self.serving and not self._stopping.is_set():
+        if self.is_serving and not self._stopping.is_set():
             return self
         if self._thread is not None or self._stopping.is_set():
             raise ConfigError(
@@ -221,7 +221,7 @@ class TcpStoreServer:
             )
         self._listeners = [_listen_at(self.host, self.port)]
         name = self._listeners[0].getsockname()
-        self.host, self.port = address_of(name), name[1]
+        self.host, self.port = numeric_address(name), name[1]
         for host in self._more_hosts:
             try:
                 self._listeners.append(_listen_at(host, self.port))
@@ -240,18 +240,18 @@ class TcpStoreServer:
                 "anyone who can reach %s can read and change this store: to admit only nodes "
                 "that know a secret, set %s to the same value on all nodes",
                 self.address,
-                VARIABLE,
+                SECRET_ENV,
             )
         return self
 
-    def lead_torch_to(self, address: tuple[str, int] | None) -> None:
+    def forward_torch_clients_to(self, address: tuple[str, int] | None) -> None:
         """Where torch's store of the generation is, to which its clients that come to this port
         are passed on. Without one they are cut off, and the log says so."""
         found = address and socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         self._torchs = (found[0][0], found[0][4]) if found else None
 
     @property
-    def serving(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether the server's thread lives."""
         return self._thread is not None and self._thread.is_alive()
 
@@ -268,7 +268,7 @@ class TcpStoreServer:
     @property
     def labels(self) -> tuple[str, ...]:
         """The `TcpStore.label` of every client that is connected."""
-        if not self.serving:
+        if not self.is_serving:
             return ()
         # The list is made in one step, whatever the thread does.
         return tuple(peer.end.label for peer in list(self._peers.values()) if peer.end.is_in)
@@ -277,13 +277,13 @@ class TcpStoreServer:
         """Block until nothing is served any more, or the timeout."""
         if self._thread is not None:
             self._thread.join(timeout)
-        return not self.serving
+        return not self.is_serving
 
     def close(self) -> None:
         """End all connections and the thread, within some seconds: what does not end by then is
         named in the log and left behind. Closing twice is harmless."""
         self._stopping.set()
-        if self._thread is None or not self.serving:
+        if self._thread is None or not self.is_serving:
             return  # it has ended, or is in the process of which this one is a forked child
         with contextlib.suppress(OSError):  # the thread has ended already
             self._wake.send(b"!")
@@ -329,7 +329,7 @@ class TcpStoreServer:
             self._handle(0)
             while self._go_on():
                 pass
-            self._space.end_silent_leases(monotonic())
+            self._space.expire_leases(monotonic())
         self._tell()
         self._flush()
         now = monotonic()
@@ -360,7 +360,7 @@ class TcpStoreServer:
                     self._receive(key.data)
                 if events & selectors.EVENT_WRITE:
                     self._dirty.add(key.data)
-            elif isinstance(key.data, Joined):
+            elif isinstance(key.data, SocketRelay):
                 self._turn_link(key.data)
             elif key.fileobj is self._woken:
                 self._woken.recv(4096)
@@ -383,7 +383,7 @@ class TcpStoreServer:
 
     def _listen(self, accepts: bool) -> None:
         for one in self._listeners:
-            await_events(self._selector, one, one, accepts, False)
+            update_selector_events(self._selector, one, one, accepts, False)
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(256):
@@ -408,7 +408,7 @@ class TcpStoreServer:
         connection.setblocking(False)
         limits = self._limits
         try:
-            keep_honest(connection, limits.silent_network_seconds)
+            enable_keepalive(connection, limits.silent_network_seconds)
         except OSError:
             connection.close()
             return
@@ -426,7 +426,7 @@ class TcpStoreServer:
             if stranger is not None and stranger is not peer:
                 self._drop(stranger)
             else:
-                end.refuse(StoreRefused(f"serves at most {self._most} connections"))
+                end.refuse(StoreRejectedError(f"serves at most {self._most} connections"))
                 self._linger(peer)
 
     def _first_stranger(self) -> _Peer | None:
@@ -546,11 +546,11 @@ class TcpStoreServer:
         store.setblocking(False)
         store.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         store.connect_ex(address)  # what becomes of it is seen when it is used
-        link = Joined(self._selector, {peer.connection: b"", store: bytes(peer.end.unread)})
+        link = SocketRelay(self._selector, {peer.connection: b"", store: bytes(peer.end.unread)})
         self._links.add(link)
         self._turn_link(link)
 
-    def _turn_link(self, link: Joined) -> None:
+    def _turn_link(self, link: SocketRelay) -> None:
         if link in self._links and not link.turn():
             self._links.discard(link)
             link.close()
@@ -565,7 +565,7 @@ class TcpStoreServer:
             awaits = reads, peer.end.has_more
             if awaits != peer.awaits:
                 peer.awaits = awaits
-                await_events(self._selector, peer.connection, peer, *awaits)
+                update_selector_events(self._selector, peer.connection, peer, *awaits)
         self._dirty.clear()
 
     def _flush_one(self, peer: _Peer) -> bool:
@@ -666,6 +666,6 @@ class TcpStoreServer:
         self._held -= peer.held
         self._listed -= peer.listed
         self._behind.pop(peer, None)
-        await_events(self._selector, peer.connection, peer, False, False)
+        update_selector_events(self._selector, peer.connection, peer, False, False)
         if close:
             peer.connection.close()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import attrs
 
 from ..clock import monotonic
-from ..errors import RendezvousClosed
+from ..errors import RendezvousClosedError
 from ..rendezvous.interface import Change, RendezvousHandler, RendezvousInfo
 from .waiting import wait_until
 
@@ -31,7 +31,7 @@ class HandlerRequest:
     """The handler that a test needs: of which job, for which node, and how patient.
 
     name: differs among the nodes of a job that live at one time; `a`, `b`, `c` and so on.
-    join_timeout: seconds in which a generation must settle, or RendezvousTimeout is raised.
+    join_timeout: seconds in which a generation must settle, or RendezvousTimeoutError is raised.
     """
 
     run_id: str
@@ -182,9 +182,9 @@ class Cluster:
 
 
 def closed(joining: Future[RendezvousInfo], patience: float) -> bool:
-    """Whether a call of next_rendezvous ends by RendezvousClosed."""
+    """Whether a call of next_rendezvous ends by RendezvousClosedError."""
     try:
         joining.result(patience)
-    except RendezvousClosed:
+    except RendezvousClosedError:
         return True
     return False

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from ..clock import monotonic
-from ..errors import RendezvousClosed, RendezvousError, RendezvousTimeout
+from ..errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from ..rendezvous.interface import ChangeKind
 from .rendezvous_cluster import Cluster, Node, closed
 from .rendezvous_cluster import HandlerRequest as HandlerRequest
@@ -70,7 +70,7 @@ class RendezvousContract:
 
     def test_below_the_minimum_nobody_settles(self, cluster: Cluster) -> None:
         node = cluster.node("a", 2, 2, join_timeout=0.5)
-        with pytest.raises(RendezvousTimeout):
+        with pytest.raises(RendezvousTimeoutError):
             node.joined()
         assert node.leaves() is True
 
@@ -192,7 +192,7 @@ class RendezvousContract:
         assert second.handler.report_success() is True
         for node in (first, second):
             assert node.change().kind is ChangeKind.SUCCEEDED
-        with pytest.raises(RendezvousClosed):
+        with pytest.raises(RendezvousClosedError):
             cluster.node("c", 2, 2).joined()
 
     # Anything in any order

@@ -11,7 +11,7 @@ import threading
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from ..errors import RendezvousClosed
+from ..errors import RendezvousClosedError
 from ..rendezvous.interface import RendezvousInfo
 from .rendezvous_cluster import PAUSE, Cluster, Node, in_thread
 from .waiting import wait_until
@@ -54,7 +54,7 @@ class Agent:
         try:
             while self._meet_and_hold():
                 self.again.clear()
-        except RendezvousClosed:
+        except RendezvousClosedError:
             return
 
     def _meet_and_hold(self) -> bool:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from ..errors import ConfigError, LeaseLost, StoreUnavailable
+from ..errors import ConfigError, LeaseLostError, StoreConnectionError
 from ..stores.interface import ABSENT, Listing, Store
 from .store_model import ODD_KEYS, StoreMachine
 from .store_process import (
@@ -130,17 +130,17 @@ class StoreContract:
     def test_compare_set_wins_only_over_the_expected_version(self, connect: Connect) -> None:
         store, other = connect(), connect()
         lost = store.compare_set("key", b"new", expected=7)
-        assert (lost.won, lost.entry, store.get("key")) == (False, None, None)
+        assert (lost.succeeded, lost.entry, store.get("key")) == (False, None, None)
         first = store.compare_set("key", b"first", expected=ABSENT)
-        assert first.won
+        assert first.succeeded
         assert first.entry == other.get("key")
         again = other.compare_set("key", b"again", expected=ABSENT)
-        assert (again.won, again.entry) == (False, first.entry)
+        assert (again.succeeded, again.entry) == (False, first.entry)
         assert first.entry is not None
         second = other.compare_set("key", b"second", expected=first.entry.version)
-        assert (second.won, second.entry) == (True, store.get("key"))
+        assert (second.succeeded, second.entry) == (True, store.get("key"))
         late = store.compare_set("key", b"late", expected=first.entry.version)
-        assert (late.won, late.entry) == (False, second.entry)
+        assert (late.succeeded, late.entry) == (False, second.entry)
 
     def test_delete_says_whether_it_removed_anything(self, connect: Connect) -> None:
         store, other = connect(), connect()
@@ -329,9 +329,9 @@ class StoreContract:
         assert listing.version > lease.version
         assert owner.get("lease") is None
         assert other.get("lease") is None
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             owner.refresh("lease", lease.version)
-        assert other.compare_set("lease", b"", expected=ABSENT).won
+        assert other.compare_set("lease", b"", expected=ABSENT).succeeded
 
     def test_one_lease_ends_while_another_is_kept(self, connect: Connect) -> None:
         one, other = connect(), connect()
@@ -347,9 +347,9 @@ class StoreContract:
         owner, other = connect(), connect()
         lease = owner.set("lease", b"mine", ttl=self.ttl)
         plain = other.set("lease", b"plain")
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             owner.refresh("lease", lease.version)
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             owner.refresh("lease", plain.version)
         assert other.wait("lease", after=plain.version, timeout=self.ttl * 2) is False
         assert owner.get("lease") == plain
@@ -358,9 +358,9 @@ class StoreContract:
         owner, other = connect(), connect()
         old = owner.set("lease", b"old", ttl=1000 * self.ttl)
         outcome = other.compare_set("lease", b"new", expected=old.version, ttl=self.ttl)
-        assert outcome.won
+        assert outcome.succeeded
         assert outcome.entry is not None
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             owner.refresh("lease", old.version)
         other.refresh("lease", outcome.entry.version)
         assert owner.wait("lease", after=outcome.entry.version, timeout=self.patience) is True
@@ -370,13 +370,13 @@ class StoreContract:
         owner, other = connect(), connect()
         lease = owner.set("lease", b"", ttl=1000 * self.ttl)
         assert other.delete("lease") is True
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             owner.refresh("lease", lease.version)
 
     def test_only_its_owner_keeps_a_lease(self, connect: Connect) -> None:
         owner, other = connect(), connect()
         lease = owner.set("lease", b"", ttl=1000 * self.ttl)
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             other.refresh("lease", lease.version)
         owner.refresh("lease", lease.version)
 
@@ -413,9 +413,9 @@ class StoreContract:
         with ThreadPoolExecutor(1) as pool:
             waiting = self._start_waiting(pool, one, "quiet", version)
             one.close()
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(StoreConnectionError):
                 waiting.result(self.patience)
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreConnectionError):
             one.get("key")
 
     # Forks

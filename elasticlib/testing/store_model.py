@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from ..errors import LeaseLost
+from ..errors import LeaseLostError
 from ..stores.interface import ABSENT, Entry, Store
 
 ODD_KEYS = (
@@ -50,8 +50,8 @@ class DictionaryModel:
 
     def compare_set(self, store: Store, key: str, value: bytes, expected: int) -> None:
         outcome = store.compare_set(key, value, expected=expected)
-        assert outcome.won == (expected == self.version(key, "now"))
-        if outcome.won:
+        assert outcome.succeeded == (expected == self.version(key, "now"))
+        if outcome.succeeded:
             assert outcome.entry is not None
             assert (outcome.entry.key, outcome.entry.value) == (key, value)
             self._written(store, outcome.entry, None)
@@ -70,7 +70,7 @@ class DictionaryModel:
         try:
             store.refresh(key, version)
             kept = True
-        except LeaseLost:
+        except LeaseLostError:
             kept = False
         assert kept is held
 

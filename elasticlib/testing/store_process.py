@@ -23,7 +23,7 @@ from typing import Any, cast
 import attrs
 
 from ..clock import monotonic
-from ..errors import LeaseLost, StoreUnavailable
+from ..errors import LeaseLostError, StoreConnectionError
 from ..stores.interface import ABSENT, Entry, Store
 
 # The child finds modules where we do, also those of the test that describes the client.
@@ -71,7 +71,7 @@ def increment(store: Store, key: str, times: int) -> None:
             number = int(entry.value) if entry else 0
             version = entry.version if entry else ABSENT
             outcome = store.compare_set(key, b"%d" % (number + 1), expected=version)
-            if outcome.won:
+            if outcome.succeeded:
                 break
             entry = outcome.entry
 
@@ -86,7 +86,7 @@ def kept_lease(owner: Store, watcher: Store, key: str, ttl: float) -> Entry | No
         speaking = monotonic()
         try:
             owner.refresh(key, lease.version)
-        except LeaseLost:
+        except LeaseLostError:
             ended = True
         if ended:
             assert monotonic() - spoken > 0.7 * ttl, "a lease that was refreshed has changed"
@@ -117,7 +117,7 @@ def use_as_child(store: Store) -> str:
         try:
             call()
             outcomes.add("worked")
-        except StoreUnavailable:
+        except StoreConnectionError:
             outcomes.add("refused")
     store.close()
     return outcomes.pop() if len(outcomes) == 1 else "some calls worked, and others did not"

@@ -37,10 +37,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ElasticError, WorkerStartError, present
-from .bootstrap import die_with, list_session
+from .process_entry import register_session, set_parent_death_signal
 
 if TYPE_CHECKING:
-    from .loop import Loop
+    from .event_loop import EventLoop
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -63,9 +63,9 @@ MOST_SAID = 2048
 READY = "ready"
 # torch sets it as it is imported, and anew whenever it looks: a script that imports it later may
 # set it first.
-SET_ANEW = ("TORCHINDUCTOR_CACHE_DIR",)
+TORCH_MANAGED_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR",)
 # Those whose default action ends or stops a process, but for its own faults.
-MEANT_FOR_WORKERS = (
+WORKER_SIGNALS = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGTSTP),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
 )
@@ -87,9 +87,11 @@ def serve(first: int, second: int, folder: str, preload: Sequence[str]) -> list[
     link, second_link = socket.socket(fileno=first), socket.socket(fileno=second)
     name = _name("fork-server")
     before = dict(os.environ)
-    dispositions = _deaf()
+    dispositions = _ignore_worker_signals()
     # The user's modules come first: an error there is known before the seconds that torch takes.
-    _report_ready(link, _import_preload(folder, preload) or _unclean() or _import_modules(TORCH))
+    _report_ready(
+        link, _import_preload(folder, preload) or _fork_safety_error() or _import_modules(TORCH)
+    )
     job = _answer(link, dispositions, second_link=second_link)
     if job is None:
         link, second_server = _fork_second_server(link, second_link)
@@ -161,7 +163,7 @@ def _fork_second_server(
     else:
         if pid == 0:
             link.close()
-            die_with(server)
+            set_parent_death_signal(server)
             _report_ready(second_link, _import_modules(DEFERRED_IMPORTS))
             return second_link, 0
     second_link.close()
@@ -195,9 +197,9 @@ def _name(new: str) -> str:
     return old
 
 
-def _deaf() -> dict[int, Any]:
+def _ignore_worker_signals() -> dict[int, Any]:
     """Ignore what is meant for workers: some schedulers signal every process that they find."""
-    found = {number: signal.getsignal(number) for number in MEANT_FOR_WORKERS}
+    found = {number: signal.getsignal(number) for number in WORKER_SIGNALS}
     heard: dict[int, Any] = {
         number: was for number, was in found.items() if was is not signal.SIG_IGN
     }
@@ -232,7 +234,7 @@ def _import_modules(modules: Sequence[str]) -> str:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing is None or not _may_be_missing(missing, module):
                 return _import_failure(module, error)
-    return _unclean()
+    return _fork_safety_error()
 
 
 def _may_be_missing(missing: str, module: str) -> bool:
@@ -256,11 +258,11 @@ def _changed_since(before: dict[str, str]) -> dict[str, str]:
     return {
         key: text
         for key, text in os.environ.items()
-        if before.get(key) != text and key not in SET_ANEW
+        if before.get(key) != text and key not in TORCH_MANAGED_VARIABLES
     }
 
 
-def _unclean() -> str:
+def _fork_safety_error() -> str:
     """Why no worker should be forked from this process."""
     # Libraries that hide their threads from a fork, as OpenBLAS does, have done so now.
     child = os.fork()
@@ -311,8 +313,8 @@ def _fork(
     if pid == 0:
         try:
             os.setsid()
-            die_with(server)
-            list_session(descriptors.pop(1))
+            set_parent_death_signal(server)
+            register_session(descriptors.pop(1))
             job = _take_over(descriptors, dispositions)
         except BaseException as error:
             # What catches it further up would go on as a second server.
@@ -370,7 +372,7 @@ def _enter(job: dict[str, Any], before: dict[str, str], changed: dict[str, str])
     for name in unset:
         os.environ.pop(name, None)
     _open_stdin()
-    _draw_anew()
+    _reseed_generators()
     return what
 
 
@@ -392,7 +394,7 @@ def _open_stdin() -> None:
     sys.stdin = sys.__stdin__ = now  # type: ignore[misc]
 
 
-def _draw_anew() -> None:
+def _reseed_generators() -> None:
     """What each interpreter draws for itself at its start; `random` and OpenSSL see to theirs."""
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -413,11 +415,11 @@ FORK_REQUEST_TIMEOUT_S = 10.0
 CLOSE_SECONDS = 2.0
 
 
-class ForkServerGone(ElasticError):
+class ForkServerLost(ElasticError):
     """The fork server does not answer or has ended, and so have its workers."""
 
 
-class Forked:
+class ForkedWorker:
     """A worker of a fork server, with the part of Popen's interface that is needed."""
 
     def __init__(self, pid: int, server: ForkServer, link: socket.socket) -> None:
@@ -447,7 +449,11 @@ class ForkServer:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], listed: int, loop: Loop
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        registry_fd: int,
+        loop: EventLoop,
     ) -> None:
         self._loop = loop
         self._link, first = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -459,7 +465,7 @@ class ForkServer:
                     [str(numbers.get(part, part)) for part in command],
                     env=environment,
                     stdin=subprocess.DEVNULL,
-                    pass_fds=[*numbers.values(), listed],
+                    pass_fds=[*numbers.values(), registry_fd],
                     start_new_session=True,
                 )
         except BaseException:
@@ -482,10 +488,10 @@ class ForkServer:
             text = ""
             with contextlib.suppress(OSError):
                 text = ear.recv(4096).decode(errors="replace")
-            self._loop.forget(ear.fileno(), ear.close)
+            self._loop.remove_reader(ear.fileno(), ear.close)
             hear(text)
 
-        self._loop.read(ear.fileno(), read)
+        self._loop.add_reader(ear.fileno(), read)
 
     def _hear(self, text: str) -> None:
         self._said = text
@@ -524,7 +530,7 @@ class ForkServer:
         return self._second_is_ready and _is_over(self._second)
 
     @property
-    def complaint(self) -> str:
+    def unusable_reason(self) -> str:
         """Why it cannot be used, in its own words; empty if it can, or has not said so yet."""
         return "" if self._said == READY else self._said
 
@@ -532,9 +538,9 @@ class ForkServer:
         self,
         what: Sequence[str],
         environment: Mapping[str, str],
-        listed: int,
+        registry_fd: int,
         targets: Sequence[int | None],
-    ) -> Forked:
+    ) -> ForkedWorker:
         """Fork a worker in a session of its own.
 
         Args:
@@ -563,17 +569,17 @@ class ForkServer:
             opened.callback(os.close, folder)
             stdin = 0 if has_stdin() else opened.enter_context(open(os.devnull, "rb")).fileno()
             outputs = [own if file is None else file for own, file in enumerate(targets, 1)]
-            descriptors = [request.fileno(), listed, folder, stdin, *outputs]
+            descriptors = [request.fileno(), registry_fd, folder, stdin, *outputs]
             pid = self._ask(link, lambda: socket.send_fds(link, [b"fork"], descriptors))
         self.workers.add(pid)
-        return Forked(pid, self, link)
+        return ForkedWorker(pid, self, link)
 
     def reap(self, pid: int, link: socket.socket) -> int:
         """Reap a worker that the server at this link has forked; return Popen's returncode."""
         self.workers.discard(pid)
         try:
             return self._ask(link, lambda: link.send(b"reap %d" % pid))
-        except ForkServerGone:
+        except ForkServerLost:
             # The kernel has killed the workers together with their fork server.
             return -signal.SIGKILL
 
@@ -588,11 +594,11 @@ class ForkServer:
         except TimeoutError as error:
             # A late answer would be taken for the answer to the next request.
             self.close(0.0)
-            raise ForkServerGone(
+            raise ForkServerLost(
                 f"the workers' fork server did not answer in {FORK_REQUEST_TIMEOUT_S:g} s"
             ) from error
         except (OSError, ValueError) as error:
-            raise ForkServerGone("the workers' fork server has ended") from error
+            raise ForkServerLost("the workers' fork server has ended") from error
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """End the servers, and the workers that are left; kill what is there after this time."""

@@ -12,9 +12,9 @@ import pytest
 from elasticlib import MemoryStore, Node, Store
 from elasticlib.agent.board import Board, Gathered
 from elasticlib.agent.policy import Gather, Post
-from elasticlib.errors import StoreRefused, StoreUnavailable
+from elasticlib.errors import StoreConnectionError, StoreRejectedError
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
-from elasticlib.stores.interface import CompareSet, Entry, Listing, Watched
+from elasticlib.stores.interface import CompareSetResult, Entry, Listing, WatchResult
 
 NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
 PATIENCE = 30.0
@@ -60,16 +60,21 @@ class Pushing(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.watching: list[tuple[str, Callable[[Watched], None]]] = []
+        self.watching: list[tuple[str, Callable[[WatchResult], None]]] = []
 
     def watch(
-        self, prefix: str, *, after: int, changed: Callable[[Watched], None], listing: bool = False
+        self,
+        prefix: str,
+        *,
+        after: int,
+        callback: Callable[[WatchResult], None],
+        with_listing: bool = False,
     ) -> bool:
-        assert listing
+        assert with_listing
         if super().wait(prefix, after=after, timeout=0.0):
-            changed(True)
+            callback(True)
         else:
-            self.watching.append((prefix, changed))
+            self.watching.append((prefix, callback))
         return True
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
@@ -78,7 +83,7 @@ class Pushing(MemoryStore):
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         done = super().compare_set(key, value, expected=expected, ttl=ttl)
         watching, self.watching = self.watching, []
         for prefix, changed in watching:
@@ -109,7 +114,7 @@ class Faltering(MemoryStore):
 
     failures = 3
 
-    def __init__(self, error: type[Exception] = StoreUnavailable) -> None:
+    def __init__(self, error: type[Exception] = StoreConnectionError) -> None:
         super().__init__()
         self.error = error
         self.left = {"list": self.failures, "set": self.failures}
@@ -125,7 +130,7 @@ class Faltering(MemoryStore):
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         self._fail("set")
         return super().compare_set(key, value, expected=expected, ttl=ttl)
 
@@ -139,7 +144,7 @@ def test_a_store_that_falters_is_asked_until_it_answers(make: Callable[..., Side
     assert store.left == {"list": 0, "set": 0}
 
 
-@pytest.mark.parametrize("error", [StoreRefused, ZeroDivisionError])
+@pytest.mark.parametrize("error", [StoreRejectedError, ZeroDivisionError])
 def test_what_a_store_refuses_or_breaks_at_is_told_and_the_rest_goes_on(
     error: type[Exception], make: Callable[..., Side]
 ) -> None:

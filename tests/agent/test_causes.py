@@ -13,10 +13,10 @@ from lone_agent import LoneNode, OneWorker, running
 from elasticlib import MemoryStore, Node, Store
 from elasticlib.agent.interface import Cause
 from elasticlib.agent.report import cause_of, first_cause, post_cause, post_failed
-from elasticlib.errors import RendezvousClosed, RendezvousTimeout
+from elasticlib.errors import RendezvousClosedError, RendezvousTimeoutError
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousInfo, assign_ranks
 from elasticlib.rendezvous.store_layout import JobListing, StoreKeys
-from elasticlib.stores.interface import CompareSet, Listing
+from elasticlib.stores.interface import CompareSetResult, Listing
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
@@ -94,7 +94,7 @@ class Second(LoneNode):
     def next_rendezvous(self) -> RendezvousInfo:
         change = self.wait_for_change(0.0)
         if change is not None:
-            error = RendezvousClosed(change.reason)
+            error = RendezvousClosedError(change.reason)
             error.change = change  # type: ignore[attr-defined]
             raise error
         seat = assign_ranks(NODES)[1]
@@ -177,7 +177,7 @@ class Deserted(LoneNode):
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.generation:
-            error = RendezvousTimeout("1 of at least 2 nodes are here; n1 was lost")
+            error = RendezvousTimeoutError("1 of at least 2 nodes are here; n1 was lost")
             error.lost = True
             raise error
         return super().next_rendezvous()
@@ -206,7 +206,7 @@ class Hanging(MemoryStore):
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         self.answer.wait(30)
         return super().compare_set(key, value, expected=expected, ttl=ttl)
 

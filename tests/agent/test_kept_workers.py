@@ -236,6 +236,33 @@ def test_all_leave_a_group_that_breaks_while_it_is_to_change_its_size(job: Job) 
     assert [node.exit_code() for node in nodes] == [0, 0], job.logs
 
 
+def test_members_that_are_starting_when_a_node_joins_are_kept(job: Job) -> None:
+    store = job.store()
+    (starting := job.folder / "starting.one.1").touch()
+    node = join(job, store, "one")
+    wait_until("the first worker", lambda: job.places(1))
+    other = join(job, store, "two")
+    node.says("resize: ")
+    starting.unlink()
+    whole = job.settled(4, after=1, seconds=15)
+    assert pids(whole, "one") == pids(job.places(1)), job.logs
+    job.finish()
+    assert [node.exit_code(), other.exit_code()] == [0, 0], job.logs
+
+
+def test_a_member_is_kept_if_one_fails_while_another_is_starting(job: Job) -> None:
+    (starting := job.folder / "starting.one.1").touch()
+    node = begin(job, "one", "--standalone", "--nproc-per-node=3")
+    first = wait_until("two workers", lambda: job.places(1)[1:] and job.places(1))
+    kill(first[1])
+    smaller = job.settled(1, after=1)
+    assert pids(smaller) == {first[0]["pid"]}
+    starting.unlink()
+    assert first[0]["pid"] in pids(job.settled(3, after=generation_of(smaller)))
+    job.finish()
+    assert node.exit_code() == 0, job.logs
+
+
 def test_one_who_finds_its_group_broken_need_not_wait_for_the_others(job: Job) -> None:
     store = job.store()
     nodes = [join(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")]

@@ -23,10 +23,10 @@ from elasticlib import (
     WorkerSpec,
     WorkerState,
 )
-from elasticlib.errors import RendezvousTimeout
+from elasticlib.errors import RendezvousTimeoutError
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.spec import Ladder
+from elasticlib.workers.spec import StopTimeouts
 
 
 class OneNode(RendezvousHandler):
@@ -79,7 +79,7 @@ class Supervised:
             self.handler,
             LocalWorkers(os.environ),
             max_restarts=max_restarts,
-            ladder=Ladder(grace),
+            ladder=StopTimeouts(grace),
             interval=0.02,
         )
 
@@ -219,7 +219,7 @@ class Deserted(OneNode):
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.generation:
-            raise RendezvousTimeout("1 node waits, and at least 2 are needed")
+            raise RendezvousTimeoutError("1 node waits, and at least 2 are needed")
         return super().next_rendezvous()
 
 

@@ -37,7 +37,7 @@ from elasticlib.agent.policy import (
     WorkerEnded,
     react,
 )
-from elasticlib.errors import IllegalTransition
+from elasticlib.errors import InvalidTransitionError
 from elasticlib.rendezvous.interface import Change, ChangeKind
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.spec import WorkerState
@@ -193,7 +193,7 @@ def test_each_event_in_each_state_has_one_answer(state: State, name: str) -> Non
     expected = NEXT.get((state, name))
     if expected is None:
         with pytest.raises(
-            IllegalTransition, match=f"{type(EVENTS[name]).__name__}.*{state.value}"
+            InvalidTransitionError, match=f"{type(EVENTS[name]).__name__}.*{state.value}"
         ):
             react(now, EVENTS[name])
         return
@@ -283,7 +283,7 @@ def test_no_history_ends_without_an_outcome_or_leaves_workers_unstopped(names: l
             continue  # nobody is left out of it who could wait
         try:
             now, actions = react(now, event)
-        except IllegalTransition:
+        except InvalidTransitionError:
             continue
         # The ladder's end, and the last worker's success, are how a group comes to have ended.
         if isinstance(event, GroupStopped):

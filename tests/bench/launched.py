@@ -136,7 +136,7 @@ class Job:
 
 def _is_guardian(pid: int) -> bool:
     try:
-        return b"elasticlib.workers.session" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"elasticlib.workers.cleanup" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

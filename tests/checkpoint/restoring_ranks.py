@@ -24,7 +24,7 @@ from elasticlib.checkpoint.pack import LayoutCache, PackImage, Shards, plan_layo
 from elasticlib.checkpoint.reshard import plan_part_layout
 from elasticlib.checkpoint.restore import RestoreAgreement, StateSource, StoredState, restore_from
 from elasticlib.checkpoint.state_tree import flatten
-from elasticlib.errors import CheckpointCorrupt, ConfigError
+from elasticlib.errors import CheckpointCorruptError, ConfigError
 
 
 def plan_part(step: int, value: float, num_elements: int, part: int, num_parts: int) -> PackImage:
@@ -73,7 +73,7 @@ class PackFiles(StateSource):
     def check(self, stored: StoredState, part: int = 0) -> None:
         data = self._read(stored, part)
         if zlib.crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
-            raise CheckpointCorrupt(f"{stored.name} is damaged")
+            raise CheckpointCorruptError(f"{stored.name} is damaged")
 
     def _read(self, stored: StoredState, part: int) -> bytearray:
         return bytearray(

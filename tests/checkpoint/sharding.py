@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
-from elasticlib.errors import CheckpointCorrupt, CheckpointError
+from elasticlib.errors import CheckpointCorruptError, CheckpointError
 
 
 def sharded_layers(mesh: DeviceMesh, *, bias: bool = True) -> torch.nn.Module:
@@ -110,7 +110,7 @@ def load_shards_of_damaged_checkpoint(folder: Path) -> str | None:
         other.write_bytes(data)
         with CheckpointManager(folder / "checkpoints") as manager:
             manager.load(like=state)
-            with pytest.raises(CheckpointCorrupt):
+            with pytest.raises(CheckpointCorruptError):
                 manager.latest()
             return "damaged"
     return None

@@ -20,7 +20,7 @@ from sample_states import in_words
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.restore import restore_from
-from elasticlib.errors import CheckpointError, StateMismatch, Unreadable
+from elasticlib.errors import CheckpointError, CheckpointUnreadableError, StateMismatchError
 
 
 class Level(enum.IntEnum):
@@ -180,7 +180,7 @@ def test_what_one_of_them_refuses_all_refuse_with_its_place(
             assert "state['a'][0] " in str(refused.value)
         manager.save(1, {"a": [1]})
         manager.wait()
-        with pytest.raises(StateMismatch, match=r"state\['a'\]\[0\] is a"):
+        with pytest.raises(StateMismatchError, match=r"state\['a'\]\[0\] is a"):
             manager.restore(state)
     memory.close()
 
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_named_and_nothing_changed(
         manager.save(1, {"a": 1, "b": saved})
         manager.wait()
         state = {"a": 0, "b": old}
-        with pytest.raises(StateMismatch) as refused:
+        with pytest.raises(StateMismatchError) as refused:
             manager.restore(state)
     assert said in str(refused.value)
     assert state["a"] == 0
@@ -247,7 +247,7 @@ def test_without_numpy_all_works_but_what_is_numpys(tmp_path: Path) -> None:
         text=True,
     )
     first, last = ended.stdout.splitlines()
-    assert first.startswith("Unreadable the state holds NumPy arrays or numbers, and NumPy cannot")
+    assert first.startswith("CheckpointUnreadableError the state holds NumPy arrays or numbers, ")
     assert first.endswith("pip install numpy")
     assert last == "2 [1, {2}, torch.float16]"
 
@@ -301,4 +301,4 @@ def test_another_pack_format_is_no_reason_to_take_an_sample_states(
         for read in (manager.load, lambda: manager.restore({"a": 0})):
             with pytest.raises(CheckpointError, match=f"format {other}, this version reads 4"):
                 read()
-    assert issubclass(Unreadable, CheckpointError)
+    assert issubclass(CheckpointUnreadableError, CheckpointError)

@@ -20,7 +20,7 @@ from elasticlib.checkpoint.boxes import (
     split_box,
 )
 from elasticlib.checkpoint.reshard import narrow_to_box
-from elasticlib.errors import CheckpointCorrupt
+from elasticlib.errors import CheckpointCorruptError
 
 Shape = tuple[int, ...]
 Mesh = list[tuple[int, int | None]]
@@ -146,11 +146,13 @@ def test_missing_parts_and_elements_are_described():
     ],
 )
 def test_invalid_description_of_a_shard_is_corrupt(row):
-    with pytest.raises(CheckpointCorrupt):
+    with pytest.raises(CheckpointCorruptError):
         read_shards({"shards": [row]})
 
 
 def test_parts_that_disagree_on_a_shape_are_corrupt():
     shard, other = (TensorShard("w", "f", (n,), Box((0,), (n,))) for n in (4, 5))
-    with pytest.raises(CheckpointCorrupt, match=r"w is a f of \(4,\) in part 0, and a f of \(5,\)"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"w is a f of \(4,\) in part 0, and a f of \(5,\)"
+    ):
         describe_missing({0: [shard], 3: [other]}, 4)

@@ -12,7 +12,7 @@ from elasticlib.checkpoint.catalog import CheckpointCatalog
 from elasticlib.checkpoint.pack import unpack
 from elasticlib.checkpoint.restore import DiskSource
 from elasticlib.checkpoint.storage import LocalStorage
-from elasticlib.errors import CheckpointCorrupt, CheckpointError
+from elasticlib.errors import CheckpointCorruptError, CheckpointError
 
 
 def test_a_source_gives_packs_of_its_own_and_forgets_what_is_damaged(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_a_source_gives_packs_of_its_own_and_forgets_what_is_damaged(tmp_path: P
     source.release()
     data = path.read_bytes()
     path.write_bytes(data[:-1] + b"\1")
-    with pytest.raises(CheckpointCorrupt, match="checksum"):
+    with pytest.raises(CheckpointCorruptError, match="checksum"):
         source.view(newest)
     assert [stored.step for stored in source.list_states()] == [1]
     (tmp_path / "step-0000000001" / "manifest.json").unlink()

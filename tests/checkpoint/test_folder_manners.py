@@ -11,7 +11,7 @@ import pytest
 from managers import manager_at
 
 from elasticlib import CheckpointManager, FileStore
-from elasticlib.errors import CheckpointError, CheckpointRefused, StoreRefused
+from elasticlib.errors import CheckpointError, CheckpointFencedError, StoreRejectedError
 
 
 def test_an_older_generation_cannot_prune(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_an_older_generation_cannot_prune(tmp_path: Path) -> None:
     old, new = (manager_at(tmp_path, place, keep_last=1) for place in places)
     new.claim()
     (tmp_path / "step-0000000001").mkdir()
-    with pytest.raises(CheckpointRefused, match=r"pruned.*older"):
+    with pytest.raises(CheckpointFencedError, match=r"pruned.*older"):
         old.prune()
     assert (tmp_path / "step-0000000001").exists()
 
@@ -63,5 +63,8 @@ def test_a_file_system_without_locks_is_an_error(
         pytest.raises(CheckpointError, match="could not be"),
     ):
         manager.claim()
-    with FileStore(tmp_path / "store") as store, pytest.raises(StoreRefused, match="lock files in"):
+    with (
+        FileStore(tmp_path / "store") as store,
+        pytest.raises(StoreRejectedError, match="lock files in"),
+    ):
         store.set("key", b"")

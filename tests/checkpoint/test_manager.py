@@ -22,9 +22,9 @@ from elasticlib import CheckpointManager, ElasticDistributedSampler
 from elasticlib.checkpoint.catalog import append_checksum
 from elasticlib.checkpoint.restore import RestoreResult
 from elasticlib.errors import (
-    CheckpointCorrupt,
+    CheckpointCorruptError,
     CheckpointError,
-    CheckpointRefused,
+    CheckpointFencedError,
     ConfigError,
 )
 from elasticlib.testing.waiting import wait_until
@@ -129,7 +129,7 @@ def test_each_damaged_byte_is_detected_and_the_older_checkpoint_used(
             assert manager.load()["step"] == 1
             assert manager.latest() == 1
             assert "step-0000000002 is damaged: " in manager.skipped[2]
-            with pytest.raises(CheckpointCorrupt, match="step-0000000002 is damaged: "):
+            with pytest.raises(CheckpointCorruptError, match="step-0000000002 is damaged: "):
                 manager.load(2)
     assert "skipped" in caplog.text
     path.write_bytes(whole)
@@ -183,14 +183,16 @@ def test_restore_raises_if_there_are_checkpoints_and_none_is_usable(
     before = contents(tmp_path)
     with CheckpointManager(tmp_path, keep_last=1) as manager:
         mine = state(0)
-        with pytest.raises(CheckpointCorrupt) as refused:
+        with pytest.raises(CheckpointCorruptError) as refused:
             manager.restore(mine)
         message = str(refused.value)
         assert message.startswith("there are checkpoints, and none of them can be used: ")
         assert "step-0000000100" in message or "step 100" in message
         assert 'restore(state, if_unusable="start_over")' in message
         for call in (manager.load, manager.latest):
-            with pytest.raises(CheckpointCorrupt, match=r"none of the checkpoints in .* can be u"):
+            with pytest.raises(
+                CheckpointCorruptError, match=r"none of the checkpoints in .* can be u"
+            ):
                 call()
         assert contents(tmp_path) == before
 
@@ -276,13 +278,15 @@ def test_an_older_generation_cannot_commit_and_the_error_names_the_holder(tmp_pa
     with manager_at(tmp_path, place_in("a", 2)) as new:
         new.claim()
         place.gate.set()
-        with pytest.raises(CheckpointRefused, match=r"generation 2 of run 'job' .*generation 1"):
+        with pytest.raises(
+            CheckpointFencedError, match=r"generation 2 of run 'job' .*generation 1"
+        ):
             old.wait()
         assert new.steps() == []
         new.save(5, state(2))
         new.wait()
         assert len(os.listdir(tmp_path / "step-0000000005")) == 2
-    with pytest.raises(CheckpointRefused, match=r"generation 2 .*generation 1"):
+    with pytest.raises(CheckpointFencedError, match=r"generation 2 .*generation 1"):
         manager_at(tmp_path, place_in("a", 1)).claim()
     old.close()
     assert CheckpointManager(tmp_path).load()["step"] == 2
@@ -295,9 +299,9 @@ def test_the_newest_launch_keeps_the_fence_of_an_older_one(tmp_path: Path) -> No
     with manager_at(tmp_path, place_in("b", 1)) as second:
         second.claim()
         first.save(2, state(2))
-        with pytest.raises(CheckpointRefused, match="generation 1 of run 'job'"):
+        with pytest.raises(CheckpointFencedError, match="generation 1 of run 'job'"):
             first.close()
-        with pytest.raises(CheckpointRefused, match="launch"):
+        with pytest.raises(CheckpointFencedError, match="launch"):
             manager_at(tmp_path, place_in("a", 8)).claim()
         second.save(3, state(3))
     assert CheckpointManager(tmp_path).steps() == [1, 3]
@@ -315,7 +319,7 @@ def test_only_one_of_several_concurrent_writers_can_commit(tmp_path: Path) -> No
             for step in range(12):
                 manager.save(step, state(writer))
             manager.close()
-        except CheckpointRefused:
+        except CheckpointFencedError:
             refused.append(writer)
 
     threads = [threading.Thread(target=write, args=(n,)) for n in range(3)]
@@ -357,7 +361,7 @@ def test_a_writer_that_lost_the_fence_cannot_prune(tmp_path: Path) -> None:
     (folder := tmp_path / "step-0000000001").mkdir()
     mine = folder / f"state.{token_of(tmp_path)}.1.pack"
     mine.write_bytes(b"half")
-    with pytest.raises(CheckpointRefused, match=r"pruned.*generation 2"):
+    with pytest.raises(CheckpointFencedError, match=r"pruned.*generation 2"):
         old.prune()
     assert mine.exists()
 

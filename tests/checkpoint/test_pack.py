@@ -23,7 +23,7 @@ from elasticlib.checkpoint.pack import pack_state as packed
 from elasticlib.checkpoint.safetensors_header import read_meta, read_size
 from elasticlib.checkpoint.state_tree import MAX_DEPTH, flatten
 from elasticlib.checkpoint.tensor_layout import StridedLayout
-from elasticlib.errors import CheckpointCorrupt, CheckpointError
+from elasticlib.errors import CheckpointCorruptError, CheckpointError
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2),
@@ -335,16 +335,16 @@ def test_a_changed_byte_of_the_head_is_found_and_a_cut_end_too() -> None:
         for bit in (1, 128):
             changed = bytearray(pack)
             changed[at] ^= bit
-            with pytest.raises(CheckpointCorrupt):
+            with pytest.raises(CheckpointCorruptError):
                 unpack(memoryview(changed))
     for size in (0, 10, 127, 128, 4095, 4096, len(pack) - 1):
-        with pytest.raises(CheckpointCorrupt):
+        with pytest.raises(CheckpointCorruptError):
             unpack(memoryview(bytearray(pack[:size])))
 
 
 @given(st.binary(max_size=200))
 def test_what_is_no_pack_is_refused(noise: bytes) -> None:
-    with pytest.raises(CheckpointCorrupt):
+    with pytest.raises(CheckpointCorruptError):
         unpack(memoryview(bytearray(noise)))
 
 

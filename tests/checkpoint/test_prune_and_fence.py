@@ -32,7 +32,7 @@ from elasticlib.checkpoint.commit import (
     encode_fence,
     orphaned_files,
 )
-from elasticlib.errors import CheckpointCorrupt
+from elasticlib.errors import CheckpointCorruptError
 
 found = st.dictionaries(st.integers(0, 40), st.sampled_from(Integrity), max_size=12)
 retentions = st.builds(Retention, st.integers(1, 5), st.integers(0, 6))
@@ -130,7 +130,7 @@ def test_a_changed_or_deleted_fence_is_detected() -> None:
     for at in range(len(data)):
         flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         for wrong in (flipped, data[:at]):
-            with pytest.raises(CheckpointCorrupt):
+            with pytest.raises(CheckpointCorruptError):
                 decode_fence(wrong)
     assert "fence.json was deleted" in commit_denied_reason(None, writer)
 
@@ -167,9 +167,9 @@ def test_each_changed_or_missing_byte_of_a_manifest_is_detected() -> None:
     assert decode_manifest(data) == MANIFEST
     for at in range(len(data)):
         for bit in range(8):
-            with pytest.raises(CheckpointCorrupt):
+            with pytest.raises(CheckpointCorruptError):
                 decode_manifest(data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :])
-        with pytest.raises(CheckpointCorrupt):
+        with pytest.raises(CheckpointCorruptError):
             decode_manifest(data[:at])
 
 

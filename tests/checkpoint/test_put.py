@@ -10,7 +10,7 @@ import torch
 
 from elasticlib.checkpoint.pack import pack_state, unpack
 from elasticlib.checkpoint.restore_plan import plan_restore
-from elasticlib.errors import CheckpointError, StateMismatch
+from elasticlib.errors import CheckpointError, StateMismatchError
 
 
 def read_back(state: object) -> Any:
@@ -123,7 +123,7 @@ def test_a_container_becomes_what_was_saved():
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(state, saved, sentence):
-    with pytest.raises(StateMismatch) as refused:
+    with pytest.raises(StateMismatchError) as refused:
         plan_restore(state, read_back(saved))
     assert sentence in str(refused.value)
 
@@ -137,7 +137,7 @@ def test_so_is_what_a_module_or_an_optimizer_does_not_take():
     ):
         put = plan_restore({"it": mine}, {"it": other.state_dict()})
         with pytest.raises(
-            StateMismatch, match=r"state\['it'\], an? \w+, could not load"
+            StateMismatchError, match=r"state\['it'\], an? \w+, could not load"
         ) as refused:
             put()
         assert said in str(refused.value)
@@ -148,7 +148,7 @@ def test_a_state_of_a_model_with_or_without_ddp_says_what_to_save():
     wrapped = torch.nn.Sequential()
     wrapped.module = torch.nn.Linear(2, 2)  # as DistributedDataParallel has it
     for old, new, way in ((wrapped, alone, "without"), (alone, wrapped, "with")):
-        with pytest.raises(StateMismatch) as refused:
+        with pytest.raises(StateMismatchError) as refused:
             plan_restore({"model": old}, read_back({"model": new}))()
         assert f"(saved {way} DistributedDataParallel?" in str(refused.value)
         assert str(refused.value).lower().endswith("put model.module into the state)")
@@ -158,7 +158,9 @@ def test_a_state_dict_of_a_model_with_or_without_ddp_is_not_left_as_it_was() -> 
     alone, wrapped = torch.nn.Linear(2, 2), torch.nn.Sequential()
     wrapped.module = torch.nn.Linear(2, 2)  # as DistributedDataParallel has it
     for old, new, way in ((wrapped, alone, "without"), (alone, wrapped, "with")):
-        with pytest.raises(StateMismatch, match=rf"\['model'\] has other .*saved {way} Distrib"):
+        with pytest.raises(
+            StateMismatchError, match=rf"\['model'\] has other .*saved {way} Distrib"
+        ):
             plan_restore({"model": old.state_dict()}, read_back({"model": new.state_dict()}))
 
 

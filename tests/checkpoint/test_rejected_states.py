@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elasticlib import CheckpointManager, load_checkpoint, save_checkpoint
-from elasticlib.errors import CheckpointError, StateMismatch
+from elasticlib.errors import CheckpointError, StateMismatchError
 
 
 def nested() -> torch.Tensor:
@@ -203,7 +203,7 @@ def test_state_that_cannot_take_what_was_saved_is_rejected_with_its_path(
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"it": [saved()], "step": 1}).wait()
         state = {"it": [mine()], "step": 0}
-        with pytest.raises(StateMismatch) as rejected:
+        with pytest.raises(StateMismatchError) as rejected:
             manager.restore(state)
     assert message in str(rejected.value)
     assert state["step"] == 0

@@ -43,7 +43,7 @@ from elasticlib.checkpoint.snapshot_slots import (
 from elasticlib.clock import monotonic
 from elasticlib.errors import CheckpointError, ConfigError
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
-from elasticlib.stores.secret import NONCE_BYTES
+from elasticlib.stores.authentication import NONCE_BYTES
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import Worker, WorkerGroup
 

@@ -84,7 +84,9 @@ def test_all_ranks_raise_if_all_checkpoints_are_corrupt_and_there_is_no_snapshot
 ) -> None:
     damaged = [10, 1.0, {"damage": True}]
     error = common(restored([[damaged], []]), "error")
-    assert error.startswith("CheckpointCorrupt: there are checkpoints, and none of them can be us")
+    assert error.startswith(
+        "CheckpointCorruptError: there are checkpoints, and none of them can be us"
+    )
     assert "rank 0's step 10" in error
     results = restored([[damaged], [damaged]], if_unusable="start_over")
     assert (common(results, "step"), common(results, "n")) == (0, 0)
@@ -144,7 +146,7 @@ def test_copies_that_differ_are_replaced_by_the_copy_of_most_ranks(restored: Pla
 
 def test_all_ranks_raise_if_a_pack_is_changed_in_transit(restored: Play) -> None:
     error = common(restored([[[7, 1.0]], []], noisy=True), "error")
-    assert "CheckpointCorrupt: step 7 was corrupted in transit: rank 0 sent" in error
+    assert "CheckpointCorruptError: step 7 was corrupted in transit: rank 0 sent" in error
 
 
 def test_all_ranks_raise_if_one_cannot_load_the_state(restored: Play) -> None:
@@ -158,7 +160,9 @@ def test_all_ranks_raise_if_one_cannot_load_the_state(restored: Play) -> None:
 def test_names_on_one_side_are_an_error_on_all_ranks_unless_allowed(restored: Play) -> None:
     holds: list[list[Any]] = [[[7, 1.0]], []]
     error = common(restored(holds, names=["w", "extra"]), "error")
-    assert error.startswith("StateMismatch: rank 0 cannot restore step 7: nothing was saved under")
+    assert error.startswith(
+        "StateMismatchError: rank 0 cannot restore step 7: nothing was saved under"
+    )
     assert "'extra'; the state has no 'n', which was saved" in error
     results = restored(holds, names=["w", "extra"], strict=False)
     assert (common(results, "step"), common(results, "values")) == (7, [1.0])
@@ -233,7 +237,7 @@ def test_all_ranks_raise_if_shards_are_changed_in_transit(restored: Play) -> Non
     for holds in (lacks_all, lacks_shards):
         assert "error" not in restored(holds, sharded=True, elements=900)[0]
         error = common(restored(holds, sharded=True, elements=900, noisy=True), "error")
-        assert "CheckpointCorrupt: step 8 was corrupted in transit: rank 0 sent" in error
+        assert "CheckpointCorruptError: step 8 was corrupted in transit: rank 0 sent" in error
 
 
 def test_sharded_checkpoint_is_read_by_each_rank_and_sent_to_ranks_that_cannot(

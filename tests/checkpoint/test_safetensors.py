@@ -35,7 +35,7 @@ from elasticlib.checkpoint.safetensors_header import (
     read_size,
 )
 from elasticlib.checkpoint.state_tree import StatePath, path_name
-from elasticlib.errors import CheckpointCorrupt, CheckpointError
+from elasticlib.errors import CheckpointCorruptError, CheckpointError
 
 KNOWN = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
@@ -284,7 +284,7 @@ def test_a_head_that_is_as_it_should_be_is_read() -> None:
 )
 def test_a_head_that_somebody_made_up_is_refused_with_a_sentence(header: str, said: str) -> None:
     for read in (lambda pack: unpack(memoryview(bytearray(pack))), read_meta):
-        with pytest.raises(CheckpointCorrupt) as refused:
+        with pytest.raises(CheckpointCorruptError) as refused:
             read(head_of(header, b"abcd"))
         assert said in str(refused.value)
 
@@ -315,7 +315,7 @@ def test_a_head_that_somebody_made_up_is_refused_with_a_sentence(header: str, sa
 def test_a_tree_that_leads_outside_is_rejected(tree: dict[str, Any]) -> None:
     right = {"tree": {"tensor": 0}, "tensors": [0]}
     notes = f"{VALUED}{json.dumps(json.dumps({**right, **tree}))}}}"
-    with pytest.raises(CheckpointCorrupt):
+    with pytest.raises(CheckpointCorruptError):
         unpack(memoryview(bytearray(head_of(f'{notes},"a":{ENTRY}}}', b"abcd"))))
 
 
@@ -331,7 +331,7 @@ def test_a_tree_that_leads_outside_is_rejected(tree: dict[str, Any]) -> None:
     ],
 )
 def test_first_bytes_of_a_size_that_cannot_be_are_refused(first: bytes, said: str) -> None:
-    with pytest.raises(CheckpointCorrupt) as refused:
+    with pytest.raises(CheckpointCorruptError) as refused:
         read_size(first[:PREFIX_BYTES])
     assert said in str(refused.value)
 

@@ -23,7 +23,7 @@ from elasticlib import (
 )
 from elasticlib.checkpoint import safetensors_header
 from elasticlib.checkpoint.storage import temp_name, temp_target
-from elasticlib.errors import CheckpointCorrupt, CheckpointError
+from elasticlib.errors import CheckpointCorruptError, CheckpointError
 
 
 def training_state():
@@ -60,7 +60,7 @@ def test_damage_at_the_end_of_a_large_file_is_detected(tmp_path):
     with open(path, "r+b") as file:
         file.seek(30 << 20)
         file.write(b"\1")
-    with pytest.raises(CheckpointCorrupt, match="checksum"):
+    with pytest.raises(CheckpointCorruptError, match="checksum"):
         load_checkpoint(path)
 
 
@@ -72,7 +72,7 @@ def test_each_flipped_byte_and_each_truncation_is_rejected(tmp_path):
         flipped = whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :]
         for damaged in (flipped, whole[:at]):
             path.write_bytes(damaged)
-            with pytest.raises(CheckpointCorrupt, match=r"a\.pt"):
+            with pytest.raises(CheckpointCorruptError, match=r"a\.pt"):
                 load_checkpoint(path)
     path.write_bytes(whole)
     assert load_checkpoint(path)["step"] == 1
@@ -83,7 +83,7 @@ def test_a_file_of_torch_save_is_rejected_with_the_call_that_loads_it(tmp_path):
     torch.save(state, path)
     with pytest.raises(CheckpointError, match=r"torch\.save") as refused:
         load_checkpoint(path)
-    assert not isinstance(refused.value, CheckpointCorrupt)
+    assert not isinstance(refused.value, CheckpointCorruptError)
     (command,) = re.findall(r"torch\.load\(.*\)", str(refused.value))
     assert sample_states.in_words(eval(command)) == sample_states.in_words(state)
 
@@ -103,7 +103,7 @@ def test_files_of_other_programs_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match=r"load it with CheckpointManager\(folder\).load"):
         load_checkpoint(pack)
     (tmp_path / "foreign.pt").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
-    with pytest.raises(CheckpointCorrupt, match="not written by elasticlib"):
+    with pytest.raises(CheckpointCorruptError, match="not written by elasticlib"):
         load_checkpoint(tmp_path / "foreign.pt")
     with pytest.raises(FileNotFoundError):
         load_checkpoint(tmp_path / "absent.pt")
@@ -281,7 +281,7 @@ def test_a_file_of_a_newer_format_is_not_reported_as_damaged(tmp_path, monkeypat
         CheckpointError, match=r"a\.pt cannot be read: the pack has format"
     ) as raised:
         load_checkpoint(tmp_path / "a.pt")
-    assert not isinstance(raised.value, CheckpointCorrupt)
+    assert not isinstance(raised.value, CheckpointCorruptError)
 
 
 @given(st.text(min_size=1), st.integers(0))

@@ -20,7 +20,7 @@ from elasticlib.checkpoint.catalog import (
     folder_of,
 )
 from elasticlib.checkpoint.storage import LocalStorage
-from elasticlib.errors import CheckpointCorrupt, CheckpointError
+from elasticlib.errors import CheckpointCorruptError, CheckpointError
 
 
 class UnreadableFiles(LocalStorage):
@@ -58,7 +58,7 @@ def test_file_that_ends_early_is_damaged(tmp_path: Path) -> None:
     data = tmp_path / data_file(tmp_path, 1)
     size = data.stat().st_size
     assert reason == f"{data.name} has {size - 3} of {size} bytes"
-    with pytest.raises(CheckpointCorrupt, match="none of the checkpoints in"):
+    with pytest.raises(CheckpointCorruptError, match="none of the checkpoints in"):
         manager.load()
 
 
@@ -148,4 +148,4 @@ def test_checkpoint_of_a_newer_format_is_neither_deleted_nor_skipped(tmp_path: P
     assert newer.is_dir()
     with pytest.raises(CheckpointError, match="format 9") as raised:
         CheckpointManager(tmp_path).load(2)
-    assert not isinstance(raised.value, CheckpointCorrupt)
+    assert not isinstance(raised.value, CheckpointCorruptError)

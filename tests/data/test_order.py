@@ -7,7 +7,7 @@ import torch
 from round_robin import interleave
 
 from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
-from elasticlib.errors import ConfigError, StateMismatch
+from elasticlib.errors import ConfigError, StateMismatchError
 
 WEIGHTS = torch.tensor([1.0, 0.0, 2.0, 4.0, 0.0, 1.0, 8.0, 3.0, 1.0, 2.0])
 
@@ -77,11 +77,13 @@ def test_an_order_can_be_computed_on_demand():
 def test_a_state_of_other_weights_is_rejected():
     state = sampler_of(by_weight(), seed=1).state_dict()
     sampler_of(by_weight(), seed=1).load_state_dict(state)
-    with pytest.raises(StateMismatch, match=r"order is 'custom \w+' in the state, .* 'custom \w+'"):
+    with pytest.raises(
+        StateMismatchError, match=r"order is 'custom \w+' in the state, .* 'custom \w+'"
+    ):
         sampler_of(by_weight(WEIGHTS.flip(0)), seed=1).load_state_dict(state)
-    with pytest.raises(StateMismatch, match=r"length is 8 .* has 7"):
+    with pytest.raises(StateMismatchError, match=r"length is 8 .* has 7"):
         sampler_of(by_weight(count=7), seed=1).load_state_dict(state)
-    with pytest.raises(StateMismatch, match=r"order is 'custom \w+' .* has 'shuffled'"):
+    with pytest.raises(StateMismatchError, match=r"order is 'custom \w+' .* has 'shuffled'"):
         ElasticDistributedSampler(range(8), 1, 0, seed=1).load_state_dict(state)
 
 

@@ -16,7 +16,7 @@ from elasticlib.data.position import (
     positions_of_rank,
     resume,
 )
-from elasticlib.errors import ConfigError, StateMismatch
+from elasticlib.errors import ConfigError, StateMismatchError
 
 worlds = st.integers(1, 9)
 
@@ -72,7 +72,7 @@ def test_the_saved_state_has_integers_and_a_name_and_can_be_decoded(position):
 def test_an_invalid_state_is_rejected_with_field_value_and_rule(change, named):
     state = {**encode(SamplerPosition(0, 0, 4, 10)), **change}
     for on_mismatch in ("raise", "keep", "restart"):
-        with pytest.raises(StateMismatch, match=named):
+        with pytest.raises(StateMismatchError, match=named):
             resume(state, SamplerPosition(0, 0, 0, 10), on_mismatch)
 
 
@@ -80,7 +80,7 @@ def test_an_invalid_state_is_rejected_with_field_value_and_rule(change, named):
 def test_a_state_without_a_field_is_rejected(name):
     state = encode(SamplerPosition(0, 0, 4, 10))
     del state[name]
-    with pytest.raises(StateMismatch, match=f"{name} is missing"):
+    with pytest.raises(StateMismatchError, match=f"{name} is missing"):
         decode(state)
 
 
@@ -94,7 +94,7 @@ def test_a_state_without_a_field_is_rejected(name):
 )
 def test_a_mismatch_is_rejected_unless_the_caller_allows_it(saved, named):
     current = SamplerPosition(0, 0, 0, 10)
-    with pytest.raises(StateMismatch, match=named):
+    with pytest.raises(StateMismatchError, match=named):
         resume(encode(saved), current)
     assert resume(encode(saved), current, "restart") == SamplerPosition(0, 2, 0, 10)
     assert resume(encode(saved), current, "keep") == SamplerPosition(0, 2, 8, 10)

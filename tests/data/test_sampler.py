@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
 from elasticlib.data.permutation import Permutation
-from elasticlib.errors import ConfigError, StateMismatch
+from elasticlib.errors import ConfigError, StateMismatchError
 
 worlds = st.integers(1, 7)
 lengths = st.integers(0, 80)
@@ -202,7 +202,7 @@ def test_integers_of_any_type_are_accepted_and_other_numbers_are_rejected():
 def test_a_state_that_does_not_match_is_rejected_without_a_change(change, named):
     sampler = ElasticDistributedSampler(range(10), 2, 0, start_index=2)
     before = sampler.state_dict()
-    with pytest.raises(StateMismatch, match=named):
+    with pytest.raises(StateMismatchError, match=named):
         sampler.load_state_dict({**before, "epoch": 7, **change})
     assert sampler.state_dict() == before
 
@@ -315,9 +315,9 @@ def test_a_checkpoint_of_a_changed_dataset_is_restored_without_the_sampler(tmp_p
     grown = ElasticDistributedSampler(range(12), 1, 0)
     rest = {"weight": torch.zeros(2)}
     with CheckpointManager(tmp_path) as manager:
-        with pytest.raises(StateMismatch, match=r"length is 10.*12"):
+        with pytest.raises(StateMismatchError, match=r"length is 10.*12"):
             manager.restore({"before": {}, "sampler": grown}, strict=False)
-        with pytest.raises(StateMismatch, match="the state has no 'sampler'"):
+        with pytest.raises(StateMismatchError, match="the state has no 'sampler'"):
             manager.restore(rest)
         assert rest["weight"].tolist() == [0, 0]
         step = manager.restore(rest, strict=False).step

@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from elasticlib import ElasticBatchSampler, ElasticDistributedSampler, ShardDataset
 from elasticlib.data.batch_sampler import EmptyBatchCollator
 from elasticlib.data.position import even_share
-from elasticlib.errors import ConfigError, StateMismatch
+from elasticlib.errors import ConfigError, StateMismatchError
 
 pytestmark = [
     # The loader wants workers forked from a process that has threads: python 3.12 warns of that.
@@ -230,6 +230,7 @@ def test_a_state_of_shards_of_other_sizes_is_rejected():
     state = rank_of(ShardDataset("ab", (4, 3), read), 2, 0).state_dict()
     rank_of(ShardDataset("cd", (4, 3), read), 3, 1).load_state_dict(state)
     with pytest.raises(
-        StateMismatch, match=r"order is 'custom \w+' in the state, this sampler has 'custom \w+'"
+        StateMismatchError,
+        match=r"order is 'custom \w+' in the state, this sampler has 'custom \w+'",
     ):
         rank_of(ShardDataset("ab", (3, 4), read), 2, 0).load_state_dict(state)

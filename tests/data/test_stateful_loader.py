@@ -9,7 +9,7 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elasticlib import ElasticBatchSampler, ElasticDistributedSampler
-from elasticlib.errors import ConfigError, StateMismatch
+from elasticlib.errors import ConfigError, StateMismatchError
 
 pytestmark = [
     # The loader wants workers forked from a process that has threads: python 3.12 warns of that.
@@ -131,7 +131,7 @@ def test_setting_another_epoch_within_a_loaded_one_is_rejected():
     _, state = drawn(loader, 3)
     resumed, sampler = resumed_from(state)
     sampler.set_epoch(1)
-    with pytest.raises(StateMismatch, match="12 of 83"):
+    with pytest.raises(StateMismatchError, match="12 of 83"):
         next(iter(resumed))
     resumed, sampler = resumed_from(state)
     sampler.set_epoch(0)
@@ -147,7 +147,7 @@ def test_setting_an_epoch_that_does_not_follow_a_loaded_one_is_rejected(named):
     resumed, sampler = resumed_from(state)
     sampler.set_epoch(named)
     message = rf"epoch is 1 .* 83 of 83 .* set_epoch was called with {named}: call set_epoch\(2\)"
-    with pytest.raises(StateMismatch, match=message):
+    with pytest.raises(StateMismatchError, match=message):
         next(iter(resumed))
 
 
@@ -172,7 +172,7 @@ def test_the_state_of_a_loader_of_other_data_is_rejected():
     _, state = drawn(sampled(1, 0)[0], 3)
     other, _ = sampled(1, 0, seed=1)
     other.load_state_dict(state)
-    with pytest.raises(StateMismatch, match=r"seed is 0.*1"):
+    with pytest.raises(StateMismatchError, match=r"seed is 0.*1"):
         next(iter(other))
 
 
@@ -186,5 +186,5 @@ def test_only_a_running_iterator_can_load_a_state():
     running.load_state_dict(state)
     assert list(itertools.islice(running, 5)) == ahead
     list(running)
-    with pytest.raises(StateMismatch, match="is finished"):
+    with pytest.raises(StateMismatchError, match="is finished"):
         running.load_state_dict(state)

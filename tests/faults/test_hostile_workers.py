@@ -29,7 +29,7 @@ memory = Path(os.environ["ELASTICLIB_SNAPSHOTS"])
 channel = os.environ["ELASTICLIB_CHANNEL"]
 if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
     import elasticlib
-    sys.exit(not (memory.is_dir() and elasticlib.context().attached))
+    sys.exit(not (memory.is_dir() and elasticlib.context().is_attached))
 {deed}
 sys.stderr.write("it has done its deed\\n")
 sys.stderr.flush()
@@ -144,13 +144,15 @@ def test_workers_restart_without_snapshots_where_shared_memory_is_full(job: Job)
 
 ASKS_FOR_MEMORY = """
 import logging, tempfile
-from elasticlib.workers.session import Guardian, SharedFolder
+from elasticlib.workers.cleanup import CleanupProcess
+from elasticlib.workers.run_dirs import SnapshotDir
 
 logging.basicConfig()
 tempfile.tempdir = "/nowhere"
-memory = SharedFolder(guardian := Guardian())
-for path in range(32):
-    open(f"/dev/shm/{path}", "w").close() if path < 31 else print([memory.era(0), memory.era(1)])
+memory = SnapshotDir(guardian := CleanupProcess())
+for path in range(31):
+    open(f"/dev/shm/{path}", "w").close()
+print([memory.attempt_dir(0), memory.attempt_dir(1)])
 memory.remove()
 guardian.close()
 """

@@ -120,7 +120,7 @@ def test_a_model_that_does_not_fit_its_checkpoint_fails_with_the_reason(tmp_path
     with pytest.raises(ChildFailedError, match="size mismatch for weight") as caught:
         launch(str(tmp_path), 3)
     assert caught.value.result is not None
-    assert "StateMismatch: rank 0 failed to restore step 1" in caught.value.result.reason
+    assert "StateMismatchError: rank 0 failed to restore step 1" in caught.value.result.reason
 
 
 def save_two_steps(folder: str, restores: bool) -> None:
@@ -215,15 +215,15 @@ def test_a_tensor_is_sent_and_comes_back() -> None:
     assert elastic_launch(config, double)(torch.ones(2))[0].tolist() == [2, 2]
 
 
-class Unreadable:
+class CheckpointUnreadableError:
     """Its pickle is written well in the worker, and cannot be read anywhere."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return int, ("no number",)
 
 
-def give_unreadable() -> Unreadable:
-    return Unreadable()
+def give_unreadable() -> CheckpointUnreadableError:
+    return CheckpointUnreadableError()
 
 
 def test_a_value_that_cannot_be_read_is_a_failure_with_its_cause() -> None:

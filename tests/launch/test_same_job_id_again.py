@@ -18,8 +18,8 @@ from jobs import Job, Node
 
 from elasticlib.endpoint import split_endpoint
 from elasticlib.rendezvous.store_layout import StoreKeys
-from elasticlib.stores.etcd import EtcdStore
-from elasticlib.stores.file import FileStore
+from elasticlib.stores.etcd_store import EtcdStore
+from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.testing.waiting import wait_until

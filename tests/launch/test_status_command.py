@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elasticlib.clock import wall
-from elasticlib.errors import StoreUnavailable
+from elasticlib.errors import StoreConnectionError
 from elasticlib.launch import live_commands
 from elasticlib.launch.command_tools import CLEAR
 from elasticlib.launch.commands import main
@@ -39,8 +39,8 @@ from elasticlib.observe.story import NodeStatus
 from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.rendezvous.store_layout import encode as encode_node
-from elasticlib.stores.file import FileStore
-from elasticlib.workers.output import MOST_RANKS, parse_ranks
+from elasticlib.stores.file_store import FileStore
+from elasticlib.workers.output_plan import MAX_NAMED_RANKS, parse_ranks
 
 GENERATION = {"node_rank": 0, "nodes": 1, "world": 1, "restarts": 0, "max_restarts": 2}
 
@@ -280,13 +280,13 @@ def test_who_is_watched_may_be_away_for_a_while(
     node = NodeEntry("n1", "h", 0, 1, lives=True)
     runs = JobStatus("job", JobState.RUNNING, nodes=(node,))
     gone = JobStatus("job", None, "no node lives any more")
-    away = StoreUnavailable("the store is away")
+    away = StoreConnectionError("the store is away")
     ends = JobStatus("job", JobState.SUCCEEDED)
     looks = iter([runs, gone, away, away, runs, ends] if returns else [runs, *[away] * 1000])
 
     def look() -> JobStatus:
         found = next(looks)
-        if isinstance(found, StoreUnavailable):
+        if isinstance(found, StoreConnectionError):
             raise found
         return found
 
@@ -294,7 +294,7 @@ def test_who_is_watched_may_be_away_for_a_while(
     if returns:
         assert _watch(look, chosen) == 0
     else:
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreConnectionError):
             _watch(look, chosen)
     said = capsys.readouterr().out
     assert "job: not answering, or no longer there" in said
@@ -322,7 +322,7 @@ def test_ranks_that_make_no_sense_are_refused(
 
 def test_as_many_ranks_as_can_be_named_fit_into_a_question() -> None:
     ranks = parse_ranks("90000-99999")
-    assert len(ranks) == MOST_RANKS
+    assert len(ranks) == MAX_NAMED_RANKS
     assert len(encode_question(Question(10**9, ranks))) <= LONGEST_QUESTION
 
 

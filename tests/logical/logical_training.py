@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticlib import LogicalWorkers, load_checkpoint, save_checkpoint
-from elasticlib.errors import ConfigError, NotReproducible
+from elasticlib.errors import ConfigError, NotReproducibleError
 
 COUNT, BATCH, SAMPLES = 5, 13, 60
 
@@ -135,5 +135,5 @@ def train_or_return_error(folder, segment):
     """Return the result of `train`, or the message of its error."""
     try:
         return train(folder, segment)
-    except (NotReproducible, ConfigError) as error:
+    except (NotReproducibleError, ConfigError) as error:
         return [str(error)]

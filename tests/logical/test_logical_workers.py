@@ -17,7 +17,7 @@ from logical_training import train_or_return_error
 from torch import nn
 
 from elasticlib import LogicalWorkers
-from elasticlib.errors import ConfigError, NotReproducible, StateMismatch
+from elasticlib.errors import ConfigError, NotReproducibleError, StateMismatchError
 from elasticlib.logical.logical_workers import derive_seed
 
 LAST = 5
@@ -225,11 +225,11 @@ def test_an_interrupted_step_can_be_started_again():
         loss_of(model, x).backward()
         if worker.index == 5:
             break
-    with pytest.raises(NotReproducible, match="reduce"):
+    with pytest.raises(NotReproducibleError, match="reduce"):
         logical.reduce()
     run_step(logical, x)
     assert torch.equal(model.weight.grad, grad)
-    with pytest.raises(NotReproducible, match="reduce"):
+    with pytest.raises(NotReproducibleError, match="reduce"):
         logical.reduce()
 
 
@@ -237,7 +237,7 @@ def test_a_step_that_was_not_reduced_is_an_error():
     logical = LogicalWorkers(nn.Linear(3, 3), 2)
     for _ in logical.step(4):
         pass
-    with pytest.raises(NotReproducible, match=r"step 5 .*step 4 "):
+    with pytest.raises(NotReproducibleError, match=r"step 5 .*step 4 "):
         next(logical.step(5))
 
 
@@ -264,7 +264,7 @@ def test_gradients_reuse_the_same_memory_at_each_step():
 def test_running_statistics_of_batch_norm_are_rejected(module, name):
     model = nn.Sequential(nn.Linear(3, 3), module)
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(NotReproducible, match=f"worker 0 changed the buffer {name}"):
+    with pytest.raises(NotReproducibleError, match=f"worker 0 changed the buffer {name}"):
         run_step(LogicalWorkers(model, 2), torch.rand(8, 3))
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -287,7 +287,7 @@ def test_running_statistics_of_batch_norm_are_rejected(module, name):
     ],
 )
 def test_other_running_statistics_are_rejected(model, name):
-    with pytest.raises(NotReproducible, match=f"changed the buffer {name}"):
+    with pytest.raises(NotReproducibleError, match=f"changed the buffer {name}"):
         run_step(LogicalWorkers(model, 2), torch.rand(8, 3))
 
 
@@ -347,7 +347,9 @@ def remove_buffer(x, module):
 def test_every_way_to_change_a_buffer_is_detected(forward):
     model = WithBuffers(forward)
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(NotReproducible, match="worker 0 changed the buffer mean of a WithBuffers"):
+    with pytest.raises(
+        NotReproducibleError, match="worker 0 changed the buffer mean of a WithBuffers"
+    ):
         run_step(LogicalWorkers(model, 2), torch.rand(8, 3))
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -380,7 +382,7 @@ def test_a_sparse_gradient_is_rejected_by_name():
     turns = LogicalWorkers(model, 2).step(0)
     next(turns)
     model(torch.tensor([1])).sum().backward()
-    with pytest.raises(NotReproducible, match=r"gradient of weight is torch.sparse_coo"):
+    with pytest.raises(NotReproducibleError, match=r"gradient of weight is torch.sparse_coo"):
         next(turns)
 
 
@@ -413,13 +415,13 @@ def test_a_state_of_other_settings_or_another_environment_is_rejected():
     logical = LogicalWorkers(model, 4, seed=1)
     state = logical.state_dict()
     logical.load_state_dict(state)
-    with pytest.raises(StateMismatch, match="count is 8 and 4"):
+    with pytest.raises(StateMismatchError, match="count is 8 and 4"):
         LogicalWorkers(model, 8, seed=1).load_state_dict(state)
-    with pytest.raises(StateMismatch, match="seed is 2 and 1"):
+    with pytest.raises(StateMismatchError, match="seed is 2 and 1"):
         LogicalWorkers(model, 4, seed=2).load_state_dict(state, allow_other_environment=True)
     threads = torch.get_num_threads()
     state["environment"]["threads"] = threads + 1
-    with pytest.raises(StateMismatch, match=rf"threads is {threads} and .*set_num_threads"):
+    with pytest.raises(StateMismatchError, match=rf"threads is {threads} and .*set_num_threads"):
         logical.load_state_dict(state)
     logical.load_state_dict(state, allow_other_environment=True)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.clock import monotonic
-from elasticlib.errors import StoreRefused
+from elasticlib.errors import StoreRejectedError
 from elasticlib.observe.stacks import (
     LONGEST_STACKS,
     LONGEST_TEXTS,
@@ -32,7 +32,7 @@ from elasticlib.observe.status import jobs_in
 from elasticlib.rendezvous.membership import Membership, Node, RendezvousSettings, form_generation
 from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode, encode_shard, encode_state
-from elasticlib.stores.file import FileStore
+from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
@@ -176,7 +176,7 @@ def test_who_does_not_know_the_secret_is_told_nothing(
     for secret in (None, b"guessed by somebody"):
         with (
             TcpStore(server.host, server.port, secret=secret) as store,
-            pytest.raises(StoreRefused, match="secret"),
+            pytest.raises(StoreRejectedError, match="secret"),
         ):
             Asker(store, "job").ask(1.0)
 

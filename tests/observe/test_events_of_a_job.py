@@ -97,8 +97,8 @@ def test_report_counts_each_checkpoint_and_snapshot_however_fast_they_come(job: 
         "context = elasticlib.context()\n"
         "for step in range(384):\n"
         "    context.step(step)\n"
-        "    context.kept(step)\n"
-        "    if step % 32 == 31: context.saved(step)\n"
+        "    context.report_snapshot(step)\n"
+        "    if step % 32 == 31: context.report_saved(step)\n"
     )
     command = job.agent("--standalone", "--nproc-per-node", "2", program=str(script))
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.clock import monotonic, wall
-from elasticlib.errors import StoreUnavailable
+from elasticlib.errors import StoreConnectionError
 from elasticlib.observe.history import JobState
 from elasticlib.observe.published import (
     AGAIN_SECONDS,
@@ -34,8 +34,8 @@ from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode_shard, encode_state
 from elasticlib.rendezvous.store_layout import encode as encode_record
 from elasticlib.stores.interface import Entry, Store
-from elasticlib.stores.keyspace import RendezvousSettings as StoreLimits
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.key_space import RendezvousSettings as StoreLimits
+from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.waiting import wait_until
 
 COUNTS = st.integers(0, 10**6)
@@ -150,7 +150,7 @@ class Counted(MemoryStore):
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
         if self.away:
-            raise StoreUnavailable("the store is away")
+            raise StoreConnectionError("the store is away")
         self.written.append(key)
         return super().set(key, value, ttl=ttl)
 

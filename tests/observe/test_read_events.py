@@ -10,7 +10,7 @@ import pytest
 from told_runs import Agent
 
 import elasticlib
-from elasticlib.errors import ConfigError, NoSuchRun
+from elasticlib.errors import ConfigError, RunNotFoundError
 from elasticlib.observe import journal
 from elasticlib.observe.event import LONGEST, encode
 from elasticlib.observe.journal import EventsFile
@@ -81,7 +81,7 @@ def test_a_folder_of_the_logs_of_several_nodes_is_one_history(tmp_path: Path) ->
     (generation,) = history.generations
     assert generation.nodes == 2
     assert len(read_history(tmp_path / "n1").nodes) == 1
-    with pytest.raises(NoSuchRun):
+    with pytest.raises(RunNotFoundError):
         read_history(tmp_path / "n3")
 
 

@@ -12,7 +12,7 @@ import histories
 import pytest
 from told_runs import Agent
 
-from elasticlib.errors import ConfigError, NoSuchRun
+from elasticlib.errors import ConfigError, RunNotFoundError
 from elasticlib.launch.commands import main
 from elasticlib.observe.event import encode
 from elasticlib.observe.history import JobState
@@ -131,7 +131,7 @@ def test_what_cannot_be_read_or_written_is_said_in_a_sentence(
         assert word in said.err
         assert said.err.count("\n") == 1 or "known" in said.err
     assert path.read_bytes() == before
-    with pytest.raises(NoSuchRun):
+    with pytest.raises(RunNotFoundError):
         report(tmp_path / "nosuch")
 
 

@@ -13,7 +13,7 @@ import pytest
 from jobs import forget_own_records
 
 from elasticlib.clock import wall
-from elasticlib.errors import NoSuchRun
+from elasticlib.errors import RunNotFoundError
 from elasticlib.held_folder import LOCK
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.journal import NodeJournal
@@ -75,7 +75,7 @@ def test_a_folder_that_is_not_ours_is_neither_written_nor_read(tmp_path: Path, k
         os.chown(tmp_path / "runs", 12345, -1)
     with pytest.raises(PermissionError, match="is no folder of this user's own"):
         RunRecord("job", folder=tmp_path / "runs")
-    with pytest.raises(NoSuchRun, match="is no folder of this user's own"):
+    with pytest.raises(RunNotFoundError, match="is no folder of this user's own"):
         find_runs("job", folder=tmp_path / "runs")
 
 
@@ -297,16 +297,16 @@ def test_who_names_no_run_is_told_which_is_shown_and_which_others_go_on(
 
 def test_what_is_not_there_is_answered_with_what_is(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    with pytest.raises(NoSuchRun, match=f"no run of this user is known in {runs}"):
+    with pytest.raises(RunNotFoundError, match=f"no run of this user is known in {runs}"):
         find_runs("", folder=runs)
     for number in range(12):
         recorded(runs, f"job{number:02}", began=float(number))
     living = RunRecord("now", folder=runs)
     living.events.write_bytes(encode(Event("run.began", "now", "n", 0, 99.0, 1.0)))
     shown = r"of a run 'x': known in .* are now \(running\), job11, .*, job03 and 3 more"
-    with pytest.raises(NoSuchRun, match=shown):
+    with pytest.raises(RunNotFoundError, match=shown):
         find_runs("x", folder=runs)
-    with pytest.raises(NoSuchRun, match="of a run '/nowhere/at/all'"):
+    with pytest.raises(RunNotFoundError, match="of a run '/nowhere/at/all'"):
         find_runs("/nowhere/at/all", folder=runs)
     living.close()
 
@@ -315,7 +315,9 @@ def test_without_a_folder_for_temporary_files_it_is_said(monkeypatch: pytest.Mon
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/nowhere/at/all"])
     for look in (find_runs, known_runs):
-        with pytest.raises(NoSuchRun, match="there is no folder for temporary files: No usable"):
+        with pytest.raises(
+            RunNotFoundError, match="there is no folder for temporary files: No usable"
+        ):
             look()
 
 
@@ -338,7 +340,7 @@ def test_a_folder_that_cannot_be_read_is_named(
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(NoSuchRun, match=f"{tmp_path} cannot be read: Permission denied"):
+    with pytest.raises(RunNotFoundError, match=f"{tmp_path} cannot be read: Permission denied"):
         find_runs(tmp_path, folder=tmp_path / "runs")
 
 

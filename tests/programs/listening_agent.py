@@ -19,7 +19,7 @@ class Listening(LocalWorkers, Workers):
     """Workers that read their notices in a folder."""
 
     def __init__(self, folder: str, ignored: tuple[int, ...]) -> None:
-        super().__init__(os.environ, ignored=ignored)
+        super().__init__(os.environ, ignored_signals=ignored)
         self._notices = Path(folder)
         self._generation = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from elasticlib.errors import StoreUnavailable
+from elasticlib.errors import StoreConnectionError
 from elasticlib.rendezvous.local_node import JobSnapshot, LocalNode
 from elasticlib.rendezvous.membership import (
     JobPhase,
@@ -15,8 +15,8 @@ from elasticlib.rendezvous.membership import (
     RendezvousTimeouts,
 )
 from elasticlib.rendezvous.store_layout import JobListing, StoreKeys
-from elasticlib.stores.interface import CompareSet, Entry, Listing, Store
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.interface import CompareSetResult, Entry, Listing, Store
+from elasticlib.stores.memory_store import MemoryStore
 
 RUN = "run"
 KEYS = StoreKeys(RUN)
@@ -48,7 +48,7 @@ class CountedStore(Store):
 
     def _count(self, kind: str, *values: bytes) -> None:
         if self.breaks_after == self.operations:
-            raise StoreUnavailable("as if the node had died here")
+            raise StoreConnectionError("as if the node had died here")
         self.calls[kind] += 1
         self.bytes += sum(map(len, values))
 
@@ -64,7 +64,7 @@ class CountedStore(Store):
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         self._count("compare_set", value)
         return self.inner.compare_set(key, value, expected=expected, ttl=ttl)
 

@@ -15,7 +15,7 @@ from functools import partial
 
 import attrs
 
-from elasticlib.errors import StoreUnavailable
+from elasticlib.errors import StoreConnectionError
 from elasticlib.rendezvous.local_node import JobSnapshot, LocalNode
 from elasticlib.rendezvous.membership import (
     JobPhase,
@@ -27,9 +27,9 @@ from elasticlib.rendezvous.membership import (
 from elasticlib.rendezvous.rank_assignment import RankAssignment
 from elasticlib.rendezvous.reconcile import NodeIntent
 from elasticlib.rendezvous.store_layout import JobListing, StoreKeys
-from elasticlib.stores.interface import CompareSet
-from elasticlib.stores.keyspace import KeySpace
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.interface import CompareSetResult
+from elasticlib.stores.key_space import KeySpace
+from elasticlib.stores.memory_store import MemoryStore
 
 RUN_ID = "sim"
 
@@ -123,9 +123,9 @@ class WatchedStore(MemoryStore):
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         outcome = super().compare_set(key, value, expected=expected, ttl=ttl)
-        if outcome.won and key == StoreKeys(RUN_ID).state:
+        if outcome.succeeded and key == StoreKeys(RUN_ID).state:
             document = self.document()
             assert document is not None
             self._seen(document)
@@ -134,7 +134,7 @@ class WatchedStore(MemoryStore):
     @contextmanager
     def _turn(self) -> Iterator[KeySpace]:
         if self._is_cut():
-            raise StoreUnavailable("cut from the store")
+            raise StoreConnectionError("cut from the store")
         with super()._turn() as space:
             yield space
 
@@ -193,7 +193,7 @@ class SimulatedNode:
             return
         try:
             reading = self._look()
-        except StoreUnavailable:
+        except StoreConnectionError:
             self._simulation.after(self._simulation.random.uniform(0.05, 1.0), self.turn)
             return
         delay = self._simulation.random.choice((0.0, 0.001, 0.05, 0.3))
@@ -220,7 +220,7 @@ class SimulatedNode:
         """Seconds until the next turn."""
         try:
             decision, won = self.part.reconcile_and_write(reading)
-        except StoreUnavailable:
+        except StoreConnectionError:
             return 0.1
         if decision.new_membership is None:
             return self._simulation.random.uniform(0.05, 1.0)

@@ -17,9 +17,9 @@ from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.interface import ChangeKind, RendezvousInfo
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.store_layout import StoreKeys
-from elasticlib.stores.file import FileStore
+from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
 from elasticlib.testing.waiting import wait_until
 

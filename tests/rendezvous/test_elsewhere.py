@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 
-from elasticlib.errors import RendezvousClosed
+from elasticlib.errors import RendezvousClosedError
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.store_layout import StoreKeys
-from elasticlib.stores.failover import MovingStore, Place
+from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
@@ -40,9 +40,9 @@ def silent_place(stack: ExitStack) -> socket.socket:
     return listener
 
 
-def place(port: int) -> Place:
+def place(port: int) -> StoreEndpoint:
     reach = partial(TcpStore, "127.0.0.1", port, job=RUN, timeout=60.0, connect_timeout=1.0)
-    return Place(f"127.0.0.1:{port}", reach, lambda: None)
+    return StoreEndpoint(f"127.0.0.1:{port}", reach, lambda: None)
 
 
 def waiting_alone(stack: ExitStack, store: Store) -> None:
@@ -57,7 +57,7 @@ def waiting_alone(stack: ExitStack, store: Store) -> None:
     )
 
     def join() -> None:
-        with pytest.raises(RendezvousClosed):
+        with pytest.raises(RendezvousClosedError):
             handler.next_rendezvous()
 
     thread = threading.Thread(target=join)
@@ -70,7 +70,9 @@ def test_who_waits_keeps_its_lease_however_many_places_are_silent(stack: ExitSta
     server = stack.enter_context(TcpStoreServer("127.0.0.1", 0, job=RUN))
     silent = [silent_place(stack) for _ in range(SILENT)]
     ports = [server.port, *(one.getsockname()[1] for one in silent)]
-    store = stack.enter_context(MovingStore([place(port) for port in ports], patience=LEASE))
+    store = stack.enter_context(
+        FailoverStore([place(port) for port in ports], failover_timeout=LEASE)
+    )
     with TcpStore("127.0.0.1", server.port, job=RUN) as other:
         waiting_alone(stack, store)
         key = StoreKeys(RUN).node("a-1")

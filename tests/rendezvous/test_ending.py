@@ -11,7 +11,7 @@ import pytest
 from counted import LEASE, Crew
 from test_handlers import Cluster, change
 
-from elasticlib.errors import RendezvousClosed
+from elasticlib.errors import RendezvousClosedError
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler as Handler
 from elasticlib.rendezvous.interface import (
     ChangeKind,
@@ -68,7 +68,7 @@ def leave(handlers: Sequence[RendezvousHandler]) -> None:
 
 def turned_away(cluster: Cluster, name: str, limits: RendezvousSettings) -> str:
     """What a node hears that comes now."""
-    with pytest.raises(RendezvousClosed) as closed:
+    with pytest.raises(RendezvousClosedError) as closed:
         cluster.join(cluster.node(name, limits)).result(20)
     return str(closed.value)
 
@@ -98,7 +98,7 @@ def test_after_a_failed_run_they_do_too_with_a_budget_of_their_own(
     handlers[1].report_failure("exit code 7")
     assert all(change(handler).kind is ChangeKind.GENERATION_ENDED for handler in handlers)
     for future in [cluster.join(handler) for handler in handlers]:
-        with pytest.raises(RendezvousClosed, match="failed: b: exit code 7"):
+        with pytest.raises(RendezvousClosedError, match="failed: b: exit code 7"):
             future.result(20)
     leave(handlers)
     again = [cluster.node(name, limits) for name in "cd"]
@@ -180,7 +180,7 @@ def test_a_latecomer_to_a_job_that_failed_hears_why_and_who_said_so(cluster: Clu
     handlers[0].report_failure("exit code 3")
     assert all(change(handler).kind is ChangeKind.GENERATION_ENDED for handler in handlers)
     for future in [cluster.join(handler) for handler in handlers]:
-        with pytest.raises(RendezvousClosed, match="a: exit code 3") as closed:
+        with pytest.raises(RendezvousClosedError, match="a: exit code 3") as closed:
             future.result(20)
         assert "no workers ran on this node" not in str(closed.value)
     leave(handlers[:1])

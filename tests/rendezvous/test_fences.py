@@ -6,7 +6,7 @@ import attrs
 import pytest
 from counted import KEYS, Crew, Member
 
-from elasticlib.errors import StoreUnavailable
+from elasticlib.errors import StoreConnectionError
 from elasticlib.rendezvous.local_node import JobSnapshot
 from elasticlib.rendezvous.membership import JobPhase, Membership, RendezvousSettings
 from elasticlib.stores.interface import Entry
@@ -164,7 +164,7 @@ def test_a_leader_that_dies_after_any_step_of_settling_leaves_nothing_that_lasts
         leader.store.breaks_after = steps
         try:
             leader.look()
-        except StoreUnavailable:
+        except StoreConnectionError:
             leader.store.breaks_after = None
         else:
             break

@@ -15,13 +15,18 @@ import attrs
 import pytest
 
 from elasticlib.clock import monotonic
-from elasticlib.errors import ConfigError, RendezvousClosed, RendezvousMismatch, RendezvousTimeout
+from elasticlib.errors import (
+    ConfigError,
+    RendezvousClosedError,
+    RendezvousConfigError,
+    RendezvousTimeoutError,
+)
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.store_layout import FORMAT, StoreKeys
-from elasticlib.stores.interface import Listing, Watched
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.interface import Listing, WatchResult
+from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
 from elasticlib.testing.waiting import wait_until
 
@@ -102,7 +107,7 @@ def test_a_wait_is_told_of_once_it_is_one_and_until_it_is_over(
     # A node that joins before it has heard of the failure leaves its generation, by itself.
     assert all(handler.wait_for_change(20) for handler in handlers)
     for future in [cluster.join(handler) for handler in handlers]:
-        with pytest.raises(RendezvousClosed):
+        with pytest.raises(RendezvousClosedError):
             future.result(20)
     time.sleep(2 * TIMING.keep_alive_interval)
     assert "the job has failed" not in caplog.text
@@ -164,13 +169,13 @@ def test_a_spent_budget_is_told_to_every_node_with_its_cause(cluster: Cluster) -
     handlers[1].report_failure("exit code 7")
     assert all(change(h).kind is ChangeKind.GENERATION_ENDED for h in handlers)
     for future in [cluster.join(h) for h in handlers]:
-        with pytest.raises(RendezvousClosed, match="b: exit code 7"):
+        with pytest.raises(RendezvousClosedError, match="b: exit code 7"):
             future.result(20)
 
 
 def test_the_wait_for_others_ends_with_a_sentence(cluster: Cluster) -> None:
     handler = cluster.node("a", RendezvousSettings(2, 2), attrs.evolve(TIMING, join_timeout=1.0))
-    with pytest.raises(RendezvousTimeout, match=r"1 of at least 2.*here: a.*--nnodes"):
+    with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2.*here: a.*--nnodes"):
         cluster.join(handler).result(20)
 
 
@@ -186,7 +191,7 @@ def test_a_wait_for_the_place_of_a_node_that_is_gone_ends_with_its_name(cluster:
     wait_until("the failure to be known", lambda: change(first).reason == "a: its peer vanished")
     joining = cluster.join(first)
     second.shutdown()
-    with pytest.raises(RendezvousTimeout, match=r"1 of at least 2.*; b left; here: a;") as one:
+    with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2.*; b left; here: a;") as one:
         joining.result(20)
     assert one.value.lost
 
@@ -210,7 +215,9 @@ def test_one_spare_more_than_is_wanted_hears_that_it_is_surplus(cluster: Cluster
     limits = RendezvousSettings(1, 1, spares=0)
     cluster.join(cluster.node("a", limits)).result(20)
     spare = cluster.node("b", limits)
-    with pytest.raises(RendezvousClosed, match=r"surplus: the job has all.*1 nodes and 0 spares"):
+    with pytest.raises(
+        RendezvousClosedError, match=r"not_needed: the job has all.*1 nodes and 0 spares"
+    ):
         cluster.join(spare).result(20)
     change = spare.wait_for_change(20)
     assert change is not None
@@ -223,7 +230,9 @@ def test_a_second_call_takes_the_place_of_the_first(cluster: Cluster) -> None:
     key = StoreKeys("run").node("a-1")
     wait_until("the node to be there", lambda: cluster.clients[0].get(key) is not None)
     second = cluster.join(handler)
-    with pytest.raises(RendezvousClosed, match="another call of next_rendezvous took its place"):
+    with pytest.raises(
+        RendezvousClosedError, match="another call of next_rendezvous took its place"
+    ):
         first.result(20)
     cluster.join(cluster.node("b", RendezvousSettings(2, 2)))
     assert second.result(20).world_size == 2
@@ -252,7 +261,7 @@ def test_who_has_never_reached_a_store_leaves_at_once_though_the_search_goes_on(
         began = monotonic()
         assert not handler.shutdown()
         assert monotonic() - began < 10.0
-        with pytest.raises(RendezvousClosed):
+        with pytest.raises(RendezvousClosedError):
             joining.result(20.0)
         found.set()
         wait_until("it to have left", handler.shutdown)
@@ -268,12 +277,12 @@ def test_where_a_watch_fails_a_handler_hears_of_changes_by_waiting(cluster: Clus
             prefix: str,
             *,
             after: int,
-            changed: Callable[[Watched], None],
-            listing: bool = False,
+            callback: Callable[[WatchResult], None],
+            with_listing: bool = False,
         ) -> bool:
-            del prefix, after, listing
+            del prefix, after, with_listing
             FailsToWatch.watches += 1
-            changed(False)
+            callback(False)
             return True
 
     cluster.store = FailsToWatch()
@@ -293,7 +302,7 @@ def test_where_a_watch_fails_a_handler_hears_of_changes_by_waiting(cluster: Clus
 
 def test_other_limits_than_the_jobs_are_refused_by_name(cluster: Cluster) -> None:
     cluster.join(cluster.node("a", RendezvousSettings(1, 2))).result(20)
-    with pytest.raises(RendezvousMismatch, match="max_nodes is 3 here and 2 there"):
+    with pytest.raises(RendezvousConfigError, match="max_nodes is 3 here and 2 there"):
         cluster.join(cluster.node("b", RendezvousSettings(1, 3))).result(20)
 
 
@@ -309,7 +318,7 @@ def test_a_node_of_another_version_is_refused_and_the_others_go_on(
     assert document is not None
     newer = document.value.replace(f'"format":{FORMAT}'.encode(), b'"format":99')
     cluster.client().set(keys.state, newer)
-    with pytest.raises(RendezvousMismatch, match="has format 99, this elasticlib reads only"):
+    with pytest.raises(RendezvousConfigError, match="has format 99, this elasticlib reads only"):
         cluster.join(cluster.node("b", RendezvousSettings(1, 1))).result(20)
 
 
@@ -349,7 +358,7 @@ def test_a_static_rank_outside_the_job_is_refused(cluster: Cluster) -> None:
 PREPARED = """
 import sys
 from elasticlib import DynamicRendezvousHandler, RendezvousSettings, Node
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.memory_store import MemoryStore
 
 node = Node("n-1", "n", "127.0.0.1", slots=1)
 with MemoryStore() as store:

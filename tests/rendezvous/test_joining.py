@@ -7,7 +7,7 @@ import queue
 import pytest
 from test_handlers import Cluster
 
-from elasticlib.errors import RendezvousClosed
+from elasticlib.errors import RendezvousClosedError
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
 from elasticlib.rendezvous.membership import RendezvousSettings
 from elasticlib.testing.waiting import wait_until
@@ -62,7 +62,7 @@ def test_who_joins_a_handler_that_leaves_is_told_why(cluster: Cluster) -> None:
     handler = cluster.node("a", RendezvousSettings(2, 2))
     outcomes = joined(handler)
     handler.shutdown()
-    with pytest.raises(RendezvousClosed, match="left"):
+    with pytest.raises(RendezvousClosedError, match="left"):
         raise outcomes.get(timeout=SECONDS)  # type: ignore[misc]
     assert outcomes.empty()
 

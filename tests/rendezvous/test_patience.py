@@ -8,7 +8,7 @@ import attrs
 import pytest
 from counted import KEYS, LEASE, CountedStore, Crew, Member
 
-from elasticlib.errors import StoreUnavailable
+from elasticlib.errors import StoreConnectionError
 from elasticlib.rendezvous.local_node import (
     LONGEST_PAUSE,
     NO_STATUS_YET,
@@ -25,9 +25,9 @@ from elasticlib.rendezvous.membership import (
 )
 from elasticlib.rendezvous.store_layout import encode_state
 from elasticlib.stores.interface import Store
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.memory_store import MemoryStore
 
-AWAY = StoreUnavailable("no route to host")
+AWAY = StoreConnectionError("no route to host")
 TIMING = RendezvousTimeouts(join_timeout=60.0, lease_ttl=LEASE, store_grace=30.0)
 BEGUN = Membership(RendezvousSettings(2, 2), "one")
 SECOND = attrs.evolve(BEGUN, generation=2, membership_id="2.m", num_nodes=2)
@@ -41,7 +41,7 @@ class Scattered(CountedStore):
         self._other, self._earlier = other, earlier
         self.asked = 0
 
-    def look_elsewhere(self, accept: Callable[[Store, bool], bool]) -> bool:
+    def try_other_endpoints(self, accept: Callable[[Store, bool], bool]) -> bool:
         self.asked += 1
         return accept(self._other, self._earlier)
 

@@ -11,9 +11,9 @@ import pytest
 from elasticlib.rendezvous.handler import StaticRendezvousHandler
 from elasticlib.rendezvous.interface import RendezvousHandler
 from elasticlib.rendezvous.membership import Node, RendezvousTimeouts
-from elasticlib.stores.file import FileStore
+from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing import HandlerRequest, StoreRendezvousContract

@@ -10,7 +10,7 @@ import attrs
 import pytest
 from hypothesis.errors import FlakyFailure
 
-from elasticlib.errors import RendezvousClosed, RendezvousTimeout
+from elasticlib.errors import RendezvousClosedError, RendezvousTimeoutError
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.interface import (
     Change,
@@ -20,7 +20,7 @@ from elasticlib.rendezvous.interface import (
 )
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.stores.interface import Store
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing import HandlerRequest, StoreRendezvousContract
 from elasticlib.testing.rendezvous_cluster import Cluster, MakeHandler
 from elasticlib.testing.rendezvous_over_store import Listener
@@ -63,7 +63,7 @@ class BreaksWhenShutDownTwice(DynamicRendezvousHandler):
 
     def shutdown(self) -> bool:
         if self.gone:
-            raise RendezvousClosed("already")
+            raise RendezvousClosedError("already")
         self.gone = True
         return super().shutdown()
 
@@ -107,7 +107,7 @@ class WaitsForEver(DynamicRendezvousHandler):
         while True:
             try:
                 return super().next_rendezvous()
-            except RendezvousTimeout:
+            except RendezvousTimeoutError:
                 continue
 
 
@@ -170,7 +170,7 @@ SYMPTOMS = (
     AssertionError,
     FutureTimeout,
     ConnectionError,
-    RendezvousClosed,
+    RendezvousClosedError,
     pytest.fail.Exception,
     # Found, but not a second time: when a fault is seen to depends on the machine as well.
     FlakyFailure,

@@ -14,7 +14,7 @@ from elasticlib.clock import Clock, monotonic
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.stores.interface import Store
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
 from elasticlib.testing.waiting import wait_until
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.errors import RendezvousMismatch
+from elasticlib.errors import RendezvousConfigError
 from elasticlib.rendezvous.membership import (
     GenerationTrigger,
     JobEnd,
@@ -108,15 +108,15 @@ def test_a_note_comes_back_as_it_went(note: LeaderStatus) -> None:
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
     for kind in (Leader, LeaderStatus, Node):
-        with pytest.raises(RendezvousMismatch):
+        with pytest.raises(RendezvousConfigError):
             decode(kind, noise, "noise")
-    with pytest.raises(RendezvousMismatch):
+    with pytest.raises(RendezvousConfigError):
         decode_state(noise)
 
 
 @pytest.mark.parametrize("data", [b"{}", b"[1]", b"[[1,2]]", b'[[{},{"rank":0}]]', b"\xff"])
 def test_a_shard_that_is_none_is_refused(data: bytes) -> None:
-    with pytest.raises(RendezvousMismatch):
+    with pytest.raises(RendezvousConfigError):
         decode_shard(data)
 
 
@@ -156,5 +156,5 @@ LIMITS_SAID = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2)))
     ],
 )
 def test_an_error_names_the_field(data: bytes, named: str) -> None:
-    with pytest.raises(RendezvousMismatch, match=named):
+    with pytest.raises(RendezvousConfigError, match=named):
         decode_state(data)

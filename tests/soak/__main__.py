@@ -16,7 +16,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from elasticlib.workers.bootstrap import die_with
+from elasticlib.workers.process_entry import set_parent_death_signal
 
 from .campaign import Campaign, CampaignError, draw, read, usual_mix, write
 from .proof import TAG, left, undisturbed, wrong_with
@@ -130,7 +130,10 @@ def begin(args: argparse.Namespace, campaign: Campaign, arguments: list[str], ro
         mine = os.getpid()
         # All that is in the namespaces ends with the process that has made them.
         done = subprocess.run(
-            (*mounted, *again), env=environment, preexec_fn=lambda: die_with(mine), check=False
+            (*mounted, *again),
+            env=environment,
+            preexec_fn=lambda: set_parent_death_signal(mine),
+            check=False,
         )
         return done.returncode
     finally:

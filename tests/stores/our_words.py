@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticlib.errors import ConfigError, LeaseLost, StoreUnavailable
+from elasticlib.errors import ConfigError, LeaseLostError, StoreConnectionError
 from elasticlib.testing import StoreContract
 from elasticlib.testing.store_contract import Connect
 
@@ -17,13 +17,13 @@ class OurStoreContract(StoreContract):
         with pytest.raises(ConfigError, match="ttl is a positive, finite number"):
             store.set("key", b"", ttl=0.0)
         lease = store.set("lease", b"mine", ttl=1000.0)
-        with pytest.raises(LeaseLost, match=r"'lease'.*another client"):
+        with pytest.raises(LeaseLostError, match=r"'lease'.*another client"):
             other.refresh("lease", lease.version)
         plain = other.set("lease", b"plain")
-        with pytest.raises(LeaseLost, match=str(lease.version)):
+        with pytest.raises(LeaseLostError, match=str(lease.version)):
             store.refresh("lease", lease.version)
-        with pytest.raises(LeaseLost, match=r"no lease|client"):
+        with pytest.raises(LeaseLostError, match=r"no lease|client"):
             store.refresh("lease", plain.version)
         store.close()
-        with pytest.raises(StoreUnavailable, match="closed"):
+        with pytest.raises(StoreConnectionError, match="closed"):
             store.get("key")

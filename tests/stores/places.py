@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from elasticlib.errors import StoreUnavailable
-from elasticlib.stores.failover import MovingStore, Place
+from elasticlib.errors import StoreConnectionError
+from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
@@ -48,7 +48,7 @@ class Spot:
 
     @property
     def is_served(self) -> bool:
-        return any(server.serving for server in (*self.served, *self._opened))
+        return any(server.is_serving for server in (*self.served, *self._opened))
 
     @property
     def endpoint(self) -> str:
@@ -60,11 +60,11 @@ class Spot:
         self._opened.append(server)
         return server
 
-    def theirs(self) -> Place:
-        return Place(self.endpoint, self.reach, lambda: None)
+    def theirs(self) -> StoreEndpoint:
+        return StoreEndpoint(self.endpoint, self.reach, lambda: None)
 
-    def ours(self) -> Place:
-        return Place(self.endpoint, self.reach, self.serve)
+    def ours(self) -> StoreEndpoint:
+        return StoreEndpoint(self.endpoint, self.reach, self.serve)
 
     def reach(self) -> TcpStore:
         store = _Client(self)
@@ -95,29 +95,29 @@ class World:
         self.now = 0.0
         self.spots = tuple(Spot(stack, f"127.0.0.{number}") for number in (2, 3, 4))
 
-    def store(self, *places: Place) -> MovingStore:
-        store = MovingStore(places, patience=PATIENCE, clock=lambda: self.now)
+    def store(self, *places: StoreEndpoint) -> FailoverStore:
+        store = FailoverStore(places, failover_timeout=PATIENCE, clock=lambda: self.now)
         return self._stack.enter_context(store)
 
     def misses(self, store: Store, at: float) -> None:
         """At this time the store is asked, and does not answer."""
         self.now = at
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreConnectionError):
             store.get("key")
 
 
 def reaching(endpoints: Sequence[tuple[str, int]], timeout: float) -> Store:
     """A client of the store that is served at one of these endpoints, none of them ours."""
 
-    def place(host: str, port: int) -> Place:
+    def place(host: str, port: int) -> StoreEndpoint:
         def reach() -> TcpStore:
             return TcpStore(host, port, job=JOB, timeout=timeout, connect_timeout=1.0)
 
-        return Place(host, reach, lambda: None)
+        return StoreEndpoint(host, reach, lambda: None)
 
     # A busy machine may pass over the place at first, and comes back to it.
     places = [place(host, port) for host, port in endpoints]
-    return until_answered(MovingStore(places, patience=1.0))
+    return until_answered(FailoverStore(places, failover_timeout=1.0))
 
 
 def until_answered(store: Store) -> Store:
@@ -125,7 +125,7 @@ def until_answered(store: Store) -> Store:
     for _ in range(100):
         try:
             store.get("key")
-        except StoreUnavailable:
+        except StoreConnectionError:
             continue
         return store
     raise AssertionError("no answer in a hundred attempts")
@@ -134,6 +134,6 @@ def until_answered(store: Store) -> Store:
 def is_closed(store: TcpStore) -> bool:
     try:
         store.get("key")
-    except StoreUnavailable as error:
+    except StoreConnectionError as error:
         return "this store is closed" in str(error)
     return False

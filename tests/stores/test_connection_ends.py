@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.errors import StoreRefused
-from elasticlib.stores.interface import Entry, Watched
-from elasticlib.stores.keyspace import MAX_KEY_BYTES, KeySpace, Limits
+from elasticlib.errors import StoreRejectedError
+from elasticlib.stores.interface import Entry, WatchResult
+from elasticlib.stores.key_space import MAX_KEY_BYTES, KeySpace, Limits
 from elasticlib.stores.tcp_protocol import (
     HEADER_ROOM,
     ClientEnd,
@@ -34,7 +34,7 @@ class Conversation:
         self.space = KeySpace(Limits(value_bytes=frame_bytes - HEADER_ROOM))
         self.client = ClientEnd("there", "job", "label", secret, NONCES[0])
         self.server = ServerEnd("job", secret, NONCES[1], frame_bytes)
-        self.told: list[tuple[int, Watched]] = []
+        self.told: list[tuple[int, WatchResult]] = []
         self.frame_bytes = frame_bytes
 
     def shake_hands(self, piece: int = 1_000_000) -> Conversation:
@@ -123,9 +123,9 @@ def test_what_was_written_can_be_read_in_each_way_that_there_is() -> None:
 def test_what_no_frame_can_carry_is_refused_where_it_is_asked() -> None:
     client = Conversation().client
     fields = {"key": "key", "ttl": None, "expected": None}
-    with pytest.raises(StoreRefused, match=r"a value is at most .* for key 'key'"):
+    with pytest.raises(StoreRejectedError, match=r"a value is at most .* for key 'key'"):
         client.ask("write", fields, b"x" * (8 * 1024 * 1024))
-    with pytest.raises(StoreRefused, match="key is text"):
+    with pytest.raises(StoreRejectedError, match="key is text"):
         client.ask("get", {"key": 7})
 
 

@@ -10,28 +10,28 @@ from typing import Any
 import pytest
 
 from elasticlib.errors import ElasticError
-from elasticlib.stores.interface import ABSENT, CompareSet, Entry, Listing
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.interface import ABSENT, CompareSetResult, Entry, Listing
+from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing import StoreContract
 
 
 class LosesUpdates(MemoryStore):
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         current = self.get(key)
         if expected != (current.version if current else ABSENT):
-            return CompareSet(False, current)
+            return CompareSetResult(False, current)
         self.wait("nothing", after=self.list("").version, timeout=0.001)
-        return CompareSet(True, self.set(key, value, ttl=ttl))
+        return CompareSetResult(True, self.set(key, value, ttl=ttl))
 
 
 class WinsOverAbsentKeys(MemoryStore):
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         outcome = super().compare_set(key, value, expected=expected, ttl=ttl)
-        return CompareSet(True, None) if outcome.entry is None else outcome
+        return CompareSetResult(True, None) if outcome.entry is None else outcome
 
 
 class ForgetsTtls(MemoryStore):

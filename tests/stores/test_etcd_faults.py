@@ -17,8 +17,13 @@ import pytest
 from etcd_server import EtcdServer, needs_etcd
 from ports import held_port
 
-from elasticlib.errors import StoreError, StoreRefused, StoreTimeout, StoreUnavailable
-from elasticlib.stores.etcd import EtcdStore
+from elasticlib.errors import (
+    StoreConnectionError,
+    StoreError,
+    StoreRejectedError,
+    StoreTimeoutError,
+)
+from elasticlib.stores.etcd_store import EtcdStore
 from elasticlib.stores.interface import ABSENT
 from elasticlib.testing.store_process import ClientRecipe, said
 from elasticlib.testing.waiting import wait_until
@@ -131,7 +136,7 @@ def test_a_killed_and_restarted_etcd_keeps_entries_and_leases(own_etcd: EtcdServ
         assert store.wait("none", after=lease.version, timeout=0.1) is False
         own_etcd.kill()
         named = rf"{own_etcd.endpoint}.*refused"
-        with pytest.raises(StoreUnavailable, match=named):
+        with pytest.raises(StoreConnectionError, match=named):
             waiting.result(20.0)
         calls: list[Callable[[], object]] = [
             lambda: store.get("plain"),
@@ -141,14 +146,14 @@ def test_a_killed_and_restarted_etcd_keeps_entries_and_leases(own_etcd: EtcdServ
             lambda: store.wait("", after=lease.version, timeout=5.0),
         ]
         for call in calls:
-            with pytest.raises(StoreUnavailable, match=named):
+            with pytest.raises(StoreConnectionError, match=named):
                 call()
         own_etcd.start()
         assert store.get("plain") == plain
         store.refresh("lease", lease.version)
         assert store.list("").entries == (lease, plain)
         waiting = pool.submit(store.wait, "key", after=lease.version, timeout=20.0)
-        assert store.compare_set("key", b"", expected=ABSENT).won
+        assert store.compare_set("key", b"", expected=ABSENT).succeeded
         assert waiting.result(20.0) is True
 
 
@@ -189,17 +194,21 @@ def test_a_write_moves_to_the_next_endpoint_only_if_it_was_not_sent(etcd: EtcdSe
     with (
         listening() as silent,
         EtcdStore([silent, etcd.endpoint], timeout=0.4) as store,
-        pytest.raises(StoreTimeout, match=rf"{silent} did not answer within .* s: set 'key'"),
+        pytest.raises(StoreTimeoutError, match=rf"{silent} did not answer within .* s: set 'key'"),
     ):
         store.set("key", b"")
 
 
 def test_silence_is_named_with_its_seconds() -> None:
     with listening() as endpoint, EtcdStore(endpoint, timeout=0.2) as store:
-        with pytest.raises(StoreTimeout, match=rf"get 'key' within 0\.2 s: {endpoint} did not"):
+        with pytest.raises(
+            StoreTimeoutError, match=rf"get 'key' within 0\.2 s: {endpoint} did not"
+        ):
             store.get("key")
         # The seconds are those that were left for it.
-        with pytest.raises(StoreTimeout, match=rf"{endpoint} did not answer within 0\.[12]\d* s"):
+        with pytest.raises(
+            StoreTimeoutError, match=rf"{endpoint} did not answer within 0\.[12]\d* s"
+        ):
             store.set("key", b"", ttl=1.0)
 
 
@@ -215,7 +224,7 @@ def test_what_is_no_etcd_is_named(answer: bytes) -> None:
     with (
         listening(answer) as endpoint,
         EtcdStore(endpoint, timeout=5.0) as store,
-        pytest.raises(StoreRefused, match=rf"{endpoint} answers, but is not etcd"),
+        pytest.raises(StoreRejectedError, match=rf"{endpoint} answers, but is not etcd"),
     ):
         store.get("key")
 
@@ -226,7 +235,7 @@ def test_a_stopped_etcd_ends_no_lease_that_is_refreshed_when_it_goes_on(
     with EtcdStore(own_etcd.endpoint, timeout=2.0) as store:
         lease = store.set("lease", b"", ttl=30.0)
         own_etcd.signal(signal.SIGSTOP)
-        with pytest.raises(StoreTimeout, match=r"within 2 s"):
+        with pytest.raises(StoreTimeoutError, match=r"within 2 s"):
             store.refresh("lease", lease.version)
         own_etcd.signal(signal.SIGCONT)
         store.refresh("lease", lease.version)
@@ -235,7 +244,9 @@ def test_a_stopped_etcd_ends_no_lease_that_is_refreshed_when_it_goes_on(
 
 def test_a_lease_of_a_killed_process_ends_after_its_ttl(etcd: EtcdServer, room: str) -> None:
     recipe = ClientRecipe(
-        "elasticlib.stores.etcd:EtcdStore", (etcd.endpoint,), {"prefix": room, "timeout": 20.0}
+        "elasticlib.stores.etcd_store:EtcdStore",
+        (etcd.endpoint,),
+        {"prefix": room, "timeout": 20.0},
     )
     with EtcdStore(etcd.endpoint, prefix=room) as watcher, recipe.start("hold", "l", "4") as owner:
         try:
@@ -261,15 +272,17 @@ def test_user_and_password_are_shown_and_a_lost_token_is_replaced(tmp_path: Path
         lease = good.set("lease", b"", ttl=30.0)
         waited = good.wait("lease", after=lease.version, timeout=0.1)
         assert (waited, good.list("").entries) == (False, (lease,))
-        with pytest.raises(StoreRefused, match=r"user 'trainer' sign in: .*authentication failed"):
+        with pytest.raises(
+            StoreRejectedError, match=r"user 'trainer' sign in: .*authentication failed"
+        ):
             client(user="trainer", password="wrong").get("lease")
-        with pytest.raises(StoreRefused, match="user name is empty"):
+        with pytest.raises(StoreRejectedError, match="user name is empty"):
             client().get("lease")
         elsewhere = EtcdStore(server.endpoint, user="trainer", password="secret")
         stack.callback(elsewhere.close)
-        with pytest.raises(StoreRefused, match=r"refused to get 'key': .*permission denied"):
+        with pytest.raises(StoreRejectedError, match=r"refused to get 'key': .*permission denied"):
             elsewhere.get("key")
-        with pytest.raises(StoreRefused, match="permission denied"):
+        with pytest.raises(StoreRejectedError, match="permission denied"):
             elsewhere.wait("key", after=1, timeout=5.0)
         assert "secret" not in repr(vars(good))
         server.kill()
@@ -292,7 +305,7 @@ def _ask_for_passwords(server: EtcdServer) -> None:
 def test_a_user_that_nobody_asks_for_is_refused(etcd: EtcdServer) -> None:
     with (
         EtcdStore(etcd.endpoint, user="trainer", password="secret") as store,
-        pytest.raises(StoreRefused, match="authentication is not enabled"),
+        pytest.raises(StoreRejectedError, match="authentication is not enabled"),
     ):
         store.get("key")
 
@@ -314,16 +327,18 @@ def test_certificates_are_checked_on_both_sides(tmp_path: Path) -> None:
             waiting = pool.submit(store.wait, "quiet", after=version + 1, timeout=20.0)
             assert store.wait("none", after=version + 1, timeout=0.1) is False
             store.close()
-            with pytest.raises(StoreUnavailable, match="closed"):
+            with pytest.raises(StoreConnectionError, match="closed"):
                 waiting.result(10.0)
         with (
             EtcdStore(f"https://{server.endpoint}", cert=cert, key=key) as store,
-            pytest.raises(StoreRefused, match=f"{server.endpoint} shows a certificate that is not"),
+            pytest.raises(
+                StoreRejectedError, match=f"{server.endpoint} shows a certificate that is not"
+            ),
         ):
             store.get("key")
         with (
             EtcdStore(server.endpoint, ca_cert=ca) as store,
-            pytest.raises(StoreUnavailable, match=server.endpoint),
+            pytest.raises(StoreConnectionError, match=server.endpoint),
         ):
             store.get("key")
         with (

@@ -14,10 +14,10 @@ from our_words import OurStoreContract
 
 from elasticlib.errors import (
     ConfigError,
-    LeaseLost,
-    StoreRefused,
+    LeaseLostError,
+    StoreRejectedError,
 )
-from elasticlib.stores.etcd import EtcdStore, Member, read_members
+from elasticlib.stores.etcd_store import EtcdStore, Member, read_members
 from elasticlib.stores.interface import Store
 from elasticlib.testing import ClientRecipe
 from elasticlib.testing.waiting import wait_until
@@ -36,7 +36,7 @@ class TestEtcdStore(OurStoreContract):
     @pytest.fixture
     def client_recipe(self, etcd: EtcdServer, room: str) -> ClientRecipe:
         options = {"prefix": room, "timeout": self.patience}
-        return ClientRecipe("elasticlib.stores.etcd:EtcdStore", (etcd.endpoint,), options)
+        return ClientRecipe("elasticlib.stores.etcd_store:EtcdStore", (etcd.endpoint,), options)
 
 
 def test_the_constructor_reaches_for_nothing() -> None:
@@ -132,10 +132,10 @@ def test_a_replaced_lease_is_ended_in_etcd_too(own_etcd: EtcdServer) -> None:
         first = one.set("key", b"1", ttl=1000.0)
         second = one.set("key", b"2", ttl=1000.0)
         assert leases() == 1
-        assert one.compare_set("key", b"3", expected=first.version, ttl=1000.0).won is False
+        assert one.compare_set("key", b"3", expected=first.version, ttl=1000.0).succeeded is False
         assert leases() == 1
         assert other.delete("key", expected=second.version) is True
-        with pytest.raises(LeaseLost, match="the key is gone"):
+        with pytest.raises(LeaseLostError, match="the key is gone"):
             one.refresh("key", second.version)
         assert leases() == 0
         one.set("key", b"", ttl=1000.0)
@@ -147,11 +147,11 @@ def test_a_replaced_lease_is_ended_in_etcd_too(own_etcd: EtcdServer) -> None:
 
 def test_what_etcd_refuses_is_named(etcd: EtcdServer, room: str) -> None:
     with EtcdStore(etcd.endpoint, prefix=room) as store:
-        with pytest.raises(StoreRefused, match=r"refused to set 'key': .*too large"):
+        with pytest.raises(StoreRejectedError, match=r"refused to set 'key': .*too large"):
             store.set("key", b"x" * 2_000_000)
         raw = base64.b64encode(f"{room}/\xff".encode("latin-1")).decode()
         etcd.post("kv/put", key=raw)
-        with pytest.raises(StoreRefused, match="a key that is not text"):
+        with pytest.raises(StoreRejectedError, match="a key that is not text"):
             store.list("")
 
 
@@ -174,10 +174,10 @@ def test_who_stood_still_for_longer_than_a_lease_writes_under_another(etcd: Etcd
         store.refresh("a", entry.version)
         store.pauses = 1
         won = store.compare_set("a", b"2", expected=entry.version, ttl=5.0)
-        assert (won.won, won.entry) == (True, store.get("a"))
+        assert (won.succeeded, won.entry) == (True, store.get("a"))
         assert won.entry is not None
         store.refresh("a", won.entry.version)
         store.pauses = 3
-        with pytest.raises(StoreRefused, match=r"refused to set 'a': .*lease not found"):
+        with pytest.raises(StoreRejectedError, match=r"refused to set 'a': .*lease not found"):
             store.set("a", b"3", ttl=5.0)
         assert store.get("a") == won.entry

@@ -18,14 +18,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.errors import StoreError, StoreRefused, StoreTimeout, StoreUnavailable
-from elasticlib.stores.file import REMEMBERED, FileStore, file_name, may_be_under
+from elasticlib.errors import (
+    StoreConnectionError,
+    StoreError,
+    StoreRejectedError,
+    StoreTimeoutError,
+)
+from elasticlib.stores.file_store import REMEMBERED, FileStore, file_name, may_be_under
 
 # For each number N on stdin, a child process changes the key and kills itself before its Nth
 # operation on a file. The exit code of the child goes to stdout.
 CRASHING = """
 import os, signal, sys
-from elasticlib.stores.file import FileStore
+from elasticlib.stores.file_store import FileStore
 folder, what = sys.argv[1:]
 def change(left):
     store = FileStore(folder)
@@ -50,7 +55,7 @@ for line in sys.stdin:
 
 WRITING = """
 import sys
-from elasticlib.stores.file import FileStore
+from elasticlib.stores.file_store import FileStore
 store = FileStore(sys.argv[1])
 for number in range(10**6):
     store.set("key", b"%d " % number * 2000)
@@ -140,7 +145,7 @@ def test_a_lock_that_is_not_let_go_is_named_with_the_seconds(tmp_path: Path) -> 
                 lambda: store.delete("key"),
             ):
                 with pytest.raises(
-                    StoreTimeout, match=f"could not get the lock of {tmp_path} within"
+                    StoreTimeoutError, match=f"could not get the lock of {tmp_path} within"
                 ):
                     pool.submit(call).result()
             # Reading and waiting need no lock.
@@ -191,9 +196,9 @@ def test_a_file_that_is_not_whole_is_refused_by_name(
         store.set("key", b"value")
     path = tmp_path / name
     path.write_bytes(damage(path.read_bytes()))
-    with FileStore(tmp_path) as store, pytest.raises(StoreRefused, match=str(path)):
+    with FileStore(tmp_path) as store, pytest.raises(StoreRejectedError, match=str(path)):
         store.list("")
-    with FileStore(tmp_path) as store, pytest.raises(StoreRefused, match=str(path)):
+    with FileStore(tmp_path) as store, pytest.raises(StoreRejectedError, match=str(path)):
         assert store.get("key") is None or store.delete("key")
 
 
@@ -201,9 +206,9 @@ def test_keys_without_the_file_of_versions_are_refused(tmp_path: Path) -> None:
     with FileStore(tmp_path) as store:
         store.set("key", b"value")
         (tmp_path / "changes").unlink()
-        with pytest.raises(StoreRefused, match="went back from version 1 to 0"):
+        with pytest.raises(StoreRejectedError, match="went back from version 1 to 0"):
             store.set("key", b"")
-    refused = pytest.raises(StoreRefused, match=r"holds k\.key, but no file changes")
+    refused = pytest.raises(StoreRejectedError, match=r"holds k\.key, but no file changes")
     with FileStore(tmp_path) as store, refused:
         store.set("key", b"")
 
@@ -225,9 +230,9 @@ def test_a_folder_that_cannot_be_made_is_refused_with_what_to_do(
     (tmp_path / "file").write_text("")
     refused = f"{tmp_path}/{name} cannot be used: .*{why}.*choose a folder"
     with FileStore(tmp_path / name) as store:
-        with pytest.raises(StoreRefused, match=refused):
+        with pytest.raises(StoreRejectedError, match=refused):
             store.get("key")
-        with pytest.raises(StoreRefused, match=refused):
+        with pytest.raises(StoreRejectedError, match=refused):
             store.set("key", b"")
 
 
@@ -236,7 +241,7 @@ def test_a_folder_that_was_written_to_may_come_back(tmp_path: Path) -> None:
         entry = store.set("key", b"")
         (tmp_path / "store").rename(tmp_path / "away")
         (tmp_path / "store").write_text("")
-        with pytest.raises(StoreUnavailable, match=f"{tmp_path}/store: .*Not a directory"):
+        with pytest.raises(StoreConnectionError, match=f"{tmp_path}/store: .*Not a directory"):
             store.get("key")
         (tmp_path / "store").unlink()
         (tmp_path / "away").rename(tmp_path / "store")
@@ -254,7 +259,7 @@ def test_a_store_that_was_deleted_is_not_taken_for_an_empty_one(tmp_path: Path, 
             "list": lambda: store.list(""),
             "wait": lambda: store.wait("", after=version, timeout=0.0),
         }
-        with pytest.raises((StoreRefused, StoreUnavailable), match=f"{tmp_path}/store"):
+        with pytest.raises((StoreRejectedError, StoreConnectionError), match=f"{tmp_path}/store"):
             calls[call]()
     with FileStore(tmp_path / "store") as anew:
         assert anew.list("").entries == ()
@@ -271,12 +276,12 @@ def test_what_was_written_outlives_its_writers(tmp_path: Path) -> None:
 
 def test_a_stopped_process_finds_its_lease_ended_and_says_so(tmp_path: Path) -> None:
     holding = (
-        "import sys\nfrom elasticlib.stores.file import FileStore\n"
-        "from elasticlib.errors import LeaseLost\n"
+        "import sys\nfrom elasticlib.stores.file_store import FileStore\n"
+        "from elasticlib.errors import LeaseLostError\n"
         "store = FileStore(sys.argv[1])\nlease = store.set('lease', b'', ttl=0.3)\n"
         "print('held', flush=True)\nsys.stdin.readline()\n"
         "try:\n    store.refresh('lease', lease.version)\n"
-        "except LeaseLost as error:\n    print(error, flush=True)\n"
+        "except LeaseLostError as error:\n    print(error, flush=True)\n"
     )
     with (
         FileStore(tmp_path) as reader,
@@ -340,11 +345,11 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_by_name_and_keeps_nobody_waiti
     with FileStore(tmp_path, timeout=5.0) as store:
         store.set("other", b"")
         os.mkfifo(tmp_path / "k.key")
-        with pytest.raises(StoreRefused, match=r"k\.key is not a file of a FileStore"):
+        with pytest.raises(StoreRejectedError, match=r"k\.key is not a file of a FileStore"):
             store.get("key")
         os.unlink(tmp_path / "changes")
         os.mkfifo(tmp_path / "changes")
-        with pytest.raises(StoreRefused, match="changes is not a file of a FileStore"):
+        with pytest.raises(StoreRejectedError, match="changes is not a file of a FileStore"):
             store.list("other")
 
 

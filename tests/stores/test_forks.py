@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from ports import held_port
 
-from elasticlib.errors import StoreUnavailable
-from elasticlib.stores.etcd import EtcdStore
-from elasticlib.stores.failover import MovingStore, Place
-from elasticlib.stores.file import FileStore
+from elasticlib.errors import StoreConnectionError
+from elasticlib.stores.etcd_store import EtcdStore
+from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
+from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, encode
@@ -216,7 +216,7 @@ def test_a_closed_store_stays_closed_in_a_child(tmp_path: Path, kind: str) -> No
 
     stores: dict[str, Store] = {
         "tcp": reach(),
-        "moving": MovingStore([Place("here", reach, lambda: None)], patience=1.0),
+        "moving": FailoverStore([StoreEndpoint("here", reach, lambda: None)], failover_timeout=1.0),
         "file": FileStore(tmp_path),
         "etcd": EtcdStore("127.0.0.1:1"),
     }
@@ -224,7 +224,7 @@ def test_a_closed_store_stays_closed_in_a_child(tmp_path: Path, kind: str) -> No
     store.close()
 
     def ask() -> str:
-        with pytest.raises(StoreUnavailable) as refused:
+        with pytest.raises(StoreConnectionError) as refused:
             store.get("key")
         return str(refused.value)
 
@@ -232,21 +232,21 @@ def test_a_closed_store_stays_closed_in_a_child(tmp_path: Path, kind: str) -> No
 
 
 def test_a_child_does_not_wait_for_a_thread_that_its_parent_has_move_the_store() -> None:
-    serving, enough = threading.Event(), threading.Event()
+    is_serving, enough = threading.Event(), threading.Event()
 
     def serve() -> None:
-        serving.set()
+        is_serving.set()
         enough.wait(20.0)
 
     with held_port() as holder, ThreadPoolExecutor(1) as pool:
         host, port = holder.getsockname()
-        place = Place("here", lambda: TcpStore(host, port, connect_timeout=0.05), serve)
-        with MovingStore([place], patience=1.0) as store:
+        place = StoreEndpoint("here", lambda: TcpStore(host, port, connect_timeout=0.05), serve)
+        with FailoverStore([place], failover_timeout=1.0) as store:
             asking = pool.submit(store.get, "key")
-            assert serving.wait(20.0)
+            assert is_serving.wait(20.0)
             try:
                 assert in_a_child(lambda: f"alone: {store.follow()}", 20.0) == "alone: False"
             finally:
                 enough.set()
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(StoreConnectionError):
                 asking.result(20.0)

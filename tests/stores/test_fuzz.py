@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from test_wire import frames, raw
 
 from elasticlib.clock import monotonic
-from elasticlib.stores.secret import Exchange, Role, prove
+from elasticlib.stores.authentication import Exchange, Role, prove
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import (
     HANDSHAKE_BYTES,

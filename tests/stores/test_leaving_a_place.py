@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from places import JOB, PATIENCE, World, is_closed
 
-from elasticlib.errors import StoreUnavailable
-from elasticlib.stores.failover import Place
+from elasticlib.errors import StoreConnectionError
+from elasticlib.stores.failover_store import StoreEndpoint
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.waiting import wait_until
@@ -30,7 +30,7 @@ def test_who_is_asking_where_the_store_leaves_is_told_why_it_left(world: World) 
     def reach() -> TcpStore:
         return Told(one.host, one.port, job=JOB, timeout=5.0, connect_timeout=1.0)
 
-    store = world.store(Place(one.endpoint, reach, lambda: None), two.theirs())
+    store = world.store(StoreEndpoint(one.endpoint, reach, lambda: None), two.theirs())
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(store.get, "key")
         asking.get(timeout=10.0)
@@ -39,7 +39,7 @@ def test_who_is_asking_where_the_store_leaves_is_told_why_it_left(world: World) 
         # The first gives up first, and leaves.
         world.now = 2 * PATIENCE
         for asked in (first, second):
-            with pytest.raises(StoreUnavailable, match=f"{one.endpoint} could not be reached"):
+            with pytest.raises(StoreConnectionError, match=f"{one.endpoint} could not be reached"):
                 asked.result(20.0)
 
 
@@ -52,8 +52,10 @@ def test_who_is_asking_where_the_store_leaves_for_a_better_place_is_told_it(worl
         for _ in ("looking round", "connecting"):
             one.reaching.get(timeout=10.0)
         two.open()
-        wait_until("it to have gone", lambda: store.look_elsewhere(lambda _found, _earlier: True))
-        with pytest.raises(StoreUnavailable, match=f"now uses the store at {two.endpoint}"):
+        wait_until(
+            "it to have gone", lambda: store.try_other_endpoints(lambda _found, _earlier: True)
+        )
+        with pytest.raises(StoreConnectionError, match=f"now uses the store at {two.endpoint}"):
             asked.result(10.0)
 
 
@@ -70,7 +72,7 @@ def test_closing_ends_a_thread_that_tries_to_connect(world: World, reaches: int)
         for _ in range(reaches):
             one.reaching.get(timeout=10.0)
         store.close()
-        with pytest.raises(StoreUnavailable, match="closed"):
+        with pytest.raises(StoreConnectionError, match="closed"):
             asking.result(10.0)
     assert all(is_closed(found) for found in one.reached)
 
@@ -79,24 +81,24 @@ def test_closing_waits_for_nobody_and_what_is_served_after_it_is_closed_too(
     world: World,
 ) -> None:
     one, _, _ = world.spots
-    serving, closed = threading.Event(), threading.Event()
+    is_serving, closed = threading.Event(), threading.Event()
 
     def serve_late() -> TcpStoreServer | None:
-        serving.set()
+        is_serving.set()
         closed.wait(20.0)
         return one.serve()
 
-    store = world.store(Place(one.endpoint, one.reach, serve_late))
+    store = world.store(StoreEndpoint(one.endpoint, one.reach, serve_late))
     with ThreadPoolExecutor(2) as pool:
         asking = pool.submit(store.get, "key")
-        assert serving.wait(10.0)
+        assert is_serving.wait(10.0)
         try:
             pool.submit(store.close).result(5.0)
         finally:
             closed.set()
-        with pytest.raises(StoreUnavailable, match="closed"):
+        with pytest.raises(StoreConnectionError, match="closed"):
             asking.result(10.0)
-    assert [server.serving for server in one.served] == [False]
+    assert [server.is_serving for server in one.served] == [False]
 
 
 def test_a_closed_store_goes_nowhere(world: World) -> None:
@@ -107,5 +109,5 @@ def test_a_closed_store_goes_nowhere(world: World) -> None:
     store.get("key")
     store.close()
     world.misses(store, 10 * PATIENCE)
-    assert not store.look_elsewhere(lambda _found, _earlier: True)
+    assert not store.try_other_endpoints(lambda _found, _earlier: True)
     assert two.reached == []

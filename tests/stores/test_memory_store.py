@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from elasticlib.errors import LeaseLost, StoreRefused, StoreUnavailable
-from elasticlib.stores.keyspace import Limits
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.errors import LeaseLostError, StoreConnectionError, StoreRejectedError
+from elasticlib.stores.key_space import Limits
+from elasticlib.stores.memory_store import MemoryStore
 
 
 class Clock:
@@ -29,7 +29,7 @@ def test_leases_end_by_the_injected_clock_alone() -> None:
     clock.now += 1.0
     assert store.wait("lease", after=lease.version, timeout=0.0)
     assert store.get("lease") is None
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseLostError):
         store.refresh("lease", lease.version)
 
 
@@ -49,7 +49,7 @@ def test_a_simulated_owner_that_dies_takes_its_leases_along() -> None:
     node.close()
     assert store.wait("lease", after=version, timeout=0.0)
     assert store.list("").entries == ()
-    with pytest.raises(StoreUnavailable, match="closed"):
+    with pytest.raises(StoreConnectionError, match="closed"):
         node.set("lease", b"")
 
 
@@ -60,5 +60,5 @@ def test_the_constructor_starts_no_thread() -> None:
 
 
 def test_its_limits_are_kept() -> None:
-    with pytest.raises(StoreRefused, match="at most 3 bytes, got 4"):
+    with pytest.raises(StoreRejectedError, match="at most 3 bytes, got 4"):
         MemoryStore(limits=Limits(value_bytes=3)).set("key", b"1234")

@@ -72,7 +72,7 @@ def is_cut_off(client: socket.socket) -> bool:
 def test_what_is_said_arrives_whole_both_ways_however_slowly_it_is_read(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
-    server.lead_torch_to(("127.0.0.1", upstream.port))
+    server.forward_torch_clients_to(("127.0.0.1", upstream.port))
     sent = hashlib.sha256(b"x").digest() * 250_000
     with come(server) as client, upstream.client() as other:
         assert read(other, len(HELLO)) == HELLO
@@ -87,7 +87,7 @@ def test_what_is_said_arrives_whole_both_ways_however_slowly_it_is_read(
 def test_the_end_of_one_side_is_the_others_after_its_last_words(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
-    server.lead_torch_to(("127.0.0.1", upstream.port))
+    server.forward_torch_clients_to(("127.0.0.1", upstream.port))
     client = come(server, b"last words")
     client.close()
     with upstream.client() as other:
@@ -103,11 +103,11 @@ def test_who_comes_is_led_to_the_store_of_now_and_cut_off_where_there_is_none(
     with come(server) as early:
         assert is_cut_off(early)
     newer = Upstream()
-    server.lead_torch_to(("127.0.0.1", upstream.port))
-    server.lead_torch_to(("127.0.0.1", newer.port))
+    server.forward_torch_clients_to(("127.0.0.1", upstream.port))
+    server.forward_torch_clients_to(("127.0.0.1", newer.port))
     with come(server), newer.client() as other:
         assert read(other, len(HELLO)) == HELLO
-    server.lead_torch_to(None)
+    server.forward_torch_clients_to(None)
     with come(server) as late:
         assert is_cut_off(late)
     newer.close()
@@ -116,7 +116,7 @@ def test_who_comes_is_led_to_the_store_of_now_and_cut_off_where_there_is_none(
 def test_strangers_cost_links_up_to_a_bound_and_the_nodes_nothing(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
-    server.lead_torch_to(("127.0.0.1", upstream.port))
+    server.forward_torch_clients_to(("127.0.0.1", upstream.port))
     held = [(come(server), upstream.client()) for _ in range(2)]
     with come(server) as third:
         assert is_cut_off(third)

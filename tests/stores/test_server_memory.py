@@ -14,8 +14,8 @@ import pytest
 from test_fuzz import HELLO, MIB, answered, peak, served, stranger
 
 from elasticlib.clock import monotonic
-from elasticlib.errors import StoreRefused
-from elasticlib.stores.keyspace import Limits
+from elasticlib.errors import StoreRejectedError
+from elasticlib.stores.key_space import Limits
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import Frame, FrameReader, encode
 from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
@@ -136,8 +136,8 @@ def test_watchers_that_read_nothing_are_told_that_there_is_news_and_not_sent_it(
             watcher.watch(
                 "big",
                 after=version,
-                changed=lambda news: told.set() if news else None,
-                listing=True,
+                callback=lambda news: told.set() if news else None,
+                with_listing=True,
             )
             good.set("big/0", b"x" * 4 * MIB)
             assert told.wait(60.0)
@@ -162,7 +162,7 @@ def test_all_clients_together_have_so_many_waits_and_one_more_is_refused() -> No
         refused = answered(last)
         assert refused.op == "error"
         assert "at most 250 waits" in refused.fields["message"]
-        with pytest.raises(StoreRefused, match="at most 250 waits"):
+        with pytest.raises(StoreRejectedError, match="at most 250 waits"):
             good.wait("quiet", after=0, timeout=1.0)
         last.close()
         assert good.set("key", b"").version == 1

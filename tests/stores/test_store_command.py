@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from elasticlib.errors import StoreRefused
+from elasticlib.errors import StoreRejectedError
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.store_process import said
@@ -31,7 +31,7 @@ def test_it_serves_where_it_says_until_a_signal_ends_it_well(number: signal.Sign
             assert line == f"serving on [::1]:{port} for job 'a'"
             with TcpStore("::1", port, job="a") as store:
                 assert store.set("key", b"").version == 1
-            refused = pytest.raises(StoreRefused, match="serves job 'a', not 'b'")
+            refused = pytest.raises(StoreRejectedError, match="serves job 'a', not 'b'")
             with TcpStore("::1", port, job="b") as store, refused:
                 store.get("key")
             process.send_signal(number)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from our_words import OurStoreContract
 
-from elasticlib.stores.file import FileStore
+from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing import ClientRecipe
@@ -33,7 +33,7 @@ class TestFileStore(OurStoreContract):
     def client_recipe(self, tmp_path: Path) -> ClientRecipe:
         folder = str(tmp_path / "deep" / "store")
         return ClientRecipe(
-            "elasticlib.stores.file:FileStore", (folder,), {"timeout": self.patience}
+            "elasticlib.stores.file_store:FileStore", (folder,), {"timeout": self.patience}
         )
 
 

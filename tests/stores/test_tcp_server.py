@@ -18,9 +18,9 @@ from contextlib import ExitStack
 import pytest
 
 from elasticlib.clock import monotonic
-from elasticlib.errors import ConfigError, StoreRefused, StoreUnavailable
+from elasticlib.errors import ConfigError, StoreConnectionError, StoreRejectedError
 from elasticlib.stores.interface import Entry
-from elasticlib.stores.keyspace import Limits
+from elasticlib.stores.key_space import Limits
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, FrameReader, encode
 from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
@@ -90,7 +90,10 @@ def test_a_bad_frame_is_answered_and_costs_its_own_connection_alone(
 @pytest.mark.parametrize("begun", [b"", encode(HELLO)[:-1], struct.pack(">I", 1000)])
 def test_who_does_not_finish_its_handshake_is_dropped(begun: bytes) -> None:
     limits = ServerLimits(handshake_seconds=0.3)
-    with TcpStoreServer("127.0.0.1", 0, limits=limits) as server, dial(server) as connection:
+    with (
+        TcpStoreServer("127.0.0.1", 0, limits=limits) as server,
+        dial(server) as connection,
+    ):
         connection.sendall(begun)
         assert until_closed(connection) == []
         assert server.clients == 0
@@ -133,7 +136,7 @@ def test_more_clients_than_the_limit_are_refused_by_name() -> None:
         TcpStore(server.host, server.port) as second,
     ):
         first.set("key", b"")
-        with pytest.raises(StoreRefused, match="serves at most 1 connections"):
+        with pytest.raises(StoreRejectedError, match="serves at most 1 connections"):
             second.get("key")
         assert first.get("key") is not None
 
@@ -142,7 +145,9 @@ def test_another_job_is_refused_by_name() -> None:
     with TcpStoreServer("127.0.0.1", 0, job="a") as server:
         with (
             TcpStore(server.host, server.port, job="b") as store,
-            pytest.raises(StoreRefused, match=f"127.0.0.1:{server.port} serves job 'a', not 'b'"),
+            pytest.raises(
+                StoreRejectedError, match=f"127.0.0.1:{server.port} serves job 'a', not 'b'"
+            ),
         ):
             store.get("key")
         with TcpStore(server.host, server.port, job="a") as store:
@@ -200,7 +205,7 @@ def test_a_closed_server_cannot_be_started_again(was_started: bool) -> None:
         ConfigError, match=r"127\.0\.0\.1:\d+ is closed .* create a new TcpStoreServer"
     ):
         server.start()
-    assert not server.serving
+    assert not server.is_serving
 
 
 def test_closing_the_server_ends_the_waits_on_it(server: TcpStoreServer) -> None:
@@ -210,7 +215,7 @@ def test_closing_the_server_ends_the_waits_on_it(server: TcpStoreServer) -> None
         store.wait("nothing", after=version, timeout=0.05)
         server.close()
         server.close()
-        with pytest.raises(StoreUnavailable, match=server.address):
+        with pytest.raises(StoreConnectionError, match=server.address):
             waiting.result()
 
 
@@ -314,10 +319,10 @@ def test_closing_one_whose_thread_stands_still_ends_and_says_where_it_stands(
         assert held.wait(60)
         server.close()
         assert "has not ended within 0.2 s; it is in" in caplog.text
-        assert server.serving
+        assert server.is_serving
         free.set()
     server.close()
-    assert not server.serving
+    assert not server.is_serving
 
 
 # -- listings ----------------------------------------------------------------------------------

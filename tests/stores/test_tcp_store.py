@@ -15,14 +15,14 @@ import pytest
 from elasticlib.clock import monotonic
 from elasticlib.errors import (
     ConfigError,
-    LeaseLost,
-    StoreRefused,
-    StoreTimeout,
-    StoreUnavailable,
+    LeaseLostError,
+    StoreConnectionError,
+    StoreRejectedError,
+    StoreTimeoutError,
 )
-from elasticlib.stores.etcd import EtcdStore
-from elasticlib.stores.keyspace import MIB
-from elasticlib.stores.name_lookup import dial
+from elasticlib.stores.connection import create_connection
+from elasticlib.stores.etcd_store import EtcdStore
+from elasticlib.stores.key_space import MIB
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, encode
 from elasticlib.stores.tcp_server import TcpStoreServer
@@ -51,9 +51,9 @@ def answering(*answers: bytes) -> Iterator[int]:
                 while connection.recv(4096):
                     pass
 
-        serving = pool.submit(serve)
+        is_serving = pool.submit(serve)
         yield listener.getsockname()[1]
-        serving.result(10.0)
+        is_serving.result(10.0)
 
 
 def free_port() -> int:
@@ -80,7 +80,7 @@ def test_who_does_not_answer_is_named_with_the_seconds() -> None:
     with (
         TcpStore("127.0.0.1", port, connect_timeout=0.2) as store,
         pytest.raises(
-            StoreUnavailable,
+            StoreConnectionError,
             match=rf"127\.0\.0\.1:{port} could not be reached within 0\.2 s.*refused",
         ),
     ):
@@ -88,7 +88,9 @@ def test_who_does_not_answer_is_named_with_the_seconds() -> None:
 
 
 def test_a_host_that_has_no_address_is_named() -> None:
-    named = pytest.raises(StoreUnavailable, match=r"no\.such\.host\.invalid:1 could not be reached")
+    named = pytest.raises(
+        StoreConnectionError, match=r"no\.such\.host\.invalid:1 could not be reached"
+    )
     with TcpStore("no.such.host.invalid", 1, connect_timeout=0.1) as store, named:
         store.get("key")
 
@@ -117,7 +119,8 @@ def test_what_is_no_store_of_ours_is_named(answer: bytes) -> None:
         answering(answer) as port,
         TcpStore("127.0.0.1", port) as store,
         pytest.raises(
-            StoreRefused, match=rf"127\.0\.0\.1:{port} answers, but not as an elasticlib store"
+            StoreRejectedError,
+            match=rf"127\.0\.0\.1:{port} answers, but not as an elasticlib store",
         ),
     ):
         store.get("key")
@@ -125,7 +128,7 @@ def test_what_is_no_store_of_ours_is_named(answer: bytes) -> None:
 
 def test_what_takes_the_connection_and_says_nothing_is_named_with_the_seconds() -> None:
     # The seconds are those that were left for it.
-    named = pytest.raises(StoreTimeout, match=r"but no handshake, within 0\.[12]\d* s")
+    named = pytest.raises(StoreTimeoutError, match=r"but no handshake, within 0\.[12]\d* s")
     with answering() as port, TcpStore("127.0.0.1", port, connect_timeout=0.2) as store, named:
         store.get("key")
 
@@ -136,11 +139,11 @@ def test_an_operation_without_an_answer_is_named_with_the_seconds() -> None:
         answering(welcome) as port,
         TcpStore("127.0.0.1", port, timeout=0.2, connect_timeout=20.0) as store,
     ):
-        with pytest.raises(StoreTimeout, match=rf":{port} did not answer get within 0\.2 s"):
+        with pytest.raises(StoreTimeoutError, match=rf":{port} did not answer get within 0\.2 s"):
             store.get("key")
-        with pytest.raises(StoreTimeout, match=rf":{port} did not answer wait within 0\.3 s"):
+        with pytest.raises(StoreTimeoutError, match=rf":{port} did not answer wait within 0\.3 s"):
             store.wait("key", after=0, timeout=0.1)
-        with pytest.raises(StoreTimeout, match=rf":{port} did not answer write within 0\.2 s"):
+        with pytest.raises(StoreTimeoutError, match=rf":{port} did not answer write within 0\.2 s"):
             store.set("key", b"")
 
 
@@ -155,7 +158,7 @@ def test_an_operation_without_an_answer_is_named_with_the_seconds() -> None:
 )
 def test_a_store_that_answers_wrongly_is_not_believed(answer: bytes) -> None:
     welcome = encode(Frame("welcome", 0, {"protocol": PROTOCOL, "job": ""}))
-    named = pytest.raises((StoreRefused, StoreTimeout), match=r"127\.0\.0\.1:\d+")
+    named = pytest.raises((StoreRejectedError, StoreTimeoutError), match=r"127\.0\.0\.1:\d+")
     with (
         answering(welcome, answer) as port,
         TcpStore("127.0.0.1", port, timeout=0.3, connect_timeout=20.0) as store,
@@ -175,10 +178,10 @@ def test_a_broken_connection_ends_what_is_in_flight_and_the_next_operation_conne
         store.wait("nothing", after=lease.version, timeout=0.05)
         server.close()
         for wait in waits:
-            with pytest.raises(StoreUnavailable, match=server.address):
+            with pytest.raises(StoreConnectionError, match=server.address):
                 wait.result()
         with TcpStoreServer(server.host, server.port):
-            with pytest.raises(LeaseLost, match="the key is gone"):
+            with pytest.raises(LeaseLostError, match="the key is gone"):
                 store.refresh("lease", lease.version)
             # Its versions begin anew; what was last seen of the old store counts as changed.
             assert store.wait("", after=lease.version, timeout=0.0) is True
@@ -200,13 +203,13 @@ def test_every_address_of_a_name_is_tried(server: TcpStoreServer) -> None:
     def resolve(*_: object, **__: object) -> list[object]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in addresses]
 
-    with dial("two-addresses", 1, 10.0, resolve) as connection:
+    with create_connection("two-addresses", 1, 10.0, resolve) as connection:
         assert connection.getpeername()[1] == server.port
     addresses.pop()
     with pytest.raises(ConnectionRefusedError):
-        dial("one-address", 1, 10.0, resolve)
+        create_connection("one-address", 1, 10.0, resolve)
     with pytest.raises(OSError, match=r"no.such.invalid does not resolve .*: check the name"):
-        dial("no.such.invalid", 1, 10.0)
+        create_connection("no.such.invalid", 1, 10.0)
 
 
 class SlowNameServer:
@@ -234,7 +237,9 @@ def test_a_name_server_that_does_not_answer_ends_the_attempt_and_is_asked_once(
     with TcpStore("slow.test", server.port, connect_timeout=0.3) as store:
         for _ in range(3):
             started = monotonic()
-            with pytest.raises(StoreUnavailable, match=r"slow\.test could not be resolved within"):
+            with pytest.raises(
+                StoreConnectionError, match=r"slow\.test could not be resolved within"
+            ):
                 store.get("key")
             # The name server is silent for a minute.
             assert monotonic() - started < 30
@@ -249,14 +254,14 @@ def test_so_does_a_call_of_an_etcd_store(monkeypatch: pytest.MonkeyPatch) -> Non
     names = SlowNameServer(monkeypatch)
     with EtcdStore("slow.test:2379", timeout=0.3) as store:
         started = monotonic()
-        with pytest.raises(StoreUnavailable, match=r"slow\.test could not be resolved within"):
+        with pytest.raises(StoreConnectionError, match=r"slow\.test could not be resolved within"):
             store.get("key")
         assert monotonic() - started < 30
     names.answers.set()
 
 
 def reaches(store: TcpStore) -> bool:
-    with contextlib.suppress(StoreUnavailable):
+    with contextlib.suppress(StoreConnectionError):
         store.connect()
         return True
     return False
@@ -273,11 +278,15 @@ def test_what_no_frame_can_carry_is_refused_and_the_connection_stays(
 ) -> None:
     with TcpStore(server.host, server.port) as store:
         lease = store.set("lease", b"", ttl=1000.0)
-        with pytest.raises(StoreRefused, match=r"a value is at most .* got 9437184 for key 'key'"):
+        with pytest.raises(
+            StoreRejectedError, match=r"a value is at most .* got 9437184 for key 'key'"
+        ):
             store.set("key", b"x" * (9 * MIB))
-        with pytest.raises(StoreRefused, match="a value is at most 4194304 bytes, got 5242880"):
+        with pytest.raises(
+            StoreRejectedError, match="a value is at most 4194304 bytes, got 5242880"
+        ):
             store.set("key", b"x" * (5 * MIB))
-        with pytest.raises(StoreRefused, match="expected is null or a whole number"):
+        with pytest.raises(StoreRejectedError, match="expected is null or a whole number"):
             store.compare_set("key", b"", expected=-1)
         store.refresh("lease", lease.version)
 
@@ -288,5 +297,5 @@ def test_closing_ends_the_attempts_to_connect() -> None:
         getting = pool.submit(store.get, "key")
         threading.Event().wait(0.05)
         store.close()
-        with pytest.raises(StoreUnavailable, match="this store is closed"):
+        with pytest.raises(StoreConnectionError, match="this store is closed"):
             getting.result(10.0)

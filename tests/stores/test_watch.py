@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticlib.errors import StoreUnavailable
-from elasticlib.stores.failover import MovingStore, Place
-from elasticlib.stores.interface import Listing, Store, Watched
-from elasticlib.stores.memory import MemoryStore
+from elasticlib.errors import StoreConnectionError
+from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
+from elasticlib.stores.interface import Listing, Store, WatchResult
+from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 
@@ -30,8 +30,8 @@ def store(request: pytest.FixtureRequest, server: TcpStoreServer) -> Iterator[St
         if request.param == "tcp":
             yield client
             return
-        place = Place("here", lambda: reached(server), lambda: None)
-        with MovingStore([place], patience=PATIENCE) as moving:
+        place = StoreEndpoint("here", lambda: reached(server), lambda: None)
+        with FailoverStore([place], failover_timeout=PATIENCE) as moving:
             yield moving
 
 
@@ -39,9 +39,11 @@ def reached(server: TcpStoreServer) -> TcpStore:
     return TcpStore(server.host, server.port, timeout=PATIENCE)
 
 
-def told(store: Store, prefix: str, after: int, *, listing: bool = False) -> queue.Queue[Watched]:
-    heard: queue.Queue[Watched] = queue.Queue()
-    assert store.watch(prefix, after=after, changed=heard.put, listing=listing)
+def told(
+    store: Store, prefix: str, after: int, *, listing: bool = False
+) -> queue.Queue[WatchResult]:
+    heard: queue.Queue[WatchResult] = queue.Queue()
+    assert store.watch(prefix, after=after, callback=heard.put, with_listing=listing)
     return heard
 
 
@@ -68,8 +70,8 @@ def test_a_watch_ends_with_the_connection(server: TcpStoreServer) -> None:
     heard = [told(client, "watched/", version, listing=listing) for listing in (False, True)]
     client.close()
     assert [one.get(timeout=PATIENCE) for one in heard] == [False, False]
-    with pytest.raises(StoreUnavailable):
-        client.watch("watched/", after=0, changed=heard[0].put)
+    with pytest.raises(StoreConnectionError):
+        client.watch("watched/", after=0, callback=heard[0].put)
 
 
 def test_a_long_listing_is_not_told_but_that_there_is_one_to_ask_for(
@@ -113,4 +115,4 @@ def test_watch_tells_of_the_end_of_another_clients_leases(server: TcpStoreServer
 
 
 def test_a_store_that_can_only_wait_says_so() -> None:
-    assert not MemoryStore().watch("key", after=0, changed=lambda _: None)
+    assert not MemoryStore().watch("key", after=0, callback=lambda _: None)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.errors import StoreRefused
+from elasticlib.errors import StoreRejectedError
 from elasticlib.stores.tcp_protocol import CARRIES_VALUE, SCHEMA, Frame, FrameReader, encode
 
 WHOLE = st.integers(0, 2**63 - 1)
@@ -64,7 +64,7 @@ def test_a_frame_is_complete_with_its_last_byte_and_not_before(frame: Frame) -> 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_or_waited_for_and_raises_nothing_else(data: bytes) -> None:
-    with contextlib.suppress(StoreRefused):
+    with contextlib.suppress(StoreRejectedError):
         FrameReader(1000).feed(data)
 
 
@@ -78,7 +78,7 @@ def test_a_frame_with_a_changed_byte_is_refused_or_another_valid_frame(
     try:
         for got in FrameReader().feed(bytes(stream)):
             assert FrameReader().feed(encode(got)) == [got]
-    except StoreRefused:
+    except StoreRejectedError:
         pass
 
 
@@ -106,25 +106,25 @@ def test_a_frame_with_a_changed_byte_is_refused_or_another_valid_frame(
     ],
 )
 def test_a_header_off_the_schema_is_refused_by_rule(header: object, rule: str) -> None:
-    with pytest.raises(StoreRefused, match=rule):
+    with pytest.raises(StoreRejectedError, match=rule):
         FrameReader().feed(raw(header))
 
 
 def test_a_value_where_none_belongs_is_refused() -> None:
-    with pytest.raises(StoreRefused, match="get carries no value, got 3 bytes"):
+    with pytest.raises(StoreRejectedError, match="get carries no value, got 3 bytes"):
         FrameReader().feed(raw({"op": "get", "id": 1, "key": "a"}, b"abc"))
 
 
 def test_a_header_longer_than_its_frame_is_refused() -> None:
-    with pytest.raises(StoreRefused, match="a header of 99 bytes does not fit"):
+    with pytest.raises(StoreRejectedError, match="a header of 99 bytes does not fit"):
         FrameReader().feed(struct.pack(">II", 6, 99) + b"{}")
 
 
 def test_a_frame_too_short_for_a_header_is_refused() -> None:
-    with pytest.raises(StoreRefused, match="at least 4 bytes, got 2"):
+    with pytest.raises(StoreRejectedError, match="at least 4 bytes, got 2"):
         FrameReader().feed(struct.pack(">I", 2) + b"{}")
 
 
 def test_a_frame_too_long_is_refused_by_its_length_alone() -> None:
-    with pytest.raises(StoreRefused, match="at most 1000 bytes, got 1001"):
+    with pytest.raises(StoreRejectedError, match="at most 1000 bytes, got 1001"):
         FrameReader(1000).feed(struct.pack(">I", 1001))

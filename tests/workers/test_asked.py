@@ -14,9 +14,9 @@ from processes import children
 from test_local import Run, shell
 
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers import bootstrap
+from elasticlib.workers import process_entry
+from elasticlib.workers.cleanup import CleanupProcess
 from elasticlib.workers.interface import DRAIN, Notice
-from elasticlib.workers.session import Guardian
 from elasticlib.workers.spec import Script
 
 TRAINS = """
@@ -27,7 +27,7 @@ def train(context):
     step = 0
     while context.should_stop() is None:
         context.step(step := step + 1)
-        context.saved(step)
+        context.report_saved(step)
         time.sleep(0.001)
     return context.should_stop().reason
 
@@ -102,7 +102,7 @@ def guardians() -> list[int]:
     found = []
     for pid in children(os.getpid()):
         with contextlib.suppress(OSError):
-            if b"elasticlib.workers.session" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"elasticlib.workers.cleanup" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 
@@ -110,7 +110,7 @@ def guardians() -> list[int]:
 def test_what_a_guardian_need_not_end_any_more_stays() -> None:
     stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
-        guardian = Guardian(patience=30.0)
+        guardian = CleanupProcess(patience=30.0)
         guardian.add(stranger.pid)
         guardian.remove(stranger.pid)
         guardian.close()
@@ -135,6 +135,6 @@ os.kill(os.getpid(), 9)
 
 
 def test_what_is_tied_to_a_process_ends_with_it() -> None:
-    command = (sys.executable, "-c", TIES, bootstrap.__file__)
+    command = (sys.executable, "-c", TIES, process_entry.__file__)
     agent = subprocess.run(command, stdout=subprocess.PIPE, timeout=100)
     wait_until("the worker to end", lambda: not alive(int(agent.stdout)))

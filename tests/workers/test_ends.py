@@ -17,7 +17,7 @@ from test_local import Run, shell
 
 from elasticlib.errors import WorkerStartError
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers import bootstrap, session
+from elasticlib.workers import cleanup, process_entry
 
 
 def refused(*_: object) -> int:
@@ -33,11 +33,11 @@ def test_a_worker_is_not_taken_for_ended_where_it_can_only_be_looked_at(
     run.start(shell(f"sleep 600 & until [ -e {end} ]; do sleep 0.01; done; exit 3"))
     (name,) = run.workers.running().values()
     pid = int(name.removeprefix("pid "))
-    assert not session.ends_within(pid, 0.15)
+    assert not cleanup.wait_for_exit(pid, 0.15)
     assert run.ends.empty()
     end.touch()
     assert run.end().returncode == 3
-    assert session.members_of({pid}) == []
+    assert cleanup.session_processes({pid}) == []
 
 
 def test_what_cannot_be_looked_at_for_now_has_not_been_seen_to_end(
@@ -48,13 +48,13 @@ def test_what_cannot_be_looked_at_for_now_has_not_been_seen_to_end(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-        assert not session.ends_within(process.pid, 0.0)
+        assert not cleanup.wait_for_exit(process.pid, 0.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         process.kill()
-        assert session.ends_within(process.pid, 20.0)
+        assert cleanup.wait_for_exit(process.pid, 20.0)
         process.wait()
-    assert session.ends_within(process.pid, 20.0)
+    assert cleanup.wait_for_exit(process.pid, 20.0)
 
 
 def test_a_worker_whose_exit_code_somebody_else_took_has_not_succeeded(run: Run) -> None:
@@ -156,7 +156,7 @@ def session_with_a_child() -> subprocess.Popen[bytes]:
     assert started.stdout is not None
     with started.stdout:
         assert started.stdout.readline() == b"up\n"
-    assert len(session.members_of({started.pid})) == 2
+    assert len(cleanup.session_processes({started.pid})) == 2
     return started
 
 
@@ -166,11 +166,11 @@ def test_sessions_are_ended_together_by_two_looks_that_open_no_strangers_file(
     started = [session_with_a_child() for _ in range(4)]
     reads.listings.clear()
     reads.files.clear()
-    assert session.kill_sessions({process.pid: 0 for process in started}) == []
+    assert cleanup.kill_sessions({process.pid: 0 for process in started}) == []
     # One finds the children, and one that nobody is left.
     assert len(reads.listings) <= 2
     assert not [path for path in reads.files if path.startswith(f"/proc/{stranger}/")]
-    assert not any(session.members_of({process.pid}) for process in started)
+    assert not any(cleanup.session_processes({process.pid}) for process in started)
     for process in started:
         process.wait()
 
@@ -185,10 +185,12 @@ ctypes.CDLL(None).pthread_exit(None)
 def test_a_process_whose_first_thread_has_ended_is_still_of_its_session() -> None:
     command = [sys.executable, "-c", FIRST_THREAD_ENDS]
     with subprocess.Popen(command, start_new_session=True) as process:
-        wait_until("the first thread to end", lambda: bootstrap.stat_fields(process.pid)[0] == b"Z")
-        assert session.members_of({process.pid}) == [(process.pid, process.pid)]
-        assert session.kill_sessions({process.pid: 0}) == []
-    assert session.members_of({process.pid}) == []
+        wait_until(
+            "the first thread to end", lambda: process_entry.stat_fields(process.pid)[0] == b"Z"
+        )
+        assert cleanup.session_processes({process.pid}) == [(process.pid, process.pid)]
+        assert cleanup.kill_sessions({process.pid: 0}) == []
+    assert cleanup.session_processes({process.pid}) == []
 
 
 def test_workers_that_end_while_others_are_cleaned_up_after_cost_one_more_look(
@@ -197,7 +199,7 @@ def test_workers_that_end_while_others_are_cleaned_up_after_cost_one_more_look(
     started = [session_with_a_child() for _ in range(4)]
     in_turn, go_on = threading.Event(), threading.Event()
     cleaned: list[int] = []
-    cleaner = session.SessionCleaner()
+    cleaner = cleanup.SessionCleaner()
     first, *rest = started
 
     def hold() -> None:
@@ -223,7 +225,7 @@ def test_who_collects_workers_reads_nothing_of_other_processes(
     pids = [int(name.removeprefix("pid ")) for name in run.workers.running().values()]
     wait_until(
         "each worker to have a child",
-        lambda: all(len(session.members_of({pid})) == 2 for pid in pids),
+        lambda: all(len(cleanup.session_processes({pid})) == 2 for pid in pids),
     )
     reads.listings.clear()
     reads.files.clear()
@@ -232,4 +234,4 @@ def test_who_collects_workers_reads_nothing_of_other_processes(
     assert threading.current_thread().name not in reads.listings
     assert "workers-loop" not in reads.listings
     assert not [path for path in reads.files if path.startswith(f"/proc/{stranger}/")]
-    assert not any(session.members_of({pid}) for pid in pids)
+    assert not any(cleanup.session_processes({pid}) for pid in pids)

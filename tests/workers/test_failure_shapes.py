@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import errors as torchs
 from elasticlib import ChildFailedError, RunResult, WorkerState, record
 from elasticlib.agent.interface import Cause
 from elasticlib.compat.failures import ProcessFailure, failure_of, failures_of
-from elasticlib.errors import NoFailure
+from elasticlib.errors import NoFailureError
 from elasticlib.workers.exit import WorkerExit
 
 RECORD = {
@@ -122,7 +122,7 @@ def test_where_no_worker_of_this_node_failed_the_first_one_of_another_is_told() 
 )
 def test_where_nobody_is_known_to_have_failed_that_is_said(result: RunResult | None) -> None:
     error = ChildFailedError("train", {}, result)
-    with pytest.raises(NoFailure, match="train: no worker is known to have failed: "):
+    with pytest.raises(NoFailureError, match="train: no worker is known to have failed: "):
         error.get_first_failure()
     assert str(error).startswith("train: ")
 

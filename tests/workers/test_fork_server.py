@@ -22,7 +22,7 @@ from test_local import Run
 from elasticlib.errors import ConfigError
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import fork_server
-from elasticlib.workers.processes import LocalWorkers
+from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.spec import Script
 
 
@@ -51,7 +51,7 @@ def links() -> Iterator[tuple[socket.socket, ...]]:
 
 
 def command(*theirs: socket.socket) -> list[str]:
-    start = str(Path(fork_server.__file__).with_name("bootstrap.py"))
+    start = str(Path(fork_server.__file__).with_name("process_entry.py"))
     numbers = [str(link.fileno()) for link in theirs]
     return [sys.executable, "-u", start, "", "fork_server", *numbers, ""]
 
@@ -69,13 +69,13 @@ def test_a_fork_that_cannot_take_over_ends_and_the_server_alone_says_why(
         assert ours.recv(4096) == b"ready"
         # What is to be a file is a pipe, in which nobody can go back to the beginning.
         reading, writing = os.pipe()
-        listed = os.memfd_create("listed")
+        registry_fd = os.memfd_create("listed")
         folder = os.open(".", os.O_PATH)
         for _ in range(3):
-            socket.send_fds(ours, [b"fork"], [reading, listed, folder, 0, 1, 2])
+            socket.send_fds(ours, [b"fork"], [reading, registry_fd, folder, 0, 1, 2])
             assert b"!the worker's process did not begin: " in ours.recv(4096)
             assert children(process.pid) == []
-        for descriptor in (reading, writing, listed, folder):
+        for descriptor in (reading, writing, registry_fd, folder):
             os.close(descriptor)
         ours.shutdown(socket.SHUT_RDWR)
         assert process.wait(60) == 0

@@ -21,11 +21,11 @@ from elasticlib.errors import ConfigError, WorkerStartError
 from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.rank_assignment import assign_ranks
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers import bootstrap, session
+from elasticlib.workers import cleanup, process_entry
+from elasticlib.workers.cleanup import CleanupProcess
 from elasticlib.workers.exit import WorkerExit
-from elasticlib.workers.output import OutputPlan, parse_streams
-from elasticlib.workers.processes import LocalWorkers
-from elasticlib.workers.session import Guardian
+from elasticlib.workers.local_workers import LocalWorkers
+from elasticlib.workers.output_plan import OutputPlan, parse_streams
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
@@ -34,7 +34,7 @@ from elasticlib.workers.spec import (
     Script,
     WorkerGroup,
     WorkerSpec,
-    deal_ranks,
+    assign_worker_ranks,
 )
 
 
@@ -61,7 +61,7 @@ class Run:
         member = Node("n-1", "n", "127.0.0.1", count)
         group = WorkerGroup(
             spec=WorkerSpec(entrypoint, count, "role"),
-            workers=deal_ranks(assign_ranks((member,))[0]),
+            workers=assign_worker_ranks(assign_ranks((member,))[0]),
             run_id="job",
             generation=1,
             group_rank=0,
@@ -196,7 +196,7 @@ def test_what_a_worker_started_ends_with_it_even_outside_its_group(run: Run) -> 
     exit_ = run.end()
     child = int(run.file("stdout.log"))
     assert child != exit_.pid
-    assert session.members_of({exit_.pid}) == []
+    assert cleanup.session_processes({exit_.pid}) == []
 
 
 def test_all_workers_are_asked_at_once_and_killed_together(run: Run) -> None:
@@ -249,14 +249,14 @@ def test_megabytes_pass_through_a_tee_whole(
 def test_the_guardian_ends_what_is_listed_when_its_pipe_ends(run: Run) -> None:
     run.start(shell("trap '' TERM; while :; do sleep 1; done"))
     (name,) = run.workers.running().values()
-    guardian = Guardian(patience=30.0)
+    guardian = CleanupProcess(patience=30.0)
     guardian.add(int(name.removeprefix("pid ")))
     guardian.close()
     assert run.end().signal == "SIGKILL"
 
 
 def test_a_guardian_that_stands_still_holds_nobody_up() -> None:
-    guardian = Guardian(patience=0.2)
+    guardian = CleanupProcess(patience=0.2)
     guardian.open()
     assert guardian._process is not None
     guardian._process.send_signal(signal.SIGSTOP)
@@ -265,14 +265,14 @@ def test_a_guardian_that_stands_still_holds_nobody_up() -> None:
 
 KILLED_AS_IT_REPLACES = """
 import os, signal, subprocess, sys
-from elasticlib.workers.session import Guardian
+from elasticlib.workers.cleanup import CleanupProcess
 
 class Last(subprocess.Popen):
     def __init__(self, *args, **more):
         super().__init__(*args, **more)
         os.kill(os.getpid(), signal.SIGKILL)
 
-guardian = Guardian()
+guardian = CleanupProcess()
 guardian.add(int(sys.argv[1]))
 guardian.add(sys.argv[2])
 guardian._process.kill()
@@ -296,7 +296,7 @@ def test_a_guardian_whose_agent_is_killed_as_it_forks_it_has_the_whole_list(tmp_
 
 def test_a_guardian_that_stands_still_blocks_nobody_who_tells_it_more(tmp_path: Path) -> None:
     (folder := tmp_path / "temporary").mkdir()
-    guardian = Guardian(patience=30.0)
+    guardian = CleanupProcess(patience=30.0)
     guardian.add(str(folder))
     assert guardian._process is not None
     guardian._process.send_signal(signal.SIGSTOP)
@@ -311,24 +311,24 @@ import os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_local import Run
-from elasticlib.workers import processes
+from elasticlib.workers import local_workers, process_launcher
 from elasticlib.workers.spec import Script
 from elasticlib.testing.waiting import wait_until
 
 folder, method = Path(sys.argv[2]), sys.argv[3]
-start = processes.Launcher.start
+start = process_launcher.ProcessLauncher.start
 
 def killed(*args):
     start(*args)
     wait_until("a child of the worker", (folder / "child").exists)
     os.kill(os.getpid(), 9)
 
-processes.Launcher.start = killed
+process_launcher.ProcessLauncher.start = killed
 run = Run(folder)
-run.workers = processes.LocalWorkers(os.environ, log_dir=str(folder), start_method=method)
+run.workers = local_workers.LocalWorkers(os.environ, log_dir=str(folder), start_method=method)
 script = Script(str(folder / "script.py"))
-run.workers.prepare(processes.WorkerSpec(script, 1, "role"))
-if method == "warm":
+run.workers.prepare(local_workers.WorkerSpec(script, 1, "role"))
+if method == "forkserver":
     run.workers.await_prepared()
 run.start(script)
 """
@@ -343,7 +343,7 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "warm"])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_worker_whose_agent_is_killed_as_it_starts_leaves_nothing(
     tmp_path: Path, method: str
 ) -> None:
@@ -353,16 +353,16 @@ def test_a_worker_whose_agent_is_killed_as_it_starts_leaves_nothing(
     ended = subprocess.run([*program, str(tmp_path), method], timeout=120)
     assert ended.returncode == -signal.SIGKILL
     child = int((tmp_path / "child").read_text())
-    wait_until("the session to end", lambda: session.is_over(child))
+    wait_until("the session to end", lambda: cleanup.has_exited(child))
 
 
 def test_who_has_a_number_that_was_a_sessions_is_not_ended_for_it() -> None:
     stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
-        began = bootstrap.began_at(stranger.pid)
-        assert session.kill_sessions({stranger.pid: began - 1}) == []
+        began = process_entry.process_start_ticks(stranger.pid)
+        assert cleanup.kill_sessions({stranger.pid: began - 1}) == []
         assert stranger.poll() is None
-        assert session.kill_sessions({stranger.pid: began}) == []
+        assert cleanup.kill_sessions({stranger.pid: began}) == []
         assert stranger.wait(30) == -signal.SIGKILL
     finally:
         stranger.kill()
@@ -372,7 +372,7 @@ def test_who_has_a_number_that_was_a_sessions_is_not_ended_for_it() -> None:
 def test_a_guardian_lives_through_a_signal_that_comes_as_it_starts(run: Run) -> None:
     run.start(shell("while :; do sleep 1; done"))
     (name,) = run.workers.running().values()
-    guardian = Guardian(patience=30.0)
+    guardian = CleanupProcess(patience=30.0)
     guardian.open()
     started = guardian._process
     assert started is not None
@@ -441,7 +441,7 @@ def test_a_temporary_folder_is_gone_afterwards(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.workers = LocalWorkers(os.environ, python=sys.executable)
     run.start(shell("exit 0"))
-    folder = run.workers.folder
+    folder = run.workers.run_dir
     assert run.end().ok
     run.workers.close()
     assert not folder.exists()
@@ -453,7 +453,7 @@ def test_a_temporary_folder_holds_the_last_attempt_alone(tmp_path: Path) -> None
     for attempt in range(3):
         run.start(shell("exit 0"), attempt=attempt)
         assert run.end().ok
-        assert [path.name for path in run.workers.folder.iterdir()] == [f"attempt_{attempt}"]
+        assert [path.name for path in run.workers.run_dir.iterdir()] == [f"attempt_{attempt}"]
     run.workers.close()
 
 
@@ -461,7 +461,7 @@ def test_a_folder_of_ones_own_keeps_all_attempts(run: Run) -> None:
     for attempt in range(2):
         run.start(shell("exit 0"), attempt=attempt)
         assert run.end().ok
-    names = sorted(path.name for path in run.workers.folder.iterdir())
+    names = sorted(path.name for path in run.workers.run_dir.iterdir())
     assert names == ["attempt_0", "attempt_1"]
 
 

@@ -14,9 +14,8 @@ from torch.numa import binding
 
 from elasticlib.errors import ConfigError
 from elasticlib.flag_values import NUMA_BINDINGS
-from elasticlib.workers.cpu import count_cores
-from elasticlib.workers.numa import ask_torch, numa_cpu_sets
-from elasticlib.workers.processes import LocalWorkers
+from elasticlib.workers.local_workers import LocalWorkers
+from elasticlib.workers.node_resources import ask_torch, count_usable_cpus, numa_cpu_sets
 from elasticlib.workers.spec import Function
 
 NODE_0_CPUS = "/sys/devices/system/node/node0/cpulist"
@@ -96,7 +95,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def test_a_worker_runs_where_it_is_bound_and_the_agent_where_it_was(run: Run) -> None:
     before = processors()
-    run.workers = LocalWorkers(os.environ, processors=[frozenset({before[-1]})])
+    run.workers = LocalWorkers(os.environ, cpu_sets=[frozenset({before[-1]})])
     run.start(Function(processors), count=2)
     said = {exit_.local_rank: exit_.value for exit_ in (run.end(), run.end())}
     assert said == {0: [before[-1]], 1: before}
@@ -118,7 +117,7 @@ def test_a_containers_quota_counts_as_well(
 ) -> None:
     for name, text in files.items():
         write(tmp_path / name, text)
-    assert count_cores(tmp_path) == min(cores, len(os.sched_getaffinity(0)))
+    assert count_usable_cpus(tmp_path) == min(cores, len(os.sched_getaffinity(0)))
 
 
 def test_the_bindings_are_those_of_the_installed_torch() -> None:

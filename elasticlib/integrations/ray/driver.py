@@ -35,7 +35,7 @@ from ...launch.process import allow_descriptors
 from ...launch.store_host import CONNECT_SECONDS, SPARE_DESCRIPTORS
 from ...rendezvous.store_layout import JobListing, StoreKeys
 from ...signals import signal_name
-from ...stores.secret import VARIABLE as SECRET
+from ...stores.authentication import SECRET_ENV as SECRET
 from ...stores.tcp_client import TcpStore
 from ...stores.tcp_server import TcpStoreServer
 from ...workers.exit import WorkerExit
@@ -398,7 +398,7 @@ class Driver:
             self._take(number, answer)
         while not self._signals.empty():
             self._pass_on(self._signals.get())
-        if not self._server.serving:
+        if not self._server.is_serving:
             self._fail("the driver's store has broken")
 
     def _wait(self) -> list[tuple[int, Any]]:

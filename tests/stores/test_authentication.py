@@ -15,8 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.clock import monotonic
-from elasticlib.errors import ConfigError, StoreRefused
-from elasticlib.stores.secret import NONCE_BYTES, Exchange, Role, prove, proves
+from elasticlib.errors import ConfigError, StoreRejectedError
+from elasticlib.stores.authentication import (
+    NONCE_BYTES,
+    HandshakeTranscript,
+    Role,
+    compute_proof,
+    verify_proof,
+)
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, FrameReader, encode
 from elasticlib.stores.tcp_server import TcpStoreServer
@@ -24,7 +30,7 @@ from elasticlib.stores.tcp_server import TcpStoreServer
 SECRET = b"correct horse battery staple"
 HELLO = Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "test"})
 NONCE = bytes(NONCE_BYTES).hex()
-EXCHANGE = Exchange(NONCE, "1" * 64, "job")
+EXCHANGE = HandshakeTranscript(NONCE, "1" * 64, "job")
 
 
 @pytest.fixture
@@ -47,17 +53,17 @@ def ask(connection: socket.socket, frame: Frame) -> Frame:
             return frames[0]
 
 
-def proven(connection: socket.socket) -> Exchange:
+def proven(connection: socket.socket) -> HandshakeTranscript:
     """What was said until the server proved itself."""
     challenge = ask(connection, HELLO)
-    exchange = Exchange(challenge.fields["nonce"], NONCE, "")
+    exchange = HandshakeTranscript(challenge.fields["nonce"], NONCE, "")
     proof = ask(connection, Frame("nonce", 0, {"nonce": NONCE}))
-    assert proves(proof.fields["proof"], SECRET, Role.SERVER, exchange)
+    assert verify_proof(proof.fields["proof"], SECRET, Role.SERVER, exchange)
     return exchange
 
 
-def response(exchange: Exchange, secret: bytes, role: Role = Role.CLIENT) -> Frame:
-    return Frame("response", 0, {"proof": prove(secret, role, exchange)})
+def response(exchange: HandshakeTranscript, secret: bytes, role: Role = Role.CLIENT) -> Frame:
+    return Frame("response", 0, {"proof": compute_proof(secret, role, exchange)})
 
 
 def test_who_knows_the_secret_is_let_in_and_keeps_its_job(server: TcpStoreServer) -> None:
@@ -72,7 +78,9 @@ def test_who_knows_another_secret_is_refused_at_once_and_told_what_to_do(
     start = monotonic()
     with (
         TcpStore(server.host, server.port, job=job, secret=SECRET + b"x", timeout=60.0) as store,
-        pytest.raises(StoreRefused, match=r"has another secret .* give all nodes .* the same one"),
+        pytest.raises(
+            StoreRejectedError, match=r"has another secret .* give all nodes .* the same one"
+        ),
     ):
         store.get("key")
     assert monotonic() - start < 10.0
@@ -81,14 +89,15 @@ def test_who_knows_another_secret_is_refused_at_once_and_told_what_to_do(
 
 def test_who_has_no_secret_is_refused_and_told_what_to_do(server: TcpStoreServer) -> None:
     named = pytest.raises(
-        StoreRefused, match=r"asks for a shared secret, and this client has none: .*ELASTICLIB_"
+        StoreRejectedError,
+        match=r"asks for a shared secret, and this client has none: .*ELASTICLIB_",
     )
     with TcpStore(server.host, server.port) as store, named:
         store.get("key")
 
 
 def test_a_server_that_asks_for_no_secret_is_refused_by_who_has_one() -> None:
-    named = pytest.raises(StoreRefused, match="asks for no secret, and this client has one")
+    named = pytest.raises(StoreRejectedError, match="asks for no secret, and this client has one")
     with (
         TcpStoreServer("127.0.0.1", 0) as server,
         TcpStore(server.host, server.port, secret=SECRET) as store,
@@ -114,9 +123,9 @@ def impostor(sends: list[Frame]) -> Iterator[tuple[int, list[bytes]]]:
                     while data := connection.recv(4096):
                         heard.append(data)
 
-        serving = pool.submit(serve)
+        is_serving = pool.submit(serve)
         yield listener.getsockname()[1], heard
-        serving.result(10.0)
+        is_serving.result(10.0)
 
 
 def heard_frames(heard: list[bytes]) -> list[Frame]:
@@ -134,7 +143,9 @@ def test_a_server_that_cannot_prove_itself_gets_no_request_and_nothing_to_guess_
     with (
         impostor(frames) as (port, heard),
         TcpStore("127.0.0.1", port, secret=SECRET) as store,
-        pytest.raises(StoreRefused, match=r"another secret than|not as an elasticlib store: welc"),
+        pytest.raises(
+            StoreRejectedError, match=r"another secret than|not as an elasticlib store: welc"
+        ),
     ):
         store.set("key", b"private")
     assert [frame.op for frame in heard_frames(heard)] == ["hello", "nonce"]
@@ -170,7 +181,7 @@ def test_nobody_learns_the_job_without_the_secret() -> None:
         with dial(server) as connection:
             refused = ask(connection, response(proven(connection), b"guess"))
             assert "private" not in refused.fields["message"]
-        named = pytest.raises(StoreRefused, match="serves job 'private', not 'other'")
+        named = pytest.raises(StoreRejectedError, match="serves job 'private', not 'other'")
         with TcpStore(server.host, server.port, job="other", secret=SECRET) as store, named:
             store.get("key")
 
@@ -180,7 +191,7 @@ def test_a_server_that_refuses_the_clients_protocol_is_quoted_in_the_error() -> 
     with (
         impostor([Frame("error", 0, error)]) as (port, _),
         TcpStore("127.0.0.1", port, secret=SECRET) as store,
-        pytest.raises(StoreRefused, match=rf":{port} speaks protocol 3, not {PROTOCOL}"),
+        pytest.raises(StoreRejectedError, match=rf":{port} speaks protocol 3, not {PROTOCOL}"),
     ):
         store.get("key")
 
@@ -199,24 +210,24 @@ def test_no_operation_is_heard_before_the_proof(server: TcpStoreServer, begin: l
 
 
 TOLD = st.binary(min_size=32, max_size=32).map(bytes.hex)
-EXCHANGES = st.builds(Exchange, TOLD, TOLD, st.text(max_size=10))
+EXCHANGES = st.builds(HandshakeTranscript, TOLD, TOLD, st.text(max_size=10))
 ROLES = st.sampled_from(Role)
 KEYS = st.binary(min_size=1, max_size=80)
 
 
 @given(st.tuples(KEYS, ROLES, EXCHANGES), st.tuples(KEYS, ROLES, EXCHANGES))
 def test_a_proof_is_good_for_its_own_secret_role_and_exchange_alone(
-    one: tuple[bytes, Role, Exchange], other: tuple[bytes, Role, Exchange]
+    one: tuple[bytes, Role, HandshakeTranscript], other: tuple[bytes, Role, HandshakeTranscript]
 ) -> None:
-    assert proves(prove(*one), *one)
+    assert verify_proof(compute_proof(*one), *one)
     # HMAC pads a short key with zeros, so keys are told apart without those at their ends.
     if (one[0].rstrip(b"\0"), *one[1:]) != (other[0].rstrip(b"\0"), *other[1:]):
-        assert not proves(prove(*one), *other)
+        assert not verify_proof(compute_proof(*one), *other)
 
 
 def test_what_was_told_is_proven_where_it_was_told() -> None:
-    one, other = Exchange("ab", "c", "d"), Exchange("a", "bc", "d")
-    assert not proves(prove(SECRET, Role.CLIENT, one), SECRET, Role.CLIENT, other)
+    one, other = HandshakeTranscript("ab", "c", "d"), HandshakeTranscript("a", "bc", "d")
+    assert not verify_proof(compute_proof(SECRET, Role.CLIENT, one), SECRET, Role.CLIENT, other)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +250,7 @@ def test_no_log_and_no_repr_shows_the_secret(
         store.get("key")
         shown = f"{store!r} {store} {server!r} {server}"
     with TcpStore(server.host, server.port, secret=b"guess-guess-guess") as store:
-        with pytest.raises(StoreRefused) as raised:
+        with pytest.raises(StoreRejectedError) as raised:
             store.get("key")
         shown += f"{store!r} {raised.value!r}"
     for secret in (SECRET, b"guess-guess-guess"):

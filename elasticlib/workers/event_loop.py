@@ -19,7 +19,7 @@ from functools import partial
 from ..clock import monotonic
 from ..errors import WorkerStartError, present
 from ..threads import helper
-from . import session
+from . import cleanup
 from .output import start_thread
 
 log = logging.getLogger("elasticlib.workers")
@@ -27,20 +27,20 @@ log = logging.getLogger("elasticlib.workers")
 LOOK_SECONDS = 0.1
 LONGEST_WAIT = 86400.0
 """Seconds; epoll takes no more than 24 days, and a timer may run for longer."""
-Act = Callable[[], object]
+Callback = Callable[[], object]
 
 
-class Loop:
+class EventLoop:
     """All methods are for any thread; what they are given is called in the loop's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._asked: deque[Act] = deque()
-        self._timers: list[tuple[float, int, Act]] = []
+        self._asked: deque[Callback] = deque()
+        self._timers: list[tuple[float, int, Callback]] = []
         self._numbers = itertools.count()
-        self._watched: dict[int, Act] = {}
+        self._watched: dict[int, Callback] = {}
         self._paused: set[int] = set()
-        self._then: Act = lambda: None
+        self._then: Callback = lambda: None
         self._selector: selectors.BaseSelector | None = None
         self._wake = (-1, -1)
         self._closing = False
@@ -64,40 +64,40 @@ class Loop:
                 self._leave()
                 raise
 
-    def close(self, then: Act) -> None:
+    def close(self, then: Callback) -> None:
         """End the thread, with a last call, once it has nothing more to read or to watch."""
         with self._lock:
             self._then = then
             self._closing = True
-        self.call(lambda: None)
+        self.call_soon_threadsafe(lambda: None)
 
-    def call(self, act: Act) -> None:
+    def call_soon_threadsafe(self, act: Callback) -> None:
         """Call it, after what was asked before."""
         self._asked.append(act)
         with self._lock, contextlib.suppress(OSError):  # full of earlier calls, or not there
             os.write(self._wake[1], b"x")
 
-    def at(self, when: float, act: Act) -> None:
+    def call_at(self, when: float, act: Callback) -> None:
         """Call it at this time of the monotonic clock."""
-        self.call(lambda: self._at(when, act))
+        self.call_soon_threadsafe(lambda: self._at(when, act))
 
-    def read(self, file: int, ready: Act) -> None:
-        """Call `ready` whenever there is something to be read, until `pause` or `forget`."""
-        self.call(lambda: self._read(file, ready))
+    def add_reader(self, file: int, ready: Callback) -> None:
+        """Call `ready` whenever `file` is readable, until it is paused or removed."""
+        self.call_soon_threadsafe(lambda: self._read(file, ready))
 
-    def pause(self, file: int) -> None:
-        """Read it no more until `read` is called again, which is to come."""
+    def pause_reading(self, file: int) -> None:
+        """Read it no more until `add_reader` is called again, which is to come."""
         self._paused.add(file)
-        self.call(lambda: self._selected.unregister(file))
+        self.call_soon_threadsafe(lambda: self._selected.unregister(file))
 
-    def forget(self, file: int, then: Act = lambda: None) -> None:
+    def remove_reader(self, file: int, then: Callback = lambda: None) -> None:
         """Read it no more; `then` may close it."""
-        self.call(lambda: (self._selected.unregister(file), then()))
+        self.call_soon_threadsafe(lambda: (self._selected.unregister(file), then()))
 
-    def watch(self, pid: int, ended: Act) -> None:
+    def watch_process(self, pid: int, ended: Callback) -> None:
         """Call `ended` once this process has ended; it must not be reaped before."""
         self._watched[pid] = ended
-        self.call(lambda: self._watch(pid))
+        self.call_soon_threadsafe(lambda: self._watch(pid))
 
     # -- in the thread ---------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Loop:
                     self._leave()
                 return self._then()
 
-    def _do(self, act: Act) -> None:
+    def _do(self, act: Callback) -> None:
         try:
             act()
         except Exception as error:
@@ -132,16 +132,16 @@ class Loop:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake[0], 4096)
 
-    def _read(self, file: int, ready: Act) -> None:
+    def _read(self, file: int, ready: Callback) -> None:
         self._paused.discard(file)
         self._selected.register(file, selectors.EVENT_READ, ready)
 
-    def _at(self, when: float, act: Act) -> None:
+    def _at(self, when: float, act: Callback) -> None:
         heapq.heappush(self._timers, (when, next(self._numbers), act))
 
     def _watch(self, pid: int) -> None:
         try:
-            handle = session.open_handle(pid)
+            handle = cleanup.open_pidfd(pid)
         except ProcessLookupError:
             # Its fork server ended, and the worker with it.
             self._ended(pid)
@@ -159,7 +159,7 @@ class Loop:
 
     def _look(self, pid: int) -> None:
         """Where there are no handles it can only be looked at, now and again."""
-        if session.is_over(pid):
+        if cleanup.has_exited(pid):
             self._ended(pid)
         else:
             self._at(monotonic() + LOOK_SECONDS, partial(self._look, pid))

@@ -22,25 +22,25 @@ from typing import Any
 import attrs
 
 from ..clock import monotonic, wall
-from ..errors import ConfigError, WorkerStartError
+from ..errors import WorkerStartError
 from ..threads import helper
-from . import session, stacks
-from .bootstrap import began_at
-from .channel import VARIABLE as CHANNEL
-from .channel import Channels
-from .cpu import Processors, bound_to, count_cores, killed_for_memory, oom_kills
+from . import cleanup, stack_dump
+from .cleanup import CleanupProcess, SessionCleaner
+from .error_file import FailureReport, read_failure_report, remove_exit_file
+from .event_loop import EventLoop
 from .exit import UNKNOWN, WorkerExit
-from .fork_server import Forked, ForkServer, ForkServerGone, has_stdin
-from .hooks import FinalMessage, final_message, forget_exit
+from .fork_server import ForkedWorker
 from .interface import Heartbeat, Notice, Workers
-from .loop import Loop
-from .output import Output, OutputPlan, Writers
+from .node_resources import CpuSet, count_usable_cpus, oom_kill_count_rose, read_oom_kill_count
+from .output import WorkerOutput, Writers
+from .output_plan import OutputPlan
+from .process_entry import process_start_ticks
+from .process_launcher import ProcessLauncher
+from .run_dirs import RunDir, SnapshotDir
 from .run_program import read_result, write_payload
-from .session import Guardian, RunFolder, SessionCleaner, SharedFolder, signals_blocked
 from .spec import (
-    COLD,
-    PLACE,
-    SNAPSHOTS,
+    ASSIGNMENT_VARIABLES,
+    SNAPSHOTS_ENV,
     Command,
     Entrypoint,
     Function,
@@ -49,12 +49,10 @@ from .spec import (
     Worker,
     WorkerGroup,
     WorkerSpec,
-    check_preload,
-    check_start,
-    common_environment,
-    with_local_rank,
+    substitute_local_rank,
     worker_environment,
 )
+from .worker_channel import CHANNEL_ENV, WorkerChannels
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -68,17 +66,17 @@ REPLACE_SECONDS = 0.2
 PATIENCE, LEAST_PATIENCE = 0.5, 0.02
 """Seconds for the output of all workers of one start to be shown, and of each of them."""
 RESULT = "result.pickle"
-_BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
+_PROCESS_ENTRY = str(Path(__file__).with_name("process_entry.py"))
 
 
 @attrs.define
 class _Process:
     worker: Worker
-    popen: subprocess.Popen[bytes] | Forked
-    output: Output
+    popen: subprocess.Popen[bytes] | ForkedWorker
+    output: WorkerOutput
     folder: Path
     error_file: Path
-    # When it began, as `bootstrap.began_at` says it.
+    # When it began, as `process_entry.process_start_ticks` says it.
     began: int
     ended_at: float = float("inf")
     # Set once nothing is left of its session.
@@ -98,7 +96,7 @@ class _Process:
 
     def reap(self) -> int | None:
         """Its returncode, once it has ended; None where that went to somebody else."""
-        if isinstance(self.popen, Forked):
+        if isinstance(self.popen, ForkedWorker):
             return self.popen.wait()
         try:
             # Popen takes one that somebody else has reaped for one that succeeded.
@@ -111,179 +109,13 @@ class _Process:
         return seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
 
 
-class Launcher:
-    """Starts the processes of one agent's workers; see `LocalWorkers` for the arguments.
-
-    Python workers are forked from a fork server. One that has ended is replaced, and workers are
-    started as new interpreters until the next one is ready.
-    """
-
-    def __init__(
-        self,
-        guardian: Guardian,
-        loop: Loop,
-        *,
-        python: str,
-        start_method: str,
-        preload: Sequence[str],
-        ignored: Iterable[int],
-        processors: Sequence[Processors],
-    ) -> None:
-        check_start(start_method, tuple(preload))
-        self._guardian = guardian
-        self._loop = loop
-        self._python = python
-        self._warm = start_method != COLD
-        self._preload = tuple(preload)
-        self._ignored = tuple(sorted(ignored))
-        self._processors = dict(enumerate(processors))
-        self._like: tuple[list[str], dict[str, str]] = ([], {})
-        self._server: ForkServer | None = None
-        # Those that were replaced; each stays until all of its workers have been reaped.
-        self._replaced: list[ForkServer] = []
-        self._first: ForkServer | None = None
-        self._first_deadline = 0.0
-        self._told = False
-
-    def prepare(self, spec: WorkerSpec, inherited: Mapping[str, str], cores: int) -> None:
-        """Begin a fork server for workers of this kind, if they are to be forked and have none.
-
-        Raises:
-            ConfigError: the user's modules cannot be looked for.
-            OSError: the fork server's process cannot be started.
-        """
-        check_preload(self._preload, spec.entrypoint)
-        if not self._warm or isinstance(spec.entrypoint, Command):
-            return
-        environment = common_environment(spec, inherited, cores)
-        folder = _folder_of(spec.entrypoint) if self._preload else ""
-        what = self._interpreted("", "fork_server", "{first}", "{second}", folder, *self._preload)
-        listed = self._guardian.open()
-        like = (self._tied(environment, listed, what), environment)
-        if self._like == like and self._server is not None:
-            return
-        self._like, self._told = like, False
-        server = self._begin()
-        if self._first is None:
-            self._first, self._first_deadline = server, monotonic() + FIRST_SECONDS
-
-    def _begin(self) -> ForkServer:
-        """Start a fork server in place of the one that there is, whose workers live on."""
-        if self._server is not None:
-            self._replaced.append(self._server)
-            self._server = None
-        listed = self._guardian.open()
-        with signals_blocked(self._ignored):
-            self._server = server = ForkServer(*self._like, listed, self._loop)
-        return server
-
-    def await_prepared(self) -> None:
-        """Wait until the first fork server can or cannot be used, within bounds; for any thread.
-
-        A worker that is started as a new interpreter meanwhile would take as long. `close` ends
-        the waiting.
-        """
-        if self._first is not None:
-            self._first.wait(max(0.0, self._first_deadline - monotonic()))
-
-    def start(
-        self,
-        what: tuple[str, ...],
-        environment: dict[str, str],
-        targets: tuple[int | None, int | None],
-        local_rank: int,
-    ) -> subprocess.Popen[bytes] | Forked:
-        """A worker's process; what: as `program` says it; targets: its stdout and stderr, None for
-        ours. Raises OSError or an ElasticError."""
-        listed = self._guardian.open()
-        python = what[0] != "command"
-        if python:
-            what = (environment["TORCHELASTIC_ERROR_FILE"], *what)
-        with bound_to(self._processors.get(local_rank)), signals_blocked(self._ignored):
-            server = self._usable() if python else None
-            if server is not None:
-                try:
-                    return server.fork(what, environment, listed, targets)
-                except ForkServerGone:
-                    self._replace()
-            return subprocess.Popen(
-                self._tied(environment, listed, self._interpreted(*what) if python else what[1:]),
-                env=environment,
-                pass_fds=[listed],
-                stdin=None if has_stdin() else subprocess.DEVNULL,
-                stdout=targets[0],
-                stderr=targets[1],
-                start_new_session=True,
-            )
-
-    def _usable(self) -> ForkServer | None:
-        """Return the fork server, or None if a worker has to be started as a new interpreter.
-
-        Raises:
-            ConfigError: the modules that the user asked for cannot be imported.
-        """
-        self._close_replaced()
-        server = self._server
-        if server is None:
-            return None
-        if server.complaint:
-            if self._preload:
-                raise ConfigError(server.complaint)
-            if not self._told:
-                log.warning("workers are started without the fork server: %s", server.complaint)
-                self._told = True
-            return None
-        if server.ended:
-            server = self._replace()
-        return server if server.ready else None
-
-    def _replace(self) -> ForkServer:
-        log.warning(
-            "the workers' fork server has ended; workers are started without it until the next "
-            "one is ready"
-        )
-        return self._begin()
-
-    def _close_replaced(self) -> None:
-        for server in self._replaced:
-            if not server.workers:
-                self._close(server)
-        self._replaced = [server for server in self._replaced if server.workers]
-
-    def _close(self, server: ForkServer) -> None:
-        server.close()
-        self._guardian.remove(server.pid)
-
-    def close(self) -> None:
-        """End the fork servers; their workers have ended."""
-        servers = [*self._replaced, *([] if self._server is None else [self._server])]
-        self._replaced, self._server = [], None
-        for server in servers:
-            self._close(server)
-
-    def _interpreted(self, *what: str) -> tuple[str, ...]:
-        return (self._python, "-u", _BOOTSTRAP, *what)
-
-    def _tied(
-        self, environment: Mapping[str, str], listed: int, program: tuple[str, ...]
-    ) -> list[str]:
-        """The program behind the one that ties it to this process's life; listed: the guardian's
-        list, which it enters itself into."""
-        # Python gives itself an LC_CTYPE in a bare environment; the program is to have none.
-        locale = environment.get("LC_CTYPE", "")
-        ignored = ",".join(map(str, self._ignored))
-        # By our own interpreter: the workers' may be a script that starts one in its own way.
-        tie = ("tie", str(os.getpid()), str(listed), locale, ignored)
-        return [sys.executable, "-I", "-S", _BOOTSTRAP, *tie, *program]
-
-
 def program(entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str, ...]:
     """The kind of a worker's program, its name and its arguments, as `run_program` takes them."""
     if isinstance(entrypoint, Function):
         payload = folder / "payload.pickle"
         write_payload(payload, entrypoint)
         return ("function", str(payload), str(folder / RESULT))
-    args = with_local_rank(entrypoint.args, local_rank)
+    args = substitute_local_rank(entrypoint.args, local_rank)
     if isinstance(entrypoint, Script):
         return ("script", entrypoint.path, *args)
     if isinstance(entrypoint, Module):
@@ -291,19 +123,6 @@ def program(entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str,
     if not isinstance(entrypoint, Command):
         raise TypeError(f"a worker is a script, module, function or command: {entrypoint!r}")
     return ("command", entrypoint.program, *args)
-
-
-def _folder_of(entrypoint: Entrypoint) -> str:
-    """Return where Python looks first for the modules of this program. Raises ConfigError."""
-    try:
-        if isinstance(entrypoint, Script):
-            return os.path.dirname(os.path.realpath(entrypoint.path))
-        return os.getcwd()
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "preload (--preload) needs the working directory, which was removed: "
-            "start the job in a directory that exists"
-        ) from error
 
 
 class LocalWorkers(Workers):
@@ -317,7 +136,7 @@ class LocalWorkers(Workers):
         run_id: names that folder.
         python: the interpreter of scripts, modules and functions.
         processors: what each worker runs on, by local rank; any without.
-        start_method: `warm` to fork Python workers from a process that has torch imported, or
+        start_method: `forkserver` to fork Python workers from a process that has torch imported, or
             `spawn` to start an interpreter for each.
         preload: modules that this process imports besides.
         ignored: signals that a worker ignores, and its children with it, until it says otherwise.
@@ -331,63 +150,65 @@ class LocalWorkers(Workers):
         log_dir: str | None = None,
         run_id: str = "none",
         python: str = sys.executable,
-        processors: Sequence[Processors] = (),
-        ignored: Iterable[int] = (),
-        start_method: str = "warm",
+        cpu_sets: Sequence[CpuSet] = (),
+        ignored_signals: Iterable[int] = (),
+        start_method: str = "forkserver",
         preload: Sequence[str] = (),
     ) -> None:
         self._environment = dict(environment)
         self._output = output or OutputPlan()
-        self._loop = Loop()
+        self._loop = EventLoop()
         self._writers = Writers()
-        self._guardian = Guardian(began=self._watch_guardian)
+        self._cleanup_process = CleanupProcess(began=self._watch_cleanup_process)
         kept = log_dir is not None or self._output.any
-        self._folder = RunFolder(self._guardian, log_dir, run_id, kept=kept)
-        self._launcher = Launcher(
-            self._guardian,
+        self._run_dir = RunDir(self._cleanup_process, log_dir, run_id, kept=kept)
+        self._launcher = ProcessLauncher(
+            self._cleanup_process,
             self._loop,
             python=python,
             start_method=start_method,
             preload=preload,
-            ignored=ignored,
-            processors=processors,
+            ignored_signals=ignored_signals,
+            cpu_sets=cpu_sets,
         )
-        self._channels = Channels()
+        self._channels = WorkerChannels()
         self._cleaner = SessionCleaner()
-        self.memory = SharedFolder(self._guardian)
+        self.snapshot_dir = SnapshotDir(self._cleanup_process)
         """Where the workers keep what outlives them, and not their agent."""
         self._processes: dict[int, _Process] = {}
         self._stopped = False
         self._sent: set[tuple[int, int]] = set()
         """The signals that stopped workers were sent: a local rank, a number."""
         self._kills: int | None = None
-        self._late: list[Output] = []
+        self._late: list[WorkerOutput] = []
         self._patience = PATIENCE
 
-    def _watch_guardian(self, pid: int) -> None:
-        replace = self._guardian.replace
-        self._loop.watch(pid, lambda: self._loop.at(monotonic() + REPLACE_SECONDS, replace))
+    def _watch_cleanup_process(self, pid: int) -> None:
+        replace = self._cleanup_process.replace
+        self._loop.watch_process(
+            pid, lambda: self._loop.call_at(monotonic() + REPLACE_SECONDS, replace)
+        )
 
     @property
-    def folder(self) -> Path:
+    def run_dir(self) -> Path:
         """This run's folder, `<log_dir>/<run_id>_<random>`; made when first asked for."""
-        return self._folder.path
+        return self._run_dir.path
 
     @property
-    def kept_folder(self) -> Path | None:
+    def kept_run_dir(self) -> Path | None:
         """This run's folder, where there is one that stays."""
-        return self._folder.kept_path
+        return self._run_dir.kept_path
 
     @property
-    def keeps_folder(self) -> bool:
+    def keeps_run_dir(self) -> bool:
         """Whether this run's folder, made or not, stays when the run is over."""
-        return self._folder.kept
+        return self._run_dir.kept
 
     # -- the start -------------------------------------------------------------------------------
 
     def prepare(self, spec: WorkerSpec) -> None:
         self._loop.start()
-        self._launcher.prepare(spec, self._environment, count_cores())
+        self._launcher.prepare(spec, self._environment, count_usable_cpus())
 
     def await_prepared(self) -> None:
         self._launcher.await_prepared()
@@ -399,21 +220,21 @@ class LocalWorkers(Workers):
         except OSError as error:
             raise WorkerStartError(f"cannot begin to start workers: {error}") from error
         self.await_prepared()
-        everyone = (*group.workers, *group.newcomers)
+        everyone = (*group.workers, *group.standby_workers)
         stay = {worker.local_rank for worker in everyone}
         self._processes = {n: one for n, one in self._processes.items() if n in stay}
         self._stopped = False
         self._sent.clear()
         self._patience = PATIENCE
         self._channels.begin()
-        self._kills = oom_kills()
+        self._kills = read_oom_kill_count()
         try:
             for worker in group.workers:
                 if worker.local_rank in self._processes:
                     self._keep(group, worker)
             new = [one for one in everyone if one.local_rank not in self._processes]
             folders = {
-                worker.local_rank: self._folder.of(group.attempt, worker.local_rank)
+                worker.local_rank: self._run_dir.of(group.attempt, worker.local_rank)
                 for worker in new
             }
         except OSError as error:
@@ -425,7 +246,7 @@ class LocalWorkers(Workers):
                 raise WorkerStartError(
                     f"cannot start the worker of rank {worker.rank}: {error}"
                 ) from error
-        self._folder.forget(but={process.folder.parent for process in self._processes.values()})
+        self._run_dir.forget(but={process.folder.parent for process in self._processes.values()})
 
     def _keep(self, group: WorkerGroup, worker: Worker) -> None:
         """Give a worker that runs its place in this group."""
@@ -435,24 +256,24 @@ class LocalWorkers(Workers):
         self._give_place(worker.local_rank, told)
 
     def _give_place(self, local_rank: int, environment: Mapping[str, str]) -> None:
-        place = {name: environment[name] for name in PLACE if name in environment}
-        self._channels.give_place(local_rank, place)
+        place = {name: environment[name] for name in ASSIGNMENT_VARIABLES if name in environment}
+        self._channels.publish_assignment(local_rank, place)
 
     def _environment_of(
         self, group: WorkerGroup, worker: Worker, error_file: str
     ) -> dict[str, str]:
         environment = worker_environment(
-            group, worker, self._environment, error_file=error_file, cores=count_cores()
+            group, worker, self._environment, error_file=error_file, cores=count_usable_cpus()
         )
         # Empty where there is none: a worker that is kept is not to use the folder it had before.
-        environment[SNAPSHOTS] = str(self.memory.era(group.attempt) or "")
+        environment[SNAPSHOTS_ENV] = str(self.snapshot_dir.attempt_dir(group.attempt) or "")
         return environment
 
     def _spawn(
         self, group: WorkerGroup, worker: Worker, folder: Path, ended: Callable[[int], None]
     ) -> None:
         local = worker.local_rank
-        newcomer = worker in group.newcomers
+        newcomer = worker in group.standby_workers
         channel = self._channels.open(local, newcomer=newcomer)
         try:
             self._start_process(group, worker, folder, channel, ended)
@@ -470,13 +291,13 @@ class LocalWorkers(Workers):
         ended: Callable[[int], None],
     ) -> None:
         local = worker.local_rank
-        places = self._output.places(local, str(folder))
+        places = self._output.files_of(local, str(folder))
         environment = self._environment_of(group, worker, places.error_file)
-        environment[CHANNEL] = channel
-        if worker not in group.newcomers:
+        environment[CHANNEL_ENV] = channel
+        if worker not in group.standby_workers:
             self._give_place(local, environment)
         what = program(group.spec.entrypoint, local, folder)
-        output = Output(self._output, worker, group.spec.role, places, self._writers)
+        output = WorkerOutput(self._output, worker, group.spec.role, places, self._writers)
         try:
             popen = self._launcher.start(what, environment, output.targets, local)
         except BaseException:
@@ -485,12 +306,14 @@ class LocalWorkers(Workers):
         if what[0] != "command":
             self._channels.assign(local, popen.pid)
         error_file = Path(places.error_file)
-        process = _Process(worker, popen, output, folder, error_file, began_at(popen.pid))
+        process = _Process(
+            worker, popen, output, folder, error_file, process_start_ticks(popen.pid)
+        )
         if not isinstance(group.spec.entrypoint, Function):
             process.result = (None, "")
         self._processes[local] = process
         output.attach(self._loop)
-        self._loop.watch(popen.pid, partial(self._ended, process, ended))
+        self._loop.watch_process(popen.pid, partial(self._ended, process, ended))
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -532,10 +355,10 @@ class LocalWorkers(Workers):
             self._clean(process)
             process.cleaned.wait(CLEAN_SECONDS)
         returncode = process.reap()
-        self._guardian.remove(process.pid)
+        self._cleanup_process.remove(process.pid)
         self._close_output(process.output)
-        said = final_message(process.error_file)
-        forget_exit(process.error_file)
+        said = read_failure_report(process.error_file)
+        remove_exit_file(process.error_file)
         found = WorkerExit(
             local_rank,
             process.worker.rank,
@@ -550,20 +373,20 @@ class LocalWorkers(Workers):
             return attrs.evolve(found, value=value, unreadable=unreadable)
         return self._explained(found, process, said)
 
-    def _close_output(self, output: Output) -> None:
+    def _close_output(self, output: WorkerOutput) -> None:
         began = monotonic()
         if not output.close(self._patience):
             self._late.append(output)
             # A console that stands still does so for the next worker, too.
             self._patience = max(LEAST_PATIENCE, self._patience - (monotonic() - began))
 
-    def _explained(self, found: WorkerExit, process: _Process, said: FinalMessage) -> WorkerExit:
+    def _explained(self, found: WorkerExit, process: _Process, said: FailureReport) -> WorkerExit:
         """With all that is known of why it failed."""
         at = min(said.at, process.ended_at)
         return attrs.evolve(
             self._with_message(found, process, said),
             tail=process.output.tail(),
-            out_of_memory=killed_for_memory(self._kills, oom_kills()),
+            out_of_memory=oom_kill_count_rose(self._kills, read_oom_kill_count()),
             at=at,
             # Peers may have noticed a killed worker, and have written so, before we noticed.
             after=None if self._stopped or found.by_itself else self._failing(before=at),
@@ -574,17 +397,19 @@ class LocalWorkers(Workers):
         a process down takes its time, in which its peers notice, and may end first."""
         found = []
         for local_rank, process in self._processes.items():
-            said = final_message(process.error_file)
+            said = read_failure_report(process.error_file)
             if said.ends_process and said.at < before:
                 who = (local_rank, process.worker.rank, process.pid)
                 exit_ = WorkerExit(*who, returncode=said.code or 1, at=said.at, ending=True)
                 found.append(self._with_message(exit_, process, said))
         return min(found, key=lambda exit_: exit_.at, default=None)
 
-    def _with_message(self, found: WorkerExit, process: _Process, said: FinalMessage) -> WorkerExit:
+    def _with_message(
+        self, found: WorkerExit, process: _Process, said: FailureReport
+    ) -> WorkerExit:
         message, traceback = said.texts
         # People find what is left of it there, unless that goes with us.
-        stays = self._folder.kept or process.error_file.parent != process.folder
+        stays = self._run_dir.kept or process.error_file.parent != process.folder
         return attrs.evolve(
             found,
             message=message,
@@ -634,13 +459,15 @@ class LocalWorkers(Workers):
         processes = dict(self._processes)
         found = self.dump_stacks_of(processes)
         for local, text in found.items():
-            stacks.keep(processes[local].error_file.parent, text)
+            stack_dump.append_to_stack_file(processes[local].error_file.parent, text)
         return found
 
     def dump_stacks_of(self, local_ranks: Collection[int]) -> Mapping[int, str]:
         asked, processes = self._channels.dumpers(), dict(self._processes)
         ours = {n: processes[n].pid for n in asked if n in processes and n in local_ranks}
-        return stacks.dump({local: (pid, *asked[local]) for local, pid in ours.items()})
+        return stack_dump.collect_stacks(
+            {local: (pid, *asked[local]) for local, pid in ours.items()}
+        )
 
     def stop_only(self, local_ranks: Collection[int], *, force: bool = False) -> None:
         self._stopped = self._stopped or bool(local_ranks)
@@ -649,7 +476,7 @@ class LocalWorkers(Workers):
             for local_rank in local_ranks:
                 if local_rank in self._processes:
                     self._sent.add((local_rank, number))
-                    session.signal_group(self._processes[local_rank].pid, number)
+                    cleanup.signal_group(self._processes[local_rank].pid, number)
 
     def terminate(self) -> None:
         self.stop_only(self._processes)
@@ -661,7 +488,7 @@ class LocalWorkers(Workers):
         self.kill()
         deadline = monotonic() + REAP_SECONDS
         for local_rank, process in list(self._processes.items()):
-            if session.ends_within(process.pid, max(0.0, deadline - monotonic())):
+            if cleanup.wait_for_exit(process.pid, max(0.0, deadline - monotonic())):
                 self.collect(local_rank)
             else:
                 # The guardian has it listed, and goes on trying when we are gone.
@@ -676,10 +503,10 @@ class LocalWorkers(Workers):
             output.close(max(0.0, deadline - monotonic()))
         self._late.clear()
         self._channels.close_all()
-        self.memory.remove()
+        self.snapshot_dir.remove()
         self._launcher.close()
-        self._folder.remove()
-        self._guardian.close()
+        self._run_dir.remove()
+        self._cleanup_process.close()
         self._loop.close(self._writers.close)
 
 

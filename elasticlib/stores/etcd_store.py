@@ -30,20 +30,18 @@ from ..clock import monotonic
 from ..endpoint import join_endpoint, split_endpoint
 from ..errors import (
     ConfigError,
-    LeaseLost,
+    LeaseLostError,
+    StoreConnectionError,
     StoreError,
-    StoreRefused,
-    StoreTimeout,
-    StoreUnavailable,
+    StoreRejectedError,
+    StoreTimeoutError,
     describe,
     present,
 )
-from ..threads import helper
-from .forks import ForkAware
-from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
-from .keyspace import check_lease, lost_lease
-from .name_lookup import dial
-from .sockets import keep_honest
+from ..threads import ForkAware, helper
+from .connection import create_connection, enable_keepalive
+from .interface import CompareSetResult, Entry, Listing, Store, check_key, check_ttl
+from .key_space import check_lease, lost_lease
 
 ETCD_PORT = 2379
 LONGEST_TTL = 9_000_000_000
@@ -121,24 +119,24 @@ def _tls(ca_cert: str | None, cert: str | None, key: str | None) -> ssl.SSLConte
 # -- its gateway -------------------------------------------------------------------------------
 
 
-class Unsent(StoreUnavailable):
+class Unsent(StoreConnectionError):
     """The member was not reached: nothing has happened there."""
 
 
-class NoSuchRevision(StoreRefused):
+class NoSuchRevision(StoreRejectedError):
     """The revision asked for is compacted, or of the future."""
 
 
-class LeaseEnded(StoreRefused):
+class LeaseEnded(StoreRejectedError):
     """The lease under which something was to be written is over; nothing is written."""
 
 
-class TokenRefused(StoreRefused):
+class TokenRefused(StoreRejectedError):
     """The token is not, or no longer, known."""
 
 
 # gRPC's codes in the JSON of an error, and words of it that say more than the code.
-CODES = {4: StoreTimeout, 11: NoSuchRevision, 14: StoreUnavailable, 16: TokenRefused}
+CODES = {4: StoreTimeoutError, 11: NoSuchRevision, 14: StoreConnectionError, 16: TokenRefused}
 WORDS = {"revision of auth store is old": TokenRefused, "requested lease not found": LeaseEnded}
 
 
@@ -194,13 +192,13 @@ class _Connection(HTTPConnection):
             self.close()  # nothing was asked: what is there to read is its end
         name = self.member.address
         try:
-            self.sock = dial(self.host, self.port, seconds)
+            self.sock = create_connection(self.host, self.port, seconds)
             if self._tls is not None:
                 self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
-            keep_honest(self.sock, silent)
+            enable_keepalive(self.sock, silent)
         except ssl.SSLCertVerificationError as error:
             why = f"{name} shows a certificate that is not trusted: {error}"
-            raise StoreRefused(why) from error
+            raise StoreRejectedError(why) from error
         except TimeoutError:
             raise Unsent(f"{name} accepted no connection within {seconds:.3g} s") from None
         except OSError as error:
@@ -227,11 +225,11 @@ class _Connection(HTTPConnection):
         except StoreError:
             raise
         except TimeoutError as error:
-            raise StoreTimeout(
+            raise StoreTimeoutError(
                 f"{name} did not answer within {seconds:.3g} s: {request.what}"
             ) from error
         except (OSError, HTTPException) as error:
-            raise StoreUnavailable(
+            raise StoreConnectionError(
                 f"the connection to {name} broke, to {request.what}: {describe(error)}"
             ) from error
 
@@ -242,15 +240,15 @@ class _Connection(HTTPConnection):
             code, message = int(fields["code"]), str(fields["error"])
         except (ValueError, TypeError, KeyError):
             if status >= 500:
-                return StoreUnavailable(f"{name}: HTTP {status}, {request.what}")
+                return StoreConnectionError(f"{name}: HTTP {status}, {request.what}")
             return self._no_etcd(text)
         worded = (kind for words, kind in WORDS.items() if words in message)
-        kind = next(worded, CODES.get(code, StoreRefused))
+        kind = next(worded, CODES.get(code, StoreRejectedError))
         return kind(f"{name} refused to {request.what}: {message}")
 
     def _no_etcd(self, text: bytes) -> StoreError:
         shown = text.decode(errors="replace").strip()[:200]
-        return StoreRefused(f"{self.member.address} answers, but is not etcd: {shown!r}")
+        return StoreRejectedError(f"{self.member.address} answers, but is not etcd: {shown!r}")
 
 
 @attrs.define(eq=False)
@@ -311,7 +309,7 @@ class _Gateway:
             except BaseException as error:
                 # Also after a refusal, which is rare, and then leaves nothing half read.
                 connection.close()
-                lost = isinstance(error, StoreUnavailable | StoreTimeout)
+                lost = isinstance(error, StoreConnectionError | StoreTimeoutError)
                 if not (lost and (request.repeatable or isinstance(error, Unsent))):
                     raise
                 failures.append(error)
@@ -319,9 +317,9 @@ class _Gateway:
                 self.members = (*members[tried:], *members[:tried])
                 return connection, found
         why = "; ".join(map(str, failures))
-        if any(isinstance(error, StoreTimeout) for error in failures):
-            raise StoreTimeout(f"no etcd could {request.what} within {timeout:g} s: {why}")
-        raise StoreUnavailable(f"no etcd could {request.what}: {why}")
+        if any(isinstance(error, StoreTimeoutError) for error in failures):
+            raise StoreTimeoutError(f"no etcd could {request.what} within {timeout:g} s: {why}")
+        raise StoreConnectionError(f"no etcd could {request.what}: {why}")
 
     def _post(
         self, connection: _Connection, request: Request, seconds: tuple[float, float]
@@ -339,7 +337,7 @@ class _Gateway:
         token = self._token = fields.get("token")
         if not isinstance(token, str):
             user = sign_in.body["name"]
-            raise StoreRefused(f"{connection.member.address} gave no token to user {user!r}")
+            raise StoreRejectedError(f"{connection.member.address} gave no token to user {user!r}")
         return connection.post(request, seconds, token)
 
 
@@ -361,7 +359,7 @@ class _Watch:
         self._newest = start - 1
         self._socket: socket.socket | None = None
         # One that hears nothing any more is never taken for a quiet one.
-        self.thread = helper(run, "etcd-watch", lambda why: self.end(StoreUnavailable(why)))
+        self.thread = helper(run, "etcd-watch", lambda why: self.end(StoreConnectionError(why)))
         self.thread.start()
 
     def changed(self, after: int, timeout: float) -> bool:
@@ -390,22 +388,22 @@ class _Watch:
                 # What is read once it has ended is of no use to anybody.
                 while self.ended is None and (line := response.readline()):
                     self._hear(name, line)
-                self.end(StoreUnavailable(f"{name} ended the watch"))
+                self.end(StoreConnectionError(f"{name} ended the watch"))
         except StoreError as error:
             self.end(error)
         # One that is shut under TLS reads as a ValueError.
         except (OSError, HTTPException, ValueError) as error:
-            self.end(StoreUnavailable(f"the watch at {name} broke: {describe(error)}"))
+            self.end(StoreConnectionError(f"the watch at {name} broke: {describe(error)}"))
 
     def _hear(self, name: str, line: bytes) -> None:
         message = json.loads(line)
         result = message.get("result") if isinstance(message, dict) else None
         if not isinstance(result, dict):
-            raise StoreUnavailable(f"{name} ended the watch: {line[:200]!r}")
+            raise StoreConnectionError(f"{name} ended the watch: {line[:200]!r}")
         if "compact_revision" in result:
             raise NoSuchRevision(f"{name} no longer has the revision to watch from")
         if result.get("canceled"):
-            raise StoreRefused(f"{name} refused the watch: {result.get('cancel_reason')}")
+            raise StoreRejectedError(f"{name} refused the watch: {result.get('cancel_reason')}")
         newest = max((int(e["kv"]["mod_revision"]) for e in result.get("events", ())), default=0)
         with self._state:
             self._newest = max(newest, self._newest)
@@ -463,7 +461,7 @@ class EtcdStore(Store, ForkAware):
         self._closed = threading.Event()
         self._check_process()
 
-    def _begin_in_process(self) -> None:
+    def _init_process_state(self) -> None:
         self._gateway = self._reach()
         self._watches: dict[str, _Watch] = {}
         self._state = threading.Lock()
@@ -480,7 +478,7 @@ class EtcdStore(Store, ForkAware):
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         return self._write(key, bytes(value), expected, ttl, f"compare and set {key!r}")
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
@@ -502,7 +500,7 @@ class EtcdStore(Store, ForkAware):
             answer = self._ask("lease/keepalive", {"ID": str(lease)}, f"refresh {key!r}")
             if int(answer.get("TTL", 0)) <= 0:
                 raise lost_lease(key, version, "it has ended")
-        except LeaseLost:
+        except LeaseLostError:
             if held == version:
                 self._wrote(key, version + 1, 0)
             raise
@@ -524,8 +522,8 @@ class EtcdStore(Store, ForkAware):
                 return True
             if watch.ended is None:
                 return False
-            if type(watch.ended) is StoreRefused:
-                raise StoreRefused(str(watch.ended))
+            if type(watch.ended) is StoreRejectedError:
+                raise StoreRejectedError(str(watch.ended))
             # What else has ended it may pass, or is met by looking again: not at once.
             self._closed.wait(PAUSE)
         return True
@@ -581,7 +579,7 @@ class EtcdStore(Store, ForkAware):
             if watch is None or watch.ended is not None:
                 idle = [key for key, one in self._watches.items() if not one.waiting]
                 for key in idle[: max(len(self._watches) - MOST_WATCHES + 1, 0)]:
-                    self._watches.pop(key).end(StoreUnavailable("the watch was not used"))
+                    self._watches.pop(key).end(StoreConnectionError("the watch was not used"))
                 watch = _Watch(self._gateway, span, start)
             self._watches[span["key"]] = watch
             return watch
@@ -590,7 +588,7 @@ class EtcdStore(Store, ForkAware):
 
     def _write(
         self, key: str, value: bytes, expected: int | None, ttl: float | None, what: str
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         check_key(key)
         check_ttl(ttl)
         for attempt in range(1, ATTEMPTS + 1):
@@ -605,10 +603,10 @@ class EtcdStore(Store, ForkAware):
                     raise
         if answer.get("succeeded"):
             self._wrote(key, _revision(answer), lease)
-            return CompareSet(True, Entry(key, value, _revision(answer)))
+            return CompareSetResult(True, Entry(key, value, _revision(answer)))
         self._end_leases(lease)
         (there,) = _results(answer, "response_range")
-        return CompareSet(False, next(iter(self._entries(there)), None))
+        return CompareSetResult(False, next(iter(self._entries(there)), None))
 
     def _grant(self, key: str, ttl: float) -> int:
         seconds = min(math.ceil(ttl), LONGEST_TTL)
@@ -631,16 +629,18 @@ class EtcdStore(Store, ForkAware):
                 held, self._leases = self._leases, {}
             leases = (*leases, *(lease for _, lease in held.values()))
         seconds = min(self._gateway.timeout, CLOSE_SECONDS)
-        with contextlib.suppress(StoreUnavailable, StoreTimeout):  # nor would the others be
+        with contextlib.suppress(
+            StoreConnectionError, StoreTimeoutError
+        ):  # nor would the others be
             for lease in filter(None, leases):
                 request = Request("lease/revoke", {"ID": str(lease)}, "end a lease")
-                with contextlib.suppress(StoreRefused):  # it is over already
+                with contextlib.suppress(StoreRejectedError):  # it is over already
                     self._gateway.ask(request, seconds)
 
     # -- what is asked, and answered ----------------------------------------------------------
 
-    def _closed_error(self) -> StoreUnavailable:
-        return StoreUnavailable(f"{self.address}: this store is closed")
+    def _closed_error(self) -> StoreConnectionError:
+        return StoreConnectionError(f"{self.address}: this store is closed")
 
     def _ask(self, path: str, body: Fields, what: str, *, repeatable: bool = False) -> Fields:
         self._check_process()
@@ -676,7 +676,7 @@ class EtcdStore(Store, ForkAware):
             key = base64.b64decode(found["key"]).decode().removeprefix(self._prefix)
         except UnicodeDecodeError:
             why = f"{self.address} has a key that is not text: {found['key']}"
-            raise StoreRefused(why) from None
+            raise StoreRejectedError(why) from None
         return Entry(key, base64.b64decode(found.get("value", "")), int(found["mod_revision"]))
 
     def _one(self, key: str) -> Fields:

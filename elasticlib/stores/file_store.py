@@ -28,11 +28,17 @@ import attrs
 import filelock
 
 from ..clock import monotonic
-from ..errors import ConfigError, StoreError, StoreRefused, StoreTimeout, StoreUnavailable
+from ..errors import (
+    ConfigError,
+    StoreConnectionError,
+    StoreError,
+    StoreRejectedError,
+    StoreTimeoutError,
+)
 from ..hard_lock import hard_lock
-from .forks import ForkAware
-from .interface import ABSENT, CompareSet, Entry, Listing, Store, check_key, check_ttl
-from .keyspace import Journal, LeaseClock, check_lease, lost_lease
+from ..threads import ForkAware
+from .interface import ABSENT, CompareSetResult, Entry, Listing, Store, check_key, check_ttl
+from .key_space import ChangeLog, LeaseTimers, check_lease, lost_lease
 
 LONGEST_PAUSE = 0.5
 """Seconds after which to look again for leases that are new, at the latest."""
@@ -98,14 +104,14 @@ class Record:
         return cls(entry, _of(str, lease["owner"]), float(lease["ttl"]), _of(int, lease["beat"]))
 
 
-def encode_changes(journal: Journal) -> bytes:
+def encode_changes(journal: ChangeLog) -> bytes:
     """The version on a line of its own, and behind it the latest changes, oldest first."""
     forgotten = journal.version - len(journal.keys)
     body = {"forgotten": forgotten, "recent": list(enumerate(journal.keys, forgotten + 1))}
     return f"{_MAGIC} version {journal.version}\n{json.dumps(body)}\n".encode()
 
 
-def decode_changes(data: bytes) -> Journal:
+def decode_changes(data: bytes) -> ChangeLog:
     head, _, rest = data.partition(b"\n")
     format, _, version = head.decode().rpartition(" version ")
     if format != _MAGIC:
@@ -114,7 +120,7 @@ def decode_changes(data: bytes) -> Journal:
     keys = [_of(str, key) for _, key in body["recent"]]
     if _of(int, body["forgotten"]) + len(keys) != int(version):
         raise ValueError(f"it names {len(keys)} changes up to version {version}")
-    return Journal(int(version), deque(keys, REMEMBERED))
+    return ChangeLog(int(version), deque(keys, REMEMBERED))
 
 
 def _of(kind: type[_Value], value: Any) -> _Value:
@@ -156,7 +162,7 @@ class _Folder:
         self._lock: filelock.BaseFileLock | None = None
         self._written = False
         self._highest = 0
-        self._read_last: tuple[bytes | None, Journal] = None, Journal()
+        self._read_last: tuple[bytes | None, ChangeLog] = None, ChangeLog()
 
     @contextmanager
     def reached(self) -> Iterator[None]:
@@ -168,16 +174,16 @@ class _Folder:
             raise
         except (OSError, NotImplementedError) as error:  # of filelock, where there are no locks
             if self._written or getattr(error, "errno", errno.ENOSYS) not in _LASTING:
-                raise StoreUnavailable(f"store folder {self.path}: {error}") from error
-            raise StoreRefused(
+                raise StoreConnectionError(f"store folder {self.path}: {error}") from error
+            raise StoreRejectedError(
                 f"store folder {self.path} cannot be used: {error}; choose a folder that this user "
                 "can make, write and lock files in, on every node"
             ) from error
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
-        """The folder to ourselves, among threads and processes. Raises StoreTimeout."""
-        late = StoreTimeout(f"could not get the lock of {self.path} within {seconds:g} s")
+        """The folder to ourselves, among threads and processes. Raises StoreTimeoutError."""
+        late = StoreTimeoutError(f"could not get the lock of {self.path} within {seconds:g} s")
         if not self._threads.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
             raise late
         try:
@@ -193,18 +199,18 @@ class _Folder:
         finally:
             self._threads.release()
 
-    def changes(self) -> Journal:
+    def changes(self) -> ChangeLog:
         """The version and the latest changes, as they stand; without the lock, too."""
         highest = self._highest  # before the version is read, or another thread's could overtake
         data = self._read(CHANGES_FILE)
         before, journal = self._read_last
         if data is None:
-            journal = Journal()
+            journal = ChangeLog()
         elif data != before:
             journal = self._whole(decode_changes, data, CHANGES_FILE)
             self._read_last = data, journal
         if journal.version < highest:
-            raise StoreRefused(
+            raise StoreRejectedError(
                 f"{self.path} went back from version {highest} to {journal.version}: "
                 "the store was deleted or replaced while it was in use"
             )
@@ -212,7 +218,7 @@ class _Folder:
         if data is None:
             stray = next((n for n in os.listdir(self.path) if n.startswith(KEY_PREFIX)), None)
             if stray is not None and not (self.path / CHANGES_FILE).exists():
-                raise StoreRefused(f"{self.path} holds {stray}, but no file {CHANGES_FILE}")
+                raise StoreRejectedError(f"{self.path} holds {stray}, but no file {CHANGES_FILE}")
         return journal
 
     def get(self, key: str) -> Record | None:
@@ -236,7 +242,7 @@ class _Folder:
         not happen: a waiter is woken without a cause.
         """
         before = self.changes()
-        journal = Journal(before.version, deque(before.keys, REMEMBERED))
+        journal = ChangeLog(before.version, deque(before.keys, REMEMBERED))
         version = journal.record(key)
         self._write(CHANGES_FILE, encode_changes(journal))
         self._sync()
@@ -262,14 +268,14 @@ class _Folder:
             return None
         record = self._whole(Record.decode, data, name)
         if file_name(record.entry.key) != name:
-            raise StoreRefused(f"{self.path / name} is of key {record.entry.key!r}")
+            raise StoreRejectedError(f"{self.path / name} is of key {record.entry.key!r}")
         return record
 
     def _whole(self, decode: Callable[[bytes], _Value], data: bytes, name: str) -> _Value:
         try:
             return decode(data)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise StoreRefused(
+            raise StoreRejectedError(
                 f"{self.path / name} is not a complete file of a FileStore: {error!r}"
             ) from None
 
@@ -282,11 +288,11 @@ class _Folder:
             return None
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise StoreRefused(f"{path} is a link, not a file of a FileStore") from None
+                raise StoreRejectedError(f"{path} is a link, not a file of a FileStore") from None
             raise
         with open(handle, "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise StoreRefused(f"{path} is not a file of a FileStore")
+                raise StoreRejectedError(f"{path} is not a file of a FileStore")
             return file.read()
 
     def _write(self, name: str, data: bytes) -> None:
@@ -327,7 +333,7 @@ class FileStore(Store, ForkAware):
         self._closed = threading.Event()
         self._check_process()
 
-    def _begin_in_process(self) -> None:
+    def _init_process_state(self) -> None:
         self._folder, self._made = _Folder(self._path), False
         self._owner = secrets.token_hex(8)
         self._has_leased = False
@@ -335,7 +341,7 @@ class FileStore(Store, ForkAware):
         if before.is_set():
             self._closed.set()
         # The leases of all, by key, version and beat; how long each has stood still as seen here.
-        self._clock: LeaseClock[tuple[str, int, int]] = LeaseClock()
+        self._clock: LeaseTimers[tuple[str, int, int]] = LeaseTimers()
         self._scanned, self._look_at = -1, 0.0
 
     def get(self, key: str) -> Entry | None:
@@ -350,13 +356,13 @@ class FileStore(Store, ForkAware):
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         check_ttl(ttl)
         with self._alone(check_key(key)) as folder:
             current = folder.get(key)
             if expected != (current.entry.version if current else ABSENT):
-                return CompareSet(False, current.entry if current else None)
-            return CompareSet(True, self._put(key, bytes(value), ttl))
+                return CompareSetResult(False, current.entry if current else None)
+            return CompareSetResult(True, self._put(key, bytes(value), ttl))
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
         with self._alone(check_key(key)) as folder:
@@ -410,14 +416,14 @@ class FileStore(Store, ForkAware):
         """The folder, which is made where it is not there; leases that are over are gone."""
         self._check_process()
         if self._closed.is_set():
-            raise StoreUnavailable(f"this FileStore of {self._path} is closed")
+            raise StoreConnectionError(f"this FileStore of {self._path} is closed")
         with self._folder.reached():
             if not self._made:
                 self._path.mkdir(parents=True, exist_ok=True)
                 self._made = True
             if monotonic() >= self._look_at:
                 # Where somebody else has the lock, the next operation tries again.
-                with contextlib.suppress(StoreTimeout), self._folder.locked(0.0):
+                with contextlib.suppress(StoreTimeoutError), self._folder.locked(0.0):
                     self._end_silent_leases()
             yield self._folder
 

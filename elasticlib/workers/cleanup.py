@@ -4,9 +4,9 @@ Each worker leads a session of its own, so whatever it started and did not move 
 known by that session's number; nothing outside it is ever signalled. The guardian is a small
 process that outlives its agent by one act: once that has finished, or was killed, it reads a list
 of the sessions of workers and of the temporary folders that there are, which go with the agent.
-Workers enter themselves into it, before they start anything (`bootstrap.list_session`). A guardian
-that ends before its agent is replaced. It runs without site-packages: what is imported here is the
-standard library's.
+Workers enter themselves into it, before they start anything
+(`process_entry.register_session`). A guardian that ends before its agent is replaced. It
+runs without site-packages: what is imported here is the standard library's.
 """
 
 from __future__ import annotations
@@ -18,19 +18,15 @@ import os
 import select
 import shutil
 import signal
-import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 
 from ..clock import monotonic
-from ..errors import ConfigError, describe
-from ..held_folder import FolderLock, try_to_hold
+from ..errors import describe
 from ..threads import helper
-from .bootstrap import began_at, stat_fields
+from .process_entry import process_start_ticks, stat_fields
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -41,7 +37,7 @@ THREADS = 17
 """Where their number stands, of the fields behind the command."""
 
 
-def members_of(sessions: Collection[int]) -> list[tuple[int, int]]:
+def session_processes(sessions: Collection[int]) -> list[tuple[int, int]]:
     """Return the pid and the session of each living process of some sessions, leaders included.
 
     All processes of the machine are listed once. Only for those of these sessions a file is read,
@@ -91,7 +87,7 @@ def signal_member(session: int, pid: int, number: int) -> bool:
     """Send a signal to one process of a session, and to no other; whether it was there."""
     with contextlib.ExitStack() as stack:
         try:
-            handle = open_handle(pid)
+            handle = open_pidfd(pid)
             if handle is not None:
                 stack.callback(os.close, handle)
             # Looked at through the handle's eyes: the number may have a new owner since.
@@ -106,7 +102,7 @@ def signal_member(session: int, pid: int, number: int) -> bool:
     return True
 
 
-def open_handle(pid: int) -> int | None:
+def open_pidfd(pid: int) -> int | None:
     """One that stays this process's; None where none is to be had: kernels before 5.3 have none,
     a container may forbid them, and this process may have too many files open."""
     try:
@@ -117,13 +113,13 @@ def open_handle(pid: int) -> int | None:
         return None
 
 
-def ends_within(pid: int, seconds: float) -> bool:
+def wait_for_exit(pid: int, seconds: float) -> bool:
     """Whether a process, which must not be reaped meanwhile, ends in time.
 
     It is not reaped here: the zombie keeps the pid, and with it the session's number.
     """
     try:
-        handle = open_handle(pid)
+        handle = open_pidfd(pid)
     except ProcessLookupError:
         # Its fork server ended, and the worker with it.
         return True
@@ -134,7 +130,7 @@ def ends_within(pid: int, seconds: float) -> bool:
             return bool(look.poll(seconds * 1000))
         finally:
             os.close(handle)
-    while not is_over(pid):
+    while not has_exited(pid):
         if seconds <= 0:
             return False
         # Without a handle it can only be looked at, now and again.
@@ -144,7 +140,7 @@ def ends_within(pid: int, seconds: float) -> bool:
     return True
 
 
-def is_over(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     """Whether all threads of a process have ended; what cannot be looked at now may still run."""
     try:
         fields = stat_fields(pid)
@@ -159,7 +155,7 @@ def kill_sessions(sessions: Mapping[int, int]) -> list[int]:
     """Kill all processes of some sessions, and wait until they are gone.
 
     Args:
-        sessions: the number of each session, with when its leader began, as `began_at` says it. A
+        sessions: the number of each session, with its leader's `process_start_ticks`. A
             session whose number has passed to another is left alone. 0 stands for a leader that is
             known to be unreaped.
 
@@ -167,17 +163,17 @@ def kill_sessions(sessions: Mapping[int, int]) -> list[int]:
         The pids of the processes that are not gone.
     """
     deadline = monotonic() + KILL_TIMEOUT_S
-    ours = {n for n, began in sessions.items() if not began or began_at(n) in (0, began)}
+    ours = {n for n, began in sessions.items() if not began or process_start_ticks(n) in (0, began)}
     for leader in ours:
         signal_group(leader, signal.SIGKILL)
     for _ in range(ROUNDS):
         # A process may fork while it is looked for: look until none is found.
-        left = members_of(ours)
+        left = session_processes(ours)
         if not left:
             return []
         for pid in [pid for pid, n in left if signal_member(n, pid, signal.SIGKILL)]:
-            ends_within(pid, max(0.0, deadline - monotonic()))
-    return [pid for pid, _ in members_of(ours)]
+            wait_for_exit(pid, max(0.0, deadline - monotonic()))
+    return [pid for pid, _ in session_processes(ours)]
 
 
 class SessionCleaner:
@@ -242,15 +238,15 @@ def signals_blocked(signals: Iterable[int]) -> Iterator[None]:
 
 
 # Run with -S: neither site-packages nor their start-up cost.
-_BOOT = "import sys; sys.path.insert(0, {root!r}); from elasticlib.workers.session import guard; "
-_CALL = "guard({agent}, {listed})"
+_BOOT = "import sys; sys.path.insert(0, {root!r}); import elasticlib.workers.cleanup as cleanup; "
+_CALL = "cleanup.run_cleanup_process({agent}, {registry_fd})"
 # Slurm sends a signal to every process of a step, whichever it was meant for.
 _IGNORED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
 GUARD_SECONDS = 1.0
 """Between two looks at whether the agent is still there."""
 
 
-class Guardian:
+class CleanupProcess:
     """The agent's end; for any thread. What is listed is written to a file in memory, line by line,
     which each guardian inherits and reads once its agent is over: so one that stands still holds
     up nobody, and one that takes the place of another has to be told nothing.
@@ -272,10 +268,10 @@ class Guardian:
         """From now on this ends with the agent: the session of this leader, which is unreaped, or
         the folder of this absolute path. Raises OSError."""
         # The number of a session may pass to a stranger once all of it have ended.
-        began = began_at(what) if isinstance(what, int) else 0
+        began = process_start_ticks(what) if isinstance(what, int) else 0
         with self._lock:
             self._write("+", what, began)
-            self._be_there()
+            self._ensure_running()
 
     def remove(self, what: int | str) -> None:
         """It has been dealt with."""
@@ -287,7 +283,7 @@ class Guardian:
         """Be there; the descriptor of the list, into which who is started next enters itself.
         Raises OSError."""
         with self._lock:
-            self._be_there()
+            self._ensure_running()
             return self._file
 
     def replace(self) -> None:
@@ -297,7 +293,7 @@ class Guardian:
                 return
             log.info("the guardian that clears up after this process has ended: starting another")
             try:
-                self._be_there()
+                self._ensure_running()
             except OSError as error:
                 log.warning(
                     "cannot start a guardian, so nothing clears up if this process is killed: %s",
@@ -310,7 +306,7 @@ class Guardian:
             if self._file < 0:
                 return
             if _listed_in(self._file):
-                self._be_there()
+                self._ensure_running()
             self._end()
             file, self._file = self._file, -1
             os.close(file)
@@ -323,7 +319,7 @@ class Guardian:
             self._file = os.memfd_create("listed")
         return self._file
 
-    def _be_there(self) -> None:
+    def _ensure_running(self) -> None:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = _spawn(self._list())
@@ -344,13 +340,13 @@ class Guardian:
             process.wait()
 
 
-def _spawn(listed: int) -> subprocess.Popen[bytes]:
+def _spawn(registry_fd: int) -> subprocess.Popen[bytes]:
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    call = _BOOT.format(root=root) + _CALL.format(agent=os.getpid(), listed=listed)
+    call = _BOOT.format(root=root) + _CALL.format(agent=os.getpid(), registry_fd=registry_fd)
     with signals_blocked(_IGNORED):
         return subprocess.Popen(
             [*(sys.executable, "-S", "-E", "-c"), call],
-            pass_fds=[listed],
+            pass_fds=[registry_fd],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -359,7 +355,7 @@ def _spawn(listed: int) -> subprocess.Popen[bytes]:
         )
 
 
-def guard(agent: int, listed: int) -> None:
+def run_cleanup_process(agent: int, registry_fd: int) -> None:
     """The guardian's whole life, beginning as a child of this process; listed: the descriptor of
     its list."""
     for number in _IGNORED:
@@ -374,7 +370,7 @@ def guard(agent: int, listed: int) -> None:
         pass
     ended: set[tuple[str, int]] = set()
     # Until nothing is new: a worker may have been forked, and entered itself, a moment ago.
-    while left := _listed_in(listed).items() - ended:
+    while left := _listed_in(registry_fd).items() - ended:
         # Sessions first: their processes may still write into the folders.
         kill_sessions({int(name): began for name, began in left if name.isdigit()})
         for name, _ in left:
@@ -397,174 +393,3 @@ def _listed_in(file: int) -> dict[str, int]:
             else:
                 found.pop(name, None)
     return found
-
-
-# -- the folders that go with an agent -------------------------------------------------------------
-
-
-class RunFolder:
-    """`<log_dir>/<run_id>_<random>`, made when first asked for, and in it a folder for each worker
-    of each attempt. It stays where somebody asked for it or for the output in it; else it is
-    temporary, holds no more than one attempt, and goes with the agent, however that ends.
-    """
-
-    def __init__(self, guardian: Guardian, log_dir: str | None, run_id: str, *, kept: bool) -> None:
-        self._guardian = guardian
-        # The workers are told of it, and may go elsewhere.
-        self._log_dir = None if log_dir is None else os.path.abspath(log_dir)
-        self._run_id = run_id
-        self.kept = kept
-        self._path: Path | None = None
-
-    @property
-    def path(self) -> Path:
-        """The folder. Raises ConfigError if it cannot be created, and OSError."""
-        if self._path is None:
-            made = self._make()
-            self._path = Path(made)
-            if not self.kept:
-                self._guardian.add(made)
-        return self._path
-
-    def _make(self) -> str:
-        try:
-            if self._log_dir is not None:
-                os.makedirs(self._log_dir, exist_ok=True)
-            safe = self._run_id.replace(os.sep, "_")
-            return tempfile.mkdtemp(prefix=f"{safe}_", dir=self._log_dir)
-        except OSError as error:
-            name = "TMPDIR" if self._log_dir is None else "log_dir (--log-dir)"
-            other = " (or set log_dir, --log-dir)" if self._log_dir is None else ""
-            raise ConfigError(
-                f"cannot create the folder of this run in {self._log_dir or tempfile.tempdir!r}: "
-                f"{error.strerror}; {name} must name a directory that exists and can be written to "
-                f"for as long as the job runs{other}"
-            ) from error
-
-    @property
-    def kept_path(self) -> Path | None:
-        """The folder, where there is one that stays."""
-        return self._path if self.kept else None
-
-    def of(self, attempt: int, local_rank: int) -> Path:
-        """The folder of one worker. Raises ConfigError or OSError."""
-        folder = self.path / f"attempt_{attempt}" / str(local_rank)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def forget(self, but: Collection[Path]) -> None:
-        """Remove what earlier attempts left in a folder that is not for people to look at."""
-        if not self.kept:
-            for path in self.path.glob("attempt_*"):
-                if path not in but:
-                    shutil.rmtree(path, ignore_errors=True)
-
-    def remove(self) -> None:
-        """The run is over."""
-        if self._path is not None and not self.kept:
-            shutil.rmtree(self._path, ignore_errors=True)
-            self._guardian.remove(str(self._path))
-            self._path = None
-
-
-SHARED_MEMORY = "/dev/shm"
-PREFIX = "elasticlib-memory-"
-
-
-class SharedFolder:
-    """A folder in memory that workers are told of and that outlives them: it goes with their agent,
-    even if that is killed. There is none before it is asked for.
-
-    Each start of the workers has a folder of its own in it, numbered as they come: an era. Where it
-    is removed meanwhile, as by a system that clears up after its users, it is made anew.
-    """
-
-    def __init__(self, guardian: Guardian) -> None:
-        self._guardian = guardian
-        self._path: Path | None = None
-        self._inode = 0
-        self._lock: FolderLock | None = None
-        self._has_warned = False
-
-    def era(self, number: int) -> Path | None:
-        """Return the folder of this start of the workers, or None if it cannot be made.
-
-        Workers can train without it, so that is a warning, once.
-        """
-        try:
-            return self._era(number)
-        except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                log.warning(
-                    "workers keep no snapshots in memory from now on, because no folder can be "
-                    "made for them (%s); workers that are restarted go on from the newest "
-                    "checkpoint on a disk. Free space and files in %s, or give it more (docker: "
-                    "--shm-size)",
-                    describe(error),
-                    SHARED_MEMORY,
-                )
-            return None
-
-    def _era(self, number: int) -> Path:
-        made = self._path
-        if made is None or _inode_of(made) != self._inode:
-            made = self._make(made)
-        folder = made / str(number)
-        if not folder.exists():
-            for earlier in made.iterdir():
-                with contextlib.suppress(OSError):
-                    earlier.rmdir()  # those in which there is something stay
-            folder.mkdir(exist_ok=True)
-        return folder
-
-    def remove(self) -> None:
-        """Leave nothing behind; harmless if there is nothing."""
-        path, self._path = self._path, None
-        if path is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            self._let_go()
-            self._guardian.remove(str(path))
-
-    def _make(self, path: Path | None) -> Path:
-        """At this path, where it was before, unless somebody else is there."""
-        if path is not None:
-            log.warning(
-                "%s was removed while this job runs, and the snapshots in memory with it; it is "
-                "created again (logind removes it when its user logs out, unless RemoveIPC=no)",
-                path,
-            )
-            with contextlib.suppress(OSError):  # workers may make it anew as well
-                path.mkdir(0o700)
-            if not _inode_of(path):
-                self._guardian.remove(str(path))
-                path = None
-        path = path or _made_in_memory()
-        self._let_go()
-        self._path, self._inode, self._lock = path, _inode_of(path), try_to_hold(path)
-        self._guardian.add(str(path))
-        return path
-
-    def _let_go(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.close()
-
-
-def _made_in_memory() -> Path:
-    usable = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
-    try:
-        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY if usable else None))
-    except OSError:
-        # Shared memory may be full, of what DataLoaders keep there.
-        return Path(tempfile.mkdtemp(prefix=PREFIX))
-
-
-def _inode_of(folder: Path) -> int:
-    """0 where there is no folder, or somebody else's."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return 0
-    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    return found.st_ino if own else 0

@@ -18,10 +18,15 @@ from typing import TypeVar
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ConfigError, ElasticError, StoreRefused, StoreTimeout, StoreUnavailable
-from ..threads import helper
-from .forks import ForkAware
-from .interface import CompareSet, Entry, Listing, Store, Watched
+from ..errors import (
+    ConfigError,
+    ElasticError,
+    StoreConnectionError,
+    StoreRejectedError,
+    StoreTimeoutError,
+)
+from ..threads import ForkAware, helper
+from .interface import CompareSetResult, Entry, Listing, Store, WatchResult
 from .tcp_client import TcpStore
 from .tcp_server import TcpStoreServer
 
@@ -37,7 +42,7 @@ Answer = TypeVar("Answer")
 
 
 @attrs.frozen
-class Place:
+class StoreEndpoint:
     """Where a store may be served.
 
     reach: a client, which connects when it is first used. serve: the server, if this place is
@@ -49,28 +54,28 @@ class Place:
     serve: Callable[[], TcpStoreServer | None]
 
 
-class MovingStore(Store, ForkAware):
+class FailoverStore(Store, ForkAware):
     """A client of the store at whichever of its places that is served at.
 
     Args:
         places: in the order in which they are tried; the same on all nodes.
-        patience: seconds without an answer after which the next place is tried.
+        failover_timeout: seconds without an answer after which the next place is tried.
         hosted: what serves at the first place already, and a client of it: there it stays until
             `follow`.
     """
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[StoreEndpoint],
         *,
-        patience: float,
+        failover_timeout: float,
         clock: Clock = monotonic,
         hosted: tuple[TcpStoreServer, TcpStore] | None = None,
     ) -> None:
         if not places:
             raise ConfigError("a store needs at least one endpoint, got none")
         self._places = tuple(places)
-        self._patience = patience
+        self._patience = failover_timeout
         self._clock = clock
         self._closed = False
         self._at = 0
@@ -82,7 +87,7 @@ class MovingStore(Store, ForkAware):
         self._why_left = ""  # for those who still ask there
         self._refused: set[int] = set()
 
-    def _begin_in_process(self) -> None:
+    def _init_process_state(self) -> None:
         self._moving = threading.RLock()
         self._server = None
         self._probed: set[int] = set()
@@ -110,7 +115,7 @@ class MovingStore(Store, ForkAware):
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         return self._ask(lambda store: store.compare_set(key, value, expected=expected, ttl=ttl))
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
@@ -126,13 +131,20 @@ class MovingStore(Store, ForkAware):
         return self._ask(lambda store: store.wait(prefix, after=after, timeout=timeout))
 
     def watch(
-        self, prefix: str, *, after: int, changed: Callable[[Watched], None], listing: bool = False
+        self,
+        prefix: str,
+        *,
+        after: int,
+        callback: Callable[[WatchResult], None],
+        with_listing: bool = False,
     ) -> bool:
         return self._ask(
-            lambda store: store.watch(prefix, after=after, changed=changed, listing=listing)
+            lambda store: store.watch(
+                prefix, after=after, callback=callback, with_listing=with_listing
+            )
         )
 
-    def look_elsewhere(self, accept: Callable[[Store, bool], bool]) -> bool:
+    def try_other_endpoints(self, accept: Callable[[Store, bool], bool]) -> bool:
         """As in the contract; `accept` is called in threads of its own, one for each place, and a
         place that has not answered within SCAN_SECONDS in all is passed over this time."""
         self._check_process()
@@ -190,15 +202,15 @@ class MovingStore(Store, ForkAware):
         try:
             try:
                 store.connect()
-            except StoreRefused as error:
+            except StoreRejectedError as error:
                 # A place of another job is as good as none; where all are, that is the answer.
                 self._refuse(self._at, error)
-                raise StoreUnavailable(str(error)) from error
+                raise StoreConnectionError(str(error)) from error
             answer = question(store)
-        except (StoreUnavailable, StoreTimeout) as error:
+        except (StoreConnectionError, StoreTimeoutError) as error:
             if store is not self._store and not self._closed:
                 # Another thread has moved us; that our question ended with it says nothing.
-                raise StoreUnavailable(self._why_left) from error
+                raise StoreConnectionError(self._why_left) from error
             self._miss(store, error)
             raise
         if store is self._store:
@@ -206,7 +218,7 @@ class MovingStore(Store, ForkAware):
             self._refused.discard(self._at)
         return answer
 
-    def _refuse(self, number: int, error: StoreRefused) -> None:
+    def _refuse(self, number: int, error: StoreRejectedError) -> None:
         if number not in self._refused:
             log.warning("cannot use the store at %s: %s", self._places[number].name, error)
         self._refused.add(number)
@@ -220,7 +232,7 @@ class MovingStore(Store, ForkAware):
                 self._arrive()
             store = None if self._closed else self._store
         if store is None:
-            raise StoreUnavailable("this store is closed")
+            raise StoreConnectionError("this store is closed")
         return store
 
     def _arrive(self) -> None:
@@ -232,7 +244,7 @@ class MovingStore(Store, ForkAware):
                 return
         self._go_to(0)
 
-    def _miss(self, store: TcpStore, error: StoreUnavailable | StoreTimeout) -> None:
+    def _miss(self, store: TcpStore, error: StoreConnectionError | StoreTimeoutError) -> None:
         with self._moving:
             away = self._clock() - self._heard_at
             stays = self._stays or away < self._patience
@@ -308,7 +320,7 @@ class MovingStore(Store, ForkAware):
             helper(look, "store-elsewhere").start()
         except RuntimeError as error:
             self._probed.discard(number)
-            raise StoreUnavailable(f"no thread to try other endpoints: {error}") from error
+            raise StoreConnectionError(f"no thread to try other endpoints: {error}") from error
         return future
 
     def _reached(self, number: int) -> TcpStore | None:
@@ -316,10 +328,10 @@ class MovingStore(Store, ForkAware):
         store = self._places[number].reach()
         try:
             store.connect(SCAN_SECONDS)
-        except (StoreUnavailable, StoreTimeout):
+        except (StoreConnectionError, StoreTimeoutError):
             store.close()
             return None
-        except StoreRefused as error:
+        except StoreRejectedError as error:
             store.close()
             self._refuse(number, error)
             return None

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import StoreUnavailable
-from .interface import CompareSet, Entry, Listing, Store, check_key, check_ttl
-from .keyspace import KeySpace, Lease, Limits
+from ..errors import StoreConnectionError
+from .interface import CompareSetResult, Entry, Listing, Store, check_key, check_ttl
+from .key_space import KeySpace, Lease, Limits
 
 
 @attrs.define(eq=False)
@@ -41,7 +41,7 @@ class MemoryStore(Store):
 
     Args:
         clock: seconds, for leases and for the timeout of `wait`.
-        limits: how much it holds; `StoreRefused` beyond.
+        limits: how much it holds; `StoreRejectedError` beyond.
     """
 
     def __init__(self, clock: Clock = monotonic, *, limits: Limits | None = None) -> None:
@@ -68,7 +68,7 @@ class MemoryStore(Store):
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         with self._turn() as space:
             now, lease = self._shared.clock(), self._lease(ttl)
             return space.compare_set(check_key(key), bytes(value), expected, lease, now)
@@ -115,9 +115,9 @@ class MemoryStore(Store):
         """Refuse if the store is closed; else end the leases that are over."""
         shared = self._shared
         if self._closed:
-            raise StoreUnavailable("this store is closed")
+            raise StoreConnectionError("this store is closed")
         version = shared.space.version
-        shared.space.end_silent_leases(shared.clock())
+        shared.space.expire_leases(shared.clock())
         if shared.space.version != version:
             shared.changed.notify_all()
 
@@ -127,7 +127,7 @@ class MemoryStore(Store):
         shared = self._shared
         if shared.pid != os.getpid():
             # What the child has is a copy that no other process sees.
-            raise StoreUnavailable(
+            raise StoreConnectionError(
                 "a MemoryStore is in the process that made it, and this is a forked child of that"
             )
         with shared.lock:

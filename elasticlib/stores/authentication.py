@@ -20,15 +20,17 @@ import attrs
 
 from ..errors import ConfigError
 
-VARIABLE = "ELASTICLIB_SECRET"
+SECRET_ENV = "ELASTICLIB_SECRET"
 """The environment variable in which a launcher is given the secret."""
 
-HOW = f"give all nodes and the store the same one, in {VARIABLE} or a secret_file"
+SECRET_MISMATCH_HINT = (
+    f"give all nodes and the store the same one, in {SECRET_ENV} or a secret_file"
+)
 """What to do about secrets that do not match, as the end of a sentence."""
 
-SHORTEST = 16
+MIN_SECRET_BYTES = 16
 """Bytes of a secret: a shorter one is soon guessed by who has seen a proof."""
-LONGEST = 64 * 1024
+MAX_SECRET_BYTES = 64 * 1024
 
 NONCE_BYTES = 32
 DIGITS = 64
@@ -46,7 +48,7 @@ class Role(enum.Enum):
 
 
 @attrs.frozen
-class Exchange:
+class HandshakeTranscript:
     """What the two ends of one connection have told each other, which their proofs cover."""
 
     server_nonce: str
@@ -58,20 +60,20 @@ def check_secret(secret: bytes | None, said: str = "secret") -> bytes | None:
     """The secret itself, or a ConfigError that does not show it; said: what gave it."""
     if secret is not None and not isinstance(secret, bytes):
         raise ConfigError(f"{said} is bytes, got {type(secret).__name__}")
-    if secret is not None and not SHORTEST <= len(secret) <= LONGEST:
+    if secret is not None and not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
         raise ConfigError(
-            f"{said} holds {SHORTEST} to {LONGEST} bytes, got {len(secret)}: a shorter one can be "
-            "guessed; take a random one, such as `openssl rand -hex 32` prints"
+            f"{said} holds {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes, got {len(secret)}: "
+            "a shorter one can be guessed; take a random one, such as `openssl rand -hex 32` prints"
         )
     return secret
 
 
-def is_digits(value: object) -> bool:
+def is_hex_digest(value: object) -> bool:
     """Whether it has the form of a nonce or a proof."""
     return type(value) is str and len(value) == DIGITS and set(value) <= set("0123456789abcdef")
 
 
-def prove(secret: bytes, role: Role, exchange: Exchange) -> str:
+def compute_proof(secret: bytes, role: Role, exchange: HandshakeTranscript) -> str:
     """The proof of one side."""
     told = (exchange.server_nonce, exchange.client_nonce, exchange.job)
     # A job's name may be any text of JSON's, half of a surrogate pair included.
@@ -81,6 +83,6 @@ def prove(secret: bytes, role: Role, exchange: Exchange) -> str:
     return hmac.new(secret, message, hashlib.sha256).hexdigest()
 
 
-def proves(proof: str, secret: bytes, role: Role, exchange: Exchange) -> bool:
+def verify_proof(proof: str, secret: bytes, role: Role, exchange: HandshakeTranscript) -> bool:
     """Whether it is that side's proof; how long that takes tells nothing about the secret."""
-    return hmac.compare_digest(proof.encode(), prove(secret, role, exchange).encode())
+    return hmac.compare_digest(proof.encode(), compute_proof(secret, role, exchange).encode())

@@ -1,13 +1,14 @@
-"""Looks up host names, and connects to them, within a time limit.
+"""Sockets of the stores: name lookups and connections within a time limit, keepalive, relays.
 
-The C library's resolver blocks for as long as its own configuration says, which may be half a
-minute; a thread that keeps a lease must not wait for so long.
+The C library's resolver can block for half a minute, as its own configuration says. A thread that
+refreshes a lease must not wait for so long, so names are resolved in threads of their own.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import selectors
 import socket
 import threading
 from collections.abc import Callable
@@ -17,8 +18,83 @@ from typing import Any
 import attrs
 
 from ..clock import monotonic
-from ..threads import helper
-from .forks import ForkAware
+from ..threads import ForkAware, helper
+
+JOINED_BYTES = 64 * 1024
+"""Read at once of what is passed on."""
+
+
+def numeric_address(name: tuple[Any, ...]) -> str:
+    """The address in a socket's name; a link-local one with its scope, without which it is none."""
+    return socket.getnameinfo(name, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
+
+
+def enable_keepalive(connection: socket.socket, timeout: float) -> None:
+    """No delay for small frames, and an end within about `timeout` for a silent network."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Three probes unanswered end an idle connection; the user timeout ends one with data in it.
+    pause = min(max(int(timeout / 4), 1), 32767)
+    for name, value in (
+        ("TCP_KEEPIDLE", pause),
+        ("TCP_KEEPINTVL", pause),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", min(int(timeout * 1000) + 1, 2**31 - 1)),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def update_selector_events(
+    selector: selectors.BaseSelector, one: socket.socket, data: object, reads: bool, writes: bool
+) -> None:
+    """Have the selector wait until the socket can be read or written, or for nothing any more."""
+    events = selectors.EVENT_READ * reads | selectors.EVENT_WRITE * writes
+    if one not in selector.get_map():
+        if events:
+            selector.register(one, events, data)
+    elif events:
+        selector.modify(one, events, data)
+    else:
+        selector.unregister(one)
+
+
+@attrs.define(eq=False)
+class SocketRelay:
+    """Two sockets that do not block, each of which gets what the other one sends; the selector's
+    data for both. They are over as soon as one of them has ended.
+
+    unsent: for each of the two, what was read for it; no more is read before it was taken.
+    """
+
+    selector: selectors.BaseSelector
+    unsent: dict[socket.socket, bytes]
+
+    def turn(self) -> bool:
+        """Pass on what can be, and wait for what cannot be yet; whether it goes on."""
+        one, other = self.unsent
+        try:
+            for source, sink in ((one, other), (other, one)):
+                with contextlib.suppress(BlockingIOError):
+                    if not self.unsent[sink]:
+                        self.unsent[sink] = source.recv(JOINED_BYTES)
+                        if not self.unsent[sink]:
+                            return False
+                    self.unsent[sink] = self.unsent[sink][sink.send(self.unsent[sink]) :]
+        except OSError:
+            return False
+        ahead, back = bool(self.unsent[other]), bool(self.unsent[one])
+        update_selector_events(self.selector, one, self, not ahead, back)
+        update_selector_events(self.selector, other, self, not back, ahead)
+        return True
+
+    def close(self) -> None:
+        for one in self.unsent:
+            update_selector_events(self.selector, one, self, False, False)
+            one.close()
+
+
+# -- name lookups ---------------------------------------------------------------------------------
 
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
 MAX_ANSWER_AGE_S = 30.0  # an answer that came after its caller had given up is used for so long
@@ -52,7 +128,7 @@ class NameLookup(ForkAware):
     def __init__(self) -> None:
         self._check_process()
 
-    def _begin_in_process(self) -> None:
+    def _init_process_state(self) -> None:
         self._lock = threading.Lock()
         self._lookups: dict[tuple[str, int], _Lookup] = {}
 
@@ -97,7 +173,7 @@ NAME_LOOKUP = NameLookup()
 """The lookups of this process."""
 
 
-def dial(
+def create_connection(
     host: str,
     port: int,
     timeout: float,

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import attrs
 
-from ..errors import ConfigError, LeaseLost, StoreRefused
+from ..errors import ConfigError, LeaseLostError, StoreRejectedError
 
 ABSENT = 0
 """The version to expect of a key that is not there."""
@@ -46,10 +46,10 @@ class Entry:
 
 
 @attrs.frozen
-class CompareSet:
+class CompareSetResult:
     """The outcome of a conditional write: whether it won, and what stands at the key now."""
 
-    won: bool
+    succeeded: bool
     entry: Entry | None
 
 
@@ -61,7 +61,7 @@ class Listing:
     version: int
 
 
-Watched = Listing | bool
+WatchResult = Listing | bool
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -85,13 +85,13 @@ def check_ttl(ttl: float | None) -> float | None:
     return ttl
 
 
-def lost_lease(key: str, version: int, why: str) -> LeaseLost:
+def lost_lease(key: str, version: int, why: str) -> LeaseLostError:
     """The error of a refresh that came too late, or was another client's to make."""
-    return LeaseLost(f"the lease on {key!r} written at version {version} is lost: {why}")
+    return LeaseLostError(f"the lease on {key!r} written at version {version} is lost: {why}")
 
 
 def check_lease(key: str, version: int, found: int | None, *, leased: bool) -> None:
-    """Raises LeaseLost unless the key stands at that version, and as a lease.
+    """Raises LeaseLostError unless the key stands at that version, and as a lease.
 
     found: the version at which the key stands; None if it is gone.
     """
@@ -116,7 +116,7 @@ class _Silence:
         return self.so_far >= self.ttl
 
 
-class LeaseClock(Generic[Name]):
+class LeaseTimers(Generic[Name]):
     """The silence of each lease, by name: measured by looks, none of which counts for much.
 
     A store that stood still (stopped, swapped out, its machine paused) thus gives every owner the
@@ -191,7 +191,7 @@ class Watch:
 
 
 @attrs.define(eq=False)
-class Journal:
+class ChangeLog:
     """The store's version, and the keys of the latest changes, each of which took the next one.
 
     It is bounded, so `changed` may answer True without a cause, but never misses one.
@@ -216,7 +216,7 @@ class Journal:
         return any(key.startswith(prefix) for key in newest)
 
 
-class KeySpace(Journal):
+class KeySpace(ChangeLog):
     """Keys, their leases, the journal of changes, and who watches for which."""
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -226,7 +226,7 @@ class KeySpace(Journal):
         self._order: list[str] = []
         self._leases: dict[str, Lease] = {}
         self._bytes = 0
-        self.clock: LeaseClock[str] = LeaseClock()
+        self.clock: LeaseTimers[str] = LeaseTimers()
         self._watches: dict[str, dict[tuple[int, int], Watch]] = {}
         self._watched: dict[int, dict[int, str]] = {}
         self._watch_count = 0
@@ -256,12 +256,12 @@ class KeySpace(Journal):
 
     def compare_set(
         self, key: str, value: bytes, expected: int, lease: Lease | None, now: float
-    ) -> CompareSet:
+    ) -> CompareSetResult:
         """Write only over the expected version."""
         current = self._entries.get(key)
         if expected != (current.version if current else ABSENT):
-            return CompareSet(False, current)
-        return CompareSet(True, self.put(key, value, lease, now))
+            return CompareSetResult(False, current)
+        return CompareSetResult(True, self.put(key, value, lease, now))
 
     def delete(self, key: str, expected: int | None) -> bool:
         """Remove the key, only at version `expected` if given; whether it was removed."""
@@ -272,7 +272,7 @@ class KeySpace(Journal):
         return True
 
     def refresh(self, key: str, version: int, owner: int, now: float) -> None:
-        """The owner was heard. Raises LeaseLost, saying why it is not its lease."""
+        """The owner was heard. Raises LeaseLostError, saying why it is not its lease."""
         lease, current = self._leases.get(key), self._entries.get(key)
         check_lease(key, version, current.version if current else None, leased=lease is not None)
         if lease is None or lease.owner != owner:
@@ -295,7 +295,7 @@ class KeySpace(Journal):
         for number in list(self._watched.get(owner, ())):
             self._take_watch(owner, number)
 
-    def end_silent_leases(self, now: float) -> None:
+    def expire_leases(self, now: float) -> None:
         """Look at the leases, if a look is due, and end those silent for their ttl."""
         if self.clock.due(now):
             for key in self.clock.look(now):
@@ -303,26 +303,28 @@ class KeySpace(Journal):
 
     # -- watches ------------------------------------------------------------------------------
 
-    def watch(self, watch: Watch) -> Watched:
+    def watch(self, watch: Watch) -> WatchResult:
         """What there is to tell at once; False if `news` is going to have it.
 
         Raises:
-            StoreRefused: too many watches, or a prefix that no key can begin with.
+            StoreRejectedError: too many watches, or a prefix that no key can begin with.
         """
         # Kept for as long as the watch: no key begins with a longer one.
         if len(watch.prefix) > MAX_KEY_BYTES:
-            raise StoreRefused(
+            raise StoreRejectedError(
                 f"a prefix to wait for is at most {MAX_KEY_BYTES} long, got {len(watch.prefix)}"
             )
         if self.changed(watch.prefix, watch.after):
             return self._what_is_there(watch.prefix) if watch.listing else True
         own = self._watched.setdefault(watch.owner, {})
         if len(own) >= WATCHES_PER_OWNER or watch.number in own:
-            raise StoreRefused(
+            raise StoreRejectedError(
                 f"a client has at most {WATCHES_PER_OWNER} waits, each with its own id"
             )
         if self._watch_count >= self.limits.watches:
-            raise StoreRefused(f"all clients together have at most {self.limits.watches} waits")
+            raise StoreRejectedError(
+                f"all clients together have at most {self.limits.watches} waits"
+            )
         self._watch_count += 1
         own[watch.number] = watch.prefix
         self._watches.setdefault(watch.prefix, {})[watch.owner, watch.number] = watch
@@ -352,15 +354,15 @@ class KeySpace(Journal):
         """Whether there is a change that `news` has not been asked for."""
         return self._told != self.version
 
-    def news(self) -> Sequence[tuple[Watch, Watched]]:
+    def news(self) -> Sequence[tuple[Watch, WatchResult]]:
         """The watches whose change has come since this was last asked, and what to tell them."""
         if not self.has_changed:
             return []
         touched = [prefix for prefix in self._watches if self.changed(prefix, self._told)]
         self._told = self.version
-        found: list[tuple[Watch, Watched]] = []
+        found: list[tuple[Watch, WatchResult]] = []
         for prefix in touched:
-            there: Watched = False
+            there: WatchResult = False
             for watch in list(self._watches[prefix].values()):
                 # One that came behind the change goes on waiting.
                 if not self.changed(prefix, watch.after):
@@ -371,7 +373,7 @@ class KeySpace(Journal):
                 found.append((watch, there if watch.listing else True))
         return found
 
-    def _what_is_there(self, prefix: str) -> Watched:
+    def _what_is_there(self, prefix: str) -> WatchResult:
         """The listing if it is short; else that there is one to ask for."""
         listing = self.list(prefix)
         return listing if sum(entry.size for entry in listing.entries) <= TOLD_BYTES else True
@@ -381,17 +383,19 @@ class KeySpace(Journal):
     def _check(self, entry: Entry, total: int, *, is_new: bool) -> None:
         limits = self.limits
         if len(entry.value) > limits.value_bytes:
-            raise StoreRefused(
+            raise StoreRejectedError(
                 f"a value is at most {limits.value_bytes} bytes, "
                 f"got {len(entry.value)} for key {entry.key!r}"
             )
         if total > limits.total_bytes:
-            raise StoreRefused(
+            raise StoreRejectedError(
                 f"the store holds at most {limits.total_bytes} bytes, "
                 f"key {entry.key!r} would make it {total}"
             )
         if is_new and len(self._entries) >= limits.keys:
-            raise StoreRefused(f"the store holds at most {limits.keys} keys, got {entry.key!r} too")
+            raise StoreRejectedError(
+                f"the store holds at most {limits.keys} keys, got {entry.key!r} too"
+            )
 
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.key]

@@ -1,12 +1,12 @@
 """What runs in a worker's process before anything else, by its path and without site-packages.
 
-    -I -S bootstrap.py tie AGENT_PID LIST LC_CTYPE SIGNALS PROGRAM ARGS...
-    -u bootstrap.py ERROR_FILE KIND NAME ARGS...
+    -I -S process_entry.py tie AGENT_PID LIST LC_CTYPE SIGNALS PROGRAM ARGS...
+    -u process_entry.py ERROR_FILE KIND NAME ARGS...
 
 The first dies with the agent, and becomes the program, which needs to know nothing of it: the
-kernel's parent-death signal survives the exec. LIST is a descriptor: see `list_session`. The second
-is the interpreter of a script, module or
-function, or the workers' fork server; it leaves `sys.path` as it would be for no program at all.
+kernel's parent-death signal survives the exec. LIST is a descriptor: see `register_session`.
+The second is the interpreter of a script, module or function, or the workers' fork server; it
+leaves `sys.path` as it would be for no program at all.
 """
 
 import os
@@ -18,7 +18,7 @@ BEGAN = 19
 """Where it stands when a process began, of the fields behind its command."""
 
 
-def die_with(parent: int) -> None:
+def set_parent_death_signal(parent: int) -> None:
     """Have the kernel kill this process when its parent ends."""
     import ctypes
     import signal
@@ -37,7 +37,7 @@ def stat_fields(pid: int) -> "list[bytes]":
         return file.read().rpartition(b")")[2].split()
 
 
-def began_at(pid: int) -> int:
+def process_start_ticks(pid: int) -> int:
     """When a process did, in the kernel's own ticks, which no later one of its number has; 0 where
     there is none."""
     try:
@@ -46,22 +46,24 @@ def began_at(pid: int) -> int:
         return 0
 
 
-def list_session(listed: int) -> None:
+def register_session(registry_fd: int) -> None:
     """Enter this process, which leads a session, into the guardian's list, and close that.
 
     What it starts ends with its agent from then on, so this comes before anything is started: an
     agent that is killed a moment after a worker began could not have entered it any more.
     """
-    os.write(listed, b'["+", "%d", %d]\n' % (os.getpid(), began_at(os.getpid())))
-    os.close(listed)
+    os.write(registry_fd, b'["+", "%d", %d]\n' % (os.getpid(), process_start_ticks(os.getpid())))
+    os.close(registry_fd)
 
 
-def exec_tied(agent: str, listed: str, lc_ctype: str, ignored: str, *program: str) -> None:
+def exec_with_parent_death_signal(
+    agent: str, registry_fd: str, lc_ctype: str, ignored: str, *program: str
+) -> None:
     """Become the program, tied to the agent; an empty LC_CTYPE for none."""
     import signal
 
-    die_with(int(agent))
-    list_session(int(listed))
+    set_parent_death_signal(int(agent))
+    register_session(int(registry_fd))
     # Take back what Python did to this process for itself, which an exec would hand on.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
@@ -79,7 +81,7 @@ def exec_tied(agent: str, listed: str, lc_ctype: str, ignored: str, *program: st
         sys.exit(NOT_FOUND)
 
 
-def interpret(error_file: str, kind: str, name: str, *args: str) -> None:
+def run_python(error_file: str, kind: str, name: str, *args: str) -> None:
     """Run the program in this interpreter, to its end."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if not getattr(sys.flags, "safe_path", False):
@@ -100,5 +102,5 @@ def interpret(error_file: str, kind: str, name: str, *args: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "tie":
-        exec_tied(*sys.argv[2:])
-    interpret(*sys.argv[1:])
+        exec_with_parent_death_signal(*sys.argv[2:])
+    run_python(*sys.argv[1:])

@@ -11,10 +11,15 @@ import pytest
 from our_words import OurStoreContract
 from places import JOB, PATIENCE, Spot, World, is_closed, reaching, until_answered
 
-from elasticlib.errors import ConfigError, RendezvousMismatch, StoreRefused, StoreUnavailable
+from elasticlib.errors import (
+    ConfigError,
+    RendezvousConfigError,
+    StoreConnectionError,
+    StoreRejectedError,
+)
 from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.store_host import TcpMeetingPlace
-from elasticlib.stores.failover import MovingStore, Place
+from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
@@ -49,7 +54,7 @@ class TestMovingStore(OurStoreContract):
 
 def test_a_store_without_a_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one endpoint, got none"):
-        MovingStore([], patience=1.0)
+        FailoverStore([], failover_timeout=1.0)
 
 
 def test_it_goes_on_to_the_next_place_after_its_patience_and_not_before(world: World) -> None:
@@ -113,7 +118,7 @@ def test_where_every_place_refuses_that_is_the_answer_at_once(world: World) -> N
     one.open(job="another")
     two.open(job="another")
     store = world.store(one.theirs(), two.theirs())
-    with pytest.raises(StoreRefused, match="another"):
+    with pytest.raises(StoreRejectedError, match="another"):
         store.get("key")
 
 
@@ -128,7 +133,7 @@ def test_a_place_that_another_job_has_taken_meanwhile_is_one_that_does_not_answe
     world.misses(store, 0.0)
     one.open(job="another")
     world.now = 10 * PATIENCE
-    with pytest.raises(StoreUnavailable, match="another"):
+    with pytest.raises(StoreConnectionError, match="another"):
         store.get("key")
     assert store.get("key") is None
 
@@ -183,9 +188,9 @@ def test_who_moves_on_leaves_its_own_server(world: World) -> None:
     one.served[0].close()  # as where its thread broke
     world.misses(store, PATIENCE)
     assert store.server is two.served[0]
-    assert not one.served[0].serving
+    assert not one.served[0].is_serving
     store.close()
-    assert not two.served[0].serving
+    assert not two.served[0].is_serving
 
 
 def test_its_only_place_is_served_anew_by_its_owner_when_another_server_there_is_gone(
@@ -204,16 +209,16 @@ def test_its_only_place_is_served_anew_by_its_owner_when_another_server_there_is
 def test_no_place_serves_two_of_ours(world: World) -> None:
     """Its own server lives and cannot be reached, as where an interface is gone."""
     one, two, _ = world.spots
-    store = world.store(Place(one.endpoint, two.reach, one.serve))
+    store = world.store(StoreEndpoint(one.endpoint, two.reach, one.serve))
     world.misses(store, 0.0)
     world.misses(store, PATIENCE)
-    assert [server.serving for server in one.served] == [False, True]
+    assert [server.is_serving for server in one.served] == [False, True]
     assert store.server is one.served[1]
 
 
 def host_at(store: Store) -> str | None:
     """The address at which this client serves the store itself."""
-    assert isinstance(store, MovingStore)
+    assert isinstance(store, FailoverStore)
     return None if store.server is None else store.server.host
 
 
@@ -254,11 +259,11 @@ def test_elsewhere_is_every_place_but_this_and_what_is_not_taken_is_closed(world
         assert found.get("key") is None
         seen.append((found, earlier))
         if earlier:
-            raise RendezvousMismatch("what stands there is of another version")
+            raise RendezvousConfigError("what stands there is of another version")
         return False
 
     for _ in range(3):  # a busy machine may take longer than a look
-        assert not store.look_elsewhere(refuse)
+        assert not store.try_other_endpoints(refuse)
     wait_until("both to have been seen", lambda: len({earlier for _, earlier in seen}) == 2)
     for found, earlier in seen:
         assert found in (one.reached if earlier else three.reached)
@@ -281,7 +286,7 @@ def test_who_looks_elsewhere_is_not_held_up_by_one_that_answers_no_question(worl
         del found
         return not earlier or answered.wait(60.0)
 
-    wait_until("the third place to be taken", lambda: store.look_elsewhere(accept))
+    wait_until("the third place to be taken", lambda: store.try_other_endpoints(accept))
     assert not answered.is_set()
     assert (store.get("key"), is_closed(two.reached[0])) == (None, True)
     answered.set()
@@ -297,7 +302,7 @@ def test_a_place_where_nobody_serves_or_another_job_does_is_not_offered(world: W
     store = world.store(*(spot.theirs() for spot in world.spots))
     store.get("key")
     three.open(job="another")
-    assert not store.look_elsewhere(lambda _found, _earlier: True)
+    assert not store.try_other_endpoints(lambda _found, _earlier: True)
     for found in (*two.reached, *three.reached):
         wait_until("it to be closed", partial(is_closed, found))
     assert not is_closed(one.reached[-1])
@@ -317,9 +322,9 @@ def test_who_goes_elsewhere_takes_the_first_that_is_accepted_and_leaves_its_own_
     def accept(found: Store, _earlier: bool) -> bool:
         return found.get("key") == entry
 
-    wait_until("it to have gone", lambda: store.look_elsewhere(accept))
+    wait_until("it to have gone", lambda: store.try_other_endpoints(accept))
     assert store.get("key") == entry
-    assert (store.server, one.served[0].serving) == (None, False)
+    assert (store.server, one.served[0].is_serving) == (None, False)
     for left in (*one.reached, *three.reached):
         wait_until("it to be closed", partial(is_closed, left))
 
@@ -330,9 +335,11 @@ def test_who_hosts_leaves_for_another_server_at_its_place_only_if_nobody_is_with
     """Its place has come to lead to the second spot."""
     one, two, _ = world.spots
     server = one.open()
-    place = Place("name:1", two.reach, two.serve)
+    place = StoreEndpoint("name:1", two.reach, two.serve)
     hosted = (server, one.reach())
-    with MovingStore([place], patience=PATIENCE, clock=lambda: world.now, hosted=hosted) as store:
+    with FailoverStore(
+        [place], failover_timeout=PATIENCE, clock=lambda: world.now, hosted=hosted
+    ) as store:
         entry = store.set("key", b"value")
         assert not store.follow()  # nobody serves there
         other_server = two.open()
@@ -341,7 +348,7 @@ def test_who_hosts_leaves_for_another_server_at_its_place_only_if_nobody_is_with
             assert other.get("key") == entry
         wait_until("the other to be gone", lambda: server.clients == 1)
         assert store.follow()
-        assert (store.get("key"), store.server, server.serving) == (None, None, False)
+        assert (store.get("key"), store.server, server.is_serving) == (None, None, False)
         assert not store.follow()
         # What holds for who hosts does no more: where it is not answered, it goes on.
         other_server.close()
@@ -352,12 +359,12 @@ def test_who_hosts_leaves_for_another_server_at_its_place_only_if_nobody_is_with
 def test_who_hosts_stays_where_it_is_however_long_its_server_is_silent(world: World) -> None:
     one, two, _ = world.spots
     server = one.open()
-    with MovingStore(
-        [Place(one.endpoint, two.reach, one.serve)],
-        patience=PATIENCE,
+    with FailoverStore(
+        [StoreEndpoint(one.endpoint, two.reach, one.serve)],
+        failover_timeout=PATIENCE,
         clock=lambda: world.now,
         hosted=(server, two.reach()),
     ) as store:
         world.misses(store, 0.0)
         world.misses(store, 10 * PATIENCE)
-        assert (store.server, server.serving, one.served) == (server, True, [])
+        assert (store.server, server.is_serving, one.served) == (server, True, [])
