@@ -226,7 +226,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), sort_keys=True, default=_plai
 
 
 def decode(kind: type[Value], data: bytes, what: str) -> Value:
-    """The value, or RendezvousConfigError with the path of the field that is not as it should be."""
+    """The value, or RendezvousConfigError with the path of the field that is invalid."""
     return typing.cast(Value, _read(kind, _parse(data, what), what))
 
 
