@@ -38,7 +38,7 @@ class LoneNode(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self.generation += 1
         facts: dict[str, Any] = {
-            "seat": assign_ranks([Node("n-1", "n", "127.0.0.1", slots=1)])[0],
+            "assignment": assign_ranks([Node("n-1", "n", "127.0.0.1", slots=1)])[0],
             "bootstrap_store_info": RendezvousStoreInfo("127.0.0.1", 1),
         }
         return RendezvousInfo("run", self.generation, **{**facts, **self.facts})

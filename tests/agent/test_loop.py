@@ -434,11 +434,11 @@ def test_a_node_that_leaves_before_the_others_because_it_cannot_wait_for_them_sa
     caplog: pytest.LogCaptureFixture, nodes: int
 ) -> None:
     members = [Node(f"n-{n}", "n", "127.0.0.1", slots=1) for n in range(nodes)]
-    workers, handler = OneWorker(), LoneNode(seat=assign_ranks(members)[0])
+    workers, handler = OneWorker(), LoneNode(assignment=assign_ranks(members)[0])
     with caplog.at_level(logging.INFO, "elasticlib.agent"), running(workers, handler) as run:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
-    assert ("LoneNode has no report_done: this node leaves" in caplog.text) is (nodes == 2)
+    assert ("LoneNode has no report_success: this node leaves" in caplog.text) is (nodes == 2)
 
 
 class Listens(OneWorker):

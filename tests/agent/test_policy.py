@@ -228,7 +228,7 @@ def test_the_first_reason_to_end_is_the_one_that_is_told() -> None:
     now, _ = react(now, changed(ChangeKind.EVICTED))
     now, _ = react(now, TERM)
     now, _ = react(now, GroupStopped())
-    assert now.outcome == Outcome(WorkerState.FAILED, "because expelled", expelled=True)
+    assert now.outcome == Outcome(WorkerState.FAILED, "because evicted", expelled=True)
 
 
 def test_what_would_not_die_is_named_in_the_outcome() -> None:

@@ -71,13 +71,13 @@ def view(document: Membership | None, *states: JobState, live: int = 2) -> JobVi
 
 
 def state(document: Membership | None, *states: JobState, live: int = 2) -> JobState | None:
-    found = status_of(view(document, *states, live_nodes=live))
+    found = status_of(view(document, *states, live=live))
     assert found is not None
     return found.state
 
 
 def test_a_job_that_nobody_knows_is_none() -> None:
-    assert status_of(view(None, live_nodes=0)) is None
+    assert status_of(view(None, live=0)) is None
 
 
 def test_it_waits_meets_runs_and_ends() -> None:
@@ -103,7 +103,7 @@ def test_why_it_is_between_two_generations_is_told_apart() -> None:
 
 
 def test_nobody_is_left_to_tell_where_no_lease_stands() -> None:
-    found = status_of(view(SETTLED, live_nodes=0))
+    found = status_of(view(SETTLED, live=0))
     assert found is not None
     assert (found.state, exit_code(found)) == (None, 4)
     assert [node.state for node in found.nodes] == ["gone", "gone"]
@@ -125,7 +125,7 @@ def test_where_no_node_has_a_status_it_is_the_store_that_tells_and_the_code_is_4
 
 
 def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
-    found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live_nodes=3))
+    found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live=3))
     assert found is not None
     assert (found.step, found.per_second, found.saved, found.snapshot) == (10, 4.0, 8, None)
     assert (found.generation, found.world, found.max_restarts, found.since) == (1, 4, 4, 1.5)
@@ -141,7 +141,7 @@ def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
 
 def test_who_has_no_rank_yet_joins_and_is_a_spare_once_a_generation_stands() -> None:
     def places(document: Membership) -> list[str]:
-        found = status_of(view(document, live_nodes=3))
+        found = status_of(view(document, live=3))
         assert found is not None
         return [row[0] for row in node_table(found)[1]]
 
@@ -150,7 +150,7 @@ def test_who_has_no_rank_yet_joins_and_is_a_spare_once_a_generation_stands() -> 
 
 
 def test_the_document_has_the_keys_that_are_described_and_no_others() -> None:
-    found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live_nodes=3))
+    found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live=3))
     assert found is not None
     document = json.loads(json.dumps(as_document(found)))
     assert set(document) == set(FIELDS)
@@ -188,7 +188,7 @@ def test_old_statuses_that_nobody_renews_say_what_was_and_not_that_anybody_is_th
 
 
 def test_how_long_a_worker_is_silent_is_by_now_and_one_that_is_gone_makes_no_steps() -> None:
-    there = view(SETTLED, S.RUNNING, S.RUNNING, live_nodes=1)
+    there = view(SETTLED, S.RUNNING, S.RUNNING, live=1)
     old = {id: attrs.evolve(one, age=7.0) for id, one in there.published.items()}
     found = status_of(attrs.evolve(there, published=old))
     assert found is not None
@@ -203,7 +203,7 @@ def test_how_long_a_worker_is_silent_is_by_now_and_one_that_is_gone_makes_no_ste
 
 
 def test_a_member_that_is_gone_holds_nobody_up_with_its_last_status() -> None:
-    there = view(SETTLED, S.RUNNING, S.RESTARTING, live_nodes=1)
+    there = view(SETTLED, S.RUNNING, S.RESTARTING, live=1)
     found = status_of(there)
     assert found is not None
     assert (found.state, found.step, found.saved) == (S.RUNNING, 10, 8)
@@ -213,7 +213,7 @@ def test_a_member_that_is_gone_holds_nobody_up_with_its_last_status() -> None:
 
 
 def test_snapshots_of_agents_that_were_killed_are_said_to_be_lost() -> None:
-    there = view(SETTLED, S.RUNNING, S.RUNNING, live_nodes=0)
+    there = view(SETTLED, S.RUNNING, S.RUNNING, live=0)
     kept = {
         id: attrs.evolve(it, status=attrs.evolve(it.status, snapshot=40))
         for id, it in there.published.items()
@@ -228,7 +228,7 @@ def test_snapshots_of_agents_that_were_killed_are_said_to_be_lost() -> None:
 def test_the_last_status_of_a_node_that_stands_still_is_shown_with_its_age() -> None:
     still = attrs.evolve(published(NODES[0]), age=40.0)
     for live, state in ((2, "RUNNING"), (0, "gone")):
-        there = view(SETTLED, S.RUNNING, S.RUNNING, live_nodes=live)
+        there = view(SETTLED, S.RUNNING, S.RUNNING, live=live)
         found = status_of(attrs.evolve(there, published={**there.published, "id0": still}))
         assert found is not None
         assert [node.state for node in found.nodes] == [state] * 2
@@ -302,7 +302,7 @@ def test_of_a_job_only_its_members_steps_count() -> None:
     worker = WorkerStatus(1, 0, "pid 9", running=False, step=100, per_second=0.5, saved=90)
     more = {"workers": (worker,), "step": 100, "per_second": 0.5, "snapshot": 100}
     spare = status("id2", 1, 1, S.RESTARTING, **more)
-    there = view(SETTLED, S.RUNNING, S.RUNNING, live_nodes=3)
+    there = view(SETTLED, S.RUNNING, S.RUNNING, live=3)
     found = status_of(attrs.evolve(there, published={**there.published, "id2": spare}))
     assert found is not None
     assert (found.step, found.per_second, found.snapshot, found.saved) == (10, 4.0, None, 90)
