@@ -647,8 +647,9 @@ class ElasticAgent:
         if not self._handler.report_success():
             if info.world_size > 1:
                 log.info(
-                    "%s has no report_success: this node leaves without waiting for the other nodes; "
-                    "workers that fail there from now on are restarted without it, or not at all",
+                    "%s has no report_success: this node leaves without waiting for the other "
+                    "nodes; workers that fail there from now on are restarted without it, or not at "
+                    "all",
                     type(self._handler).__name__,
                 )
             self._react(policy.Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))

@@ -243,6 +243,7 @@ class Report:
             stopped=exit_.stopped,
             how=exit_.describe(),
             error="" if exit_.ok else exit_.message or exit_.how,
+            traceback="" if exit_.ok else shorten(exit_.traceback, LONGEST_TRACE),
             uptime=round(self._clock() - self._began_at, 6),
         )
         # What ends while it is being stopped did what it was told, and failed at nothing; unless

@@ -34,7 +34,7 @@ from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode_shard, encode_state
 from elasticlib.rendezvous.store_layout import encode as encode_record
 from elasticlib.stores.interface import Entry, Store
-from elasticlib.stores.key_space import Limits as StoreLimits
+from elasticlib.stores.key_space import KeySpaceLimits as StoreLimits
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.waiting import wait_until
 
