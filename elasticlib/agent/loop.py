@@ -648,8 +648,8 @@ class ElasticAgent:
             if info.world_size > 1:
                 log.info(
                     "%s has no report_success: this node leaves without waiting for the other "
-                    "nodes; workers that fail there from now on are restarted without it, or not at "
-                    "all",
+                    "nodes; workers that fail there from now on are restarted without it, or "
+                    "not at all",
                     type(self._handler).__name__,
                 )
             self._react(policy.Changed(Change(ChangeKind.SUCCEEDED, "this node is done")))

@@ -40,7 +40,10 @@ class Slots:
         """Whether the others go on while this node starts its workers; last: the generation that
         it was in."""
         if last is not None:
-            self._others_keep = self._has_kept and last.world_size > 1
+            # A group gives the state of the job to its new members before its first step. Until
+            # then, the newest snapshot may be in the memory of this node alone.
+            has_stepped = any(beat.steps for beat in self._workers.last_beats().values())
+            self._others_keep = self._has_kept and last.world_size > 1 and has_stepped
         has_none = not any(self._workers.spare().values())
         return self._others_keep and has_none and self._say(0, kept=False)
 

@@ -414,7 +414,7 @@ class LaunchConfig:
             seen = any(
                 plan.shows(rank) and stream & plan.tee.for_rank(rank) for rank in range(workers)
             )
-            if plan.needles(stream) and not seen:
+            if plan.filters(stream) and not seen:
                 yield (
                     f"--duplicate-{name}-filters looks through what --tee shows, and that is no "
                     f"worker's {name}: add --tee {stream.value}"

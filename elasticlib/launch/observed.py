@@ -130,15 +130,23 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
 
 
 class RestoreHint(View):
-    """Says of workers that train anew, although steps were kept, that they restore nothing."""
+    """Warns if workers train from the start although a step was saved.
+
+    Workers that are kept from an earlier generation have a state, and need not restore one.
+    """
 
     def __init__(self) -> None:
-        self._kept = self._restored = -1
+        self._kept = -1  # the newest step that was saved
+        self._restored = -1  # the last generation whose workers have a state
+        self._attempt = 0  # in which the new workers of the generation are started
 
     def hear(self, event: Event) -> None:
         step = int(event.number("step") or 0)
         anew = step <= self._kept and self._restored != event.generation
-        if event.kind == "restored":
+        if event.kind == "generation.began":
+            self._attempt = int(event.number("attempt") or 0)
+        is_kept = event.kind == "worker.began" and event.number("attempt") != self._attempt
+        if event.kind == "restored" or is_kept:
             self._restored = event.generation
         elif event.kind in ("saved", "snapshot"):
             self._kept = max(self._kept, step)

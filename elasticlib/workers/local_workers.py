@@ -32,7 +32,7 @@ from .exit import UNKNOWN, WorkerExit
 from .fork_server import ForkedWorker
 from .interface import Heartbeat, Notice, Workers
 from .node_resources import CpuSet, count_usable_cpus, oom_kill_count_rose, read_oom_kill_count
-from .output import WorkerOutput, Writers
+from .output import OutputThread, WorkerOutput
 from .output_plan import OutputPlan
 from .process_entry import process_start_ticks
 from .process_launcher import ProcessLauncher
@@ -60,11 +60,8 @@ FIRST_SECONDS = 120.0
 REAP_SECONDS = 5.0
 # More than the cleaner takes for a worker's session, and for those before it.
 CLEAN_SECONDS = 10.0
-DRAIN_SECONDS = 5.0
 REPLACE_SECONDS = 0.2
 """Between two guardians, so that where each is killed at once that costs little."""
-PATIENCE, LEAST_PATIENCE = 0.5, 0.02
-"""Seconds for the output of all workers of one start to be shown, and of each of them."""
 RESULT = "result.pickle"
 _PROCESS_ENTRY = str(Path(__file__).with_name("process_entry.py"))
 
@@ -158,7 +155,7 @@ class LocalWorkers(Workers):
         self._environment = dict(environment)
         self._output = output or OutputPlan()
         self._loop = EventLoop()
-        self._writers = Writers()
+        self._output_thread = OutputThread()
         self._cleanup_process = CleanupProcess(began=self._watch_cleanup_process)
         kept = log_dir is not None or self._output.any
         self._run_dir = RunDir(self._cleanup_process, log_dir, run_id, kept=kept)
@@ -180,8 +177,6 @@ class LocalWorkers(Workers):
         self._sent: set[tuple[int, int]] = set()
         """The signals that stopped workers were sent: a local rank, a number."""
         self._kills: int | None = None
-        self._late: list[WorkerOutput] = []
-        self._patience = PATIENCE
 
     def _watch_cleanup_process(self, pid: int) -> None:
         replace = self._cleanup_process.replace
@@ -225,7 +220,6 @@ class LocalWorkers(Workers):
         self._processes = {n: one for n, one in self._processes.items() if n in stay}
         self._stopped = False
         self._sent.clear()
-        self._patience = PATIENCE
         self._channels.begin()
         self._kills = read_oom_kill_count()
         try:
@@ -291,13 +285,13 @@ class LocalWorkers(Workers):
         ended: Callable[[int], None],
     ) -> None:
         local = worker.local_rank
-        places = self._output.files_of(local, str(folder))
-        environment = self._environment_of(group, worker, places.error_file)
+        files = self._output.files_of(local, str(folder))
+        environment = self._environment_of(group, worker, files.error_file)
         environment[CHANNEL_ENV] = channel
         if worker not in group.standby_workers:
             self._give_place(local, environment)
         what = program(group.spec.entrypoint, local, folder)
-        output = WorkerOutput(self._output, worker, group.spec.role, places, self._writers)
+        output = WorkerOutput(self._output, worker, group.spec.role, files, self._output_thread)
         try:
             popen = self._launcher.start(what, environment, output.targets, local)
         except BaseException:
@@ -305,14 +299,14 @@ class LocalWorkers(Workers):
             raise
         if what[0] != "command":
             self._channels.assign(local, popen.pid)
-        error_file = Path(places.error_file)
+        error_file = Path(files.error_file)
         process = _Process(
             worker, popen, output, folder, error_file, process_start_ticks(popen.pid)
         )
         if not isinstance(group.spec.entrypoint, Function):
             process.result = (None, "")
         self._processes[local] = process
-        output.attach(self._loop)
+        output.attach()
         self._loop.watch_process(popen.pid, partial(self._ended, process, ended))
 
     # -- the end ---------------------------------------------------------------------------------
@@ -356,7 +350,7 @@ class LocalWorkers(Workers):
             process.cleaned.wait(CLEAN_SECONDS)
         returncode = process.reap()
         self._cleanup_process.remove(process.pid)
-        self._close_output(process.output)
+        process.output.finish()
         said = read_failure_report(process.error_file)
         remove_exit_file(process.error_file)
         found = WorkerExit(
@@ -372,13 +366,6 @@ class LocalWorkers(Workers):
             value, unreadable = process.read_result()
             return attrs.evolve(found, value=value, unreadable=unreadable)
         return self._explained(found, process, said)
-
-    def _close_output(self, output: WorkerOutput) -> None:
-        began = monotonic()
-        if not output.close(self._patience):
-            self._late.append(output)
-            # A console that stands still does so for the next worker, too.
-            self._patience = max(LEAST_PATIENCE, self._patience - (monotonic() - began))
 
     def _explained(self, found: WorkerExit, process: _Process, said: FailureReport) -> WorkerExit:
         """With all that is known of why it failed."""
@@ -497,17 +484,13 @@ class LocalWorkers(Workers):
 
     def close(self) -> None:
         self.end()
-        deadline = monotonic() + DRAIN_SECONDS
-        for output in self._late:
-            # What a slow console has not taken yet; this process may end after that.
-            output.close(max(0.0, deadline - monotonic()))
-        self._late.clear()
+        self._output_thread.close()
         self._channels.close_all()
         self.snapshot_dir.remove()
         self._launcher.close()
         self._run_dir.remove()
         self._cleanup_process.close()
-        self._loop.close(self._writers.close)
+        self._loop.close(lambda: None)
 
 
 def _heed_children() -> None:

@@ -614,7 +614,7 @@ def test_a_node_that_cannot_find_its_own_address_continues_without_replicas(
     hosts: list[Host], caplog: pytest.LogCaptureFixture
 ) -> None:
     hosts[0].service = hosts[0].create_service("")
-    unknown = BootstrapStoreInfo("node0.invalid", 1)
+    unknown = RendezvousStoreInfo("node0.invalid", 1)
     hosts[0].begin(attrs.evolve(generation(1, 2, MemoryStore())[0], bootstrap_store_info=unknown))
     assert "it cannot find its own address" in caplog.text
     hosts[0].snapshot(1)

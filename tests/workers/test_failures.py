@@ -167,7 +167,11 @@ def test_the_hooks_alone_record_whatever_hook_the_script_sets_later(
     tmp_path: Path, later: str
 ) -> None:
     error_file = tmp_path / "error.json"
-    code = f"import sys\nfrom elasticlib.workers import hooks\nhooks.install({str(error_file)!r})"
+    code = (
+        "import sys\n"
+        "from elasticlib.workers.error_file import install_exception_hooks\n"
+        f"install_exception_hooks({str(error_file)!r})"
+    )
     command = [sys.executable, "-c", f"{code}\n{later}\nraise ValueError('told')"]
     assert subprocess.run(command, capture_output=True, timeout=100, check=False).returncode == 1
     assert json.loads(error_file.read_text())["message"]["message"] == "ValueError: told"
@@ -337,7 +341,7 @@ def test_the_last_lines_of_stderr_are_known_wherever_they_go(
     run: Run, way: str, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     redirects, tee = {"file": ("2", "0"), "tee": ("0", "2")}.get(way, ("0", "0"))
-    run.writing(redirects, tee, **({"ranks": frozenset()} if way == "hidden" else {}))
+    run.writing(redirects, tee, **({"shown_ranks": frozenset()} if way == "hidden" else {}))
     run.start(shell("seq 1 5000 >&2; printf 'half a line' >&2; exit 3"))
     exit_ = run.end()
     lines = [*(str(number) for number in range(1, 5001)), "half a line"]
