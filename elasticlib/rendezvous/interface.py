@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import attrs
 
 from ..errors import ConfigError
-from ..stores.interface import Store
 from .membership import Change as Change
 from .membership import ChangeKind as ChangeKind
 from .membership import GenerationTrigger
 from .membership import Node as Node
 from .rank_assignment import RankAssignment as RankAssignment
 from .rank_assignment import assign_ranks as assign_ranks
+
+if TYPE_CHECKING:
+    from ..stores.interface import Store
 
 
 @attrs.frozen

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import attrs
 
 from ..errors import ConfigError, RendezvousConfigError
-from ..stores.interface import Entry, Listing
+from ..stores.key_space import Entry, Listing
 from .membership import JobPhase, Leader, Membership, MembershipState, Node, with_members
 from .rank_assignment import AssignedNode, RankAssignment, num_shards
 
