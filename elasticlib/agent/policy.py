@@ -13,6 +13,7 @@ from typing import TypeVar
 import attrs
 
 from ..errors import InvalidTransitionError, RendezvousConfigError
+from ..rendezvous import store_layout
 from ..rendezvous.membership import Change, ChangeKind
 from ..rendezvous.store_layout import encode as encode
 from ..workers.exits import WorkerExit
