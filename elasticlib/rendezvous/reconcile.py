@@ -211,21 +211,8 @@ def _watch(view: LeaderView, document: Membership) -> ReconcileResult:
         )
     live = {node.id for node in view.live_nodes}
     lost = [m for m in document.members if m.id not in live and m.id not in view.finished_ids]
-    if lost and view.return_grace_s > 0:
-        reason = f"the store was unreachable, waiting for {_names(lost, view)}"
-        return ReconcileResult(reason, requeue_after_s=view.return_grace_s)
-    if lost and (minority := _minority(view, document, lost)) is not None:
-        return minority
     if lost:
-        cause = _missing(lost, view)
-        # What the others failed of is that these had gone.
-        claim = _claim(document, view.live_nodes)
-        return ReconcileResult(
-            cause,
-            new_membership=end_generation(
-                document, cause, claim, trigger=GenerationTrigger.NODE_LOSS
-            ),
-        )
+        return _reconcile_lost(view, document, lost)
     failure = _claim(document, view.live_nodes)
     if failure is not None:
         cause = f"{_name_of(failure.node, view)}: {failure.reason}"
@@ -256,6 +243,23 @@ def _watch(view: LeaderView, document: Membership) -> ReconcileResult:
     if view.finished_ids:
         return ReconcileResult(f"{len(view.finished_ids)} of {len(members)} nodes are done")
     return _stand(view, document)
+
+
+def _reconcile_lost(
+    view: LeaderView, document: Membership, lost: Sequence[Node]
+) -> ReconcileResult:
+    """End the generation because members are lost, unless they may return or are a majority."""
+    if view.return_grace_s > 0:
+        reason = f"the store was unreachable, waiting for {_names(lost, view)}"
+        return ReconcileResult(reason, requeue_after_s=view.return_grace_s)
+    minority = _minority(view, document, lost)
+    if minority is not None:
+        return minority
+    reason = _missing(lost, view)
+    # If other members failed as well, they failed because these members were lost.
+    failure = _claim(document, view.live_nodes)
+    ended = end_generation(document, reason, failure, trigger=GenerationTrigger.NODE_LOSS)
+    return ReconcileResult(reason, new_membership=ended)
 
 
 def _missing(lost: Sequence[Node], view: LeaderView) -> str:
