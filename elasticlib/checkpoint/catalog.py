@@ -290,7 +290,7 @@ class CheckpointEntry:
     @property
     def problem(self) -> str:
         """The problem as the end of an error message."""
-        kind = "cannot be read" if self.is_unreadable else "is damaged"
+        kind = "cannot be read" if self.is_unreadable else "is corrupt"
         return f"{kind}: {self.corruption}"
 
 
@@ -374,7 +374,7 @@ class CheckpointCatalog:
         """Verify every byte of a checkpoint, unless it was verified before. Return its step.
 
         Raises:
-            CheckpointCorruptError: the checkpoint is damaged.
+            CheckpointCorruptError: the checkpoint is corrupt.
             CheckpointUnreadableError: the checkpoint cannot be read, and may be intact.
         """
         if self.integrity(manifest) is not Integrity.VERIFIED:
@@ -390,7 +390,7 @@ class CheckpointCatalog:
             raise self._corrupt(manifest, reason)
 
     def find_corruption(self, manifest: Manifest, on_chunk: OnChunk = ignore_chunk) -> str | None:
-        """Read every byte of a checkpoint. Return what is damaged, or None.
+        """Read every byte of a checkpoint. Return what is corrupt, or None.
 
         Args:
             manifest: the manifest of the checkpoint.
@@ -449,7 +449,7 @@ class CheckpointCatalog:
             number: the number of the file.
 
         Raises:
-            CheckpointCorruptError: the file is damaged.
+            CheckpointCorruptError: the file is corrupt.
             CheckpointUnreadableError: the file cannot be read.
         """
         if reason := self._find_implausible_size(manifest, number):
@@ -508,7 +508,7 @@ class CheckpointCatalog:
 
     def _corrupt(self, manifest: Manifest, reason: str) -> CheckpointCorruptError:
         self.record_integrity(manifest, Integrity.CORRUPT)
-        return CheckpointCorruptError(f"{self.describe(manifest.step)} is damaged: {reason}")
+        return CheckpointCorruptError(f"{self.describe(manifest.step)} is corrupt: {reason}")
 
     def _find_implausible_size(self, manifest: Manifest, number: int) -> str | None:
         """Compare the size of a large file with the size in its header. Return a difference.
