@@ -31,12 +31,12 @@ from ..visible import visible_line
 from ..workers.run_dirs import SHARED_MEMORY
 from .addresses import (
     addresses_of,
+    ambiguous_host_error,
+    bind_error,
+    is_local_address,
     is_loopback,
-    is_ours,
-    of_several_machines,
     outward_address,
     resolve,
-    why_not_served,
 )
 from .cli_output import argument_type, print_error
 from .endpoints import read_secret
@@ -135,7 +135,7 @@ def check_own_name(endpoint: tuple[str, int] | None) -> Finding:
     if all(map(is_loopback, found)):
         sentence = f"{name} means {shown} here, which no other machine can reach: workers of "
         return Finding("own name", bad, f"{sentence}several machines wait for each other; {ways}")
-    if not any(map(is_ours, found)):
+    if not any(map(is_local_address, found)):
         return Finding("own name", bad, f"{name} means {shown}, no address of this machine: {ways}")
     return Finding("own name", True, f"{name} is {shown}; traffic leaves from {outward}")
 
@@ -146,8 +146,8 @@ def check_endpoint(host: str, port: int) -> Finding:
     if not addresses:
         ways = "check the name, /etc/hosts and the resolver"
         return Finding("endpoint", False, f"{host} cannot be resolved here: {ways}")
-    several = of_several_machines(join_endpoint(host, port), addresses)
-    whose = "this machine" if any(map(is_ours, addresses)) else "another machine"
+    several = ambiguous_host_error(join_endpoint(host, port), addresses)
+    whose = "this machine" if any(map(is_local_address, addresses)) else "another machine"
     found = f"{host} is {', '.join(addresses)}: {whose}"
     return Finding("endpoint", not several, several or found)
 
@@ -175,8 +175,8 @@ def check_store(host: str, port: int, secret: bytes | None) -> Finding:
             ways = "is it the place of another version, or of another --rdzv-backend?"
         return Finding("store", False, f"{endpoint} rejects this node: {error}; {ways}")
     if isinstance(getattr(error, "__cause__", None), ConnectionRefusedError):
-        ours = [address for address in addresses if is_ours(address)]
-        why = why_not_served(ours, port) if ours else None
+        ours = [address for address in addresses if is_local_address(address)]
+        why = bind_error(ours, port) if ours else None
         if why is not None:
             return Finding("store", False, f"{endpoint} cannot be served: {why}")
         if ours:

@@ -25,7 +25,7 @@ from ..stores.tcp_server import TcpStoreServer
 from .addresses import outward_address
 from .backends import BackendParameters, open_backend
 from .launch_config import TCP_BACKENDS, LaunchConfig
-from .store_host import TcpMeetingPlace, TorchFront, address_towards, served_here
+from .store_host import TcpStoreHost, TorchStoreProxy, local_address_for, local_server
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -46,7 +46,7 @@ class Meeting:
     @property
     def server(self) -> TcpStoreServer | None:
         """What this node serves just now."""
-        return served_here(self.store, self.own_server)
+        return local_server(self.store, self.own_server)
 
     @property
     def serves_at(self) -> str:
@@ -135,7 +135,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         ConfigError: the endpoint cannot be what the flags say, or the backend cannot be opened.
     """
     server: TcpStoreServer | None = None
-    find_front: Callable[[], TorchFront | None] | None = None
+    find_front: Callable[[], TorchStoreProxy | None] | None = None
     node = _node(config, config.local_addr or "")
     if secret is not None and config.rdzv_backend not in TCP_BACKENDS:
         log.warning("the secret is not used: it is not for %s", config.rdzv_backend)
@@ -151,10 +151,10 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         store = etcd.open(config.store_timeout_s)
         find_address = etcd.find_address
     else:
-        place = TcpMeetingPlace(config, secret)
+        place = TcpStoreHost(config, secret)
         server, tcp = place.open()
-        store, find_address = tcp, partial(address_towards, tcp)
-        find_front = place.front_finder(server, tcp)
+        store, find_address = tcp, partial(local_address_for, tcp)
+        find_front = place.proxy_finder(server, tcp)
 
     handler = DynamicRendezvousHandler(
         store,

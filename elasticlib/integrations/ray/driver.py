@@ -32,7 +32,7 @@ from ...launch.console import start_logging
 from ...launch.elastic_launch import run_node, shutdown_seconds
 from ...launch.launch_config import LaunchConfig
 from ...launch.launcher_process import raise_open_file_limit
-from ...launch.store_host import CONNECT_SECONDS, SPARE_DESCRIPTORS
+from ...launch.store_host import CONNECT_TIMEOUT_S, RESERVED_DESCRIPTORS
 from ...rendezvous.layout import Keys, StoredJob
 from ...signals import signal_name
 from ...stores.authentication import SECRET_ENV as SECRET
@@ -291,7 +291,7 @@ def run_on(
     run_id = str(uuid.uuid4()) if config.run_id == "none" else config.run_id
     secret = secrets.token_hex(32)
     # As many again are the server's to spare, for all else that this process does.
-    raise_open_file_limit(config.max_nodes + 2 * SPARE_DESCRIPTORS)
+    raise_open_file_limit(config.max_nodes + 2 * RESERVED_DESCRIPTORS)
     address = ray.util.get_node_ip_address()
     with TcpStoreServer(address, 0, job=run_id, secret=secret.encode()) as server:
         order = Order(
@@ -359,7 +359,7 @@ class Driver:
             server.host,
             server.port,
             job=order.config.run_id,
-            connect_timeout=CONNECT_SECONDS,
+            connect_timeout=CONNECT_TIMEOUT_S,
             secret=order.secret.encode(),
         )
         self._new_agent = ray.remote(NodeAgent).options
