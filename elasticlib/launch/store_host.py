@@ -45,8 +45,8 @@ TORCH_CONNECTIONS_PER_WORKER = 4
 NAME_CHECK_INTERVAL_LEASES = 3  # leases between two checks that the name still means this machine
 
 _FORWARDING_HINT = (
-    "; if a Service or a router forwards the endpoint to this machine, set --rdzv-conf is_host=true "
-    "on this node as well, and it serves on all of its addresses"
+    "; if a Service or a router forwards the endpoint to this machine, set --rdzv-conf "
+    "is_host=true on this node as well, and it serves on all of its addresses"
 )
 
 
