@@ -31,7 +31,7 @@ log = logging.getLogger("elasticlib.launch")
 
 
 @attrs.frozen
-class Meeting:
+class RendezvousSetup:
     """What is open while the node `me` takes part in a job.
 
     store: None where a backend of the user's own opened a handler, which has its own store.
@@ -126,7 +126,7 @@ def has_workers(read: StoredJob) -> bool:
     return any(node.id in members and node.stopped != document.membership for node in read.live())
 
 
-def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
+def open_rendezvous(config: LaunchConfig, secret: bytes | None = None) -> RendezvousSetup:
     """Bind or find the store, and make the handler; no other node is waited for.
 
     secret: what the nodes must prove to know to meet in a TCP store.
@@ -142,7 +142,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
     if config.is_plugin_backend:
         opened = open_backend(config.rdzv_backend, _request(config, node))
         if isinstance(opened, RendezvousHandler):
-            return Meeting(opened, None, None, config.run_id, node.id)
+            return RendezvousSetup(opened, None, None, config.run_id, node.id)
         store, find_address = opened, outward_address
     elif config.rdzv_backend == "file":
         store = FileStore(config.rdzv_endpoint, timeout=config.options.read_timeout)
@@ -167,7 +167,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         find_front=find_front,
         open_bootstrap=torch_store(config.torchrun.use_libuv),
     )
-    return Meeting(handler, store, server, config.run_id, node.id)
+    return RendezvousSetup(handler, store, server, config.run_id, node.id)
 
 
 def open_to_look(config: LaunchConfig, timeout: float) -> Store:

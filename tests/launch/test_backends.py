@@ -16,7 +16,7 @@ from elasticlib.launch.arguments import parse
 from elasticlib.launch.cli import main
 from elasticlib.launch.flags import BUILTIN_BACKENDS
 from elasticlib.launch.launch_config import LaunchConfig
-from elasticlib.launch.rendezvous_setup import open_meeting
+from elasticlib.launch.rendezvous_setup import open_rendezvous
 
 CODE = """
 from elasticlib import DynamicRendezvousHandler, FileStore
@@ -83,7 +83,7 @@ def test_a_users_backend_is_named_by_its_function_and_not_imported_before_it_is_
 
 def test_a_backend_is_told_all_that_it_may_need(shelf: Path) -> None:
     given = {"join_timeout": "7", "keep_alive_interval": 0.5, "colour": "red", "user": 5}
-    meeting = open_meeting(config("shelf:open_store", shelf, **given))
+    meeting = open_rendezvous(config("shelf:open_store", shelf, **given))
     (request,) = sys.modules["shelf"].asked
     meeting.close()
     assert (request.endpoint, request.run_id) == (str(shelf / "meeting"), "job")
@@ -95,7 +95,7 @@ def test_a_backend_is_told_all_that_it_may_need(shelf: Path) -> None:
 
 
 def test_a_whole_handler_is_used_as_it_is(shelf: Path) -> None:
-    meeting = open_meeting(config("shelf:open_handler", shelf))
+    meeting = open_rendezvous(config("shelf:open_handler", shelf))
     assert meeting.store is None
     assert meeting.handler.get_backend() == "whole"
     assert meeting.handler.shutdown()
@@ -129,12 +129,12 @@ def test_a_job_in_anothers_store_is_asked_by_the_same_name(
 )
 def test_a_backend_that_breaks_is_named(shelf: Path, backend: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=f"rdzv_backend {backend} {sentence}"):
-        open_meeting(config(backend, shelf))
+        open_rendezvous(config(backend, shelf))
 
 
 def test_what_a_backend_refuses_is_refused_in_its_words(shelf: Path) -> None:
     with pytest.raises(ConfigError, match=r"^shelf has no option size$"):
-        open_meeting(config("shelf:open_store", shelf, size="7"))
+        open_rendezvous(config("shelf:open_store", shelf, size="7"))
 
 
 REFUSED: list[tuple[Callable[[LaunchConfig], LaunchConfig], str]] = [

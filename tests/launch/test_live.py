@@ -8,7 +8,7 @@ from typing import Any
 
 from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.observed import answering, stacks_of
-from elasticlib.launch.rendezvous_setup import open_meeting
+from elasticlib.launch.rendezvous_setup import open_rendezvous
 from elasticlib.observe.journal import NodeJournal
 from elasticlib.observe.published import StatusReader
 from elasticlib.testing.waiting import wait_until
@@ -39,7 +39,7 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
 def test_a_node_says_since_when_the_store_has_its_word() -> None:
     agent: Any = SimpleNamespace(workers=SimpleNamespace(beats=dict), silent=lambda: 0.0)
     with contextlib.ExitStack() as stack:
-        meeting = open_meeting(LaunchConfig())
+        meeting = open_rendezvous(LaunchConfig())
         stack.callback(meeting.close)
         journal = stack.enter_context(contextlib.closing(NodeJournal(meeting.run_id, meeting.me)))
         meeting.handler.next_rendezvous()

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from elasticlib import DynamicRendezvousHandler, Limits, MemoryStore, Node, TcpStoreServer, Timing
-from elasticlib.launch.rendezvous_setup import Meeting
+from elasticlib.launch.rendezvous_setup import RendezvousSetup
 from elasticlib.rendezvous.interface import RendezvousInfo
 from elasticlib.testing.waiting import wait_until
 
@@ -64,7 +64,7 @@ class Departure:
             return False
 
         with TcpStoreServer("127.0.0.1", 0) as server:
-            meeting = Meeting(self.host, self.store, server, "job", "host")
+            meeting = RendezvousSetup(self.host, self.store, server, "job", "host")
             meeting.hand_over(go_on, TIMING, needed=1, stopping=stopping)
         assert (self.next is not None) == (stop_after is not None), "the store was gone by then"
         return time.monotonic() - began

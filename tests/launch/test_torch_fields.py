@@ -23,8 +23,8 @@ from elasticlib import AgentOptions, LaunchConfig, LocalWorkers, SupervisionOpti
 from elasticlib.compat.launching import ours
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse_launch
-from elasticlib.launch.elastic_launch import shutdown_seconds
-from elasticlib.launch.own_workers import local_workers
+from elasticlib.launch.elastic_launch import shutdown_timeout_of
+from elasticlib.launch.worker_setup import local_workers
 from elasticlib.workers.spec import Function, Module, Script, WorkerSpec
 
 # On this machine no worker could be bound, so these never go further than the config.
@@ -145,13 +145,13 @@ def test_a_static_rank_and_a_timeout_are_had_by_torchs_names() -> None:
 
 
 def test_torchs_variable_says_how_long_a_stop_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shutdown_seconds(LaunchConfig()) == 30
+    assert shutdown_timeout_of(LaunchConfig()) == 30
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
-    assert shutdown_seconds(LaunchConfig()) == 7
-    assert shutdown_seconds(LaunchConfig(shutdown_timeout=3)) == 3
+    assert shutdown_timeout_of(LaunchConfig()) == 7
+    assert shutdown_timeout_of(LaunchConfig(shutdown_timeout=3)) == 3
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon")
     with pytest.raises(ConfigError, match=r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT .*'soon'"):
-        shutdown_seconds(LaunchConfig())
+        shutdown_timeout_of(LaunchConfig())
 
 
 def test_workers_that_cannot_be_bound_run_all_the_same_where_that_is_asked_for(

@@ -29,7 +29,7 @@ from ...agent.options import SignalObserver
 from ...clock import monotonic
 from ...errors import ConfigError, ElasticError, StoreError
 from ...launch.console import start_logging
-from ...launch.elastic_launch import run_node, shutdown_seconds
+from ...launch.elastic_launch import run_node, shutdown_timeout_of
 from ...launch.launch_config import LaunchConfig
 from ...launch.launcher_process import raise_open_file_limit
 from ...launch.store_host import CONNECT_TIMEOUT_S, RESERVED_DESCRIPTORS
@@ -231,7 +231,7 @@ class NodeAgent:
         start_logging(self._order.level, "%(asctime)s elasticlib: %(message)s")
         self._be_like_the_driver()
         try:
-            return run_node(self._order.config, self._order.entrypoint, began=self._began)
+            return run_node(self._order.config, self._order.entrypoint, on_start=self._began)
         except ElasticError as error:
             return error
 
@@ -446,7 +446,7 @@ class Driver:
         """A signal goes to all agents that run; those that wait are not waited for."""
         log.warning("%s: passed on to all agents", signal_name(number))
         self._asked = number
-        self._end(self._config.supervision.agent.checkpoint_grace + shutdown_seconds(self._config))
+        self._end(self._config.supervision.agent.checkpoint_grace + shutdown_timeout_of(self._config))
         for agent in self._agents.values():
             agent.actor.heed.remote(number)
 
@@ -519,7 +519,7 @@ class Driver:
         else:
             self._results.append(value)
             self._drop(number)
-            self._end(shutdown_seconds(self._config))
+            self._end(shutdown_timeout_of(self._config))
 
     def _goes_on(self) -> bool:
         """Whether the job does, although one of its agents has failed."""
@@ -535,7 +535,7 @@ class Driver:
         self._drop(number)
         log.warning("agent %d on Ray node %s is lost: %s", number, agent.node[:8], reason)
         if self._deadline is None and self._job_is_over():
-            self._end(shutdown_seconds(self._config))
+            self._end(shutdown_timeout_of(self._config))
 
     def _job_is_over(self) -> bool:
         """Whether its nodes have written down that it is."""
