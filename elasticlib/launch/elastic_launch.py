@@ -151,7 +151,7 @@ def run_node(
             workers,
             max_restarts=config.max_restarts,
             stop_timeouts=StopTimeouts(shutdown_timeout=shutdown_timeout_of(config)),
-            interval=config.monitor_interval,
+            monitor_interval=config.monitor_interval,
             options=options,
             snapshot_service=snapshot_service,
             journal=journal,
@@ -288,5 +288,5 @@ def shutdown_timeout_of(config: LaunchConfig) -> float:
 def _signal_check(options: AgentOptions) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True once a signal has asked this process to end."""
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with SignalObserver(options.signals, signals.put):
+    with SignalObserver(options.stop_signals, signals.put):
         yield lambda: not signals.empty()

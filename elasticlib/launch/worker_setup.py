@@ -71,8 +71,8 @@ def create_local_workers(config: LaunchConfig, environment: Mapping[str, str]) -
         log_dir=config.log_dir,
         run_id=config.run_id,
         python=config.torchrun.python or sys.executable,
-        processors=_cpu_sets(config, environment),
-        ignored=config.supervision.agent.kept_from_workers,
+        cpu_sets=_cpu_sets(config, environment),
+        ignored_signals=config.supervision.agent.agent_only_signals,
         start_method=config.start_method,
         preload=config.preload,
     )

@@ -41,7 +41,9 @@ def test_a_node_says_since_when_the_store_has_its_word() -> None:
     with contextlib.ExitStack() as stack:
         meeting = open_rendezvous(LaunchConfig())
         stack.callback(meeting.close)
-        journal = stack.enter_context(contextlib.closing(NodeJournal(meeting.run_id, meeting.me)))
+        journal = stack.enter_context(
+            contextlib.closing(NodeJournal(meeting.run_id, meeting.node_id))
+        )
         meeting.handler.next_rendezvous()
         stack.callback(meeting.handler.shutdown)
         stack.enter_context(answering(meeting, journal, agent))

@@ -8,13 +8,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from elasticlib import DynamicRendezvousHandler, Limits, MemoryStore, Node, TcpStoreServer, Timing
+from elasticlib import (
+    DynamicRendezvousHandler,
+    MemoryStore,
+    Node,
+    RendezvousSettings,
+    RendezvousTimeouts,
+    TcpStoreServer,
+)
 from elasticlib.launch.rendezvous_setup import RendezvousSetup
 from elasticlib.rendezvous.interface import RendezvousInfo
 from elasticlib.testing.waiting import wait_until
 
 CLOSE = 0.2
-TIMING = Timing(lease=30.0, refresh=0.1, close=CLOSE)
+TIMING = RendezvousTimeouts(lease_ttl=30.0, keep_alive_interval=0.1, close_timeout=CLOSE)
 
 
 class Unserved:
@@ -40,9 +47,9 @@ class Departure:
                 self.store,
                 "job",
                 Node(id=name, host=name, address="127.0.0.1", slots=1),
-                Limits(min_nodes=least, max_nodes=2),
-                timing=TIMING,
-                open_bootstrap=Unserved,
+                RendezvousSettings(min_nodes=least, max_nodes=2),
+                timeouts=TIMING,
+                open_bootstrap_store=Unserved,
             )
             for name in ("host", "other")
         )
@@ -65,7 +72,9 @@ class Departure:
 
         with TcpStoreServer("127.0.0.1", 0) as server:
             meeting = RendezvousSetup(self.host, self.store, server, "job", "host")
-            meeting.hand_over(go_on, TIMING, needed=1, stopping=stopping)
+            meeting.serve_until_handover(
+                go_on, TIMING, min_remaining_nodes=1, stop_timeout=stopping
+            )
         assert (self.next is not None) == (stop_after is not None), "the store was gone by then"
         return time.monotonic() - began
 
@@ -84,7 +93,7 @@ def departure(request: pytest.FixtureRequest) -> Iterator[Departure]:
 def test_a_host_serves_for_as_long_as_the_others_may_take_to_stop_their_workers_and_meet(
     departure: Departure,
 ) -> None:
-    assert 3 * CLOSE <= departure.serve(stop_after=3 * CLOSE, stopping=60.0) < 30.0
+    assert 3 * CLOSE <= departure.serve(stop_after=3 * CLOSE, stop_timeout=60.0) < 30.0
     assert departure.next is not None
     assert departure.next.result(60).world_size == 1
 
@@ -93,10 +102,10 @@ def test_a_host_serves_for_as_long_as_the_others_may_take_to_stop_their_workers_
 def test_others_who_have_stopped_but_do_not_meet_are_served_for_the_close_timeout(
     departure: Departure,
 ) -> None:
-    assert CLOSE < departure.serve(stop_after=0.1, stopping=60.0) < 30.0
+    assert CLOSE < departure.serve(stop_after=0.1, stop_timeout=60.0) < 30.0
 
 
 def test_others_who_never_stop_their_workers_are_served_for_as_long_as_a_stop_may_take(
     departure: Departure,
 ) -> None:
-    assert 3 * CLOSE <= departure.serve(stop_after=None, stopping=2 * CLOSE) < 30.0
+    assert 3 * CLOSE <= departure.serve(stop_after=None, stop_timeout=2 * CLOSE) < 30.0
