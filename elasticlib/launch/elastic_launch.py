@@ -216,7 +216,7 @@ def _leave_job(rendezvous: RendezvousSetup, config: LaunchConfig, result: RunRes
             )
             rendezvous.serve_until_handover(
                 is_interrupted,
-                config.timing,
+                config.rendezvous_timeouts,
                 min_remaining_nodes=min_nodes,
                 stop_timeout=stop_timeout,
             )

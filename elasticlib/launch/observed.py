@@ -82,7 +82,7 @@ def open_journal(
             slots=config.nproc_per_node,
             settings=_settings(config),
             logs=logs,
-            lease=config.timing.lease_ttl,
+            lease=config.rendezvous_timeouts.lease_ttl,
             endpoint=endpoint,
             versions=versions(),
         )

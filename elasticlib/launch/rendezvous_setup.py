@@ -177,8 +177,8 @@ def open_rendezvous(config: LaunchConfig, secret: bytes | None = None) -> Rendez
         store,
         config.run_id,
         node,
-        config.limits,
-        timeouts=config.timing,
+        config.rendezvous_settings,
+        timeouts=config.rendezvous_timeouts,
         backend=config.rdzv_backend,
         find_address=find_address,
         find_store_proxy=find_store_proxy,
@@ -215,8 +215,8 @@ def _parameters(config: LaunchConfig, node: Node) -> BackendParameters:
         options=config.plugin_options,
         timeout=config.store_timeout_s,
         node=attrs.evolve(node, address=node.address or outward_address()),
-        limits=config.limits,
-        timing=config.timing,
+        settings=config.rendezvous_settings,
+        timeouts=config.rendezvous_timeouts,
     )
 
 

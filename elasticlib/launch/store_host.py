@@ -116,7 +116,7 @@ class TcpStoreHost:
             )
             for host, port in addresses
         ]
-        failover_timeout = config.timing.lease_ttl
+        failover_timeout = config.rendezvous_timeouts.lease_ttl
         if len(endpoints) > 1:
             return None, FailoverStore(endpoints, failover_timeout=failover_timeout)
         ((host, port),) = addresses
@@ -159,7 +159,7 @@ class TcpStoreHost:
         stays, because they use the store that it serves.
         """
         endpoint, last_message = join_endpoint(host, hosted.port), ""
-        interval = NAME_CHECK_INTERVAL_LEASES * self._config.timing.lease_ttl
+        interval = NAME_CHECK_INTERVAL_LEASES * self._config.rendezvous_timeouts.lease_ttl
         while not hosted.wait_closed(interval):
             addresses = resolve(host, hosted.port)
             if not addresses or any(map(is_local_address, addresses)):

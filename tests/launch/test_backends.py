@@ -34,7 +34,12 @@ def open_store(request):
 def open_handler(request):
     store = FileStore(request.endpoint, timeout=request.timeout)
     return DynamicRendezvousHandler(
-        store, request.run_id, request.node, request.limits, timing=request.timing, backend="whole"
+        store,
+        request.run_id,
+        request.node,
+        request.settings,
+        timeouts=request.timeouts,
+        backend="whole",
     )
 
 def open_nothing(request):
@@ -88,8 +93,12 @@ def test_a_backend_is_told_all_that_it_may_need(shelf: Path) -> None:
     meeting.close()
     assert (request.endpoint, request.run_id) == (str(shelf / "meeting"), "job")
     assert request.options == {"colour": "red", "user": "5"}
-    assert (request.timing.join, request.timing.refresh, request.timeout) == (7.0, 0.5, 5.0)
-    assert (request.limits.min_nodes, request.node.slots) == (1, 3)
+    assert (
+        request.timeouts.join_timeout,
+        request.timeouts.keep_alive_interval,
+        request.timeout,
+    ) == (7.0, 0.5, 5.0)
+    assert (request.settings.min_nodes, request.node.slots) == (1, 3)
     assert request.node.address
     assert meeting.handler.get_backend() == "shelf:open_store"
 
@@ -106,7 +115,11 @@ def test_a_whole_handler_is_used_as_it_is(shelf: Path) -> None:
     ("backend", "code", "sentence"),
     [
         ("shelf:open_store", 4, "no job 'job' is there (yet)"),
-        ("shelf:open_handler", 4, "--rdzv-backend shelf:open_handler keeps its store to itself"),
+        (
+            "shelf:open_handler",
+            4,
+            "shelf:open_handler has no store that can be read",
+        ),
         ("zk", 2, "--rdzv-backend must be one of tcp,"),
     ],
 )

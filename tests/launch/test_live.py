@@ -28,7 +28,7 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
         workers=SimpleNamespace(
             running=lambda: {local: f"pid {local}" for local in range(4)},
             dump_stacks_of=dump,
-            beats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
+            heartbeats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
         ),
     )
     found = stacks_of(agent)(frozenset({5, 6, 9}))
@@ -37,7 +37,7 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
 
 
 def test_a_node_says_since_when_the_store_has_its_word() -> None:
-    agent: Any = SimpleNamespace(workers=SimpleNamespace(beats=dict), silent=lambda: 0.0)
+    agent: Any = SimpleNamespace(workers=SimpleNamespace(heartbeats=dict), stalled_s=lambda: 0.0)
     with contextlib.ExitStack() as stack:
         meeting = open_rendezvous(LaunchConfig())
         stack.callback(meeting.close)

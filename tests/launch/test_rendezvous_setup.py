@@ -59,7 +59,7 @@ class Departure:
         wait_until("the other hears of it", lambda: self.other.wait_for_change(0.1))
         self.next: Future[RendezvousInfo] | None = None
 
-    def serve(self, *, stop_after: float | None, stopping: float) -> float:
+    def serve(self, *, stop_after: float | None, stop_timeout: float) -> float:
         """How long the host serves, where the other stops its workers after so many seconds."""
         began = time.monotonic()
 
@@ -73,7 +73,7 @@ class Departure:
         with TcpStoreServer("127.0.0.1", 0) as server:
             meeting = RendezvousSetup(self.host, self.store, server, "job", "host")
             meeting.serve_until_handover(
-                go_on, TIMING, min_remaining_nodes=1, stop_timeout=stopping
+                go_on, TIMING, min_remaining_nodes=1, stop_timeout=stop_timeout
             )
         assert (self.next is not None) == (stop_after is not None), "the store was gone by then"
         return time.monotonic() - began

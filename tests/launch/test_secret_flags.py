@@ -76,7 +76,7 @@ def test_a_secret_that_nobody_is_asked_for_is_mentioned(
     place = str(tmp_path / "meeting")
     config = LaunchConfig(rdzv_backend="file", rdzv_endpoint=place, run_id="job")
     open_rendezvous(config, b"open sesame, please").close()
-    assert "the secret is not used: it is not for file" in caplog.text
+    assert "ignoring the secret: the file backend does not use it" in caplog.text
 
 
 @pytest.mark.faults

@@ -368,7 +368,7 @@ class Driver:
             {name: amount for name, amount in resources.items() if amount},
             order.config.min_nodes,
             order.config.max_nodes,
-            join=order.config.timing.join_timeout,
+            join=order.config.rendezvous_timeouts.join_timeout,
         )
         self._agents: dict[int, _Agent] = {}
         self._count = 0
@@ -433,7 +433,9 @@ class Driver:
     def _end(self, seconds: float) -> None:
         """No agent is placed any more, and those that run have so long to come to their end."""
         if self._deadline is None:
-            self._deadline = monotonic() + seconds + self._config.timing.close_timeout + MARGIN
+            self._deadline = (
+                monotonic() + seconds + self._config.rendezvous_timeouts.close_timeout + MARGIN
+            )
         for number in [number for number, agent in self._agents.items() if not agent.runs]:
             self._drop(number)
 
