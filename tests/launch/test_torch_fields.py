@@ -165,7 +165,7 @@ def test_workers_that_cannot_be_bound_run_all_the_same_where_that_is_asked_for(
         create_local_workers(LaunchConfig(numa_options=NODE), environment)
     anywhere = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
     create_local_workers(LaunchConfig(numa_options=anywhere), environment).close()
-    assert "workers run on any processors: --numa-binding node" in caplog.text
+    assert "workers are not bound to CPUs: --numa-binding node" in caplog.text
 
 
 class CustomLogsSpecs(DefaultLogsSpecs):
