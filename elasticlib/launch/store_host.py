@@ -34,7 +34,7 @@ from .addresses import (
     resolve,
 )
 from .launch_config import LaunchConfig
-from .process import allow_descriptors
+from .launcher_process import raise_open_file_limit
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -126,7 +126,7 @@ class TcpMeetingPlace:
             helper(lambda: self._watch_name(store, hosted, host), "endpoint-name").start()
             return None, store
         if self._hosts is False or self._taken or is_literal(host):
-            return None, places[0].reach()
+            return None, places[0].connect()
         # The name may come to mean this machine. (Where it does, and another of its processes
         # serves there, that is for whoever started the two of them to look after.)
         return None, FailoverStore(places, failover_timeout=patience)
@@ -155,7 +155,7 @@ class TcpMeetingPlace:
                 said = ""
                 continue
             there = f"{endpoint} has come to mean another machine ({', '.join(addresses)})"
-            if store.follow():
+            if store.yield_to_other_server():
                 log.warning("%s: this node, which was alone, goes to the store there", there)
             elif there != said:
                 log.warning(
@@ -177,7 +177,7 @@ class TcpMeetingPlace:
         # Torch's own store, which each worker connects to, may be this process's too.
         own = SPARE_DESCRIPTORS + nodes * self._config.nproc_per_node
         own += 3 * self._links  # a client's, its other half, and that one's in torch's server
-        allow_descriptors(nodes + SPARE_DESCRIPTORS + own)
+        raise_open_file_limit(nodes + SPARE_DESCRIPTORS + own)
         limits = ServerLimits(reserved_descriptors=own, max_torch_relays=self._links)
         job, secret = self._config.run_id, self._secret
         return TcpStoreServer(
