@@ -92,7 +92,7 @@ def test_workers_that_are_notified_stop_at_the_call_that_is_named(run: Run) -> N
     assert call is not None
     workers.stop_at_call(call, notice)
     ends = [run.end(), run.end()]
-    assert [(end.returncode, end.failed) for end in ends] == [(7, False)] * 2
+    assert [(end.returncode, end.has_failed) for end in ends] == [(7, False)] * 2
     # They step after each call but the one that stops them.
     assert {beat.step for beat in workers.final_heartbeats().values()} == {call - 1}
 
