@@ -13,9 +13,9 @@ from typing import TypeVar
 import attrs
 
 from ..errors import InvalidTransitionError, RendezvousConfigError
-from ..rendezvous import layout
-from ..rendezvous.document import Change, ChangeKind
-from ..rendezvous.layout import encode as encode
+from ..rendezvous import store_layout
+from ..rendezvous.membership import Change, ChangeKind
+from ..rendezvous.store_layout import encode as encode
 from ..workers.exits import WorkerExit
 from ..workers.interface import RESIZE, StopNotice
 from ..workers.spec import WorkerState
@@ -296,7 +296,7 @@ def end_of_job(change: Change) -> RunOutcome:
     """Return the outcome of this node's run when the job ends with `change`."""
     if change.kind is ChangeKind.SUCCEEDED:
         return RunOutcome(WorkerState.SUCCEEDED, change.reason)
-    return RunOutcome(WorkerState.FAILED, change.reason, evicted=change.kind.goes_on)
+    return RunOutcome(WorkerState.FAILED, change.reason, evicted=change.kind.job_continues)
 
 
 def _ignore(now: SupervisorState, _event: object) -> Transition:
@@ -374,7 +374,7 @@ def _fail(now: SupervisorState, failure: ReportFailure, *, can_regroup: bool) ->
 
 
 def _membership_changed(now: SupervisorState, event: MembershipChanged) -> Transition:
-    if event.change.kind.final:
+    if event.change.kind.is_final:
         return _begin_ending(now, event), (StopWorkers(),)
     # All ranks can agree on a stop call only if no node was lost and no worker failed.
     is_resize = event.change.kind is ChangeKind.RESIZE
@@ -413,7 +413,9 @@ def _stopping_worker_exited(now: SupervisorState, event: WorkerExited) -> Transi
 
 
 def _changed_while_stopping(now: SupervisorState, event: MembershipChanged) -> Transition:
-    return (_begin_ending(now, event), (CancelRegroup(),)) if event.change.kind.final else (now, ())
+    return (
+        (_begin_ending(now, event), (CancelRegroup(),)) if event.change.kind.is_final else (now, ())
+    )
 
 
 def _escalate(now: SupervisorState, _event: SignalReceived) -> Transition:
@@ -439,15 +441,15 @@ def _changed_after_success(
     now: SupervisorState, event: MembershipChanged | ComponentFailed
 ) -> Transition:
     if isinstance(event, ComponentFailed):
-        change = Change(ChangeKind.LOST, event.reason)
+        change = Change(ChangeKind.STORE_LOST, event.reason)
     else:
         change = event.change
-    if not change.kind.final:
+    if not change.kind.is_final:
         if now.standby_ranks:
             return attrs.evolve(now, state=AgentState.STOPPING), (Regroup(),)
         return SupervisorState(AgentState.JOINING), (StartRendezvous(),)
     outcome = end_of_job(change)
-    if change.kind is ChangeKind.LOST:
+    if change.kind is ChangeKind.STORE_LOST:
         reason = "this node's workers succeeded; the result of the other nodes is unknown: "
         outcome = RunOutcome(WorkerState.SUCCEEDED, reason + change.reason)
     return SupervisorState(AgentState.ENDED, outcome=outcome), ()
@@ -508,6 +510,6 @@ def transition(now: SupervisorState, event: AgentEvent) -> Transition:
 def decode(kind: type[Value], data: bytes) -> Value | None:
     """Return the value of a published message, or None if it is not of exactly this type."""
     try:
-        return layout.decode(kind, data, "a published value")
+        return store_layout.decode(kind, data, "a published value")
     except RendezvousConfigError:
         return None

@@ -277,7 +277,11 @@ def test_who_leaves_by_an_exit_code_is_named_before_the_peers_that_notice_it(
     attempt = run.folder / next(run.folder.glob("*/attempt_0")).relative_to(run.folder)
     (attempt / "end").touch()
     first = run.end()
-    assert (follower.rank, follower.root_failure.rank, follower.root_failure.returncode) == (1, 0, 3)
+    assert (follower.rank, follower.root_failure.rank, follower.root_failure.returncode) == (
+        1,
+        0,
+        3,
+    )
     assert "exits with code 3 and is still exiting; rank 1" in follower.describe()
     assert (first.rank, first.returncode, first.message, first.preceding_failure) == (
         0,
