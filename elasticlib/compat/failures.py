@@ -1,8 +1,8 @@
 """Failures of a launch in torch's shapes, and torch's `record`.
 
-A failure is a view of a `WorkerExit` of this node, or of the `RootCause` that another node reported.
-It is used only if no worker of this node failed. The message of an error ends with the root
-cause, which is the line that users read.
+A failure is a view of a `WorkerExit` of this node. If no worker of this node failed, it is a view
+of the `RootCause` that another node reported. The message of an error ends with the root cause,
+which is the line that users read.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class ProcessFailure:
     error_file: str
     # The content of the error file; `{"message": "<NONE>"}` if the worker wrote none.
     error_file_data: dict[str, Any] = attrs.field(kw_only=True)
-    # The message of the error file: text, or a dict with `message` and `extraInfo`. Without an error
-    # file, a description of the exit.
+    # The message of the error file: text, or a dict with `message` and `extraInfo`. Without an
+    # error file, a description of the exit.
     message: Any = attrs.field(kw_only=True)
     # Time of the failure in seconds since the epoch, by the clock of the worker's machine.
     timestamp: int = attrs.field(kw_only=True)
