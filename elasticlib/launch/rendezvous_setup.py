@@ -119,7 +119,7 @@ def goes_on_without(node_id: str, read: JobListing) -> bool:
     if document is None or document.phase is JobPhase.FORMING:
         return False
     met = read.master_entry is not None and bool(read.master_entry.value)
-    return document.phase.is_terminal or (met and document.rank_of(node_id) is None)
+    return document.phase.is_terminal or (met and node_id not in document.member_ids)
 
 
 def has_workers(read: JobListing) -> bool:
