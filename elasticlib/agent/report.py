@@ -13,9 +13,9 @@ from functools import partial
 import attrs
 
 from ..clock import Clock
-from ..observe.journal import Guard, Journal
-from ..observe.step_watch import EVERY_SECONDS, StepWatch
-from ..observe.wording import ranks_of
+from ..observe.formatting import format_ranks
+from ..observe.journal import Journal, SafeCaller
+from ..observe.step_monitor import MAX_INTERVAL_S, StepMonitor
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousInfo
 from ..visible import shorten
@@ -112,9 +112,9 @@ class Report:
         self._host = host
         self._workers = workers
         self._journal = journal
-        self._guard = Guard(journal)
+        self._guard = SafeCaller(journal)
         self._clock = clock
-        self._steps: StepWatch | None = None
+        self._steps: StepMonitor | None = None
         self._idle_since = self._began_at = self._stopping_at = self._prepared_at = clock()
         self._why, self._planned = "the first generation of this node", False
         self._silent_since: float | None = None
@@ -149,7 +149,7 @@ class Report:
 
     def joining(self) -> None:
         self._last_look()
-        self._tell("rendezvous.began", why=self._why, planned=self._planned)
+        self._tell("rendezvous.started", reason=self._why, is_planned=self._planned)
 
     def prepared(self) -> None:
         """All imports that workers need are done, and the node asks for its first place."""
@@ -170,7 +170,7 @@ class Report:
         waited = self._began_at - self._idle_since
         imports = max(0.0, self._prepared_at - self._idle_since)
         first, last = group.workers[0], group.workers[-1]
-        ranks = ranks_of(range(first.rank, last.rank + 1))
+        ranks = format_ranks(range(first.rank, last.rank + 1))
         importing = f"{imports:.2f} s of imports and " if imports else ""
         # A handler of the user's may give no cause.
         cause = info.cause or self._why
@@ -181,19 +181,20 @@ class Report:
             f"{group.restarts} of {group.max_restarts} restarts; {cause}",
         )
         self._tell(
-            "generation.began",
-            seconds=round(waited, 6),
-            imports=round(imports, 6),
+            "generation.started",
+            duration_seconds=round(waited, 6),
+            import_seconds=round(imports, 6),
             attempt=group.attempt,
             node_rank=info.rank,
-            nodes=info.world_size,
+            node_count=info.world_size,
             ranks=[first.rank, last.rank],
-            world=first.world_size,
+            world_size=first.world_size,
             role=[first.role_rank, first.role_world_size],
             restarts=group.restarts,
             max_restarts=group.max_restarts,
-            cause=cause,
-            why=None if info.why is None else info.why.value,
+            reason=cause,
+            trigger=None if info.why is None else info.why.value,
+            incarnation=info.incarnation,
         )
 
     def started(
@@ -204,25 +205,25 @@ class Report:
             local = worker.local_rank
             if local in names:
                 facts = {"local_rank": local, "name": names[local], "attempt": started_in[local]}
-                self._tell("worker.began", worker.rank, **facts)
+                self._tell("worker.started", worker.rank, **facts)
         if names and self._workers.tell_steps and self._journal is not None:
-            self._steps = StepWatch(self._began_at)
+            self._steps = StepMonitor(self._began_at)
 
     def look(self, *, final: bool = False) -> None:
         """Tell of the workers' steps, if that is due. Of those that have ended something is known
         for as long as no others are started."""
         watch, now = self._steps, self._clock()
-        if watch is None or not (final or now >= watch.due):
+        if watch is None or not (final or now >= watch.due_at):
             return
         try:
             beats = self._workers.beats()
             final = final or not beats
             beats = self._workers.last_beats() if final else beats
-            self._steps, found = watch.look(now, beats, final=final)
+            self._steps, found = watch.read(now, beats, is_final=final)
         except Exception:
             # What is seen is never worth the end of the training.
             log.exception("cannot read the workers' steps")
-            self._steps, found = attrs.evolve(watch, due=now + EVERY_SECONDS), []
+            self._steps, found = attrs.evolve(watch, due_at=now + MAX_INTERVAL_S), []
         for kind, facts in found:
             self._tell(kind, **facts)
 
@@ -235,16 +236,16 @@ class Report:
         """A worker ended; supervised: while nothing was being stopped. The cause to be told, if
         this is one."""
         self._tell(
-            "worker.ended",
+            "worker.exited",
             exit_.rank,
             local_rank=exit_.local_rank,
-            code=exit_.returncode,
-            ok=exit_.ok,
+            exit_code=exit_.returncode,
+            succeeded=exit_.ok,
             stopped=exit_.stopped,
-            how=exit_.describe(),
+            description=exit_.describe(),
             error="" if exit_.ok else exit_.message or exit_.how,
             traceback="" if exit_.ok else shorten(exit_.traceback, LONGEST_TRACE),
-            uptime=round(self._clock() - self._began_at, 6),
+            uptime_seconds=round(self._clock() - self._began_at, 6),
         )
         # What ends while it is being stopped did what it was told, and failed at nothing; unless
         # it had said before that it failed.
@@ -277,20 +278,25 @@ class Report:
         since = self._silent_since
         word = "hang" if since is not None else "killed" if failure.killed else "ordinary"
         silent = None if since is None else round(self._clock() - since, 3)
-        self._tell("failure", reason=failure.reason, failure=word, silent=silent)
+        self._tell(
+            "failure",
+            reason=failure.reason,
+            failure_kind=word,
+            seconds_since_heartbeat=silent,
+        )
 
     def draining(self, signal: str, why: str) -> None:
-        self._tell("drain.asked", signal=signal, why=why)
+        self._tell("drain.requested", signal=signal, reason=why)
 
     def stopping(self, notice: Notice | None) -> None:
         self._stopping_at = self._clock()
         why, seconds = ("", 0.0) if notice is None else (notice.reason, notice.seconds)
-        self._tell("stopping", why=why, seconds=seconds, because=self._why)
+        self._tell("stopping", notice=why, grace_seconds=seconds, reason=self._why)
 
     def stopped(self, end: policy.GroupStopped) -> None:
         self._idle_since = self._clock()
         seconds = round(self._idle_since - self._stopping_at, 6)
-        self._tell("stopped", seconds=seconds, left=end.left)
+        self._tell("stopped", duration_seconds=seconds, survivors=end.left)
 
     def heard(self, change: Change) -> None:
         """The generation is over, or the job is."""
@@ -329,17 +335,17 @@ class Report:
         )
         self._last_look()
         if self.saved is not None:
-            self._tell("saved", step=self.saved, count=1)
+            self._tell("checkpoint.saved", step=self.saved, count=1)
         self._tell(
-            "run.ended",
+            "run.finished",
             state=result.state.value,
             reason=result.reason,
             exit_code=result.exit_code,
             expelled=result.expelled,
-            cause=None if cause is None else _in_short(cause),
+            root_cause=None if cause is None else _in_short(cause),
         )
         # What was told has been heard, unless that takes too long.
-        self._guard.settle()
+        self._guard.flush()
         return result
 
     @property
@@ -348,9 +354,9 @@ class Report:
 
     def _tell(self, kind: str, rank: int | None = None, **facts: object) -> None:
         if self._journal is not None:
-            tell, generation = self._journal.tell, self._generation
+            tell, generation = self._journal.record, self._generation
             told = partial(tell, kind, generation=generation, rank=rank, **facts)
-            self._guard.call(told, prompt=self._journal.prompt)
+            self._guard.call(told, is_nonblocking=self._journal.is_nonblocking)
 
 
 def _in_short(cause: Cause) -> dict[str, object]:

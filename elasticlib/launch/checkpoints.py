@@ -16,7 +16,7 @@ from ..checkpoint.catalog import CheckpointCatalog, CheckpointEntry
 from ..checkpoint.storage import open_storage
 from ..clock import date_of, monotonic, wall
 from ..errors import CheckpointError, ConfigError
-from ..observe.wording import duration, size
+from ..observe.formatting import format_bytes, format_duration
 from .command_tools import Table, complain, show
 
 REPORT_SECONDS = 5.0
@@ -136,8 +136,8 @@ class Progress:
         if now - self._told < self._every:
             return
         self._told, self._drawn = now, True
-        speed = size(self._done / max(now - self._began, 1e-9))
-        line = f"{self._verb} {size(self._done)} of {size(self._total)}, {speed}/s"
+        speed = format_bytes(self._done / max(now - self._began, 1e-9))
+        line = f"{self._verb} {format_bytes(self._done)} of {format_bytes(self._total)}, {speed}/s"
         text = f"\r{line}\x1b[K" if self._terminal else f"{line}\n"
         print(text, end="", file=self._stream, flush=True)
 
@@ -157,9 +157,9 @@ def _row(one: CheckpointEntry, intact: str) -> tuple[str, ...]:
     made, state = one.manifest, one.problem.removeprefix("is ") if one.corruption else intact
     if made is None:
         return (str(one.step), *"------", state)
-    much = size(made.size) + (f" in {made.num_parts} parts" if made.num_parts else "")
+    much = format_bytes(made.size) + (f" in {made.num_parts} parts" if made.num_parts else "")
     by = f"{made.run_id} generation {made.generation}" if made.run_id else "-"
     pinned = "pinned" if made.is_pinned else "-"
-    age = duration(max(0.0, wall() - made.saved_at))
+    age = format_duration(max(0.0, wall() - made.saved_at))
     world = str(made.world_size or "-")
     return (str(one.step), much, date_of(made.saved_at), age, world, pinned, by, state)

@@ -25,7 +25,7 @@ import attrs
 from .._version import versions
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, StoreError, StoreRejectedError
-from ..observe.wording import size
+from ..observe.formatting import format_bytes
 from ..stores.tcp_client import TcpStore
 from ..visible import visible_line
 from ..workers.run_dirs import SHARED_MEMORY
@@ -203,7 +203,7 @@ def check_shared_memory(place: str = SHARED_MEMORY) -> Finding:
         sentence = f"no file can be made and mapped in {place} ({error.strerror}): loaders with "
         sentence += "workers, snapshots and NCCL need it; in Docker give --shm-size or --ipc=host, "
         return Finding(check, False, f"{sentence}in Kubernetes mount an emptyDir of medium Memory")
-    sizes = f"{size(usage.free)} of {size(usage.total)} are free in {place}"
+    sizes = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} are free in {place}"
     if usage.total <= DOCKER_SHARED_MEMORY_BYTES:
         hint = "that is Docker's default, and little for loaders with workers: give --shm-size"
         return Finding(check, None, f"{sizes}; {hint}")

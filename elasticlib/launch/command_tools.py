@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from ..errors import ConfigError
-from ..observe.wording import table
+from ..observe.formatting import format_table
 from ..visible import visible, visible_line
 
 CLEAR = "\x1b[H\x1b[2J"
@@ -49,7 +49,7 @@ def complain(command: str, error: object, status: int) -> int:
 
 def table_lines(made: Table) -> list[str]:
     """As plain text, a line a row; nothing where there is no row."""
-    lines = table(made.head, [[visible_line(cell) for cell in row] for row in made.rows])
+    lines = format_table(made.head, [[visible_line(cell) for cell in row] for row in made.rows])
     return [made.title, *(f"  {line}" for line in lines)] if made.title and lines else lines
 
 

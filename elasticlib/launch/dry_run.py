@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from ..observe.wording import plural
+from ..observe.formatting import plural
 from ..rendezvous.document import Node
 from ..rendezvous.ranks import deal_seats
 from ..signals import signal_name

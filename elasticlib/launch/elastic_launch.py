@@ -130,8 +130,10 @@ def run_node(
         journal = stack.enter_context(
             open_journal(config, runners, meeting.me, endpoint=meeting.serves_at)
         )
-        shown = f": elasticlib status {shlex.quote(journal.found_by)} shows it{_elsewhere(config)}"
-        log.info("run %s begins%s", config.run_id, shown if journal.found_by else "")
+        shown = (
+            f": elasticlib status {shlex.quote(journal.run_selector)} shows it{_elsewhere(config)}"
+        )
+        log.info("run %s begins%s", config.run_id, shown if journal.run_selector else "")
         agent = ElasticAgent(
             spec_of(config, entrypoint),
             meeting.handler,

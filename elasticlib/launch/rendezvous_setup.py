@@ -13,7 +13,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import ElasticError, StoreConnectionError, StoreError
-from ..observe.wording import plural
+from ..observe.formatting import plural
 from ..rendezvous.bootstrap import torch_store
 from ..rendezvous.document import Node, Phase, Timing
 from ..rendezvous.handler import DynamicRendezvousHandler

@@ -10,7 +10,7 @@ from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.observed import answering, stacks_of
 from elasticlib.launch.rendezvous_setup import open_meeting
 from elasticlib.observe.journal import NodeJournal
-from elasticlib.observe.published import StatusReader
+from elasticlib.observe.node_status import StatusReader
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.interface import Heartbeat
 
@@ -49,4 +49,4 @@ def test_a_node_says_since_when_the_store_has_its_word() -> None:
         store, run_id = meeting.store, meeting.run_id
         wait_until("its status", lambda: StatusReader(store, run_id).read())
         (published,) = StatusReader(store, run_id).read().values()
-    assert published.heard is not None
+    assert published.store_contact_age_seconds is not None

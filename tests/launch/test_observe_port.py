@@ -22,7 +22,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.config import health_port
 from elasticlib.launch.observed import Observed
-from elasticlib.observe.status import FIELDS
+from elasticlib.observe.job_status import FIELDS
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
@@ -101,9 +101,9 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
     )
     said = status()
     assert said.keys() == FIELDS.keys()
-    assert (said["v"], said["state"]) == (2, "RUNNING")
+    assert (said["version"], said["state"]) == (3, "RUNNING")
     (node,) = said["nodes"]
-    assert (node["healthy"], node["health"], node["pid"]) == (True, "RUNNING", agent.pid)
+    assert (node["healthy"], node["health_message"], node["pid"]) == (True, "RUNNING", agent.pid)
     job.finish()
     assert agent.exit_code() == 0
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.observe.event import Event
-from elasticlib.observe.runs import RunRecord, runs_folder
+from elasticlib.observe.runs import RunRegistration, runs_dir
 from soak.campaign import (
     FIRST_NODES,
     KINDS,
@@ -25,7 +25,7 @@ from soak.campaign import (
     usual_mix,
     write,
 )
-from soak.ledger import Generation, Ledger, read_generation
+from soak.ledger import Generation, RecoveryCostCalculator, read_generation
 from soak.phases import PHASES, recovery
 from soak.proof import RECORDS, left
 from soak.report import charged
@@ -135,15 +135,15 @@ def generation(number: int, resumed: int, steps: Iterable[int], world: int = 2) 
 
 
 @pytest.fixture
-def ledger() -> Ledger:
+def ledger() -> RecoveryCostCalculator:
     """Of five steps, of which the third was begun twice."""
-    ledger = Ledger()
+    ledger = RecoveryCostCalculator()
     assert ledger.fold(generation(1, 0, (1, 2, 3))) == 0
     assert ledger.fold(generation(3, 2, (3, 4, 5), world=1)) == 1
     return ledger
 
 
-def test_a_job_that_struck_out_what_it_did_again_is_right(ledger: Ledger) -> None:
+def test_a_job_that_struck_out_what_it_did_again_is_right(ledger: RecoveryCostCalculator) -> None:
     assert ledger.check(5, SAMPLES, BATCH) == []
     assert (ledger.struck, ledger.useful_seconds()) == (1, 2.5)
     # Steps that were begun and never done again do not count.
@@ -152,7 +152,7 @@ def test_a_job_that_struck_out_what_it_did_again_is_right(ledger: Ledger) -> Non
     assert any("[4, 5] do not" in wrong for wrong in ledger.check(5, SAMPLES, BATCH))
 
 
-def test_what_is_missing_or_was_used_twice_is_named(ledger: Ledger) -> None:
+def test_what_is_missing_or_was_used_twice_is_named(ledger: RecoveryCostCalculator) -> None:
     ledger.steps[4].ranks[0] = [0, 1, 6, 7]
     (twice,) = ledger.check(5, SAMPLES, BATCH)
     assert "epoch 1: 6 of 8 samples were used, [0, 1] more than once" in twice
@@ -162,7 +162,9 @@ def test_what_is_missing_or_was_used_twice_is_named(ledger: Ledger) -> None:
     assert any("step 1 has ranks [0] of 2" in wrong for wrong in ledger.check(5, SAMPLES, BATCH))
 
 
-def test_ranks_that_went_on_from_different_steps_are_told_of(ledger: Ledger) -> None:
+def test_ranks_that_went_on_from_different_steps_are_told_of(
+    ledger: RecoveryCostCalculator,
+) -> None:
     odd = generation(4, 5, (6,))
     odd.resumed[1] = {**odd.resumed[1], "resumed": 4}
     ledger.fold(odd)
@@ -187,14 +189,14 @@ def of_one_rank(number: int, at: float, *done: tuple[int, float]) -> Generation:
 
 STRUCK = of_one_rank(4, 1.0, (7, 9.0), (8, 10.0))
 EVENTS = [
-    told("steps", 10.5, 4),
-    told("worker.ended", 11.0, 4),
+    told("progress", 10.5, 4),
+    told("worker.exited", 11.0, 4),
     told("stopping", 11.25, 4),
     told("stopping", 11.5, 4, "b"),
     told("stopped", 12.0, 4),
-    told("rendezvous.began", 12.0, 4),
-    told("generation.began", 13.0, 5),
-    told("generation.began", 13.25, 5, "b"),
+    told("rendezvous.started", 12.0, 4),
+    told("generation.started", 13.0, 5),
+    told("generation.started", 13.25, 5, "b"),
     told("stopped", 20.0, 5),
 ]
 
@@ -210,7 +212,7 @@ def test_a_recovery_is_cut_where_one_phase_ends_and_the_next_begins() -> None:
 
 
 def test_a_generation_that_did_no_step_is_part_of_the_way_to_the_next() -> None:
-    events = [*EVENTS, told("worker.ended", 14.0, 5), told("generation.began", 15.0, 6)]
+    events = [*EVENTS, told("worker.exited", 14.0, 5), told("generation.started", 15.0, 6)]
     later = [STRUCK, of_one_rank(5, 13.5), of_one_rank(6, 16.0, (9, 17.0))]
     found = recovery(10.25, 9, events, later)
     assert found is not None
@@ -272,7 +274,7 @@ def test_what_an_earlier_fault_of_the_generation_did_is_not_this_ones(tmp_path: 
 def test_records_of_runs_stay_but_not_without_bounds_and_of_nobody_who_lives(
     tmp_path: Path,
 ) -> None:
-    record = RunRecord("job", folder=tmp_path / runs_folder().name)
+    record = RunRegistration("job", directory=tmp_path / runs_dir().name)
     assert left("nobody", tmp_path, False) == [f"the agent of {record.path} lives"]
     record.close()
     assert left("nobody", tmp_path, False) == []
