@@ -20,7 +20,7 @@ from pathlib import Path
 import attrs
 
 from .._version import versions
-from ..agent.loop import ElasticAgent
+from ..agent.elastic_agent import ElasticAgent
 from ..clock import monotonic
 from ..errors import ConfigError
 from ..observe.aggregate import NodeStatus
@@ -39,7 +39,7 @@ from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
-from .config import (
+from .launch_config import (
     HEALTH_VARIABLE,
     OBSERVE_FLAG,
     LaunchConfig,
@@ -128,7 +128,7 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
         plain = isinstance(value, str | int | float | bool)
         if plain and value != field.default and field.name != "run_id":
             found[field.name] = value
-    if config.rdzv_configs and not config.foreign:
+    if config.rdzv_configs and not config.is_plugin_backend:
         # Where the keys are ours to know: secrets among them are files' names.
         pairs = (f"{key}={text}" for key, text in config.rdzv_configs.items())
         found["rdzv_conf"] = ",".join(pairs)
@@ -136,15 +136,23 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
 
 
 class RestoreHint(EventListener):
-    """Says of workers that train anew, although steps were kept, that they restore nothing."""
+    """Warns if workers train from the start although a step was saved.
+
+    Workers that are kept from an earlier generation have a state, and need not restore one.
+    """
 
     def __init__(self) -> None:
-        self._kept = self._restored = -1
+        self._kept = -1  # the newest step that was saved
+        self._restored = -1  # the last generation whose workers have a state
+        self._attempt = 0  # in which the new workers of the generation are started
 
     def on_event(self, event: Event) -> None:
         step = int(event.number("step") or 0)
         anew = step <= self._kept and self._restored != event.generation
-        if event.kind == "state.restored":
+        if event.kind == "generation.started":
+            self._attempt = int(event.number("attempt") or 0)
+        is_kept = event.kind == "worker.started" and event.number("attempt") != self._attempt
+        if event.kind == "state.restored" or is_kept:
             self._restored = event.generation
         elif event.kind in ("checkpoint.saved", "snapshot.taken"):
             self._kept = max(self._kept, step)
@@ -172,7 +180,7 @@ def observed(
         journal.record("run.started", host=node.host, pid=os.getpid(), slots=node.slots)
 
         def look() -> NodeReport:
-            return NodeReport.at(monotonic(), journal.status(workers.beats()))
+            return NodeReport.at(monotonic(), journal.status(workers.heartbeats()))
 
         with StatusPublisher(store, run_id, node.id, look) as publisher:
             journal.on_recorded = publisher.wake
@@ -190,12 +198,12 @@ def answering(meeting: Meeting, journal: NodeJournal, agent: ElasticAgent) -> It
 
     def look() -> NodeReport:
         heard = handler.heard() if isinstance(handler, DynamicRendezvousHandler) else None
-        status = journal.status(agent.workers.beats())
+        status = journal.status(agent.workers.heartbeats())
         return NodeReport.at(
             monotonic(),
             status,
             store_contact_age_seconds=heard,
-            loop_blocked_seconds=agent.silent(),
+            loop_blocked_seconds=agent.stalled_s(),
         )
 
     poll = POLL_SECONDS if isinstance(store, FileStore) else 0.0
@@ -222,9 +230,9 @@ def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], NodeStac
         }
         if not running:
             return NodeStacks({})
-        texts, beats = agent.workers.dump_stacks_of(running), agent.workers.beats()
+        texts, beats = agent.workers.dump_stacks_of(running), agent.workers.heartbeats()
         silent = [local for local in running if local not in texts]
-        asked = [local for local in silent if local in beats and beats[local].dumps]
+        asked = [local for local in silent if local in beats and beats[local].can_dump_stacks]
         return NodeStacks(
             {ranked[local]: texts[local] for local in running if local in texts},
             unresponsive_ranks=tuple(sorted(ranked[local] for local in asked)),
@@ -247,8 +255,8 @@ class Observed:
     def __init__(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
         self._servers: list[tuple[HttpServer, tuple[str, ...]]] = []
         checked = health_port(environment)
-        if config.observed_at is not None:
-            self._open(OBSERVE_FLAG, config.observed_at, (HEALTH, STATUS, METRICS))
+        if config.observe_address is not None:
+            self._open(OBSERVE_FLAG, config.observe_address, (HEALTH, STATUS, METRICS))
         if checked is not None:
             try:
                 # Only the health page, because probes from other machines need no more.
@@ -288,15 +296,15 @@ def _pages(agent: ElasticAgent, journal: NodeJournal) -> Pages:
     known = versions()
 
     def now() -> tuple[NodeStatus, Health]:
-        status = journal.status(agent.workers.beats())
-        return status, check_health(status.state, status.reason, agent.silent())
+        status = journal.status(agent.workers.heartbeats())
+        return status, check_health(status.state, status.reason, agent.stalled_s())
 
     def health() -> HttpResponse:
         _, found = now()
         return text_response(200 if found.is_healthy else 503, found.message)
 
     def status() -> HttpResponse:
-        published = NodeReport.at(monotonic(), now()[0], loop_blocked_seconds=agent.silent())
+        published = NodeReport.at(monotonic(), now()[0], loop_blocked_seconds=agent.stalled_s())
         text = json.dumps(document_of_node(published), indent=2)
         return HttpResponse(200, "application/json", text.encode() + b"\n")
 
@@ -307,7 +315,7 @@ def _pages(agent: ElasticAgent, journal: NodeJournal) -> Pages:
             totals_of(journal.aggregate),
             journal.aggregate.last_progress,
             is_healthy=found.is_healthy,
-            loop_blocked_seconds=agent.silent(),
+            loop_blocked_seconds=agent.stalled_s(),
             dropped_events=journal.num_dropped,
             versions=known,
         )

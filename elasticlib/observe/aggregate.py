@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from ..workers.interface import NOTHING, Heartbeat
+from ..workers.interface import NO_STEP, Heartbeat
 from .event import Event, TimelineEvent
 from .history import JobState, NodeGeneration, ProgressSample, Why, stall_seconds
 
@@ -163,22 +163,24 @@ def with_heartbeats(
     workers, snapshot_steps = [], []
     for worker in status.workers:
         beat = heartbeats.get(worker.local_rank)
-        if beat is not None and beat.snapshot != NOTHING:
-            snapshot_steps.append(beat.snapshot)
-        if beat is None or not beat.attached:
+        if beat is not None and beat.last_snapshot_step != NO_STEP:
+            snapshot_steps.append(beat.last_snapshot_step)
+        if beat is None or not beat.is_attached:
             workers.append(worker)
             continue
-        durations = sorted(beat.durations)
+        durations = sorted(beat.step_durations)
         median = durations[len(durations) // 2] if durations else 0.0
         speed = 1 / median if median > 0 else None
-        if speed is not None and stall_seconds(now - beat.at, 0, median):
+        if speed is not None and stall_seconds(now - beat.last_step_at, 0, median):
             speed = 0.0
         worker = attrs.evolve(
             worker,
-            step=None if beat.step == NOTHING else beat.step,
+            step=None if beat.step == NO_STEP else beat.step,
             steps_per_second=speed,
-            seconds_since_heartbeat=max(0.0, now - beat.alive) if beat.alive else None,
-            checkpoint_step=None if beat.saved == NOTHING else beat.saved,
+            seconds_since_heartbeat=max(0.0, now - beat.last_activity_at)
+            if beat.last_activity_at
+            else None,
+            checkpoint_step=None if beat.last_saved_step == NO_STEP else beat.last_saved_step,
         )
         workers.append(worker)
     # A snapshot of a sharded state is complete once the last worker has its part.

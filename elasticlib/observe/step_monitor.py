@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from ..workers.interface import NOTHING, SOURCES, Heartbeat
+from ..workers.interface import NO_STEP, RESTORE_SOURCES, Heartbeat
 
 MAX_INTERVAL_S = 10.0  # between two progress events
 MIN_INTERVAL_S = 1.0  # between two progress events, and between readings before training starts
@@ -27,17 +27,17 @@ class HeartbeatReading:
     @property
     def with_steps(self) -> list[Heartbeat]:
         """The heartbeats of workers that report steps."""
-        return [beat for beat in self.beats.values() if beat.steps]
+        return [beat for beat in self.beats.values() if beat.num_steps]
 
     @property
     def step(self) -> int:
-        """The last step that all workers with steps have completed, or NOTHING."""
-        return min((beat.step for beat in self.with_steps), default=NOTHING)
+        """The last step that all workers with steps have completed, or NO_STEP."""
+        return min((beat.step for beat in self.with_steps), default=NO_STEP)
 
     @property
     def reached_at(self) -> float:
         """When the last of these workers completed this step."""
-        return max(beat.at for beat in self.with_steps if beat.step == self.step)
+        return max(beat.last_step_at for beat in self.with_steps if beat.step == self.step)
 
     @property
     def first_step(self) -> tuple[int, float] | None:
@@ -114,21 +114,21 @@ class StepMonitor:
     def _progress_events(self, reading: HeartbeatReading) -> tuple[StepMonitor, Events]:
         monitor, events = self, Events()
         before = monitor.last_reading
-        if reading.step != NOTHING and (before is None or reading.step != before.step):
+        if reading.step != NO_STEP and (before is None or reading.step != before.step):
             monitor = attrs.evolve(monitor, last_reading=reading)
             events.append(("progress", _progress_facts(before, reading)))
         # Each worker keeps its part of a sharded state, so a snapshot is complete once the last
         # worker has its part. A checkpoint is complete when any worker says so.
-        holders = [beat for beat in reading.beats.values() if beat.snapshots]
-        snapshots = min((beat.snapshots for beat in holders), default=0)
+        holders = [beat for beat in reading.beats.values() if beat.num_snapshots]
+        snapshots = min((beat.num_snapshots for beat in holders), default=0)
         if snapshots > monitor.snapshots:
-            step = min(beat.snapshot for beat in holders)
+            step = min(beat.last_snapshot_step for beat in holders)
             facts = {"step": step, "count": snapshots - monitor.snapshots}
             monitor = attrs.evolve(monitor, snapshots=snapshots)
             events.append(("snapshot.taken", facts))
-        saves = max((beat.saves for beat in reading.beats.values()), default=0)
+        saves = max((beat.num_saves for beat in reading.beats.values()), default=0)
         if saves > monitor.saves:
-            step = max(beat.saved for beat in reading.beats.values())
+            step = max(beat.last_saved_step for beat in reading.beats.values())
             events.append(("checkpoint.saved", {"step": step, "count": saves - monitor.saves}))
             monitor = attrs.evolve(monitor, saves=saves)
         return monitor, events
@@ -137,23 +137,23 @@ class StepMonitor:
 def _all_train(reading: HeartbeatReading) -> bool:
     # A worker without a step while another completes its second one does not report steps.
     with_steps = reading.with_steps
-    return len(with_steps) == len(reading.beats) or max(beat.steps for beat in with_steps) > 1
+    return len(with_steps) == len(reading.beats) or max(beat.num_steps for beat in with_steps) > 1
 
 
 def _num_restores(reading: HeartbeatReading, *, of_all: bool) -> int:
     """Return how often each worker has restored a state; `of_all`: 0 unless all of them have."""
-    counts = [beat.restores if beat.restored else 0 for beat in reading.beats.values()]
+    counts = [beat.num_restores if beat.last_restore else 0 for beat in reading.beats.values()]
     known = [count for count in counts if count]
     return 0 if of_all and len(known) < len(counts) else min(known, default=0)
 
 
 def _restore_facts(reading: HeartbeatReading) -> dict[str, Any]:
-    states = [beat.restored for beat in reading.beats.values() if beat.restored is not None]
-    asked_at = max((state.began for state in states), default=reading.started_at)
-    done_at = max((state.ended for state in states), default=reading.started_at)
+    states = [beat.last_restore for beat in reading.beats.values() if beat.last_restore is not None]
+    asked_at = max((state.started_at for state in states), default=reading.started_at)
+    done_at = max((state.finished_at for state in states), default=reading.started_at)
     return {
-        "step": min((state.step for state in states), default=NOTHING),
-        "source": max((state.source for state in states), key=SOURCES.index, default=""),
+        "step": min((state.step for state in states), default=NO_STEP),
+        "source": max((state.source for state in states), key=RESTORE_SOURCES.index, default=""),
         "duration_seconds": round(max(0.0, done_at - asked_at), 6),
         "delay_seconds": round(max(0.0, asked_at - reading.started_at), 6),
     }
@@ -163,13 +163,13 @@ def _progress_facts(before: HeartbeatReading | None, now: HeartbeatReading) -> d
     since = now.first_step if before is None else (before.step, before.reached_at)
     speed = None if since is None else _rate(now.step - since[0], now.reached_at - since[1])
     losses = {local: beat.loss for local, beat in now.beats.items() if beat.loss is not None}
-    alive_at = min(beat.alive for beat in now.with_steps)
+    alive_at = min(beat.last_activity_at for beat in now.with_steps)
     return {
         "step": now.step,
         "steps_per_second": speed,
         "seconds_since_heartbeat": round(max(0.0, now.at - alive_at), 3),
         "loss": losses[min(losses)] if losses else None,
-        "losses": _losses(before, now, min(losses, default=NOTHING)),
+        "losses": _losses(before, now, min(losses, default=NO_STEP)),
         "samples_per_second": _throughput(before, now),
     }
 
@@ -178,12 +178,12 @@ def _losses(
     before: HeartbeatReading | None, now: HeartbeatReading, local_rank: int
 ) -> list[list[float]]:
     """Return evenly chosen losses of a worker since the reading before."""
-    losses = now.beats[local_rank].losses if local_rank in now.beats else None
+    losses = now.beats[local_rank].loss_history if local_rank in now.beats else None
     if losses is None:
         return []
     old = None
     if before is not None and local_rank in before.beats:
-        old = before.beats[local_rank].losses
+        old = before.beats[local_rank].loss_history
     new = losses.since(0 if old is None else old.count)
     return [[step, round(max(0.0, now.at - at), 2), float(f"{loss:.6g}")] for step, at, loss in new]
 
@@ -192,12 +192,14 @@ def _throughput(before: HeartbeatReading | None, now: HeartbeatReading) -> float
     rates = []
     for local, beat in now.beats.items():
         old = None if before is None else before.beats.get(local)
-        if old is not None and old.steps:
-            rates.append(_rate(beat.samples - old.samples, beat.at - old.at))
-        elif beat.steps > 1 and beat.first_at:
+        if old is not None and old.num_steps:
+            rates.append(
+                _rate(beat.num_samples - old.num_samples, beat.last_step_at - old.last_step_at)
+            )
+        elif beat.num_steps > 1 and beat.first_at:
             # The samples of the first step, an equal part of all, took no measured time.
-            after_first = beat.samples * (beat.steps - 1) / beat.steps
-            rates.append(_rate(after_first, beat.at - beat.first_at))
+            after_first = beat.num_samples * (beat.num_steps - 1) / beat.num_steps
+            rates.append(_rate(after_first, beat.last_step_at - beat.first_at))
     known = [rate for rate in rates if rate is not None]
     return round(sum(known), 3) if known else None
 

@@ -503,7 +503,9 @@ def test_a_loss_that_is_no_number_any_more_is_told_of(odd: str, numbers: int) ->
     )
 
 
-@pytest.mark.parametrize("change", [{"monotonic": 1e308}, {"timestamp": -1e308}, {"generation": 10**400}])
+@pytest.mark.parametrize(
+    "change", [{"monotonic": 1e308}, {"timestamp": -1e308}, {"generation": 10**400}]
+)
 def test_what_has_a_time_or_a_generation_that_cannot_be_is_passed_over(
     change: dict[str, Any],
 ) -> None:

@@ -267,7 +267,9 @@ def test_where_no_steps_are_told_nobody_is_told_that_none_was_redone() -> None:
     words = told(history_of(files(agent)))
     assert "Repeated steps \u2013 not reported" in words
     assert "Time lost 2.0 s and lost training" in words
-    assert "what training lost is not known, as no worker reported a step (context().step)" in words
+    assert (
+        "lost training time is unknown because no worker reported a step (context().step)" in words
+    )
 
 
 def test_a_node_that_was_requeued_is_counted_once() -> None:
@@ -331,7 +333,7 @@ def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:
         cost = format_duration(made.cost.seconds)
         assert f"Generation {made.number}, {made.trigger.words} {made.reason} {cost}" in words
         for name, seconds in made.cost.phases.items():
-            redone = f"{plural(made.cost.repeated_steps, 'step')}, " if name == "redone" else ""
+            redone = f"{plural(made.cost.repeated_steps, 'step')}, " if name == "repeated" else ""
             assert f"{name} {redone}{format_duration(seconds)}" in words
 
 
