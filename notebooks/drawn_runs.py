@@ -109,7 +109,7 @@ def _name_bands(axes: Axes, history: History) -> None:
 def _draw_nodes(axes: Axes, history: History) -> None:
     rows = {story.node: row for row, story in enumerate(history.nodes)}
     for story in history.nodes:
-        end = story.seen if story.exit is None else story.exit.at
+        end = story.last_event_at if story.exit is None else story.exit.at
         row = rows[story.node]
         axes.plot([story.started_at, end], [row, row], color=QUIET, lw=1.2, zorder=1)
     for stay in history.memberships:

@@ -33,7 +33,7 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
     )
     found = stacks_of(agent)(frozenset({5, 6, 9}))
     assert asked == [{1, 2}]
-    assert (found.texts, found.silent, found.mute) == ({5: "of 1"}, (6,), {})
+    assert (found.texts, found.unresponsive_ranks, found.unsupported) == ({5: "of 1"}, (6,), {})
 
 
 def test_a_node_says_since_when_the_store_has_its_word() -> None:

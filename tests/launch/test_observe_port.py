@@ -79,14 +79,14 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
     wait_until("steps to be shown", lambda: shows("elasticlib_worker_step", 5, 'rank="1"'))
     # It has grown smaller by more than nothing only if the agent's loop has answered.
     wait_until(
-        "the loop to be seen turning", lambda: not shows("elasticlib_loop_silent_seconds", 0.3)
+        "the loop to be seen turning", lambda: not shows("elasticlib_agent_loop_blocked_seconds", 0.3)
     )
     assert get(address, "/healthz") == (200, "RUNNING\n")
     (job.folder / "fail.1").touch()
     wait_until("the restart to be shown", lambda: shows("elasticlib_restarts_total", 1))
     _, text = get(address, "/metrics")
     assert metric(text, "elasticlib_failures_total", 'kind="ordinary"') == 1
-    assert metric(text, "elasticlib_restarts_left") == 0
+    assert metric(text, "elasticlib_restarts_remaining") == 0
     assert metric(text, "elasticlib_recovery_seconds_count", 'until="started"') == 1
     assert metric(text, "elasticlib_generation") == 2
 
@@ -123,7 +123,7 @@ def test_an_agent_whose_loop_is_stuck_is_not_well_until_it_turns_again(job: Job)
     wait_until("the workers", lambda: get(address, "/healthz") == (200, "RUNNING\n"))
     (job.folder / "fail.1").touch()
     wait_until("a probe to fail", lambda: get(address, "/healthz")[0] == 503)
-    assert "the agent's loop has not turned for" in get(address, "/healthz")[1]
+    assert "the agent's event loop has been blocked for" in get(address, "/healthz")[1]
     gate.write_text("go on")
     wait_until("the restarted workers", lambda: get(address, "/healthz") == (200, "RUNNING\n"))
     job.finish()

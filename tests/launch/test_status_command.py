@@ -32,7 +32,7 @@ from elasticlib.observe.job_status import (
     NodeEntry,
     status_of,
 )
-from elasticlib.observe.node_status import NodeReport, beside
+from elasticlib.observe.node_status import NodeReport, observer_prefix
 from elasticlib.observe.node_status import encode as encode_status
 from elasticlib.observe.runs import RunRegistration
 from elasticlib.observe.stack_query import LONGEST_QUESTION, Question, encode_query
@@ -183,7 +183,7 @@ def test_a_folder_of_old_statuses_is_looked_at_until_a_node_renews_its_own_or_it
         """With a clock that is an hour behind."""
         status = NodeStatus("job", "n1", state=JobState.RUNNING, generation=generation)
         data = encode_status(NodeReport(status, 1.0, 2.0), wall() - 3600.0)
-        theirs.set(f"{beside('job', 'status')}n1", data, ttl=60.0)
+        theirs.set(f"{observer_prefix('job', 'status')}n1", data, ttl=60.0)
 
     def look(lease: float) -> list[bool]:
         theirs.set(keys.node("n1"), encode_node(node), ttl=lease)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from processes import marked
 
-from elasticlib.observe.runs import KEPT, is_alive, runs_dir
+from elasticlib.observe.runs import MAX_FINISHED_RECORDS, is_alive, runs_dir
 from elasticlib.testing.waiting import wait_until
 
 from .campaign import BATCH, KEEP_LAST, MOST_NODES, SAMPLES
@@ -22,7 +22,7 @@ from .stage import Stage
 
 TAG = "SOAK_TAG"
 SHARED = Path("/dev/shm")
-RECORDS = KEPT + 3 * MOST_NODES
+RECORDS = MAX_FINISHED_RECORDS + 3 * MOST_NODES
 """Each agent leaves so many of those that are over, and its own, and those that live: nodes of the
 job, others that wait, and some that leave."""
 

@@ -25,7 +25,7 @@ from soak.campaign import (
     usual_mix,
     write,
 )
-from soak.ledger import Generation, RecoveryCostCalculator, read_generation
+from soak.ledger import Generation, Ledger, read_generation
 from soak.phases import PHASES, recovery
 from soak.proof import RECORDS, left
 from soak.report import charged
@@ -135,15 +135,15 @@ def generation(number: int, resumed: int, steps: Iterable[int], world: int = 2) 
 
 
 @pytest.fixture
-def ledger() -> RecoveryCostCalculator:
+def ledger() -> Ledger:
     """Of five steps, of which the third was begun twice."""
-    ledger = RecoveryCostCalculator()
+    ledger = Ledger()
     assert ledger.fold(generation(1, 0, (1, 2, 3))) == 0
     assert ledger.fold(generation(3, 2, (3, 4, 5), world=1)) == 1
     return ledger
 
 
-def test_a_job_that_struck_out_what_it_did_again_is_right(ledger: RecoveryCostCalculator) -> None:
+def test_a_job_that_struck_out_what_it_did_again_is_right(ledger: Ledger) -> None:
     assert ledger.check(5, SAMPLES, BATCH) == []
     assert (ledger.struck, ledger.useful_seconds()) == (1, 2.5)
     # Steps that were begun and never done again do not count.
@@ -152,7 +152,7 @@ def test_a_job_that_struck_out_what_it_did_again_is_right(ledger: RecoveryCostCa
     assert any("[4, 5] do not" in wrong for wrong in ledger.check(5, SAMPLES, BATCH))
 
 
-def test_what_is_missing_or_was_used_twice_is_named(ledger: RecoveryCostCalculator) -> None:
+def test_what_is_missing_or_was_used_twice_is_named(ledger: Ledger) -> None:
     ledger.steps[4].ranks[0] = [0, 1, 6, 7]
     (twice,) = ledger.check(5, SAMPLES, BATCH)
     assert "epoch 1: 6 of 8 samples were used, [0, 1] more than once" in twice
@@ -163,7 +163,7 @@ def test_what_is_missing_or_was_used_twice_is_named(ledger: RecoveryCostCalculat
 
 
 def test_ranks_that_went_on_from_different_steps_are_told_of(
-    ledger: RecoveryCostCalculator,
+    ledger: Ledger,
 ) -> None:
     odd = generation(4, 5, (6,))
     odd.resumed[1] = {**odd.resumed[1], "resumed": 4}
