@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 import attrs
 
 from ..observe.formatting import plural
-from ..rendezvous.document import Node
-from ..rendezvous.ranks import deal_seats
+from ..rendezvous.membership import Node
+from ..rendezvous.rank_assignment import assign_ranks
 from ..signals import signal_name
 from ..workers.node_resources import count_usable_cpus
 from ..workers.spec import WorkerGroup, assign_worker_ranks, worker_environment
 from .arguments import LaunchRequest
-from .command_tools import Table, show
+from .cli_output import Table, show
 from .own_workers import spec_of
 from .settings import Source
 
@@ -31,7 +31,7 @@ _OF_PLACE = frozenset({"RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"})
 _OF_SIZE = frozenset({"WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"})
 
 
-def show_plan(launch: LaunchRequest, inherited: Mapping[str, str]) -> None:
+def print_plan(launch: LaunchRequest, inherited: Mapping[str, str]) -> None:
     """Print the settings and the environment of the workers."""
     show(
         "elasticrun --dry-run: nothing is started",
@@ -124,7 +124,7 @@ def _environments(launch: LaunchRequest, inherited: Mapping[str, str]) -> list[d
         for n in range(config.max_nodes)
     ]
     group_rank = (config.node_rank or 0) if fixed else 0
-    seat = deal_seats(nodes)[group_rank]
+    seat = assign_ranks(nodes)[group_rank]
     group = WorkerGroup(
         spec=spec,
         workers=assign_worker_ranks(seat),

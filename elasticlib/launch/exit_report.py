@@ -17,7 +17,7 @@ import attrs
 
 from ..agent.interface import RootCause, RunResult
 from ..observe.formatting import NO_STEPS_TEXT, format_duration, format_percent, plural
-from ..observe.history import Generation, RecoveryCost, Why
+from ..observe.history import Generation, GenerationTrigger, RecoveryCost
 from ..observe.journal import NodeJournal
 from ..observe.totals import MAX_LISTED_GENERATIONS, NodeTotals, totals_of
 from ..workers.interface import Workers
@@ -66,7 +66,11 @@ def summary_lines(totals: NodeTotals) -> Iterator[str]:
         said.append(f"last snapshot: step {totals.snapshot_step}")
     yield ", ".join(said)
     if count > 1 + MAX_LISTED_GENERATIONS:
-        counts = (f"{n} {why.words}" for why, n in totals.triggers.items() if why is not Why.START)
+        counts = (
+            f"{n} {why.phrase}"
+            for why, n in totals.triggers.items()
+            if why is not GenerationTrigger.START
+        )
         yield f"  {', '.join(counts)}; most expensive:"
     stepless = totals.productive_seconds is None
     yield from (_generation(made, stepless=stepless) for made in totals.most_expensive)
@@ -84,7 +88,7 @@ def _generation(made: Generation, *, stepless: bool) -> str:
         phases = (made.cost.shutdown, made.cost.imports, made.cost.rendezvous)
         waited = sum(seconds or 0.0 for seconds in phases)
         cost = f"workers started after {format_duration(waited)}"
-    return f"  generation {made.number} {made.trigger.words}, {cost}{cause and ': '}{cause}"
+    return f"  generation {made.number} {made.trigger.phrase}, {cost}{cause and ': '}{cause}"
 
 
 def _phases(lost: RecoveryCost) -> str:

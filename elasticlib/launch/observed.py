@@ -33,8 +33,8 @@ from ..observe.node_status import NodeReport, StatusPublisher
 from ..observe.runs import RunRegistration, remove_old_records
 from ..observe.stack_query import NodeStacks, StackResponder
 from ..observe.totals import totals_of
-from ..rendezvous.document import Node
 from ..rendezvous.handler import DynamicRendezvousHandler
+from ..rendezvous.membership import Node
 from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..workers.interface import Workers
@@ -87,7 +87,7 @@ def open_journal(
             slots=config.nproc_per_node,
             settings=_settings(config),
             log_dir=logs,
-            lease_ttl_seconds=config.timing.lease,
+            lease_ttl_seconds=config.timing.lease_ttl,
             endpoint=endpoint,
             versions=versions(),
             command=shlex.join(sys.argv),
@@ -197,7 +197,11 @@ def answering(meeting: Meeting, journal: NodeJournal, agent: ElasticAgent) -> It
         return
 
     def look() -> NodeReport:
-        heard = handler.heard() if isinstance(handler, DynamicRendezvousHandler) else None
+        heard = (
+            handler.seconds_since_refresh()
+            if isinstance(handler, DynamicRendezvousHandler)
+            else None
+        )
         status = journal.status(agent.workers.heartbeats())
         return NodeReport.at(
             monotonic(),

@@ -13,7 +13,7 @@ import attrs
 
 from ..workers.interface import NO_STEP, Heartbeat
 from .event import Event, TimelineEvent
-from .history import JobState, NodeGeneration, ProgressSample, Why, stall_seconds
+from .history import GenerationTrigger, JobState, NodeGeneration, ProgressSample, stall_seconds
 
 MAX_SAMPLES = 2_000  # progress samples of an agent, and losses, that are kept
 MAX_EVENTS = 2_000  # timeline events of one kind that are kept
@@ -207,7 +207,9 @@ def new_generation(event: Event, rendezvous_started_at: float | None) -> NodeGen
         node_rank=event.count("node_rank") or 0,
         ranks=event.pair("ranks") or (0, 0),
         reason=event.text("reason"),
-        trigger=next((why for why in Why if why.value == event.text("trigger")), None),
+        trigger=next(
+            (why for why in GenerationTrigger if why.value == event.text("trigger")), None
+        ),
         rendezvous_started_at=None if since is None else min(since, event.monotonic),
         import_seconds=event.seconds("import_seconds") or 0.0,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from ..rendezvous.document import Why as Why
+from ..rendezvous.membership import GenerationTrigger as GenerationTrigger
 from .event import TimelineEvent
 
 
@@ -151,7 +151,7 @@ class NodeGeneration:
     node_rank: int = 0
     ranks: tuple[int, int] = (0, 0)
     reason: str = ""
-    trigger: Why | None = None  # None if it is not known
+    trigger: GenerationTrigger | None = None  # None if it is not known
     rendezvous_started_at: float | None = None
     import_seconds: float = 0.0  # between `rendezvous_started_at` and `started_at`
     disrupted_at: float | None = None  # first sign of its end, unless it ended well
@@ -201,7 +201,7 @@ class Generation:
     """One generation of a job."""
 
     number: int
-    trigger: Why
+    trigger: GenerationTrigger
     reason: str  # as the log has it
     started_at: float
     ended_at: float | None
@@ -459,20 +459,28 @@ def count_as_startup(made: Generation, last_event_at: float) -> Generation:
     return attrs.evolve(made, cost=cost)
 
 
-def find_trigger(before: Sequence[NodeGeneration], parts: Sequence[NodeGeneration]) -> Why:
+def find_trigger(
+    before: Sequence[NodeGeneration], parts: Sequence[NodeGeneration]
+) -> GenerationTrigger:
     """Return the trigger of a generation: as reported, or else by what happened before it."""
     reported = next((part.trigger for part in parts if part.trigger is not None), None)
-    if reported is Why.START and before:
-        return Why.LOSS  # the job started again because the content of the store was lost
+    if reported is GenerationTrigger.START and before:
+        return (
+            GenerationTrigger.NODE_LOSS
+        )  # the job started again because the content of the store was lost
     if reported is not None:
         return reported
     restarts_before = max((part.restarts for part in before), default=0)
     has_restarted = max(part.restarts for part in parts) > restarts_before
     if has_restarted or any(part.has_failed for part in before):
-        return Why.FAILURE
+        return GenerationTrigger.FAILURE
     if not before:
-        return Why.START
-    return Why.RESIZE if any(part.is_planned for part in before) else Why.LOSS
+        return GenerationTrigger.START
+    return (
+        GenerationTrigger.RESIZE
+        if any(part.is_planned for part in before)
+        else GenerationTrigger.NODE_LOSS
+    )
 
 
 def _generation_end(
@@ -508,7 +516,7 @@ def _undetected_loss(
     parts: Sequence[NodeGeneration], detected_at: float, next_parts: Sequence[NodeGeneration]
 ) -> float | None:
     """Return the time between the survivors' last step and the detection of a lost node."""
-    if not next_parts or find_trigger(parts, next_parts) is not Why.LOSS:
+    if not next_parts or find_trigger(parts, next_parts) is not GenerationTrigger.NODE_LOSS:
         return None
     survivors = {part.node for part in next_parts}
     worked_until = _latest(part.last_step_at for part in parts if part.node in survivors)

@@ -14,9 +14,9 @@ from urllib.parse import unquote
 
 import attrs
 
-from ..rendezvous.document import Document, Node, Note, Phase
-from ..rendezvous.layout import Keys, StoredJob
-from ..rendezvous.layout import decode as decode_record
+from ..rendezvous.membership import JobPhase, LeaderStatus, Membership, Node
+from ..rendezvous.store_layout import JobListing, StoreKeys
+from ..rendezvous.store_layout import decode as decode_record
 from ..stores.interface import Store
 from ..visible import visible_line
 from .aggregate import NodeStatus, WorkerStatus, finished_state
@@ -43,9 +43,9 @@ class JobReading:
     """What the store of a job holds."""
 
     run: str
-    document: Document | None
+    document: Membership | None
     alive_nodes: tuple[Node, ...]
-    note: Note
+    note: LeaderStatus
     reports: Mapping[str, NodeReport]  # by node id
     is_final: bool = False  # the reports are known not to be renewed any more
 
@@ -61,7 +61,7 @@ class JobReading:
         return bool(ages) and all(age is not None and age > STATUS_TTL_S for age in ages)
 
 
-_JOB_KEYS = re.compile(r"([^/?]+)/(?:head/document|node/.*)")
+_JOB_KEYS = re.compile(r"([^/?]+)/(?:head/membership|node/.*)")
 
 
 def jobs_in(store: Store) -> tuple[list[str], list[str]]:
@@ -87,14 +87,16 @@ def read_job(store: Store, run_id: str, statuses: StatusReader | None = None) ->
         StoreError: the store cannot be read.
         RendezvousConfigError: the job was written by another version.
     """
-    keys = Keys(run_id)
-    stored = StoredJob(keys, store.list(keys.job))
-    note = store.get(keys.note)
+    keys = StoreKeys(run_id)
+    stored = JobListing(keys, store.list(keys.job_prefix))
+    note = store.get(keys.leader_status)
     return JobReading(
         run=run_id,
-        document=stored.document(None)[0],
-        alive_nodes=stored.live(),
-        note=Note() if note is None else decode_record(Note, note.value, "the note"),
+        document=stored.membership(None)[0],
+        alive_nodes=stored.live_nodes(),
+        note=LeaderStatus()
+        if note is None
+        else decode_record(LeaderStatus, note.value, "the note"),
         reports=(statuses or StatusReader(store, run_id)).read(),
     )
 
@@ -230,11 +232,11 @@ def status_of(reading: JobReading) -> JobStatus | None:
         state,
         reason,
         generation=document.generation,
-        min_nodes=document.limits.min_nodes,
-        max_nodes=document.limits.max_nodes,
+        min_nodes=document.settings.min_nodes,
+        max_nodes=document.settings.max_nodes,
         world_size=sum(node.slots for node in document.members),
         restarts=document.restarts,
-        max_restarts=document.limits.max_restarts,
+        max_restarts=document.settings.max_restarts,
         state_seconds=min(ages, default=None),
         nodes=nodes,
     )
@@ -243,7 +245,7 @@ def status_of(reading: JobReading) -> JobStatus | None:
 def _node_entries(reading: JobReading) -> tuple[NodeEntry, ...]:
     """Return the members in their order, then waiting nodes in the order in which they came."""
     members = () if reading.document is None else reading.document.members
-    is_settled = reading.document is None or reading.document.phase is Phase.SETTLED
+    is_settled = reading.document is None or reading.document.phase is JobPhase.ACTIVE
     alive = {node.id: node for node in reading.alive_nodes}
     member_ids = {node.id for node in members}
     ranked: list[tuple[int | None, Node]] = [
@@ -262,7 +264,7 @@ def _node_entries(reading: JobReading) -> tuple[NodeEntry, ...]:
             rank=rank,
             slots=node.slots,
             alive=node.id in alive,
-            draining=node.draining,
+            draining=node.drain_reason,
             report=reports.get(node.id),
             is_final=reading.is_final,
         )
@@ -303,9 +305,9 @@ def _without_progress(report: NodeReport) -> NodeReport:
 
 
 _FINISHED_PHASES = {
-    Phase.SUCCEEDED: JobState.SUCCEEDED,
-    Phase.FAILED: JobState.FAILED,
-    Phase.ABORTED: JobState.STOPPED,
+    JobPhase.SUCCEEDED: JobState.SUCCEEDED,
+    JobPhase.FAILED: JobState.FAILED,
+    JobPhase.ABORTED: JobState.STOPPED,
 }
 
 
@@ -314,33 +316,35 @@ def _find_state(reading: JobReading, statuses: Iterable[NodeStatus]) -> tuple[Jo
     document, alive = reading.document, reading.alive_nodes
     if document is None:
         return JobState.WAITING, reading.note.reason
-    if document.phase.terminal:
-        reporter = "" if document.ending is None else f" (reported by {document.ending.by})"
-        return _FINISHED_PHASES[document.phase], f"{document.cause}{reporter}"
+    if document.phase.is_terminal:
+        reporter = (
+            "" if document.job_end is None else f" (reported by {document.job_end.written_by})"
+        )
+        return _FINISHED_PHASES[document.phase], f"{document.reason}{reporter}"
     if not alive:
-        return None, f"no node is alive; last known reason: {document.cause}"
-    if document.phase is Phase.OPEN:
-        return _rendezvous_state(document, alive), document.cause or reading.note.reason
+        return None, f"no node is alive; last known reason: {document.reason}"
+    if document.phase is JobPhase.FORMING:
+        return _rendezvous_state(document, alive), document.reason or reading.note.reason
     by_state = {status.state: status for status in statuses}
     for state in ACTIVE_STATES[:-1]:  # all except RUNNING
         if state in by_state:
-            return state, by_state[state].reason or document.cause
+            return state, by_state[state].reason or document.reason
     finished = [state for state in by_state if state.is_finished]
     if finished and len(finished) == len(by_state):
         # The document will say so as soon as the nodes without a status have finished.
         worst = max(finished, key=lambda state: (state is JobState.FAILED, state.value))
         return worst, by_state[worst].reason
-    return JobState.RUNNING, document.cause
+    return JobState.RUNNING, document.reason
 
 
-def _rendezvous_state(document: Document, alive: tuple[Node, ...]) -> JobState:
-    if len(alive) < document.limits.min_nodes:
+def _rendezvous_state(document: Membership, alive: tuple[Node, ...]) -> JobState:
+    if len(alive) < document.settings.min_nodes:
         return JobState.WAITING
     if document.failure is not None:
         return JobState.RESTARTING
-    if any(node.draining for node in alive):
+    if any(node.drain_reason for node in alive):
         return JobState.DRAINING
-    return JobState.RESIZING if document.planned else JobState.RENDEZVOUS
+    return JobState.RESIZING if document.is_planned else JobState.RENDEZVOUS
 
 
 def result_of(run: str, last_events: Iterable[Event], now: float) -> JobStatus:

@@ -19,7 +19,7 @@ import attrs
 
 from ..clock import Clock, monotonic, wall
 from ..errors import StoreConnectionError, StoreTimeoutError, describe
-from ..rendezvous.layout import Keys
+from ..rendezvous.store_layout import StoreKeys
 from ..stores.interface import Store
 from ..threads import helper
 from .aggregate import NodeStatus, WorkerStatus
@@ -173,7 +173,7 @@ def observer_prefix(run_id: str, name: str) -> str:
     The leader reads all keys of the job at each change, so observers use other keys. The id of a
     job never starts with the character used here.
     """
-    return f"?{Keys(run_id).job}{name}/"
+    return f"?{StoreKeys(run_id).job_prefix}{name}/"
 
 
 class StatusReader:

@@ -20,8 +20,8 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import StoreError
-from ..rendezvous.document import Node
-from ..rendezvous.layout import Keys, StoredJob
+from ..rendezvous.membership import Node
+from ..rendezvous.store_layout import JobListing, StoreKeys
 from ..stores.interface import Entry, Store
 from ..visible import visible_line
 from .event import read_versioned_object
@@ -160,7 +160,7 @@ class StackClient:
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
-        self._job = Keys(run_id)
+        self._job = StoreKeys(run_id)
         self._keys = StackKeys(run_id)
         self._id = secrets.token_hex(8)
         self._query_key = f"{self._keys.queries}{self._id}"
@@ -177,7 +177,7 @@ class StackClient:
         Raises:
             StoreError: the store cannot be used.
         """
-        alive = StoredJob(self._job, self._store.list(self._job.node())).live()
+        alive = JobListing(self._job, self._store.list(self._job.node())).live_nodes()
         if not alive:
             return JobStacks(alive, {})
         self._number += 1

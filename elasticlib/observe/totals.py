@@ -9,7 +9,7 @@ from itertools import pairwise
 import attrs
 
 from .aggregate import NodeAggregate
-from .history import Generation, History, RecoveryCost, Why
+from .history import Generation, GenerationTrigger, History, RecoveryCost
 from .history_reader import history_of_node
 
 BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -37,7 +37,9 @@ class NodeTotals:
     seconds: float = 0.0  # from the first event to the last
     productive_seconds: float | None = None  # None if no step is known
     first_step_seconds: float | None = None  # until the end of the first step
-    triggers: Mapping[Why, int] = attrs.field(factory=dict)  # number of generations by trigger
+    triggers: Mapping[GenerationTrigger, int] = attrs.field(
+        factory=dict
+    )  # number of generations by trigger
     startup: RecoveryCost = attrs.field(factory=RecoveryCost)  # of the first generation
     lost: RecoveryCost = attrs.field(factory=RecoveryCost)  # everything else that was lost
     most_expensive: Sequence[Generation] = ()  # of those after the first, in order of time

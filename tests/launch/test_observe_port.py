@@ -79,7 +79,8 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
     wait_until("steps to be shown", lambda: shows("elasticlib_worker_step", 5, 'rank="1"'))
     # It has grown smaller by more than nothing only if the agent's loop has answered.
     wait_until(
-        "the loop to be seen turning", lambda: not shows("elasticlib_agent_loop_blocked_seconds", 0.3)
+        "the loop to be seen turning",
+        lambda: not shows("elasticlib_agent_loop_blocked_seconds", 0.3),
     )
     assert get(address, "/healthz") == (200, "RUNNING\n")
     (job.folder / "fail.1").touch()

@@ -18,8 +18,8 @@ import pytest
 from elasticlib.clock import wall
 from elasticlib.errors import StoreConnectionError
 from elasticlib.launch import live_commands
-from elasticlib.launch.command_tools import CLEAR
-from elasticlib.launch.commands import main
+from elasticlib.launch.cli import main
+from elasticlib.launch.cli_output import CLEAR_SCREEN
 from elasticlib.launch.live_commands import JobReader, _watch
 from elasticlib.observe.aggregate import NodeStatus
 from elasticlib.observe.event import Event, encode
@@ -36,9 +36,9 @@ from elasticlib.observe.node_status import NodeReport, observer_prefix
 from elasticlib.observe.node_status import encode as encode_status
 from elasticlib.observe.runs import RunRegistration
 from elasticlib.observe.stack_query import LONGEST_QUESTION, Question, encode_query
-from elasticlib.rendezvous.document import Node
-from elasticlib.rendezvous.layout import Keys
-from elasticlib.rendezvous.layout import encode as encode_node
+from elasticlib.rendezvous.membership import Node
+from elasticlib.rendezvous.store_layout import StoreKeys
+from elasticlib.rendezvous.store_layout import encode as encode_node
 from elasticlib.stores.file_store import FileStore
 from elasticlib.workers.output_plan import MAX_NAMED_RANKS, parse_ranks
 
@@ -176,7 +176,7 @@ def test_state_of_a_run_whose_agents_were_killed_is_unknown(
 def test_a_folder_of_old_statuses_is_looked_at_until_a_node_renews_its_own_or_its_lease_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs, ours, keys = FileStore(tmp_path), FileStore(tmp_path), Keys("job")
+    theirs, ours, keys = FileStore(tmp_path), FileStore(tmp_path), StoreKeys("job")
     node = Node("n1", "h", "", 1)
 
     def publish(generation: int) -> None:
@@ -262,8 +262,8 @@ def test_watch_clears_a_terminal_and_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = watched(written(tmp_path, ENDED), monkeypatch)
-    assert said.startswith(CLEAR)
-    assert "\x1b" not in said.removeprefix(CLEAR)
+    assert said.startswith(CLEAR_SCREEN)
+    assert "\x1b" not in said.removeprefix(CLEAR_SCREEN)
     assert "reason: rank 0 raised" in said
 
 

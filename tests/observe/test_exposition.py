@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from elasticlib.observe.aggregate import NodeStatus, WorkerStatus
-from elasticlib.observe.history import JobState, ProgressSample, RecoveryCost, Why
+from elasticlib.observe.history import GenerationTrigger, JobState, ProgressSample, RecoveryCost
 from elasticlib.observe.metrics import FAMILIES, MetricsFormatter, MetricsSnapshot
 from elasticlib.observe.totals import DurationHistogram, NodeTotals
 
@@ -38,7 +38,7 @@ FULL = MetricsSnapshot(
     NodeTotals(
         failures={"killed": 1},
         restarts=1,
-        triggers={Why.START: 1, Why.FAILURE: 1},
+        triggers={GenerationTrigger.START: 1, GenerationTrigger.FAILURE: 1},
         lost=RecoveryCost(shutdown=1.5, repeated_steps=3),
         restart_times=DurationHistogram().add(0.7).add(3.0),
     ),

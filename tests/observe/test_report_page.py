@@ -19,6 +19,7 @@ from elasticlib.observe.event import TimelineEvent
 from elasticlib.observe.formatting import format_duration, plural
 from elasticlib.observe.history import (
     Generation,
+    GenerationTrigger,
     History,
     JobState,
     NodeExit,
@@ -26,7 +27,6 @@ from elasticlib.observe.history import (
     NodeMembership,
     ProgressSample,
     RecoveryCost,
-    Why,
 )
 from elasticlib.observe.history_reader import history_of
 from elasticlib.observe.report import Report
@@ -141,7 +141,7 @@ dicts = st.dictionaries(texts, texts, max_size=2)
 made = st.builds(
     Generation,
     number=st.integers(1, 4),
-    trigger=st.sampled_from(Why),
+    trigger=st.sampled_from(GenerationTrigger),
     reason=texts,
     started_at=times,
     ended_at=st.none() | times,
@@ -331,7 +331,7 @@ def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:
     words = told(history)
     for made in history.generations:
         cost = format_duration(made.cost.seconds)
-        assert f"Generation {made.number}, {made.trigger.words} {made.reason} {cost}" in words
+        assert f"Generation {made.number}, {made.trigger.phrase} {made.reason} {cost}" in words
         for name, seconds in made.cost.phases.items():
             redone = f"{plural(made.cost.repeated_steps, 'step')}, " if name == "repeated" else ""
             assert f"{name} {redone}{format_duration(seconds)}" in words
@@ -339,7 +339,16 @@ def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:
 
 def test_all_time_without_a_step_that_counts_is_told_and_where_it_is_of_no_recovery() -> None:
     first = Generation(
-        1, Why.START, "", 2.0, 30.0, 1, 1, 0, first_step_at=10.0, cost=RecoveryCost(startup=8.0)
+        1,
+        GenerationTrigger.START,
+        "",
+        2.0,
+        30.0,
+        1,
+        1,
+        0,
+        first_step_at=10.0,
+        cost=RecoveryCost(startup=8.0),
     )
     history = History("job", 0.0, 100.0, JobState.FAILED, generations=(first,))
     words = told(history)

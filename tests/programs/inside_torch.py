@@ -2,8 +2,8 @@
 
 import threading
 
-from elasticlib.launch.start import elasticrun as elasticrun
-from elasticlib.rendezvous.bootstrap import open_torch_store
+from elasticlib.launch.entry import main as main
+from elasticlib.rendezvous.bootstrap_store import open_torch_store
 
 
 def stay_inside() -> None:

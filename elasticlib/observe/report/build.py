@@ -35,12 +35,12 @@ from ..formatting import (
 from ..history import (
     PHASES,
     Generation,
+    GenerationTrigger,
     History,
     JobState,
     NodeHistory,
     NodeMembership,
     ProgressSample,
-    Why,
 )
 
 MAX_TEXT = 600  # characters of one reason
@@ -650,7 +650,7 @@ def _shaded_bands(history: History, over: str, axis: Axis) -> list[Bar]:
         span = gap.time if over == "time" else gap.steps
         if span is not None:
             made = gap.generation
-            title = f"Generation {made.number} {made.trigger.words}, {gap.text}"
+            title = f"Generation {made.number} {made.trigger.phrase}, {gap.text}"
             style = f"gap gap-{made.trigger.value}"
             bands.append(bar(axis, *span, style, title=title, label=str(made.number)))
     return bands
@@ -751,7 +751,7 @@ def recovery_section(history: History) -> dict[str, Any] | None:
     shown = [every[at] for at in sorted(by_cost[:MAX_RECOVERIES])]
     largest = max(made.cost.seconds for made in shown) or 1.0
     known, total = sum(made.cost.seconds for made in every), lost_seconds(history)
-    startups = sum(made.trigger is Why.START for made in every)
+    startups = sum(made.trigger is GenerationTrigger.START for made in every)
     return {
         "total": total,
         "other": total - known if total - known > 0.005 else 0.0,
@@ -781,7 +781,7 @@ def _recovery(made: Generation, largest: float) -> dict[str, Any]:
         bars.append(Bar(left, width, f"phase p-{name}", title=texts[name], label=name))
         left += width
     return {
-        "title": f"Generation {made.number}, {made.trigger.words}",
+        "title": f"Generation {made.number}, {made.trigger.phrase}",
         "total": made.cost.seconds,
         "cause": made.reason if len(made.reason) <= 160 else f"{made.reason[:159]}\u2026",
         "bars": bars,
