@@ -45,7 +45,7 @@ from .launch_config import (
     LaunchConfig,
     health_port,
 )
-from .rendezvous_setup import Meeting
+from .rendezvous_setup import RendezvousSetup
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -188,10 +188,12 @@ def observed(
 
 
 @contextlib.contextmanager
-def answering(meeting: Meeting, journal: NodeJournal, agent: ElasticAgent) -> Iterator[None]:
+def answering(
+    rendezvous: RendezvousSetup, journal: NodeJournal, agent: ElasticAgent
+) -> Iterator[None]:
     """Lets `elasticlib status` and `stacks` see this node, from `with` to its end; not where the
     nodes meet in a store that is not ours to speak to."""
-    store, handler = meeting.store, meeting.handler
+    store, handler = rendezvous.store, rendezvous.handler
     if store is None:
         yield
         return
