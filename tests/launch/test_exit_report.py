@@ -52,7 +52,7 @@ def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job
     assert places == f"logs and events in {folder}; more: elasticlib report 'a b'"
     assert last == "elasticrun: SUCCEEDED: 1 node done"
     history = read_history(folder)
-    assert [made.why for made in history.generations] == [
+    assert [made.trigger for made in history.generations] == [
         GenerationTrigger.START,
         GenerationTrigger.FAILURE,
     ]

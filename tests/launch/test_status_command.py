@@ -35,7 +35,7 @@ from elasticlib.observe.job_status import (
 from elasticlib.observe.node_status import NodeReport, observer_prefix
 from elasticlib.observe.node_status import encode as encode_status
 from elasticlib.observe.runs import RunRegistration
-from elasticlib.observe.stack_query import LONGEST_QUESTION, Question, encode_query
+from elasticlib.observe.stack_query import MAX_QUERY_BYTES, StackQuery, encode_query
 from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.rendezvous.store_layout import encode as encode_node
@@ -326,7 +326,7 @@ def test_ranks_that_make_no_sense_are_refused(
 def test_as_many_ranks_as_can_be_named_fit_into_a_question() -> None:
     ranks = parse_ranks("90000-99999")
     assert len(ranks) == MAX_NAMED_RANKS
-    assert len(encode_query(Question(10**9, ranks))) <= LONGEST_QUESTION
+    assert len(encode_query(StackQuery(10**9, ranks))) <= MAX_QUERY_BYTES
 
 
 def test_the_help_describes_every_exit_code_and_every_key(

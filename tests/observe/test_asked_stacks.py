@@ -172,7 +172,7 @@ def test_the_node_that_leads_is_not_woken_by_what_people_ask(
     version = store.list(KEYS.job_prefix).version
     with answering(store, *NODES):
         StackClient(store, "job").query(20.0)
-    assert not store.wait(KEYS.job, after=version, timeout=0.0)
+    assert not store.wait(KEYS.job_prefix, after=version, timeout=0.0)
 
 
 def test_who_does_not_know_the_secret_is_told_nothing(
