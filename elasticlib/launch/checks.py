@@ -244,10 +244,13 @@ def check_shared_memory(path: str = SHARED_MEMORY) -> CheckResult:
             with mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapped:
                 mapped[0] = 1
     except OSError as error:
-        sentence = f"no file can be made and mapped in {place} ({error.strerror}): loaders with "
-        sentence += "workers, snapshots and NCCL need it; in Docker give --shm-size or --ipc=host, "
-        return Finding(check, False, f"{sentence}in Kubernetes mount an emptyDir of medium Memory")
-    sizes = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} are free in {place}"
+        return _error(
+            check,
+            f"no file can be created and mapped in {path} ({error.strerror}), but data loaders "
+            "with workers, snapshots and NCCL need it: in Docker use --shm-size or --ipc=host, in "
+            "Kubernetes mount an emptyDir of medium Memory",
+        )
+    sizes = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} are free in {path}"
     if usage.total <= DOCKER_SHARED_MEMORY_BYTES:
         hint = "that is Docker's default, too little for data loaders with workers: use --shm-size"
         return _warning(check, f"{sizes}; {hint}")

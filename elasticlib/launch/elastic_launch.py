@@ -144,10 +144,7 @@ def run_node(
         journal = stack.enter_context(
             open_journal(config, workers, rendezvous.node_id, endpoint=rendezvous.serves_at)
         )
-        shown = (
-            f": elasticlib status {shlex.quote(journal.run_selector)} shows it{_elsewhere(config)}"
-        )
-        log.info("run %s begins%s", config.run_id, shown if journal.run_selector else "")
+        _log_start(config, journal.run_selector)
         agent = ElasticAgent(
             worker_spec(config, entrypoint),
             rendezvous.handler,

@@ -87,7 +87,7 @@ def open_journal(
             slots=config.nproc_per_node,
             settings=_settings(config),
             log_dir=logs,
-            lease_ttl_seconds=config.timing.lease_ttl,
+            lease_ttl_seconds=config.rendezvous_timeouts.lease_ttl,
             endpoint=endpoint,
             versions=versions(),
             command=shlex.join(sys.argv),
@@ -214,8 +214,10 @@ def answering(
 
     poll = POLL_SECONDS if isinstance(store, FileStore) else 0.0
     with (
-        StatusPublisher(store, meeting.run_id, meeting.me, look) as publisher,
-        StackResponder(store, meeting.run_id, meeting.me, stacks_of(agent), poll_interval=poll),
+        StatusPublisher(store, rendezvous.run_id, rendezvous.node_id, look) as publisher,
+        StackResponder(
+            store, rendezvous.run_id, rendezvous.node_id, stacks_of(agent), poll_interval=poll
+        ),
     ):
         journal.on_recorded = publisher.wake
         yield
@@ -236,7 +238,7 @@ def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], NodeStac
         }
         if not running:
             return NodeStacks({})
-        texts, beats = agent.workers.dump_stacks_of(running), agent.workers.heartbeats()
+        texts, beats = agent.workers.dump_stacks(running), agent.workers.heartbeats()
         silent = [local for local in running if local not in texts]
         asked = [local for local in silent if local in beats and beats[local].can_dump_stacks]
         return NodeStacks(
