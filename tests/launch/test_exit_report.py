@@ -11,24 +11,24 @@ import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job
 from modules import path_with
 
-from elasticlib.launch.elastic_launch import _elsewhere
+from elasticlib.launch.elastic_launch import _remote_status_hint
 from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.observe.history import GenerationTrigger
-from elasticlib.observe.reading import read_history
+from elasticlib.observe.history_reader import read_history
 
 pytestmark = pytest.mark.faults
 
 
 @pytest.mark.parametrize(
     ("endpoint", "more"),
-    [("n1", " (on other machines: elasticlib status n1:29400)"), ("127.0.0.1:7", "")],
+    [("n1", ' (from other machines: "elasticlib status n1:29400")'), ("127.0.0.1:7", "")],
 )
 def test_a_run_of_several_nodes_says_how_to_see_it_from_a_login_node(
     endpoint: str, more: str
 ) -> None:
     config = LaunchConfig(min_nodes=2, max_nodes=2, run_id="j", rdzv_endpoint=endpoint)
-    assert _elsewhere(config) == more
-    assert _elsewhere(LaunchConfig()) == ""
+    assert _remote_status_hint(config) == more
+    assert _remote_status_hint(LaunchConfig()) == ""
 
 
 def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job: Job) -> None:
@@ -41,16 +41,18 @@ def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job
     assert agent.exit_code() == 0
     (folder,) = logs.iterdir()
     begun = agent.text.splitlines()[0]
-    assert begun.endswith("elasticrun: run a b begins: elasticlib status 'a b' shows it")
+    assert begun.endswith("elasticrun: run a b started; status: \"elasticlib status 'a b'\"")
     *_, first, generation, lost, places, last = agent.text.splitlines()
     assert "s in 2 generations" in first
     assert generation.startswith("  generation 2 after a failure, ")
     assert "was killed by SIGKILL" in generation
-    assert re.match(r"  lost on this node: stop (under )?\d.*, rendezvous (under )?\d", lost)
+    assert re.match(
+        r"  time lost on this node: shutdown (under )?\d.*, rendezvous (under )?\d", lost
+    )
     assert places == f"logs and events in {folder}; more: elasticlib report 'a b'"
     assert last == "elasticrun: SUCCEEDED: 1 node done"
     history = read_history(folder)
-    assert [made.why for made in history.generations] == [
+    assert [made.trigger for made in history.generations] == [
         GenerationTrigger.START,
         GenerationTrigger.FAILURE,
     ]
@@ -63,7 +65,7 @@ def test_a_run_that_lost_nothing_says_it_in_three_lines(job: Job) -> None:
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, LOGLEVEL="ERROR")
     assert agent.exit_code() == 0
     first, places, last = agent.text.splitlines()
-    assert " s in 1 generation, the first workers started after imports " in first
+    assert " s in 1 generation, first workers started after imports " in first
     assert places.startswith("events in ")
     assert places.endswith("events.jsonl; more: elasticlib report calm")
     assert last == "elasticrun: SUCCEEDED: 1 node done"
@@ -80,9 +82,9 @@ def test_import_of_torch_is_not_counted_as_rendezvous(job: Job) -> None:
     assert agent.exit_code() == 0
     found = agent.says(r"generation 1 after (\S+) s of imports and (\S+) s of rendezvous")
     assert float(found.group(1)) > 2
-    (began,) = (e for e in job.events()[0] if e.kind == "generation.began")
-    assert 2 < began.facts["imports"] <= began.facts["seconds"]
-    assert re.search(r"the first workers started after imports \d.* s, rendezvous ", agent.text)
+    (began,) = (e for e in job.events()[0] if e.kind == "generation.started")
+    assert 2 < began.facts["import_seconds"] <= began.facts["duration_seconds"]
+    assert re.search(r"first workers started after imports \d.* s, rendezvous ", agent.text)
 
 
 def test_a_run_without_events_names_no_report(job: Job) -> None:

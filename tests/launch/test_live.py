@@ -8,9 +8,9 @@ from typing import Any
 
 from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.observed import answering, stacks_of
-from elasticlib.launch.rendezvous_setup import open_meeting
+from elasticlib.launch.rendezvous_setup import open_rendezvous
 from elasticlib.observe.journal import NodeJournal
-from elasticlib.observe.published import StatusReader
+from elasticlib.observe.node_status import StatusReader
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.interface import Heartbeat
 
@@ -28,20 +28,22 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
         workers=SimpleNamespace(
             running=lambda: {local: f"pid {local}" for local in range(4)},
             dump_stacks_of=dump,
-            beats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
+            heartheartbeats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
         ),
     )
     found = stacks_of(agent)(frozenset({5, 6, 9}))
     assert asked == [{1, 2}]
-    assert (found.texts, found.silent, found.mute) == ({5: "of 1"}, (6,), {})
+    assert (found.texts, found.unresponsive_ranks, found.unsupported) == ({5: "of 1"}, (6,), {})
 
 
 def test_a_node_says_since_when_the_store_has_its_word() -> None:
-    agent: Any = SimpleNamespace(workers=SimpleNamespace(beats=dict), silent=lambda: 0.0)
+    agent: Any = SimpleNamespace(workers=SimpleNamespace(heartbeats=dict), stalled_s=lambda: 0.0)
     with contextlib.ExitStack() as stack:
-        meeting = open_meeting(LaunchConfig())
+        meeting = open_rendezvous(LaunchConfig())
         stack.callback(meeting.close)
-        journal = stack.enter_context(contextlib.closing(NodeJournal(meeting.run_id, meeting.me)))
+        journal = stack.enter_context(
+            contextlib.closing(NodeJournal(meeting.run_id, meeting.node_id))
+        )
         meeting.handler.next_rendezvous()
         stack.callback(meeting.handler.shutdown)
         stack.enter_context(answering(meeting, journal, agent))
@@ -49,4 +51,4 @@ def test_a_node_says_since_when_the_store_has_its_word() -> None:
         store, run_id = meeting.store, meeting.run_id
         wait_until("its status", lambda: StatusReader(store, run_id).read())
         (published,) = StatusReader(store, run_id).read().values()
-    assert published.heard is not None
+    assert published.store_contact_age_seconds is not None

@@ -175,7 +175,7 @@ def test_a_proof_of_the_wrong_role_or_of_another_connection_is_rejected(
         assert reply_to_proof(connection, greet(connection)).op == "answer"
 
 
-def test_the_name_of_the_job_is_not_told_without_the_secret() -> None:
+def test_the_name_of_the_job_needs_the_secret() -> None:
     with TcpStoreServer("127.0.0.1", 0, job="private", secret=SECRET) as server:
         with dial(server) as connection:
             error = reply_to_proof(connection, greet(connection), b"guess")
@@ -187,7 +187,7 @@ def test_the_name_of_the_job_is_not_told_without_the_secret() -> None:
             assert store.get("key") is None
 
 
-def test_a_server_that_refuses_the_clients_protocol_is_quoted_in_the_error() -> None:
+def test_the_error_quotes_a_server_that_rejects_the_protocol_version() -> None:
     error = {"kind": "refused", "message": f"speaks protocol 3, not {PROTOCOL}"}
     with (
         impostor([Frame("error", 0, error)]) as (port, _),
@@ -215,7 +215,7 @@ KEYS = st.binary(min_size=1, max_size=80)
 
 
 @given(st.tuples(KEYS, ROLES, EXCHANGES), st.tuples(KEYS, ROLES, EXCHANGES))
-def test_a_proof_is_good_for_its_own_secret_role_and_exchange_alone(
+def test_a_proof_is_only_valid_for_its_secret_role_and_transcript(
     one: tuple[bytes, Role, HandshakeTranscript], other: tuple[bytes, Role, HandshakeTranscript]
 ) -> None:
     assert verify_proof(compute_proof(*one), *one)
@@ -265,9 +265,9 @@ def test_a_store_without_a_secret_that_other_machines_can_reach_warns_once(
 ) -> None:
     with TcpStoreServer(host, 0, secret=secret) as server:
         server.start()
-        said = [record.getMessage() for record in caplog.records]
-        assert len(said) == warnings
-        assert all(server.address in line and "set ELASTICLIB_SECRET" in line for line in said)
+        messages = [record.getMessage() for record in caplog.records]
+        assert len(messages) == warnings
+        assert all(server.address in line and "set ELASTICLIB_SECRET" in line for line in messages)
 
 
 def test_threads_that_connect_at_once_are_all_authenticated(server: TcpStoreServer) -> None:

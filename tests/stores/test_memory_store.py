@@ -1,4 +1,4 @@
-"""The store of the simulator: driven by an injected clock, with no thread and no real waiting."""
+"""The store of the simulator: an injected clock controls it, and it has no thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Clock:
         return self.now
 
 
-def test_leases_end_by_the_injected_clock_alone() -> None:
+def test_leases_expire_by_the_injected_clock() -> None:
     clock = Clock()
     store = MemoryStore(clock)
     lease = store.set("lease", b"", ttl=8.0)
@@ -33,7 +33,7 @@ def test_leases_end_by_the_injected_clock_alone() -> None:
         store.refresh("lease", lease.version)
 
 
-def test_a_clock_that_leaps_ends_no_lease_at_once() -> None:
+def test_a_jump_of_the_clock_does_not_expire_a_lease_at_once() -> None:
     clock = Clock()
     store = MemoryStore(clock)
     lease = store.set("lease", b"", ttl=8.0)
@@ -42,7 +42,7 @@ def test_a_clock_that_leaps_ends_no_lease_at_once() -> None:
     assert store.get("lease") == lease
 
 
-def test_a_simulated_owner_that_dies_takes_its_leases_along() -> None:
+def test_closing_a_simulated_client_ends_its_leases() -> None:
     store = MemoryStore(Clock())
     node = store.client()
     version = node.set("lease", b"", ttl=8.0).version
@@ -56,9 +56,9 @@ def test_a_simulated_owner_that_dies_takes_its_leases_along() -> None:
 def test_the_constructor_starts_no_thread() -> None:
     before = threading.active_count()
     MemoryStore().set("lease", b"", ttl=1.0)
-    assert threading.active_count() <= before  # of another test, one may just have ended
+    assert threading.active_count() <= before  # a thread of another test may just have stopped
 
 
-def test_its_limits_are_kept() -> None:
+def test_a_memory_store_enforces_its_limits() -> None:
     with pytest.raises(StoreRejectedError, match="at most 3 bytes, got 4"):
         MemoryStore(limits=KeySpaceLimits(value_bytes=3)).set("key", b"1234")

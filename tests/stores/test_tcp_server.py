@@ -1,4 +1,4 @@
-"""The server serves on whatever one client sends, and expires leases in time and not before."""
+"""The server survives any input of a client, and expires leases in time and not before."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def test_a_bad_frame_gets_an_error_and_ends_only_its_own_connection(
         assert entry.value == b"value"
 
 
-@pytest.mark.parametrize("begun", [b"", encode(HELLO)[:-1], struct.pack(">I", 1000)])
-def test_a_client_that_does_not_finish_its_handshake_is_disconnected(begun: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", encode(HELLO)[:-1], struct.pack(">I", 1000)])
+def test_a_client_that_does_not_finish_its_handshake_is_disconnected(data: bytes) -> None:
     limits = ServerLimits(handshake_timeout_s=0.3)
     with (
         TcpStoreServer("127.0.0.1", 0, limits=limits) as server,
         dial(server) as connection,
     ):
-        connection.sendall(begun)
+        connection.sendall(data)
         assert until_closed(connection) == []
         assert server.clients == 0
 
@@ -157,7 +157,7 @@ def test_a_server_without_a_job_serves_any(server: TcpStoreServer) -> None:
         assert store.get("key") is None
 
 
-def test_an_address_in_use_is_the_systems_own_error(server: TcpStoreServer) -> None:
+def test_an_address_in_use_raises_the_error_of_the_system(server: TcpStoreServer) -> None:
     with pytest.raises(OSError, match="in use") as raised:
         TcpStoreServer(server.host, server.port).start()
     assert raised.value.errno == errno.EADDRINUSE
@@ -166,12 +166,12 @@ def test_an_address_in_use_is_the_systems_own_error(server: TcpStoreServer) -> N
     assert raised.value.errno == errno.EADDRNOTAVAIL
 
 
-def test_no_address_is_not_every_address() -> None:
+def test_an_empty_host_is_rejected() -> None:
     with pytest.raises(ConfigError, match="binds a named host"):
         TcpStoreServer("", 0)
 
 
-def test_it_serves_ipv6_and_its_port_is_free_again_at_once() -> None:
+def test_a_server_serves_ipv6_and_its_port_is_free_after_close() -> None:
     with TcpStoreServer("::1", 0) as server:
         assert server.address == f"[::1]:{server.port}"
         with TcpStore("::1", server.port) as store:
@@ -206,7 +206,7 @@ def test_a_closed_server_cannot_be_started_again(was_started: bool) -> None:
     assert not server.is_serving
 
 
-def test_closing_the_server_ends_the_waits_on_it(server: TcpStoreServer) -> None:
+def test_closing_the_server_ends_waits(server: TcpStoreServer) -> None:
     with TcpStore(server.host, server.port) as store, ThreadPoolExecutor(1) as pool:
         version = store.set("key", b"").version
         waiting = pool.submit(store.wait, "key", after=version, timeout=30.0)
@@ -228,7 +228,7 @@ def test_labels_are_those_of_the_connected_clients(server: TcpStoreServer) -> No
         assert server.clients == 1
 
 
-def test_a_killed_owners_lease_ends_at_once_however_long_its_ttl(server: TcpStoreServer) -> None:
+def test_the_lease_of_a_killed_owner_ends_at_once(server: TcpStoreServer) -> None:
     recipe = ClientRecipe("elasticlib.stores.tcp_client:TcpStore", (server.host, server.port))
     with (
         TcpStore(server.host, server.port) as watcher,
@@ -301,20 +301,20 @@ def spend(seconds: float) -> None:
 def test_closing_a_server_whose_thread_is_blocked_returns_and_logs_where_it_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    held, free = threading.Event(), threading.Event()
+    blocked, free = threading.Event(), threading.Event()
 
     class Limits(ServerLimits):
-        """Whose server's thread waits when somebody connects, as before a log that nobody reads."""
+        """Limits that block the thread of the server when a client connects."""
 
         def __getattribute__(self, name: str) -> object:
             if name == "keepalive_timeout_s":
-                held.set()
+                blocked.set()
                 free.wait(60)
             return super().__getattribute__(name)
 
     server = TcpStoreServer("127.0.0.1", 0, limits=Limits(close_timeout_s=0.2)).start()
     with dial(server):
-        assert held.wait(60)
+        assert blocked.wait(60)
         server.close()
         assert "has not ended within 0.2 s; it is in" in caplog.text
         assert server.is_serving
