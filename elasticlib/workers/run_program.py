@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..errors import ConfigError, describe
 from ..foreign import opened
 from . import hooks, stacks
-from .process_entry import stat_fields
+from .cleanup import stat_fields
 
 if TYPE_CHECKING:
     from .spec import Function

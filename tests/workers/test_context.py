@@ -20,8 +20,8 @@ from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError
 from elasticlib.held_folder import is_held
 from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel, Channels
-from elasticlib.workers.cleanup import CleanupProcess
 from elasticlib.workers.context import Context
+from elasticlib.workers.event_loop import EventLoop
 from elasticlib.workers.interface import (
     DRAIN,
     PREEMPTED,
@@ -32,6 +32,7 @@ from elasticlib.workers.interface import (
     TakenUp,
 )
 from elasticlib.workers.run_dirs import SnapshotDir
+from elasticlib.workers.supervisor_client import SupervisorClient
 
 
 @pytest.fixture
@@ -311,13 +312,15 @@ def channels() -> Iterator[Channels]:
 
 
 def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
-    memory = SnapshotDir(guardian := CleanupProcess())
+    loop = EventLoop()
+    memory = SnapshotDir(supervisor := SupervisorClient(loop))
     made = memory.attempt_dir(0)
     assert made is not None
     folder = made.parent
     assert is_held(folder)
     memory.remove()
-    guardian.close()
+    supervisor.close()
+    loop.close(lambda: None)
     assert not folder.exists()
 
 
