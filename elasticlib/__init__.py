@@ -43,7 +43,7 @@ _HOMES = {
         "Module",
         "Command",
         "Function",
-        "Ladder",
+        "StopTimeouts",
         "WorkerState",
     ),
     "rendezvous.interface": ("RendezvousHandler",),
@@ -104,9 +104,9 @@ if TYPE_CHECKING:
     from .workers.local_workers import LocalWorkers as LocalWorkers
     from .workers.spec import Command as Command
     from .workers.spec import Function as Function
-    from .workers.spec import Ladder as Ladder
     from .workers.spec import Module as Module
     from .workers.spec import Script as Script
+    from .workers.spec import StopTimeouts as StopTimeouts
     from .workers.spec import WorkerSpec as WorkerSpec
     from .workers.spec import WorkerState as WorkerState
 

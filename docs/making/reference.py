@@ -54,7 +54,7 @@ FROM_MODULES = {
     "workers.interface": ("Notice",),
     "workers.spec": ("WorkerGroup", "Worker", "worker_environment"),
     "workers.exit": ("WorkerExit",),
-    "workers.context": ("Context", "Stop"),
+    "workers.context": ("WorkerContext", "StopRequest"),
     "compat.failures": ("ProcessFailure", "SignalException"),
     "launch.backends": ("BackendRequest",),
     "data.batch_sampler": ("EmptyBatchCollator",),

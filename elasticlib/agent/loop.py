@@ -28,13 +28,13 @@ from ..threads import helper
 from ..workers.exit import WorkerExit
 from ..workers.interface import Notice, Workers
 from ..workers.spec import (
-    Ladder,
+    StopTimeouts,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
-    deal_newcomers,
-    deal_ranks,
-    outside,
+    assign_worker_ranks,
+    make_standby_group,
+    make_standby_workers,
 )
 from . import hang, policy
 from .board import Board, Gathered
@@ -133,7 +133,7 @@ class ElasticAgent:
         workers: Workers,
         *,
         max_restarts: int | None = None,
-        ladder: Ladder | None = None,
+        ladder: StopTimeouts | None = None,
         interval: float = 0.1,
         options: AgentOptions | None = None,
         memory: Memory | None = None,
@@ -149,7 +149,7 @@ class ElasticAgent:
         handler.check_agent(slots=spec.local_world_size, max_restarts=max_restarts)
         self._max_restarts = max_restarts
         self._options = options or AgentOptions()
-        self._ladder = ladder or Ladder()
+        self._ladder = ladder or StopTimeouts()
         self._clock = clock
         self._inbox: queue.SimpleQueue[tuple[int | None, News]] = queue.SimpleQueue()
         self._host = socket.gethostname()
@@ -549,7 +549,7 @@ class ElasticAgent:
 
     def _start_ahead(self) -> None:
         everyone = range(self._spec.local_world_size)
-        group = outside(self._spec, everyone, self._handler.get_run_id(), self._started)
+        group = make_standby_group(self._spec, everyone, self._handler.get_run_id(), self._started)
         self._report.starting_ahead(group)
         failed = self._begin(group)
         if failed is not None:
@@ -560,7 +560,7 @@ class ElasticAgent:
         self._mark_progress(START_SECONDS)
         self._started += 1
         number, kept = group.attempt, self.workers.running().keys()
-        for worker in (*group.workers, *group.newcomers):
+        for worker in (*group.workers, *group.standby_workers):
             if worker.local_rank not in kept:
                 self._started_in[worker.local_rank] = number
         try:
@@ -600,8 +600,8 @@ class ElasticAgent:
         store = info.bootstrap_store_info
         return WorkerGroup(
             spec=self._spec,
-            workers=deal_ranks(info.seat, self._now.awaited),
-            newcomers=deal_newcomers(info.seat, self._now.spare),
+            workers=assign_worker_ranks(info.seat, self._now.awaited),
+            standby_workers=make_standby_workers(info.seat, self._now.spare),
             run_id=info.run_id,
             generation=info.generation,
             group_rank=info.rank,

@@ -157,7 +157,7 @@ class Report:
 
     def starting_ahead(self, group: WorkerGroup) -> None:
         """The workers are about to start that wait for a place in the job."""
-        count = len(group.newcomers)
+        count = len(group.standby_workers)
         log.info(
             "the job goes on: %d worker%s start%s here before this node joins it",
             *(count, "s" * (count > 1), "s" * (count == 1)),
@@ -243,6 +243,7 @@ class Report:
             stopped=exit_.stopped,
             how=exit_.describe(),
             error="" if exit_.ok else exit_.message or exit_.how,
+            traceback="" if exit_.ok else shorten(exit_.traceback, LONGEST_TRACE),
             uptime=round(self._clock() - self._began_at, 6),
         )
         # What ends while it is being stopped did what it was told, and failed at nothing; unless

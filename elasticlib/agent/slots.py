@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import ConfigError
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, Seat
 from ..workers.interface import Workers
-from ..workers.spec import choose_members
+from ..workers.spec import choose_local_ranks
 from .policy import State, Supervision
 
 
@@ -81,4 +81,4 @@ class Slots:
                 f"the rendezvous registered this node with {slots} slots, but its worker spec "
                 f"has {whole} workers: give both the same number"
             )
-        return frozenset(choose_members(slots, self._workers.spare(), whole))
+        return frozenset(choose_local_ranks(slots, self._workers.spare(), whole))

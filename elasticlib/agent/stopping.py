@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 import attrs
 
 from ..workers.interface import DRAIN, PREEMPTED, REASONS, RESIZE, Notice
-from ..workers.spec import Ladder, Rung
+from ..workers.spec import StopStage, StopTimeouts
 from .policy import (
     Command,
     EndWorkers,
@@ -105,7 +105,7 @@ class Stopping:
     until then.
     """
 
-    ladder: Ladder
+    ladder: StopTimeouts
     node: int = 0
     nodes: int = 1
     reachable: bool = False
@@ -113,7 +113,7 @@ class Stopping:
     keep: float = 0.0
     leaving: bool = False
     since: float = 0.0
-    rung: Rung = Rung.NOTICE
+    rung: StopStage = StopStage.NOTICE
     hurried: bool = False
     notice: Notice | None = None
     deadline: float = 0.0
@@ -124,7 +124,7 @@ class Stopping:
     @property
     def noticing(self) -> bool:
         """Whether the workers have a notice, and may save and end by themselves."""
-        return self.notice is not None and self.rung is Rung.NOTICE
+        return self.notice is not None and self.rung is StopStage.NOTICE
 
     @property
     def agreeing(self) -> bool:
@@ -138,19 +138,19 @@ class Stopping:
 
     def left(self, now: float) -> float:
         """Seconds until the next rung."""
-        return self.ladder.left(now - self.since)
+        return self.ladder.time_to_next_stage(now - self.since)
 
     def begin(self, now: float, notice: Notice | None) -> Climb:
         """Start to climb; the workers have just heard the notice, or are stopped without."""
         if notice is None and self.keep:
             return self._leave(now), (LeaveGroup(), *self._tell(NO_CALL))
         if notice is None:
-            plain = self.ladder.noticed(0.0)
-            stopping = attrs.evolve(self, ladder=plain, since=now, rung=Rung.TERM)
+            plain = self.ladder.with_notice(0.0)
+            stopping = attrs.evolve(self, ladder=plain, since=now, rung=StopStage.TERM)
             return stopping, (EndWorkers(), *self._tell(NO_CALL))
         stopping = attrs.evolve(
             self,
-            ladder=self.ladder.noticed(notice.seconds),
+            ladder=self.ladder.with_notice(notice.seconds),
             since=now,
             notice=notice,
             deadline=now + notice.seconds,
@@ -163,7 +163,7 @@ class Stopping:
         The more urgent reason and the shorter time hold, unless the other nodes have been told
         already, who would go by another answer.
         """
-        if self.notice is None or self.rung is not Rung.NOTICE:
+        if self.notice is None or self.rung is not StopStage.NOTICE:
             return self, ()
         if notice is None:
             post = (Post(OVER, str(self.node), b""),) if self._with_others else ()
@@ -185,7 +185,7 @@ class Stopping:
 
     def _leave(self, now: float) -> Stopping:
         """The workers are told that their group is over."""
-        ladder = self.ladder.noticed(self.keep)
+        ladder = self.ladder.with_notice(self.keep)
         return attrs.evolve(self, ladder=ladder, since=now, notice=None, leaving=True)
 
     def keep_members(self, keep: float) -> Climb:
@@ -195,13 +195,13 @@ class Stopping:
 
     def keep_none(self, now: float) -> Stopping:
         """Nobody goes on in another group."""
-        stopping = self.hurry(now) if self.leaving and self.rung is Rung.NOTICE else self
+        stopping = self.hurry(now) if self.leaving and self.rung is StopStage.NOTICE else self
         return attrs.evolve(stopping, keep=0.0)
 
     def hurry(self, now: float) -> Stopping:
         """Do without what is left of this rung: a notice becomes SIGTERM, that SIGKILL. Where the
         rung's time is up already, the next one has all of its own."""
-        if self.rung >= Rung.KILL or self.rung < self.ladder.rung(now - self.since):
+        if self.rung >= StopStage.KILL or self.rung < self.ladder.stage_at(now - self.since):
             return self
         return attrs.evolve(self, hurried=True, since=self.since - self.left(now))
 
@@ -244,20 +244,20 @@ class Stopping:
     def _climb(self, now: float, running: str) -> Climb:
         if not running:
             return self, (GroupStopped(),)
-        rung = self.ladder.rung(now - self.since)
+        rung = self.ladder.stage_at(now - self.since)
         commands: list[Command] = []
-        if self.rung < Rung.TERM <= rung:
+        if self.rung < StopStage.TERM <= rung:
             why = "still there after they were asked to save"
             if self.leaving:
                 why = f"still in their group {self.keep:g} s after it was over"
             elif self.outcome == NO_CALL:
                 why = "the workers cannot all stop at one step to save"
             commands.append(EndWorkers(f"{why}, sending SIGTERM: {running}"))
-        if self.rung < Rung.KILL <= rung:
-            late = f"still there after {self.ladder.grace:g} s"
+        if self.rung < StopStage.KILL <= rung:
+            late = f"still there after {self.ladder.shutdown_timeout:g} s"
             said = "did not end in time" if self.hurried else late
             commands.append(EndWorkers(f"{said}, killing: {running}", force=True))
-        if rung is Rung.GIVE_UP:
+        if rung is StopStage.GIVE_UP:
             commands.append(GroupStopped(left=running))
         return attrs.evolve(self, rung=rung), tuple(commands)
 

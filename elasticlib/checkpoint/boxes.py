@@ -7,6 +7,7 @@ ranks that restore a state may need boxes of any other partition. All functions 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -128,7 +129,7 @@ class TensorShard:
     box: Box
     stride: tuple[int, ...] = ()  # of the whole tensor
     device: str = "cpu"  # device of the tensor when it was saved, as torch names it
-    mesh: int = 0  # checksum of the ranks that the tensor was sharded over
+    mesh: str = ""  # ranks that share the tensor, see `format_ranks`; empty for all ranks
 
     def to_row(self) -> list[Any]:
         """Return the JSON value that describes the shard in the header of a pack."""
@@ -156,20 +157,53 @@ def read_shards(meta: Mapping[str, Any]) -> list[TensorShard]:
 
 
 def _shard_from_row(row: Sequence[Any]) -> TensorShard:
-    defaults: list[Any] = [(), "cpu", 0]
+    defaults: list[Any] = [(), "cpu", ""]
     values = [*row, *defaults[len(row) - 5 :]]
     name, dtype, shape, offsets, sizes, stride, device, mesh = values
     box = Box(tuple(offsets), tuple(sizes))
     shard = TensorShard(name, dtype, tuple(shape), box, tuple(stride), device, mesh)
-    counts = (*shard.shape, *box.offsets, *box.sizes, *shard.stride, mesh)
-    if not all(type(text) is str for text in (name, dtype, device)):
-        raise ValueError(f"a shard of {name!r:.80}, {dtype!r:.80} and {device!r:.80}")
+    counts = (*shard.shape, *box.offsets, *box.sizes, *shard.stride)
+    if not all(type(text) is str for text in (name, dtype, device, mesh)):
+        raise ValueError(f"a shard of {name!r:.80}, {dtype!r:.80}, {device!r:.80}, {mesh!r:.80}")
+    _parse_ranks(mesh)
     if len(shard.shape) > _MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in counts):
         raise ValueError(f"a shard of {name:.80} with the counts {counts!r:.200}")
     ends = (begin + size for begin, size in zip(*box, strict=True))
     if not all(end <= size for end, size in zip(ends, shard.shape, strict=True)):
         raise ValueError(f"a shard of {name:.80} is outside of the shape {shard.shape}")
     return shard
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as ranges with a step, such as `0-3,8-14:2`."""
+    runs: list[tuple[int, int, int]] = []  # first and last rank, and the step or 0
+    for rank in sorted(ranks):
+        first, last, step = runs[-1] if runs else (rank, rank, -1)
+        if step in (0, rank - last):
+            runs[-1] = (first, rank, rank - last)
+        else:
+            runs.append((rank, rank, 0))
+    steps = {0: "", 1: ""}
+    return ",".join(
+        f"{first}-{last}{steps.get(step, f':{step}')}" if step else str(first)
+        for first, last, step in runs
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_ranks(text: str) -> tuple[range, ...]:
+    """Parse the result of `format_ranks`. Raise ValueError if it is malformed."""
+    runs = []
+    for run in filter(None, text.split(",")):
+        bounds, _, step = run.partition(":")
+        first, _, last = bounds.partition("-")
+        runs.append(range(int(first), int(last or first) + 1, int(step or 1)))
+    return tuple(runs)
+
+
+def has_rank(mesh: str, rank: int) -> bool:
+    """Return True if a rank is in the mesh of a shard."""
+    return not mesh or any(rank in run for run in _parse_ranks(mesh))
 
 
 def shards_by_tensor(parts: Shards) -> dict[str, list[tuple[int, int, TensorShard]]]:
@@ -198,6 +232,10 @@ def shards_by_tensor(parts: Shards) -> dict[str, list[tuple[int, int, TensorShar
 def describe_missing(parts: Shards, num_parts: int) -> str:
     """Describe what is missing from a state if only some of its parts are available.
 
+    A part can be missing if another rank has the same tensors, which is the case if all tensors of
+    that rank are on meshes that include the rank of the missing part. Otherwise the missing part
+    may have had other tensors, as a pipeline stage has.
+
     A tensor that was sharded over several meshes is checked once for each mesh, because it may be a
     different tensor on each of them.
 
@@ -206,8 +244,8 @@ def describe_missing(parts: Shards, num_parts: int) -> str:
         num_parts: the number of parts that were saved.
 
     Returns:
-        The end of a sentence about the state. It is empty if every element of every tensor is in
-        one of the parts.
+        The end of a sentence about the state. It is empty if the available parts have every element
+        of every tensor.
 
     Raises:
         CheckpointCorruptError: see `shards_by_tensor`.
@@ -216,7 +254,7 @@ def describe_missing(parts: Shards, num_parts: int) -> str:
     incomplete = []
     for name, rows in shards_by_tensor(parts).items():
         shape = rows[0][2].shape
-        boxes: dict[int, list[Box]] = {}
+        boxes: dict[str, list[Box]] = {}
         for _, _, shard in rows:
             boxes.setdefault(shard.mesh, []).append(shard.box)
         for available in boxes.values():
@@ -230,10 +268,19 @@ def describe_missing(parts: Shards, num_parts: int) -> str:
                 )
                 break
     lost = [part for part in range(num_parts) if part not in parts]
-    if not incomplete and len(lost) < num_parts:
+    meshes = {frozenset(shard.mesh for shard in shards) for shards in parts.values() if shards}
+    unknown = [
+        part
+        for part in lost
+        if not any(all(has_rank(mesh, part) for mesh in of_rank) for of_rank in meshes)
+    ]
+    if not incomplete and not unknown:
         return ""
     reasons = [f"no rank has {format_numbers(lost, 'part')} of {num_parts}"] if lost else []
-    reasons += [f"{incomplete[0]} are missing"] if incomplete else []
+    if incomplete:
+        reasons.append(f"{incomplete[0]} are missing")
+    else:
+        reasons.append(f"the tensors of {format_numbers(unknown, 'rank')} are unknown")
     more = f" (and elements of {len(incomplete) - 1} more tensors)" if len(incomplete) > 1 else ""
     return f"is incomplete: {', so '.join(reasons)}{more}"
 

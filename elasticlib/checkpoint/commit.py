@@ -61,7 +61,7 @@ FENCE_FORMAT = 2
 MAX_REVOKED_LAUNCHES = 64  # The file stays small, and older launches no longer run.
 
 _DATA_NAME = re.compile(r"(?:state|part-[0-9]+)\.([0-9a-f]{16})\.[0-9]+\.pack")
-_NOT_WRITABLE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+NOT_WRITABLE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 # -- the fence: pure -------------------------------------------------------------------------------
@@ -483,7 +483,7 @@ class Committer:
             kind: type[CheckpointError] = CheckpointError
             if isinstance(error, FileNotFoundError):
                 kind = FileDeleted
-            elif error.errno in _NOT_WRITABLE_ERRORS:
+            elif error.errno in NOT_WRITABLE_ERRORS:
                 kind = FolderNotWritable
             raise kind(f"{self._storage.name} {what}: {error}") from error
 

@@ -10,8 +10,9 @@ The newest complete state is written. A state that is the same on all ranks has 
 
 **How agents learn about each other.** The agents of a generation share a scratch directory in the
 checkpoint directory. Each agent keeps one report there: the parts that it can write, the data files
-that it has written, its current task, and the states that it has committed. `next_action`, a pure
-function, decides from the reports what an agent does next. If another agent could start the same
+that it has written, its current task, and the states that it has committed
+(`final_save_reports`). `final_save_plan.next_action` decides from the reports what an agent does
+next. If another agent could start the same
 task, an agent holds the lock of the checkpoint directory while it reads the reports and publishes
 its task, so that each part is written once. The commit is the last task. The agent that completes
 the set of data files starts it. Without a lock, behind a URL, two agents may write the same part
@@ -29,14 +30,16 @@ or commit the same files, which costs only time.
 - *An agent is late.* The others start at once if the newest known state is complete. Otherwise they
   wait: `settle_s` if an older state is complete, else `peers_s`. A late agent accepts what has been
   committed. It commits a newer state if that is complete by then.
-- *The disk is full.* The agent withdraws its parts and publishes the reason. Other holders write
-  them. If there is none, every agent reports the reason.
+- *The disk fails.* The agent tries again for `retry_s`, and other holders of a part may write it
+  in the meantime. Then, or at once if the disk is full or read-only, the agent withdraws its parts
+  and publishes the reason. If there is no other holder, every agent reports the reason.
 - *A snapshot is unreadable.* The agent does not offer it.
 - *A later generation owns the directory.* It continues the job from its own snapshots. Nothing is
   committed, and this is not an error. If another launch owns the directory, it is an error.
 - *A worker of the generation saves at the same time.* Its commit may delete data files that are not
   in a manifest yet. They are written again, unless the checkpoint of the worker is as new.
-- *The disk hangs.* The agent gives up after `total_s`, or when its caller asks for it.
+- *The disk hangs.* The agent gives up when neither it nor another agent has made progress for
+  `total_s`, or when its caller asks for it. An agent that helps waits without a limit.
 
 The last agent deletes the scratch directory. If an agent was lost, the directory stays until a
 later generation or launch acquires the checkpoint directory.
@@ -45,17 +48,14 @@ later generation or launch acquires the checkpoint directory.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
-import math
 import os
 import secrets
 import socket
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +63,31 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import CheckpointError, describe
-from ..foreign import read_fields, read_json, read_object
 from ..rendezvous.interface import RendezvousInfo
 from ..threads import helper
-from .boxes import TensorShard, describe_missing, format_numbers, read_shards
-from .catalog import (
-    CheckpointCatalog,
-    DataFile,
-    Retention,
-    append_checksum,
-    folder_of,
-    step_of,
-    strip_checksum,
+from .boxes import TensorShard, read_shards
+from .catalog import CheckpointCatalog, DataFile, Retention, folder_of, step_of
+from .commit import (
+    NOT_WRITABLE_ERRORS,
+    Committer,
+    FileDeleted,
+    WriterIdentity,
+    data_name,
+    scratch_prefix,
 )
-from .commit import Committer, FileDeleted, WriterIdentity, data_name, scratch_prefix
+from .final_save_plan import (
+    COMMIT,
+    AgentReport,
+    Finish,
+    PartOffer,
+    SnapshotState,
+    Task,
+    count_nodes,
+    newest_complete,
+    next_action,
+    offer_part,
+)
+from .final_save_reports import ReportExchange
 from .safetensors_header import read_meta
 from .snapshot_slots import (
     SnapshotHeader,
@@ -89,8 +100,6 @@ from .storage import CheckpointStorage, open_storage
 
 log = logging.getLogger("elasticlib.checkpoint")
 
-UNSHARDED = "unsharded"  # the share of a state that is the same on all ranks
-COMMIT = "commit"  # the task after all shares are written; no share has this name
 WAIT_INTERVAL_S = 0.1  # between two checks whether the final save must end
 MAX_WRITES = 4  # a worker that saves at the same time deletes unnamed files once per save
 
@@ -107,364 +116,9 @@ class Timeouts:
     settle_s: float = 5.0  # for late agents, if an older state than the newest is complete
     peers_s: float = 60.0  # for late agents, if no state is complete: workers may end slowly
     announce_s: float = 3.0  # a final save that takes longer is announced in the log
-    total_s: float = 600.0  # for the whole final save: a disk that hangs must not block the node
-
-
-# -- which state is written: pure ------------------------------------------------------------------
-
-
-@attrs.frozen(order=True)
-class SnapshotState:
-    """Identity of a state. Parts of one state fit together.
-
-    A step that was trained twice, before and after a failure, is two states.
-    """
-
-    generation: int
-    step: int
-    num_parts: int = 1  # ranks that hold a part; 1 if the state is the same on all ranks
-    is_sharded: bool = False
-
-
-@attrs.frozen
-class PartOffer:
-    """A part of a state that an agent can write or has written."""
-
-    state: SnapshotState
-    part: int
-    share: str = UNSHARDED  # digest of its boxes; parts with equal shares are interchangeable
-    num_elements: int = 0  # in its boxes
-    total_elements: int = 0  # in the whole tensors that its boxes belong to
-    is_replica: bool = False  # it was made by a worker of another node
-    file: DataFile | None = None  # its data file, once it is durable
-
-
-@attrs.frozen
-class SavePlan:
-    """The state to write, and its shares in the order of their files in the manifest."""
-
-    state: SnapshotState
-    shares: tuple[str, ...]
-
-
-LoadChunks = Callable[[str], Sequence[TensorShard] | None]
-"""Returns the tensor shards that the parts with this `PartOffer.share` contain: names and boxes,
-without the bytes. None if they are not available.
-"""
-
-
-def offer_part(
-    state: SnapshotState, part: int, chunks: Sequence[TensorShard], *, is_replica: bool = False
-) -> PartOffer:
-    """Return the offer of a part of a sharded state that contains `chunks`."""
-    boxes = {(c.name, c.dtype, c.shape, c.box) for c in chunks}
-    share = hashlib.sha256(json.dumps(sorted(boxes)).encode()).hexdigest()[:32]
-    num_elements = sum(math.prod(sizes) for _, _, _, (_, sizes) in boxes)
-    total_elements = sum(math.prod(shape) for shape in {c.name: c.shape for c in chunks}.values())
-    return PartOffer(state, part, share, num_elements, total_elements, is_replica)
-
-
-def newest_complete(offers: Iterable[PartOffer], load_chunks: LoadChunks) -> SavePlan | str:
-    """Choose the newest state whose offered parts contain every element.
-
-    Args:
-        offers: of all agents.
-        load_chunks: called only for a state that lacks a part but may be complete all the same.
-
-    Returns:
-        The plan, or the reason why the newest state is incomplete, as the end of an error message.
-    """
-    states: dict[SnapshotState, dict[str, PartOffer]] = {}
-    parts: dict[SnapshotState, set[int]] = {}
-    for offer in sorted(offers, key=lambda offer: (offer.state, -offer.part), reverse=True):
-        states.setdefault(offer.state, {}).setdefault(offer.share, offer)
-        parts.setdefault(offer.state, set()).add(offer.part)
-    reasons = []
-    for state, by_share in states.items():
-        missing = [part for part in range(state.num_parts) if part not in parts[state]]
-        reason = _describe_missing(missing, by_share, load_chunks)
-        if not reason:
-            return SavePlan(state, tuple(by_share))
-        reasons.append(reason)
-    return reasons[0] if reasons else "is not available: no agent can write a part of it"
-
-
-def _describe_missing(
-    missing: Sequence[int], offers: Mapping[str, PartOffer], load_chunks: LoadChunks
-) -> str:
-    """Return what a state lacks that lacks parts, or an empty string if it is complete."""
-    if not missing:
-        return ""
-    num_parts = next(iter(offers.values())).state.num_parts
-    total_elements = max(offer.total_elements for offer in offers.values())
-    if sum(offer.num_elements for offer in offers.values()) >= total_elements:
-        loaded = {offer.part: load_chunks(share) for share, offer in offers.items()}
-        chunks = {part: rows for part, rows in loaded.items() if rows is not None}
-        try:
-            if len(chunks) == len(offers):
-                return describe_missing(chunks, num_parts)
-        except CheckpointError as error:
-            return f"is not consistent: {error}"
-    return f"is not complete: no agent holds {format_numbers(missing, 'part')} of {num_parts}"
-
-
-# -- what an agent does next: pure -----------------------------------------------------------------
-
-
-@attrs.frozen
-class Task:
-    """Writing one share of a state, or committing the state if the share is `COMMIT`."""
-
-    state: SnapshotState
-    share: str
-
-    def is_for(self, offer: PartOffer) -> bool:
-        return (offer.state, offer.share) == (self.state, self.share)
-
-
-@attrs.frozen
-class Finish:
-    """The end of a final save."""
-
-    step: int | None = None  # the committed step
-    problem: str = ""  # why the snapshots were not written
-
-
-@attrs.frozen
-class AgentReport:
-    """The status that an agent publishes to the other agents of its generation."""
-
-    offers: tuple[PartOffer, ...] = ()  # newest first, and parts of its workers before replicas
-    task: Task | None = None  # what it is doing
-    committed: tuple[SnapshotState, ...] = ()  # states that it has committed or found committed
-    can_write: bool = True  # False: only its data files count
-    is_finished: bool = False  # it reads no reports any more
-    problem: str = ""  # why it could not write something
-    node: int = 0  # rank of its node in the generation
-    is_withdrawn: bool = False  # it was stopped while it helped, and its node may report again
-
-
-def count_nodes(reports: Iterable[AgentReport]) -> int:
-    """Return how many nodes have reported.
-
-    A node reports twice if it helped other nodes before its own run was over.
-    """
-    return len({report.node for report in reports if not report.is_withdrawn})
-
-
-def next_action(
-    agent: str,
-    reports: Mapping[str, AgentReport],
-    load_chunks: LoadChunks,
-    *,
-    is_settled: bool,
-    has_all_reports: bool,
-) -> Task | Finish | None:
-    """Decide what an agent does next.
-
-    Args:
-        agent: the id of the agent.
-        reports: by agent id, its own included. Those of lost agents have `can_write=False`.
-        load_chunks: see `newest_complete`.
-        is_settled: no agent will report within `settle_s` of the start.
-        has_all_reports: no agent will report any more.
-
-    Returns:
-        A task, the end of the final save, or None to wait for other agents.
-    """
-    writers = {other: report for other, report in reports.items() if report.can_write}
-    offers = [o for a, r in reports.items() for o in r.offers if o.file or a in writers]
-    plan = newest_complete(offers, load_chunks)
-    # The parts of a committed state may not be offered any more.
-    complete = {state for report in reports.values() for state in report.committed}
-    committed = max(complete, default=None)
-    if isinstance(plan, SavePlan):
-        complete.add(plan.state)
-    if complete:
-        newest = max(complete)
-        offered = {offer.state for report in reports.values() for offer in report.offers}
-        if not is_settled and any(state > newest for state in offered):
-            return None
-        if newest == committed:
-            return Finish(newest.step)
-    if isinstance(plan, SavePlan):
-        if agent in writers:
-            return _next_task(agent, writers, offers, plan, is_settled=is_settled)
-        if writers:
-            return None
-    # If no agent can write any more, only an agent that reports late could help.
-    if not (has_all_reports or (is_settled and not writers)):
-        return None
-    problems = sorted({report.problem for report in reports.values() if report.problem})
-    reason = plan if isinstance(plan, str) else "was not committed"
-    return Finish(problem="; ".join(problems) or f"it {reason}")
-
-
-def _next_task(
-    agent: str,
-    writers: Mapping[str, AgentReport],
-    offers: Iterable[PartOffer],
-    plan: SavePlan,
-    *,
-    is_settled: bool,
-) -> Task | None:
-    written = {offer.share for offer in offers if offer.state == plan.state and offer.file}
-    others = [report for other, report in writers.items() if other != agent]
-    for offer in writers[agent].offers:
-        task = Task(offer.state, offer.share)
-        if offer.state != plan.state or offer.share in written or _is_taken(task, others):
-            continue
-        # A replica is written only if no node whose workers made the part can write it.
-        has_owner = any(task.is_for(o) and not o.is_replica for r in others for o in r.offers)
-        if not offer.is_replica or (is_settled and not has_owner):
-            return task
-    commit = Task(plan.state, COMMIT)
-    is_complete = written.issuperset(plan.shares)
-    return commit if is_complete and not _is_taken(commit, others) else None
-
-
-def _is_taken(task: Task, others: Iterable[AgentReport]) -> bool:
-    return any(report.task == task for report in others)
-
-
-# -- the scratch directory -------------------------------------------------------------------------
-
-
-def encode_report(report: AgentReport) -> bytes:
-    """Encode a report as one line of JSON and a line with its checksum."""
-    return append_checksum(json.dumps(attrs.asdict(report)).encode("ascii"))
-
-
-def decode_report(data: bytes) -> AgentReport | None:
-    """Decode a report. Return None if it is incomplete or corrupt."""
-    body = strip_checksum(data)
-    try:
-        fields = read_object(body or b"")
-        offers = tuple(
-            read_fields(
-                PartOffer,
-                {name: row[name] for name in row if name not in ("state", "file")},
-                state=read_fields(SnapshotState, row["state"]),
-                file=read_fields(DataFile, row["file"]) if row["file"] else None,
-            )
-            for row in fields.pop("offers")
-        )
-        committed = tuple(read_fields(SnapshotState, row) for row in fields.pop("committed"))
-        row = fields.pop("task")
-        task = Task(read_fields(SnapshotState, row["state"]), str(row["share"])) if row else None
-        return read_fields(AgentReport, fields, offers=offers, committed=committed, task=task)
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-class ReportExchange:
-    """The reports of the agents of a generation, as files of a scratch directory.
-
-    `publish` may be called by any thread, the other methods by one thread. If there is no other
-    agent, nothing is written.
-    """
-
-    def __init__(
-        self,
-        storage: CheckpointStorage,
-        directory: str,
-        agent: str,
-        num_agents: int,
-        node: int = 0,
-    ) -> None:
-        self.mine = AgentReport(node=node)  # the report of this agent
-        self.num_agents = num_agents
-        self._storage, self._directory, self._agent = storage, directory, agent
-        self._lock = threading.Lock()  # guards the version
-        self._version = 0  # of the last report that was published
-        self._seen: dict[str, tuple[int, float]] = {}  # version of each report, and when it changed
-        self._reports: dict[str, AgentReport] = {}  # of the other agents
-        self._chunks: dict[str, Mapping[str, Sequence[TensorShard]]] = {}  # by agent, then by share
-
-    def publish(self, **changes: Any) -> None:
-        """Change this agent's report and publish it. Raise OSError if the disk fails."""
-        with self._lock:
-            self.mine = attrs.evolve(self.mine, **changes)
-            if self.num_agents > 1:
-                # Each version has a name of its own, because NFS clients cache what they have read.
-                # After an error a file may exist, so its name is not used again.
-                self._version += 1
-                data = memoryview(encode_report(self.mine))
-                self._storage.write(self._path(f"{self._agent}.{self._version}"), data)
-                self._storage.remove(self._path(f"{self._agent}.{self._version - 1}"))
-
-    def publish_chunks(self, chunks: Mapping[str, Sequence[TensorShard]]) -> None:
-        """Publish the chunks of this agent's parts by share. Raise OSError if the disk fails."""
-        self._chunks[self._agent] = chunks
-        if self.num_agents > 1 and chunks:
-            rows = {
-                share: [chunk.to_row() for chunk in of_share] for share, of_share in chunks.items()
-            }
-            data = memoryview(zlib.compress(json.dumps(rows).encode()))
-            self._storage.write(self._path(f"{self._agent}.chunks"), data)
-
-    def read(self, lost_s: float = math.inf) -> dict[str, AgentReport]:
-        """Return the reports by agent, this agent's included.
-
-        Args:
-            lost_s: an agent that has not renewed its report for so long is considered lost.
-        """
-        now = monotonic()
-        for name in self._storage.list_files(self._directory) if self.num_agents > 1 else ():
-            agent, _, version = name.partition(".")
-            last_version, _ = self._seen.get(agent, (0, now))
-            if agent != self._agent and version.isdecimal() and int(version) > last_version:
-                report = decode_report(self._storage.read(self._path(name)) or b"")
-                if report is not None:
-                    self._seen[agent], self._reports[agent] = (int(version), now), report
-        found = {self._agent: self.mine}
-        for agent, report in self._reports.items():
-            is_lost = now - self._seen[agent][1] > lost_s and not report.is_finished
-            if is_lost:
-                problem = report.problem or "an agent stopped responding"
-                report = attrs.evolve(report, can_write=False, task=None, problem=problem)
-            found[agent] = report
-        return found
-
-    def load_chunks(self, share: str) -> Sequence[TensorShard] | None:
-        """Return the chunks of a share as any agent has published them, or None."""
-        for agent, report in self.read().items():
-            if all(offer.share != share for offer in report.offers):
-                continue
-            if agent not in self._chunks:
-                with contextlib.suppress(OSError, ValueError, zlib.error, CheckpointError):
-                    data = self._storage.read(self._path(f"{agent}.chunks"))
-                    rows = read_json(zlib.decompress(data)) if data else {}
-                    self._chunks[agent] = {s: read_shards({"shards": r}) for s, r in rows.items()}
-            if share in self._chunks.get(agent, {}):
-                return self._chunks[agent][share]
-        return None
-
-    def close(self, problem: str, *, is_withdrawn: bool = False) -> None:
-        """Publish that this agent has finished. The last agent deletes the directory.
-
-        Args:
-            problem: why the snapshots were not written, or an empty string.
-            is_withdrawn: see `AgentReport`.
-        """
-        with contextlib.suppress(OSError):
-            if self._version == 0 and len(self.read()) == 1:
-                return  # no agent has published a report
-            self.publish(
-                can_write=False,
-                is_finished=True,
-                task=None,
-                problem=problem,
-                is_withdrawn=is_withdrawn,
-            )
-            reports = self.read().values()
-            if count_nodes(reports) >= self.num_agents > 1 and all(r.is_finished for r in reports):
-                for name in self._storage.list_files(self._directory):
-                    self._storage.remove(self._path(name))
-                self._storage.remove_folder(self._directory)
-
-    def _path(self, name: str) -> str:
-        return f"{self._directory}/{name}"
+    retry_pause_s: float = 1.0  # between two attempts after an error of the disk
+    retry_s: float = 60.0  # for attempts after the first of several errors of the disk
+    total_s: float = 600.0  # without progress: a disk that hangs must not block the node
 
 
 # -- the snapshots of one node ---------------------------------------------------------------------
@@ -538,8 +192,14 @@ class SetSaver:
     limits: Timeouts
     stop: threading.Event  # when it is set, this agent starts nothing more
     is_leaving: bool = True  # see `FinalSave`
+    on_progress: Callable[[], object] = lambda: None  # called after progress of any agent
     saved_step: int | None = None  # the step that this agent or another one has committed
     _started_at: float = attrs.field(init=False, factory=monotonic)
+    _has_joined: bool = attrs.field(init=False, default=False)  # the parts here are offered
+    _last_seen: dict[str, AgentReport] = attrs.field(init=False, factory=dict)
+    _first_error_at: float = attrs.field(init=False, default=float("-inf"))  # see `retry_s`
+    _last_error_at: float = attrs.field(init=False, default=float("-inf"))
+    _num_files: int = attrs.field(init=False, default=0)  # makes the names of data files unique
     _num_writes: Counter[Task] = attrs.field(init=False, factory=Counter)
 
     def has_other_reports(self) -> bool:
@@ -551,23 +211,85 @@ class SetSaver:
         self._started_at = monotonic()
         is_over, problem = threading.Event(), ""
         renewing = helper(lambda: self._renew(is_over), "agent-final-save-renew")
+        renewing.start()
         try:
-            if self._is_saved(self.snapshots.state):
-                self._publish_saved()
-                return ""
-            self._join()
-            renewing.start()
             problem = self._work()
         finally:
             is_over.set()
-            if renewing.is_alive():
-                renewing.join()
+            renewing.join()
             # If the caller has stopped an agent that helps, its node may start another final save.
             is_withdrawn = not self.is_leaving and self.stop.is_set()
             self.exchange.close(problem, is_withdrawn=is_withdrawn)
-        # A worker may have saved in the meantime.
-        is_lost = problem and not self._is_saved(self.snapshots.state)
-        return self.snapshots.describe_failure(problem) if is_lost else ""
+        if problem:
+            with contextlib.suppress(OSError):
+                # A worker may have saved in the meantime.
+                problem = "" if self._is_saved(self.snapshots.state) else problem
+        return self.snapshots.describe_failure(problem) if problem else ""
+
+    def _renew(self, is_over: threading.Event) -> None:
+        while not is_over.wait(self.limits.heartbeat_s):
+            with contextlib.suppress(OSError):
+                self.exchange.publish()
+
+    def _work(self) -> str:
+        """Do one task after the other. Return why the snapshots were not written, if so."""
+        while not self.stop.is_set():
+            try:
+                end = self._step()
+            except (CheckpointError, OSError) as error:
+                end = self._handle_error(error)
+            if end is not None:
+                self.saved_step = end.step
+                return end.problem
+        return ""
+
+    def _step(self) -> Finish | None:
+        """Do what is to be done next. Return the end of the final save, or None before it."""
+        if not self._has_joined and self._is_saved(self.snapshots.state):
+            self._publish_saved()
+            return Finish()
+        if not self._has_joined:
+            self.committer.claim()
+            self.exchange.publish_chunks(self.snapshots.chunks)
+            self.exchange.publish(offers=tuple(self.snapshots.offers))
+            self._has_joined = True
+        if self._was_superseded():
+            step = self.snapshots.newest.step
+            log.info("step %d is not written: a later generation continues the job", step)
+            return Finish()
+        action = self._decide()
+        if isinstance(action, Finish):
+            return action
+        if action is None:
+            self.stop.wait(self.limits.poll_s)
+        elif self._start(action):
+            self.exchange.publish(task=None, problem="", **self._perform(action))
+            self._first_error_at = float("-inf")
+        return None
+
+    def _handle_error(self, error: Exception) -> Finish | None:
+        """Try again later. Or write nothing more, and wait for what the other agents can do."""
+        now, problem = monotonic(), describe(error)
+        if now - max(self._first_error_at, self._last_error_at) > self.limits.retry_s:
+            self._first_error_at = now
+        self._last_error_at = now
+        could_write = self.exchange.mine.can_write
+        can_write = (
+            could_write
+            and _is_transient(error)
+            and now - self._first_error_at < self.limits.retry_s
+        )
+        if could_write:
+            outcome = "trying again" if can_write else "not trying again"
+            log.warning("%s: %s", self.snapshots.describe_failure(problem), outcome)
+        elif now - self._first_error_at >= self.limits.retry_s:
+            return Finish(problem=problem)  # The reports of the other agents cannot be read either.
+        # If the report cannot be written, the other agents will consider this one lost.
+        with contextlib.suppress(OSError):
+            self.exchange.publish(task=None, can_write=can_write, problem=problem)
+        self._has_joined = self._has_joined or not can_write
+        self.stop.wait(self.limits.retry_pause_s if can_write else self.limits.poll_s)
+        return None
 
     def _publish_saved(self) -> None:
         """Publish that the newest state here has a checkpoint.
@@ -578,36 +300,6 @@ class SetSaver:
         if state.is_sharded:
             with contextlib.suppress(OSError):
                 self.exchange.publish(committed=(state,))
-
-    def _renew(self, is_over: threading.Event) -> None:
-        while not is_over.wait(self.limits.heartbeat_s):
-            with contextlib.suppress(OSError):
-                self.exchange.publish()
-
-    def _join(self) -> None:
-        try:
-            self.committer.claim()
-            self.exchange.publish_chunks(self.snapshots.chunks)
-            self.exchange.publish(offers=tuple(self.snapshots.offers))
-        except (CheckpointError, OSError) as error:
-            self._fail(error)
-
-    def _work(self) -> str:
-        """Do one task after the other. Return why the snapshots were not written, if so."""
-        while not self.stop.is_set():
-            if self._was_superseded():
-                step = self.snapshots.newest.step
-                log.info("step %d is not written: a later generation continues the job", step)
-                break
-            action = self._decide()
-            if isinstance(action, Finish):
-                self.saved_step = action.step
-                return action.problem
-            if action is None:
-                self.stop.wait(self.limits.poll_s)
-            elif self._start(action):
-                self._do(action)
-        return ""
 
     def _was_superseded(self) -> bool:
         with contextlib.suppress(CheckpointError, OSError):  # the commit reports a corrupt fence
@@ -649,6 +341,11 @@ class SetSaver:
 
     def _decide(self) -> Task | Finish | None:
         reports, waited_s = self._reports(), monotonic() - self._started_at
+        # An agent that is busy gives up by itself if it makes no progress.
+        is_busy = any(report.task for other, report in reports.items() if other != self.agent)
+        if is_busy or reports != self._last_seen:
+            self._last_seen = reports
+            self.on_progress()
         has_all_reports = count_nodes(reports.values()) >= self.exchange.num_agents
         return next_action(
             self.agent,
@@ -663,25 +360,14 @@ class SetSaver:
         reports = self.exchange.read(self.limits.lost_s).values()
         offers = [offer for report in reports if report.can_write for offer in report.offers]
         owners = [offer for offer in offers if task.is_for(offer) and not offer.is_replica]
-        try:
-            with contextlib.ExitStack() as stack:
-                # No other agent starts the task of the only owner. A commit has no owner.
-                if len(owners) != 1 and self.exchange.num_agents > 1:
-                    stack.enter_context(self.folder.storage.lock())
-                    if self._decide() != task:
-                        return False
-                self.exchange.publish(task=task)
-        except OSError as error:
-            self._fail(error)
-            return False
+        with contextlib.ExitStack() as stack:
+            # No other agent starts the task of the only owner. A commit has no owner.
+            if len(owners) != 1 and self.exchange.num_agents > 1:
+                stack.enter_context(self.folder.storage.lock())
+                if self._decide() != task:
+                    return False
+            self.exchange.publish(task=task)
         return True
-
-    def _do(self, task: Task) -> None:
-        """Do a task, and publish the result."""
-        try:
-            self.exchange.publish(task=None, **self._perform(task))
-        except (CheckpointError, OSError) as error:
-            self._fail(error)
 
     def _perform(self, task: Task) -> dict[str, Any]:
         """Do a task, unless the state has a checkpoint. Return the changes of this agent's report.
@@ -710,13 +396,15 @@ class SetSaver:
             raise CheckpointError(
                 f"a data file is missing: another writer has deleted it {MAX_WRITES} times"
             )
-        self._num_writes[task] += 1
+        self._num_files += 1
         kind = f"part-{part:05d}" if task.state.is_sharded else "state"
-        name = data_name(kind, self.agent, self._num_writes.total())
+        name = data_name(kind, self.agent, self._num_files)
         with map_snapshot(self.memory, self.snapshots.refs[task]) as view:
             if view is None:
                 raise CheckpointError(f"the snapshot of step {task.state.step} was deleted")
-            return self.committer.write(task.state.step, name, view)
+            file = self.committer.write(task.state.step, name, view)
+        self._num_writes[task] += 1
+        return file
 
     def _commit(self, state: SnapshotState) -> None:
         """Commit a state whose shares are all written."""
@@ -730,11 +418,11 @@ class SetSaver:
         directory = self.snapshots.newest.folder
         log.info("step %d was written to %s, from the last snapshot", state.step, directory)
 
-    def _fail(self, error: Exception) -> None:
-        """Write nothing more, and wait for what the other agents can do."""
-        # If the report cannot be written either, the other agents will consider this one lost.
-        with contextlib.suppress(OSError):
-            self.exchange.publish(task=None, can_write=False, problem=describe(error))
+
+def _is_transient(error: Exception) -> bool:
+    """Return True for an error of the disk that may not occur again."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno not in NOT_WRITABLE_ERRORS
 
 
 class FinalSave:
@@ -761,12 +449,13 @@ class FinalSave:
         self._memory, self._info, self._storage = memory, info, storage
         self._is_leaving, self._limits = is_leaving, limits or Timeouts()
         self._stop = threading.Event()
+        self._progress_at = 0.0  # when an agent last made progress, by `monotonic`
         self.saved: int | None = None  # the step that was written, by any agent
         self._unfinished: list[SnapshotSet] = []
         self._problems: list[str] = []
 
     def run(self, given_up: Callable[[], str] = str) -> str:
-        """Write the snapshots. Block until they are written, or the time limit has passed.
+        """Write the snapshots. Block until they are written, or there is no progress any more.
 
         Args:
             given_up: returns why the writing must end now, or an empty text. It is called several
@@ -777,6 +466,7 @@ class FinalSave:
         """
         # Nothing can interrupt a thread that writes to a disk that hangs.
         thread = helper(self._save_all, "agent-final-save")
+        self._mark_progress()
         thread.start()
         reason = self._wait(thread, given_up)
         if self._stop.is_set():
@@ -789,23 +479,27 @@ class FinalSave:
         """Start nothing more and report nothing. Thread-safe."""
         self._stop.set()
 
+    def _mark_progress(self) -> None:
+        self._progress_at = monotonic()
+
     def _wait(self, thread: threading.Thread, given_up: Callable[[], str]) -> str:
         """Return why the wait ended before the thread did, or an empty text."""
-        total_s, started_at, is_announced = self._limits.total_s, monotonic(), False
+        limits, is_announced = self._limits, not self._is_leaving
+        total_s, announce_at = limits.total_s, monotonic() + limits.announce_s
         while thread.is_alive() and not self._stop.is_set():
-            waited_s = monotonic() - started_at
-            if waited_s >= total_s:
-                return f"it was not written within {total_s:g} s"
+            now = monotonic()
+            if now - self._progress_at >= total_s:
+                return f"it was not written, and there was no progress for {total_s:g} s"
             if reason := given_up():
                 return reason
-            if self._is_leaving and not is_announced and waited_s >= self._limits.announce_s:
+            if not is_announced and now >= announce_at:
                 is_announced = True
                 log.info(
-                    "still writing the last snapshots, for up to %g s more; a further SIGTERM "
-                    "gives them up",
-                    total_s - waited_s,
+                    "still writing the last snapshots, until there is no progress for %g s; a "
+                    "further SIGTERM gives them up",
+                    total_s,
                 )
-            thread.join(min(WAIT_INTERVAL_S, total_s - waited_s))
+            thread.join(min(WAIT_INTERVAL_S, total_s))
         return ""
 
     def _save_all(self) -> None:
@@ -835,6 +529,7 @@ class FinalSave:
                     self._problems.append(problem)
                 self._unfinished.remove(snapshots)
             if self._unfinished:
+                self._mark_progress()  # No node needs help yet.
                 self._stop.wait(self._limits.poll_s)
 
     def _create_saver(self, snapshots: SnapshotSet) -> SetSaver:
@@ -856,4 +551,5 @@ class FinalSave:
             self._limits,
             self._stop,
             self._is_leaving,
+            self._mark_progress,
         )

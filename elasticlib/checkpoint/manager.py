@@ -349,7 +349,7 @@ class CheckpointManager:
         committed_at = committer.committed_at
         finished_at = committed_at if committed_at > started_at else monotonic()
         self.last_durable_s = finished_at - started_at
-        context().saved(step)
+        context().report_saved(step)
 
     def snapshot(self, step: int, state: object) -> bool:
         """Keep the state after a step in memory of this node's agent, which outlives this process.
@@ -383,7 +383,7 @@ class CheckpointManager:
         cost = self._snapshots.snapshot(step, state)
         if cost is not None:
             self.last_stall_s = cost.seconds
-            context().kept(step)
+            context().report_snapshot(step)
         return cost is not None
 
     def on_group_changed(self, local_rank: int) -> None:
@@ -575,7 +575,7 @@ class CheckpointManager:
         if step is not None:
             check_step(step)
         started_at = monotonic()
-        context().starting()
+        context().report_starting()
         snapshots, rank_info = self._snapshots, self._rank_info
         if rank_info.world_size > 1 and not dist.is_initialized():
             raise CheckpointError(
@@ -599,7 +599,7 @@ class CheckpointManager:
             snapshots.adopt_restored_step(agreed, names)
         if result:
             seconds = monotonic() - started_at
-            context().restored(result.step, source=result.source, seconds=seconds)
+            context().report_restored(result.step, source=result.source, seconds=seconds)
         return result
 
     def _not_restored(

@@ -13,7 +13,6 @@ No rank has a second state in memory.
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -29,6 +28,7 @@ from .boxes import (
     Shards,
     TensorShard,
     describe_missing,
+    format_ranks,
     multi_mesh_tensors,
     plan_reads,
     read_shards,
@@ -113,7 +113,7 @@ def plan_part_layout(
                 box=box,
                 stride=tuple(dtensor.stride()),
                 device=device_tag(local),
-                mesh=_mesh_checksum(dtensor.device_mesh),
+                mesh=_mesh_ranks(dtensor.device_mesh),
             )
             rows.append(shard.to_row())
     meta = {"step": step, "shards": rows}
@@ -160,8 +160,8 @@ def _is_first_copy(dtensor: DTensor) -> bool:
 
 
 @functools.cache
-def _mesh_checksum(mesh: DeviceMesh) -> int:
-    return zlib.crc32(repr(sorted(mesh.mesh.flatten().tolist())).encode())
+def _mesh_ranks(mesh: DeviceMesh) -> str:
+    return format_ranks(mesh.mesh.flatten().tolist())
 
 
 # -- loading parts in one process ------------------------------------------------------------------

@@ -219,17 +219,23 @@ class NodeSnapshotService(Memory):
                 "snapshot_replicas (--snapshot-replicas) needs a store that the nodes share, and "
                 "this rendezvous has none: leave it out"
             )
+        try:
+            address = self._address or own_address(info)
+        except OSError as error:
+            log.warning(
+                "snapshots of generation %d are not replicated from and to this node: it cannot "
+                "find its own address: %s; set local_addr (--local-addr)",
+                *(info.generation, error),
+            )
+            return
         session = ReplicationSession(
             info, attempt_dir, self._replicas, len(group.workers), secret=self._secret
         )
-        address = self._address
         try:
-            address = address or own_address(info)
             session.start(address)
         except OSError as error:
-            where = address or "its own address"
             raise ConfigError(
-                f"this node cannot receive snapshot replicas at {where}: {error}; set local_addr "
+                f"this node cannot receive snapshot replicas at {address}: {error}; set local_addr "
                 "(--local-addr) to an address at which the other nodes reach it"
             ) from error
         self._session = session

@@ -22,7 +22,7 @@ import attrs
 from ..clock import monotonic
 from ..errors import CheckpointCorruptError, CheckpointError, present
 from ..threads import CallRejected, ExclusiveCall, Latch, helper
-from ..workers.spec import SNAPSHOTS
+from ..workers.spec import SNAPSHOTS_ENV
 from .pack import LayoutCache, PackImage
 from .reshard import plan_part_layout
 from .restore import MEMORY, RestoreAgreement, StateSource, StoredState
@@ -62,7 +62,7 @@ class SnapshotLocation:
 
 def snapshot_location() -> SnapshotLocation | None:
     """Return the location from the environment, or None if no agent keeps snapshots."""
-    folder = os.environ.get(SNAPSHOTS, "")
+    folder = os.environ.get(SNAPSHOTS_ENV, "")
     generation = os.environ.get("ELASTICLIB_GENERATION", "")
     if not folder or not generation.isdecimal() or not os.path.isdir(folder):
         return None

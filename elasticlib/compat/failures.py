@@ -23,9 +23,17 @@ from ..clock import local_date_of, wall
 from ..errors import ElasticError, NoFailureError
 from ..foreign import read_file, read_object
 from ..visible import visible
-from ..workers import hooks
+from ..workers.error_file import (
+    EMPTY_ERROR_RECORD,
+    MAX_ERROR_FILE_BYTES,
+    format_exception,
+    install_exception_hooks,
+    message_and_traceback,
+    parse_error_record,
+    replace_file,
+    write_error_file,
+)
 from ..workers.exit import SIGNALS, WorkerExit, last_words
-from ..workers.hooks import LONGEST_RECORD, NO_RECORD, read_failure, read_record
 
 if TYPE_CHECKING:
     from ..agent.interface import Cause, RunResult
@@ -63,11 +71,15 @@ class ProcessFailure:
     @error_file_data.default
     def _read(self) -> dict[str, Any]:
         path = Path(self.error_file)
-        return read_object(read_file(path, LONGEST_RECORD)) if path.is_file() else dict(NO_RECORD)
+        return (
+            read_object(read_file(path, MAX_ERROR_FILE_BYTES))
+            if path.is_file()
+            else dict(EMPTY_ERROR_RECORD)
+        )
 
     @message.default
     def _said(self) -> Any:
-        if self.error_file_data != NO_RECORD:
+        if self.error_file_data != EMPTY_ERROR_RECORD:
             return self.error_file_data["message"]
         if self.exitcode < 0:
             return f"was killed by {self.signal_name()}"
@@ -75,7 +87,7 @@ class ProcessFailure:
 
     @timestamp.default
     def _when(self) -> int:
-        if self.error_file_data == NO_RECORD:
+        if self.error_file_data == EMPTY_ERROR_RECORD:
             return int(wall())
         message = self.error_file_data["message"]
         if isinstance(message, dict):
@@ -100,12 +112,12 @@ class ProcessFailure:
     @property
     def traceback(self) -> str:
         """As the worker wrote it, or an empty text."""
-        return read_failure(self.error_file_data)[1]
+        return message_and_traceback(self.error_file_data)[1]
 
 
 def failure_of(exit_: WorkerExit) -> ProcessFailure:
     """The end of a worker of this node in torch's shape."""
-    data = dict(exit_.error_data) or dict(NO_RECORD)
+    data = dict(exit_.error_data) or dict(EMPTY_ERROR_RECORD)
     why = last_words(exit_.tail, exit_.returncode)
     how = f"{exit_.how}: {why}" if why else exit_.how
     return ProcessFailure(
@@ -132,7 +144,7 @@ def failures_of(exits: Mapping[int, WorkerExit]) -> dict[int, ProcessFailure]:
 
 def failure_elsewhere(cause: Cause) -> ProcessFailure:
     """What another node reported of its worker; pid and local rank are that node's."""
-    data: dict[str, Any] = dict(NO_RECORD)
+    data: dict[str, Any] = dict(EMPTY_ERROR_RECORD)
     if cause.message or cause.traceback:
         trace = {"py_callstack": cause.traceback}
         data = {"message": {"message": cause.message, "extraInfo": trace}}
@@ -142,7 +154,7 @@ def failure_elsewhere(cause: Cause) -> ProcessFailure:
         cause.returncode,
         NOT_AVAILABLE,
         error_file_data=data,
-        message=cause.sentence if data == NO_RECORD else data["message"],
+        message=cause.sentence if data == EMPTY_ERROR_RECORD else data["message"],
         timestamp=0,
         tail=cause.tail,
         host=cause.host,
@@ -272,12 +284,12 @@ class _ErrorFile:
     """Writes torch's error.json; what it raised is shown by whatever catches that."""
 
     def initialize(self) -> None:
-        hooks.install("")
+        install_exception_hooks("")
 
     def record_exception(self, e: BaseException) -> None:
         error_file = os.environ.get(VARIABLE)
         if error_file:
-            hooks.write_failure(error_file, e, hooks.formatted(e))
+            write_error_file(error_file, e, format_exception(e))
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
         error_file = os.environ.get(VARIABLE)
@@ -285,14 +297,14 @@ class _ErrorFile:
             return
         with open(rootcause_error_file, "rb") as file:
             data = file.read()
-        record = read_record(data)
+        record = parse_error_record(data)
         message = record.get("message")
         if error_code and isinstance(message, dict):
             # A worker cannot know by which code, or signal, it ended in the end.
             message["errorCode"] = error_code
             data = json.dumps(record).encode()
         with contextlib.suppress(OSError):
-            hooks.replace(error_file, data)
+            replace_file(error_file, data)
 
 
 def record(fn: Decorated, error_handler: ErrorHandler | None = None) -> Decorated:
@@ -338,7 +350,7 @@ def _record_of(failure: Any) -> Iterator[str | None]:
     data: Mapping[str, Any] = failure.error_file_data
     if os.path.isfile(failure.error_file):
         yield failure.error_file
-    elif data.get("message") not in (None, NO_RECORD["message"]):
+    elif data.get("message") not in (None, EMPTY_ERROR_RECORD["message"]):
         # The file went with the run, or is another node's.
         with tempfile.NamedTemporaryFile("w", prefix="elasticlib_error_", suffix=".json") as file:
             json.dump(data, file)

@@ -20,7 +20,7 @@ from ..endpoint import is_any_port_here
 from ..errors import ConfigError
 from ..flag_values import NUMA_BINDINGS, TORCHRUN_ONLY
 from ..signals import as_signal, read_signals
-from ..workers.output import StreamChoice, Streams
+from ..workers.output_plan import StreamChoice, Streams
 from ..workers.spec import WorkerState
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ def init_process_group(backend: str | None = None, **options: Any) -> None:
     Raises:
         GroupEnded: a member was lost before all of them were connected.
     """
-    backend_class = find_backend(backend) if context().attached else None
+    backend_class = find_backend(backend) if context().is_attached else None
     if backend is None or backend_class is None:
         dist.init_process_group(backend, **options)
         return
@@ -106,7 +106,7 @@ class RegroupableGroup:
             True if there was an assignment.
         """
         with self._lock:
-            variables = context().take_place()
+            variables = context().accept_assignment()
             if variables is not None:
                 self.members, self.is_connected = [], False
                 os.environ.update(variables)
@@ -117,7 +117,7 @@ class RegroupableGroup:
 
         The wait has no timeout, because this process ends with its agent.
         """
-        context().leave_group()
+        context().report_left_group()
         started, pause = monotonic(), threading.Event()
         while not self.accept_assignment():
             is_first_second = monotonic() - started < 1
@@ -157,7 +157,7 @@ class RegroupableGroup:
     def close(self) -> None:
         """Stop replacing members. The process group stays as it is."""
         global _current_group
-        context().can_keep(False)
+        context().set_can_regroup(False)
         _current_group = None
 
     @contextlib.contextmanager
@@ -173,11 +173,11 @@ class RegroupableGroup:
             thread.join()
 
     def _watch(self, stop: threading.Event) -> None:
-        must_leave = False
-        while not stop.wait(ABORT_INTERVAL_S if must_leave else WATCH_INTERVAL_S):
+        should_leave_group = False
+        while not stop.wait(ABORT_INTERVAL_S if should_leave_group else WATCH_INTERVAL_S):
             with self._lock:
-                must_leave = context().must_leave
-                if must_leave:
+                should_leave_group = context().should_leave_group()
+                if should_leave_group:
                     self._backend.abort()
 
     def _membership(self) -> GroupMembership:
@@ -222,7 +222,7 @@ def _connect_to_store() -> Any:
                 multi_tenant=is_served_by_rank_0,
             )
         except RuntimeError:
-            if context().must_leave or monotonic() > deadline:
+            if context().should_leave_group() or monotonic() > deadline:
                 raise
         else:
             store.set_timeout(duration(EXCHANGE_TIMEOUT_S))
@@ -251,7 +251,7 @@ class GenerationStore(_c10d.Store):  # type: ignore[misc]
         timeout_s = self.timeout_s if timeout is None else timeout.total_seconds()
         started, pause = monotonic(), threading.Event()
         while not self.target.check([*keys]):
-            if context().must_leave:
+            if context().should_leave_group():
                 raise GroupEnded(
                     f"the agent stopped the generation while this worker waited for {keys}"
                 )

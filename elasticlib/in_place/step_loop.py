@@ -41,7 +41,7 @@ from ..data.batch_sampler import ElasticBatchSampler
 from ..data.position import check_int
 from ..errors import CheckpointError, ConfigError, present
 from ..logical.logical_workers import LogicalWorkers
-from ..workers.context import Stop, context
+from ..workers.context import StopRequest, context
 from .process_group import POLL_INTERVAL_S, RegroupableGroup, current_group
 from .rollback import StateRollback
 from .takeover import BroadcastPlan, MemberStatus, plan_broadcast
@@ -233,7 +233,7 @@ class StepLoop:
         """The last committed step; 0 before the first."""
         self.state: TrainingState = {}
         """The state that the script has given, or created for the current group."""
-        self.stop_request: Stop | None = None
+        self.stop_request: StopRequest | None = None
         """The agent's request that stopped the loop early, or None."""
         self._create_state = state if callable(state) else None
         self._batches = batches
@@ -260,7 +260,7 @@ class StepLoop:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._rollback.watch_optimizers())
             if self._group is not None:
-                context().can_keep()
+                context().set_can_regroup()
                 # Collectives that the script calls after the loop must not be aborted, so the
                 # watcher stops before the group is closed.
                 stack.callback(self._group.close)
@@ -284,7 +284,7 @@ class StepLoop:
                 continue  # An earlier iteration over this object may have finished the epoch.
             local = LocalBatches(self._batches, self._logical_workers)
             for batch in local if self._loader is None else self._loader(local):
-                if context().must_leave:
+                if context().should_leave_group():
                     return False
                 self._read_values()
                 self._rollback.begin()
@@ -384,12 +384,12 @@ class StepLoop:
         """
         if self._group is None or not isinstance(error, Exception):
             return False
-        context().group_broke()
+        context().report_group_failure()
         is_only_member = len(self._group.members) == 1
         is_plausible = isinstance(error, RuntimeError | TimeoutError | CheckpointError)
         timeout_s = GROUP_END_TIMEOUT_S if is_plausible and not is_only_member else 0
         deadline, pause = monotonic() + timeout_s, threading.Event()
-        while not context().must_leave:
+        while not context().should_leave_group():
             if monotonic() > deadline:
                 return False
             pause.wait(POLL_INTERVAL_S)
@@ -511,7 +511,7 @@ class StepLoop:
         if self._manager is not None and self._snapshot_every:
             self._manager.on_state_broadcast(plan.step, self._parts, plan.source)
         if is_receiver:
-            context().restored(plan.step, source="peer", seconds=monotonic() - started)
+            context().report_restored(plan.step, source="peer", seconds=monotonic() - started)
 
 
 def _add_part(parts: TrainingState, name: str, part: Any) -> None:

@@ -27,7 +27,7 @@ except ImportError as error:
 
 from ..data.batch_sampler import ElasticBatchSampler
 from ..errors import ConfigError
-from ..workers.context import Stop, context
+from ..workers.context import StopRequest, context
 
 STOPPED = "last-0.ckpt"
 """In the ModelCheckpoint's folder; named as `ckpt_path="last"` looks for it, which takes the newest
@@ -67,7 +67,7 @@ class ElasticCallback(Callback):
     """
 
     def __init__(self, batches: EpochBatchSampler | None = None) -> None:
-        self.stopped: Stop | None = None
+        self.stopped: StopRequest | None = None
         self._batches = batches
         self._step = 0
 
@@ -84,7 +84,7 @@ class ElasticCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step
-        context().starting()
+        context().report_starting()
 
     def on_train_batch_end(
         self,
@@ -104,7 +104,7 @@ class ElasticCallback(Callback):
         self.stopped = context().should_stop()
         if self.stopped is not None:
             trainer.save_checkpoint(os.path.join(_folders(trainer)[0], STOPPED))
-            context().saved(step)
+            context().report_saved(step)
             raise LeaveFit
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ except ImportError as error:
         f" 'transformers[torch]', or the extra, pip install 'elasticlib[transformers]' ({error})"
     ) from error
 
-from ..workers.context import Stop, context
+from ..workers.context import StopRequest, context
 
 
 class ElasticCallback(TrainerCallback):
@@ -33,7 +33,7 @@ class ElasticCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.stopped: Stop | None = None
+        self.stopped: StopRequest | None = None
 
     def on_train_begin(
         self,
@@ -42,7 +42,7 @@ class ElasticCallback(TrainerCallback):
         control: TrainerControl,
         **rest: Any,
     ) -> None:
-        context().starting()
+        context().report_starting()
 
     def on_step_end(
         self,
@@ -90,7 +90,7 @@ class ElasticCallback(TrainerCallback):
         control: TrainerControl,
         **rest: Any,
     ) -> None:
-        context().saved(state.global_step)
+        context().report_saved(state.global_step)
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:

@@ -20,8 +20,8 @@ from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
 from ..compat.launching import TorchrunOptions, read_torchrun_variables
 from ..errors import ConfigError
 from ..signals import read_signals, signal_name
-from ..workers.cpu import count_cores
-from ..workers.output import parse_ranks, parse_streams
+from ..workers.node_resources import count_usable_cpus
+from ..workers.output_plan import parse_ranks, parse_streams
 from ..workers.spec import Command, Entrypoint, Module, Script
 from .config import (
     LONGEST,
@@ -133,7 +133,7 @@ def _start_method(settings: Settings) -> str:
         raise ConfigError(
             f"--start-method {name} is for Python, and --no-python runs another program"
         )
-    return name or "warm"
+    return name or "forkserver"
 
 
 def _entrypoint(settings: Settings, program: str, args: tuple[str, ...]) -> Entrypoint:
@@ -246,13 +246,13 @@ def worker_count(text: str) -> int:
     except ValueError:
         pass
     if text == "cpu":
-        return count_cores()
+        return count_usable_cpus()
     if not text.isidentifier():
         raise ConfigError(f"--nproc-per-node is {KINDS}, got {text!r}")
     import torch
 
     if text == "auto":
-        return _accelerators(torch) or count_cores()
+        return _accelerators(torch) or count_usable_cpus()
     own = torch._C._get_privateuse1_backend_name()
     kind = "cuda" if text == "gpu" else text
     counts = {name: _count(torch, name) for name in ("cuda", "xpu", own)}
@@ -263,7 +263,7 @@ def worker_count(text: str) -> int:
     here = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     raise ConfigError(
         f"--nproc-per-node {text}: torch {torch.__version__} sees no {text.upper()} on this "
-        f"machine; it sees {here or 'no accelerator'} and {count_cores()} processors (cpu)"
+        f"machine; it sees {here or 'no accelerator'} and {count_usable_cpus()} processors (cpu)"
     )
 
 

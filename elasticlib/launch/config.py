@@ -22,8 +22,8 @@ from ..endpoint import port_of, split_endpoint
 from ..errors import ConfigError
 from ..flag_values import NUMA_BINDINGS
 from ..rendezvous.document import Limits, Timing
-from ..workers.output import OutputPlan, StreamChoice, Streams
-from ..workers.spec import check_start
+from ..workers.output_plan import OutputPlan, StreamChoice, Streams
+from ..workers.spec import check_start_method
 from .backends import ETCD_KEYS, EtcdPlace, check_backend, check_etcd_keys, read_etcd_place
 from .endpoints import check_endpoints, check_local_addr, parts_of
 from .flags import DEFAULTS, ETCD_BACKENDS, OUR_BACKENDS
@@ -289,8 +289,8 @@ class LaunchConfig:
     takes, or empty for one node alone. rdzv_backend: a name of ours, or `package.module:function`,
     which is called with a `BackendRequest`. rdzv_configs: the keys of --rdzv-conf;
     rdzv_timeout: another name for its `timeout`, unless -1. run_id: the name of the job. If it
-    is empty, a job of a single node (max_nodes is 1) generates one. start_method: `warm` (also
-    `fork` and `forkserver`) or `spawn`.
+    is empty, a job of a single node (max_nodes is 1) generates one. start_method: `forkserver`
+    (`fork` means the same) or `spawn`.
     log_line_prefix_template: how each line of `tee` begins, with `${role_name}`, `${rank}`,
     `${local_rank}` and `${hostname}` filled in. What torch's DefaultLogsSpecs, numa_options and
     signals_to_handle say is found in our own fields, too. event_log_handler, metrics_cfg: have no
@@ -320,7 +320,7 @@ class LaunchConfig:
     rdzv_timeout: float = -1
     max_restarts: int = 3
     monitor_interval: float = DEFAULTS["monitor_interval"]
-    start_method: str = "warm"
+    start_method: str = "forkserver"
     log_line_prefix_template: str | None = None
     metrics_cfg: Mapping[str, str] = attrs.field(factory=dict)
     local_addr: str | None = None
@@ -352,7 +352,7 @@ class LaunchConfig:
         for name, value in plain_values(self).items():
             object.__setattr__(self, name, value)
         check_run_id(self.run_id)
-        check_start(self.start_method, self.preload)
+        check_start_method(self.start_method, self.preload)
         refusal = next(self._refusals(), None)
         if refusal is not None:
             raise ConfigError(refusal)
@@ -404,14 +404,16 @@ class LaunchConfig:
         named = (
             ("--redirects", plan.redirect.by_rank),
             ("--tee", plan.tee.by_rank),
-            ("--local-ranks-filter", plan.ranks or ()),
+            ("--local-ranks-filter", plan.shown_ranks or ()),
         )
         for flag, ranks in named:
             for rank in sorted(rank for rank in ranks if not 0 <= rank < workers):
                 each = f"{workers} worker{'s' * (workers != 1)}"
                 yield f"{flag} names local rank {rank}, and a node has {each}"
         for stream, name in ((Streams.OUT, "stdout"), (Streams.ERR, "stderr")):
-            seen = any(plan.shows(rank) and stream & plan.tee.of(rank) for rank in range(workers))
+            seen = any(
+                plan.shows(rank) and stream & plan.tee.for_rank(rank) for rank in range(workers)
+            )
             if plan.needles(stream) and not seen:
                 yield (
                     f"--duplicate-{name}-filters looks through what --tee shows, and that is no "
@@ -457,10 +459,10 @@ class LaunchConfig:
         return OutputPlan(
             redirect=self.redirects,
             tee=self.tee,
-            ranks=self.local_ranks_filter,
-            stdout_needles=tuple(self.duplicate_stdout_filters),
-            stderr_needles=tuple(self.duplicate_stderr_filters),
-            template=self.log_line_prefix_template,
+            shown_ranks=self.local_ranks_filter,
+            stdout_filters=tuple(self.duplicate_stdout_filters),
+            stderr_filters=tuple(self.duplicate_stderr_filters),
+            line_prefix_template=self.log_line_prefix_template,
         )
 
     @property

@@ -12,8 +12,8 @@ from ..observe.wording import plural
 from ..rendezvous.document import Node
 from ..rendezvous.ranks import deal_seats
 from ..signals import signal_name
-from ..workers.cpu import count_cores
-from ..workers.spec import WorkerGroup, deal_ranks, worker_environment
+from ..workers.node_resources import count_usable_cpus
+from ..workers.spec import WorkerGroup, assign_worker_ranks, worker_environment
 from .arguments import Launch
 from .command_tools import Table, show
 from .flags import Source
@@ -127,7 +127,7 @@ def _environments(launch: Launch, inherited: Mapping[str, str]) -> list[dict[str
     seat = deal_seats(nodes)[group_rank]
     group = WorkerGroup(
         spec=spec,
-        workers=deal_ranks(seat),
+        workers=assign_worker_ranks(seat),
         run_id=config.run_id,
         generation=1,
         group_rank=group_rank,
@@ -139,7 +139,7 @@ def _environments(launch: Launch, inherited: Mapping[str, str]) -> list[dict[str
     found = []
     for worker in group.workers:
         environment = worker_environment(
-            group, worker, inherited, error_file="", cores=count_cores()
+            group, worker, inherited, error_file="", cores=count_usable_cpus()
         )
         found.append({**environment, **_PLACE, **_OWN, **({} if fixed else _unsettled(launch))})
     return found

@@ -30,9 +30,9 @@ from ..workers.spec import (
     Command,
     Entrypoint,
     Function,
-    Ladder,
+    StopTimeouts,
     WorkerState,
-    entry_name,
+    entrypoint_name,
 )
 from .addresses import is_literal, is_localhost, is_loopback
 from .config import TCP_BACKENDS, LaunchConfig, check_seconds, naming_fields
@@ -81,7 +81,7 @@ class elastic_launch:
             pickled(entrypoint)
         with naming_fields():
             result = run_node(self._config, entrypoint)
-        return values_of(entry_name(entrypoint), result)
+        return values_of(entrypoint_name(entrypoint), result)
 
 
 def with_args(
@@ -137,7 +137,7 @@ def run_node(
             meeting.handler,
             runners,
             max_restarts=config.max_restarts,
-            ladder=Ladder(grace=shutdown_seconds(config)),
+            ladder=StopTimeouts(shutdown_timeout=shutdown_seconds(config)),
             interval=config.monitor_interval,
             options=options,
             memory=memory,
@@ -181,12 +181,12 @@ def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfi
 def _depart(meeting: Meeting, config: LaunchConfig, result: RunResult) -> None:
     """Stay for as long as the others need this node, or the store that it serves."""
     options = config.supervision.agent
-    ladder = Ladder(grace=shutdown_seconds(config))
+    ladder = StopTimeouts(shutdown_timeout=shutdown_seconds(config))
     with _signals(options) as stopped:
         if result.state in (WorkerState.DRAINED, WorkerState.STOPPED):
             # Of several places the others find the next, however few they are.
             needed = 1 if len(config.endpoints) > 1 else config.min_nodes
-            stopping = options.checkpoint_grace + ladder.grace + ladder.reap
+            stopping = options.checkpoint_grace + ladder.shutdown_timeout + ladder.kill_timeout
             meeting.hand_over(stopped, config.timing, needed=needed, stopping=stopping)
         else:
             meeting.serve_others(stopped)

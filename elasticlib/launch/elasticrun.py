@@ -70,10 +70,10 @@ def _carry_out(argv: Sequence[str]) -> _Ended:
         return _run(argv)
     except Exception as error:
         # As torchrun's own main function does, under torch's `record`.
-        from ..workers.hooks import failure_record
+        from ..workers.error_file import make_error_record
 
         trace = "" if isinstance(error, ConfigError) else traceback.format_exc()
-        leave_error(failure_record(type(error).__name__, str(error), trace, int(wall())))
+        leave_error(make_error_record(type(error).__name__, str(error), trace, int(wall())))
         raise
 
 
@@ -109,7 +109,7 @@ def _run(argv: Sequence[str]) -> _Ended:
 
 def _run_node(launch: Launch, workers: Workers) -> _Ended:
     # Imported while the process that workers are forked from imports torch.
-    from ..workers.spec import WorkerState, entry_name
+    from ..workers.spec import WorkerState, entrypoint_name
     from .elastic_launch import run_node
     from .exit_report import error_file, result_text
 
@@ -122,7 +122,7 @@ def _run_node(launch: Launch, workers: Workers) -> _Ended:
         leave_error(error_file(result, wall()))
     drained = result.state is WorkerState.DRAINED
     code = config.supervision.drain_exit_code if drained else result.exit_code
-    return _Ended(code, result, entry_name(launch.entrypoint))
+    return _Ended(code, result, entrypoint_name(launch.entrypoint))
 
 
 def leave_error(record: bytes) -> None:

@@ -164,9 +164,9 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         ),
         Flag(
             "--start-method NAME",
-            "warm: fork workers from a process that has imported torch (fork and forkserver mean "
-            "the same); spawn: start an interpreter for each worker",
-            shown="warm",
+            "forkserver: fork workers from a process that has imported torch (fork means the "
+            "same); spawn: start a new interpreter for each worker",
+            shown="forkserver",
         ),
         _Own("--preload MODULES", "also import these modules before workers are forked: a,b.c", ""),
     ),

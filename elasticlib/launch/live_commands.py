@@ -53,9 +53,9 @@ from ..observe.status import (
 from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
-from ..stores.tcp_protocol import NOT_OURS
+from ..stores.tcp_protocol import NOT_A_STORE
 from ..visible import visible_line
-from ..workers.output import parse_ranks
+from ..workers.output_plan import parse_ranks
 from .addresses import resolve
 from .backends import check_backend, check_etcd_keys, read_etcd_place
 from .command_tools import Part, Table, complain, redraw, show, typed
@@ -257,7 +257,7 @@ def _open_tcp(target: Target, secret: bytes | None, timeout: float) -> Store:
             error = failed
             continue
         return store
-    if not target.records and (isinstance(error, StoreTimeoutError) or NOT_OURS in str(error)):
+    if not target.records and (isinstance(error, StoreTimeoutError) or NOT_A_STORE in str(error)):
         hint = "is it the place of another --rdzv-backend? name it with --rdzv-backend"
         raise type(error)(f"{error}; {hint}")
     raise error

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..compat.launching import may_go_unbound
 from ..errors import ConfigError, ElasticError
 from ..workers.local_workers import LocalWorkers
-from ..workers.numa import numa_cpu_sets
-from ..workers.spec import Entrypoint, WorkerSpec, check_preload, own_device
+from ..workers.node_resources import numa_cpu_sets
+from ..workers.spec import Entrypoint, WorkerSpec, check_preload, visible_device_for
 from .config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
@@ -53,7 +53,7 @@ def check_machine(
     _check_log_dir(config.log_dir)
     if config.virtual_local_rank:
         # Asked for the last one before anything starts, so that too few GPUs are refused at once.
-        own_device(config.nproc_per_node - 1, environment)
+        visible_device_for(config.nproc_per_node - 1, environment)
     check_preload(config.preload, entrypoint)
 
 

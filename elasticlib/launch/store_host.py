@@ -178,7 +178,7 @@ class TcpMeetingPlace:
         own = SPARE_DESCRIPTORS + nodes * self._config.nproc_per_node
         own += 3 * self._links  # a client's, its other half, and that one's in torch's server
         allow_descriptors(nodes + SPARE_DESCRIPTORS + own)
-        limits = ServerLimits(spare_descriptors=own, torch_links=self._links)
+        limits = ServerLimits(reserved_descriptors=own, max_torch_relays=self._links)
         job, secret = self._config.run_id, self._secret
         return TcpStoreServer(
             address, port, job=job, limits=limits, secret=secret, extra_hosts=more

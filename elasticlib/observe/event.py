@@ -64,6 +64,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "stopped": "whether this agent had asked it to end",
         "how": "in words",
         "error": "what it wrote of its failure, else how it ended; empty if it succeeded",
+        "traceback": "of its failure, empty if it left none",
         "uptime": "seconds since its generation's start",
     },
     "failure": {
@@ -134,6 +135,7 @@ class Mark:
     words: str
     rank: int | None = None
     step: int | None = None
+    traceback: str = ""  # of a worker that failed, if it left one
 
 
 @attrs.frozen
@@ -172,7 +174,8 @@ class Event:
             words = f"{self.count('events') or 0} events could not be written"
         elif kind not in _WORDS or (kind == "worker.ended" and self.as_it_should):
             return None
-        return Mark(self.at, kind, self.node, words, rank=self.rank, step=step)
+        traceback = self.text("traceback")
+        return Mark(self.at, kind, self.node, words, self.rank, step, traceback)
 
     @property
     def as_it_should(self) -> bool:

@@ -20,109 +20,112 @@ import attrs
 from ..clock import monotonic
 from ..threads import ForkAware, helper
 
-JOINED_BYTES = 64 * 1024
-"""Read at once of what is passed on."""
+AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
+MAX_ANSWER_AGE_S = 30.0  # an answer that came after its caller had given up is used for so long
+RELAY_BYTES = 64 * 1024  # read at once from one side of a relay
 
 
 def numeric_address(name: tuple[Any, ...]) -> str:
-    """The address in a socket's name; a link-local one with its scope, without which it is none."""
+    """Return the address in a socket's name. A link-local address includes its scope."""
     return socket.getnameinfo(name, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
 
 
-def enable_keepalive(connection: socket.socket, timeout: float) -> None:
-    """No delay for small frames, and an end within about `timeout` for a silent network."""
+def enable_keepalive(connection: socket.socket, timeout_s: float) -> None:
+    """Send small frames without delay, and end the connection when the network is down.
+
+    Args:
+        connection: A TCP socket.
+        timeout_s: Seconds without a reply of the peer's kernel after which the connection ends.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Three probes unanswered end an idle connection; the user timeout ends one with data in it.
-    pause = min(max(int(timeout / 4), 1), 32767)
+    # Three unanswered probes end an idle connection. The user timeout ends one with unsent data.
+    interval = min(max(int(timeout_s / 4), 1), 32767)
     for name, value in (
-        ("TCP_KEEPIDLE", pause),
-        ("TCP_KEEPINTVL", pause),
+        ("TCP_KEEPIDLE", interval),
+        ("TCP_KEEPINTVL", interval),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", min(int(timeout * 1000) + 1, 2**31 - 1)),
+        ("TCP_USER_TIMEOUT", min(int(timeout_s * 1000) + 1, 2**31 - 1)),
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def update_selector_events(
-    selector: selectors.BaseSelector, one: socket.socket, data: object, reads: bool, writes: bool
+    selector: selectors.BaseSelector,
+    connection: socket.socket,
+    data: object,
+    reads: bool,
+    writes: bool,
 ) -> None:
-    """Have the selector wait until the socket can be read or written, or for nothing any more."""
+    """Make the selector wait until the socket can be read or written, or remove the socket."""
     events = selectors.EVENT_READ * reads | selectors.EVENT_WRITE * writes
-    if one not in selector.get_map():
+    if connection not in selector.get_map():
         if events:
-            selector.register(one, events, data)
+            selector.register(connection, events, data)
     elif events:
-        selector.modify(one, events, data)
+        selector.modify(connection, events, data)
     else:
-        selector.unregister(one)
+        selector.unregister(connection)
 
 
 @attrs.define(eq=False)
 class SocketRelay:
-    """Two sockets that do not block, each of which gets what the other one sends; the selector's
-    data for both. They are over as soon as one of them has ended.
+    """Two non-blocking sockets, each of which receives what the other one sends.
 
-    unsent: for each of the two, what was read for it; no more is read before it was taken.
+    The relay is the selector's data for both sockets. It ends when one of the two ends.
     """
 
     selector: selectors.BaseSelector
+    # Bytes that were read for each of the two sockets. No more are read before these are sent.
     unsent: dict[socket.socket, bytes]
 
-    def turn(self) -> bool:
-        """Pass on what can be, and wait for what cannot be yet; whether it goes on."""
-        one, other = self.unsent
+    def relay_once(self) -> bool:
+        """Transfer what can be transferred now. Return False if the relay has ended."""
+        left, right = self.unsent
         try:
-            for source, sink in ((one, other), (other, one)):
+            for source, sink in ((left, right), (right, left)):
                 with contextlib.suppress(BlockingIOError):
                     if not self.unsent[sink]:
-                        self.unsent[sink] = source.recv(JOINED_BYTES)
+                        self.unsent[sink] = source.recv(RELAY_BYTES)
                         if not self.unsent[sink]:
                             return False
                     self.unsent[sink] = self.unsent[sink][sink.send(self.unsent[sink]) :]
         except OSError:
             return False
-        ahead, back = bool(self.unsent[other]), bool(self.unsent[one])
-        update_selector_events(self.selector, one, self, not ahead, back)
-        update_selector_events(self.selector, other, self, not back, ahead)
+        for source, sink in ((left, right), (right, left)):
+            reads, writes = not self.unsent[sink], bool(self.unsent[source])
+            update_selector_events(self.selector, source, self, reads, writes)
         return True
 
     def close(self) -> None:
-        for one in self.unsent:
-            update_selector_events(self.selector, one, self, False, False)
-            one.close()
-
-
-# -- name lookups ---------------------------------------------------------------------------------
-
-AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
-MAX_ANSWER_AGE_S = 30.0  # an answer that came after its caller had given up is used for so long
+        """Close both sockets."""
+        for connection in self.unsent:
+            update_selector_events(self.selector, connection, self, False, False)
+            connection.close()
 
 
 @attrs.define(eq=False)
 class _Lookup:
-    """One call of getaddrinfo in a thread of its own, and when it returned."""
-
     answer: Future[list[AddressInfo]] = attrs.field(factory=Future)
-    answered_at: float = float("inf")
+    answered_at: float = float("inf")  # when getaddrinfo returned
 
     def run(self, host: str, port: int) -> None:
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except Exception as error:
             self.answered_at = monotonic()
             self.answer.set_exception(error)
         else:
             self.answered_at = monotonic()
-            self.answer.set_result(found)
+            self.answer.set_result(infos)
 
 
 class NameLookup(ForkAware):
-    """Calls getaddrinfo so that no caller waits longer than it wants to. Thread-safe.
+    """Calls getaddrinfo with a time limit. Thread-safe.
 
-    A call that outlasts its caller is shared by the callers after it, so that a name server which
-    does not answer occupies one thread per name, and a slow one is heard in the end.
+    A lookup that outlasts its caller is shared by later callers. A name server that does not answer
+    thus occupies one thread per name, and a late answer is used.
     """
 
     def __init__(self) -> None:
@@ -130,13 +133,13 @@ class NameLookup(ForkAware):
 
     def _init_process_state(self) -> None:
         self._lock = threading.Lock()
-        self._lookups: dict[tuple[str, int], _Lookup] = {}
+        self._lookups: dict[tuple[str, int], _Lookup] = {}  # lookups that no caller has received
 
     def addresses(self, host: str, port: int, timeout_s: float) -> list[AddressInfo]:
         """Return what `socket.getaddrinfo` returns for a stream socket.
 
         Raises:
-            OSError: the name does not resolve, or not within `timeout_s` seconds.
+            OSError: The name does not resolve, or not within `timeout_s` seconds.
         """
         with contextlib.suppress(socket.gaierror):  # a literal address needs no name server
             return socket.getaddrinfo(
@@ -144,7 +147,7 @@ class NameLookup(ForkAware):
             )
         self._check_process()
         name = (host, port)
-        lookup = self._begin(name)
+        lookup = self._start(name)
         if not concurrent.futures.wait([lookup.answer], timeout_s).done:
             raise OSError(f"{host} could not be resolved within {timeout_s:g} s: check DNS")
         with self._lock:
@@ -153,10 +156,10 @@ class NameLookup(ForkAware):
         try:
             return lookup.answer.result()
         except socket.gaierror as error:
-            why = f"{host} does not resolve ({error.strerror}): check the name"
-            raise OSError(why) from error
+            message = f"{host} does not resolve ({error.strerror}): check the name"
+            raise OSError(message) from error
 
-    def _begin(self, name: tuple[str, int]) -> _Lookup:
+    def _start(self, name: tuple[str, int]) -> _Lookup:
         with self._lock:
             lookup = self._lookups.get(name)
             if lookup is None or monotonic() - lookup.answered_at > MAX_ANSWER_AGE_S:
@@ -169,8 +172,7 @@ class NameLookup(ForkAware):
             return lookup
 
 
-NAME_LOOKUP = NameLookup()
-"""The lookups of this process."""
+NAME_LOOKUP = NameLookup()  # the lookups of this process
 
 
 def create_connection(
@@ -182,18 +184,18 @@ def create_connection(
     """Return a connection to the first address of the host that accepts one.
 
     Raises:
-        OSError: the name does not resolve, or no address accepts, within `timeout` seconds.
+        OSError: The name does not resolve, or no address accepts, within `timeout` seconds.
     """
     deadline = monotonic() + timeout
     addresses = resolve(host, port, timeout)
     failure: OSError | None = None
-    for tried, (family, kind, proto, _, address) in enumerate(addresses):
-        # A silent address must leave time for those behind it.
-        share = max(deadline - monotonic(), 0.01) / (len(addresses) - tried)
+    for num_tried, (family, kind, proto, _, address) in enumerate(addresses):
+        # An address that does not answer must leave time for the remaining ones.
+        share = max(deadline - monotonic(), 0.01) / (len(addresses) - num_tried)
         try:
             connection = socket.socket(family, kind, proto)
         except OSError as error:
-            failure = error  # of a family that this kernel does not have
+            failure = error  # this kernel does not support the address family
             continue
         try:
             connection.settimeout(share)

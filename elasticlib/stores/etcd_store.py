@@ -493,7 +493,7 @@ class EtcdStore(Store, ForkAware):
         held, lease = self._leases.get(key, (0, 0))
         try:
             at = int(found["mod_revision"]) if found else None
-            check_lease(key, version, at, leased=int(found.get("lease", 0)) > 0)
+            check_lease(key, version, at, is_leased=int(found.get("lease", 0)) > 0)
             if held != version:
                 whose = "it belongs to another client, or its write was not confirmed"
                 raise lost_lease(key, version, whose)

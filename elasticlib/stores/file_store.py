@@ -376,7 +376,7 @@ class FileStore(Store, ForkAware):
         with self._alone(check_key(key)) as folder:
             current = folder.get(key)
             found = None if current is None else current.entry.version
-            check_lease(key, version, found, leased=current is not None and current.ttl > 0)
+            check_lease(key, version, found, is_leased=current is not None and current.ttl > 0)
             if current is None or current.owner != self._owner:
                 raise lost_lease(key, version, "it belongs to another client")
             folder.put(attrs.evolve(current, beat=current.beat + 1), durably=False)
@@ -392,7 +392,7 @@ class FileStore(Store, ForkAware):
             # A version is claimed, with its key, before its file changes. So what is read here
             # without the lock can be too early for a reader, who then waits for it; never late.
             with self._open() as folder:
-                if folder.changes().changed(prefix, after):
+                if folder.changes().has_changed(prefix, after):
                     return True
             left = deadline - monotonic()
             if left <= 0:
@@ -460,10 +460,10 @@ class FileStore(Store, ForkAware):
         leased = {(r.entry.key, r.entry.version, r.beat): r for r in records if r.ttl}
         now = monotonic()
         for name in clock.names - leased.keys():
-            clock.forget(name)
+            clock.remove(name)
         for name in leased.keys() - clock.names:
-            clock.hear(name, leased[name].ttl, now)
-        for name in clock.look(now):
+            clock.restart(name, leased[name].ttl, now)
+        for name in clock.tick(now):
             folder.remove(leased[name].entry)
         due = clock.until_due(now)
         self._look_at = now + (LONGEST_PAUSE if due is None else min(due, LONGEST_PAUSE))

@@ -18,8 +18,8 @@ of your own subclasses `Store`, and its test subclasses the suite.
   early because some clock was wrong, or because the *store* stood still for a while. A store
   whose clients hold connections may end a lease when its owner's connection ends. Any write to
   the key replaces the lease: with a `ttl` by a new one, without by a plain key.
-* `list` is a snapshot: the entries and the version that they were read at, both of one moment,
-  however many and long they are. A store that passes them on page by page keeps that moment.
+* `list` is a snapshot: the entries and the version at which they were read. Listings of up to 4 MiB
+  succeed. A store may raise StoreRejectedError for a longer one.
 * `wait(prefix, after=v)` returns True as soon as anything under the prefix has changed since
   version v, deletes and ended leases included, be it before the call or during it. It may return
   True without a cause; it never misses one. To watch: `list`, act, `wait` past the list's

@@ -1,6 +1,6 @@
-"""The entries, versions, leases and watches of a store, and how each operation changes them.
+"""Entries, versions, leases and watches of a store, and the operations that change them.
 
-Pure: one thread at a time, and the time is an argument.
+Pure: the caller passes the time, and only one thread uses a key space at a time.
 """
 
 from __future__ import annotations
@@ -15,25 +15,19 @@ import attrs
 
 from ..errors import ConfigError, LeaseLostError, StoreRejectedError
 
-ABSENT = 0
-"""The version to expect of a key that is not there."""
+ABSENT = 0  # `expected` version of a key that does not exist
 
 MAX_KEY_BYTES = 1024
 MIB = 1024 * 1024
-
-LONGEST_STEP = 1 / 4
-"""The part of its ttl that one look can add to a lease's silence."""
-LOOKS_PER_TTL = 8
-"""How often the shortest lease is to be looked at within its ttl."""
-
-WATCHES_PER_OWNER = 1000
-TOLD_BYTES = MIB
-"""A watcher that wants the listing gets it up to this size; beyond, only that there is one."""
+MAX_TICK_FRACTION = 1 / 4  # the largest part of its ttl that one tick can add to a lease's age
+TICKS_PER_TTL = 8  # number of ticks within the shortest ttl
+MAX_WATCHES_PER_OWNER = 1000
+MAX_NOTIFICATION_BYTES = MIB  # a notification contains the listing only if it is at most this long
 
 
 @attrs.frozen
 class Entry:
-    """A key, its value, and the version of the store at which it was written."""
+    """A key, its value, and the version of the store that the write of the value made."""
 
     key: str
     value: bytes
@@ -41,13 +35,13 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes of the key and the value."""
+        """Number of bytes of the key and the value."""
         return len(self.key.encode()) + len(self.value)
 
 
 @attrs.frozen
 class CompareSetResult:
-    """The outcome of a conditional write: whether it won, and what stands at the key now."""
+    """The result of a `compare_set`: whether this call wrote, and the entry at the key now."""
 
     succeeded: bool
     entry: Entry | None
@@ -55,21 +49,21 @@ class CompareSetResult:
 
 @attrs.frozen
 class Listing:
-    """All entries under a prefix, sorted by key, and the version that they were read at."""
+    """All entries under a prefix, sorted by key, and the version at which they were read."""
 
     entries: tuple[Entry, ...]
     version: int
 
 
 WatchResult = Listing | bool
-Name = TypeVar("Name", bound=Hashable)
+LeaseName = TypeVar("LeaseName", bound=Hashable)
 
 
 def check_key(key: str) -> str:
-    """The key itself, or a ConfigError that says what a key may be."""
+    """Return the key, or raise ConfigError if it is not a valid key."""
     try:
         size = len(key.encode())
-    except UnicodeEncodeError:  # a lone surrogate, which has no UTF-8
+    except UnicodeEncodeError:  # half of a surrogate pair has no UTF-8
         size = 0
     if not 0 < size <= MAX_KEY_BYTES or "\0" in key:
         raise ConfigError(
@@ -79,98 +73,103 @@ def check_key(key: str) -> str:
 
 
 def check_ttl(ttl: float | None) -> float | None:
-    """The ttl itself, or a ConfigError unless it is a positive number of seconds."""
+    """Return the ttl, or raise ConfigError unless it is None or a positive, finite number."""
     if ttl is not None and not 0 < ttl < float("inf"):
         raise ConfigError(f"ttl is a positive, finite number of seconds, got {ttl!r}")
     return ttl
 
 
-def lost_lease(key: str, version: int, why: str) -> LeaseLostError:
-    """The error of a refresh that came too late, or was another client's to make."""
-    return LeaseLostError(f"the lease on {key!r} written at version {version} is lost: {why}")
+def lost_lease(key: str, version: int, reason: str) -> LeaseLostError:
+    """Return the error of a refresh that is too late or is made by another client."""
+    return LeaseLostError(f"the lease on {key!r} written at version {version} is lost: {reason}")
 
 
-def check_lease(key: str, version: int, found: int | None, *, leased: bool) -> None:
-    """Raises LeaseLostError unless the key stands at that version, and as a lease.
+def check_lease(key: str, version: int, current: int | None, *, is_leased: bool) -> None:
+    """Raise LeaseLostError unless the key has a lease that was written at `version`.
 
-    found: the version at which the key stands; None if it is gone.
+    Args:
+        key: The key of the lease.
+        version: The version at which the caller wrote the lease.
+        current: The version of the key now, or None if it does not exist.
+        is_leased: True if the key is a lease.
     """
-    if found is None:
+    if current is None:
         raise lost_lease(key, version, "the key is gone")
-    if found != version:
-        raise lost_lease(key, version, f"the key was written again at version {found}")
-    if not leased:
+    if current != version:
+        raise lost_lease(key, version, f"the key was written again at version {current}")
+    if not is_leased:
         raise lost_lease(key, version, "the key is no lease")
 
 
 @attrs.define
-class _Silence:
+class _LeaseTimer:
     ttl: float
-    seen: float
-    so_far: float = 0.0
+    last_tick_at: float
+    age_s: float = 0.0  # time since the last refresh, as far as it was counted
 
-    def look(self, now: float) -> bool:
-        """Count the time since the last look; whether the lease has been silent for its ttl."""
-        self.so_far += min(max(now - self.seen, 0.0), self.ttl * LONGEST_STEP)
-        self.seen = now
-        return self.so_far >= self.ttl
+    def tick(self, now: float) -> bool:
+        """Count the time since the last tick. Return True if the lease has expired."""
+        self.age_s += min(max(now - self.last_tick_at, 0.0), self.ttl * MAX_TICK_FRACTION)
+        self.last_tick_at = now
+        return self.age_s >= self.ttl
 
 
-class LeaseTimers(Generic[Name]):
-    """The silence of each lease, by name: measured by looks, none of which counts for much.
+class LeaseTimers(Generic[LeaseName]):
+    """The time since the last refresh of each lease, counted in bounded ticks.
 
-    A store that stood still (stopped, swapped out, its machine paused) thus gives every owner the
-    chance to be heard on waking. Time is an argument, from one monotonic clock.
+    One tick adds at most a fraction of the ttl. If the process that counts is stopped or its
+    machine is paused, owners thus have time to refresh afterwards. Time is an argument, in seconds
+    of one monotonic clock.
     """
 
     def __init__(self) -> None:
-        self._silences: dict[Name, _Silence] = {}
-        self._next = float("inf")
+        self._timers: dict[LeaseName, _LeaseTimer] = {}
+        self._next_tick_at = float("inf")
 
     @property
-    def names(self) -> KeysView[Name]:
-        """The leases there are."""
-        return self._silences.keys()
+    def names(self) -> KeysView[LeaseName]:
+        """The names of all leases."""
+        return self._timers.keys()
 
-    def hear(self, name: Name, ttl: float, now: float) -> None:
-        """The owner wrote or refreshed: its silence starts again at nothing."""
-        self._silences[name] = _Silence(ttl, now)
-        self._next = min(self._next, now + ttl / LOOKS_PER_TTL)
+    def restart(self, name: LeaseName, ttl: float, now: float) -> None:
+        """Start the timer of a lease that was written or refreshed."""
+        self._timers[name] = _LeaseTimer(ttl, now)
+        self._next_tick_at = min(self._next_tick_at, now + ttl / TICKS_PER_TTL)
 
-    def forget(self, name: Name) -> None:
-        """No lease of that name any more; harmless if there was none."""
-        self._silences.pop(name, None)
+    def remove(self, name: LeaseName) -> None:
+        """Remove the timer of a lease, if it exists."""
+        self._timers.pop(name, None)
 
     def until_due(self, now: float) -> float | None:
-        """Seconds until the next look is worth taking; None without leases."""
-        return max(self._next - now, 0.0) if self._silences else None
+        """Return the seconds until the next tick, or None if there is no lease."""
+        return max(self._next_tick_at - now, 0.0) if self._timers else None
 
-    def due(self, now: float) -> bool:
-        """Whether a look is worth taking now."""
-        return bool(self._silences) and now >= self._next
+    def is_due(self, now: float) -> bool:
+        """Return True if it is time for a tick."""
+        return bool(self._timers) and now >= self._next_tick_at
 
-    def look(self, now: float) -> list[Name]:
-        """Count the silence of all leases; the names of those silent for their ttl or longer."""
-        silent = [name for name, silence in self._silences.items() if silence.look(now)]
-        shortest = min((s.ttl for s in self._silences.values()), default=float("inf"))
-        self._next = now + shortest / LOOKS_PER_TTL
-        return silent
+    def tick(self, now: float) -> list[LeaseName]:
+        """Advance all timers, and return the names of the leases that have expired."""
+        expired = [name for name, timer in self._timers.items() if timer.tick(now)]
+        shortest = min((timer.ttl for timer in self._timers.values()), default=float("inf"))
+        self._next_tick_at = now + shortest / TICKS_PER_TTL
+        return expired
 
 
 @attrs.frozen
-class Limits:
-    """How much a store holds before it refuses."""
+class KeySpaceLimits:
+    """The size above which a store rejects writes and watches."""
 
     value_bytes: int = 4 * MIB
     total_bytes: int = 256 * MIB
     keys: int = 100_000
-    journal: int = 4096
+    change_log: int = 4096  # number of changes that are remembered
     watches: int = 100_000
 
 
 @attrs.frozen
 class Lease:
-    """Whose key it is, and for how many seconds of silence."""
+    """The owner of a leased key, and the seconds after which it expires without a refresh."""
 
     owner: int
     ttl: float
@@ -178,38 +177,44 @@ class Lease:
 
 @attrs.frozen(eq=False)
 class Watch:
-    """An owner's wish, by a number of its own, to be told once of a change past version `after`.
+    """A request to be notified once of a change under a prefix.
 
-    listing: whether it is to be told what is there then.
+    Attributes:
+        owner: The client that is notified.
+        number: A number that the owner has not used for another pending watch.
+        prefix: The prefix of the keys.
+        after: The version since which changes count.
+        with_listing: Whether the notification contains the entries.
     """
 
     owner: int
     number: int
     prefix: str
     after: int
-    listing: bool = False
+    with_listing: bool = False
 
 
 @attrs.define(eq=False)
 class ChangeLog:
-    """The store's version, and the keys of the latest changes, each of which took the next one.
+    """The version of the store, and the keys of its latest changes, one for each version.
 
-    It is bounded, so `changed` may answer True without a cause, but never misses one.
+    The log is bounded. `has_changed` can return True for a change that never happened, and never
+    returns False for one that did.
     """
 
     version: int = 0
     keys: deque[str] = attrs.field(factory=deque)
 
     def record(self, key: str) -> int:
-        """The next version, as that of a change of the key."""
+        """Record a change of the key, and return its version."""
         self.keys.append(key)
         self.version += 1
         return self.version
 
-    def changed(self, prefix: str, after: int) -> bool:
-        """Whether anything under the prefix has (or may have) changed past version `after`."""
+    def has_changed(self, prefix: str, after: int) -> bool:
+        """Return True if a key under the prefix has, or may have, changed since version `after`."""
         count = self.version - after
-        # A version from the future comes from a store that stood here before this one.
+        # A newer version belongs to another store that was at this address before.
         if not 0 <= count <= len(self.keys):
             return True
         newest = itertools.islice(reversed(self.keys), count)
@@ -217,54 +222,57 @@ class ChangeLog:
 
 
 class KeySpace(ChangeLog):
-    """Keys, their leases, the journal of changes, and who watches for which."""
+    """The keys of a store with their leases, the log of changes, and the pending watches."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
-        super().__init__(keys=deque(maxlen=self.limits.journal))
+    def __init__(self, limits: KeySpaceLimits | None = None) -> None:
+        self.limits = limits or KeySpaceLimits()
+        super().__init__(keys=deque(maxlen=self.limits.change_log))
+        self.lease_timers: LeaseTimers[str] = LeaseTimers()
         self._entries: dict[str, Entry] = {}
-        self._order: list[str] = []
+        self._sorted_keys: list[str] = []
         self._leases: dict[str, Lease] = {}
-        self._bytes = 0
-        self.clock: LeaseTimers[str] = LeaseTimers()
-        self._watches: dict[str, dict[tuple[int, int], Watch]] = {}
-        self._watched: dict[int, dict[int, str]] = {}
+        self._total_bytes = 0  # size of all entries
+        self._watches: dict[str, dict[tuple[int, int], Watch]] = {}  # prefix -> owner, number
+        self._watched: dict[int, dict[int, str]] = {}  # owner -> number -> prefix
         self._watch_count = 0
-        self._told = 0
-        """The version up to which `news` has been asked."""
+        self._notified_version = 0  # version of the last `take_notifications`
 
     def get(self, key: str) -> Entry | None:
-        """What stands at the key."""
+        """Return the entry at the key, or None if the key does not exist."""
         return self._entries.get(key)
 
     def put(self, key: str, value: bytes, lease: Lease | None, now: float) -> Entry:
-        """Write, whatever was there, and replace or end the lease on the key."""
+        """Write the key, and replace or end its lease.
+
+        Raises:
+            StoreRejectedError: The write would exceed a limit.
+        """
         entry = Entry(check_key(key), value, self.version + 1)
         old = self._entries.get(key)
-        total = self._bytes + entry.size - (old.size if old else 0)
-        self._check(entry, total, is_new=old is None)
-        self._drop_lease(key)
+        total = self._total_bytes + entry.size - (old.size if old else 0)
+        self._check_limits(entry, total, is_new=old is None)
+        self._end_lease(key)
         if old is None:
-            bisect.insort(self._order, key)
+            bisect.insort(self._sorted_keys, key)
         self._entries[key] = entry
-        self._bytes = total
+        self._total_bytes = total
         if lease is not None:
             self._leases[key] = lease
-            self.clock.hear(key, lease.ttl, now)
+            self.lease_timers.restart(key, lease.ttl, now)
         self.record(key)
         return entry
 
     def compare_set(
         self, key: str, value: bytes, expected: int, lease: Lease | None, now: float
     ) -> CompareSetResult:
-        """Write only over the expected version."""
+        """Write the key if its version is `expected`."""
         current = self._entries.get(key)
         if expected != (current.version if current else ABSENT):
             return CompareSetResult(False, current)
         return CompareSetResult(True, self.put(key, value, lease, now))
 
     def delete(self, key: str, expected: int | None) -> bool:
-        """Remove the key, only at version `expected` if given; whether it was removed."""
+        """Remove the key, only at version `expected` if given. Return True if it was removed."""
         current = self._entries.get(key)
         if current is None or expected not in (None, current.version):
             return False
@@ -272,54 +280,61 @@ class KeySpace(ChangeLog):
         return True
 
     def refresh(self, key: str, version: int, owner: int, now: float) -> None:
-        """The owner was heard. Raises LeaseLostError, saying why it is not its lease."""
+        """Restart the timer of a lease.
+
+        Raises:
+            LeaseLostError: The key is not a lease that `owner` wrote at `version`.
+        """
         lease, current = self._leases.get(key), self._entries.get(key)
-        check_lease(key, version, current.version if current else None, leased=lease is not None)
+        check_lease(key, version, current.version if current else None, is_leased=bool(lease))
         if lease is None or lease.owner != owner:
-            whose = "it belongs to another client, or to a broken connection"
-            raise lost_lease(key, version, whose)
-        self.clock.hear(key, lease.ttl, now)
+            reason = "it belongs to another client, or to a broken connection"
+            raise lost_lease(key, version, reason)
+        self.lease_timers.restart(key, lease.ttl, now)
 
     def list(self, prefix: str) -> Listing:
-        """All entries under the prefix, and the version of this moment."""
-        start = bisect.bisect_left(self._order, prefix)
+        """Return all entries under the prefix, and the current version."""
+        start = bisect.bisect_left(self._sorted_keys, prefix)
         keys = itertools.takewhile(
-            lambda key: key.startswith(prefix), itertools.islice(self._order, start, None)
+            lambda key: key.startswith(prefix), itertools.islice(self._sorted_keys, start, None)
         )
         return Listing(tuple(self._entries[key] for key in keys), self.version)
 
-    def depart(self, owner: int) -> None:
-        """Remove the leases and the watches of an owner that is gone."""
+    def remove_owner(self, owner: int) -> None:
+        """Remove the leases and the watches of an owner."""
         for key in sorted(key for key, lease in self._leases.items() if lease.owner == owner):
             self._remove(self._entries[key])
         for number in list(self._watched.get(owner, ())):
-            self._take_watch(owner, number)
+            self._remove_watch(owner, number)
 
     def expire_leases(self, now: float) -> None:
-        """Look at the leases, if a look is due, and end those silent for their ttl."""
-        if self.clock.due(now):
-            for key in self.clock.look(now):
+        """Advance the timers of the leases if a tick is due, and remove the expired leases."""
+        if self.lease_timers.is_due(now):
+            for key in self.lease_timers.tick(now):
                 self._remove(self._entries[key])
 
     # -- watches ------------------------------------------------------------------------------
 
     def watch(self, watch: Watch) -> WatchResult:
-        """What there is to tell at once; False if `news` is going to have it.
+        """Add a watch, unless there is a change already.
+
+        Returns:
+            The listing, or True, if there is a change; else False.
 
         Raises:
-            StoreRejectedError: too many watches, or a prefix that no key can begin with.
+            StoreRejectedError: There are too many watches, or no key can have the prefix.
         """
-        # Kept for as long as the watch: no key begins with a longer one.
+        # The prefix occupies memory until the watch ends.
         if len(watch.prefix) > MAX_KEY_BYTES:
             raise StoreRejectedError(
                 f"a prefix to wait for is at most {MAX_KEY_BYTES} long, got {len(watch.prefix)}"
             )
-        if self.changed(watch.prefix, watch.after):
-            return self._what_is_there(watch.prefix) if watch.listing else True
+        if self.has_changed(watch.prefix, watch.after):
+            return self._short_listing(watch.prefix) if watch.with_listing else True
         own = self._watched.setdefault(watch.owner, {})
-        if len(own) >= WATCHES_PER_OWNER or watch.number in own:
+        if len(own) >= MAX_WATCHES_PER_OWNER or watch.number in own:
             raise StoreRejectedError(
-                f"a client has at most {WATCHES_PER_OWNER} waits, each with its own id"
+                f"a client has at most {MAX_WATCHES_PER_OWNER} waits, each with its own id"
             )
         if self._watch_count >= self.limits.watches:
             raise StoreRejectedError(
@@ -331,11 +346,44 @@ class KeySpace(ChangeLog):
         return False
 
     def unwatch(self, owner: int, number: int) -> bool:
-        """That watch is not to be told any more; whether it was, or was about to be."""
-        watch = self._take_watch(owner, number)
-        return watch is None or self.changed(watch.prefix, watch.after)
+        """Remove a watch. Return True if its change has come, or if there is no such watch."""
+        watch = self._remove_watch(owner, number)
+        return watch is None or self.has_changed(watch.prefix, watch.after)
 
-    def _take_watch(self, owner: int, number: int) -> Watch | None:
+    @property
+    def has_notifications(self) -> bool:
+        """Whether there was a change after the last call of `take_notifications`."""
+        return self._notified_version != self.version
+
+    def take_notifications(self) -> Sequence[tuple[Watch, WatchResult]]:
+        """Remove and return the watches that the latest changes concern, with their results.
+
+        All watches of one prefix get the same `Listing` object.
+        """
+        if not self.has_notifications:
+            return []
+        prefixes = [p for p in self._watches if self.has_changed(p, self._notified_version)]
+        self._notified_version = self.version
+        notifications: list[tuple[Watch, WatchResult]] = []
+        for prefix in prefixes:
+            listing: WatchResult = False
+            for watch in list(self._watches[prefix].values()):
+                # A watch that was added after the change is not concerned.
+                if not self.has_changed(prefix, watch.after):
+                    continue
+                self._remove_watch(watch.owner, watch.number)
+                if watch.with_listing and listing is False:
+                    listing = self._short_listing(prefix)
+                notifications.append((watch, listing if watch.with_listing else True))
+        return notifications
+
+    def _short_listing(self, prefix: str) -> WatchResult:
+        """Return the listing if it is short enough for a notification, else True."""
+        listing = self.list(prefix)
+        size = sum(entry.size for entry in listing.entries)
+        return listing if size <= MAX_NOTIFICATION_BYTES else True
+
+    def _remove_watch(self, owner: int, number: int) -> Watch | None:
         own = self._watched.get(owner, {})
         prefix = own.pop(number, None)
         if prefix is None:
@@ -349,38 +397,9 @@ class KeySpace(ChangeLog):
             del self._watches[prefix]
         return watch
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether there is a change that `news` has not been asked for."""
-        return self._told != self.version
+    # -- entries ------------------------------------------------------------------------------
 
-    def news(self) -> Sequence[tuple[Watch, WatchResult]]:
-        """The watches whose change has come since this was last asked, and what to tell them."""
-        if not self.has_changed:
-            return []
-        touched = [prefix for prefix in self._watches if self.changed(prefix, self._told)]
-        self._told = self.version
-        found: list[tuple[Watch, WatchResult]] = []
-        for prefix in touched:
-            there: WatchResult = False
-            for watch in list(self._watches[prefix].values()):
-                # One that came behind the change goes on waiting.
-                if not self.changed(prefix, watch.after):
-                    continue
-                self._take_watch(watch.owner, watch.number)
-                if watch.listing and there is False:
-                    there = self._what_is_there(prefix)
-                found.append((watch, there if watch.listing else True))
-        return found
-
-    def _what_is_there(self, prefix: str) -> WatchResult:
-        """The listing if it is short; else that there is one to ask for."""
-        listing = self.list(prefix)
-        return listing if sum(entry.size for entry in listing.entries) <= TOLD_BYTES else True
-
-    # -- within -------------------------------------------------------------------------------
-
-    def _check(self, entry: Entry, total: int, *, is_new: bool) -> None:
+    def _check_limits(self, entry: Entry, total: int, *, is_new: bool) -> None:
         limits = self.limits
         if len(entry.value) > limits.value_bytes:
             raise StoreRejectedError(
@@ -399,11 +418,11 @@ class KeySpace(ChangeLog):
 
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.key]
-        del self._order[bisect.bisect_left(self._order, entry.key)]
-        self._bytes -= entry.size
-        self._drop_lease(entry.key)
+        del self._sorted_keys[bisect.bisect_left(self._sorted_keys, entry.key)]
+        self._total_bytes -= entry.size
+        self._end_lease(entry.key)
         self.record(entry.key)
 
-    def _drop_lease(self, key: str) -> None:
+    def _end_lease(self, key: str) -> None:
         if self._leases.pop(key, None) is not None:
-            self.clock.forget(key)
+            self.lease_timers.remove(key)

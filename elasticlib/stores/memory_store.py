@@ -17,7 +17,7 @@ import attrs
 from ..clock import Clock, monotonic
 from ..errors import StoreConnectionError
 from .interface import CompareSetResult, Entry, Listing, Store, check_key, check_ttl
-from .key_space import KeySpace, Lease, Limits
+from .key_space import KeySpace, KeySpaceLimits, Lease
 
 
 @attrs.define(eq=False)
@@ -44,7 +44,7 @@ class MemoryStore(Store):
         limits: how much it holds; `StoreRejectedError` beyond.
     """
 
-    def __init__(self, clock: Clock = monotonic, *, limits: Limits | None = None) -> None:
+    def __init__(self, clock: Clock = monotonic, *, limits: KeySpaceLimits | None = None) -> None:
         self._attach(Shared(clock, KeySpace(limits)))
 
     def _attach(self, shared: Shared) -> None:
@@ -89,11 +89,11 @@ class MemoryStore(Store):
         shared = self._shared
         deadline = shared.clock() + timeout
         with self._turn() as space:
-            while not space.changed(prefix, after):
+            while not space.has_changed(prefix, after):
                 left = deadline - shared.clock()
                 if left <= 0:
                     return False
-                look = space.clock.until_due(shared.clock())
+                look = space.lease_timers.until_due(shared.clock())
                 # Releases the lock; other clients change the space meanwhile.
                 shared.changed.wait(min(left, threading.TIMEOUT_MAX if look is None else look))
                 self._begin()
@@ -104,7 +104,7 @@ class MemoryStore(Store):
             return
         with self._shared.lock:
             self._closed = True
-            self._shared.space.depart(self._owner)
+            self._shared.space.remove_owner(self._owner)
             self._shared.changed.notify_all()
 
     def _lease(self, ttl: float | None) -> Lease | None:

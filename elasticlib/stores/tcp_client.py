@@ -1,8 +1,7 @@
-"""The client of the TCP store: one connection for all threads, made at the first operation.
+"""Client of the TCP store: one connection for all threads, which the first operation opens.
 
-A broken connection ends the operations in flight with StoreConnectionError and this client's leases
-with it; the next operation connects anew. A forked child's copy is another client: it leaves its
-parent's connection alone and makes one of its own. One thread reads the connections of all clients
+A broken connection ends the operations in flight with StoreConnectionError, and the leases of this
+client; the next operation opens a new connection. One thread reads the connections of all clients
 of this process.
 """
 
@@ -10,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 
-# Else the first connection imports it, in whatever thread, and a child that is forked amid that
-# waits for the end of the import for ever.
+# A child that is forked while the first connection imports this module would wait for ever.
 import encodings.idna  # noqa: F401
 import logging
 import os
@@ -21,7 +19,7 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ..clock import monotonic
@@ -38,37 +36,38 @@ from ..threads import ForkAware, helper
 from .authentication import NONCE_BYTES, check_secret
 from .connection import create_connection, enable_keepalive, numeric_address
 from .interface import CompareSetResult, Entry, Listing, Store, WatchResult, check_key, check_ttl
-from .tcp_protocol import ClientEnd, Frame, error_of, read_entry, read_listing
+from .tcp_protocol import ClientProtocol, Frame, decode_entry, decode_error, decode_listing
 
 log = logging.getLogger("elasticlib.stores")
 
-FIRST_PAUSE = 0.02
-LONGEST_PAUSE = 1.0
+INITIAL_BACKOFF_S = 0.02
+MAX_BACKOFF_S = 1.0
 RECEIVE_BYTES = 256 * 1024
-LONGEST_WAIT = 1e6
-"""Seconds; a lock or a queue cannot wait for much longer than this."""
+MAX_WAIT_S = 1e6  # locks and queues do not accept much longer timeouts
 
-Answer = Frame | ElasticError
+Reply = Frame | ElasticError
 
 
 class TcpStore(Store, ForkAware):
-    """A client of the `TcpStoreServer` at an address.
+    """Client of the `TcpStoreServer` at an address. Thread-safe.
+
+    In a forked child, the copy is another client, which opens a connection of its own.
 
     Args:
-        host: a name or a literal address; all that it resolves to are tried.
-        port: where the server listens.
-        job: whose store it is to be; a server of another job refuses by name.
-        timeout: seconds for the answer to one operation, beside those of connecting where it has to
-            connect first; `wait` beyond its own.
-        connect_timeout: seconds to go on trying to connect; `timeout` unless given.
-        secret: what the server must prove to know, as this client does; it is never sent. What
-            follows the proof is neither encrypted nor signed.
+        host: Name or address of the server. All addresses of a name are tried.
+        port: Port of the server.
+        job: The expected job. The server of another job rejects this client.
+        timeout: Seconds to wait for the reply to an operation, in addition to the time that
+            connecting takes and to the timeout of `wait`.
+        connect_timeout: Seconds to keep trying to connect; by default `timeout`.
+        secret: The secret that the server must prove to know, as this client does. It is never
+            sent. The data after the handshake is neither encrypted nor signed.
 
-    local_address: this machine's literal address towards the store; None before the first
-    connection.
+    Raises:
+        ConfigError: The address, a timeout or the secret is invalid.
     """
 
-    _link: _Link | None = None
+    _connection: _TcpConnection | None = None
 
     def __init__(
         self,
@@ -90,85 +89,90 @@ class TcpStore(Store, ForkAware):
         if not (timeout > 0 and self._connect_timeout > 0):
             raise ConfigError(f"timeouts are positive, got {timeout} and {connect_timeout}")
         self._secret = check_secret(secret)
-        self._closed = threading.Event()
+        self._closed = threading.Event()  # set by `close`
         self._check_process()
 
     def _init_process_state(self) -> None:
         self._label = f"{os.getpid()}@{socket.gethostname()}/{secrets.token_hex(4)}"
-        self._connecting = threading.Lock()
+        self._connect_lock = threading.Lock()  # owned by the thread that opens a connection
         was_closed, self._closed = self._closed.is_set(), threading.Event()
         if was_closed:
             self._closed.set()
-        if self._link is not None:
-            # Without a shutdown, which would end the connection of the parent.
-            self._link.connection.close()
-        self._link = None
+        if self._connection is not None:
+            # A shutdown would end the connection of the parent.
+            self._connection.socket.close()
+        self._connection = None  # the last connection, which may have ended
+        # This machine's address on the connection to the store; None before the first connection.
         self.local_address: str | None = None
 
     @property
     def label(self) -> str:
-        """This client's own name, as the server knows it."""
+        """The name of this client at the server."""
         self._check_process()
         return self._label
 
     @property
     def address(self) -> str:
-        """`host:port` as given, IPv6 in brackets."""
+        """The given address as `host:port`, with IPv6 in brackets."""
         return join_endpoint(self._host, self._port)
 
     def connect(self, timeout: float | None = None) -> None:
-        """Connect now, if there is no connection; every operation does so by itself.
+        """Open the connection if there is none. Each operation does this by itself.
 
-        timeout: seconds, in place of this store's own connect_timeout.
+        Args:
+            timeout: Seconds to keep trying; by default the `connect_timeout` of this store.
+
+        Raises:
+            StoreConnectionError: The server cannot be reached.
+            StoreTimeoutError: The server accepts connections and does not answer.
+            StoreRejectedError: The server rejects this client or does not know the secret.
         """
-        self._live_link(timeout)
+        self._ensure_connected(timeout)
 
     def get(self, key: str) -> Entry | None:
-        return read_entry(key, self._live_link().request("get", {"key": check_key(key)})[0])
+        return decode_entry(key, self._request("get", {"key": check_key(key)}))
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
         fields = {"key": check_key(key), "ttl": check_ttl(ttl), "expected": None}
-        (written,) = self._live_link().request("write", fields, bytes(value))
-        return Entry(key, bytes(value), written.fields["version"])
+        reply = self._request("write", fields, bytes(value))
+        return Entry(key, bytes(value), reply.fields["version"])
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSetResult:
         fields = {"key": check_key(key), "ttl": check_ttl(ttl), "expected": int(expected)}
-        (outcome,) = self._live_link().request("write", fields, bytes(value))
-        if outcome.fields["yes"]:
-            return CompareSetResult(True, Entry(key, bytes(value), outcome.fields["version"]))
-        return CompareSetResult(False, read_entry(key, outcome))
+        reply = self._request("write", fields, bytes(value))
+        if reply.fields["yes"]:
+            return CompareSetResult(True, Entry(key, bytes(value), reply.fields["version"]))
+        return CompareSetResult(False, decode_entry(key, reply))
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
-        (answer,) = self._live_link().request(
-            "delete", {"key": check_key(key), "expected": expected}
-        )
-        return bool(answer.fields["yes"])
+        reply = self._request("delete", {"key": check_key(key), "expected": expected})
+        return bool(reply.fields["yes"])
 
     def refresh(self, key: str, version: int) -> None:
-        self._live_link().request("refresh", {"key": check_key(key), "version": version})
+        self._request("refresh", {"key": check_key(key), "version": version})
 
     def list(self, prefix: str) -> Listing:
-        pages = self._live_link().request("list", {"prefix": prefix})
         try:
-            return read_listing(pages)
+            return decode_listing(self._request("list", {"prefix": prefix}))
         except StoreRejectedError as error:
             raise StoreRejectedError(f"{self.address}: {error}") from None
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
-        seconds = min(max(timeout, 0.0), LONGEST_WAIT)
+        seconds = min(max(timeout, 0.0), MAX_WAIT_S)
         fields = {"prefix": prefix, "after": after, "listing": False}
-        told: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        link = self._live_link()
-        numbers = [link.ask("watch", fields, told.put)]
+        replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        connection = self._ensure_connected()
+        numbers = [connection.send_request("watch", fields, replies.put)]
         try:
             try:
-                answer = told.get(timeout=seconds)
+                reply = replies.get(timeout=seconds)
             except queue.Empty:
-                # Whether it was changed at the end is the server's to say, in its first answer.
-                numbers.append(link.ask("unwatch", {"number": numbers[0]}, told.put))
-                answer = told.get(timeout=min(self._timeout, LONGEST_WAIT))
+                # The first reply tells whether there was a change at the last moment.
+                unwatch = {"number": numbers[0]}
+                numbers.append(connection.send_request("unwatch", unwatch, replies.put))
+                reply = replies.get(timeout=min(self._timeout, MAX_WAIT_S))
         except queue.Empty:
             seconds += self._timeout
             raise StoreTimeoutError(
@@ -176,8 +180,8 @@ class TcpStore(Store, ForkAware):
             ) from None
         finally:
             for number in numbers:
-                link.forget(number)
-        return _says_yes(_frame(answer))
+                connection.cancel(number)
+        return _is_yes(_raise_error(reply))
 
     def watch(
         self,
@@ -187,281 +191,284 @@ class TcpStore(Store, ForkAware):
         callback: Callable[[WatchResult], None],
         with_listing: bool = False,
     ) -> bool:
-        def told(answer: Answer) -> None:
-            watched: WatchResult = False
+        def on_reply(reply: Reply) -> None:
+            result: WatchResult = False
             with contextlib.suppress(ElasticError):
-                frame = _frame(answer)
-                watched = read_listing([frame]) if frame.op == "listing" else _says_yes(frame)
-            callback(watched)
+                frame = _raise_error(reply)
+                result = decode_listing(frame) if frame.op == "listing" else _is_yes(frame)
+            callback(result)
 
         fields = {"prefix": prefix, "after": after, "listing": with_listing}
-        self._live_link().ask("watch", fields, told)
+        self._ensure_connected().send_request("watch", fields, on_reply)
         return True
 
     def close(self) -> None:
         self._check_process()
         self._closed.set()
-        link = self._link
-        if link is not None:
-            link.close("this store is closed")
+        connection = self._connection
+        if connection is not None:
+            connection.close("this store is closed")
+
+    def _request(self, op: str, fields: dict[str, Any], value: bytes = b"") -> Frame:
+        return self._ensure_connected().request(op, fields, value)
 
     # -- connecting ---------------------------------------------------------------------------
 
-    def _live_link(self, patience: float | None = None) -> _Link:
+    def _ensure_connected(self, timeout: float | None = None) -> _TcpConnection:
         self._check_process()
-        link = self._link
-        if link is not None and link.alive:
-            return link
-        patience = self._connect_timeout if patience is None else patience
-        deadline = monotonic() + patience
-        connecting = self._connecting
-        if not connecting.acquire(timeout=min(patience, LONGEST_WAIT)):
-            raise StoreTimeoutError(f"{self.address} could not be reached within {patience:g} s")
+        connection = self._connection
+        if connection is not None and connection.is_open:
+            return connection
+        timeout = self._connect_timeout if timeout is None else timeout
+        deadline = monotonic() + timeout
+        lock = self._connect_lock
+        if not lock.acquire(timeout=min(timeout, MAX_WAIT_S)):
+            raise StoreTimeoutError(f"{self.address} could not be reached within {timeout:g} s")
         try:
-            old = self._link
-            if old is not None and old.alive:
+            old = self._connection
+            if old is not None and old.is_open:
                 return old
-            self._link = link = self._open_until(deadline, patience)
+            self._connection = connection = self._connect_until(deadline, timeout)
             if old is not None:
                 old.close("the connection was replaced")
-            self.local_address = numeric_address(link.connection.getsockname())
-            if self._closed.is_set():  # while we connected
-                link.close("this store is closed")
-            return link
+            self.local_address = numeric_address(connection.socket.getsockname())
+            if self._closed.is_set():  # another thread has closed this store
+                connection.close("this store is closed")
+            return connection
         finally:
-            connecting.release()
+            lock.release()
 
-    def _open_until(self, deadline: float, patience: float) -> _Link:
-        """A link, however often connecting fails before the deadline."""
-        pause = FIRST_PAUSE
+    def _connect_until(self, deadline: float, timeout: float) -> _TcpConnection:
+        """Connect, and try again after failures until the deadline."""
+        backoff = INITIAL_BACKOFF_S
         while True:
             if self._closed.is_set():
                 raise StoreConnectionError(f"{self.address}: this store is closed")
             try:
-                return self._open(max(deadline - monotonic(), 0.01))
+                return self._connect_once(max(deadline - monotonic(), 0.01))
             except StoreTimeoutError:
                 raise
             except OSError as error:
-                if deadline - monotonic() <= pause:
+                if deadline - monotonic() <= backoff:
                     raise StoreConnectionError(
-                        f"{self.address} could not be reached within {patience:g} s: {error}"
+                        f"{self.address} could not be reached within {timeout:g} s: {error}"
                     ) from error
-            self._closed.wait(pause)
-            pause = min(pause * 2, LONGEST_PAUSE)
+            self._closed.wait(backoff)
+            backoff = min(backoff * 2, MAX_BACKOFF_S)
 
-    def _open(self, patience: float) -> _Link:
-        """Connect and be let in. Raises OSError or StoreError."""
-        deadline = monotonic() + patience
+    def _connect_once(self, timeout: float) -> _TcpConnection:
+        deadline = monotonic() + timeout
         nonce = secrets.token_bytes(NONCE_BYTES).hex()
-        end = ClientEnd(self.address, self._job, self._label, self._secret, nonce)
-        connection = create_connection(self._host, self._port, patience)
+        protocol = ClientProtocol(self.address, self._job, self._label, self._secret, nonce)
+        sock = create_connection(self._host, self._port, timeout)
         try:
-            data = end.hello
-            while not end.is_in:
-                connection.settimeout(max(deadline - monotonic(), 0.001))
-                connection.sendall(data)
-                if not (received := connection.recv(4096)):
+            proof = b""
+            sock.sendall(protocol.hello)
+            while not protocol.is_authenticated:
+                sock.settimeout(max(deadline - monotonic(), 0.001))
+                if not (data := sock.recv(4096)):
                     raise ConnectionResetError(
                         f"{self.address} ended the connection before it answered"
                     )
-                data = end.shake_hands(received)
-            enable_keepalive(connection, self._timeout)
-            # It is read by the receiver. Whoever sends waits for the socket, up to the timeout,
-            # which ends `sendall` with BlockingIOError.
-            connection.settimeout(None)
-            seconds, part = divmod(min(max(self._timeout, 0.001), LONGEST_WAIT), 1)
+                proof = protocol.receive_handshake(data)
+            enable_keepalive(sock, self._timeout)
+            # The reader thread reads without waiting. A sender waits for the socket up to the
+            # timeout, after which `sendall` raises BlockingIOError.
+            sock.settimeout(None)
+            seconds, part = divmod(min(max(self._timeout, 0.001), MAX_WAIT_S), 1)
             packed = struct.pack("ll", int(seconds), int(part * 1e6))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
-            link = _Link(self.address, connection, end, self._timeout)
-            RECEIVER.add(link)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+            # The server does not reply to the proof: the first request follows it at once.
+            sock.sendall(proof)
+            connection = _TcpConnection(self.address, sock, protocol, self._timeout)
+            READER_THREAD.add(connection)
         except TimeoutError:
-            connection.close()
+            sock.close()
             raise StoreTimeoutError(
-                f"{self.address} accepted the connection, but no handshake, within {patience:.3g} s"
+                f"{self.address} accepted the connection, but no handshake, within {timeout:.3g} s"
             ) from None
         except BaseException:
-            connection.close()
+            sock.close()
             raise
-        return link
+        return connection
 
 
-def _frame(answer: Answer) -> Frame:
-    """The answer, unless it is an error."""
-    if isinstance(answer, ElasticError):
-        # Its own traceback for each thread that it is raised in.
-        raise type(answer)(str(answer))
-    return answer
+def _raise_error(reply: Reply) -> Frame:
+    if isinstance(reply, ElasticError):
+        # Several threads can raise it, each with a traceback of its own.
+        raise type(reply)(str(reply))
+    return reply
 
 
-def _says_yes(frame: Frame) -> bool:
+def _is_yes(frame: Frame) -> bool:
     return bool(frame.fields.get("yes", False))
 
 
-class _Link:
-    """A connection that was let in, from then to its end, shared by all threads of one store.
+class _TcpConnection:
+    """An authenticated connection, which all threads of one store share.
 
-    Each request waits for the answer of its own number; when the connection ends, all requests in
-    flight end with StoreConnectionError, and the link is never used again.
+    When the connection ends, all requests in flight end with an error. It is not used again.
     """
 
     def __init__(
-        self, name: str, connection: socket.socket, end: ClientEnd, timeout: float
+        self, address: str, sock: socket.socket, protocol: ClientProtocol, timeout: float
     ) -> None:
-        self.connection = connection
-        self._name = name
-        self._protocol = end
+        self.socket = sock
+        self._address = address
+        self._protocol = protocol
         self._timeout = timeout
-        self._sending = threading.Lock()
-        self._state = threading.Lock()
-        self._pending: dict[int, Callable[[Answer], None]] = {}
-        self._ended: ElasticError | None = None
-        self._gone = threading.Event()
+        self._send_lock = threading.Lock()  # owned by the thread that sends a request
+        self._state_lock = threading.Lock()  # guards `_error` and additions to `_pending`
+        self._pending: dict[int, Callable[[Reply], None]] = {}  # callback of each request
+        self._error: ElasticError | None = None  # why the connection has ended
+        self._is_released = threading.Event()  # the reader thread has closed the socket
 
     @property
-    def alive(self) -> bool:
-        """Whether requests can still be made."""
-        return self._ended is None
+    def is_open(self) -> bool:
+        """Whether requests can be sent."""
+        return self._error is None
 
-    def request(self, op: str, fields: dict[str, Any], value: bytes = b"") -> Sequence[Frame]:
-        """All frames of the answer to one request."""
-        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        number = self.ask(op, fields, answers.put, value)
-        frames: list[Frame] = []
+    def request(self, op: str, fields: dict[str, Any], value: bytes = b"") -> Frame:
+        """Send a request, and return its reply."""
+        replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        number = self.send_request(op, fields, replies.put, value)
         try:
-            while not frames or frames[-1].fields.get("more"):
-                frames.append(self.answer(op, answers))
-        finally:
-            self.forget(number)
-        return frames
-
-    def answer(self, op: str, answers: queue.SimpleQueue[Answer]) -> Frame:
-        """Wait for the next of the answers to requests of this kind."""
-        try:
-            frame = _frame(answers.get(timeout=min(self._timeout, LONGEST_WAIT)))
+            frame = _raise_error(replies.get(timeout=min(self._timeout, MAX_WAIT_S)))
         except queue.Empty:
             raise StoreTimeoutError(
-                f"{self._name} did not answer {op} within {self._timeout:g} s"
+                f"{self._address} did not answer {op} within {self._timeout:g} s"
             ) from None
+        finally:
+            self.cancel(number)
         if frame.op != ("listing" if op == "list" else "answer"):
-            raise StoreRejectedError(f"{self._name} answered {op} with a {frame.op}")
+            raise StoreRejectedError(f"{self._address} answered {op} with a {frame.op}")
         return frame
 
-    def ask(
+    def send_request(
         self,
         op: str,
         fields: dict[str, Any],
-        answered: Callable[[Answer], None],
+        callback: Callable[[Reply], None],
         value: bytes = b"",
     ) -> int:
-        """Ask, and have each frame of the answer, or the error that ended the connection, passed
-        to `answered` in the receiver's thread, however long that takes; it must not block."""
-        number, data = self._protocol.ask(op, fields, value)
-        with self._state:
-            if self._ended is not None:
-                raise StoreConnectionError(str(self._ended))
-            self._pending[number] = answered
+        """Send a request, and return its number.
+
+        The reader thread calls `callback` once with the reply, or with the error that ended the
+        connection. The callback must not block.
+        """
+        number, data = self._protocol.encode_request(op, fields, value)
+        with self._state_lock:
+            if self._error is not None:
+                raise StoreConnectionError(str(self._error))
+            self._pending[number] = callback
         try:
             self._send(data)
         except BaseException:
-            self.forget(number)
+            self.cancel(number)
             raise
         return number
 
-    def forget(self, number: int) -> None:
-        """Whatever is still answered to that request is passed to nobody."""
+    def cancel(self, number: int) -> None:
+        """Discard the reply to a request, if it comes."""
         self._pending.pop(number, None)
 
     def close(self, reason: str) -> None:
-        """End the connection; requests in flight raise StoreConnectionError with the reason."""
-        self._end(StoreConnectionError(f"{self._name}: {reason}"))
-        if not RECEIVER.is_current():
-            self._gone.wait(min(self._timeout, LONGEST_WAIT))
+        """End the connection. Requests in flight raise StoreConnectionError with the reason."""
+        self._end(StoreConnectionError(f"{self._address}: {reason}"))
+        if not READER_THREAD.is_current():
+            self._is_released.wait(min(self._timeout, MAX_WAIT_S))
 
     def _send(self, data: bytes) -> None:
-        if not self._sending.acquire(timeout=min(self._timeout, LONGEST_WAIT)):
-            raise StoreTimeoutError(f"{self._name} accepted no request within {self._timeout:g} s")
+        if not self._send_lock.acquire(timeout=min(self._timeout, MAX_WAIT_S)):
+            raise StoreTimeoutError(
+                f"{self._address} accepted no request within {self._timeout:g} s"
+            )
         try:
-            self.connection.sendall(data)
+            self.socket.sendall(data)
         except BlockingIOError:
-            self._end(StoreConnectionError(f"{self._name} took no data within {self._timeout:g} s"))
+            self._end(
+                StoreConnectionError(f"{self._address} took no data within {self._timeout:g} s")
+            )
         except OSError as error:
-            self._end(StoreConnectionError(f"the connection to {self._name} broke: {error}"))
+            self._end(StoreConnectionError(f"the connection to {self._address} broke: {error}"))
         finally:
-            self._sending.release()
+            self._send_lock.release()
 
-    # -- as the receiver calls it -------------------------------------------------------------
+    # -- called by the reader thread ----------------------------------------------------------
 
-    def hear(self) -> bool:
-        """Take what has arrived; whether the connection goes on. Where not, it is closed."""
+    def on_readable(self) -> bool:
+        """Receive data. Return False if the connection has ended."""
+        broken = f"the connection to {self._address} broke"
         try:
-            data = self.connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            data = self.socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
             if not data:
-                self._end(StoreConnectionError(f"{self._name} ended the connection"))
+                self._end(StoreConnectionError(f"{self._address} ended the connection"))
             for frame in self._protocol.feed(data):
                 self._deliver(frame)
         except BlockingIOError:
             return True
         except StoreRejectedError as error:
-            self._end(StoreRejectedError(f"{self._name} sent no frame of elasticlib: {error}"))
+            self._end(StoreRejectedError(f"{self._address} sent no frame of elasticlib: {error}"))
         except OSError as error:
-            self._end(StoreConnectionError(f"the connection to {self._name} broke: {error}"))
+            self._end(StoreConnectionError(f"{broken}: {error}"))
         except Exception as error:
-            # A bug of whoever is called with an answer costs its own connection, and no other.
-            log.exception("a callback for a store's answer failed")
-            self._end(
-                StoreConnectionError(f"the connection to {self._name} broke: {describe(error)}")
-            )
-        return self.alive
+            # A defective callback ends its own connection, and not those of other stores.
+            log.exception("a callback for a store's reply failed")
+            self._end(StoreConnectionError(f"{broken}: {describe(error)}"))
+        return self.is_open
 
-    def gone(self) -> None:
-        """Nothing more is heard of it."""
-        self.connection.close()
-        self._gone.set()
+    def release(self) -> None:
+        """Close the socket, after which the reader thread does not use it any more."""
+        self.socket.close()
+        self._is_released.set()
 
     def _deliver(self, frame: Frame) -> None:
         if frame.op == "error" and frame.id == 0:
-            error = error_of(frame)
-            self._end(type(error)(f"{self._name}: {error}"))
+            error = decode_error(frame)
+            self._end(type(error)(f"{self._address}: {error}"))
             return
-        more = frame.op == "listing" and frame.fields["more"]
-        answered = self._pending.get(frame.id) if more else self._pending.pop(frame.id, None)
-        if answered is not None:  # else the request has timed out
-            answered(error_of(frame) if frame.op == "error" else frame)
+        callback = self._pending.pop(frame.id, None)
+        if callback is not None:  # otherwise the request has timed out
+            callback(decode_error(frame) if frame.op == "error" else frame)
 
     def _end(self, error: ElasticError) -> None:
-        with self._state:
-            if self._ended is not None:
+        with self._state_lock:
+            if self._error is not None:
                 return
-            self._ended = error
-            awaited = list(self._pending.values())
+            self._error = error
+            callbacks = list(self._pending.values())
             self._pending.clear()
-        for answered in awaited:
-            answered(error)
-        with contextlib.suppress(OSError):  # wakes the reader; it may be gone already
-            self.connection.shutdown(socket.SHUT_RDWR)
+        for callback in callbacks:
+            callback(error)
+        with contextlib.suppress(OSError):  # the socket may be closed already
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the reader thread
 
 
-class _Receiver(ForkAware):
-    """The thread that reads all links of this process; it is there while there is one."""
+class _ReaderThread(ForkAware):
+    """The thread that reads all connections of this process. It runs while there is one."""
 
     def __init__(self) -> None:
         self._check_process()
 
     def _init_process_state(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the two fields below
         self._thread: threading.Thread | None = None
-        self._selector: selectors.BaseSelector | None = None
+        self._selector: selectors.BaseSelector | None = None  # None if the thread does not run
 
-    def add(self, link: _Link) -> None:
-        """From now on it hears what arrives, until its connection ends. Raises OSError."""
+    def add(self, connection: _TcpConnection) -> None:
+        """Read a connection until it ends.
+
+        Raises:
+            OSError: The thread cannot be started.
+        """
         self._check_process()
         with self._lock:
             selector = self._selector or selectors.DefaultSelector()
-            # A selector that waits in the thread takes it in at once.
-            selector.register(link.connection, selectors.EVENT_READ, link)
+            # A thread that waits in `select` also notices a socket that is added now.
+            selector.register(connection.socket, selectors.EVENT_READ, connection)
             if self._selector is not None:
                 return
-            thread = helper(lambda: self._listen(selector), "tcp-store-receiver")
+            thread = helper(lambda: self._run(selector), "tcp-store-receiver")
             try:
                 thread.start()
             except RuntimeError as error:
@@ -470,26 +477,25 @@ class _Receiver(ForkAware):
             self._selector, self._thread = selector, thread
 
     def is_current(self) -> bool:
-        """Whether the caller is called by the receiver."""
+        """Return True if the caller runs in this thread."""
         return threading.current_thread() is self._thread
 
-    def _listen(self, selector: selectors.BaseSelector) -> None:
+    def _run(self, selector: selectors.BaseSelector) -> None:
         with selector:
             while True:
                 for key, _ in selector.select():
-                    if not key.data.hear() and self._is_last(selector, key.data):
+                    if not key.data.on_readable() and self._remove(selector, key.data):
                         return
 
-    def _is_last(self, selector: selectors.BaseSelector, link: _Link) -> bool:
-        """Listen no more to a link that has ended; whether there is no other."""
+    def _remove(self, selector: selectors.BaseSelector, connection: _TcpConnection) -> bool:
+        """Release a connection that has ended. Return True if it was the last one."""
         with self._lock:
-            selector.unregister(link.connection)
-            link.gone()
+            selector.unregister(connection.socket)
+            connection.release()
             if selector.get_map():
                 return False
             self._selector = self._thread = None
             return True
 
 
-RECEIVER = _Receiver()
-"""This process's."""
+READER_THREAD = _ReaderThread()  # that of this process

@@ -91,11 +91,11 @@ def perform(folder: str, first: Sequence[str], later: Sequence[str]) -> int:
 def _outlive(folder: str) -> int:
     """Each place is told once it is taken, and each group left when that is over."""
     here, pause = context(), threading.Event()
-    here.can_keep()
+    here.set_can_regroup()
     while True:
-        place = here.take_place()
+        place = here.accept_assignment()
         if place is None:
-            here.leave_group()
+            here.report_left_group()
             pause.wait(0.005)
             continue
         os.environ.update(place)
@@ -104,7 +104,7 @@ def _outlive(folder: str) -> int:
         os.write(pipe, f"kept {' '.join(told)}\n".encode())
         if os.environ["ELASTICLIB_GENERATION"] == "3":
             return int(os.environ["RANK"])
-        while not here.must_leave and here.should_stop() is None:
+        while not here.should_leave_group() and here.should_stop() is None:
             pause.wait(0.005)
         os.close(pipe)
 

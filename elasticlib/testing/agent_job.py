@@ -21,7 +21,7 @@ from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..stores.memory_store import MemoryStore
-from ..workers.spec import Entrypoint, Ladder, WorkerSpec
+from ..workers.spec import Entrypoint, StopTimeouts, WorkerSpec
 from .agent_stage import Scene, Stage
 from .rendezvous_cluster import in_thread
 from .rendezvous_over_store import Listener
@@ -148,7 +148,9 @@ class Job:
             open_bootstrap=Listener,
         )
         entrypoint = self.stage.entrypoint(scene) if isinstance(scene, Scene) else scene
-        ladder = Ladder(self._patience / 2 if grace is None else grace, reap=self._patience / 2)
+        ladder = StopTimeouts(
+            self._patience / 2 if grace is None else grace, kill_timeout=self._patience / 2
+        )
         settings = {"ladder": ladder, "options": options or AgentOptions()}
         request = AgentRequest(WorkerSpec(entrypoint, WORKERS), handler, settings)
         self.nodes.append(AgentNode(self._make(request), handler, self._patience))

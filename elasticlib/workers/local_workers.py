@@ -20,22 +20,21 @@ import attrs
 from ..clock import monotonic, wall
 from ..errors import WorkerStartError
 from ..threads import helper
-from . import stacks
-from .channel import VARIABLE as CHANNEL
-from .channel import Channels
+from . import stack_dump
 from .cleanup import signal_group
-from .cpu import Processors, count_cores, killed_for_memory, oom_kills
+from .error_file import FailureReport, read_failure_report, remove_exit_file
 from .event_loop import EventLoop
 from .exit import UNKNOWN, WorkerExit
-from .hooks import FinalMessage, final_message, forget_exit
 from .interface import Heartbeat, Notice, Workers
-from .output import Output, OutputPlan, Writers
+from .node_resources import CpuSet, count_usable_cpus, oom_kill_count_rose, read_oom_kill_count
+from .output import WorkerOutput, Writers
+from .output_plan import OutputPlan
 from .process_launcher import ProcessLauncher
 from .run_dirs import RunDir, SnapshotDir
 from .run_program import read_result, write_payload
 from .spec import (
-    PLACE,
-    SNAPSHOTS,
+    ASSIGNMENT_VARIABLES,
+    SNAPSHOTS_ENV,
     Command,
     Entrypoint,
     Function,
@@ -44,10 +43,11 @@ from .spec import (
     Worker,
     WorkerGroup,
     WorkerSpec,
-    with_local_rank,
+    substitute_local_rank,
     worker_environment,
 )
 from .supervisor_client import SupervisedProcess, SupervisorClient
+from .worker_channel import CHANNEL_ENV, WorkerChannels
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -65,7 +65,7 @@ RESULT = "result.pickle"
 class _Process:
     worker: Worker
     process: SupervisedProcess
-    output: Output
+    output: WorkerOutput
     folder: Path
     error_file: Path
     ended_at: float = float("inf")
@@ -89,7 +89,7 @@ def program(entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str,
         payload = folder / "payload.pickle"
         write_payload(payload, entrypoint)
         return ("function", str(payload), str(folder / RESULT))
-    args = with_local_rank(entrypoint.args, local_rank)
+    args = substitute_local_rank(entrypoint.args, local_rank)
     if isinstance(entrypoint, Script):
         return ("script", entrypoint.path, *args)
     if isinstance(entrypoint, Module):
@@ -110,7 +110,7 @@ class LocalWorkers(Workers):
         run_id: names that folder.
         python: the interpreter of scripts, modules and functions.
         processors: what each worker runs on, by local rank; any without.
-        start_method: `warm` to fork Python workers from a process that has torch imported, or
+        start_method: `forkserver` to fork Python workers from a process that has torch imported, or
             `spawn` to start an interpreter for each.
         preload: modules that this process imports besides.
         ignored: signals that a worker ignores, and its children with it, until it says otherwise.
@@ -124,9 +124,9 @@ class LocalWorkers(Workers):
         log_dir: str | None = None,
         run_id: str = "none",
         python: str = sys.executable,
-        cpu_sets: Sequence[Processors] = (),
+        cpu_sets: Sequence[CpuSet] = (),
         ignored_signals: Iterable[int] = (),
-        start_method: str = "warm",
+        start_method: str = "forkserver",
         preload: Sequence[str] = (),
     ) -> None:
         self._environment = dict(environment)
@@ -144,7 +144,7 @@ class LocalWorkers(Workers):
             ignored_signals=ignored_signals,
             cpu_sets=cpu_sets,
         )
-        self._channels = Channels()
+        self._channels = WorkerChannels()
         self.snapshot_dir = SnapshotDir(self._supervisor)
         """Where the workers keep what outlives them, and not their agent."""
         self._processes: dict[int, _Process] = {}
@@ -152,7 +152,7 @@ class LocalWorkers(Workers):
         self._sent: set[tuple[int, int]] = set()
         """The signals that stopped workers were sent: a local rank, a number."""
         self._kills: int | None = None
-        self._late: list[Output] = []
+        self._late: list[WorkerOutput] = []
         self._patience = PATIENCE
 
     @property
@@ -174,7 +174,7 @@ class LocalWorkers(Workers):
 
     def prepare(self, spec: WorkerSpec) -> None:
         self._loop.start()
-        self._launcher.prepare(spec, self._environment, count_cores())
+        self._launcher.prepare(spec, self._environment, count_usable_cpus())
 
     def await_prepared(self) -> None:
         self._launcher.wait_prepared()
@@ -187,14 +187,14 @@ class LocalWorkers(Workers):
         self.await_prepared()
         if not self._supervisor.wait_until_clean(CLEAN_TIMEOUT_S):
             log.error("processes that exited workers have started survived SIGKILL")
-        everyone = (*group.workers, *group.newcomers)
+        everyone = (*group.workers, *group.standby_workers)
         stay = {worker.local_rank for worker in everyone}
         self._processes = {n: one for n, one in self._processes.items() if n in stay}
         self._stopped = False
         self._sent.clear()
         self._patience = PATIENCE
         self._channels.begin()
-        self._kills = oom_kills()
+        self._kills = read_oom_kill_count()
         try:
             for worker in group.workers:
                 if worker.local_rank in self._processes:
@@ -223,24 +223,24 @@ class LocalWorkers(Workers):
         self._give_place(worker.local_rank, told)
 
     def _give_place(self, local_rank: int, environment: Mapping[str, str]) -> None:
-        place = {name: environment[name] for name in PLACE if name in environment}
-        self._channels.give_place(local_rank, place)
+        place = {name: environment[name] for name in ASSIGNMENT_VARIABLES if name in environment}
+        self._channels.publish_assignment(local_rank, place)
 
     def _environment_of(
         self, group: WorkerGroup, worker: Worker, error_file: str
     ) -> dict[str, str]:
         environment = worker_environment(
-            group, worker, self._environment, error_file=error_file, cores=count_cores()
+            group, worker, self._environment, error_file=error_file, cores=count_usable_cpus()
         )
         # Empty where there is none: a worker that is kept is not to use the folder it had before.
-        environment[SNAPSHOTS] = str(self.snapshot_dir.attempt_dir(group.attempt) or "")
+        environment[SNAPSHOTS_ENV] = str(self.snapshot_dir.attempt_dir(group.attempt) or "")
         return environment
 
     def _spawn(
         self, group: WorkerGroup, worker: Worker, folder: Path, ended: Callable[[int], None]
     ) -> None:
         local = worker.local_rank
-        newcomer = worker in group.newcomers
+        newcomer = worker in group.standby_workers
         channel = self._channels.open(local, newcomer=newcomer)
         try:
             self._start_process(group, worker, folder, channel, ended)
@@ -258,13 +258,13 @@ class LocalWorkers(Workers):
         ended: Callable[[int], None],
     ) -> None:
         local = worker.local_rank
-        places = self._output.places(local, str(folder))
+        places = self._output.files_of(local, str(folder))
         environment = self._environment_of(group, worker, places.error_file)
-        environment[CHANNEL] = channel
-        if worker not in group.newcomers:
+        environment[CHANNEL_ENV] = channel
+        if worker not in group.standby_workers:
             self._give_place(local, environment)
         what = program(group.spec.entrypoint, local, folder)
-        output = Output(self._output, worker, group.spec.role, places, self._writers)
+        output = WorkerOutput(self._output, worker, group.spec.role, places, self._writers)
         try:
             started = self._launcher.start(what, environment, output.targets, local)
         except BaseException:
@@ -306,8 +306,8 @@ class LocalWorkers(Workers):
         returncode = process.process.returncode
         self._supervisor.release(process.process)
         self._close_output(process.output)
-        said = final_message(process.error_file)
-        forget_exit(process.error_file)
+        said = read_failure_report(process.error_file)
+        remove_exit_file(process.error_file)
         found = WorkerExit(
             local_rank,
             process.worker.rank,
@@ -322,20 +322,20 @@ class LocalWorkers(Workers):
             return attrs.evolve(found, value=value, unreadable=unreadable)
         return self._explained(found, process, said)
 
-    def _close_output(self, output: Output) -> None:
+    def _close_output(self, output: WorkerOutput) -> None:
         began = monotonic()
         if not output.close(self._patience):
             self._late.append(output)
             # A console that stands still does so for the next worker, too.
             self._patience = max(LEAST_PATIENCE, self._patience - (monotonic() - began))
 
-    def _explained(self, found: WorkerExit, process: _Process, said: FinalMessage) -> WorkerExit:
+    def _explained(self, found: WorkerExit, process: _Process, said: FailureReport) -> WorkerExit:
         """With all that is known of why it failed."""
         at = min(said.at, process.ended_at)
         return attrs.evolve(
             self._with_message(found, process, said),
             tail=process.output.tail(),
-            out_of_memory=killed_for_memory(self._kills, oom_kills()),
+            out_of_memory=oom_kill_count_rose(self._kills, read_oom_kill_count()),
             at=at,
             # Peers may have noticed a killed worker, and have written so, before we noticed.
             after=None if self._stopped or found.by_itself else self._failing(before=at),
@@ -346,14 +346,16 @@ class LocalWorkers(Workers):
         a process down takes its time, in which its peers notice, and may end first."""
         found = []
         for local_rank, process in self._processes.items():
-            said = final_message(process.error_file)
+            said = read_failure_report(process.error_file)
             if said.ends_process and said.at < before:
                 who = (local_rank, process.worker.rank, process.pid)
                 exit_ = WorkerExit(*who, returncode=said.code or 1, at=said.at, ending=True)
                 found.append(self._with_message(exit_, process, said))
         return min(found, key=lambda exit_: exit_.at, default=None)
 
-    def _with_message(self, found: WorkerExit, process: _Process, said: FinalMessage) -> WorkerExit:
+    def _with_message(
+        self, found: WorkerExit, process: _Process, said: FailureReport
+    ) -> WorkerExit:
         message, traceback = said.texts
         # People find what is left of it there, unless that goes with us.
         stays = self._run_dir.kept or process.error_file.parent != process.folder
@@ -406,13 +408,15 @@ class LocalWorkers(Workers):
         processes = dict(self._processes)
         found = self.dump_stacks_of(processes)
         for local, text in found.items():
-            stacks.keep(processes[local].error_file.parent, text)
+            stack_dump.append_to_stack_file(processes[local].error_file.parent, text)
         return found
 
     def dump_stacks_of(self, local_ranks: Collection[int]) -> Mapping[int, str]:
         asked, processes = self._channels.dumpers(), dict(self._processes)
         ours = {n: processes[n].pid for n in asked if n in processes and n in local_ranks}
-        return stacks.dump({local: (pid, *asked[local]) for local, pid in ours.items()})
+        return stack_dump.collect_stacks(
+            {local: (pid, *asked[local]) for local, pid in ours.items()}
+        )
 
     def stop_only(self, local_ranks: Collection[int], *, force: bool = False) -> None:
         self._stopped = self._stopped or bool(local_ranks)

@@ -15,7 +15,6 @@ of stderr are kept, for the report of a failure.
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import os
 import queue
@@ -23,15 +22,13 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from string import Template
 from typing import IO, TYPE_CHECKING, Any
 
-import attrs
-
-from ..errors import ConfigError, WorkerStartError
+from ..errors import WorkerStartError
 from ..threads import helper
+from .output_plan import NAMES, OutputFiles, OutputPlan, Streams
 from .spec import Worker
 
 if TYPE_CHECKING:
@@ -43,167 +40,16 @@ CHUNK = 1 << 16
 MOST_WAITING = 4 * CHUNK
 """Bytes of one pipe that wait to be passed on; then it is read no more for now."""
 STDERR = 2
-LONGEST_LINE = 1 << 16
+MAX_LINE_BYTES = 1 << 16
 TAIL_LINES = 30
 TAIL_BYTES = 8 * 1024
 TURNS, LONGEST_TURN = 20, 0.05
-ERROR_FILE = "error.json"
-HIGHEST_RANK, MOST_RANKS = 99_999, 10_000
-
-
-class Streams(enum.IntFlag):
-    """A set of a worker's output streams."""
-
-    NONE = 0
-    OUT = 1
-    ERR = 2
-    ALL = 3
-
-
-NAMES: Mapping[Streams, str] = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
-
-
-@attrs.frozen
-class StreamChoice:
-    """Streams by local rank; `everywhere` for those not named."""
-
-    everywhere: Streams = Streams.NONE
-    by_rank: Mapping[int, Streams] = attrs.field(factory=dict)
-
-    def of(self, local_rank: int) -> Streams:
-        return self.by_rank.get(local_rank, self.everywhere)
-
-    @property
-    def any(self) -> bool:
-        return bool(self.everywhere) or any(self.by_rank.values())
-
-
-def parse_streams(text: str, option: str) -> StreamChoice:
-    """A choice from `3` or `0:1,1:2`; `option` names the flag in the error."""
-    try:
-        if ":" not in text:
-            return StreamChoice(everywhere=_streams(text))
-        pairs = [part.split(":") for part in text.split(",")]
-        by_rank = {int(rank): _streams(which) for rank, which in pairs}
-        if len(by_rank) < len(pairs) or min(by_rank) < 0:
-            raise ValueError(text)
-        return StreamChoice(by_rank=by_rank)
-    except ValueError as error:
-        raise ConfigError(
-            f"{option} is 0, 1, 2 or 3, or such a number for some local ranks "
-            f"as in 0:1,1:2, got {text!r}"
-        ) from error
-
-
-def parse_ranks(text: str) -> frozenset[int]:
-    """The ranks of `0,3` or `0-3,8`.
-
-    Raises:
-        ConfigError: they are none, or more than a question to a job's nodes can name.
-    """
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        ends = (first, last if dash else first)
-        if not all(end.isascii() and end.isdigit() and len(end) < 8 for end in ends):
-            raise ConfigError(f"ranks are numbers as in 0,3 or 0-7, got {text!r}")
-        low, high = int(ends[0]), int(ends[1])
-        if low > high:
-            raise ConfigError(
-                f"ranks go from the lower to the higher, as in {high}-{low}, got {part.strip()!r}"
-            )
-        if high > HIGHEST_RANK:
-            raise ConfigError(f"a rank is at most {HIGHEST_RANK}, got {high}")
-        found.update(range(low, high + 1))
-    if len(found) > MOST_RANKS:
-        raise ConfigError(
-            f"at most {MOST_RANKS} ranks can be named, got {len(found)}: name none for all"
-        )
-    return frozenset(found)
-
-
-def _streams(text: str) -> Streams:
-    number = int(text)
-    if not 0 <= number <= Streams.ALL:
-        raise ValueError(text)
-    return Streams(number)
-
-
-@attrs.frozen
-class Places:
-    """The files of one worker. files: a path for each stream that has one. tee: those of them that
-    are shown as well, line by line. shown: whether the streams without a file are. filtered: the
-    files for the shown lines that were asked for. error_file: where it writes of its failure.
-    """
-
-    error_file: str
-    files: Mapping[Streams, str] = attrs.field(factory=dict)
-    tee: Streams = Streams.NONE
-    shown: Streams = Streams.ALL
-    filtered: Mapping[Streams, str] = attrs.field(factory=dict)
-
-
-@attrs.frozen
-class OutputPlan:
-    """Streams to write to files, and streams to write to files and show.
-
-    ranks: the local ranks whose output is shown at all, None for all of them. stdout_needles,
-    stderr_needles: lines of shown streams of `tee` with one of these in it are written to a file
-    of the attempt, too. template: what stands before each shown line of `tee`, with
-    `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}` filled in.
-    """
-
-    redirect: StreamChoice = attrs.field(factory=StreamChoice)
-    tee: StreamChoice = attrs.field(factory=StreamChoice)
-    ranks: frozenset[int] | None = None
-    stdout_needles: tuple[str, ...] = ()
-    stderr_needles: tuple[str, ...] = ()
-    template: str | None = None
-
-    @property
-    def any(self) -> bool:
-        return self.redirect.any or self.tee.any
-
-    def shows(self, local_rank: int) -> bool:
-        return self.ranks is None or local_rank in self.ranks
-
-    def needles(self, stream: Streams) -> tuple[bytes, ...]:
-        texts = self.stdout_needles if stream is Streams.OUT else self.stderr_needles
-        return tuple(text.encode() for text in texts)
-
-    def prefix(self, role: str, worker: Worker, host: str) -> str:
-        """What stands before each line of a worker of that host."""
-        if self.template is None:
-            return f"[{role}{worker.rank}]:"
-        return Template(self.template).safe_substitute(
-            role_name=role, rank=worker.rank, local_rank=worker.local_rank, hostname=host
-        )
-
-    def places(self, local_rank: int, folder: str) -> Places:
-        """torchrun's tree: a folder for each attempt, and one in it for each worker, which this
-        is."""
-        shown = self.shows(local_rank)
-        tee = self.tee.of(local_rank)
-        kept = self.redirect.of(local_rank) | tee
-        tee = tee if shown else Streams.NONE
-        attempt = folder.rpartition("/")[0]
-        return Places(
-            error_file=f"{folder}/{ERROR_FILE}",
-            files={s: f"{folder}/{name}.log" for s, name in NAMES.items() if s & kept},
-            tee=tee,
-            shown=Streams.ALL if shown else Streams.NONE,
-            filtered={
-                s: f"{attempt}/filtered_{name}.log"
-                for s, name in NAMES.items()
-                if s & tee and self.needles(s)
-            },
-        )
 
 
 # -- the streams as they pass ----------------------------------------------------------------------
 
 
-class Lines:
+class LineSplitter:
     """A stream of bytes cut into lines, at newlines and at carriage returns alike: a progress bar
     ends its lines with these only, and is shown as it moves. A line that does not end is cut when
     it has grown too long, so memory stays bounded."""
@@ -219,7 +65,7 @@ class Lines:
         end = 1 + max(text.rfind(b"\n", 0, sure), text.rfind(b"\r", 0, sure))
         whole = text[:end].splitlines(keepends=True)
         self._half = text[end:]
-        return whole + self.rest() if len(self._half) > LONGEST_LINE else whole
+        return whole + self.rest() if len(self._half) > MAX_LINE_BYTES else whole
 
     def rest(self) -> list[bytes]:
         """What is left without an end, ended."""
@@ -227,7 +73,7 @@ class Lines:
         return [half.rstrip(b"\r") + b"\n"] if half else []
 
 
-class Tail:
+class TailBuffer:
     """The last lines of a stream, whatever its length."""
 
     def __init__(self) -> None:
@@ -335,7 +181,7 @@ class Pipe:
         write: Callable[[Callable[[], object]], object],
         take: Callable[[bytes], object],
         end: Callable[[], object],
-        tail: Tail | None = None,
+        tail: TailBuffer | None = None,
     ) -> None:
         self._pipe = pipe
         self._write, self._take, self._finish, self._tail = write, take, end, tail
@@ -399,7 +245,7 @@ class Pipe:
                 return False  # closed
 
 
-class Output:
+class WorkerOutput:
     """The streams of one worker, opened before there is a process.
 
     stderr is read here even if it only goes to a file or passes through, so that its last lines are
@@ -413,14 +259,14 @@ class Output:
     """
 
     def __init__(
-        self, plan: OutputPlan, worker: Worker, role: str, places: Places, writers: Writers
+        self, plan: OutputPlan, worker: Worker, role: str, places: OutputFiles, writers: Writers
     ) -> None:
         self._plan = plan
         self._places = places
         self._prefix = plan.prefix(role, worker, socket.gethostname()).encode()
         self._writers = writers
         self._pipes: list[Pipe] = []
-        self._tail = Tail()
+        self._tail = TailBuffer()
         self._theirs, self._ours = contextlib.ExitStack(), contextlib.ExitStack()
         try:
             self.targets = self._open(Streams.OUT), self._open(Streams.ERR)
@@ -472,7 +318,7 @@ class Output:
             files.append(FileSink(file))
         ours = sys.stdout if stream is Streams.OUT else sys.stderr
         console = Sink("the console", partial(_show, ours))
-        lines, needles = Lines(), self._plan.needles(stream)
+        lines, needles = LineSplitter(), self._plan.needles(stream)
 
         def named(cut: Iterable[bytes]) -> bytes:
             return b"".join(self._prefix + line for line in cut)

@@ -10,15 +10,15 @@ from typing import Any
 
 from ..clock import monotonic
 from ..errors import ConfigError
-from .cpu import Processors
+from .node_resources import CpuSet
 from .spec import (
-    COLD,
+    SPAWN,
     Command,
     Entrypoint,
     Script,
     WorkerSpec,
     check_preload,
-    check_start,
+    check_start_method,
     common_environment,
 )
 from .supervisor_client import SupervisedProcess, SupervisorClient
@@ -40,12 +40,12 @@ class ProcessLauncher:
         start_method: str,
         preload: Sequence[str],
         ignored_signals: Iterable[int],
-        cpu_sets: Sequence[Processors],
+        cpu_sets: Sequence[CpuSet],
     ) -> None:
-        check_start(start_method, tuple(preload))
+        check_start_method(start_method, tuple(preload))
         self._supervisor = supervisor
         self._python = python
-        self._may_fork = start_method != COLD
+        self._may_fork = start_method != SPAWN
         self._preload = tuple(preload)
         self._ignored_signals = tuple(sorted(ignored_signals))
         self._cpu_sets = tuple(cpu_sets)
@@ -129,7 +129,7 @@ class ProcessLauncher:
         return not problem
 
     def _job(
-        self, command: tuple[str, ...], environment: dict[str, str], cpu_set: Processors | None
+        self, command: tuple[str, ...], environment: dict[str, str], cpu_set: CpuSet | None
     ) -> dict[str, Any]:
         return {
             "command": command,

@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import ConfigError, describe
 from ..foreign import opened
-from . import hooks, stacks
+from . import stack_dump
 from .cleanup import stat_fields
+from .error_file import install_exception_hooks, record_exception
 
 if TYPE_CHECKING:
     from .spec import Function
@@ -50,8 +51,8 @@ def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
     """Run it to its end, and end this process; kind is script, module or function."""
     main = _fresh_main()
     try:
-        hooks.install(error_file)
-        stacks.begin_in_worker()
+        install_exception_hooks(error_file)
+        stack_dump.install_dump_handler()
         if kind == "script":
             _run_script(main, name, args)
         elif kind == "module":
@@ -60,7 +61,7 @@ def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
             _run_function(name, args[0])
         code = 0
     except BaseException as error:
-        hooks.record(error)
+        record_exception(error)
         code = _tell(error)
     end(code)
 
@@ -139,7 +140,7 @@ def _run_module(name: str, args: tuple[str, ...]) -> None:
     _look_in(os.getcwd())
     if _is_missing(name):
         # As runpy says it, but with a cause that tells that no restart would help.
-        hooks.record(ModuleNotFoundError(f"No module named {name}"))
+        record_exception(ModuleNotFoundError(f"No module named {name}"))
         print(f"{sys.executable}: No module named {name}", file=sys.stderr)
         sys.exit(1)
     # What the interpreter itself calls for -m.

@@ -16,16 +16,15 @@ from ..errors import ConfigError
 from ..rendezvous.ranks import Seat
 from ..stores.authentication import SECRET_ENV as SECRET
 
-START_METHODS = ("warm", "spawn", "fork", "forkserver")
-"""How Python workers begin: forked from a process that has torch imported, or from nothing. The
-last two are torch's names, and mean the first: to fork the agent itself, with its threads and
-locks, is no good beginning, and a server that forks clean processes is what warm is."""
-COLD = "spawn"
+START_METHODS = ("forkserver", "spawn", "fork")
+"""How Python workers start: forked from a process that has already imported torch, or as new
+interpreters. `fork` means `forkserver`, because the agent has threads and must not be forked."""
+SPAWN = "spawn"
 
-OF_ROCM = "HIP_VISIBLE_DEVICES"
+ROCM_DEVICES_ENV = "HIP_VISIBLE_DEVICES"
 LOCAL_RANK_MACRO = "${local_rank}"
 
-PLACE = (
+ASSIGNMENT_VARIABLES = (
     *("RANK", "WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
@@ -33,11 +32,11 @@ PLACE = (
 )
 """Variables of a worker that differ from generation to generation: its place."""
 
-SNAPSHOTS = "ELASTICLIB_SNAPSHOTS"
+SNAPSHOTS_ENV = "ELASTICLIB_SNAPSHOTS"
 """Names the folder in the agent's memory in which a worker keeps its snapshots, in its
 environment."""
 
-KEPT_FROM_WORKERS = frozenset(
+AGENT_ONLY_VARIABLES = frozenset(
     {
         SECRET,
         "TORCHELASTIC_SIGNALS_TO_HANDLE",
@@ -121,7 +120,7 @@ class Function:
 Entrypoint = Script | Module | Command | Function
 
 
-def entry_name(entrypoint: Entrypoint) -> str:
+def entrypoint_name(entrypoint: Entrypoint) -> str:
     """What is run, as a person would call it."""
     if isinstance(entrypoint, Function):
         return getattr(entrypoint.target, "__qualname__", repr(entrypoint.target))
@@ -174,7 +173,7 @@ class Worker:
 class WorkerGroup:
     """The workers of one node in one generation, by local rank.
 
-    newcomers: of those local ranks for which it has no place; they start meanwhile, in no group.
+    standby_workers: those of local ranks for which it has no place; they start in no group.
     """
 
     spec: WorkerSpec
@@ -190,17 +189,17 @@ class WorkerGroup:
     use_agent_store: bool = True
     attempt: int = 0
     incarnation: str = ""
-    newcomers: tuple[Worker, ...] = ()
+    standby_workers: tuple[Worker, ...] = ()
 
     def worker(self, local_rank: int) -> Worker:
         """The one with this local rank, newcomer or not; IndexError where there is none."""
-        for worker in (*self.workers, *self.newcomers):
+        for worker in (*self.workers, *self.standby_workers):
             if worker.local_rank == local_rank:
                 return worker
         raise IndexError(f"no worker of local rank {local_rank}")
 
 
-def deal_ranks(seat: Seat, local_ranks: Iterable[int] | None = None) -> tuple[Worker, ...]:
+def assign_worker_ranks(seat: Seat, local_ranks: Iterable[int] | None = None) -> tuple[Worker, ...]:
     """The workers of a node with this seat: ranks follow those of the nodes before it. Of these
     local ranks; left out, of the first that there are."""
     chosen = range(seat.slots) if local_ranks is None else sorted(local_ranks)
@@ -216,7 +215,7 @@ def deal_ranks(seat: Seat, local_ranks: Iterable[int] | None = None) -> tuple[Wo
     )
 
 
-def deal_newcomers(seat: Seat, local_ranks: Iterable[int]) -> tuple[Worker, ...]:
+def make_standby_workers(seat: Seat, local_ranks: Iterable[int]) -> tuple[Worker, ...]:
     """Workers of no group: what they are told of ranks is nobody's, and beyond all of them."""
     return tuple(
         Worker(
@@ -230,14 +229,16 @@ def deal_newcomers(seat: Seat, local_ranks: Iterable[int]) -> tuple[Worker, ...]
     )
 
 
-def outside(spec: WorkerSpec, local_ranks: Iterable[int], run_id: str, attempt: int) -> WorkerGroup:
+def make_standby_group(
+    spec: WorkerSpec, local_ranks: Iterable[int], run_id: str, attempt: int
+) -> WorkerGroup:
     """Workers that start before their node is in any generation. A script that would meet others
     then finds no address to do so at."""
     seat = Seat(0, 1, 0, 0, 0, 0, 0)
     return WorkerGroup(
         spec=spec,
         workers=(),
-        newcomers=deal_newcomers(seat, local_ranks),
+        standby_workers=make_standby_workers(seat, local_ranks),
         run_id=run_id,
         generation=0,
         group_rank=0,
@@ -248,7 +249,7 @@ def outside(spec: WorkerSpec, local_ranks: Iterable[int], run_id: str, attempt: 
     )
 
 
-def choose_members(slots: int, spare: Mapping[int, bool], local_world_size: int) -> list[int]:
+def choose_local_ranks(slots: int, spare: Mapping[int, bool], local_world_size: int) -> list[int]:
     """The local ranks that a seat for so many workers goes to.
 
     spare: those whose workers run, each with whether it waits for a place: they come first, then
@@ -293,10 +294,10 @@ def worker_environment(
     }
     if group.spec.virtual_local_rank:
         told["LOCAL_RANK"] = 0
-        device = own_device(worker.local_rank, inherited)
+        device = visible_device_for(worker.local_rank, inherited)
         told["CUDA_VISIBLE_DEVICES"] = device
-        if inherited.get(OF_ROCM):
-            told[OF_ROCM] = device
+        if inherited.get(ROCM_DEVICES_ENV):
+            told[ROCM_DEVICES_ENV] = device
     common = common_environment(group.spec, inherited, cores)
     return {**common, **{name: str(value) for name, value in told.items()}}
 
@@ -311,18 +312,18 @@ def common_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    passed_on = {name: text for name, text in inherited.items() if name not in KEPT_FROM_WORKERS}
+    passed_on = {name: text for name, text in inherited.items() if name not in AGENT_ONLY_VARIABLES}
     return {**defaults, **passed_on}
 
 
-def check_start(method: str, preload: tuple[str, ...]) -> None:
+def check_start_method(method: str, preload: tuple[str, ...]) -> None:
     """Raises ConfigError for a way to start workers that there is not."""
     if method not in START_METHODS:
         raise ConfigError(
             f"start_method (--start-method) is one of {', '.join(START_METHODS)}, got {method!r}"
         )
-    if preload and method == COLD:
-        raise ConfigError(f"preload (--preload) is for start_method warm, got {method}")
+    if preload and method == SPAWN:
+        raise ConfigError(f"preload (--preload) is for start_method=forkserver, got {method}")
     for name in preload:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(
@@ -339,14 +340,14 @@ def check_preload(preload: tuple[str, ...], entrypoint: Entrypoint) -> None:
         )
 
 
-def own_device(local_rank: int, inherited: Mapping[str, str]) -> str:
+def visible_device_for(local_rank: int, inherited: Mapping[str, str]) -> str:
     """The GPU of one worker, of those that its node's workers may see.
 
     Raises:
         ConfigError: there are fewer.
     """
     # ROCm heeds both, its own first.
-    name = OF_ROCM if inherited.get(OF_ROCM) else "CUDA_VISIBLE_DEVICES"
+    name = ROCM_DEVICES_ENV if inherited.get(ROCM_DEVICES_ENV) else "CUDA_VISIBLE_DEVICES"
     visible = inherited.get(name)
     if visible is None:
         return str(local_rank)
@@ -359,7 +360,7 @@ def own_device(local_rank: int, inherited: Mapping[str, str]) -> str:
     return devices[local_rank]
 
 
-def with_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
+def substitute_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
     """The arguments with torchrun's macro filled in."""
     return tuple(arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in args)
 
@@ -367,7 +368,7 @@ def with_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
 # -- the one way in which workers are stopped: tell, ask, wait, end --------------------------------
 
 
-class Rung(enum.IntEnum):
+class StopStage(enum.IntEnum):
     """Follows from the seconds since the stop began, and from nothing else, so every path that
     stops workers climbs the same ladder at the same pace.
 
@@ -381,35 +382,36 @@ class Rung(enum.IntEnum):
 
 
 @attrs.frozen
-class Ladder:
+class StopTimeouts:
     """notice: seconds before SIGTERM, for workers that poll should_stop(). grace: seconds between
     SIGTERM and SIGKILL. reap: seconds that a killed process may take."""
 
-    grace: float = 30.0
-    reap: float = 10.0
-    notice: float = 0.0
+    shutdown_timeout: float = 30.0
+    kill_timeout: float = 10.0
+    notice_timeout: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        if min(self.grace, self.reap, self.notice) < 0:
+        if min(self.shutdown_timeout, self.kill_timeout, self.notice_timeout) < 0:
             raise ConfigError(
-                f"the ladder needs seconds >= 0, got notice={self.notice}, grace={self.grace} "
-                f"and reap={self.reap}"
+                f"stop timeouts are seconds >= 0, got notice_timeout={self.notice_timeout}, "
+                f"shutdown_timeout={self.shutdown_timeout} "
+                f"and kill_timeout={self.kill_timeout}"
             )
 
-    def noticed(self, seconds: float) -> Ladder:
+    def with_notice(self, seconds: float) -> StopTimeouts:
         """The ladder of workers that were notified, and may take so long to end by themselves."""
-        return attrs.evolve(self, notice=seconds)
+        return attrs.evolve(self, notice_timeout=seconds)
 
-    def rung(self, elapsed: float) -> Rung:
+    def stage_at(self, elapsed: float) -> StopStage:
         """Where a stop stands that began `elapsed` seconds ago."""
-        for rung in (Rung.NOTICE, Rung.TERM, Rung.KILL):
+        for rung in (StopStage.NOTICE, StopStage.TERM, StopStage.KILL):
             if elapsed < self._end(rung):
                 return rung
-        return Rung.GIVE_UP
+        return StopStage.GIVE_UP
 
-    def left(self, elapsed: float) -> float:
+    def time_to_next_stage(self, elapsed: float) -> float:
         """Seconds until the next rung."""
-        return max(0.0, self._end(min(self.rung(elapsed), Rung.KILL)) - elapsed)
+        return max(0.0, self._end(min(self.stage_at(elapsed), StopStage.KILL)) - elapsed)
 
-    def _end(self, rung: Rung) -> float:
-        return sum((self.notice, self.grace, self.reap)[: rung + 1])
+    def _end(self, rung: StopStage) -> float:
+        return sum((self.notice_timeout, self.shutdown_timeout, self.kill_timeout)[: rung + 1])

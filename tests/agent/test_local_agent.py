@@ -26,7 +26,7 @@ from elasticlib import (
 from elasticlib.errors import RendezvousTimeoutError
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.spec import Ladder
+from elasticlib.workers.spec import StopTimeouts
 
 
 class OneNode(RendezvousHandler):
@@ -79,7 +79,7 @@ class Supervised:
             self.handler,
             LocalWorkers(os.environ),
             max_restarts=max_restarts,
-            ladder=Ladder(grace),
+            ladder=StopTimeouts(grace),
             interval=0.02,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from elasticlib import Ladder
+from elasticlib import StopTimeouts
 from elasticlib.agent.policy import (
     Command,
     EndWorkers,
@@ -27,7 +27,7 @@ from elasticlib.agent.stopping import (
 )
 from elasticlib.workers.interface import DRAIN, RESIZE, Notice
 
-LADDER = Ladder(grace=30.0, reap=10.0)
+LADDER = StopTimeouts(shutdown_timeout=30.0, kill_timeout=10.0)
 
 
 class Side:

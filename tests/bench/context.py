@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 from figures import Row, Samples, run
 
-from elasticlib.workers.channel import Channel
-from elasticlib.workers.context import Context
+from elasticlib.workers.context import WorkerContext
+from elasticlib.workers.worker_channel import WorkerChannel
 
 
 def rounds(call: Callable[[], object], calls: int, repeat: int) -> Samples:
@@ -40,7 +40,7 @@ def reduced(calls: int, repeat: int) -> Samples:
 
 
 def measure(*, calls: int = 100_000, repeat: int = 7) -> Iterator[Row]:
-    context = Context(Channel(Channel.made().path))
+    context = WorkerContext(WorkerChannel(WorkerChannel.create().path))
     asked = rounds(context.should_stop, calls, repeat)
     flag = reduced(max(1, calls // 100), repeat)
     yield Row("should_stop", "`context().should_stop()`", asked, flag, "all_reduce of a flag")

@@ -15,6 +15,8 @@ from elasticlib.checkpoint.boxes import (
     Box,
     TensorShard,
     describe_missing,
+    format_ranks,
+    has_rank,
     plan_reads,
     read_shards,
     split_box,
@@ -127,7 +129,38 @@ def test_missing_parts_and_elements_are_described():
         "is incomplete: no rank has part 1 of 2, so 4 of the 8 elements of w are missing (and "
         "elements of 1 more tensors)"
     )
-    assert describe_missing({}, 2) == "is incomplete: no rank has parts 0, 1 of 2"
+    assert describe_missing({}, 2) == (
+        "is incomplete: no rank has parts 0, 1 of 2, so the tensors of ranks 0, 1 are unknown"
+    )
+
+
+def shard_on(mesh: list[int], name: str) -> TensorShard:
+    return TensorShard(name, "float32", (4,), Box((0,), (4,)), mesh=format_ranks(mesh))
+
+
+def test_state_that_lacks_a_pipeline_stage_is_incomplete():
+    first, second = (shard_on([0, 1], "first"), shard_on([2, 3], "second"))
+    assert describe_missing({0: [first], 2: [second]}, 4) == ""
+    assert describe_missing({0: [first], 1: [first]}, 4) == (
+        "is incomplete: no rank has parts 2, 3 of 4, so the tensors of ranks 2, 3 are unknown"
+    )
+    # A rank without tensors says nothing about the others.
+    assert "of rank 3 are" in describe_missing({0: [first], 1: [], 2: []}, 4)
+
+
+def test_ranks_that_share_one_of_several_meshes_may_have_other_tensors():
+    dense, experts = shard_on([0, 1, 2, 3], "dense"), shard_on([0, 2], "experts")
+    others = shard_on([1, 3], "experts")
+    assert describe_missing({0: [dense, experts], 1: [dense, others]}, 4) == ""
+    assert "of ranks 1, 3 are" in describe_missing({0: [dense, experts], 2: [dense, experts]}, 4)
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_ranks_are_described_shortly_and_completely(ranks):
+    text = format_ranks(ranks)
+    assert {rank for rank in range(50) if has_rank(text, rank)} == (ranks or {*range(50)})
+    assert format_ranks(range(1, 1000, 2)) == "1-999:2"
+    assert format_ranks([0, 1, 2, 3, 8]) == "0-3,8"
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,16 @@ from test_final_save import nodes
 
 from elasticlib.checkpoint.boxes import Box, TensorShard
 from elasticlib.checkpoint.catalog import CheckpointCatalog
-from elasticlib.checkpoint.final_save import (
+from elasticlib.checkpoint.final_save import FinalSave, Timeouts, snapshot_sets
+from elasticlib.checkpoint.final_save_plan import (
     AgentReport,
-    FinalSave,
     Finish,
     PartOffer,
-    ReportExchange,
     SnapshotState,
-    Timeouts,
+    Task,
     next_action,
 )
+from elasticlib.checkpoint.final_save_reports import ReportExchange
 from elasticlib.checkpoint.pack import plan_layout
 from elasticlib.checkpoint.snapshot_slots import SnapshotHeader, SnapshotSlots
 from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
@@ -50,11 +50,27 @@ class Nodes:
             with SnapshotSlots(attempt).open_for_writing(header) as view:
                 layout.copy_to(view)
 
-    def final_save(self, node: int, count: int, *, is_leaving: bool = True) -> FinalSave:
+    def final_save(
+        self, node: int, count: int, *, is_leaving: bool = True, total_s: float = 60.0
+    ) -> FinalSave:
         memory, info = self.directory / f"memory{node}", nodes(count)[node]
-        final_save = FinalSave(memory, info, is_leaving=is_leaving, limits=Timeouts(poll_s=0.01))
+        limits = Timeouts(poll_s=0.01, total_s=total_s)
+        final_save = FinalSave(memory, info, is_leaving=is_leaving, limits=limits)
         self.final_saves.append(final_save)
         return final_save
+
+    def exchange(self, node: int, count: int) -> ReportExchange:
+        """Return the reports of a node that the test plays, after another node has reported."""
+        memory, info = self.directory / f"memory{node}", nodes(count)[node]
+        [snapshots] = snapshot_sets(memory)
+        final_save = FinalSave(memory, info)
+        saver = final_save._create_saver(snapshots)
+        saver.exchange.publish_chunks(snapshots.chunks)
+        return saver.exchange
+
+    def offers(self, node: int) -> list[PartOffer]:
+        [snapshots] = snapshot_sets(self.directory / f"memory{node}")
+        return snapshots.offers
 
     def start(self, final_save: FinalSave) -> Future[str]:
         return self._pool.submit(final_save.run)
@@ -100,6 +116,31 @@ def test_node_that_helps_and_then_leaves_does_not_count_as_two_nodes(job: Nodes)
     assert [result.result(30) for result in (first, second, third)] == ["", "", ""]
     assert job.steps() == [3]
     assert not list(job.checkpoints.glob("final-save.*"))
+
+
+def test_node_helps_however_long_it_has_waited(job: Nodes) -> None:
+    job.keep(3, holders=[0, 1], count=2)
+    helping = job.start(job.final_save(0, 2, is_leaving=False, total_s=0.1))
+    with pytest.raises(TimeoutError):
+        helping.result(0.5)
+    assert job.start(job.final_save(1, 2)).result(30) == ""
+    assert helping.result(30) == ""
+    assert job.steps() == [3]
+
+
+def test_node_waits_for_another_node_that_is_busy(job: Nodes) -> None:
+    job.keep(3, holders=[0, 1], count=2)
+    busy = job.exchange(1, 2)
+    # The other node publishes the part that it is writing, and renews its report for a while.
+    offer = job.offers(1)[0]
+    busy.publish(offers=(offer,), task=Task(offer.state, offer.share))
+    waiting = job.start(job.final_save(0, 2, total_s=0.3))
+    for _ in range(10):
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        busy.publish()
+    busy.publish(task=None, can_write=False, problem="the disk is full", is_finished=True)
+    assert "the disk is full" in waiting.result(30)
 
 
 def test_node_whose_newest_step_is_saved_is_not_waited_for(job: Nodes) -> None:

@@ -605,6 +605,21 @@ def test_replicas_are_rejected_without_a_shared_store_or_at_an_address_of_anothe
         hosts[0].begin(generation(2, 2, MemoryStore())[0])
 
 
+def test_a_node_that_cannot_find_its_own_address_continues_without_replicas(
+    hosts: list[Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts[0].service = hosts[0].create_service("")
+    unknown = BootstrapStoreInfo("node0.invalid", 1)
+    hosts[0].begin(attrs.evolve(generation(1, 2, MemoryStore())[0], bootstrap_store_info=unknown))
+    assert "it cannot find its own address" in caplog.text
+    hosts[0].snapshot(1)
+    infos = generation(2, 2, MemoryStore())
+    hosts[1].begin(infos[1])
+    hosts[0].begin(infos[0])
+    hosts[0].snapshot(2)
+    wait_until("the replica", hosts[1].has("0", 2))
+
+
 def test_snapshots_are_written_to_the_disk_if_the_run_ends_early_and_not_after_success(
     tmp_path: Path,
 ) -> None:

@@ -20,17 +20,16 @@ from test_final_save import Full, nodes
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.boxes import Box, TensorShard
 from elasticlib.checkpoint.catalog import DataFile
-from elasticlib.checkpoint.final_save import (
+from elasticlib.checkpoint.final_save import FinalSave, Timeouts
+from elasticlib.checkpoint.final_save_plan import (
     COMMIT,
     UNSHARDED,
     AgentReport,
-    FinalSave,
     Finish,
     PartOffer,
     SavePlan,
     SnapshotState,
     Task,
-    Timeouts,
     decode_report,
     encode_report,
     newest_complete,
@@ -303,6 +302,18 @@ def test_copies_complete_a_state_and_chunks_are_loaded_only_if_parts_are_missing
     assert "2 of the 8 elements of w" in str(newest_complete(overlapping, chunks.get))
     whole, chunks = offer_parts(state, {0: ALL})
     assert newest_complete(whole, chunks.get) == SavePlan(state, (whole[0].share,))
+
+
+def test_state_is_not_complete_without_a_pipeline_stage() -> None:
+    state, chunks = SnapshotState(1, 7, 4, True), {}
+    for part in range(4):
+        mesh = "0-1" if part < 2 else "2-3"
+        chunks[part] = [TensorShard("w", "float32", (8,), Box(*((0,), (8,))), mesh=mesh)]
+    offers = [offer_part(state, part, chunks[part]) for part in range(4)]
+    shares = {offer.share: chunks[offer.part] for offer in offers}
+    # The stages have different tensors of the same name, and each has two copies.
+    assert newest_complete(offers[::2], shares.get) == SavePlan(state, tuple(shares))
+    assert "of ranks 2, 3 are unknown" in str(newest_complete(offers[:2], shares.get))
 
 
 # -- what an agent does next -----------------------------------------------------------------------

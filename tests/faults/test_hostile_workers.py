@@ -28,7 +28,7 @@ memory = Path(os.environ["ELASTICLIB_SNAPSHOTS"])
 channel = os.environ["ELASTICLIB_CHANNEL"]
 if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
     import elasticlib
-    sys.exit(not (memory.is_dir() and elasticlib.context().attached))
+    sys.exit(not (memory.is_dir() and elasticlib.context().is_attached))
 {deed}
 sys.stderr.write("it has done its deed\\n")
 sys.stderr.flush()

@@ -15,7 +15,7 @@ from elasticlib.testing.waiting import wait_until
 pytestmark = pytest.mark.faults
 
 ALONE = ("--standalone", "--nproc-per-node", "2")
-METHODS = pytest.mark.parametrize("method", ["spawn", "warm"])
+METHODS = pytest.mark.parametrize("method", ["spawn", "forkserver"])
 
 
 def run(job: Job, method: str, *flags: str, worker: tuple[str, ...]) -> Node:
@@ -26,7 +26,7 @@ def run(job: Job, method: str, *flags: str, worker: tuple[str, ...]) -> Node:
 
 @pytest.mark.parametrize(
     ("method", "number"),
-    [("spawn", signal.SIGKILL), ("warm", signal.SIGKILL), ("warm", signal.SIGUSR1)],
+    [("spawn", signal.SIGKILL), ("forkserver", signal.SIGKILL), ("forkserver", signal.SIGUSR1)],
 )
 def test_a8_nothing_outlives_an_agent_that_was_killed(
     job: Job, method: str, number: signal.Signals
@@ -104,7 +104,7 @@ def run_with_deferred_import(job: Job, text: str) -> Node:
     begins = f"open({str(job.folder / 'begun')!r}, 'w').close()\n"
     (modules / "torch" / "_dynamo.py").write_text(begins + text)
     paths = os.pathsep.join((str(modules), WITHOUT_TORCH))
-    flags = (*ALONE, "--start-method=warm", "--max-restarts", "1")
+    flags = (*ALONE, "--start-method=forkserver", "--max-restarts", "1")
     return job.run("a", *flags, PYTHONPATH=paths)
 
 

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from ports import free_port
 
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.channel import VARIABLE, Channel
 from elasticlib.workers.interface import REASONS
-from elasticlib.workers.spec import SNAPSHOTS
+from elasticlib.workers.spec import SNAPSHOTS_ENV
+from elasticlib.workers.worker_channel import CHANNEL_ENV, WorkerChannel
 
 RESIZE = REASONS.index("resize")
 MORE = 15  # steps after the last action of a test; workers are fewer steps apart
@@ -41,7 +41,7 @@ class Agent:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.generation = 0
-        self.channels: list[Channel] = []
+        self.channels: list[WorkerChannel] = []
         self.processes: list[Any] = []
         self._stores: list[Any] = []
         # The directory of its socket must exist until multiprocessing exits.
@@ -78,11 +78,11 @@ class Agent:
         *,
         place: bool,
     ) -> None:
-        channel = Channel.made()
+        channel = WorkerChannel.create()
         if place:
-            channel.give_place(variables)
+            channel.publish_assignment(variables)
         environment = {
-            VARIABLE: channel.path,
+            CHANNEL_ENV: channel.path,
             "LOCAL_RANK": str(number),
             "ELASTICLIB_LOCAL_RANK": str(number),
             "TORCHELASTIC_RUN_ID": "run",
@@ -111,16 +111,16 @@ class Agent:
             "MASTER_PORT": str(self._stores[-1].port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "ELASTICLIB_GENERATION": str(self.generation),
-            SNAPSHOTS: str(self.folder / "memory" / str(self.generation)),
+            SNAPSHOTS_ENV: str(self.folder / "memory" / str(self.generation)),
         }
 
     def kill(self, number: int) -> None:
         self.processes[number].kill()
         self.processes[number].join()
 
-    def tell_leave(self, numbers: Sequence[int]) -> None:
+    def request_leave(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self.channels[number].tell_leave()
+            self.channels[number].request_leave()
 
     def regroup(self, numbers: Sequence[int], *, told: bool = True) -> float:
         """Form the next group of these workers in this order.
@@ -130,7 +130,7 @@ class Agent:
         """
         began = time.monotonic()
         if told:
-            self.tell_leave(numbers)
+            self.request_leave(numbers)
         self.until_out(numbers)
         out = time.monotonic() - began
         self.give_places(numbers)
@@ -148,7 +148,7 @@ class Agent:
             del self._stores[-1]
             self._stores.append(SimpleNamespace(port=free_port()))
         for rank, number in enumerate(numbers):
-            self.channels[number].give_place(self._place(rank, len(numbers)))
+            self.channels[number].publish_assignment(self._place(rank, len(numbers)))
 
     def ask_for_resize(self, numbers: Sequence[int]) -> None:
         """Make all of them leave after the same step."""
@@ -161,7 +161,7 @@ class Agent:
             wait_until("it is in no call", lambda c=channel: c.earliest_stop() is not None)
             call = max(call, channel.earliest_stop() or 0)
         for channel in channels:
-            channel.tell_stop(call, RESIZE, deadline)
+            channel.set_stop_call(call, RESIZE, deadline)
 
     def until_out(self, numbers: Sequence[int]) -> None:
         """Wait until these workers have left their group."""

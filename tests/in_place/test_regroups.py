@@ -112,7 +112,7 @@ def test_a_second_member_is_lost_while_the_next_group_forms(agent: Agent) -> Non
     agent.start(train, 4, 0.02)
     agent.until_step([0, 1, 2, 3], 5)
     agent.kill(3)
-    agent.tell_leave([0, 1, 2])
+    agent.request_leave([0, 1, 2])
     agent.until_out([0, 1, 2])
     agent.kill(0)
     agent.give_places([0, 1, 2])  # before the agent has seen it
@@ -127,7 +127,7 @@ def test_a_second_member_is_lost_while_the_next_group_forms(agent: Agent) -> Non
 def test_a_group_whose_store_cannot_be_reached_is_left(agent: Agent) -> None:
     agent.start(train, 2, 0.02)
     agent.until_step([0, 1], 3)
-    agent.tell_leave([0, 1])
+    agent.request_leave([0, 1])
     agent.until_out([0, 1])
     agent.give_places([0, 1], reachable=False)
     time.sleep(0.2)
@@ -160,7 +160,7 @@ def test_a_partly_applied_step_without_a_saved_state_is_an_error(agent: Agent) -
     for number in range(3):
         agent.until_applied(number, 4)
     agent.kill(2)
-    agent.tell_leave([0, 1])
+    agent.request_leave([0, 1])
     (agent.folder / "released").touch()
     agent.regroup([0, 1])
     agent.wait([0, 1])

@@ -88,7 +88,7 @@ def main() -> None:
         rdzv_endpoint="ray",
         rdzv_configs={"join_timeout": 3} if mode == "starve" else {},
         max_restarts=1 if mode == "work" else 0,
-        start_method="spawn" if mode == "work" else "warm",
+        start_method="spawn" if mode == "work" else "forkserver",
         supervision=SupervisionOptions(agent=AgentOptions(checkpoint_grace=30.0)),
     )
     if gpus:

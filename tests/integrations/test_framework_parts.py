@@ -13,8 +13,8 @@ import pytest
 
 from elasticlib import ElasticDistributedSampler
 from elasticlib.errors import ConfigError
-from elasticlib.workers.channel import Channel
-from elasticlib.workers.context import Context
+from elasticlib.workers.context import WorkerContext
+from elasticlib.workers.worker_channel import WorkerChannel
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's code
 
@@ -136,9 +136,9 @@ class Told:
         self.saved_at: list[int] = []
         self.evaluated: list[int] = []
 
-    def starting(self) -> None: ...
+    def report_starting(self) -> None: ...
 
-    def saved(self, step: int) -> None: ...
+    def report_saved(self, step: int) -> None: ...
 
     def step(self, step: int, loss: float | None = None) -> None:
         self.at = step
@@ -225,10 +225,10 @@ def test_trainer_that_logs_each_step_reports_each_step_once(
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"loss": ((self.layer(x) - labels) ** 2).mean()}
 
-    agent = Channel.made()
+    agent = WorkerChannel.create()
     with contextlib.closing(agent):
         monkeypatch.setattr(ours, "context", lambda: worker)
-        worker = Context(Channel(agent.path))
+        worker = WorkerContext(WorkerChannel(agent.path))
         arguments = transformers.TrainingArguments(
             str(tmp_path),
             use_cpu=True,

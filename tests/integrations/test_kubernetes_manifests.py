@@ -36,7 +36,7 @@ from manifests import (  # noqa: E402
 
 from elasticlib.launch.arguments import Launch, read_launch  # noqa: E402
 from elasticlib.launch.commands import _parser  # noqa: E402
-from elasticlib.workers.spec import Ladder, Module  # noqa: E402
+from elasticlib.workers.spec import Module, StopTimeouts  # noqa: E402
 
 MODELS = {
     "Service": "V1Service",
@@ -166,7 +166,7 @@ def test_who_saves_and_leaves_is_given_the_time_for_it(name: str) -> None:
     # The others' workers are told to save when the host's own are, and it serves until they met.
     saved = options.checkpoint_grace + config.shutdown_timeout
     # Run:ai's pods have 30 s, and a save is worth more than a process that outlives SIGKILL.
-    reaped = 0.0 if name == "runai" else Ladder().reap
+    reaped = 0.0 if name == "runai" else StopTimeouts().kill_timeout
     assert saved + reaped + config.timing.close < CONTAINERS[name].grace
 
 

@@ -307,20 +307,20 @@ def test_conf_values_may_be_numbers_or_text() -> None:
 
 def test_workers_start_warm_unless_they_are_told_otherwise() -> None:
     config, _ = parse(["--preload", "json,os.path", __file__])
-    assert (config.start_method, config.preload) == ("warm", ("json", "os.path"))
+    assert (config.start_method, config.preload) == ("forkserver", ("json", "os.path"))
     assert parse(["--start_method=spawn", __file__])[0].start_method == "spawn"
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--start-method=threads",), "is one of warm, spawn, fork, forkserver, got 'threads'"),
+        (("--start-method=threads",), "is one of forkserver, spawn, fork, got 'threads'"),
         (
             ("--start-method=spawn", "--preload=json"),
-            r"preload \(--preload\) is for start_method warm",
+            r"preload \(--preload\) is for start_method=forkserver",
         ),
         (("--preload=a b",), r"preload \(--preload\) takes the names of modules, a,b.c, got 'a b'"),
-        (("--no-python", "--start-method=warm"), "--no-python runs another program"),
+        (("--no-python", "--start-method=forkserver"), "--no-python runs another program"),
         (("--no-python", "--start-method=fork"), "--start-method fork is for Python"),
     ],
 )

@@ -43,7 +43,7 @@ MORE = {
     "--rdzv-id": "SCRIPT",
     "--max-restarts": "--max-restarts 2 SCRIPT",
     "--monitor-interval": "--monitor-interval 0.5 SCRIPT",
-    "--start-method": "--start-method warm SCRIPT",
+    "--start-method": "--start-method forkserver SCRIPT",
     "--role": "--role= SCRIPT",
     "--node-rank": "--nnodes 3 --rdzv-endpoint h:1 --node-rank 2 SCRIPT",
     "--shutdown-timeout": "--shutdown-timeout 0.5 SCRIPT",

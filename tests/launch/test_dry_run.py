@@ -56,7 +56,7 @@ def test_each_setting_stands_beside_its_origin(
     assert rows["--nproc-per-node"][1:] == ["2", "--nproc-per-node"]
     assert rows["--drain-exit-code"][1:] == ["75", "default"]
     assert rows["--drain-signals"][1:] == ["SIGUSR2", "default"]
-    assert rows["run"][1] == f"script {script} --max-restarts 9, started warm"
+    assert rows["run"][1] == f"script {script} --max-restarts 9, started forkserver"
     assert "PET_RDZV_ENDPOINT=elsewhere is ignored: PET_STANDALONE is one node by itself" in rows
 
 

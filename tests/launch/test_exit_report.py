@@ -72,7 +72,7 @@ def test_import_of_torch_is_not_counted_as_rendezvous(job: Job) -> None:
     with (torch / "__init__.py").open("a") as module:
         module.write("\nimport time; time.sleep(3)\n")
     job.finish()
-    command = job.agent("--standalone", "--start-method", "warm")
+    command = job.agent("--standalone", "--start-method", "forkserver")
     agent = job.start("a", *command, PYTHONPATH=path_with(torch.parent))
     assert agent.exit_code() == 0
     found = agent.says(r"generation 1 after (\S+) s of imports and (\S+) s of rendezvous")

@@ -40,7 +40,7 @@ from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.layout import Keys
 from elasticlib.rendezvous.layout import encode as encode_node
 from elasticlib.stores.file_store import FileStore
-from elasticlib.workers.output import MOST_RANKS, parse_ranks
+from elasticlib.workers.output_plan import MAX_NAMED_RANKS, parse_ranks
 
 GENERATION = {"node_rank": 0, "nodes": 1, "world": 1, "restarts": 0, "max_restarts": 2}
 
@@ -322,7 +322,7 @@ def test_ranks_that_make_no_sense_are_refused(
 
 def test_as_many_ranks_as_can_be_named_fit_into_a_question() -> None:
     ranks = parse_ranks("90000-99999")
-    assert len(ranks) == MOST_RANKS
+    assert len(ranks) == MAX_NAMED_RANKS
     assert len(encode_question(Question(10**9, ranks))) <= LONGEST_QUESTION
 
 

@@ -203,7 +203,7 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
             "signals_to_handle says SIGHUP, and supervision something else",
         ),
         ({"rdzv_timeout": 0}, "timeout is a positive number of seconds"),
-        ({"start_method": "forks"}, "start_method is one of warm, spawn, fork, forkserver, got"),
+        ({"start_method": "forks"}, "start_method is one of forkserver, spawn, fork, got"),
         ({"shutdown_timeout": -1}, "shutdown_timeout is seconds from 0"),
         ({"duplicate_stdout_filters": "loss"}, "filters are a list of texts, got the text 'loss'"),
         (

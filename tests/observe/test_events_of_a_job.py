@@ -14,7 +14,7 @@ from jobs import PROGRAMS, WITHOUT_TORCH, Job, left_in
 from elasticlib.observe.event import KINDS, Event, decode
 from elasticlib.observe.history import JobState
 from elasticlib.observe.reading import read_history
-from elasticlib.observe.report import fragment, report
+from elasticlib.observe.report import Report, report
 from elasticlib.observe.runs import find_runs, runs_folder
 from elasticlib.observe.story import NodeStatus, after
 from elasticlib.testing.waiting import wait_until
@@ -97,8 +97,8 @@ def test_report_counts_each_checkpoint_and_snapshot_however_fast_they_come(job: 
         "context = elasticlib.context()\n"
         "for step in range(384):\n"
         "    context.step(step)\n"
-        "    context.kept(step)\n"
-        "    if step % 32 == 31: context.saved(step)\n"
+        "    context.report_snapshot(step)\n"
+        "    if step % 32 == 31: context.report_saved(step)\n"
     )
     command = job.agent("--standalone", "--nproc-per-node", "2", program=str(script))
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
@@ -106,7 +106,7 @@ def test_report_counts_each_checkpoint_and_snapshot_however_fast_they_come(job: 
     (run,) = (job.temporary / runs_folder().name).iterdir()
     history = read_history(str(run / "events.jsonl"))
     assert history.kept == {"saved": 12, "snapshot": 384}
-    text = fragment(history)
+    text = Report(history).html()
     assert "Checkpoints: 12<" in text
     assert "Snapshots in memory: 384<" in text
 
@@ -172,6 +172,6 @@ def test_a_report_of_800_quick_steps_has_200_points_of_loss(job: Job, pause: flo
     assert len(told) >= 200
     assert all(loss == pytest.approx(1 / (step + 1), rel=1e-5) for step, loss in told.items())
     assert told.keys() >= {799}
-    figure = made.html().split("Loss over steps")[1]
+    figure = made.html().split('aria-label="Loss over steps')[1]
     (line, *_) = re.findall(r'd="(M[^"]*)"', figure)
     assert line.count("L") >= 199

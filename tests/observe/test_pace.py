@@ -13,9 +13,9 @@ import pytest
 
 from elasticlib.observe.event import KINDS, Event, decode, encode
 from elasticlib.observe.step_watch import EVERY_SECONDS, SOON_SECONDS, StepWatch
-from elasticlib.workers.channel import Channel
-from elasticlib.workers.context import Context
+from elasticlib.workers.context import WorkerContext
 from elasticlib.workers.interface import Heartbeat
+from elasticlib.workers.worker_channel import WorkerChannel
 
 
 def beat(step: int, *, at: float = 0.0, steps: int = 1, **more: Any) -> Heartbeat:
@@ -195,9 +195,9 @@ def losses_of(told: Told) -> list[tuple[float, float, float]]:
 
 @pytest.mark.parametrize("count", [1, 200, 208, 209, 800, 5000, 1_000_000])
 def test_a_run_that_nobody_saw_before_its_end_has_told_200_losses(count: int) -> None:
-    channel = Channel.made()
+    channel = WorkerChannel.create()
     for step in range(count):
-        channel.tell_step(7 + step, 100.0 + step / 1000, 1 / (step + 1))
+        channel.report_step(7 + step, 100.0 + step / 1000, 1 / (step + 1))
     end = 100.0 + count / 1000
     _, told = StepWatch(99.0).look(end, {0: channel.beat()}, final=True)
     found = losses_of(told)
@@ -213,11 +213,11 @@ def test_a_run_that_nobody_saw_before_its_end_has_told_200_losses(count: int) ->
 
 @pytest.mark.parametrize("per_second", [40, 1000])
 def test_losses_of_a_run_that_is_looked_at_are_told_once_and_thin_out(per_second: int) -> None:
-    channel, watch, found = Channel.made(), StepWatch(0.0), []
+    channel, watch, found = WorkerChannel.create(), StepWatch(0.0), []
     lines = 0
     for step in range(60 * per_second):
         now = step / per_second
-        channel.tell_step(step, now, 1.0)
+        channel.report_step(step, now, 1.0)
         if now >= watch.due:
             watch, told = watch.look(now, {0: channel.beat()})
             found += [of for of, _, _ in losses_of(told)]
@@ -232,11 +232,11 @@ def test_losses_of_a_run_that_is_looked_at_are_told_once_and_thin_out(per_second
 
 
 def test_losses_of_the_lowest_rank_that_tells_some_are_told_as_they_are() -> None:
-    channels = [Channel.made() for _ in range(3)]
-    channels[0].tell_step(5, 1.0)
+    channels = [WorkerChannel.create() for _ in range(3)]
+    channels[0].report_step(5, 1.0)
     for loss in (2.0, math.nan, 1e300):
-        channels[1].tell_step(5, 1.5, loss)
-        channels[2].tell_step(5, 1.5, 7.0)
+        channels[1].report_step(5, 1.5, loss)
+        channels[2].report_step(5, 1.5, 7.0)
     beats = {local: channel.beat() for local, channel in enumerate(channels)}
     _, told = StepWatch(0.0).look(2.0, beats, final=True)
     facts = next(facts for kind, facts in told if kind == "steps")
@@ -249,9 +249,9 @@ def test_losses_of_the_lowest_rank_that_tells_some_are_told_as_they_are() -> Non
 
 
 def test_a_place_that_is_written_just_now_is_not_read() -> None:
-    channel = Channel.made()
+    channel = WorkerChannel.create()
     for step in range(1000):
-        channel.tell_step(step, float(step), float(step))
+        channel.report_step(step, float(step), float(step))
     losses = channel.beat().losses
     assert losses is not None
     assert all(step == loss for step, _, loss in losses.since(0))
@@ -270,9 +270,9 @@ def test_what_is_no_loss_is_not_read_as_one(losses: Any) -> None:
 
 
 def test_at_rest_a_look_a_second_at_eight_workers_takes_less_than_a_thousandth_of_a_core() -> None:
-    channels = [Channel.made() for _ in range(8)]
+    channels = [WorkerChannel.create() for _ in range(8)]
     for channel in channels:
-        Context(channel).restored(1)
+        WorkerContext(channel).report_restored(1)
     watch, began = StepWatch(0.0), time.process_time()
     for _ in range(200):
         watch, _ = watch.look(1.0, {local: one.beat() for local, one in enumerate(channels)})

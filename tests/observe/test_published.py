@@ -34,7 +34,7 @@ from elasticlib.rendezvous.layout import Keys, encode_shard, encode_state
 from elasticlib.rendezvous.layout import encode as encode_record
 from elasticlib.rendezvous.ranks import deal_shards
 from elasticlib.stores.interface import Entry, Store
-from elasticlib.stores.key_space import Limits as StoreLimits
+from elasticlib.stores.key_space import KeySpaceLimits as StoreLimits
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.waiting import wait_until
 

@@ -11,8 +11,8 @@ from told_runs import WALL, Agent, files
 from elasticlib.observe.event import decode, encode
 from elasticlib.observe.history import History, JobState, Why
 from elasticlib.observe.reading import history_of
-from elasticlib.observe.report.page import fragment
-from elasticlib.observe.report.timeline import rows
+from elasticlib.observe.report import Report
+from elasticlib.observe.report.build import node_views
 
 
 def near(value: float) -> object:
@@ -62,8 +62,8 @@ def test_time_in_which_no_step_came_is_not_training() -> None:
     history = history_of(files(one))
     assert history.goodput == near((140.0 - 5.0 - 120.0) / 140.1)
     assert history.lost == near(sum(made.cost.phases.values()) + 0.1)
-    assert "Without a step" not in fragment(history)
-    assert "stalled" in fragment(history)
+    assert "Without a step" not in Report(history).html()
+    assert "stalled" in Report(history).html()
 
 
 @pytest.mark.parametrize("ending", ["failed", "stands", "succeeded"])
@@ -223,8 +223,8 @@ def test_a_lost_node_is_told_of_by_those_that_go_on_without_it() -> None:
     assert history.state is JobState.SUCCEEDED
     (gone,) = (stay for stay in history.stays if stay.node == "n2")
     assert gone.ended == near(9.0)
-    (_, row), _ = rows(history)
-    assert row.gone == near(9.0)
+    (_, row) = node_views(history)
+    assert row.lost_at == near(9.0)
     quick = history_of({"one": one.events, "two": two.tell(14.0, "saved", step=70).events})
     assert quick.generations[1].cost.detect == near(6.0), "no step came of what it told"
     alone = history_of(files(one))
@@ -379,7 +379,7 @@ def test_where_no_agent_lives_that_did_not_end_nobody_knows_how_the_job_did(
     history = history_of(files(*agents), lambda file, _: file in killed)
     assert history.state is wanted
     assert [node.lost for node in history.nodes] == [str(n) in gone for n in range(2)]
-    said = "ended without a word (killed?)" in fragment(history)
+    said = "ended without a word (killed?)" in Report(history).html()
     assert said is (wanted is None)
 
 
@@ -434,9 +434,9 @@ def test_many_marks_of_one_kind_leave_out_none_of_another_and_are_counted() -> N
     kinds = {kind: [m for m in history.marks if m.kind == kind] for kind in ("failure", "restored")}
     assert [len(marks) for marks in kinds.values()] == [1002, 1002]
     assert {m.rank for m in history.marks if m.kind == "worker.ended"} == {0, 1}
-    words = fragment(history)
+    words = Report(history).html()
     assert "Checkpoints: 1,806" in words
-    assert "counted together. Of so many, 1,002 evenly spread ones are counted." in words
+    assert "counted together. 1,002 evenly spaced failures are counted." in words
 
 
 @pytest.mark.parametrize("numbers", [0, 2])
@@ -446,9 +446,9 @@ def test_a_loss_that_is_no_number_any_more_is_told_of(odd: str, numbers: int) ->
     for step in (1, 2, 3, 4):
         loss = 1e30 if step <= numbers else float(odd)
         one.tell(10.0 * step, "steps", step=step, per_second=1.0, silent=0.0, loss=loss)
-    words = fragment(history_of({"0": [decode(encode(event)) for event in one.events]}))
+    words = Report(history_of({"0": [decode(encode(event)) for event in one.events]})).html()
     assert (
-        f"{4 - numbers} values are not finite, and left out; the first is {odd} at step " in words
+        f"{4 - numbers} values are not finite and not shown; the first is {odd} at step " in words
     )
 
 

@@ -65,8 +65,8 @@ def test_a_job_whose_agent_was_killed_is_not_called_running(
     made = report("job")
     assert (made.history.state, made.history.nodes[0].lost) == (None, True)
     assert "ended without a word (killed?)" in made.html()
-    assert "last heard of" in made.html()
-    assert "the last generation began because: " in made.html()
+    assert "last event" in made.html()
+    assert "reason of the last generation: " in made.html()
     assert "lost at 1" in made.html()
 
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_read_or_written_is_said_in_a_sentence(
         (str(empty),): "empty.jsonl",
         (str(path), "-o", str(tmp_path / "nosuch" / "x.html")): "No such file or directory",
         (str(path), "-o", str(tmp_path)): "Is a directory",
-        (str(path), "-o", str(path)): "no report: it is not overwritten",
+        (str(path), "-o", str(path)): "is no report: choose another file",
     }
     before = path.read_bytes()
     for arguments, word in wrong.items():
@@ -143,7 +143,7 @@ def test_a_report_replaces_one_and_nothing_else(tmp_path: Path) -> None:
     assert Report(histories.eventful()).save(target) == target
     assert "llm-pretrain-42" in target.read_text()
     other.write_text("import torch")
-    with pytest.raises(ConfigError, match=r"train\.py is there, and is no report"):
+    with pytest.raises(ConfigError, match=r"train\.py exists and is no report"):
         made.save(other)
     assert other.read_text() == "import torch"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "train.py"]

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from elasticlib.observe.report.markup import seconds_text
+from elasticlib.observe.report.build import seconds_text
 from elasticlib.observe.wording import (
     cell,
     count,

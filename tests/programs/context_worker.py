@@ -79,15 +79,15 @@ def main() -> None:
     context, checkpoint, step = elasticlib.context(), folder / "checkpoint", 0
     if checkpoint.exists():
         step = json.loads(checkpoint.read_text()) + 1
-        context.restored(step - 1, source="peer" if rank else "memory", seconds=0.01)
+        context.report_restored(step - 1, source="peer" if rank else "memory", seconds=0.01)
 
     def save() -> None:
         time.sleep(seconds)
         if rank == 0:
             write(checkpoint, step)
-        context.saved(step)
+        context.report_saved(step)
 
-    context.starting()
+    context.report_starting()
     while not (ranks.finish and step >= ranks.finish):
         time.sleep(random.uniform(0.0, 0.004))
         if hang == [str(rank), str(step)]:
@@ -98,7 +98,7 @@ def main() -> None:
                 file.write(f"{step}\n")
             if (folder / "finish").exists() and not ranks.finish:
                 ranks.write(100, step + STEPS_MORE)
-        context.kept(step)
+        context.report_snapshot(step)
         context.step(step, loss=1 / (step + 1), samples=4)
         stop = context.should_stop()
         if stop:

@@ -39,11 +39,11 @@ class Worker:
             sys.exit(1)
         return (self.folder / "finish").exists()
 
-    def take_place(self) -> bool:
+    def accept_assignment(self) -> bool:
         """Whether there was one, before the job was over."""
-        while (variables := context().take_place()) is None:
+        while (variables := context().accept_assignment()) is None:
             self.get_ready()
-            context().leave_group()
+            context().report_left_group()
             if self.finished():
                 return False
             time.sleep(LOOK_SECONDS)
@@ -66,16 +66,16 @@ class Worker:
         while not self.finished():
             time.sleep(STEP_SECONDS)
             if self.told("broken"):
-                context().group_broke()
-            if self.told("stick") or (self.told("wait") and not context().must_leave):
+                context().report_group_failure()
+            if self.told("stick") or (self.told("wait") and not context().should_leave_group()):
                 continue
             self.step += 1
             context().step(self.step)
             stop = context().should_stop()
             if stop is not None and stop.reason != "resize":
                 return False
-            if stop is not None or context().must_leave:
-                context().leave_group()
+            if stop is not None or context().should_leave_group():
+                context().report_left_group()
                 return True
         return False
 
@@ -85,8 +85,8 @@ def main() -> None:
     worker = Worker(Path(sys.argv[1]), start)
     while (worker.folder / f"starting.{os.environ['NODE']}.{os.environ['LOCAL_RANK']}").exists():
         time.sleep(LOOK_SECONDS)
-    context().can_keep()
-    while worker.take_place() and worker.train():
+    context().set_can_regroup()
+    while worker.accept_assignment() and worker.train():
         pass
 
 

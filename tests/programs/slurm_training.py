@@ -20,7 +20,7 @@ def main() -> None:
         manager.restore(state)
         step = int(state["step"])
         Path(f"start.{rank}.{step}").touch()
-        context().starting()
+        context().report_starting()
         say_place()
         while stop is None and not end:
             step += 1

@@ -21,7 +21,7 @@ def main() -> None:
     rank, saved = os.environ["RANK"], Path(f"step.{os.environ['RANK']}")
     step = int(saved.read_text()) if saved.exists() else 0
     Path(f"start.{rank}.{step}").touch()
-    context().starting()
+    context().report_starting()
     say_place()
     stop = None
     while stop is None and not Path("finish").exists():

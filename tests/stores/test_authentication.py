@@ -1,4 +1,4 @@
-"""Who does not know the secret is not let in, on either side, and the secret never travels."""
+"""Client and server reject a peer that does not know the secret, which is never sent."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, FrameReader, encode
 from elasticlib.stores.tcp_server import TcpStoreServer
 
 SECRET = b"correct horse battery staple"
-HELLO = Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "test"})
 NONCE = bytes(NONCE_BYTES).hex()
+HELLO = Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "test", "nonce": NONCE})
 EXCHANGE = HandshakeTranscript(NONCE, "1" * 64, "job")
 
 
@@ -53,26 +53,35 @@ def ask(connection: socket.socket, frame: Frame) -> Frame:
             return frames[0]
 
 
-def proven(connection: socket.socket) -> HandshakeTranscript:
-    """What was said until the server proved itself."""
-    challenge = ask(connection, HELLO)
-    exchange = HandshakeTranscript(challenge.fields["nonce"], NONCE, "")
-    proof = ask(connection, Frame("nonce", 0, {"nonce": NONCE}))
-    assert verify_proof(proof.fields["proof"], SECRET, Role.SERVER, exchange)
-    return exchange
+def greet(connection: socket.socket) -> HandshakeTranscript:
+    """Send hello, verify the server's proof, and return what both proofs cover."""
+    welcome = ask(connection, HELLO)
+    transcript = HandshakeTranscript(welcome.fields["nonce"], NONCE, "")
+    assert verify_proof(welcome.fields["proof"], SECRET, Role.SERVER, transcript)
+    return transcript
 
 
-def response(exchange: HandshakeTranscript, secret: bytes, role: Role = Role.CLIENT) -> Frame:
-    return Frame("response", 0, {"proof": compute_proof(secret, role, exchange)})
+def reply_to_proof(
+    connection: socket.socket,
+    transcript: HandshakeTranscript,
+    secret: bytes = SECRET,
+    role: Role = Role.CLIENT,
+) -> Frame:
+    """Return the reply to a request that follows a proof."""
+    proof = Frame("proof", 0, {"proof": compute_proof(secret, role, transcript)})
+    connection.sendall(encode(proof))
+    return ask(connection, Frame("get", 1, {"key": "key"}))
 
 
-def test_who_knows_the_secret_is_let_in_and_keeps_its_job(server: TcpStoreServer) -> None:
+def test_a_client_with_the_secret_is_authenticated_for_any_job(
+    server: TcpStoreServer,
+) -> None:
     with TcpStore(server.host, server.port, job="\ud800", secret=SECRET) as store:
         assert store.set("key", b"").version == 1
 
 
 @pytest.mark.parametrize("job", ["", "a"])
-def test_who_knows_another_secret_is_refused_at_once_and_told_what_to_do(
+def test_a_client_with_another_secret_gets_an_error_with_the_remedy_at_once(
     server: TcpStoreServer, job: str
 ) -> None:
     start = monotonic()
@@ -87,7 +96,7 @@ def test_who_knows_another_secret_is_refused_at_once_and_told_what_to_do(
     assert server.clients == 0
 
 
-def test_who_has_no_secret_is_refused_and_told_what_to_do(server: TcpStoreServer) -> None:
+def test_a_client_without_a_secret_gets_an_error_with_the_remedy(server: TcpStoreServer) -> None:
     named = pytest.raises(
         StoreRejectedError,
         match=r"asks for a shared secret, and this client has none: .*ELASTICLIB_",
@@ -96,7 +105,7 @@ def test_who_has_no_secret_is_refused_and_told_what_to_do(server: TcpStoreServer
         store.get("key")
 
 
-def test_a_server_that_asks_for_no_secret_is_refused_by_who_has_one() -> None:
+def test_a_client_with_a_secret_rejects_a_server_without_one() -> None:
     named = pytest.raises(StoreRejectedError, match="asks for no secret, and this client has one")
     with (
         TcpStoreServer("127.0.0.1", 0) as server,
@@ -108,8 +117,8 @@ def test_a_server_that_asks_for_no_secret_is_refused_by_who_has_one() -> None:
 
 @contextmanager
 def impostor(sends: list[Frame]) -> Iterator[tuple[int, list[bytes]]]:
-    """The port of a server that does not know the secret, and what it has heard."""
-    heard: list[bytes] = []
+    """The port of a server that does not know the secret, and what it has received."""
+    received: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         listener.settimeout(10.0)
 
@@ -117,73 +126,65 @@ def impostor(sends: list[Frame]) -> Iterator[tuple[int, list[bytes]]]:
             connection, _ = listener.accept()
             with connection:
                 connection.settimeout(10.0)
-                heard.append(connection.recv(4096))
+                received.append(connection.recv(4096))
                 connection.sendall(b"".join(map(encode, sends)))
                 with contextlib.suppress(ConnectionError):
                     while data := connection.recv(4096):
-                        heard.append(data)
+                        received.append(data)
 
-        is_serving = pool.submit(serve)
-        yield listener.getsockname()[1], heard
-        is_serving.result(10.0)
+        serving = pool.submit(serve)
+        yield listener.getsockname()[1], received
+        serving.result(10.0)
 
 
-def heard_frames(heard: list[bytes]) -> list[Frame]:
-    return FrameReader().feed(b"".join(heard))
+def received_frames(received: list[bytes]) -> list[Frame]:
+    return FrameReader().feed(b"".join(received))
 
 
 @pytest.mark.parametrize("proof", [None, "0" * 64])
 def test_a_server_that_cannot_prove_itself_gets_no_request_and_nothing_to_guess_from(
     proof: str | None,
 ) -> None:
-    frames = [Frame("challenge", 0, {"nonce": NONCE})]
-    if proof is not None:
-        frames.append(Frame("proof", 0, {"proof": proof}))
-    frames.append(Frame("welcome", 0, {"protocol": PROTOCOL, "job": ""}))
     with (
-        impostor(frames) as (port, heard),
+        impostor([Frame("welcome", 0, {"nonce": NONCE, "proof": proof})]) as (port, received),
         TcpStore("127.0.0.1", port, secret=SECRET) as store,
-        pytest.raises(
-            StoreRejectedError, match=r"another secret than|not as an elasticlib store: welc"
-        ),
+        pytest.raises(StoreRejectedError, match=r"another secret than|asks for no secret"),
     ):
         store.set("key", b"private")
-    assert [frame.op for frame in heard_frames(heard)] == ["hello", "nonce"]
-    assert SECRET not in b"".join(heard)
+    assert [frame.op for frame in received_frames(received)] == ["hello"]
+    assert SECRET not in b"".join(received)
 
 
-def test_what_a_server_says_first_sent_back_to_it_lets_nobody_in(server: TcpStoreServer) -> None:
+def test_the_servers_own_proof_does_not_authenticate_a_client(server: TcpStoreServer) -> None:
     with dial(server) as connection:
-        challenge = ask(connection, HELLO)
-        proof = ask(connection, Frame("nonce", 0, {"nonce": challenge.fields["nonce"]}))
-        refused = ask(connection, Frame("response", 0, {"proof": proof.fields["proof"]}))
-        assert "has another secret" in refused.fields["message"]
+        welcome = ask(connection, HELLO)
+        error = ask(connection, Frame("proof", 0, {"proof": welcome.fields["proof"]}))
+        assert "has another secret" in error.fields["message"]
 
 
-def test_a_proof_of_the_wrong_role_or_of_another_connection_does_not_let_in(
+def test_a_proof_of_the_wrong_role_or_of_another_connection_is_rejected(
     server: TcpStoreServer,
 ) -> None:
     with dial(server) as one, dial(server) as other:
-        first, second = proven(one), proven(other)
+        first, second = greet(one), greet(other)
         assert first.server_nonce != second.server_nonce
-        for connection, frame in (
-            (one, response(first, SECRET, Role.SERVER)),
-            (other, response(first, SECRET)),
-        ):
-            refused = ask(connection, frame)
-            assert "has another secret" in refused.fields["message"]
+        for connection, role in ((one, Role.SERVER), (other, Role.CLIENT)):
+            error = reply_to_proof(connection, first, role=role)
+            assert "has another secret" in error.fields["message"]
     with dial(server) as connection:
-        assert ask(connection, response(proven(connection), SECRET)).op == "welcome"
+        assert reply_to_proof(connection, greet(connection)).op == "answer"
 
 
-def test_nobody_learns_the_job_without_the_secret() -> None:
+def test_the_name_of_the_job_is_not_told_without_the_secret() -> None:
     with TcpStoreServer("127.0.0.1", 0, job="private", secret=SECRET) as server:
         with dial(server) as connection:
-            refused = ask(connection, response(proven(connection), b"guess"))
-            assert "private" not in refused.fields["message"]
-        named = pytest.raises(StoreRejectedError, match="serves job 'private', not 'other'")
+            error = reply_to_proof(connection, greet(connection), b"guess")
+            assert "private" not in error.fields["message"]
+        named = pytest.raises(StoreRejectedError, match="serves another job, not 'other'")
         with TcpStore(server.host, server.port, job="other", secret=SECRET) as store, named:
-            store.get("key")
+            store.connect()
+        with TcpStore(server.host, server.port, job="private", secret=SECRET) as store:
+            assert store.get("key") is None
 
 
 def test_a_server_that_refuses_the_clients_protocol_is_quoted_in_the_error() -> None:
@@ -196,21 +197,19 @@ def test_a_server_that_refuses_the_clients_protocol_is_quoted_in_the_error() -> 
         store.get("key")
 
 
-@pytest.mark.parametrize("begin", [[], [HELLO]])
-def test_no_operation_is_heard_before_the_proof(server: TcpStoreServer, begin: list[Frame]) -> None:
+@pytest.mark.parametrize("greeted", [False, True])
+def test_no_request_is_executed_before_the_proof(server: TcpStoreServer, greeted: bool) -> None:
     with dial(server) as connection:
-        for frame in begin:
-            assert ask(connection, frame).op == "challenge"
-        refused = ask(
-            connection, Frame("write", 3, {"key": "a", "ttl": None, "expected": None}, b"x")
-        )
-        assert refused.op == "error"
+        if greeted:
+            assert ask(connection, HELLO).op == "welcome"
+        write = Frame("write", 3, {"key": "a", "ttl": None, "expected": None}, b"x")
+        assert ask(connection, write).op == "error"
     with TcpStore(server.host, server.port, secret=SECRET) as store:
         assert store.get("a") is None
 
 
-TOLD = st.binary(min_size=32, max_size=32).map(bytes.hex)
-EXCHANGES = st.builds(HandshakeTranscript, TOLD, TOLD, st.text(max_size=10))
+NONCES = st.binary(min_size=32, max_size=32).map(bytes.hex)
+EXCHANGES = st.builds(HandshakeTranscript, NONCES, NONCES, st.text(max_size=10))
 ROLES = st.sampled_from(Role)
 KEYS = st.binary(min_size=1, max_size=80)
 
@@ -225,7 +224,7 @@ def test_a_proof_is_good_for_its_own_secret_role_and_exchange_alone(
         assert not verify_proof(compute_proof(*one), *other)
 
 
-def test_what_was_told_is_proven_where_it_was_told() -> None:
+def test_a_proof_depends_on_where_each_value_ends() -> None:
     one, other = HandshakeTranscript("ab", "c", "d"), HandshakeTranscript("a", "bc", "d")
     assert not verify_proof(compute_proof(SECRET, Role.CLIENT, one), SECRET, Role.CLIENT, other)
 
@@ -233,7 +232,7 @@ def test_what_was_told_is_proven_where_it_was_told() -> None:
 @pytest.mark.parametrize(
     "secret", [b"", "text of sixteen or more", b"fifteen bytes!!", b"x" * 70_000]
 )
-def test_what_is_no_secret_is_refused_without_being_shown(secret: object) -> None:
+def test_an_invalid_secret_is_rejected_and_not_shown(secret: object) -> None:
     rule = "secret is bytes, got str|secret holds 16 to 65536 bytes, got (0|15|70000)"
     for make in (TcpStore, TcpStoreServer):
         with pytest.raises(ConfigError, match=rule) as raised:
@@ -261,7 +260,7 @@ def test_no_log_and_no_repr_shows_the_secret(
     ("host", "secret", "warnings"),
     [("127.0.0.1", None, 0), ("::1", None, 0), ("0.0.0.0", None, 1), ("0.0.0.0", SECRET, 0)],
 )
-def test_a_store_open_to_other_machines_says_so_once(
+def test_a_store_without_a_secret_that_other_machines_can_reach_warns_once(
     host: str, secret: bytes | None, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with TcpStoreServer(host, 0, secret=secret) as server:
@@ -271,7 +270,7 @@ def test_a_store_open_to_other_machines_says_so_once(
         assert all(server.address in line and "set ELASTICLIB_SECRET" in line for line in said)
 
 
-def test_threads_that_connect_at_once_are_all_let_in(server: TcpStoreServer) -> None:
+def test_threads_that_connect_at_once_are_all_authenticated(server: TcpStoreServer) -> None:
     with ThreadPoolExecutor(8) as pool:
         gate = threading.Barrier(8)
 

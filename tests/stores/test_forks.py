@@ -20,7 +20,7 @@ from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
-from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, encode
+from elasticlib.stores.tcp_protocol import Frame, encode
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.store_process import in_a_child, said
 
@@ -150,7 +150,7 @@ os._exit(0)
 
 
 def test_a_child_born_while_its_parent_connects_does_not_wait_for_that() -> None:
-    welcome = Frame("welcome", 0, {"protocol": PROTOCOL, "job": ""})
+    welcome = Frame("welcome", 0, {"nonce": "0" * 64, "proof": None})
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(20.0)
         with script(CONNECTING, *listener.getsockname()) as process:
@@ -193,13 +193,13 @@ store = TcpStore(host, server.port, timeout=10)
 lease = store.set("lease", b"", ttl=1000.0)
 
 def child():
-    assert not server.serving and server.labels == ()
+    assert not server.is_serving and server.labels == ()
     server.close()
     store.close()
 
 well(forked(child))
 store.refresh("lease", lease.version)
-assert server.serving and server.labels == (store.label,)
+assert server.is_serving and server.labels == (store.label,)
 print("done", flush=True)
 """
 
@@ -232,10 +232,10 @@ def test_a_closed_store_stays_closed_in_a_child(tmp_path: Path, kind: str) -> No
 
 
 def test_a_child_does_not_wait_for_a_thread_that_its_parent_has_move_the_store() -> None:
-    is_serving, enough = threading.Event(), threading.Event()
+    serving, enough = threading.Event(), threading.Event()
 
     def serve() -> None:
-        is_serving.set()
+        serving.set()
         enough.wait(20.0)
 
     with held_port() as holder, ThreadPoolExecutor(1) as pool:
@@ -243,7 +243,7 @@ def test_a_child_does_not_wait_for_a_thread_that_its_parent_has_move_the_store()
         place = StoreEndpoint("here", lambda: TcpStore(host, port, connect_timeout=0.05), serve)
         with FailoverStore([place], failover_timeout=1.0) as store:
             asking = pool.submit(store.get, "key")
-            assert is_serving.wait(20.0)
+            assert serving.wait(20.0)
             try:
                 assert in_a_child(lambda: f"alone: {store.follow()}", 20.0) == "alone: False"
             finally:

@@ -1,4 +1,4 @@
-"""Whatever a stranger sends, before its handshake or after, the server serves the others."""
+"""The server serves other clients, whatever a client sends before its handshake or after it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import attrs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_wire import frames, raw
+from test_tcp_frames import frames, raw
 
 from elasticlib.clock import monotonic
-from elasticlib.stores.authentication import Exchange, Role, prove
+from elasticlib.stores.authentication import HandshakeTranscript, Role, compute_proof
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import (
-    HANDSHAKE_BYTES,
+    MAX_HANDSHAKE_BYTES,
     PROTOCOL,
     SCHEMA,
     Frame,
@@ -35,8 +35,12 @@ from elasticlib.testing.store_process import said
 from elasticlib.testing.waiting import wait_until
 
 SECRET = b"a secret of the job"
-HELLO = encode(Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "stranger"}))
-LIMITS = ServerLimits(handshake_seconds=0.2, frame_bytes=64 * 1024, unsent_bytes=1_000_000)
+NONCE = "0" * 64
+LABEL = "stranger"
+HELLO = encode(
+    Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": LABEL, "nonce": NONCE})
+)
+LIMITS = ServerLimits(handshake_timeout_s=0.2, max_frame_bytes=64 * 1024)
 MIB = 1024 * 1024
 
 TEXT = st.text(st.characters(exclude_categories=[]), max_size=20)
@@ -57,7 +61,7 @@ def mistyped(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def nested(draw: st.DrawFn) -> bytes:
-    depth = draw(st.integers(0, HANDSHAKE_BYTES // 2) | st.integers(900, 1100))
+    depth = draw(st.integers(0, MAX_HANDSHAKE_BYTES // 2) | st.integers(900, 1100))
     opening, closing = draw(st.sampled_from([(b"[", b"]"), (b'{"a":', b"1}")]))
     return raw(b'{"op":"get","id":1,"key":' + opening * depth + closing * depth + b"}")
 
@@ -96,16 +100,14 @@ def stranger(server: TcpStoreServer, secret: bytes | None, known: bool) -> Itera
 
 def shake_hands(connection: socket.socket, secret: bytes | None) -> None:
     connection.sendall(HELLO)
-    answer = answered(connection)
+    welcome = answered(connection)
+    assert welcome.op == "welcome"
     if secret is not None:
-        nonce = "0" * 64
-        exchange = Exchange(answer.fields["nonce"], nonce, "")
-        connection.sendall(encode(Frame("nonce", 0, {"nonce": nonce})))
-        assert answered(connection).op == "proof"
-        proof = prove(secret, Role.CLIENT, exchange)
-        connection.sendall(encode(Frame("response", 0, {"proof": proof})))
-        answer = answered(connection)
-    assert answer.op == "welcome"
+        transcript = HandshakeTranscript(welcome.fields["nonce"], NONCE, "")
+        proof = compute_proof(secret, Role.CLIENT, transcript)
+        get = encode(Frame("get", 0, {"key": "key"}))
+        connection.sendall(encode(Frame("proof", 0, {"proof": proof})) + get)
+        assert answered(connection).op == "answer"
 
 
 def answered(connection: socket.socket) -> Frame:
@@ -119,7 +121,7 @@ def answered(connection: socket.socket) -> Frame:
 
 
 def read_to_the_end(connection: socket.socket) -> None:
-    """Until the server ends the connection, which fails after 10 s, or lets the stranger in."""
+    """Read until the server ends the connection, which fails after 10 s, or welcomes the client."""
     reader = FrameReader()
     try:
         while data := connection.recv(65536):
@@ -171,8 +173,8 @@ def test_whatever_is_sent_the_server_serves_on_and_keeps_nothing_of_the_sender(
 def test_a_byte_now_and_then_does_not_prolong_the_handshake(
     secret: bytes | None, begun: bool
 ) -> None:
-    # Time enough to be challenged, where that is to come first.
-    limits = attrs.evolve(LIMITS, handshake_seconds=2.0) if begun else LIMITS
+    # The server must have time to answer the hello.
+    limits = attrs.evolve(LIMITS, handshake_timeout_s=2.0) if begun else LIMITS
     with (
         TcpStoreServer("127.0.0.1", 0, limits=limits, secret=secret) as server,
         TcpStore(server.host, server.port, secret=secret, timeout=10.0) as good,
@@ -183,9 +185,9 @@ def test_a_byte_now_and_then_does_not_prolong_the_handshake(
         slow = stack.enter_context(stranger(server, secret, known=False))
         if begun:
             slow.sendall(HELLO)
-            assert answered(slow).op == "challenge"
+            assert answered(slow).op == "welcome"
         # A length that leaves room for bytes without end.
-        slow.sendall(struct.pack(">II", HANDSHAKE_BYTES, HANDSHAKE_BYTES - 4))
+        slow.sendall(struct.pack(">II", MAX_HANDSHAKE_BYTES, MAX_HANDSHAKE_BYTES - 4))
         with suppress(ConnectionError):  # it ends between a look and a byte
             while not select.select([slow], [], [], 0.02)[0]:
                 slow.sendall(b"x")
@@ -204,14 +206,14 @@ def test_a_known_clients_half_frame_is_not_held_against_it_nor_against_others() 
         whole = encode(Frame("get", 1, {"key": "key"}))
         for byte in whole[:-1]:
             slow.sendall(bytes([byte]))
-        spend(2 * LIMITS.handshake_seconds)
+        spend(2 * LIMITS.handshake_timeout_s)
         good.set("key", b"")
         slow.sendall(whole[-1:])
         assert answered(slow).op == "answer"
 
 
 def test_strangers_make_way_at_the_limit_of_connections() -> None:
-    limits = ServerLimits(connections=4)
+    limits = ServerLimits(max_connections=4)
     with TcpStoreServer("127.0.0.1", 0, limits=limits) as server, ExitStack() as stack:
         strangers = [stack.enter_context(stranger(server, None, False)) for _ in range(8)]
         for number in range(4):

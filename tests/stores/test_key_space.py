@@ -1,4 +1,4 @@
-"""The keyspace: limits, the journal, and leases by bounded looks, all told the time."""
+"""The key space: limits, the log of changes, and leases that expire by bounded ticks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import LeaseLostError, StoreRejectedError
-from elasticlib.stores.key_space import ABSENT, KeySpace, Lease, LeaseTimers, Limits
+from elasticlib.stores.key_space import ABSENT, KeySpace, KeySpaceLimits, Lease, LeaseTimers
 
-SMALL = Limits(value_bytes=10, total_bytes=40, keys=4, journal=5)
+SMALL = KeySpaceLimits(value_bytes=10, total_bytes=40, keys=4, change_log=5)
 
 
 def test_a_value_too_long_is_refused_and_changes_nothing() -> None:
@@ -45,7 +45,7 @@ def test_too_many_bytes_are_refused_and_deleting_makes_room() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=20), st.data())
-def test_a_change_is_never_missed_however_short_the_journal(
+def test_a_change_is_never_missed_if_the_log_is_short(
     steps: list[tuple[str, bool]], data: st.DataObject
 ) -> None:
     space = KeySpace(SMALL)
@@ -60,31 +60,31 @@ def test_a_change_is_never_missed_however_short_the_journal(
     after = data.draw(st.integers(0, space.version))
     for prefix in "abc":
         if prefix in history[after:]:
-            assert space.changed(prefix, after)
-        elif space.version - after <= SMALL.journal:
-            assert not space.changed(prefix, after)
+            assert space.has_changed(prefix, after)
+        elif space.version - after <= SMALL.change_log:
+            assert not space.has_changed(prefix, after)
 
 
 def test_a_version_of_another_store_counts_as_changed() -> None:
-    assert KeySpace().changed("key", 1)
+    assert KeySpace().has_changed("key", 1)
 
 
-def test_a_departed_owners_leases_end_and_nobody_elses() -> None:
+def test_removing_an_owner_ends_its_leases_only() -> None:
     space = KeySpace()
     space.put("mine", b"", Lease(1, 10.0), 0.0)
     space.put("was mine", b"", Lease(1, 10.0), 0.0)
     space.put("was mine", b"", None, 0.0)
     space.put("yours", b"", Lease(2, 10.0), 0.0)
     version = space.version
-    space.depart(1)
+    space.remove_owner(1)
     assert [e.key for e in space.list("").entries] == ["was mine", "yours"]
     assert space.version == version + 1
-    assert space.changed("mine", version)
-    space.depart(1)
+    assert space.has_changed("mine", version)
+    space.remove_owner(1)
     assert space.version == version + 1
 
 
-def test_a_lost_lease_says_why() -> None:
+def test_the_error_of_a_lost_lease_names_the_reason() -> None:
     space = KeySpace()
     with pytest.raises(LeaseLostError, match="at version 3 is lost: the key is gone"):
         space.refresh("key", 3, 1, 0.0)
@@ -109,63 +109,61 @@ def test_an_ended_lease_leaves_an_absent_key() -> None:
 
 
 @given(st.floats(0.01, 1000.0), st.floats(0, 1e6))
-def test_a_silent_lease_ends_after_its_ttl_and_no_later_than_a_look(
-    ttl: float, start: float
-) -> None:
-    clock = LeaseTimers()
-    clock.hear("lease", ttl, start)
+def test_a_lease_expires_at_the_first_tick_after_its_ttl(ttl: float, start: float) -> None:
+    timers = LeaseTimers()
+    timers.restart("lease", ttl, start)
     now = start
-    while not clock.look(now):
+    while not timers.tick(now):
         assert now - start < ttl * 1.01
-        step = clock.until_due(now)
+        step = timers.until_due(now)
         assert step is not None
         now += step
     assert now - start >= ttl * 0.99
 
 
 @given(st.lists(st.floats(0, 1000.0), max_size=30))
-def test_no_lease_ends_whose_owner_is_heard_at_each_second_look(gaps: list[float]) -> None:
-    clock = LeaseTimers()
-    clock.hear("lease", 1.0, 0.0)
+def test_a_lease_that_is_refreshed_at_every_second_tick_never_expires(gaps: list[float]) -> None:
+    timers = LeaseTimers()
+    timers.restart("lease", 1.0, 0.0)
     now = 0.0
     for number, gap in enumerate(gaps):
         now += gap
-        assert clock.look(now) == []
+        assert timers.tick(now) == []
         if number % 2:
-            clock.hear("lease", 1.0, now)
+            timers.restart("lease", 1.0, now)
 
 
-def test_a_store_that_stood_still_gives_the_owners_their_chance() -> None:
-    clock = LeaseTimers()
+def test_a_store_that_was_paused_gives_owners_time_to_refresh() -> None:
+    timers = LeaseTimers()
     for name in ("heard", "dead"):
-        clock.hear(name, 1.0, 0.0)
-    clock.look(0.25)
-    assert clock.look(3600.0) == []
-    clock.hear("heard", 1.0, 3600.0)
-    clock.look(3600.2)
-    clock.look(3600.4)
-    assert clock.look(3600.6) == ["dead"]
+        timers.restart(name, 1.0, 0.0)
+    timers.tick(0.25)
+    assert timers.tick(3600.0) == []
+    timers.restart("heard", 1.0, 3600.0)
+    timers.tick(3600.2)
+    timers.tick(3600.4)
+    assert timers.tick(3600.6) == ["dead"]
 
 
-def test_a_clock_that_goes_back_neither_ends_a_lease_nor_prolongs_it() -> None:
-    clock = LeaseTimers()
-    clock.hear("lease", 1.0, 100.0)
+def test_a_clock_that_goes_back_neither_expires_nor_extends_a_lease() -> None:
+    timers = LeaseTimers()
+    timers.restart("lease", 1.0, 100.0)
     for now in (50.0, 0.0, -100.0, -99.75, -99.5, -99.25):
-        assert clock.look(now) == []
-    assert clock.look(-99.0) == ["lease"]
+        assert timers.tick(now) == []
+    assert timers.tick(-99.0) == ["lease"]
 
 
-def test_looks_follow_the_shortest_lease() -> None:
-    clock = LeaseTimers()
-    assert clock.until_due(0.0) is None
-    clock.hear("long", 80.0, 0.0)
-    assert clock.until_due(0.0) == 10.0
-    clock.hear("short", 8.0, 0.0)
-    assert clock.until_due(0.0) == 1.0
-    clock.hear("long", 80.0, 0.25)
-    assert clock.until_due(0.25) == 0.75
-    assert not clock.due(0.5)
-    assert clock.due(1.0)
-    clock.forget("short")
-    clock.look(1.0)
-    assert clock.until_due(1.0) == 10.0
+def test_the_interval_of_ticks_follows_the_shortest_lease() -> None:
+    timers = LeaseTimers()
+    assert timers.until_due(0.0) is None
+    timers.restart("long", 80.0, 0.0)
+    assert timers.until_due(0.0) == 10.0
+    timers.restart("short", 8.0, 0.0)
+    assert timers.until_due(0.0) == 1.0
+    timers.restart("long", 80.0, 0.25)
+    assert timers.until_due(0.25) == 0.75
+    assert not timers.is_due(0.5)
+    assert timers.is_due(1.0)
+    timers.remove("short")
+    timers.tick(1.0)
+    assert timers.until_due(1.0) == 10.0

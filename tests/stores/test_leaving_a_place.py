@@ -81,17 +81,17 @@ def test_closing_waits_for_nobody_and_what_is_served_after_it_is_closed_too(
     world: World,
 ) -> None:
     one, _, _ = world.spots
-    is_serving, closed = threading.Event(), threading.Event()
+    serving, closed = threading.Event(), threading.Event()
 
     def serve_late() -> TcpStoreServer | None:
-        is_serving.set()
+        serving.set()
         closed.wait(20.0)
         return one.serve()
 
     store = world.store(StoreEndpoint(one.endpoint, one.reach, serve_late))
     with ThreadPoolExecutor(2) as pool:
         asking = pool.submit(store.get, "key")
-        assert is_serving.wait(10.0)
+        assert serving.wait(10.0)
         try:
             pool.submit(store.close).result(5.0)
         finally:

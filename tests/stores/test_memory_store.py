@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from elasticlib.errors import LeaseLostError, StoreConnectionError, StoreRejectedError
-from elasticlib.stores.key_space import Limits
+from elasticlib.stores.key_space import KeySpaceLimits
 from elasticlib.stores.memory_store import MemoryStore
 
 
@@ -61,4 +61,4 @@ def test_the_constructor_starts_no_thread() -> None:
 
 def test_its_limits_are_kept() -> None:
     with pytest.raises(StoreRejectedError, match="at most 3 bytes, got 4"):
-        MemoryStore(limits=Limits(value_bytes=3)).set("key", b"1234")
+        MemoryStore(limits=KeySpaceLimits(value_bytes=3)).set("key", b"1234")

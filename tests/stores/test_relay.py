@@ -37,7 +37,7 @@ class Upstream:
 
 @pytest.fixture
 def server() -> Iterator[TcpStoreServer]:
-    limits = ServerLimits(torch_links=2)
+    limits = ServerLimits(max_torch_relays=2)
     with TcpStoreServer("127.0.0.1", 0, secret=SECRET, limits=limits) as server:
         yield server
 

@@ -16,7 +16,7 @@ def train(context):
     step = 0
     while context.should_stop() is None:
         context.step(step := step + 1)
-        context.saved(step)
+        context.report_saved(step)
         time.sleep(0.001)
     return context.should_stop().reason
 

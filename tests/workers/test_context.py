@@ -19,8 +19,7 @@ from elasticlib.agent.stopping import Need, agreed, decode_need, post_need
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError
 from elasticlib.held_folder import is_held
-from elasticlib.workers.channel import RECENT, SIZE, STARTING_SECONDS, VARIABLE, Channel, Channels
-from elasticlib.workers.context import Context
+from elasticlib.workers.context import WorkerContext
 from elasticlib.workers.event_loop import EventLoop
 from elasticlib.workers.interface import (
     DRAIN,
@@ -33,52 +32,60 @@ from elasticlib.workers.interface import (
 )
 from elasticlib.workers.run_dirs import SnapshotDir
 from elasticlib.workers.supervisor_client import SupervisorClient
+from elasticlib.workers.worker_channel import (
+    CHANNEL_ENV,
+    FIRST_POLL_TIMEOUT_S,
+    NUM_STEP_DURATIONS,
+    PAGE_BYTES,
+    WorkerChannel,
+    WorkerChannels,
+)
 
 
 @pytest.fixture
 def path() -> Iterator[str]:
-    channel = Channel.made()
+    channel = WorkerChannel.create()
     yield channel.path
     channel.close()
 
 
-def ends(path: str) -> tuple[Channel, Channel]:
+def ends(path: str) -> tuple[WorkerChannel, WorkerChannel]:
     """The agent's and the worker's."""
-    return Channel(path), Channel(path)
+    return WorkerChannel(path), WorkerChannel(path)
 
 
 def test_without_an_agent_there_is_nobody_to_ask_or_to_tell() -> None:
-    context = Context(None)
+    context = WorkerContext(None)
     context.step(1, loss=0.5, samples=3)
-    context.saved(1)
-    context.kept(1)
-    context.restored(1)
-    assert (context.attached, context.should_stop()) == (False, None)
+    context.report_saved(1)
+    context.report_snapshot(1)
+    context.report_restored(1)
+    assert (context.is_attached, context.should_stop()) == (False, None)
 
 
 def test_what_a_worker_tells_is_there_for_its_agent(path: str) -> None:
     agent, worker = ends(path)
     assert (agent.beat().step, agent.beat().saved, agent.beat().durations) == (-1, -1, ())
-    for step in range(2 * RECENT):
-        worker.tell_step(step, now=float(step * step))
+    for step in range(2 * NUM_STEP_DURATIONS):
+        worker.report_step(step, now=float(step * step))
         beat = agent.beat()
-        newest = [float(2 * n - 1) for n in range(max(1, step - RECENT + 1), step + 1)]
+        newest = [float(2 * n - 1) for n in range(max(1, step - NUM_STEP_DURATIONS + 1), step + 1)]
         assert sorted(beat.durations) == newest
         assert (beat.step, beat.steps, beat.at) == (step, step + 1, float(step * step))
-    worker.tell_saved(7)
+    worker.report_saved(7)
     assert (agent.beat().saved, agent.beat().saves) == (7, 1)
 
 
 def test_what_a_training_loop_tells_besides_is_there_for_its_agent(path: str) -> None:
-    agent, context = Channel(path), Context(Channel(path))
+    agent, context = WorkerChannel(path), WorkerContext(WorkerChannel(path))
     beat = agent.beat()
     assert (beat.first_step, beat.snapshot, beat.loss, beat.restored) == (-1, -1, None, None)
     before = monotonic()
-    context.restored(6, source="peer", seconds=0.5)
+    context.report_restored(6, source="peer", seconds=0.5)
     for step in range(7, 10):
         context.step(step, loss=10.0 - step, samples=32)
     context.step(10)
-    context.kept(9)
+    context.report_snapshot(9)
     beat, after = agent.beat(), monotonic()
     assert (beat.first_step, beat.snapshot, beat.loss, beat.samples) == (7, 9, 1.0, 96.0)
     assert before <= beat.first_at <= beat.at <= beat.alive <= after
@@ -92,8 +99,8 @@ def test_what_a_training_loop_tells_besides_is_there_for_its_agent(path: str) ->
 def test_step_that_is_reported_again_counts_once_and_adds_its_loss_and_samples(path: str) -> None:
     agent, worker = ends(path)
     for step in range(3):
-        worker.tell_step(step, now=10.0 * step, samples=2)
-        worker.tell_step(step, now=10.0 * step + 1, loss=float(step), samples=3)
+        worker.report_step(step, now=10.0 * step, samples=2)
+        worker.report_step(step, now=10.0 * step + 1, loss=float(step), samples=3)
     beat = agent.beat()
     assert (beat.step, beat.steps, beat.durations) == (2, 3, (10.0, 10.0))
     assert (beat.at, beat.alive, beat.loss, beat.samples) == (20.0, 21.0, 2.0, 15.0)
@@ -104,13 +111,13 @@ def test_step_that_is_reported_again_counts_once_and_adds_its_loss_and_samples(p
 )
 def test_a_state_from_nowhere_is_refused(path: str, source: str, seconds: float) -> None:
     with pytest.raises(ValueError, match="a state comes from memory, peer, disk in 0 seconds"):
-        Context(Channel(path)).restored(1, source=source, seconds=seconds)
-    assert Channel(path).beat().restores == 0
+        WorkerContext(WorkerChannel(path)).report_restored(1, source=source, seconds=seconds)
+    assert WorkerChannel(path).beat().restores == 0
 
 
 def test_a_source_that_a_newer_worker_knows_is_passed_over(path: str) -> None:
     agent, worker = ends(path)
-    worker.tell_restored(TakenUp(1, "disk", 0.0, 1.0))
+    worker.report_restored(TakenUp(1, "disk", 0.0, 1.0))
     worker._words[24] = 7
     assert agent.beat().restored is None
 
@@ -129,11 +136,11 @@ def test_nobody_passes_for_the_worker_that_it_was_assigned_to(path: str) -> None
     assert child.own(100)
 
 
-@pytest.mark.parametrize("content", [b"", b"x", bytes(SIZE), b"x" * SIZE])
+@pytest.mark.parametrize("content", [b"", b"x", bytes(PAGE_BYTES), b"x" * PAGE_BYTES])
 def test_what_is_no_channel_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "other").write_bytes(content)
     with pytest.raises(OSError, match="not a worker's channel"):
-        Channel(str(tmp_path / "other"))
+        WorkerChannel(str(tmp_path / "other"))
 
 
 ASK = """
@@ -144,24 +151,24 @@ context.step(3)
 pid = os.fork()
 if pid == 0:
     context.step(4)  # is no worker, and is not heard
-    assert not context.attached
+    assert not context.is_attached
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
 import subprocess
-code = "import elasticlib; assert not elasticlib.context().attached"
+code = "import elasticlib; assert not elasticlib.context().is_attached"
 assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-assert context.attached == (sys.argv[1] == "attached")
+assert context.is_attached == (sys.argv[1] == "attached")
 """
 
 
 @pytest.mark.parametrize("found", ["attached", "gone", "none"])
 def test_only_the_worker_itself_is_heard(path: str, found: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != VARIABLE}
+    environment = {k: v for k, v in os.environ.items() if k != CHANNEL_ENV}
     if found != "none":
-        environment[VARIABLE] = path if found == "attached" else f"{path}.gone"
+        environment[CHANNEL_ENV] = path if found == "attached" else f"{path}.gone"
     done = subprocess.run([sys.executable, "-c", ASK, found], env=environment, timeout=100)
     assert done.returncode == 0
-    assert Channel(path).beat().step == (3 if found == "attached" else -1)
+    assert WorkerChannel(path).beat().step == (3 if found == "attached" else -1)
 
 
 # -- agreeing ----------------------------------------------------------------------------------
@@ -174,8 +181,8 @@ class Rank:
     """
 
     def __init__(self) -> None:
-        self.agent = Channel.made()
-        self.worker = Channel(self.agent.path)
+        self.agent = WorkerChannel.create()
+        self.worker = WorkerChannel(self.agent.path)
         self.begun = self.call = 0
         self.asking = self.held = False
         self.stopped = 0
@@ -230,7 +237,7 @@ class Agent:
         if need is not None and need.call is not None and not self.told:
             self.told = True
             for rank in self.ranks:
-                rank.agent.tell_stop(need.call, 0, 1e9)
+                rank.agent.set_stop_call(need.call, 0, 1e9)
 
 
 def test_a_worker_between_its_word_and_its_look_is_waited_for(path: str) -> None:
@@ -291,13 +298,13 @@ def test_what_cannot_be_read_is_no_agreement(data: bytes) -> None:
 
 
 def test_a_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> None:
-    agent = Channel.made()
+    agent = WorkerChannel.create()
     agent._words[0] += 1
     with pytest.raises(ConfigError, match="channel, the agent's has version 3: install the same"):
-        Channel(agent.path)
+        WorkerChannel(agent.path)
     agent._words[0] = 0
     with pytest.raises(OSError, match="is not a worker's channel"):
-        Channel(agent.path)
+        WorkerChannel(agent.path)
     agent.close()
 
 
@@ -305,8 +312,8 @@ def test_a_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> N
 
 
 @pytest.fixture
-def channels() -> Iterator[Channels]:
-    channels = Channels()
+def channels() -> Iterator[WorkerChannels]:
+    channels = WorkerChannels()
     yield channels
     channels.close_all()
 
@@ -324,32 +331,34 @@ def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
     assert not folder.exists()
 
 
-def test_who_never_asks_is_not_waited_for(channels: Channels) -> None:
-    worker = Channel(channels.open(0))
+def test_who_never_asks_is_not_waited_for(channels: WorkerChannels) -> None:
+    worker = WorkerChannel(channels.open(0))
     assert channels.notify(Notice(DRAIN, 10.0)) is False
     worker.enter(1)
     assert channels.notify(Notice(DRAIN, 10.0)) is True
     assert channels.earliest_stop() == 2
 
 
-def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(channels: Channels) -> None:
-    worker = Channel(channels.open(0))
+def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(
+    channels: WorkerChannels,
+) -> None:
+    worker = WorkerChannel(channels.open(0))
     worker.own(os.getpid())
     assert channels.notify(Notice(DRAIN, 10.0)) is False
-    worker.tell_starting(monotonic())
+    worker.report_starting(monotonic())
     assert channels.notify(Notice(DRAIN, 10.0)) is True
     assert channels.earliest_stop() == 1
-    worker.tell_starting(monotonic() - STARTING_SECONDS)
+    worker.report_starting(monotonic() - FIRST_POLL_TIMEOUT_S)
     assert channels.notify(Notice(DRAIN, 10.0)) is False
-    worker.tell_starting(monotonic())
-    worker.tell_saved(1)
+    worker.report_starting(monotonic())
+    worker.report_saved(1)
     assert channels.notify(Notice(DRAIN, 10.0)) is False
 
 
 def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
-    channels: Channels,
+    channels: WorkerChannels,
 ) -> None:
-    Channel(channels.open(0)).enter(1)
+    WorkerChannel(channels.open(0)).enter(1)
     channels.close(0)
     channels.begin()
     channels.open(0)
@@ -357,47 +366,47 @@ def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
     assert channels.earliest_stop() == 1
 
 
-def kept(channels: Channels) -> tuple[Channel, Context]:
+def kept(channels: WorkerChannels) -> tuple[WorkerChannel, WorkerContext]:
     """A worker that has its first place, and can be kept."""
-    worker = Channel(channels.open(0))
-    channels.give_place(0, {"RANK": "0"})
-    context = Context(worker)
-    context.can_keep()
-    assert context.take_place() == {"RANK": "0"}
+    worker = WorkerChannel(channels.open(0))
+    channels.publish_assignment(0, {"RANK": "0"})
+    context = WorkerContext(worker)
+    context.set_can_regroup()
+    assert context.accept_assignment() == {"RANK": "0"}
     return worker, context
 
 
-def test_calls_of_an_earlier_group_do_not_count_in_the_next(channels: Channels) -> None:
+def test_calls_of_an_earlier_group_do_not_count_in_the_next(channels: WorkerChannels) -> None:
     _, context = kept(channels)
     for _ in range(7):
         assert context.should_stop() is None
     channels.leave()
-    assert context.must_leave
+    assert context.should_leave_group()
     assert channels.spare() == {}
-    context.leave_group()
+    context.report_left_group()
     assert channels.spare() == {0: True}
     channels.begin()
-    channels.give_place(0, {"RANK": "1"})
+    channels.publish_assignment(0, {"RANK": "1"})
     assert channels.notify(Notice(RESIZE, 10.0)) is True, "it has asked before"
     assert channels.earliest_stop() == 1, "whether or not it has taken its place"
     channels.stop_at(1, Notice(RESIZE, 10.0))
-    assert context.take_place() == {"RANK": "1"}
-    assert not context.must_leave
+    assert context.accept_assignment() == {"RANK": "1"}
+    assert not context.should_leave_group()
     assert channels.earliest_stop() == 1
     assert context.should_stop() is not None
 
 
 def test_what_a_worker_has_told_in_an_earlier_group_is_not_told_in_the_next(
-    channels: Channels,
+    channels: WorkerChannels,
 ) -> None:
     worker, context = kept(channels)
     for step in range(3):
         context.step(step, loss=0.5, samples=2)
-        context.kept(step)
-    context.restored(1)
-    context.leave_group()
-    channels.give_place(0, {})
-    assert context.take_place() == {}
+        context.report_snapshot(step)
+    context.report_restored(1)
+    context.report_left_group()
+    channels.publish_assignment(0, {})
+    assert context.accept_assignment() == {}
     beat = worker.beat()
     assert attrs.evolve(beat, at=0.0, alive=0.0, attached=False) == Heartbeat()
     context.step(3, loss=0.25, samples=2)
@@ -407,25 +416,27 @@ def test_what_a_worker_has_told_in_an_earlier_group_is_not_told_in_the_next(
     assert [(step, loss) for step, _, loss in beat.losses.since(0)] == [(3, 0.25)]
 
 
-def test_one_that_waits_for_an_answer_does_not_when_its_group_is_over(channels: Channels) -> None:
+def test_one_that_waits_for_an_answer_does_not_when_its_group_is_over(
+    channels: WorkerChannels,
+) -> None:
     _, context = kept(channels)
     assert context.should_stop() is None
     assert channels.notify(Notice(RESIZE, 1e9)) is True
     channels.leave()
     assert context.should_stop() is None, "at once"
-    assert context.must_leave
+    assert context.should_leave_group()
 
 
 def test_a_newcomer_is_in_no_group_and_is_asked_nothing_before_it_has_a_place(
-    channels: Channels,
+    channels: WorkerChannels,
 ) -> None:
     member, _ = kept(channels)
-    newcomer = Context(Channel(channels.open(1, newcomer=True)))
+    newcomer = WorkerContext(WorkerChannel(channels.open(1, newcomer=True)))
     assert (channels.spare(), channels.keepers()) == ({1: False}, {0, 1})
-    newcomer.can_keep()
-    newcomer.leave_group()
+    newcomer.set_can_regroup()
+    newcomer.report_left_group()
     assert channels.spare() == {1: True}
-    assert not newcomer.must_leave
+    assert not newcomer.should_leave_group()
     member.enter(1)
     assert channels.notify(Notice(RESIZE, 10.0)) is True
     assert member.enter(2)
@@ -433,27 +444,27 @@ def test_a_newcomer_is_in_no_group_and_is_asked_nothing_before_it_has_a_place(
     member.hold(2)
     assert channels.earliest_stop() == 2
     channels.begin()
-    channels.give_place(1, {"RANK": "1"})
-    assert newcomer.take_place() == {"RANK": "1"}
+    channels.publish_assignment(1, {"RANK": "1"})
+    assert newcomer.accept_assignment() == {"RANK": "1"}
     assert newcomer.should_stop() is None, "it was asked when it was in no group"
     with pytest.raises(OSError, match="a place takes"):
-        channels.give_place(1, {"MASTER_ADDR": "x" * SIZE})
+        channels.publish_assignment(1, {"MASTER_ADDR": "x" * PAGE_BYTES})
 
 
-def test_nobody_cuts_a_channel_and_nothing_of_it_is_left(channels: Channels) -> None:
+def test_nobody_cuts_a_channel_and_nothing_of_it_is_left(channels: WorkerChannels) -> None:
     before = os.listdir("/proc/self/fd")
     path = channels.open(0)
-    for size in (0, 2 * SIZE):
+    for size in (0, 2 * PAGE_BYTES):
         with pytest.raises(PermissionError):
             os.truncate(path, size)
-    assert Channel(path).beat().steps == 0
+    assert WorkerChannel(path).beat().steps == 0
     channels.close(0)
     assert os.listdir("/proc/self/fd") == before
 
 
 def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) -> None:
-    agent, worker = Channel(path), Channel(path)
-    context, calls = Context(worker), []
+    agent, worker = WorkerChannel(path), WorkerChannel(path)
+    context, calls = WorkerContext(worker), []
 
     def fail() -> None:
         calls.append("second")
@@ -468,7 +479,7 @@ def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) 
     assert context.should_stop() is None
     assert calls == []
     agent.ask(REASONS.index(DRAIN), 1e9)
-    agent.tell_stop(2, REASONS.index(DRAIN), 1e9)
+    agent.set_stop_call(2, REASONS.index(DRAIN), 1e9)
     with pytest.raises(ValueError, match="in between"):
         context.should_stop()
     assert calls == ["first", "second", "third"]
@@ -478,32 +489,32 @@ def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) 
 
 def test_a_worker_that_goes_on_elsewhere_ends_nothing_for_it(path: str) -> None:
     agent, worker = ends(path)
-    context, called = Context(worker), list[str]()
+    context, called = WorkerContext(worker), list[str]()
     context.on_stop(lambda: called.append("stop"))
-    context.can_keep()
-    agent.give_place({"RANK": "0"})
-    assert context.take_place() == {"RANK": "0"}
+    context.set_can_regroup()
+    agent.publish_assignment({"RANK": "0"})
+    assert context.accept_assignment() == {"RANK": "0"}
     for reason in (RESIZE, DRAIN):
         agent.ask(REASONS.index(reason), monotonic() + 60)
-        agent.tell_stop(1, REASONS.index(reason), monotonic() + 60)
+        agent.set_stop_call(1, REASONS.index(reason), monotonic() + 60)
         stop = context.should_stop()
         assert stop is not None
         assert stop.reason == reason
-        context.leave_group()
-        agent.give_place({"RANK": "0"})
-        context.take_place()
+        context.report_left_group()
+        agent.publish_assignment({"RANK": "0"})
+        context.accept_assignment()
     assert called == ["stop"]
-    context.can_keep(False)
+    context.set_can_regroup(False)
     assert not agent.can_keep
 
 
 def test_a_question_whose_group_is_over_is_answered_with_no(path: str) -> None:
     agent, worker = ends(path)
-    context = Context(worker)
-    context.can_keep()
-    agent.give_place({})
-    context.take_place()
+    context = WorkerContext(worker)
+    context.set_can_regroup()
+    agent.publish_assignment({})
+    context.accept_assignment()
     agent.ask(REASONS.index(DRAIN), monotonic() + 60)
-    agent.tell_leave()
+    agent.request_leave()
     assert context.should_stop() is None
-    assert context.must_leave
+    assert context.should_leave_group()

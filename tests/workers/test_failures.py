@@ -18,14 +18,8 @@ from test_local import Run, shell
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.output import (
-    TAIL_BYTES,
-    TAIL_LINES,
-    OutputPlan,
-    Places,
-    Streams,
-    parse_streams,
-)
+from elasticlib.workers.output import TAIL_BYTES, TAIL_LINES
+from elasticlib.workers.output_plan import OutputFiles, OutputPlan, Streams, parse_streams
 from elasticlib.workers.spec import Function, Script
 
 BOOTSTRAP = Path(__file__).parents[2] / "elasticlib" / "workers" / "process_entry.py"
@@ -288,10 +282,10 @@ def test_who_leaves_by_an_exit_code_is_named_before_the_peers_that_notice_it(
 class PlanOnFullDisk(OutputPlan):
     """Writes all files of a worker to a device that is full."""
 
-    def places(self, local_rank: int, folder: str) -> Places:
+    def files_of(self, local_rank: int, folder: str) -> OutputFiles:
         del local_rank, folder
         full = "/dev/full"
-        return Places(full, files={Streams.OUT: full, Streams.ERR: full})
+        return OutputFiles(full, files={Streams.OUT: full, Streams.ERR: full})
 
 
 def test_last_lines_of_stderr_are_known_although_its_file_is_on_a_full_disk(run: Run) -> None:

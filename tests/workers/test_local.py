@@ -26,7 +26,7 @@ from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import cleanup
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.output import OutputPlan, parse_streams
+from elasticlib.workers.output_plan import OutputPlan, parse_streams
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
@@ -35,7 +35,7 @@ from elasticlib.workers.spec import (
     Script,
     WorkerGroup,
     WorkerSpec,
-    deal_ranks,
+    assign_worker_ranks,
 )
 
 
@@ -62,7 +62,7 @@ class Run:
         member = Node("n-1", "n", "127.0.0.1", count)
         group = WorkerGroup(
             spec=WorkerSpec(entrypoint, count, "role"),
-            workers=deal_ranks(deal_seats((member,))[0]),
+            workers=assign_worker_ranks(deal_seats((member,))[0]),
             run_id="job",
             generation=1,
             group_rank=0,
@@ -284,7 +284,7 @@ run = Run(folder)
 run.workers = local_workers.LocalWorkers(os.environ, log_dir=str(folder), start_method=method)
 script = Script(str(folder / "script.py"))
 run.workers.prepare(local_workers.WorkerSpec(script, 1, "role"))
-if method == "warm":
+if method == "forkserver":
     run.workers.await_prepared()
 run.start(script)
 """
@@ -299,7 +299,7 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "warm"])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_worker_whose_agent_is_killed_as_it_starts_leaves_nothing(
     tmp_path: Path, method: str
 ) -> None:

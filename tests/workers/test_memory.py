@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticlib.workers.cpu import counters, killed_for_memory, oom_kills, parse
+from elasticlib.workers.node_resources import (
+    oom_kill_count_rose,
+    oom_kill_files,
+    parse_oom_kill_count,
+    read_oom_kill_count,
+)
 
 V1 = "9:name=systemd:/\n4:memory:/job/7\n1:cpu:/\n0::/\n"
 V2 = "0::/job/7\n"
@@ -30,19 +35,19 @@ def test_the_count_is_found_from_outside_and_inside_a_container(
     place = tmp_path / "mount" / file
     place.parent.mkdir(parents=True)
     place.write_text(text.format(5))
-    assert oom_kills(tmp_path / "cgroup", tmp_path / "mount") == 5
+    assert read_oom_kill_count(tmp_path / "cgroup", tmp_path / "mount") == 5
 
 
 def test_the_nearest_count_is_asked_first() -> None:
     mount = Path("/m")
-    assert counters(V2, mount) == [mount / "job/7/memory.events", mount / "memory.events"]
+    assert oom_kill_files(V2, mount) == [mount / "job/7/memory.events", mount / "memory.events"]
 
 
 def test_what_is_no_count_is_none() -> None:
-    assert parse("oom_kill\n") is None
-    assert parse("oom_kill x\noom_kill_disable 0") is None
+    assert parse_oom_kill_count("oom_kill\n") is None
+    assert parse_oom_kill_count("oom_kill x\noom_kill_disable 0") is None
 
 
 def test_only_a_count_that_rose_tells_of_a_kill() -> None:
-    assert killed_for_memory(2, 3)
-    assert not any(killed_for_memory(*pair) for pair in ((2, 2), (None, 3), (3, None)))
+    assert oom_kill_count_rose(2, 3)
+    assert not any(oom_kill_count_rose(*pair) for pair in ((2, 2), (None, 3), (3, None)))

@@ -22,16 +22,9 @@ from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.event_loop import EventLoop
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.output import (
-    TURNS,
-    Output,
-    OutputPlan,
-    Places,
-    Writers,
-    end_within,
-    parse_streams,
-)
-from elasticlib.workers.spec import Script, deal_ranks
+from elasticlib.workers.output import TURNS, WorkerOutput, Writers, end_within
+from elasticlib.workers.output_plan import OutputFiles, OutputPlan, parse_streams
+from elasticlib.workers.spec import Script, assign_worker_ranks
 
 MEGABYTES = 200
 ROOM_KB = 100_000
@@ -49,7 +42,11 @@ def test_lines_that_are_asked_for_are_kept_once_more_and_named_as_told(
     run: Run, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     template = "<${hostname}/${role_name}/${rank}/${local_rank}/${else}> "
-    more = {"stdout_needles": ("loss", "a,b"), "stderr_needles": ("late",), "template": template}
+    more = {
+        "stdout_filters": ("loss", "a,b"),
+        "stderr_filters": ("late",),
+        "line_prefix_template": template,
+    }
     run.writing("0", "3", **more)
     text = 'echo "loss $RANK"; echo other; echo "a,b"; echo late >&2; printf "half a loss"'
     run.start(shell(text), count=2)
@@ -68,7 +65,7 @@ def test_lines_that_are_asked_for_are_kept_once_more_and_named_as_told(
 def test_of_ranks_that_are_not_shown_the_files_alone_are_written(
     run: Run, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    run.writing("1:1", "0:1", ranks=frozenset({0}), stdout_needles=("out",))
+    run.writing("1:1", "0:1", shown_ranks=frozenset({0}), stdout_filters=("out",))
     run.start(shell("echo out $RANK; echo err $RANK >&2"), count=3)
     assert all(run.end().ok for _ in range(3))
     shown = capfdbinary.readouterr()
@@ -82,10 +79,12 @@ def test_of_ranks_that_are_not_shown_the_files_alone_are_written(
 def test_who_outlives_a_worker_with_its_stderr_open_is_not_waited_for(
     tmp_path: Path,
 ) -> None:
-    worker = deal_ranks(deal_seats((Node("n-1", "n", "127.0.0.1", 1),))[0])[0]
+    worker = assign_worker_ranks(deal_seats((Node("n-1", "n", "127.0.0.1", 1),))[0])[0]
     loop, writers = EventLoop(), Writers()
     loop.start()
-    output = Output(OutputPlan(), worker, "role", Places(str(tmp_path / "error.json")), writers)
+    output = WorkerOutput(
+        OutputPlan(), worker, "role", OutputFiles(str(tmp_path / "error.json")), writers
+    )
     stays = "echo last words >&2; sleep 600 & echo $!"
     with subprocess.Popen(
         ["sh", "-c", stays], stdout=subprocess.PIPE, stderr=output.targets[1]
@@ -168,9 +167,10 @@ def test_warm_workers_output_goes_where_cold_ones_does_whatever_the_flags(
 ) -> None:
     needles = ("out 1",) if tee != "0" else ()
     streams = (parse_streams(redirects, "-r"), parse_streams(tee, "-t"))
-    plan = OutputPlan(*streams, ranks=ranks, stdout_needles=needles)
+    plan = OutputPlan(*streams, shown_ranks=ranks, stdout_filters=needles)
     found = [
-        kept_and_shown(tmp_path / method, plan, method, capfdbinary) for method in ("spawn", "warm")
+        kept_and_shown(tmp_path / method, plan, method, capfdbinary)
+        for method in ("spawn", "forkserver")
     ]
     assert found[0] == found[1]
     assert b"out 1" in b"".join([*found[0][0].values(), *found[0][1]])
@@ -231,7 +231,7 @@ def test_flags_are_read_as_torchrun_reads_them() -> None:
     flags = "-t 3 --local_ranks_filter 0,2-2 --duplicate-stdout-filters a,,b,c --nproc-per-node 3"
     config, _ = parse([*flags.split(), "--duplicate-stderr-filters", "x", "--no-python", "true"])
     assert config.local_ranks_filter == frozenset({0, 2})
-    assert (config.output.stdout_needles, config.output.stderr_needles) == (("a,b", "c"), ("x",))
+    assert (config.output.stdout_filters, config.output.stderr_filters) == (("a,b", "c"), ("x",))
     assert not config.virtual_local_rank
     assert parse(["--virtual-local-rank", "--no-python", "true"])[0].virtual_local_rank
     assert split_at_commas("") == ()

@@ -14,9 +14,8 @@ from torch.numa import binding
 
 from elasticlib.errors import ConfigError
 from elasticlib.flag_values import NUMA_BINDINGS
-from elasticlib.workers.cpu import count_cores
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.numa import ask_torch, numa_cpu_sets
+from elasticlib.workers.node_resources import ask_torch, count_usable_cpus, numa_cpu_sets
 from elasticlib.workers.spec import Function
 
 NODE_0_CPUS = "/sys/devices/system/node/node0/cpulist"
@@ -118,7 +117,7 @@ def test_a_containers_quota_counts_as_well(
 ) -> None:
     for name, text in files.items():
         write(tmp_path / name, text)
-    assert count_cores(tmp_path) == min(cores, len(os.sched_getaffinity(0)))
+    assert count_usable_cpus(tmp_path) == min(cores, len(os.sched_getaffinity(0)))
 
 
 def test_the_bindings_are_those_of_the_installed_torch() -> None:

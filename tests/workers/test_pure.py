@@ -12,19 +12,23 @@ from hypothesis import strategies as st
 from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.workers.error_file import (
+    make_error_record,
+    message_and_traceback,
+    parse_error_record,
+)
 from elasticlib.workers.exit import WorkerExit
-from elasticlib.workers.hooks import failure_record, read_failure, read_record
 from elasticlib.workers.interface import Notice
-from elasticlib.workers.output import Streams, parse_streams
+from elasticlib.workers.output_plan import Streams, parse_streams
 from elasticlib.workers.spec import (
-    Ladder,
-    Rung,
     Script,
+    StopStage,
+    StopTimeouts,
     WorkerGroup,
     WorkerSpec,
-    deal_ranks,
-    own_device,
-    with_local_rank,
+    assign_worker_ranks,
+    substitute_local_rank,
+    visible_device_for,
     worker_environment,
 )
 
@@ -42,7 +46,7 @@ def members(*slots: int, roles: str = "") -> tuple[Node, ...]:
 def test_ranks_count_all_workers_once_and_each_role_by_itself(nodes: list[tuple[int, str]]) -> None:
     slots, roles = [n for n, _ in nodes], "".join(role for _, role in nodes)
     job = members(*slots, roles=roles)
-    dealt = [deal_ranks(seat) for seat in deal_seats(job)]
+    dealt = [assign_worker_ranks(seat) for seat in deal_seats(job)]
     assert [w.rank for group in dealt for w in group] == list(range(sum(slots)))
     for role in "ab":
         of_role = [w for r, group in zip(roles, dealt, strict=True) for w in group if r == role]
@@ -53,7 +57,7 @@ def test_ranks_count_all_workers_once_and_each_role_by_itself(nodes: list[tuple[
 def group() -> WorkerGroup:
     return WorkerGroup(
         spec=WorkerSpec(Script("train.py"), 2, "trainer"),
-        workers=deal_ranks(deal_seats(members(1, 2, roles="tt"))[1]),
+        workers=assign_worker_ranks(deal_seats(members(1, 2, roles="tt"))[1]),
         run_id="job",
         generation=4,
         group_rank=1,
@@ -163,11 +167,11 @@ def test_with_a_virtual_local_rank_a_worker_sees_its_own_gpu_alone(
 
 def test_a_worker_without_a_gpu_of_its_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="local rank 1 has none: CUDA_VISIBLE_DEVICES=3"):
-        own_device(1, {"CUDA_VISIBLE_DEVICES": "3"})
+        visible_device_for(1, {"CUDA_VISIBLE_DEVICES": "3"})
 
 
 def test_the_local_rank_macro_is_filled_in() -> None:
-    assert with_local_rank(("--gpu=${local_rank}", "x"), 3) == ("--gpu=3", "x")
+    assert substitute_local_rank(("--gpu=${local_rank}", "x"), 3) == ("--gpu=3", "x")
 
 
 def test_a_node_has_at_least_one_worker() -> None:
@@ -176,9 +180,9 @@ def test_a_node_has_at_least_one_worker() -> None:
 
 
 def test_streams_are_read_as_torchrun_reads_them() -> None:
-    assert parse_streams("3", "-r").of(5) is Streams.ALL
+    assert parse_streams("3", "-r").for_rank(5) is Streams.ALL
     some = parse_streams("0:1,2:2", "-r")
-    assert [some.of(rank) for rank in range(3)] == [Streams.OUT, Streams.NONE, Streams.ERR]
+    assert [some.for_rank(rank) for rank in range(3)] == [Streams.OUT, Streams.NONE, Streams.ERR]
 
 
 @pytest.mark.parametrize("text", ["4", "x", "", "0:9", "0:1,", "-1", "0:1:2"])
@@ -203,42 +207,58 @@ def test_an_exit_tells_a_signal_from_a_code_and_gives_the_cause() -> None:
 
 
 def test_an_error_file_has_torchs_shape() -> None:
-    record = failure_record("ValueError", "no", "Traceback ...", 1700000000)
+    record = make_error_record("ValueError", "no", "Traceback ...", 1700000000)
     assert json.loads(record) == {
         "message": {
             "message": "ValueError: no",
             "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "1700000000"},
         }
     }
-    assert read_failure(read_record(record)) == ("ValueError: no", "Traceback ...")
+    assert message_and_traceback(parse_error_record(record)) == ("ValueError: no", "Traceback ...")
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"message": 1}', b'{"x": {}}', b"\xff"])
 def test_a_foreign_error_file_is_no_failure_of_ours(data: bytes) -> None:
-    assert read_failure(read_record(data)) == ("", "")
+    assert message_and_traceback(parse_error_record(data)) == ("", "")
 
 
 @given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 100), st.floats(0, 400))
 def test_the_ladder_only_goes_up_and_says_when(
     notice: float, grace: float, reap: float, elapsed: float
 ) -> None:
-    ladder = Ladder(grace, reap).noticed(notice)
-    here, later = ladder.rung(elapsed), ladder.rung(elapsed + ladder.left(elapsed) + 1e-6)
-    assert here is Rung.GIVE_UP or later > here
+    ladder = StopTimeouts(grace, reap).with_notice(notice)
+    here, later = (
+        ladder.stage_at(elapsed),
+        ladder.stage_at(elapsed + ladder.time_to_next_stage(elapsed) + 1e-6),
+    )
+    assert here is StopStage.GIVE_UP or later > here
 
 
 def test_the_ladder_gives_the_grace_that_was_asked_for() -> None:
-    ladder = Ladder(grace=70.0, reap=10.0)
-    rungs = [ladder.rung(t) for t in (0, 69.9, 70, 79.9, 80)]
-    assert rungs == [Rung.TERM, Rung.TERM, Rung.KILL, Rung.KILL, Rung.GIVE_UP]
+    ladder = StopTimeouts(shutdown_timeout=70.0, kill_timeout=10.0)
+    rungs = [ladder.stage_at(t) for t in (0, 69.9, 70, 79.9, 80)]
+    assert rungs == [
+        StopStage.TERM,
+        StopStage.TERM,
+        StopStage.KILL,
+        StopStage.KILL,
+        StopStage.GIVE_UP,
+    ]
 
 
 def test_a_notice_comes_before_the_grace_and_takes_nothing_from_it() -> None:
-    ladder = Ladder(grace=70.0, reap=10.0).noticed(60.0)
-    rungs = [ladder.rung(t) for t in (0, 59.9, 60, 129.9, 130, 140)]
-    expected = [Rung.NOTICE, Rung.NOTICE, Rung.TERM, Rung.TERM, Rung.KILL, Rung.GIVE_UP]
+    ladder = StopTimeouts(shutdown_timeout=70.0, kill_timeout=10.0).with_notice(60.0)
+    rungs = [ladder.stage_at(t) for t in (0, 59.9, 60, 129.9, 130, 140)]
+    expected = [
+        StopStage.NOTICE,
+        StopStage.NOTICE,
+        StopStage.TERM,
+        StopStage.TERM,
+        StopStage.KILL,
+        StopStage.GIVE_UP,
+    ]
     assert rungs == expected
-    assert [ladder.left(t) for t in (0, 60, 130, 150)] == [60, 70, 10, 0]
+    assert [ladder.time_to_next_stage(t) for t in (0, 60, 130, 150)] == [60, 70, 10, 0]
 
 
 @pytest.mark.parametrize(("reason", "seconds"), [("whim", 1.0), ("drain", -1.0)])

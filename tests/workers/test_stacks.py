@@ -13,22 +13,23 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elasticlib.workers import stacks
-from elasticlib.workers.channel import VARIABLE, Channel
+from elasticlib.workers import stack_dump
+from elasticlib.workers.stack_dump import TRUNCATION_MARK
+from elasticlib.workers.worker_channel import CHANNEL_ENV, WorkerChannel
 
-BEGIN = "from elasticlib.workers import stacks; stacks.begin_in_worker()"
+BEGIN = "from elasticlib.workers import stack_dump; stack_dump.install_dump_handler()"
 SECONDS = 10.0
 
 
 class Worker:
-    """A process that has said that it writes its stacks, and what it goes on to do."""
+    """A process that has said that it writes its stack_dump, and what it goes on to do."""
 
     def __init__(self, code: str) -> None:
-        self.channel = Channel.made()
+        self.channel = WorkerChannel.create()
         program = f"import os, signal\n{BEGIN}\n{textwrap.dedent(code)}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", program],
-            env={**os.environ, VARIABLE: self.channel.path},
+            env={**os.environ, CHANNEL_ENV: self.channel.path},
             stdout=subprocess.PIPE,
             start_new_session=True,
             text=True,
@@ -42,7 +43,7 @@ class Worker:
 
     def dump(self, seconds: float = SECONDS) -> str:
         pid, handle = self.channel.dumps
-        found = stacks.dump({0: (self.process.pid, pid, handle)}, seconds)
+        found = stack_dump.collect_stacks({0: (self.process.pid, pid, handle)}, seconds)
         self.size = 0
         with contextlib.suppress(OSError):  # closed
             self.size = os.stat(f"/proc/{pid}/fd/{handle}").st_size
@@ -106,7 +107,7 @@ def test_worker_in_a_long_call_outside_python_shows_its_main_thread(
 ) -> None:
     code = f"import time\ndef long():\n    print('up', flush=True)\n    {call}\nlong()"
     begun.append(worker := Worker(code).ready())
-    assert worker.answer(lambda text: " in long\n" in text and stacks.CUT not in text)
+    assert worker.answer(lambda text: " in long\n" in text and TRUNCATION_MARK not in text)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +115,10 @@ def test_worker_in_a_long_call_outside_python_shows_its_main_thread(
     [
         ("os.closerange(3, 4096)", r"process \d+ has closed file 200, which elasticlib opened"),
         (
-            "import faulthandler; faulthandler.unregister(stacks.SIGNAL)",
+            "import faulthandler; faulthandler.unregister(stack_dump.DUMP_SIGNAL)",
             r"process \d+ has become another program, or no longer handles signal \d+",
         ),
-        ("signal.signal(stacks.SIGNAL, lambda *_: print('mine'))", "^$"),
+        ("signal.signal(stack_dump.DUMP_SIGNAL, lambda *_: print('mine'))", "^$"),
     ],
 )
 def test_worker_that_cannot_answer_is_told_as_such_and_goes_on(
@@ -132,17 +133,17 @@ def test_worker_that_cannot_answer_is_told_as_such_and_goes_on(
 def test_signal_that_the_program_handles_is_left_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stacks, "_registered", False)
-    before = signal.signal(stacks.SIGNAL, signal.SIG_IGN)
+    monkeypatch.setattr(stack_dump, "_registered", False)
+    before = signal.signal(stack_dump.DUMP_SIGNAL, signal.SIG_IGN)
     try:
-        with contextlib.closing(Channel.made()) as channel:
-            stacks.write_on_demand(channel)
+        with contextlib.closing(WorkerChannel.create()) as channel:
+            stack_dump.register_dump_handler(channel)
             assert channel.dumps == (0, 0)
     finally:
-        signal.signal(stacks.SIGNAL, before)
+        signal.signal(stack_dump.DUMP_SIGNAL, before)
 
 
 def test_answer_that_is_not_whole_in_time_is_said_to_be_cut(begun: list[Worker]) -> None:
     begun.append(worker := Worker("print('up', flush=True)\nsum(range(10**12))").ready())
-    text = worker.answer(bool, seconds=stacks.QUIET_SECONDS / 2)
-    assert text.endswith(stacks.CUT)
+    text = worker.answer(bool, seconds=stack_dump.QUIET_INTERVAL_S / 2)
+    assert text.endswith(stack_dump.TRUNCATION_MARK)

@@ -20,9 +20,9 @@ from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.document import Node
 from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers import fork_server, stacks
+from elasticlib.workers import fork_server, stack_dump
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.output import OutputPlan, parse_streams
+from elasticlib.workers.output_plan import OutputPlan, parse_streams
 from elasticlib.workers.spec import (
     Command,
     Entrypoint,
@@ -31,7 +31,7 @@ from elasticlib.workers.spec import (
     Script,
     WorkerGroup,
     WorkerSpec,
-    deal_ranks,
+    assign_worker_ranks,
 )
 
 PROBE = str(Path(__file__).parent.parent / "programs" / "probe.py")
@@ -69,7 +69,7 @@ class Runner:
         (seat,) = deal_seats((Node("n-1", "n", "127.0.0.1", 1),))
         group = WorkerGroup(
             spec=WorkerSpec(entrypoint),
-            workers=deal_ranks(seat),
+            workers=assign_worker_ranks(seat),
             run_id="job",
             generation=1,
             group_rank=0,
@@ -107,7 +107,7 @@ def cold(folder: Path) -> Iterator[Runner]:
 
 @pytest.fixture(scope="module")
 def warm(folder: Path) -> Iterator[Runner]:
-    runner = Runner(folder / "warm", "warm")
+    runner = Runner(folder / "forkserver", "forkserver")
     # It begins where we are now, whatever becomes of that in a test.
     runner.workers.prepare(WorkerSpec(Script(PROBE)))
     yield runner
@@ -126,9 +126,9 @@ def test_a_probe_finds_no_difference(warm: Runner, cold: Runner) -> None:
     for runner in (cold, warm):
         found = read(runner.run(Script(PROBE, args)))
         # But for the one that its stacks go to when the agent asks, numbered out of the way.
-        found["files"] = [number for number in found["files"] if int(number) < stacks.HIGH]
+        found["files"] = [n for n in found["files"] if int(n) < stack_dump.MIN_DUMP_FD]
         numbers = sorted(signal.valid_signals())
-        found["signals"][numbers.index(stacks.SIGNAL)] = str(signal.SIG_DFL)
+        found["signals"][numbers.index(stack_dump.DUMP_SIGNAL)] = str(signal.SIG_DFL)
         different = {name: (found[name], expected[name]) for name in expected}
         assert not {name: pair for name, pair in different.items() if pair[0] != pair[1]}
 
@@ -400,7 +400,7 @@ def test_a_preload_that_cannot_be_is_refused(tmp_path: Path, text: str, sentence
     (tmp_path / "mine.py").write_text(text)
     script = tmp_path / "script.py"
     script.touch()
-    runner = Runner(tmp_path / "runs", "warm", ("mine",))
+    runner = Runner(tmp_path / "runs", "forkserver", ("mine",))
     try:
         with pytest.raises(ConfigError, match=sentence):
             runner.start(Script(str(script)))

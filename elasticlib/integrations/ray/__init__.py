@@ -16,7 +16,7 @@ from ...agent.interface import RunResult
 from ...errors import ConfigError, ElasticError, describe
 from ...launch.config import LaunchConfig
 from ...launch.elastic_launch import values_of, with_args
-from ...workers.spec import Entrypoint, Function, entry_name
+from ...workers.spec import Entrypoint, Function, entrypoint_name
 from .driver import run_on
 
 __all__ = ["ENDPOINT", "ray_launch"]
@@ -71,7 +71,7 @@ class ray_launch:
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         entrypoint = with_args(self._entrypoint, args)
-        name = entry_name(entrypoint)
+        name = entrypoint_name(entrypoint)
         if isinstance(entrypoint, Function):
             entrypoint = _sent(entrypoint)
         values = values_of(name, _run(self._config, entrypoint, self._resources))

@@ -1,72 +1,139 @@
-"""The report of a run, as an object: a page to keep, and what a notebook shows of it."""
+"""Report of a run: one self-contained HTML page, also shown by notebooks."""
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
 import os
 import secrets
 from collections.abc import Iterable
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from ...errors import ConfigError
+from ...visible import visible
 from ..history import History
 from ..reading import Name, read_history
-from .page import GENERATOR, fragment, page
+from ..wording import STEPLESS, plural
+from .build import MAX_TEXT, seconds_text, template_values, truncate
 
-HEAD = 512
-"""So many bytes of a report show that it is one."""
+GENERATOR = "elasticlib report"  # distinguishes a report from other pages
+MAX_HEAD_BYTES = 1024  # the name of the generator is in this part of a report
 
 
 @attrs.frozen
 class Report:
-    """What a run did, what it lost and why, on one page: a timeline of its nodes, its steps and
-    speed, each recovery by phase, failures, nodes and settings. A notebook shows it by itself."""
+    """A page that shows what a run did and what it lost: timeline, steps, recoveries, failures.
+
+    The page is one text that loads no other file. A notebook shows the report by itself.
+    """
 
     history: History
 
     def html(self) -> str:
-        """The page: one text that needs no other file, no network and no script."""
-        return page(self.history)
-
-    def save(self, path: Name) -> Path:
-        """Write the page to a file and return the absolute path of the file.
-
-        The page is written to a temporary name first, so that a reader never sees half of it.
+        """Return the page.
 
         Raises:
-            ConfigError: a file is there that is no report; it stays as it is.
-            OSError: it cannot be written.
+            ConfigError: jinja2 is not installed.
         """
-        given, wanted = Path(os.path.abspath(path)), Path(os.path.realpath(path))
+        return _render(self.history, standalone=True)
+
+    def save(self, path: Name) -> Path:
+        """Write the page to a file, which is replaced in one step if it is a report.
+
+        Args:
+            path: the file; a link is followed, and a pipe or terminal is written to.
+
+        Returns:
+            The absolute path of the file.
+
+        Raises:
+            ConfigError: the file exists and is no report, or jinja2 is not installed.
+            OSError: the file cannot be written.
+        """
+        given, target = Path(os.path.abspath(path)), Path(os.path.realpath(path))
         text = self.html().encode()
-        if wanted.exists() and not wanted.is_file():
-            with open(wanted, "wb") as there:  # a pipe or a terminal
-                there.write(text)
-            return given
-        if wanted.is_file() and not _is_report(wanted):
-            raise ConfigError(f"{given} is there, and is no report: it is not overwritten")
-        # Nobody can guess the name, and what is there is not opened, be it a file or a link.
-        aside = wanted.with_name(f".{wanted.name[:200]}.{secrets.token_hex(8)}")
-        try:
-            with open(aside, "xb") as file:
+        if target.exists() and not target.is_file():
+            with open(target, "wb") as file:
                 file.write(text)
-            os.replace(aside, wanted)
+            return given
+        if target.is_file() and not _is_report(target):
+            raise ConfigError(f"{given} exists and is no report: choose another file")
+        # Nobody can guess the name of the temporary file, so nobody can put a link there.
+        temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
+        try:
+            with open(temporary, "xb") as file:
+                file.write(text)
+            os.replace(temporary, target)
         finally:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return given
 
     def _repr_html_(self) -> str:
-        return fragment(self.history)
+        return _render(self.history, standalone=False)
+
+
+def report(run: Name | Iterable[Name] = "") -> Report:
+    """Return the report of a run, which may still be running.
+
+    Args:
+        run: as for `read_history`.
+
+    Raises:
+        NoSuchRun: there is no such run.
+        ConfigError: its events cannot be read.
+    """
+    return Report(read_history(run))
 
 
 def _is_report(path: Path) -> bool:
     with open(path, "rb") as file:
-        head = file.read(HEAD)
+        head = file.read(MAX_HEAD_BYTES)
     return not head or GENERATOR.encode() in head
 
 
-def report(run: Name | Iterable[Name] = "") -> Report:
-    """The report of a run, over or not, from its agents' events; what `run` may be, and what is
-    raised, is `elasticlib.read_history`'s."""
-    return Report(read_history(run))
+def _render(history: History, *, standalone: bool) -> str:
+    values = template_values(history)
+    html: str = _template().render(values, standalone=standalone)
+    return html.strip() + "\n"
+
+
+@functools.cache
+def _template() -> Any:
+    try:
+        import jinja2
+        from markupsafe import Markup
+    except ImportError as error:
+        raise ConfigError("the report needs jinja2: pip install jinja2") from error
+
+    def file_text(name: str) -> str:
+        return resources.files(__package__).joinpath(name).read_text("utf-8")
+
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Reasons and names come from workers; control characters in them are made visible.
+        finalize=lambda value: visible(value) if type(value) is str else value,
+    )
+    environment.filters.update(
+        number=lambda value: f"{value:.2f}".rstrip("0").rstrip("."),
+        seconds=seconds_text,
+        plural=plural,
+        shorten=lambda text: truncate(text, MAX_TEXT),
+    )
+    script = file_text("script.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.globals.update(
+        generator=GENERATOR,
+        style=Markup(file_text("style.css")),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+        no_steps_text=STEPLESS,
+    )
+    return environment.from_string(file_text("template.html"))

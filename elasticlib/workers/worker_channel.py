@@ -30,16 +30,16 @@ from .interface import (
     kept_before,
 )
 
-VARIABLE = "ELASTICLIB_CHANNEL"
+CHANNEL_ENV = "ELASTICLIB_CHANNEL"
 """Names it, in a worker's environment."""
 
-SIZE = 8192
+PAGE_BYTES = 8192
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MAGIC = 0x656C6173 << 32  # "elas"
 VERSION = 2  # of the words below; the first word is MAGIC + VERSION
-STARTING_SECONDS = 10.0
+FIRST_POLL_TIMEOUT_S = 10.0
 """For which a worker that has begun may be about to make its first step."""
-RECENT = 32
+NUM_STEP_DURATIONS = 32
 """So many of the last steps' durations are kept."""
 
 # The worker's words. A call of should_stop is entered, and then either passed (answered with no)
@@ -68,10 +68,10 @@ _OF_ONE_PLACE = (
 )
 _PLACE = 4096
 """The byte at which the last place stands: its length in 8 bytes, and its JSON."""
-LONGEST_PLACE = SIZE - _PLACE - 8
+MAX_ASSIGNMENT_BYTES = PAGE_BYTES - _PLACE - 8
 
 
-class Channel:
+class WorkerChannel:
     """Either end of it: the worker's, by the path that it was told, or its agent's, by `made`.
 
     Raises:
@@ -93,9 +93,11 @@ class Channel:
                     f"of the channel, the agent's has version {version}: install the same version "
                     "of elasticlib for the agent and its workers"
                 )
-            if os.fstat(handle).st_size != SIZE:
-                raise OSError(f"{path} is not a worker's channel: it does not have {SIZE} bytes")
-            self._memory = mmap.mmap(handle, SIZE)
+            if os.fstat(handle).st_size != PAGE_BYTES:
+                raise OSError(
+                    f"{path} is not a worker's channel: it does not have {PAGE_BYTES} bytes"
+                )
+            self._memory = mmap.mmap(handle, PAGE_BYTES)
         finally:
             os.close(handle)
         self._view = memoryview(self._memory)
@@ -103,7 +105,7 @@ class Channel:
         self._seconds = self._view.cast("d")
 
     @classmethod
-    def made(cls) -> Channel:
+    def create(cls) -> WorkerChannel:
         """A new one, which has no name in any folder and goes with this process and the worker.
 
         Sealed: a worker that cut it short would end its agent at the next look. Raises OSError.
@@ -111,7 +113,7 @@ class Channel:
         handle = os.memfd_create("elasticlib-channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Now, and not at the first write, which full memory would answer with SIGBUS.
-            os.posix_fallocate(handle, 0, SIZE)
+            os.posix_fallocate(handle, 0, PAGE_BYTES)
             fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _FIXED)
             os.pwrite(handle, (MAGIC + VERSION).to_bytes(8, sys.byteorder), 8 * _MAGIC)
             # As this /proc counts processes, whichever namespace it is of.
@@ -175,11 +177,11 @@ class Channel:
         """On this machine's monotonic clock."""
         return self._seconds[_DEADLINE]
 
-    def tell_starting(self, now: float) -> None:
+    def report_starting(self, now: float) -> None:
         """The first step is about to be made, and the first call after it."""
         self._seconds[_STARTED_AT] = now
 
-    def tell_step(
+    def report_step(
         self, step: int, now: float, loss: float | None = None, samples: float | None = None
     ) -> None:
         """Count a step, unless it is the last one again; its loss and samples are added then."""
@@ -196,7 +198,7 @@ class Channel:
         words, seconds = self._words, self._seconds
         count = words[_STEPS]
         if count:
-            seconds[_DURATIONS + count % RECENT] = now - seconds[_STEPPED_AT]
+            seconds[_DURATIONS + count % NUM_STEP_DURATIONS] = now - seconds[_STEPPED_AT]
         else:
             words[_FIRST_STEP] = step
             seconds[_FIRST_AT] = now
@@ -215,40 +217,40 @@ class Channel:
             POINT.pack_into(self._memory, at, loss, now - seconds[_FIRST_AT], steps)
         words[_COUNT] = count + 1
 
-    def tell_saved(self, step: int, now: float = 0.0) -> None:
+    def report_saved(self, step: int, now: float = 0.0) -> None:
         self._words[_SAVED] = step
         self._seconds[_ALIVE_AT] = now
         self._words[_SAVES] += 1
 
-    def tell_snapshot(self, step: int, now: float = 0.0) -> None:
+    def report_snapshot(self, step: int, now: float = 0.0) -> None:
         self._words[_SNAPSHOT] = step
         self._seconds[_ALIVE_AT] = now
         self._words[_SNAPSHOTS] += 1
 
-    def tell_restored(self, state: TakenUp) -> None:
+    def report_restored(self, state: TakenUp) -> None:
         words, seconds = self._words, self._seconds
         words[_RESTORED_STEP], words[_SOURCE] = state.step, SOURCES.index(state.source)
         seconds[_RESTORE_BEGAN], seconds[_RESTORE_ENDED] = state.began, state.ended
         seconds[_ALIVE_AT] = state.ended
         words[_RESTORES] += 1
 
-    def tell_dumps(self, pid: int, file: int) -> None:
+    def set_stack_dumper(self, pid: int, file: int) -> None:
         """From now on this process of the worker's writes its stacks when it gets the signal, to
         the file that it has open under this number."""
         self._words[_DUMPS_TO] = file
         self._words[_DUMPS] = pid
 
-    def tell_can_keep(self, can: bool = True) -> None:
+    def set_can_regroup(self, can: bool = True) -> None:
         """From now on the worker may be given a place in another group, once it is out of its
         own; or may not."""
         self._words[_CAN_KEEP] = can
 
-    def tell_out(self, taken: int) -> None:
+    def report_left_group(self, taken: int) -> None:
         """The worker does nothing in the group of its place number `taken` any more (0: it has
         never been in one), and waits for the next."""
         self._words[_OUT] = taken + 1
 
-    def tell_broken(self, taken: int) -> None:
+    def report_group_failure(self, taken: int) -> None:
         """In the group of that place something has failed, as it does when a member is lost."""
         self._words[_BROKEN] = taken
 
@@ -257,7 +259,7 @@ class Channel:
         """The number of the last place whose group is over, so that it is to be left; 0 before."""
         return self._words[_LEAVE]
 
-    def take_place(self, after: int) -> tuple[int, dict[str, str]] | None:
+    def accept_assignment(self, after: int) -> tuple[int, dict[str, str]] | None:
         """The last place that the agent has given, if it is a later one: its number from 1, and
         what it says in variables. The worker's calls, and what it tells, are counted anew in it."""
         number = self._words[_PLACES]
@@ -295,16 +297,18 @@ class Channel:
         words = self._words
         return bool(words[_CAN_KEEP]) and 1 < words[_PLACES] > words[_TAKEN]
 
-    def tell_leave(self) -> None:
+    def request_leave(self) -> None:
         """The group of the place that the worker has is over, whatever it is doing there."""
         self._words[_LEAVE] = self._words[_PLACES]
 
-    def give_place(self, variables: Mapping[str, str]) -> None:
+    def publish_assignment(self, variables: Mapping[str, str]) -> None:
         """To a worker that is out, or has not asked yet: its place in the next group, as variables
         of its environment. Raises ValueError if they are too long."""
         text = json.dumps(dict(variables)).encode()
-        if len(text) > LONGEST_PLACE:
-            raise ValueError(f"a place takes {len(text)} bytes, {LONGEST_PLACE} are the most")
+        if len(text) > MAX_ASSIGNMENT_BYTES:
+            raise ValueError(
+                f"a place takes {len(text)} bytes, {MAX_ASSIGNMENT_BYTES} are the most"
+            )
         self._words[_ASKED] = self._words[_STOP_AT] = 0
         self._view[_PLACE : _PLACE + 8] = len(text).to_bytes(8, sys.byteorder)
         self._view[_PLACE + 8 : _PLACE + 8 + len(text)] = text
@@ -315,12 +319,12 @@ class Channel:
         """Whether the worker has ever asked whether it should stop."""
         return self._words[_ENTERED] > 0
 
-    def listens_soon(self, now: float) -> bool:
+    def will_poll_should_stop(self, now: float) -> bool:
         """Whether it is about to ask for the first time: it called `starting` lately, and has
         neither reported a step nor saved since, as a worker that never asks would."""
         words = self._words
         done = words[_STEPS] or words[_SAVES]
-        return not done and 0 < self._seconds[_STARTED_AT] > now - STARTING_SECONDS
+        return not done and 0 < self._seconds[_STARTED_AT] > now - FIRST_POLL_TIMEOUT_S
 
     def assign(self, pid: int) -> None:
         """The worker is this process, whichever of those that it starts may ask before it does."""
@@ -332,7 +336,7 @@ class Channel:
         return self._words[_DUMPS], self._words[_DUMPS_TO]
 
     def ask(self, reason: int, deadline: float) -> None:
-        """Have the next call wait for `tell_stop`."""
+        """Have the next call wait for `set_stop_call`."""
         self._words[_REASON] = reason
         self._seconds[_DEADLINE] = deadline
         self._words[_ASKED] = 1
@@ -347,7 +351,7 @@ class Channel:
             return entered + 1
         return entered if words[_HELD] == entered else None
 
-    def tell_stop(self, call: int, reason: int, deadline: float) -> None:
+    def set_stop_call(self, call: int, reason: int, deadline: float) -> None:
         """All ranks stop at this call."""
         self._words[_REASON] = reason
         self._seconds[_DEADLINE] = deadline
@@ -361,8 +365,8 @@ class Channel:
             return Heartbeat(alive=alive, dumps=dumps, attached=bool(words[_OWNER]))
         steps = words[_STEPS]
         known = (
-            range(_DURATIONS, _DURATIONS + RECENT)
-            if steps > RECENT
+            range(_DURATIONS, _DURATIONS + NUM_STEP_DURATIONS)
+            if steps > NUM_STEP_DURATIONS
             else range(_DURATIONS + 1, _DURATIONS + max(steps, 1))
         )
         return Heartbeat(
@@ -408,25 +412,25 @@ class Channel:
         )
 
 
-class Channels:
+class WorkerChannels:
     """The agent's ends of the channels of one group at a time; for several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._open: dict[int, Channel] = {}
+        self._open: dict[int, WorkerChannel] = {}
         self._newcomers: set[int] = set()
         self._last: dict[int, Heartbeat] = {}
         self._deadline = 0.0
         self._listened = False
 
-    def give_place(self, local_rank: int, variables: Mapping[str, str]) -> None:
+    def publish_assignment(self, local_rank: int, variables: Mapping[str, str]) -> None:
         """The worker is one of the group, in this place. Raises OSError."""
         with self._lock:
             channel = self._open[local_rank]
             self._newcomers.discard(local_rank)
             self._listened = self._listened or channel.listens
             try:
-                channel.give_place(variables)
+                channel.publish_assignment(variables)
             except ValueError as error:
                 raise OSError(str(error)) from error
 
@@ -439,7 +443,7 @@ class Channels:
         """The group is over."""
         with self._lock:
             for channel in self._members():
-                channel.tell_leave()
+                channel.request_leave()
 
     def broken(self) -> bool:
         """Whether something has failed in the group of one of them."""
@@ -460,7 +464,7 @@ class Channels:
         newcomer: it is in no group before it is given a place.
         """
         with self._lock:
-            self._open[local_rank] = channel = Channel.made()
+            self._open[local_rank] = channel = WorkerChannel.create()
             if newcomer:
                 self._newcomers.add(local_rank)
             return channel.path
@@ -499,7 +503,9 @@ class Channels:
         """
         with self._lock:
             now, channels = monotonic(), self._members()
-            if not self._listened and not any(c.listens or c.listens_soon(now) for c in channels):
+            if not self._listened and not any(
+                c.listens or c.will_poll_should_stop(now) for c in channels
+            ):
                 return False
             self._deadline = now + notice.seconds
             for channel in channels:
@@ -518,7 +524,7 @@ class Channels:
         with self._lock:
             deadline = min(self._deadline, monotonic() + notice.seconds)
             for channel in self._members():
-                channel.tell_stop(call, REASONS.index(notice.reason), deadline)
+                channel.set_stop_call(call, REASONS.index(notice.reason), deadline)
 
     def beats(self) -> dict[int, Heartbeat]:
         """The heartbeat of each worker, by local rank."""
@@ -537,5 +543,5 @@ class Channels:
             found = {local: channel.dumps for local, channel in self._open.items()}
         return {local: dumps for local, dumps in found.items() if dumps[0]}
 
-    def _members(self) -> list[Channel]:
+    def _members(self) -> list[WorkerChannel]:
         return [page for local, page in self._open.items() if local not in self._newcomers]

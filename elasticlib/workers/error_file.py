@@ -35,26 +35,26 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _OURS = (_HERE + os.sep, os.path.join(os.path.dirname(_HERE), "compat", ""))
 
 
-def install(error_file: str) -> None:
+def install_exception_hooks(error_file: str) -> None:
     """Call it once, just before the user's code runs; an empty name records nothing."""
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
         # There may be no stderr to write to. One that the user has enabled is the user's.
         if not faulthandler.is_enabled():
             faulthandler.enable()
     if error_file:
-        Recorder(error_file).hook()
+        ErrorFileWriter(error_file).hook()
 
 
-def write_failure(error_file: str, error: BaseException, trace: str, thread: str = "") -> bytes:
+def write_error_file(error_file: str, error: BaseException, trace: str, thread: str = "") -> bytes:
     """Leave an error.json; returns what it holds. A disk that is full loses the record only."""
     kind, now = type(error).__name__, int(wall())
-    record = failure_record(kind, _text(error), trace, now, thread=thread)
+    record = make_error_record(kind, _text(error), trace, now, thread=thread)
     with contextlib.suppress(OSError):
-        replace(error_file, record)
+        replace_file(error_file, record)
     return record
 
 
-def replace(path: str, record: bytes) -> None:
+def replace_file(path: str, record: bytes) -> None:
     """Raises OSError; what stood there then still does."""
     aside = f"{path}.part"
     with open(aside, "wb") as file:
@@ -62,18 +62,18 @@ def replace(path: str, record: bytes) -> None:
     os.replace(aside, path)
 
 
-def record(error: BaseException) -> None:
+def record_exception(error: BaseException) -> None:
     """Write down an exception that is about to end this process, exit("text") included.
 
     For the code that runs the user's: neither an exit nor what a script's own excepthook keeps to
     itself reaches the hooks.
     """
-    recorder = Recorder.installed
+    recorder = ErrorFileWriter.installed
     if recorder is not None:
         recorder.main_thread(error)
 
 
-def without_ours(trace: TracebackType | None) -> TracebackType | None:
+def strip_internal_frames(trace: TracebackType | None) -> TracebackType | None:
     """A traceback that begins where the user's code does, as Python's own would."""
     rest = trace
     while trace is not None:
@@ -86,10 +86,10 @@ def without_ours(trace: TracebackType | None) -> TracebackType | None:
     return rest
 
 
-class Recorder:
+class ErrorFileWriter:
     """Writes the error.json of this process, and of none that it forks."""
 
-    installed: Recorder | None = None
+    installed: ErrorFileWriter | None = None
 
     def __init__(self, error_file: str) -> None:
         self._file = error_file
@@ -102,7 +102,7 @@ class Recorder:
         self._thread_hook = threading.excepthook
 
     def hook(self) -> None:
-        Recorder.installed = self
+        ErrorFileWriter.installed = self
         self._excepthook, sys.excepthook = sys.excepthook, self._hear
         self._thread_hook, threading.excepthook = threading.excepthook, self._hear_thread
         atexit.register(self._look_back)
@@ -116,7 +116,7 @@ class Recorder:
             return
         self._recorded = error
         self._note_exit(0)
-        self._write(error, formatted(error) + self._threads)
+        self._write(error, format_exception(error) + self._threads)
 
     def _leave(self, error: BaseException) -> None:
         code = getattr(error, "code", None)
@@ -128,13 +128,13 @@ class Recorder:
             return
         self._failed_at = self._failed_at or wall()
         with contextlib.suppress(OSError):
-            replace(self._file + EXIT, f"{code} {self._failed_at:.6f}".encode())
+            replace_file(self._file + EXIT, f"{code} {self._failed_at:.6f}".encode())
 
     def _hear(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         # Python shows what the exception holds, rather than what the hook is given.
-        shown = without_ours(trace)
+        shown = strip_internal_frames(trace)
         self.main_thread(error.with_traceback(shown))
         self._excepthook(kind, error, shown)
 
@@ -143,7 +143,7 @@ class Recorder:
         if error is not None and not isinstance(error, SystemExit) and self._recorded is None:
             name = "?" if thread is None else thread.name
             # It ends its thread alone, and is read only if the process then fails.
-            self._threads += f"\nEarlier, in thread {name!r}:\n{formatted(error)}"
+            self._threads += f"\nEarlier, in thread {name!r}:\n{format_exception(error)}"
             self._write(error, self._threads.lstrip(), name)
         self._thread_hook(args)
 
@@ -163,7 +163,7 @@ class Recorder:
             stands = self._written
         # Of somebody else's making: torch's record, or ours, which saw it closer to its cause.
         if stands == self._written:
-            self._written = write_failure(self._file, error, trace, thread)
+            self._written = write_error_file(self._file, error, trace, thread)
 
 
 def _is_silent(error: BaseException) -> bool:
@@ -171,8 +171,8 @@ def _is_silent(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int))
 
 
-def formatted(error: BaseException) -> str:
-    trace = without_ours(error.__traceback__)
+def format_exception(error: BaseException) -> str:
+    trace = strip_internal_frames(error.__traceback__)
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
@@ -196,29 +196,31 @@ def _raised_in(error: BaseException) -> str:
 
 # -- error.json: torch's shape, and its bounds -----------------------------------------------------
 
-NO_RECORD = {"message": "<NONE>"}
+EMPTY_ERROR_RECORD = {"message": "<NONE>"}
 """torch's word for the content of an error.json that there is not."""
-LONGEST_RECORD = 1 << 20
+MAX_ERROR_FILE_BYTES = 1 << 20
 """Bytes of an error.json that are looked at: it may be anything that the user's code writes."""
-LONGEST = 1 << 16
+MAX_TEXT_CHARS = 1 << 16
 """Characters of a traceback, or of a message, that are kept."""
 
 
-def failure_record(
+def make_error_record(
     kind: str, text: str, traceback: str, timestamp: int, *, thread: str = ""
 ) -> bytes:
     """The file's content; timestamp in whole seconds since 1970.
 
     thread: the name of the one that alone has ended so, and not yet the process.
     """
-    extra = {"py_callstack": shorten(traceback, LONGEST), "timestamp": str(timestamp)}
+    extra = {"py_callstack": shorten(traceback, MAX_TEXT_CHARS), "timestamp": str(timestamp)}
     if thread:
         extra["thread"] = thread
-    record = {"message": {"message": shorten(f"{kind}: {text}", LONGEST), "extraInfo": extra}}
+    record = {
+        "message": {"message": shorten(f"{kind}: {text}", MAX_TEXT_CHARS), "extraInfo": extra}
+    }
     return json.dumps(record).encode()
 
 
-def read_record(data: bytes) -> dict[str, Any]:
+def parse_error_record(data: bytes) -> dict[str, Any]:
     """All that an error.json holds; nothing where it is none."""
     try:
         record = read_object(data)
@@ -227,8 +229,8 @@ def read_record(data: bytes) -> dict[str, Any]:
     return record if "message" in record else {}
 
 
-def read_failure(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Message and traceback of what `read_record` found; empty where it has none."""
+def message_and_traceback(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Message and traceback of what `parse_error_record` found; empty where it has none."""
     message = record.get("message")
     if isinstance(message, str):
         return message, ""
@@ -254,7 +256,7 @@ LONGEST_NOTE = 64
 
 
 @attrs.frozen
-class FinalMessage:
+class FailureReport:
     """What a worker said of its failure. record: its error.json, empty without one. at: when it
     failed, as the worker wrote it by this machine's clock; infinity if it wrote no time. code: by
     which it is about to exit, 0 where it has not said. wrote: whether there is an error.json,
@@ -273,21 +275,21 @@ class FinalMessage:
     @property
     def texts(self) -> tuple[str, str]:
         """Message and traceback."""
-        return read_failure(self.record)
+        return message_and_traceback(self.record)
 
 
-def final_message(error_file: Path) -> FinalMessage:
+def read_failure_report(error_file: Path) -> FailureReport:
     """Of the worker with this error file."""
-    data = _read(error_file, LONGEST_RECORD)
-    record = read_record(data)
+    data = _read(error_file, MAX_ERROR_FILE_BYTES)
+    record = parse_error_record(data)
     try:
         code, at = _read(_exit_file(error_file), LONGEST_NOTE).decode("ascii").split()
-        return FinalMessage(record, float(at), int(code), bool(data))
+        return FailureReport(record, float(at), int(code), bool(data))
     except ValueError:
-        return FinalMessage(record, _timestamp(record), 0, bool(data))
+        return FailureReport(record, _timestamp(record), 0, bool(data))
 
 
-def forget_exit(error_file: Path) -> None:
+def remove_exit_file(error_file: Path) -> None:
     """The worker has ended, and how is known by now."""
     with contextlib.suppress(OSError):  # it left none, or something that is none
         _exit_file(error_file).unlink()

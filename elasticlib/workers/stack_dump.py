@@ -20,22 +20,22 @@ from pathlib import Path
 
 from ..clock import monotonic
 from ..foreign import opened
-from .channel import VARIABLE, Channel
+from .worker_channel import CHANNEL_ENV, WorkerChannel
 
-FILE = "stacks.txt"
-SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1 + 2) - 3
+STACK_FILE = "stacks.txt"
+DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1 + 2) - 3
 """Not known to be used by anything else; sent only to processes that handle it."""
-QUIET_SECONDS = 0.1
+QUIET_INTERVAL_S = 0.1
 """faulthandler writes no end mark: an answer is whole once nothing was added for this long."""
-LOOK_SECONDS = 0.005
-LONGEST = 256 * 1024
-HIGH = 200
+POLL_INTERVAL_S = 0.005
+MAX_STACK_BYTES = 256 * 1024
+MIN_DUMP_FD = 200
 """From where on the number of the open file is, so that the program's own begin where they do."""
-CUT = "(cut short)\n"
+TRUNCATION_MARK = "(cut short)\n"
 
-NAME = "elasticlib-stacks"
+MEMFD_NAME = "elasticlib-stacks"
 
-Dumper = tuple[int, int, int]
+StackDumper = tuple[int, int, int]
 """Its session, the process, and the number of its file."""
 
 _asking = threading.Lock()
@@ -46,34 +46,34 @@ _registered = False
 # -- the worker's end -----------------------------------------------------------------------------
 
 
-def begin_in_worker() -> None:
+def install_dump_handler() -> None:
     """In a Python worker that the agent has started, before the user's code runs: from now on the
     agent can have this process's stacks, whether the code ever asks for its context or not."""
-    path = os.environ.get(VARIABLE, "")
+    path = os.environ.get(CHANNEL_ENV, "")
     with contextlib.suppress(OSError):  # of an agent that is gone
         if path:
-            channel = Channel(path)
-            write_on_demand(channel)
+            channel = WorkerChannel(path)
+            register_dump_handler(channel)
             channel.close()
 
 
-def write_on_demand(channel: Channel) -> None:
+def register_dump_handler(channel: WorkerChannel) -> None:
     """From now on this process adds its stacks to a file of its own, in memory, when it gets the
     signal, unless it does so already, or its program handles the signal."""
     global _registered
-    if _registered or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+    if _registered or signal.getsignal(DUMP_SIGNAL) is not signal.SIG_DFL:
         return
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
-        handle = _raised(os.memfd_create(NAME))
+        handle = _raised(os.memfd_create(MEMFD_NAME))
         fcntl.fcntl(handle, fcntl.F_SETFL, os.O_APPEND)
-        faulthandler.register(SIGNAL, file=handle, all_threads=False)
-        channel.tell_dumps(os.getpid(), handle)
+        faulthandler.register(DUMP_SIGNAL, file=handle, all_threads=False)
+        channel.set_stack_dumper(os.getpid(), handle)
         _registered = True
 
 
 def _raised(handle: int) -> int:
     try:
-        high = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, HIGH)
+        high = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, MIN_DUMP_FD)
     except OSError:  # so many files are not allowed here
         return handle
     os.close(handle)
@@ -83,7 +83,7 @@ def _raised(handle: int) -> int:
 # -- the agent's end ------------------------------------------------------------------------------
 
 
-def dump(workers: Mapping[int, Dumper], seconds: float = 1.0) -> dict[int, str]:
+def collect_stacks(workers: Mapping[int, StackDumper], seconds: float = 1.0) -> dict[int, str]:
     """Ask processes for their stacks; return what they wrote, or why they cannot answer.
 
     Calls of several threads run one after another, because each process has one file.
@@ -104,14 +104,14 @@ def dump(workers: Mapping[int, Dumper], seconds: float = 1.0) -> dict[int, str]:
             files.callback(os.close, file)
             asked[local] = _Answer(file)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, SIGNAL)
+                os.kill(pid, DUMP_SIGNAL)
         return {**found, **_answers(asked, seconds)}
 
 
-def keep(folder: Path, text: str) -> None:
+def append_to_stack_file(folder: Path, text: str) -> None:
     """Add it to what people find among the worker's logs; a full disk loses it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    with contextlib.suppress(OSError), opened(folder / FILE, flags) as handle:
+    with contextlib.suppress(OSError), opened(folder / STACK_FILE, flags) as handle:
         os.write(handle, text.encode(errors="replace"))
 
 
@@ -130,19 +130,19 @@ class _Answer:
         size, now = os.fstat(self._file).st_size, monotonic()
         if size != self._size:
             self._size, self._grew_at = size, now
-        return size > 0 and now >= self._grew_at + QUIET_SECONDS
+        return size > 0 and now >= self._grew_at + QUIET_INTERVAL_S
 
     @property
     def text(self) -> str:
         """What there is so far; empty if it has written nothing."""
-        text = os.pread(self._file, LONGEST, 0).decode(errors="replace")
-        return text if not text or self.is_whole else f"{text}\n{CUT}"
+        text = os.pread(self._file, MAX_STACK_BYTES, 0).decode(errors="replace")
+        return text if not text or self.is_whole else f"{text}\n{TRUNCATION_MARK}"
 
 
 def _answers(asked: Mapping[int, _Answer], seconds: float) -> dict[int, str]:
     deadline, pause = monotonic() + seconds, threading.Event()
     while not all(answer.is_whole for answer in asked.values()) and monotonic() < deadline:
-        pause.wait(LOOK_SECONDS)
+        pause.wait(POLL_INTERVAL_S)
     texts = {local: answer.text for local, answer in asked.items()}
     return {local: text for local, text in texts.items() if text}
 
@@ -159,9 +159,9 @@ def _why_not(session: int, pid: int) -> str:
         return f"the process {pid} that would have answered is gone"
     caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "")
     mask = int(caught.partition(":")[2] or "0", 16)
-    if mask >> (SIGNAL - 1) & 1:
+    if mask >> (DUMP_SIGNAL - 1) & 1:
         return ""
-    return f"process {pid} has become another program, or no longer handles signal {SIGNAL}"
+    return f"process {pid} has become another program, or no longer handles signal {DUMP_SIGNAL}"
 
 
 def _file_of(pid: int, handle: int) -> int | None:
@@ -169,7 +169,7 @@ def _file_of(pid: int, handle: int) -> int | None:
     more, and would write into another in its place."""
     path = f"/proc/{pid}/fd/{handle}"
     try:
-        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+        if not os.readlink(path).startswith(f"/memfd:{MEMFD_NAME}"):
             return None
         return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
