@@ -167,7 +167,8 @@ def test_the_hooks_alone_record_whatever_hook_the_script_sets_later(
     tmp_path: Path, later: str
 ) -> None:
     error_file = tmp_path / "error.json"
-    code = f"import sys\nfrom elasticlib.workers import error_file\nerror_file.install_exception_hooks({str(error_file)!r})"
+    install = "from elasticlib.workers.error_file import install_exception_hooks"
+    code = f"import sys\n{install}\ninstall_exception_hooks({str(error_file)!r})"
     command = [sys.executable, "-c", f"{code}\n{later}\nraise ValueError('told')"]
     assert subprocess.run(command, capture_output=True, timeout=100, check=False).returncode == 1
     assert json.loads(error_file.read_text())["message"]["message"] == "ValueError: told"
