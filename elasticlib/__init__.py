@@ -26,13 +26,13 @@ _HOMES = {
     "in_place.step_loop": ("steps",),
     "logical.logical_workers": ("LogicalWorkers",),
     # Launching a job, and reading what it left.
-    "launch.config": ("LaunchConfig", "SupervisionOptions"),
+    "launch.launch_config": ("LaunchConfig", "SupervisionOptions"),
     "launch.elastic_launch": ("elastic_launch", "keep_snapshots"),
     "launch.observed": ("observed",),
     "observe.report": ("report",),
     "observe.reading": ("read_history",),
     # Parts of a launcher of your own.
-    "agent.loop": ("ElasticAgent",),
+    "agent.elastic_agent": ("ElasticAgent",),
     "agent.options": ("AgentOptions",),
     "agent.interface": ("RunResult",),
     "workers.interface": ("Workers",),
@@ -63,8 +63,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = ["__version__", *sorted(_HOME_OF)]
 
 if TYPE_CHECKING:
+    from .agent.elastic_agent import ElasticAgent as ElasticAgent
     from .agent.interface import RunResult as RunResult
-    from .agent.loop import ElasticAgent as ElasticAgent
     from .agent.options import AgentOptions as AgentOptions
     from .checkpoint.manager import CheckpointManager as CheckpointManager
     from .checkpoint.single_file import latest_checkpoint as latest_checkpoint
@@ -79,10 +79,10 @@ if TYPE_CHECKING:
     from .errors import ElasticError as ElasticError
     from .in_place.process_group import init_process_group as init_process_group
     from .in_place.step_loop import steps as steps
-    from .launch.config import LaunchConfig as LaunchConfig
-    from .launch.config import SupervisionOptions as SupervisionOptions
     from .launch.elastic_launch import elastic_launch as elastic_launch
     from .launch.elastic_launch import keep_snapshots as keep_snapshots
+    from .launch.launch_config import LaunchConfig as LaunchConfig
+    from .launch.launch_config import SupervisionOptions as SupervisionOptions
     from .launch.observed import observed as observed
     from .logical.logical_workers import LogicalWorkers as LogicalWorkers
     from .observe.reading import read_history as read_history

@@ -124,9 +124,18 @@ class Training:
         trace = survey(self.folder / "trace")
         assert trace.exactly_once(SAMPLES)
         assert trace.steps == self.steps
+        first_and_last: dict[int, tuple[int, int]] = {}  # step of each generation
         for worker in self.workers():
             steps = [step for step, _, _ in worker.committed]
             assert steps == sorted(set(steps)), worker
+            for step, generation, _ in worker.committed:
+                first, last = first_and_last.get(generation, (step, step))
+                first_and_last[generation] = (min(first, step), max(last, step))
+        newest = 0
+        for generation, (first, last) in sorted(first_and_last.items()):
+            # Only the last step of workers that were killed may be repeated.
+            assert first >= newest, (generation, first, newest, self.job.logs)
+            newest = max(newest, last)
 
     def saved(self) -> int:
         """Return the newest step on the disk."""

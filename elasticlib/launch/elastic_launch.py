@@ -15,8 +15,8 @@ from typing import Any
 
 import attrs
 
-from ..agent.interface import Memory, RunResult
-from ..agent.loop import ElasticAgent
+from ..agent.elastic_agent import ElasticAgent
+from ..agent.interface import RunResult, SnapshotService
 from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.snapshot_service import NodeSnapshotService
 from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables
@@ -35,10 +35,10 @@ from ..workers.spec import (
     entrypoint_name,
 )
 from .addresses import is_literal, is_localhost, is_loopback
-from .config import TCP_BACKENDS, LaunchConfig, check_seconds, naming_fields
 from .endpoints import read_secret
 from .exit_report import summary, write_failure
 from .flags import FLAGS
+from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .observed import Observed, answering, kept_logs, open_journal
 from .own_workers import check_machine, local_workers, spec_of
 from .process import HELD, HeldSignals
@@ -79,8 +79,7 @@ class elastic_launch:
         entrypoint = with_args(self._entrypoint, args)
         if isinstance(entrypoint, Function):
             pickled(entrypoint)
-        with naming_fields():
-            result = run_node(self._config, entrypoint)
+        result = run_node(self._config, entrypoint)
         return values_of(entrypoint_name(entrypoint), result)
 
 
@@ -137,14 +136,14 @@ def run_node(
             meeting.handler,
             runners,
             max_restarts=config.max_restarts,
-            ladder=StopTimeouts(shutdown_timeout=shutdown_seconds(config)),
-            interval=config.monitor_interval,
+            stop_timeouts=StopTimeouts(shutdown_timeout=shutdown_seconds(config)),
+            monitor_interval=config.monitor_interval,
             options=options,
-            memory=memory,
+            snapshot_service=memory,
             journal=journal,
         )
         observed.begin(agent, journal)
-        held.give(agent.heed)
+        held.give(agent.handle_signal)
         began(agent)
         stack.enter_context(answering(meeting, journal, agent))
         result = agent.run()
@@ -156,7 +155,7 @@ def run_node(
 
 def _elsewhere(config: LaunchConfig) -> str:
     """How it is seen from a machine that has no record of it, such as a login node."""
-    if config.max_nodes == 1 or config.alone or config.rdzv_backend not in TCP_BACKENDS:
+    if config.max_nodes == 1 or config.is_single_node or config.rdzv_backend not in TCP_BACKENDS:
         return ""
     host, port = split_endpoint(config.endpoints[0], STORE_PORT)
     if is_localhost(host) or (is_literal(host) and is_loopback(host)):
@@ -192,7 +191,7 @@ def _depart(meeting: Meeting, config: LaunchConfig, result: RunResult) -> None:
             meeting.serve_others(stopped)
 
 
-def _memory(config: LaunchConfig, runners: Workers, secret: bytes | None) -> Memory | None:
+def _memory(config: LaunchConfig, runners: Workers, secret: bytes | None) -> SnapshotService | None:
     """What the agent keeps of its workers' snapshots, where these are processes of its machine."""
     replicas = config.supervision.agent.snapshot_replicas
     if not isinstance(runners, LocalWorkers):
@@ -237,8 +236,8 @@ def shutdown_seconds(config: LaunchConfig) -> float:
     flag = FLAGS["shutdown_timeout"]
     name = str(flag.variable)
     text = os.environ.get(name)
-    seconds = flag.default if text is None else flag.read(text, name)
-    check_seconds(f"{name}={text!r}", seconds)
+    seconds = flag.default if text is None else flag.parse(text, name)
+    check_seconds("shutdown_timeout", seconds)
     return float(seconds)
 
 
@@ -246,5 +245,5 @@ def shutdown_seconds(config: LaunchConfig) -> float:
 def _signals(options: AgentOptions) -> Iterator[Callable[[], bool]]:
     """Whether a signal has asked us to end since."""
     heard: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with SignalObserver(options.signals, heard.put):
+    with SignalObserver(options.stop_signals, heard.put):
         yield lambda: not heard.empty()

@@ -18,7 +18,7 @@ from pathlib import Path
 import attrs
 
 from .._version import versions
-from ..agent.loop import ElasticAgent
+from ..agent.elastic_agent import ElasticAgent
 from ..clock import monotonic
 from ..errors import ConfigError
 from ..observe.event import Event
@@ -36,7 +36,7 @@ from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
-from .config import (
+from .launch_config import (
     HEALTH_VARIABLE,
     OBSERVE_FLAG,
     LaunchConfig,
@@ -122,7 +122,7 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
         plain = isinstance(value, str | int | float | bool)
         if plain and value != field.default and field.name != "run_id":
             found[field.name] = value
-    if config.rdzv_configs and not config.foreign:
+    if config.rdzv_configs and not config.is_plugin_backend:
         # Where the keys are ours to know: secrets among them are files' names.
         pairs = (f"{key}={text}" for key, text in config.rdzv_configs.items())
         found["rdzv_conf"] = ",".join(pairs)
@@ -130,15 +130,23 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
 
 
 class RestoreHint(View):
-    """Says of workers that train anew, although steps were kept, that they restore nothing."""
+    """Warns if workers train from the start although a step was saved.
+
+    Workers that are kept from an earlier generation have a state, and need not restore one.
+    """
 
     def __init__(self) -> None:
-        self._kept = self._restored = -1
+        self._kept = -1  # the newest step that was saved
+        self._restored = -1  # the last generation whose workers have a state
+        self._attempt = 0  # in which the new workers of the generation are started
 
     def hear(self, event: Event) -> None:
         step = int(event.number("step") or 0)
         anew = step <= self._kept and self._restored != event.generation
-        if event.kind == "restored":
+        if event.kind == "generation.began":
+            self._attempt = int(event.number("attempt") or 0)
+        is_kept = event.kind == "worker.began" and event.number("attempt") != self._attempt
+        if event.kind == "restored" or is_kept:
             self._restored = event.generation
         elif event.kind in ("saved", "snapshot"):
             self._kept = max(self._kept, step)
@@ -166,7 +174,7 @@ def observed(
         journal.tell("run.began", host=node.host, pid=os.getpid(), slots=node.slots)
 
         def look() -> Published:
-            return Published.at(monotonic(), journal.status(workers.beats()))
+            return Published.at(monotonic(), journal.status(workers.heartbeats()))
 
         with Publisher(store, run_id, node.id, look) as publisher:
             journal.on_event = publisher.wake
@@ -184,8 +192,8 @@ def answering(meeting: Meeting, journal: NodeJournal, agent: ElasticAgent) -> It
 
     def look() -> Published:
         heard = handler.heard() if isinstance(handler, DynamicRendezvousHandler) else None
-        status = journal.status(agent.workers.beats())
-        return Published.at(monotonic(), status, heard=heard, loop_silent=agent.silent())
+        status = journal.status(agent.workers.heartbeats())
+        return Published.at(monotonic(), status, heard=heard, loop_silent=agent.stalled_s())
 
     poll = POLL_SECONDS if isinstance(store, FileStore) else 0.0
     with (
@@ -211,9 +219,9 @@ def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:
         }
         if not running:
             return Stacks({})
-        texts, beats = agent.workers.dump_stacks_of(running), agent.workers.beats()
+        texts, beats = agent.workers.dump_stacks_of(running), agent.workers.heartbeats()
         silent = [local for local in running if local not in texts]
-        asked = [local for local in silent if local in beats and beats[local].dumps]
+        asked = [local for local in silent if local in beats and beats[local].can_dump_stacks]
         return Stacks(
             {ranked[local]: texts[local] for local in running if local in texts},
             silent=tuple(sorted(ranked[local] for local in asked)),
@@ -236,8 +244,8 @@ class Observed:
     def __init__(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
         self._servers: list[tuple[HttpServer, tuple[str, ...]]] = []
         checked = health_port(environment)
-        if config.observed_at is not None:
-            self._open(OBSERVE_FLAG, config.observed_at, (HEALTH, STATUS, METRICS))
+        if config.observe_address is not None:
+            self._open(OBSERVE_FLAG, config.observe_address, (HEALTH, STATUS, METRICS))
         if checked is not None:
             try:
                 # Only the health page, because probes from other machines need no more.
@@ -277,15 +285,15 @@ def _pages(agent: ElasticAgent, journal: NodeJournal) -> Pages:
     known = versions()
 
     def now() -> tuple[NodeStatus, Health]:
-        status = journal.status(agent.workers.beats())
-        return status, judge(status.state, status.reason, agent.silent())
+        status = journal.status(agent.workers.heartbeats())
+        return status, judge(status.state, status.reason, agent.stalled_s())
 
     def health() -> HttpResponse:
         _, found = now()
         return text_response(200 if found.good else 503, found.sentence)
 
     def status() -> HttpResponse:
-        published = Published.at(monotonic(), now()[0], loop_silent=agent.silent())
+        published = Published.at(monotonic(), now()[0], loop_silent=agent.stalled_s())
         text = json.dumps(document_of_node(published), indent=2)
         return HttpResponse(200, "application/json", text.encode() + b"\n")
 
@@ -296,7 +304,7 @@ def _pages(agent: ElasticAgent, journal: NodeJournal) -> Pages:
             journal.story.sums(),
             journal.story.pace,
             alive=found.good,
-            silent=agent.silent(),
+            silent=agent.stalled_s(),
             events_lost=journal.lost,
             versions=known,
         )

@@ -17,7 +17,7 @@ from ..errors import ConfigError, ElasticError
 from ..workers.local_workers import LocalWorkers
 from ..workers.node_resources import numa_cpu_sets
 from ..workers.spec import Entrypoint, WorkerSpec, check_preload, visible_device_for
-from .config import LaunchConfig
+from .launch_config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -66,7 +66,7 @@ def local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> Local
         run_id=config.run_id,
         python=config.torchrun.python or sys.executable,
         cpu_sets=_processors(config, environment),
-        ignored_signals=config.supervision.agent.kept_from_workers,
+        ignored_signals=config.supervision.agent.agent_only_signals,
         start_method=config.start_method,
         preload=config.preload,
     )

@@ -33,7 +33,7 @@ from .addresses import (
     outward_address,
     resolve,
 )
-from .config import LaunchConfig
+from .launch_config import LaunchConfig
 from .process import allow_descriptors
 
 log = logging.getLogger("elasticlib.launch")
@@ -101,7 +101,7 @@ class TcpMeetingPlace:
             ConfigError: the endpoint cannot be what the flags say.
         """
         config = self._config
-        if config.alone:
+        if config.is_single_node:
             server = self._serve("127.0.0.1", 0)
             return server, self._reach(server.host, server.port)
         endpoints = [split_endpoint(name, STORE_PORT) for name in config.endpoints]
@@ -126,7 +126,7 @@ class TcpMeetingPlace:
             helper(lambda: self._watch_name(store, hosted, host), "endpoint-name").start()
             return None, store
         if self._hosts is False or self._taken or is_literal(host):
-            return None, places[0].reach()
+            return None, places[0].connect()
         # The name may come to mean this machine. (Where it does, and another of its processes
         # serves there, that is for whoever started the two of them to look after.)
         return None, FailoverStore(places, failover_timeout=patience)
@@ -155,7 +155,7 @@ class TcpMeetingPlace:
                 said = ""
                 continue
             there = f"{endpoint} has come to mean another machine ({', '.join(addresses)})"
-            if store.follow():
+            if store.yield_to_other_server():
                 log.warning("%s: this node, which was alone, goes to the store there", there)
             elif there != said:
                 log.warning(
@@ -189,7 +189,7 @@ class TcpMeetingPlace:
             host,
             port,
             job=self._config.run_id,
-            timeout=self._config.answer_seconds,
+            timeout=self._config.store_timeout_s,
             connect_timeout=CONNECT_SECONDS,
             secret=self._secret,
         )

@@ -1,4 +1,4 @@
-"""The thread in which an agent waits for pipes, timers and its supervisor process.
+"""The thread in which an agent waits for timers and its supervisor process.
 
 Callbacks must not block, because the agent notices the exit of a worker only through this loop.
 """
@@ -34,11 +34,9 @@ class EventLoop:
         self._soon: deque[Callback] = deque()
         self._timers: list[tuple[float, int, Callback]] = []  # a heap
         self._numbers = itertools.count()  # orders timers of the same time
-        self._paused: set[int] = set()  # descriptors that will be read again
         self._selector: selectors.BaseSelector | None = None  # None while there is no thread
         self._wakeup = (-1, -1)  # a pipe
         self._is_closing = False
-        self._on_closed: Callback = lambda: None
         self._on_failure: list[Callback] = []
 
     def start(self) -> None:
@@ -60,10 +58,9 @@ class EventLoop:
                 self._release()
                 raise
 
-    def close(self, on_closed: Callback) -> None:
-        """End the thread once no reader is left; `on_closed` is its last call."""
+    def close(self) -> None:
+        """End the thread once no reader is left."""
         with self._lock:
-            self._on_closed = on_closed
             self._is_closing = True
         self.call_soon_threadsafe(lambda: None)
 
@@ -84,18 +81,10 @@ class EventLoop:
         self.call_soon_threadsafe(lambda: heapq.heappush(self._timers, timer))
 
     def add_reader(self, descriptor: int, callback: Callback) -> None:
-        """Call back whenever a descriptor is readable, until it is paused or removed."""
-
-        def add() -> None:
-            self._paused.discard(descriptor)
-            self._selected.register(descriptor, selectors.EVENT_READ, callback)
-
-        self.call_soon_threadsafe(add)
-
-    def pause_reading(self, descriptor: int) -> None:
-        """Stop reading a descriptor until `add_reader` is called again, which has to follow."""
-        self._paused.add(descriptor)
-        self.call_soon_threadsafe(lambda: self._selected.unregister(descriptor))
+        """Call back whenever a descriptor is readable, until it is removed."""
+        self.call_soon_threadsafe(
+            lambda: self._selected.register(descriptor, selectors.EVENT_READ, callback)
+        )
 
     def remove_reader(self, descriptor: int, then: Callback = lambda: None) -> None:
         """Stop reading a descriptor, and call `then`, which may close it."""
@@ -107,17 +96,17 @@ class EventLoop:
     def _selected(self) -> selectors.BaseSelector:
         return present(self._selector, "the selector of a loop that was started")
 
-    def _run(self) -> object:
+    def _run(self) -> None:
         selector = self._selected
         while True:
             while self._soon:
                 self._call(self._soon.popleft())
             while self._timers and self._timers[0][0] <= monotonic():
                 self._call(heapq.heappop(self._timers)[2])
-            if self._is_closing and len(selector.get_map()) == 1 and not self._paused:
+            if self._is_closing and len(selector.get_map()) == 1:
                 with self._lock:
                     self._release()
-                return self._on_closed()
+                return
             left = self._timers[0][0] - monotonic() if self._timers else MAX_WAIT_S
             for key, _ in selector.select(max(0.0, min(left, MAX_WAIT_S))):
                 self._call(key.data)

@@ -24,10 +24,10 @@ from . import stack_dump
 from .cleanup import signal_group
 from .error_file import FailureReport, read_failure_report, remove_exit_file
 from .event_loop import EventLoop
-from .exit import UNKNOWN, WorkerExit
-from .interface import Heartbeat, Notice, Workers
+from .exits import UNKNOWN_RETURNCODE, WorkerExit
+from .interface import Heartbeat, StopNotice, Workers
 from .node_resources import CpuSet, count_usable_cpus, oom_kill_count_rose, read_oom_kill_count
-from .output import WorkerOutput, Writers
+from .output import OutputThread, WorkerOutput
 from .output_plan import OutputPlan
 from .process_launcher import ProcessLauncher
 from .run_dirs import RunDir, SnapshotDir
@@ -55,9 +55,6 @@ KILL_TIMEOUT_S = 5.0  # limit for the exits of workers after SIGKILL
 # Limit for killing what exited workers have left, before others are started. The supervisor needs
 # up to 2 s for workers that exited together, and as long for those that exited before.
 CLEAN_TIMEOUT_S = 10.0
-DRAIN_SECONDS = 5.0
-PATIENCE, LEAST_PATIENCE = 0.5, 0.02
-"""Seconds for the output of all workers of one start to be shown, and of each of them."""
 RESULT = "result.pickle"
 
 
@@ -132,7 +129,7 @@ class LocalWorkers(Workers):
         self._environment = dict(environment)
         self._output = output or OutputPlan()
         self._loop = EventLoop()
-        self._writers = Writers()
+        self._output_thread = OutputThread()
         self._supervisor = SupervisorClient(self._loop)
         kept = log_dir is not None or self._output.any
         self._run_dir = RunDir(self._supervisor, log_dir, run_id, kept=kept)
@@ -152,8 +149,6 @@ class LocalWorkers(Workers):
         self._sent: set[tuple[int, int]] = set()
         """The signals that stopped workers were sent: a local rank, a number."""
         self._kills: int | None = None
-        self._late: list[WorkerOutput] = []
-        self._patience = PATIENCE
 
     @property
     def run_dir(self) -> Path:
@@ -176,15 +171,15 @@ class LocalWorkers(Workers):
         self._loop.start()
         self._launcher.prepare(spec, self._environment, count_usable_cpus())
 
-    def await_prepared(self) -> None:
+    def wait_until_prepared(self) -> None:
         self._launcher.wait_prepared()
 
-    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
         try:
             self.prepare(group.spec)
         except OSError as error:
             raise WorkerStartError(f"cannot begin to start workers: {error}") from error
-        self.await_prepared()
+        self.wait_until_prepared()
         if not self._supervisor.wait_until_clean(CLEAN_TIMEOUT_S):
             log.error("processes that exited workers have started survived SIGKILL")
         everyone = (*group.workers, *group.standby_workers)
@@ -192,7 +187,6 @@ class LocalWorkers(Workers):
         self._processes = {n: one for n, one in self._processes.items() if n in stay}
         self._stopped = False
         self._sent.clear()
-        self._patience = PATIENCE
         self._channels.begin()
         self._kills = read_oom_kill_count()
         try:
@@ -208,7 +202,7 @@ class LocalWorkers(Workers):
             raise WorkerStartError(f"cannot prepare the start of the workers: {error}") from error
         for worker in new:
             try:
-                self._spawn(group, worker, folders[worker.local_rank], ended)
+                self._spawn(group, worker, folders[worker.local_rank], on_exit)
             except OSError as error:
                 raise WorkerStartError(
                     f"cannot start the worker of rank {worker.rank}: {error}"
@@ -237,13 +231,13 @@ class LocalWorkers(Workers):
         return environment
 
     def _spawn(
-        self, group: WorkerGroup, worker: Worker, folder: Path, ended: Callable[[int], None]
+        self, group: WorkerGroup, worker: Worker, folder: Path, on_exit: Callable[[int], None]
     ) -> None:
         local = worker.local_rank
         newcomer = worker in group.standby_workers
         channel = self._channels.open(local, newcomer=newcomer)
         try:
-            self._start_process(group, worker, folder, channel, ended)
+            self._start_process(group, worker, folder, channel, on_exit)
         except BaseException:
             if local not in self._processes:
                 self._channels.close(local)
@@ -255,16 +249,16 @@ class LocalWorkers(Workers):
         worker: Worker,
         folder: Path,
         channel: str,
-        ended: Callable[[int], None],
+        on_exit: Callable[[int], None],
     ) -> None:
         local = worker.local_rank
-        places = self._output.files_of(local, str(folder))
-        environment = self._environment_of(group, worker, places.error_file)
+        files = self._output.files_of(local, str(folder))
+        environment = self._environment_of(group, worker, files.error_file)
         environment[CHANNEL_ENV] = channel
         if worker not in group.standby_workers:
             self._give_place(local, environment)
         what = program(group.spec.entrypoint, local, folder)
-        output = WorkerOutput(self._output, worker, group.spec.role, places, self._writers)
+        output = WorkerOutput(self._output, worker, group.spec.role, files, self._output_thread)
         try:
             started = self._launcher.start(what, environment, output.targets, local)
         except BaseException:
@@ -272,16 +266,16 @@ class LocalWorkers(Workers):
             raise
         if what[0] != "command":
             self._channels.assign(local, started.pid)
-        process = _Process(worker, started, output, folder, Path(places.error_file))
+        process = _Process(worker, started, output, folder, Path(files.error_file))
         if not isinstance(group.spec.entrypoint, Function):
             process.result = (None, "")
         self._processes[local] = process
-        output.attach(self._loop)
-        self._supervisor.call_on_exit(started, partial(self._on_exit, process, ended))
+        output.attach()
+        self._supervisor.call_on_exit(started, partial(self._on_exit, process, on_exit))
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def _on_exit(self, process: _Process, ended: Callable[[int], None]) -> None:
+    def _on_exit(self, process: _Process, on_exit: Callable[[int], None]) -> None:
         """Report a worker's exit; called in the event loop's thread.
 
         The result of a function is read in another thread, because its own code runs then.
@@ -291,54 +285,49 @@ class LocalWorkers(Workers):
 
         def read() -> None:
             process.read_result()
-            ended(local)
+            on_exit(local)
 
         if process.result is None:
             try:
-                return helper(read, f"worker-{local}-value", lambda _: ended(local)).start()
+                return helper(read, f"worker-{local}-value", lambda _: on_exit(local)).start()
             except RuntimeError:
                 log.warning("cannot start a thread to read what a worker's function returned")
-        return ended(local)
+        return on_exit(local)
 
-    def collect(self, local_rank: int) -> WorkerExit:
+    def reap(self, local_rank: int) -> WorkerExit:
         process = self._processes.pop(local_rank)
         self._channels.close(local_rank)
         returncode = process.process.returncode
         self._supervisor.release(process.process)
-        self._close_output(process.output)
+        process.output.finish()
         said = read_failure_report(process.error_file)
         remove_exit_file(process.error_file)
         found = WorkerExit(
             local_rank,
             process.worker.rank,
             process.pid,
-            returncode=UNKNOWN if returncode is None else returncode,
-            code_known=returncode is not None,
-            stopped=self._stopped,
-            signalled=returncode is not None and (local_rank, -returncode) in self._sent,
+            returncode=UNKNOWN_RETURNCODE if returncode is None else returncode,
+            is_returncode_known=returncode is not None,
+            stop_was_requested=self._stopped,
+            signal_sent_by_agent=returncode is not None and (local_rank, -returncode) in self._sent,
         )
         if returncode == 0:
             value, unreadable = process.read_result()
-            return attrs.evolve(found, value=value, unreadable=unreadable)
+            return attrs.evolve(found, value=value, value_error=unreadable)
         return self._explained(found, process, said)
-
-    def _close_output(self, output: WorkerOutput) -> None:
-        began = monotonic()
-        if not output.close(self._patience):
-            self._late.append(output)
-            # A console that stands still does so for the next worker, too.
-            self._patience = max(LEAST_PATIENCE, self._patience - (monotonic() - began))
 
     def _explained(self, found: WorkerExit, process: _Process, said: FailureReport) -> WorkerExit:
         """With all that is known of why it failed."""
         at = min(said.at, process.ended_at)
         return attrs.evolve(
             self._with_message(found, process, said),
-            tail=process.output.tail(),
+            stderr_tail=process.output.tail(),
             out_of_memory=oom_kill_count_rose(self._kills, read_oom_kill_count()),
-            at=at,
+            failed_at=at,
             # Peers may have noticed a killed worker, and have written so, before we noticed.
-            after=None if self._stopped or found.by_itself else self._failing(before=at),
+            preceding_failure=None
+            if self._stopped or found.failed_independently
+            else self._failing(before=at),
         )
 
     def _failing(self, before: float) -> WorkerExit | None:
@@ -349,9 +338,11 @@ class LocalWorkers(Workers):
             said = read_failure_report(process.error_file)
             if said.ends_process and said.at < before:
                 who = (local_rank, process.worker.rank, process.pid)
-                exit_ = WorkerExit(*who, returncode=said.code or 1, at=said.at, ending=True)
+                exit_ = WorkerExit(
+                    *who, returncode=said.code or 1, failed_at=said.at, is_still_exiting=True
+                )
                 found.append(self._with_message(exit_, process, said))
-        return min(found, key=lambda exit_: exit_.at, default=None)
+        return min(found, key=lambda exit_: exit_.failed_at, default=None)
 
     def _with_message(
         self, found: WorkerExit, process: _Process, said: FailureReport
@@ -363,7 +354,7 @@ class LocalWorkers(Workers):
             found,
             message=message,
             traceback=traceback,
-            log=str(process.error_file.parent) if stays else "",
+            log_dir=str(process.error_file.parent) if stays else "",
             error_file=str(process.error_file) if stays and said.wrote else "",
             error_data=said.record,
         )
@@ -373,35 +364,35 @@ class LocalWorkers(Workers):
 
     # -- what they are asked and tell ------------------------------------------------------------
 
-    agrees = tell_steps = True
+    supports_coordinated_stop = reports_heartbeats = True
 
-    def keepers(self) -> Collection[int]:
+    def regroupable_ranks(self) -> Collection[int]:
         return self._channels.keepers()
 
-    def leave(self) -> None:
+    def leave_group(self) -> None:
         self._channels.leave()
 
-    def broken(self) -> bool:
+    def has_group_failure(self) -> bool:
         return self._channels.broken()
 
-    def spare(self) -> Mapping[int, bool]:
+    def standby_ranks(self) -> Mapping[int, bool]:
         return self._channels.spare()
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         heard = self._channels.notify(notice)
         self._stopped = self._stopped or heard
         return heard
 
-    def earliest_stop(self) -> int | None:
+    def earliest_stop_call(self) -> int | None:
         return self._channels.earliest_stop()
 
-    def stop_at(self, call: int, notice: Notice) -> None:
+    def stop_at_call(self, call: int, notice: StopNotice) -> None:
         self._channels.stop_at(call, notice)
 
-    def beats(self) -> Mapping[int, Heartbeat]:
+    def heartbeats(self) -> Mapping[int, Heartbeat]:
         return self._channels.beats()
 
-    def last_beats(self) -> Mapping[int, Heartbeat]:
+    def final_heartbeats(self) -> Mapping[int, Heartbeat]:
         return self._channels.last_beats()
 
     def dump_stacks(self) -> Mapping[int, str]:
@@ -418,7 +409,7 @@ class LocalWorkers(Workers):
             {local: (pid, *asked[local]) for local, pid in ours.items()}
         )
 
-    def stop_only(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+    def stop_ranks(self, local_ranks: Collection[int], *, force: bool = False) -> None:
         self._stopped = self._stopped or bool(local_ranks)
         # A worker that stands still (SIGSTOP, a debugger) would not hear of SIGTERM alone.
         for number in (signal.SIGKILL,) if force else (signal.SIGTERM, signal.SIGCONT):
@@ -428,31 +419,27 @@ class LocalWorkers(Workers):
                     signal_group(self._processes[local_rank].pid, number)
 
     def terminate(self) -> None:
-        self.stop_only(self._processes)
+        self.stop_ranks(self._processes)
 
     def kill(self) -> None:
-        self.stop_only(self._processes, force=True)
+        self.stop_ranks(self._processes, force=True)
 
-    def end(self) -> None:
+    def kill_and_wait(self) -> None:
         self.kill()
         deadline = monotonic() + KILL_TIMEOUT_S
         for local_rank, process in list(self._processes.items()):
             if process.process.exited.wait(max(0.0, deadline - monotonic())):
-                self.collect(local_rank)
+                self.reap(local_rank)
             else:
                 # The supervisor continues to kill it when the agent has ended.
                 log.error("pid %d survived SIGKILL", process.pid)
                 del self._processes[local_rank]
 
     def close(self) -> None:
-        self.end()
-        deadline = monotonic() + DRAIN_SECONDS
-        for output in self._late:
-            # What a slow console has not taken yet; this process may end after that.
-            output.close(max(0.0, deadline - monotonic()))
-        self._late.clear()
+        self.kill_and_wait()
+        self._output_thread.close()
         self._channels.close_all()
         self.snapshot_dir.remove()
         self._run_dir.remove()
         self._supervisor.close()
-        self._loop.close(self._writers.close)
+        self._loop.close()

@@ -1,15 +1,9 @@
-"""Where a worker's streams go: through to ours, to a file, or line by line to both.
+"""Output of workers: one thread reads all pipes, and writes to files and to the console.
 
-What becomes of them is a plan with torchrun's meanings: a choice of streams is `3` for both of
-every worker, or `0:1,1:2` for some, where 1 is stdout, 2 is stderr, 3 both; a worker's files follow
-from the plan and a folder, as torchrun lays them out.
-
-A pipe is read to its end, whatever becomes of the file or the console, so a worker never dies with
-them; nothing that it wrote before it ended is lost. The loop reads all pipes, and a thread for each
-of our two streams passes on what it read: to write to a console that stands still (a terminal that
-was stopped, a pager, a pipe whose reader waits) takes for ever, and nobody can tell before. So it
-holds up the workers that are shown there, as it would without us, and nothing else. The last lines
-of stderr are kept, for the report of a failure.
+Files get every byte that a worker writes before it exits. The console gets what it reads in time:
+its bytes wait in a bounded buffer, and lines that do not fit are dropped and counted. So a console
+that stands still (a stopped terminal, a pager) holds up neither workers nor files. The last lines
+of each worker's stderr are kept in memory, for the report of a failure.
 """
 
 from __future__ import annotations
@@ -17,78 +11,78 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
-import select
+import selectors
 import socket
+import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import IO, Any
 
-from ..errors import WorkerStartError
+from ..clock import monotonic
+from ..errors import WorkerStartError, present
 from ..threads import helper
-from .output_plan import NAMES, OutputFiles, OutputPlan, Streams
+from .output_plan import OutputFiles, OutputPlan, Streams
 from .spec import Worker
-
-if TYPE_CHECKING:
-    from .event_loop import EventLoop
 
 log = logging.getLogger("elasticlib.workers")
 
-CHUNK = 1 << 16
-MOST_WAITING = 4 * CHUNK
-"""Bytes of one pipe that wait to be passed on; then it is read no more for now."""
-STDERR = 2
+CHUNK_BYTES = 1 << 16  # the size of a pipe's buffer
+MAX_DRAIN_CHUNKS = 16  # a pipe holds at most 1 MiB, the default limit of the kernel
+MAX_CONSOLE_BYTES = 4 << 20  # what may wait for one console
+RETRY_INTERVAL_S = 0.02  # between writes to a console that does not read
+OUTPUT_FLUSH_TIMEOUT_S = (
+    5.0  # for what a worker wrote before it exited, and for the console at last
+)
+STDERR_FD = 2
 MAX_LINE_BYTES = 1 << 16
 TAIL_LINES = 30
 TAIL_BYTES = 8 * 1024
-TURNS, LONGEST_TURN = 20, 0.05
-
-
-# -- the streams as they pass ----------------------------------------------------------------------
 
 
 class LineSplitter:
-    """A stream of bytes cut into lines, at newlines and at carriage returns alike: a progress bar
-    ends its lines with these only, and is shown as it moves. A line that does not end is cut when
-    it has grown too long, so memory stays bounded."""
+    """Cuts a stream of bytes into lines, at newlines and at carriage returns.
+
+    A progress bar ends its lines with carriage returns, and is shown as it moves. A line that
+    becomes longer than MAX_LINE_BYTES is cut, so memory is bounded.
+    """
 
     def __init__(self) -> None:
-        self._half = b""
+        self._partial = b""  # the begin of a line without its end
 
     def cut(self, chunk: bytes) -> list[bytes]:
-        """The lines that are whole with this chunk."""
-        text = self._half + chunk
-        # A carriage return at the very end may be half of a pair.
-        sure = len(text) - text.endswith(b"\r")
-        end = 1 + max(text.rfind(b"\n", 0, sure), text.rfind(b"\r", 0, sure))
-        whole = text[:end].splitlines(keepends=True)
-        self._half = text[end:]
-        return whole + self.rest() if len(self._half) > MAX_LINE_BYTES else whole
+        """Return the lines that are complete with this chunk."""
+        text = self._partial + chunk
+        # A carriage return at the very end may be the first half of a pair.
+        certain = len(text) - text.endswith(b"\r")
+        end = 1 + max(text.rfind(b"\n", 0, certain), text.rfind(b"\r", 0, certain))
+        lines = text[:end].splitlines(keepends=True)
+        self._partial = text[end:]
+        return lines + self.rest() if len(self._partial) > MAX_LINE_BYTES else lines
 
     def rest(self) -> list[bytes]:
-        """What is left without an end, ended."""
-        half, self._half = self._half, b""
-        return [half.rstrip(b"\r") + b"\n"] if half else []
+        """Return the line without an end, if there is one, with a newline."""
+        partial, self._partial = self._partial, b""
+        return [partial.rstrip(b"\r") + b"\n"] if partial else []
 
 
 class TailBuffer:
-    """The last lines of a stream, whatever its length."""
+    """The last lines of a stream of any length."""
 
     def __init__(self) -> None:
-        self._end = b""
-        self._cut = False
+        self._end = b""  # the last bytes
+        self._is_cut = False  # earlier bytes were dropped
 
     def feed(self, chunk: bytes) -> None:
         end = self._end + chunk[-TAIL_BYTES:]
-        self._cut = self._cut or len(self._end) + len(chunk) > TAIL_BYTES
+        self._is_cut = self._is_cut or len(self._end) + len(chunk) > TAIL_BYTES
         self._end = end[-TAIL_BYTES:]
 
     def text(self) -> str:
-        """Whole lines, as a terminal would show them in the end."""
+        """Return complete lines, as a terminal shows them in the end."""
         lines = self._end.split(b"\n")
-        if self._cut and len(lines) > 1:
+        if self._is_cut and len(lines) > 1:
             del lines[0]
         if not lines[-1]:
             del lines[-1]
@@ -96,30 +90,95 @@ class TailBuffer:
         return b"\n".join(shown).decode(errors="replace")
 
 
-class Sink:
-    """Takes bytes until that fails, then says so once and takes no more."""
+class Console:
+    """The agent's stdout or stderr, with a bounded buffer of bytes that it has not read yet."""
 
-    def __init__(self, name: str, write: Callable[[bytes], object]) -> None:
-        self._name = name
-        self._write: Callable[[bytes], object] | None = write
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream  # a text stream, or a file descriptor
+        self._fd = _nonblocking_fd(stream)  # None for a stream that is not a pipe or a terminal
+        self._pending = bytearray()
+        self._num_dropped = 0  # lines since the last notice
+        self._is_broken = False  # a write failed; the console gets nothing more
 
-    def take(self, data: bytes) -> None:
-        if self._write is None or not data:
-            return
+    def show(self, data: bytes) -> None:
+        """Write these bytes, or drop them if too many bytes wait already."""
+        if self._num_dropped or len(self._pending) + len(data) > MAX_CONSOLE_BYTES:
+            self._num_dropped += max(1, data.count(b"\n"))
+        else:
+            self._pending += data
+        self.flush()
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending) and not self._is_broken
+
+    def flush(self) -> None:
+        """Write as much as the console takes without blocking."""
         try:
-            self._write(data)
+            while self.has_pending:
+                del self._pending[: self._write(bytes(self._pending[:CHUNK_BYTES]))]
+                if not self._pending and self._num_dropped:
+                    self._pending += self._notice()
+        except BlockingIOError:
+            pass
         except Exception as error:
-            # A console may be any object, whose own code may raise anything.
-            self._write = None
-            log.warning("stopped writing a worker's output to %s: %s", self._name, error)
+            # The stream may be any object, whose own code may raise anything.
+            self._is_broken = True
+            log.warning("stopped showing workers' output on the console: %s", error)
+
+    def close(self) -> None:
+        """Free the descriptor; report what was never shown."""
+        num_lost = self._num_dropped + self._pending.count(b"\n")
+        if num_lost and not self._is_broken:
+            log.warning("the console did not read %d lines of the workers' output", num_lost)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _write(self, data: bytes) -> int:
+        if self._fd is not None:
+            return os.write(self._fd, data)
+        if isinstance(self._stream, int):
+            return os.write(self._stream, data)
+        if hasattr(self._stream, "buffer"):
+            self._stream.buffer.write(data)
+        else:
+            self._stream.write(data.decode(errors="replace"))
+        self._stream.flush()
+        return len(data)
+
+    def _notice(self) -> bytes:
+        count, self._num_dropped = self._num_dropped, 0
+        return b"[elasticlib]: %d lines were dropped, because the console did not read\n" % count
 
 
-class FileSink(Sink):
-    """A file that is ours to close."""
+def _nonblocking_fd(stream: Any) -> int | None:
+    """Open a pipe or terminal again, so that only elasticlib's writes to it do not block."""
+    try:
+        fd = stream if isinstance(stream, int) else stream.fileno()
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISFIFO(mode) and not os.isatty(fd):
+            return None
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        return os.open(f"/proc/self/fd/{fd}", flags)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+class LogFile:
+    """A file that gets a worker's output until a write fails, for example on a full disk."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(str(file.name), partial(_write_all, file.fileno()))
         self._file = file
+        self._is_broken = False  # a write failed; the file gets nothing more
+
+    def write(self, data: bytes) -> None:
+        try:
+            while data and not self._is_broken:
+                data = data[os.write(self._file.fileno(), data) :]
+        except OSError as error:
+            self._is_broken = True
+            log.warning("stopped writing a worker's output to %s: %s", self._file.name, error)
 
     def close(self) -> None:
         try:
@@ -128,8 +187,318 @@ class FileSink(Sink):
             log.warning("a worker's output in %s is incomplete: %s", self._file.name, error)
 
 
+class PipeReader:
+    """The reading end of a worker's pipe. Used by the output thread."""
+
+    def __init__(
+        self, fd: int, on_chunk: Callable[[bytes], object], on_end: Callable[[], object]
+    ) -> None:
+        self.fd = fd
+        self.is_flushed = threading.Event()  # what the worker wrote before it exited is passed on
+        self.on_close: Callable[[], object] = lambda: None  # called before the descriptor closes
+        self._on_chunk, self._on_end = on_chunk, on_end
+        self._is_closed = False
+
+    def read(self) -> bool:
+        """Pass on what is there, at most CHUNK_BYTES; return whether there may be more now."""
+        try:
+            chunk = b"" if self._is_closed else os.read(self.fd, CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if chunk:
+            self._on_chunk(chunk)
+        return bool(chunk) or self.close()
+
+    def close(self) -> bool:
+        """End the stream; return False."""
+        if not self._is_closed:
+            self._is_closed = True
+            try:
+                self._on_end()
+            finally:
+                self.on_close()
+                os.close(self.fd)
+                self.is_flushed.set()
+        return False
+
+    def drain(self) -> None:
+        """Pass on what an exited worker has left in the pipe.
+
+        A process that left the worker's session may hold the pipe open, so its end may never come.
+        """
+        if any(not self.read() for _ in range(MAX_DRAIN_CHUNKS)):
+            self.is_flushed.set()
+
+
+class OutputThread:
+    """The thread that reads and writes the output of all workers of an agent. Thread-safe.
+
+    Only the thread itself touches pipes, files and consoles that were handed to it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the next three fields
+        self._thread: threading.Thread | None = None
+        self._wake_fd = -1  # writing a byte to it wakes the thread
+        self._consoles: dict[object, Console] = {}  # by descriptor, or by stream if it has none
+        self._requests: deque[Callable[[], object]] = deque()  # calls for the thread to make
+        self._readers: set[PipeReader] = set()  # of the pipes that are open
+        self._selector: selectors.BaseSelector | None = None  # while the thread runs
+        self._deadline: float | None = None  # when a thread that was asked to end gives up
+
+    def start(self) -> None:
+        """Start the thread, unless it runs.
+
+        Raises:
+            OSError: There is no descriptor left.
+            WorkerStartError: The thread cannot be started.
+        """
+        with self._lock:
+            if self._thread is not None:
+                return
+            reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            thread = helper(lambda: self._run(reading), "workers-output")
+            try:
+                start_thread(thread)
+            except WorkerStartError:
+                os.close(reading)
+                os.close(writing)
+                raise
+            self._thread, self._wake_fd = thread, writing
+
+    def console(self, stream: Any) -> Console:
+        """Return the console of a text stream or a descriptor; one for each descriptor."""
+        try:
+            key = stream if isinstance(stream, int) else stream.fileno()
+        except (AttributeError, OSError, ValueError):
+            key = id(stream)
+        with self._lock:
+            if key not in self._consoles:
+                self._consoles[key] = Console(stream)
+            return self._consoles[key]
+
+    def add(self, reader: PipeReader) -> None:
+        """Begin to read a pipe."""
+        os.set_blocking(reader.fd, False)
+        self._call(lambda: self._add(reader))
+
+    def drain(self, reader: PipeReader) -> None:
+        """Read what is left in the pipe of a worker that has exited."""
+        self._call(reader.drain)
+
+    def close(self, timeout: float = OUTPUT_FLUSH_TIMEOUT_S) -> None:
+        """End the thread once all is written, and wait for that at most `timeout` seconds."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._call(lambda: self._end_by(monotonic() + timeout))
+            # A file system that hangs the thread must not hang the agent.
+            thread.join(timeout + 1.0)
+        for console in self._consoles.values():
+            console.close()
+
+    def _call(self, request: Callable[[], object]) -> None:
+        self._requests.append(request)
+        with self._lock, contextlib.suppress(OSError):  # full of earlier calls, or it has ended
+            os.write(self._wake_fd, b"x")
+
+    # -- in the thread ---------------------------------------------------------------------------
+
+    def _run(self, wake_fd: int) -> None:
+        self._selector = selector = selectors.DefaultSelector()
+        selector.register(wake_fd, selectors.EVENT_READ)
+        while self._deadline is None or (self._has_pending and monotonic() < self._deadline):
+            for key, _ in selector.select(RETRY_INTERVAL_S if self._has_pending else None):
+                if key.fd == wake_fd:
+                    os.read(wake_fd, CHUNK_BYTES)
+                else:
+                    self._guard(key.data.read)
+            while self._requests:
+                self._guard(self._requests.popleft())
+            for console in list(self._consoles.values()):
+                console.flush()
+        for reader in list(self._readers):
+            self._guard(reader.close)
+        selector.close()
+        with self._lock:
+            os.close(wake_fd)
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    @property
+    def _has_pending(self) -> bool:
+        return any(console.has_pending for console in list(self._consoles.values()))
+
+    def _add(self, reader: PipeReader) -> None:
+        selector = present(self._selector, "the selector of a running output thread")
+
+        def forget() -> None:
+            selector.unregister(reader.fd)
+            self._readers.discard(reader)
+
+        selector.register(reader.fd, selectors.EVENT_READ, reader)
+        self._readers.add(reader)
+        reader.on_close = forget
+
+    def _end_by(self, deadline: float) -> None:
+        self._deadline = deadline
+        for reader in list(self._readers):
+            self._guard(reader.drain)
+
+    def _guard(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception as error:
+            # An error of one worker's output must not end the others'.
+            log.error("lost some of a worker's output: %s", error, exc_info=error)
+
+
+class WorkerOutput:
+    """The streams of one worker. They are opened before the worker's process is started.
+
+    stderr goes through the agent even if it ends in a file only, so that its last lines are known
+    although the disk is full. If the agent's own stderr is a terminal, the worker gets the terminal
+    itself, because progress bars and colors need one.
+
+    Args:
+        plan: The plan of all workers.
+        worker: The worker.
+        role: The worker's role, for the prefix of its lines.
+        files: The worker's files.
+        thread: The agent's output thread.
+
+    Raises:
+        OSError: A file or a pipe cannot be opened.
+        WorkerStartError: The output thread cannot be started.
+    """
+
+    def __init__(
+        self, plan: OutputPlan, worker: Worker, role: str, files: OutputFiles, thread: OutputThread
+    ) -> None:
+        self._plan = plan
+        self._files = files
+        self._prefix = plan.prefix(role, worker, socket.gethostname()).encode()
+        self._thread = thread
+        self._readers: list[PipeReader] = []  # of the streams that go through the agent
+        self._tail = TailBuffer()  # of stderr
+        self._worker_ends = contextlib.ExitStack()  # what only the worker's process keeps open
+        self._agent_ends = contextlib.ExitStack()  # what to close if there is no process
+        try:
+            # The descriptors of the process's stdout and stderr; None for the agent's own.
+            self.targets = self._open(Streams.OUT), self._open(Streams.ERR)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def attach(self) -> None:
+        """Begin to read the pipes; the process has been started with `targets`."""
+        self._worker_ends.close()
+        self._agent_ends.pop_all()
+        for reader in self._readers:
+            self._thread.add(reader)
+
+    def abandon(self) -> None:
+        """Close everything, because there is no process."""
+        self._worker_ends.close()
+        self._agent_ends.close()
+
+    def finish(self, timeout: float = OUTPUT_FLUSH_TIMEOUT_S) -> bool:
+        """Wait until all that the exited worker wrote is in its files and offered to the console.
+
+        A process that left the worker's session may hold a pipe open: it is not waited for.
+
+        Args:
+            timeout: The time limit in seconds.
+
+        Returns:
+            Whether that is so; False after the timeout.
+        """
+        deadline = monotonic() + timeout
+        for reader in self._readers:
+            self._thread.drain(reader)
+        return all(r.is_flushed.wait(max(0.0, deadline - monotonic())) for r in self._readers)
+
+    def tail(self) -> str:
+        """Return the last lines of stderr; nothing if the worker has a terminal for it."""
+        return self._tail.text()
+
+    def _open(self, stream: Streams) -> int | None:
+        path = self._files.files.get(stream)
+        is_shown = bool(stream & self._files.shown)
+        if path is not None and stream & self._files.tee:
+            return self._open_tee(stream, path)
+        if stream is Streams.ERR and path is not None:
+            file = self._open_file(path)
+            return self._open_pipe(stream, file.write, file.close)
+        if path is not None:
+            # Whole lines are appended, because several workers may have one file.
+            return self._worker_ends.enter_context(open(path, "ab", buffering=0)).fileno()
+        if is_shown and (stream is Streams.OUT or _is_terminal(STDERR_FD)):
+            return None
+        if stream is Streams.OUT:
+            return self._worker_ends.enter_context(open(os.devnull, "wb")).fileno()
+        show = self._thread.console(STDERR_FD).show if is_shown else lambda _: None
+        return self._open_pipe(stream, show, lambda: None)
+
+    def _open_file(self, path: str) -> LogFile:
+        return LogFile(self._agent_ends.enter_context(open(path, "ab", buffering=0)))
+
+    def _open_pipe(
+        self, stream: Streams, on_chunk: Callable[[bytes], object], on_end: Callable[[], object]
+    ) -> int:
+        """Return the worker's end of a pipe that the output thread reads."""
+        self._thread.start()
+        reading, writing = os.pipe()
+        self._worker_ends.callback(os.close, writing)
+        self._agent_ends.callback(os.close, reading)
+
+        def on_stderr(chunk: bytes) -> None:
+            self._tail.feed(chunk)
+            on_chunk(chunk)
+
+        take = on_stderr if stream is Streams.ERR else on_chunk
+        self._readers.append(PipeReader(reading, take, on_end))
+        return writing
+
+    def _open_tee(self, stream: Streams, path: str) -> int:
+        """Write all bytes to a file, and lines with the worker's prefix to the console.
+
+        Lines that match the plan's filters also go to another file.
+        """
+        file = self._open_file(path)
+        filtered_path = self._files.filtered.get(stream)
+        filtered = None if filtered_path is None else self._open_file(filtered_path)
+        console = self._thread.console(sys.stdout if stream is Streams.OUT else sys.stderr)
+        splitter, filters = LineSplitter(), self._plan.filters(stream)
+
+        def with_prefix(lines: Iterable[bytes]) -> bytes:
+            return b"".join(self._prefix + line for line in lines)
+
+        def show(lines: list[bytes]) -> None:
+            if lines:
+                console.show(with_prefix(lines))
+            if filtered is not None:
+                filtered.write(with_prefix(x for x in lines if any(text in x for text in filters)))
+
+        def on_chunk(chunk: bytes) -> None:
+            file.write(chunk)
+            show(splitter.cut(chunk))
+
+        def on_end() -> None:
+            show(splitter.rest())
+            file.close()
+            if filtered is not None:
+                filtered.close()
+
+        return self._open_pipe(stream, on_chunk, on_end)
+
+
 def start_thread(thread: threading.Thread) -> None:
-    """Raises WorkerStartError where it cannot be started."""
+    """Start a thread that the workers need.
+
+    Raises:
+        WorkerStartError: The thread cannot be started.
+    """
     try:
         thread.start()
     except RuntimeError as error:
@@ -139,265 +508,8 @@ def start_thread(thread: threading.Thread) -> None:
         ) from error
 
 
-class Writers:
-    """The threads that pass on what workers say, one for each of our streams; for any thread."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Streams, queue.SimpleQueue[Callable[[], object] | None]] = {}
-
-    def start(self, stream: Streams) -> None:
-        """Have this one. Raises WorkerStartError where no thread can be started."""
-        if stream not in self._waiting:
-            waiting: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-            start_thread(helper(partial(_write_what_comes, waiting), f"workers-{NAMES[stream]}"))
-            self._waiting[stream] = waiting
-
-    def call(self, stream: Streams, work: Callable[[], object]) -> None:
-        self._waiting[stream].put(work)
-
-    def close(self) -> None:
-        """They end once all is passed on."""
-        for waiting in self._waiting.values():
-            waiting.put(None)
-        self._waiting = {}
-
-
-def _write_what_comes(waiting: queue.SimpleQueue[Callable[[], object] | None]) -> None:
-    while (work := waiting.get()) is not None:
-        try:
-            work()
-        except Exception as error:
-            # One worker's must not take the others' with it.
-            log.error("lost some of a worker's output: %s", error, exc_info=error)
-
-
-class Pipe:
-    """A stream of one worker that is read here: by the loop, and never much more than has been
-    passed on, which `take` does in the stream's writer, and `end` once there is no more."""
-
-    def __init__(
-        self,
-        pipe: IO[bytes],
-        write: Callable[[Callable[[], object]], object],
-        take: Callable[[bytes], object],
-        end: Callable[[], object],
-        tail: TailBuffer | None = None,
-    ) -> None:
-        self._pipe = pipe
-        self._write, self._take, self._finish, self._tail = write, take, end, tail
-        self._lock = threading.Lock()
-        self._waiting = 0
-        self._paused = False
-        self._over = threading.Event()
-
-    def start(self, loop: EventLoop) -> None:
-        os.set_blocking(self._pipe.fileno(), False)
-        self._loop = loop
-        loop.add_reader(self._pipe.fileno(), self._ready)
-
-    def _ready(self) -> None:
-        with self._lock:
-            try:
-                chunk = os.read(self._pipe.fileno(), CHUNK)
-            except BlockingIOError:
-                return
-            except OSError:
-                chunk = b""
-            # At the end there is still what `end` passes on, such as half a line.
-            self._waiting += len(chunk) or 1
-            self._paused = bool(chunk) and self._waiting > MOST_WAITING
-            if not chunk:
-                self._loop.remove_reader(self._pipe.fileno(), self._pipe.close)
-            elif self._paused:
-                self._loop.pause_reading(self._pipe.fileno())
-        if self._tail is not None:
-            self._tail.feed(chunk)
-        self._write(partial(self._pass_on, chunk))
-
-    def _pass_on(self, chunk: bytes) -> None:
-        try:
-            self._take(chunk) if chunk else self._finish()
-        finally:
-            with self._lock:
-                self._waiting -= len(chunk) or 1
-                if self._paused and self._waiting <= MOST_WAITING // 2:
-                    self._paused = False
-                    self._loop.add_reader(self._pipe.fileno(), self._ready)
-            if not chunk:
-                self._over.set()
-
-    def is_alive(self) -> bool:
-        return not self._over.is_set()
-
-    def join(self, seconds: float) -> None:
-        self._over.wait(seconds)
-
-    @property
-    def held(self) -> bool:
-        """Whether all is passed on, and somebody holds the pipe's other end: the worker is gone."""
-        with self._lock:
-            try:
-                look = select.poll()
-                look.register(self._pipe, select.POLLIN)
-                # Without any writer there is an end to be read, and to be waited for.
-                return not self._waiting and not look.poll(0)
-            except ValueError:
-                return False  # closed
-
-
-class WorkerOutput:
-    """The streams of one worker, opened before there is a process.
-
-    stderr is read here even if it only goes to a file or passes through, so that its last lines are
-    known; they are kept in memory, because the file may be on a full disk. If the agent's own
-    stderr is a terminal, the worker gets the terminal itself: progress bars and colours ask for
-    one, and the reader has seen those lines.
-
-    Raises:
-        OSError: a file or a pipe cannot be opened.
-        WorkerStartError: no thread can be had.
-    """
-
-    def __init__(
-        self, plan: OutputPlan, worker: Worker, role: str, places: OutputFiles, writers: Writers
-    ) -> None:
-        self._plan = plan
-        self._places = places
-        self._prefix = plan.prefix(role, worker, socket.gethostname()).encode()
-        self._writers = writers
-        self._pipes: list[Pipe] = []
-        self._tail = TailBuffer()
-        self._theirs, self._ours = contextlib.ExitStack(), contextlib.ExitStack()
-        try:
-            self.targets = self._open(Streams.OUT), self._open(Streams.ERR)
-            """What the process is to have for stdout and stderr; None for our own."""
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _open(self, stream: Streams) -> int | None:
-        places, path = self._places, self._places.files.get(stream)
-        # Whole lines are appended, as several workers may have one file.
-        file = None if path is None else open(path, "ab", buffering=0)  # noqa: SIM115
-        if file is not None and stream & places.tee:
-            return self._piped(stream, *self._teed(stream, self._ours.enter_context(file)))
-        if file is not None and stream is Streams.ERR:
-            # The agent writes this file, so that it knows the last lines although the disk is full.
-            sink = FileSink(self._ours.enter_context(file))
-            return self._piped(stream, sink.take, sink.close)
-        if file is not None:
-            return self._theirs.enter_context(file).fileno()
-        shown = bool(stream & places.shown)
-        if shown and (stream is Streams.OUT or _is_terminal(STDERR)):
-            return None
-        if stream is Streams.OUT:
-            return self._theirs.enter_context(open(os.devnull, "wb")).fileno()
-        take = Sink("stderr", partial(_write_all, STDERR)).take if shown else lambda _: None
-        return self._piped(stream, take, lambda: None)
-
-    def _piped(
-        self, stream: Streams, take: Callable[[bytes], object], end: Callable[[], object]
-    ) -> int:
-        """The worker's end of a pipe whose other end is read here."""
-        self._writers.start(stream)
-        reading, writing = os.pipe()
-        self._theirs.callback(os.close, writing)
-        pipe = self._ours.enter_context(open(reading, "rb", buffering=0))  # noqa: SIM115
-        tail = self._tail if stream is Streams.ERR else None
-        self._pipes.append(Pipe(pipe, partial(self._writers.call, stream), take, end, tail))
-        return writing
-
-    def _teed(
-        self, stream: Streams, kept: IO[bytes]
-    ) -> tuple[Callable[[bytes], object], Callable[[], object]]:
-        """What takes the bytes, and what ends them: all go to their file, whole lines under their
-        worker's name to the console, and those that are asked for to another file."""
-        files, path = [FileSink(kept)], self._places.filtered.get(stream)
-        if path is not None:
-            file = self._ours.enter_context(open(path, "ab", buffering=0))  # noqa: SIM115
-            files.append(FileSink(file))
-        ours = sys.stdout if stream is Streams.OUT else sys.stderr
-        console = Sink("the console", partial(_show, ours))
-        lines, needles = LineSplitter(), self._plan.needles(stream)
-
-        def named(cut: Iterable[bytes]) -> bytes:
-            return b"".join(self._prefix + line for line in cut)
-
-        def show(cut: list[bytes]) -> None:
-            console.take(named(cut))
-            for file in files[1:]:
-                file.take(named(x for x in cut if any(needle in x for needle in needles)))
-
-        def take(chunk: bytes) -> None:
-            files[0].take(chunk)
-            show(lines.cut(chunk))
-
-        def end() -> None:
-            show(lines.rest())
-            for file in files:
-                file.close()
-
-        return take, end
-
-    def attach(self, loop: EventLoop) -> None:
-        """Read the pipes of the process, which has been started with the targets."""
-        self._theirs.close()
-        self._ours.pop_all()
-        for pipe in self._pipes:
-            pipe.start(loop)
-
-    def abandon(self) -> None:
-        """There is no process: close all that is open."""
-        self._theirs.close()
-        self._ours.close()
-
-    def close(self, seconds: float = 0.5) -> bool:
-        """After the worker and its session are gone: what was written is in its place.
-
-        Something that left the session may hold a pipe open for ever: it is not waited for once
-        all that came is passed on. A console may stand still: that is waited for these seconds,
-        for all streams together; and it goes on behind it. Returns whether all is done.
-        """
-        return end_within(self._pipes, seconds)
-
-    def tail(self) -> str:
-        """Return the last lines of stderr, or nothing where the worker has a terminal for it."""
-        return self._tail.text()
-
-
-def end_within(pipes: Sequence[Any], seconds: float) -> bool:
-    """Whether all of them end in so many seconds; one that is held open is not waited for.
-
-    In many short turns rather than in one: a machine that stands still for a while (paused, or a
-    container that has used up its share of processors) would otherwise end the wait before they
-    have had any of it.
-    """
-    turns = max(TURNS, round(seconds / LONGEST_TURN))
-    for _ in range(turns):
-        left = [pipe for pipe in pipes if pipe.is_alive() and not pipe.held]
-        if not left:
-            break
-        for pipe in left:
-            pipe.join(seconds / turns / len(left))
-    return not any(pipe.is_alive() for pipe in pipes)
-
-
-def _write_all(number: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(number, data) :]
-
-
-def _show(console: IO[str], text: bytes) -> None:
-    # One write a chunk, so that the lines of several workers do not run into one another.
+def _is_terminal(fd: int) -> bool:
     try:
-        console.buffer.write(text)  # type: ignore[attr-defined]
-    except AttributeError:
-        console.write(text.decode(errors="replace"))
-    console.flush()
-
-
-def _is_terminal(number: int) -> bool:
-    try:
-        return os.isatty(number)
+        return os.isatty(fd)
     except OSError:
         return False

@@ -138,7 +138,7 @@ class OutputPlan:
     def shows(self, local_rank: int) -> bool:
         return self.shown_ranks is None or local_rank in self.shown_ranks
 
-    def needles(self, stream: Streams) -> tuple[bytes, ...]:
+    def filters(self, stream: Streams) -> tuple[bytes, ...]:
         texts = self.stdout_filters if stream is Streams.OUT else self.stderr_filters
         return tuple(text.encode() for text in texts)
 
@@ -166,6 +166,6 @@ class OutputPlan:
             filtered={
                 s: f"{attempt}/filtered_{name}.log"
                 for s, name in NAMES.items()
-                if s & tee and self.needles(s)
+                if s & tee and self.filters(s)
             },
         )

@@ -67,6 +67,28 @@ def test_members_go_on_while_a_node_that_has_lost_all_its_workers_starts_them(jo
     assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
 
 
+def test_members_that_took_no_step_together_wait_for_a_node_that_has_lost_its_workers(
+    job: Job,
+) -> None:
+    one, two = pair(job)
+    first = job.settled(4)
+    kill(first[2])
+    kill(first[3])
+    left = job.settled(2, after=1)
+    (idle := job.folder / "idle").touch()
+    # The new workers of node two may not have the state of the job yet.
+    whole = job.settled(4, after=generation_of(left))
+    for place in whole[:2]:
+        kill(place)
+    wait_until("another group", lambda: job.places(generation_of(whole) + 1))
+    after = job.settled(4, after=generation_of(whole))
+    assert generation_of(after) == generation_of(whole) + 1, job.logs
+    assert pids(after, "two") == pids(whole, "two")
+    idle.unlink()
+    job.finish()
+    assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
+
+
 def test_where_all_workers_are_lost_no_node_goes_on_without_the_others(job: Job) -> None:
     one, two = pair(job)
     first = job.settled(4)

@@ -6,7 +6,7 @@ success when FOLDER/finish is there or when it is asked to save. `start`: a newc
 in FOLDER/newcomer.<PID>, needs so long before it is ready. FOLDER/<WORD>.<PID> tells one worker
 what to do: `fail` with exit code 1; `stick` to its group; `wait` in a step until that is over;
 say that its group is `broken`. While FOLDER/starting.<NODE>.<LOCAL_RANK> exists, that worker is
-still starting, and cannot leave a group yet.
+still starting, and cannot leave a group yet. While FOLDER/idle exists, no worker takes a step.
 """
 
 import json
@@ -69,8 +69,9 @@ class Worker:
                 context().report_group_failure()
             if self.told("stick") or (self.told("wait") and not context().should_leave_group()):
                 continue
-            self.step += 1
-            context().step(self.step)
+            if not (self.folder / "idle").exists():
+                self.step += 1
+                context().step(self.step)
             stop = context().should_stop()
             if stop is not None and stop.reason != "resize":
                 return False

@@ -16,7 +16,7 @@ import pytest
 from test_local import Run, shell
 
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.output import TAIL_BYTES, TAIL_LINES
 from elasticlib.workers.output_plan import OutputFiles, OutputPlan, Streams, parse_streams
@@ -128,8 +128,8 @@ def test_what_a_thread_had_to_say_stands_behind_what_ended_the_process(
 
 
 def test_a_crash_in_native_code_shows_where_python_was(ends: dict[str, WorkerExit]) -> None:
-    assert "Fatal Python error: Segmentation fault" in ends["segfault"].tail
-    alone = attrs.evolve(ends["segfault"], after=None)
+    assert "Fatal Python error: Segmentation fault" in ends["segfault"].stderr_tail
+    alone = attrs.evolve(ends["segfault"], preceding_failure=None)
     assert alone.describe().endswith(
         "was killed by SIGSEGV (not sent by this agent): Fatal Python error: Segmentation fault"
     )
@@ -167,8 +167,11 @@ def test_the_hooks_alone_record_whatever_hook_the_script_sets_later(
     tmp_path: Path, later: str
 ) -> None:
     error_file = tmp_path / "error.json"
-    install = "from elasticlib.workers.error_file import install_exception_hooks"
-    code = f"import sys\n{install}\ninstall_exception_hooks({str(error_file)!r})"
+    code = (
+        "import sys\n"
+        "from elasticlib.workers.error_file import install_exception_hooks\n"
+        f"install_exception_hooks({str(error_file)!r})"
+    )
     command = [sys.executable, "-c", f"{code}\n{later}\nraise ValueError('told')"]
     assert subprocess.run(command, capture_output=True, timeout=100, check=False).returncode == 1
     assert json.loads(error_file.read_text())["message"]["message"] == "ValueError: told"
@@ -327,7 +330,7 @@ def test_the_first_failure_does_not_depend_on_the_clock_of_the_file_server(
     local_rank = run.ends.get(timeout=30)
     if not writes_first:
         have_rank_0_fail()
-    ended = run.workers.collect(local_rank)
+    ended = run.workers.reap(local_rank)
     (attempt / "end").touch()
     assert run.end().rank == 0
     assert (ended.rank, ended.root.rank) == (1, 0 if writes_first else 1)
@@ -338,7 +341,7 @@ def test_the_last_lines_of_stderr_are_known_wherever_they_go(
     run: Run, way: str, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     redirects, tee = {"file": ("2", "0"), "tee": ("0", "2")}.get(way, ("0", "0"))
-    run.writing(redirects, tee, **({"ranks": frozenset()} if way == "hidden" else {}))
+    run.writing(redirects, tee, **({"shown_ranks": frozenset()} if way == "hidden" else {}))
     run.start(shell("seq 1 5000 >&2; printf 'half a line' >&2; exit 3"))
     exit_ = run.end()
     lines = [*(str(number) for number in range(1, 5001)), "half a line"]

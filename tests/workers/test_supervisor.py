@@ -121,7 +121,7 @@ def supervisor() -> Iterator[SupervisorClient]:
     client = SupervisorClient(loop, close_timeout=0.2)
     yield client
     client.close()
-    loop.close(lambda: None)
+    loop.close()
 
 
 def test_a_supervisor_that_stands_still_does_not_block_its_agent(
@@ -144,7 +144,7 @@ def test_a_registered_directory_is_removed_at_the_end_and_a_forgotten_one_stays(
         client.add_directory(str(tmp_path / name))
     client.remove_directory(str(tmp_path / "forgotten"))
     client.close()
-    loop.close(lambda: None)
+    loop.close()
     assert [path.name for path in tmp_path.iterdir()] == ["forgotten"]
 
 
