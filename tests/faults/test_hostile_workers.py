@@ -168,7 +168,7 @@ def test_there_is_no_memory_for_snapshots_where_no_folder_can_be_made() -> None:
     assert done.stderr.count("workers keep no snapshots") == 1
 
 
-@pytest.mark.parametrize("method", ["spawn", "warm"])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_killed_supervisor_is_a_failure_of_its_workers_and_the_next_one_cleans_up(
     job: Job, method: str
 ) -> None:
