@@ -13,7 +13,7 @@ from typing import Any, cast
 import attrs
 
 from ..errors import ConfigError
-from ..rendezvous.ranks import Seat
+from ..rendezvous.rank_assignment import RankAssignment
 from ..stores.authentication import SECRET_ENV as SECRET
 
 START_METHODS = ("forkserver", "spawn", "fork")
@@ -199,10 +199,12 @@ class WorkerGroup:
         raise IndexError(f"no worker of local rank {local_rank}")
 
 
-def assign_worker_ranks(seat: Seat, local_ranks: Iterable[int] | None = None) -> tuple[Worker, ...]:
+def assign_worker_ranks(
+    seat: RankAssignment, local_ranks: Iterable[int] | None = None
+) -> tuple[Worker, ...]:
     """The workers of a node with this seat: ranks follow those of the nodes before it. Of these
     local ranks; left out, of the first that there are."""
-    chosen = range(seat.slots) if local_ranks is None else sorted(local_ranks)
+    chosen = range(seat.local_world_size) if local_ranks is None else sorted(local_ranks)
     return tuple(
         Worker(
             local_rank=local,
@@ -215,7 +217,7 @@ def assign_worker_ranks(seat: Seat, local_ranks: Iterable[int] | None = None) ->
     )
 
 
-def make_standby_workers(seat: Seat, local_ranks: Iterable[int]) -> tuple[Worker, ...]:
+def make_standby_workers(seat: RankAssignment, local_ranks: Iterable[int]) -> tuple[Worker, ...]:
     """Workers of no group: what they are told of ranks is nobody's, and beyond all of them."""
     return tuple(
         Worker(
@@ -234,7 +236,7 @@ def make_standby_group(
 ) -> WorkerGroup:
     """Workers that start before their node is in any generation. A script that would meet others
     then finds no address to do so at."""
-    seat = Seat(0, 1, 0, 0, 0, 0, 0)
+    seat = RankAssignment(0, 1, 0, 0, 0, 0, 0)
     return WorkerGroup(
         spec=spec,
         workers=(),
