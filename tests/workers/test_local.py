@@ -231,7 +231,9 @@ def test_a_worker_that_stands_still_hears_that_it_is_to_stop(run: Run) -> None:
     run.writing("1", "0").start(shell("trap 'echo heard; exit 5' TERM; echo $$; kill -STOP $$"))
     wait_until(
         "the worker's pid",
-        lambda: any(run.folder.glob("*/attempt_0/0/stdout.log")) and "\n" in run.file("stdout.log"),
+        lambda: (
+            list(run.folder.glob("*/attempt_0/0/stdout.log")) and "\n" in run.file("stdout.log")
+        ),
     )
     stat = Path(f"/proc/{int(run.file('stdout.log'))}/stat")
     wait_until("the worker to be stopped", lambda: ") T " in stat.read_text())
