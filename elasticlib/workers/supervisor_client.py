@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..clock import monotonic
-from ..errors import WorkerStartError
+from ..errors import WorkerStartError, present
 from .event_loop import EventLoop
 from .fork_server import DEFERRED_IMPORTS
 from .supervisor_protocol import Connection, Message, socket_pair, write_job
@@ -183,8 +183,7 @@ class SupervisorClient:
         """The pid of the supervisor process, which is started if there is none. Raises OSError."""
         with self._lock:
             self._connect()
-            assert self._process is not None
-            return self._process.pid
+            return present(self._process, "the supervisor process").pid
 
     def _connect(self) -> Connection:
         """Return the connection to the supervisor process, which is started if there is none."""
