@@ -23,8 +23,8 @@ from elasticlib import AgentOptions, LaunchConfig, LocalWorkers, SupervisionOpti
 from elasticlib.compat.launching import ours
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse_launch
-from elasticlib.launch.elastic_launch import shutdown_seconds
-from elasticlib.launch.own_workers import local_workers
+from elasticlib.launch.elastic_launch import shutdown_timeout_of
+from elasticlib.launch.worker_setup import create_local_workers
 from elasticlib.workers.spec import Function, Module, Script, WorkerSpec
 
 # On this machine no worker could be bound, so these never go further than the config.
@@ -83,7 +83,9 @@ def test_a_config_of_torch_is_read_field_by_field(tmp_path: Path) -> None:
     flags = parse_launch([*said.split(), __file__], {}).config
     assert (mine.log_dir, mine.redirects, mine.tee) == (str(tmp_path), flags.redirects, flags.tee)
     assert mine.local_ranks_filter == frozenset({0, 1})
-    assert mine.timing.join == 7  # torch has added a timeout of 900, which its c10d does not read
+    assert (
+        mine.rendezvous_timeouts.join_timeout == 7
+    )  # torch has added a timeout of 900, which its c10d does not read
     assert mine.supervision.agent.stop_signals == (signal.SIGTERM, signal.SIGUSR2)
     assert mine.supervision.agent.drain_signals == ()
     assert (mine.start_method, mine.numa_binding) == ("forkserver", "node")
@@ -141,17 +143,17 @@ def test_a_static_rank_and_a_timeout_are_had_by_torchs_names() -> None:
         rdzv_configs={"rank": 1},
         rdzv_timeout=5,
     )
-    assert (config.node_rank, config.timing.join_timeout) == (1, 5)
+    assert (config.node_rank, config.rendezvous_timeouts.join_timeout) == (1, 5)
 
 
 def test_torchs_variable_says_how_long_a_stop_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shutdown_seconds(LaunchConfig()) == 30
+    assert shutdown_timeout_of(LaunchConfig()) == 30
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
-    assert shutdown_seconds(LaunchConfig()) == 7
-    assert shutdown_seconds(LaunchConfig(shutdown_timeout=3)) == 3
+    assert shutdown_timeout_of(LaunchConfig()) == 7
+    assert shutdown_timeout_of(LaunchConfig(shutdown_timeout=3)) == 3
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon")
     with pytest.raises(ConfigError, match=r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT .*'soon'"):
-        shutdown_seconds(LaunchConfig())
+        shutdown_timeout_of(LaunchConfig())
 
 
 def test_workers_that_cannot_be_bound_run_all_the_same_where_that_is_asked_for(
@@ -160,10 +162,10 @@ def test_workers_that_cannot_be_bound_run_all_the_same_where_that_is_asked_for(
     # The stub of torch has no torch.numa.
     environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
     with pytest.raises(ConfigError, match=r"node: torch\.numa cannot bind 1 workers"):
-        local_workers(LaunchConfig(numa_options=NODE), environment)
+        create_local_workers(LaunchConfig(numa_options=NODE), environment)
     anywhere = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
-    local_workers(LaunchConfig(numa_options=anywhere), environment).close()
-    assert "workers run on any processors: --numa-binding node" in caplog.text
+    create_local_workers(LaunchConfig(numa_options=anywhere), environment).close()
+    assert "workers are not bound to CPUs: --numa-binding node" in caplog.text
 
 
 class CustomLogsSpecs(DefaultLogsSpecs):
