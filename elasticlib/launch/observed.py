@@ -225,7 +225,7 @@ def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:
         }
         if not running:
             return Stacks({})
-        texts, beats = agent.workers.dump_stacks_of(running), agent.workers.heartbeats()
+        texts, beats = agent.workers.dump_stacks(running), agent.workers.heartbeats()
         silent = [local for local in running if local not in texts]
         asked = [local for local in silent if local in beats and beats[local].can_dump_stacks]
         return Stacks(

@@ -59,7 +59,7 @@ def test_where_no_thread_can_wait_for_workers_none_is_left_and_the_start_can_be_
             run.start(shell("exec sleep 600"), count=2)
     assert not run.workers.running()
     run.start(shell("exit 0"), attempt=1)
-    assert run.end().ok
+    assert run.end().succeeded
 
 
 def test_workers_that_are_closed_leave_no_thread_and_no_open_file(run: Run) -> None:
@@ -72,7 +72,7 @@ def test_workers_that_are_closed_leave_no_thread_and_no_open_file(run: Run) -> N
 
     before = held()
     run.writing("0", "3").start(shell("echo out; echo err >&2"), count=2)
-    assert all(run.end().ok for _ in range(2))
+    assert all(run.end().succeeded for _ in range(2))
     assert "workers-loop" in held()
     run.workers.close()
     # What other tests left may end meanwhile, so it is asked for what has come.
@@ -177,7 +177,7 @@ def test_an_agent_reads_nothing_of_other_processes_when_workers_exit(
     )
     reads.listings.clear()
     reads.files.clear()
-    run.workers.kill()
+    run.workers.stop(run.workers.running(), force=True)
     assert {run.end().signal for _ in pids} == {"SIGKILL"}
     assert run.workers._supervisor.wait_until_clean(60)
     assert not reads.listings

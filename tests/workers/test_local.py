@@ -119,7 +119,7 @@ def test_a_program_that_is_not_there_is_named(run: Run) -> None:
 
 def test_a_worker_that_cannot_be_started_leaves_no_descriptor_open(run: Run) -> None:
     run.start(shell("exit 0"))
-    assert run.end().ok
+    assert run.end().succeeded
 
     def fail() -> int:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -212,7 +212,7 @@ def test_what_a_worker_started_ends_with_it_even_outside_its_group(run: Run) -> 
     # Others are not started before it has ended.
     run.start(shell("exit 0"), attempt=1)
     assert cleanup.session_processes({exit_.pid}) == []
-    assert run.end().ok
+    assert run.end().succeeded
 
 
 def test_all_workers_are_asked_at_once_and_killed_together(run: Run) -> None:
@@ -221,9 +221,9 @@ def test_all_workers_are_asked_at_once_and_killed_together(run: Run) -> None:
         len(file.read_text()) > 0 for file in run.folder.glob("*/attempt_0/*/stdout.log")
     )
     wait_until("three workers to start", lambda: lines() == 3)
-    run.workers.terminate()
+    run.workers.stop(run.workers.running())
     assert run.ends.empty()
-    run.workers.kill()
+    run.workers.stop(run.workers.running(), force=True)
     assert {run.end().signal for _ in range(3)} == {"SIGKILL"}
 
 
@@ -237,7 +237,7 @@ def test_a_worker_that_stands_still_hears_that_it_is_to_stop(run: Run) -> None:
     )
     stat = Path(f"/proc/{int(run.file('stdout.log'))}/stat")
     wait_until("the worker to be stopped", lambda: ") T " in stat.read_text())
-    run.workers.terminate()
+    run.workers.stop(run.workers.running())
     assert run.end().returncode == 5
     assert run.file("stdout.log").endswith("heard\n")
 

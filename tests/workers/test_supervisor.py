@@ -56,7 +56,7 @@ def test_workers_end_with_a_killed_supervisor_and_others_start(
 
 def test_a_supervisor_that_ends_is_replaced_while_no_worker_runs(run: Run) -> None:
     run.start(shell("exit 0"))
-    assert run.end().ok
+    assert run.end().succeeded
     killed = supervisor_of(run)
     os.kill(killed, signal.SIGKILL)
     wait_until("another supervisor", lambda: supervisor_of(run) != killed)
@@ -105,7 +105,7 @@ def test_a_supervisor_that_never_answers_is_killed_once_it_has_no_worker(
 ) -> None:
     monkeypatch.setattr("elasticlib.workers.supervisor_client.REQUEST_TIMEOUT_S", 0.5)
     run.start(shell("exit 0"))
-    assert run.end().ok
+    assert run.end().succeeded
     stopped = supervisor_of(run)
     os.kill(stopped, signal.SIGSTOP)
     with pytest.raises(WorkerStartError, match="did not answer"):
