@@ -393,9 +393,12 @@ class Supervisor:
         if link is server.first and server is self._server:
             self._agent.send({"event": "fork_server_lost"})
             self._server = None
-        elif link is server.second and link.problem is None and not server.first.is_lost:
-            problem = "its process ended while it imported them"
-            self._agent.send({"event": "second_fork_server", "problem": problem})
+        elif link is server.second and link.problem is None:
+            # The second process was not the cause if the first one has exited, too.
+            self._read_fork_link(server, server.first)
+            if server.first.is_ready:
+                problem = "its process ended while it imported them"
+                self._agent.send({"event": "second_fork_server", "problem": problem})
         for request_id, descriptors, _ in link.pending.values():
             self._execute_program(request_id, descriptors)
         link.pending.clear()
