@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from ..errors import ConfigError
-from ..observe.wording import grouped, ranks_of
+from ..observe.formatting import format_ranks, group_stacks
 from ..workers.interface import NO_STEP, Heartbeat
 from .policy import AgentCommand, HangDetected, Publish, Subscribe, decode, encode
 
@@ -297,9 +297,9 @@ class HangDetector:
         at = "before the first step" if step == NO_STEP else f"at step {step}"
         slowest = {rank.rank for rank in ranks if rank.step == step}
         texts = {self.ranks[local_rank]: text for local_rank, text in (self.stacks or {}).items()}
-        groups = grouped({rank: text for rank, text in texts.items() if rank in slowest})
+        groups = group_stacks({rank: text for rank, text in texts.items() if rank in slowest})
         return "\n\n".join(
-            f"the stacks of {ranks_of(group.ranks)}, {at}:\n{group.text}" for group in groups
+            f"the stacks of {format_ranks(group.ranks)}, {at}:\n{group.text}" for group in groups
         )
 
     @property

@@ -13,9 +13,9 @@ from functools import partial
 import attrs
 
 from ..clock import Clock
-from ..observe.journal import Guard, Journal
-from ..observe.step_watch import EVERY_SECONDS, StepWatch
-from ..observe.wording import ranks_of
+from ..observe.formatting import format_ranks
+from ..observe.journal import Journal, SafeCaller
+from ..observe.step_monitor import MAX_INTERVAL_S, StepMonitor
 from ..rendezvous.interface import RendezvousInfo
 from ..rendezvous.membership import Change, ChangeKind
 from ..visible import shorten
@@ -113,9 +113,9 @@ class RunReporter:
         self._host = host
         self._workers = workers
         self._journal = journal
-        self._guard = Guard(journal)
+        self._caller = SafeCaller(journal)
         self._clock = clock
-        self._steps: StepWatch | None = None  # step events of the group, None without a group
+        self._steps: StepMonitor | None = None  # step events of the group, None without a group
         self._idle_since = clock()  # when the workers stopped to train
         self._prepared_at = clock()  # when this node was ready to join for the first time
         self._started_at = clock()  # start of the current group
@@ -143,7 +143,7 @@ class RunReporter:
 
     def on_rendezvous_started(self) -> None:
         self._report_last_steps()
-        self._record("rendezvous.began", why=self._reason, planned=self._is_planned)
+        self._record("rendezvous.started", reason=self._reason, is_planned=self._is_planned)
 
     def on_prepared(self) -> None:
         """Note that the imports are done, and the node joins for the first time."""
@@ -163,7 +163,7 @@ class RunReporter:
         waited_s = self._started_at - self._idle_since
         import_s = max(0.0, self._prepared_at - self._idle_since)
         first, last = group.workers[0], group.workers[-1]
-        ranks = ranks_of(range(first.rank, last.rank + 1))
+        ranks = format_ranks(range(first.rank, last.rank + 1))
         imports = f"{import_s:.2f} s of imports and " if import_s else ""
         cause = info.reason or self._reason  # a user's handler may give no cause
         log.info(
@@ -173,19 +173,20 @@ class RunReporter:
             f"{group.restarts} of {group.max_restarts} restarts; {cause}",
         )
         self._record(
-            "generation.began",
-            seconds=round(waited_s, 6),
-            imports=round(import_s, 6),
+            "generation.started",
+            duration_seconds=round(waited_s, 6),
+            import_seconds=round(import_s, 6),
             attempt=group.attempt,
             node_rank=info.rank,
-            nodes=info.world_size,
+            node_count=info.world_size,
             ranks=[first.rank, last.rank],
-            world=first.world_size,
+            world_size=first.world_size,
             role=[first.role_rank, first.role_world_size],
             restarts=group.restarts,
             max_restarts=group.max_restarts,
-            cause=cause,
-            why=None if info.trigger is None else info.trigger.value,
+            reason=cause,
+            trigger=None if info.trigger is None else info.trigger.value,
+            incarnation=info.incarnation,
         )
 
     def on_workers_started(
@@ -202,24 +203,24 @@ class RunReporter:
             local = worker.local_rank
             if local in names:
                 facts = {"local_rank": local, "name": names[local], "attempt": attempts[local]}
-                self._record("worker.began", worker.rank, **facts)
+                self._record("worker.started", worker.rank, **facts)
         if names and self._workers.reports_heartbeats and self._journal is not None:
-            self._steps = StepWatch(self._started_at)
+            self._steps = StepMonitor(self._started_at)
 
     def report_steps(self, *, final: bool = False) -> None:
         """Report the workers' progress if that is due, or with `final` in any case."""
         watch, now = self._steps, self._clock()
-        if watch is None or not (final or now >= watch.due):
+        if watch is None or not (final or now >= watch.due_at):
             return
         try:
             heartbeats = self._workers.heartbeats()
             final = final or not heartbeats
             heartbeats = self._workers.final_heartbeats() if final else heartbeats
-            self._steps, events = watch.look(now, heartbeats, final=final)
+            self._steps, events = watch.read(now, heartbeats, is_final=final)
         except Exception:
             # An error in a report must not stop the training.
             log.exception("cannot read the workers' steps")
-            self._steps, events = attrs.evolve(watch, due=now + EVERY_SECONDS), []
+            self._steps, events = attrs.evolve(watch, due_at=now + MAX_INTERVAL_S), []
         for kind, facts in events:
             self._record(kind, **facts)
 
@@ -238,16 +239,16 @@ class RunReporter:
             The failure that the other nodes must know, or None if the worker has not failed.
         """
         self._record(
-            "worker.ended",
+            "worker.exited",
             exit_.rank,
             local_rank=exit_.local_rank,
-            code=exit_.returncode,
-            ok=exit_.succeeded,
+            exit_code=exit_.returncode,
+            succeeded=exit_.succeeded,
             stopped=exit_.stop_was_requested,
-            how=exit_.describe(),
+            description=exit_.describe(),
             error="" if exit_.succeeded else exit_.message or exit_.exit_description,
             traceback="" if exit_.succeeded else shorten(exit_.traceback, MAX_TRACEBACK_BYTES),
-            uptime=round(self._clock() - self._started_at, 6),
+            uptime_seconds=round(self._clock() - self._started_at, 6),
         )
         # A worker that was stopped has failed only if it reported a failure before.
         if exit_.succeeded or exit_.has_failed or not is_stopping:
@@ -291,20 +292,25 @@ class RunReporter:
         since = self._inactive_since
         kind = "hang" if since is not None else "killed" if failure.killed else "ordinary"
         inactive_s = None if since is None else round(self._clock() - since, 3)
-        self._record("failure", reason=failure.reason, failure=kind, silent=inactive_s)
+        self._record(
+            "failure",
+            reason=failure.reason,
+            failure_kind=kind,
+            seconds_since_heartbeat=inactive_s,
+        )
 
     def on_drain(self, signal: str, reason: str) -> None:
-        self._record("drain.asked", signal=signal, why=reason)
+        self._record("drain.requested", signal=signal, reason=reason)
 
     def on_stop_started(self, notice: StopNotice | None) -> None:
         self._stop_started_at = self._clock()
         reason, grace_s = ("", 0.0) if notice is None else (notice.reason, notice.grace_s)
-        self._record("stopping", why=reason, seconds=grace_s, because=self._reason)
+        self._record("stopping", notice=reason, grace_seconds=grace_s, reason=self._reason)
 
     def on_stop_finished(self, event: policy.WorkersStopped) -> None:
         self._idle_since = self._clock()
         seconds = round(self._idle_since - self._stop_started_at, 6)
-        self._record("stopped", seconds=seconds, left=event.unkillable)
+        self._record("stopped", duration_seconds=seconds, survivors=event.unkillable)
 
     def on_change(self, change: Change) -> None:
         """Note that the generation or the job is over."""
@@ -343,17 +349,17 @@ class RunReporter:
         )
         self._report_last_steps()
         if self.saved_step is not None:
-            self._record("saved", step=self.saved_step, count=1)
+            self._record("checkpoint.saved", step=self.saved_step, count=1)
         self._record(
-            "run.ended",
+            "run.finished",
             state=result.state.value,
             reason=result.reason,
             exit_code=result.exit_code,
             expelled=result.evicted,
-            cause=cause and {"host": cause.host, "rank": cause.rank, "what": cause.summary},
+            root_cause=cause and {"host": cause.host, "rank": cause.rank, "what": cause.summary},
         )
         # Wait until the journal has the events, for a bounded time.
-        self._guard.settle()
+        self._caller.flush()
         return result
 
     @property
@@ -362,6 +368,6 @@ class RunReporter:
 
     def _record(self, kind: str, rank: int | None = None, **facts: object) -> None:
         if self._journal is not None:
-            tell, generation = self._journal.tell, self._generation
-            record = partial(tell, kind, generation=generation, rank=rank, **facts)
-            self._guard.call(record, prompt=self._journal.prompt)
+            generation, journal = self._generation, self._journal
+            record = partial(journal.record, kind, generation=generation, rank=rank, **facts)
+            self._caller.call(record, is_nonblocking=journal.is_nonblocking)

@@ -20,8 +20,8 @@ from ..agent.elastic_agent import ElasticAgent
 from ..agent.interface import RunResult, SnapshotService
 from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.snapshot_service import NodeSnapshotService
-from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables
-from ..compat.launching import values_of as values_of
+from ..compat.torch_launch import TorchrunOptions, read_torchrun_variables, to_launch_config
+from ..compat.torch_launch import values_of as values_of
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from ..workers.interface import Workers
@@ -78,7 +78,7 @@ class elastic_launch:
                 "health_check_server must be None, because it works only with torch's agent: use "
                 "observe_port of the config or TORCHELASTIC_HEALTH_CHECK_PORT"
             )
-        self._config = ours(config, LaunchConfig)
+        self._config = to_launch_config(config, LaunchConfig)
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
@@ -144,7 +144,7 @@ def run_node(
         journal = stack.enter_context(
             open_journal(config, workers, rendezvous.node_id, endpoint=rendezvous.serves_at)
         )
-        _log_start(config, journal.found_by)
+        _log_start(config, journal.run_selector)
         agent = ElasticAgent(
             worker_spec(config, entrypoint),
             rendezvous.handler,

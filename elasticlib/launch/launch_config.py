@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from ..agent.options import AgentOptions
-from ..compat.launching import TorchrunOptions, plain_values, texts
+from ..compat.torch_launch import TorchrunOptions, plain_values, texts
 from ..endpoint import port_of, split_endpoint
 from ..errors import ConfigError
 from ..flag_values import NUMA_BINDINGS

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..compat.launching import may_go_unbound
+from ..compat.torch_launch import allows_unbound_workers
 from ..errors import ConfigError, ElasticError
 from ..workers.local_workers import LocalWorkers
 from ..workers.node_resources import numa_cpu_sets
@@ -84,7 +84,7 @@ def _cpu_sets(config: LaunchConfig, environment: Mapping[str, str]) -> Sequence[
     try:
         return numa_cpu_sets(config.numa_binding, config.nproc_per_node, environment)
     except ConfigError as error:
-        if not may_go_unbound(config):
+        if not allows_unbound_workers(config):
             raise
         log.warning("workers are not bound to CPUs: %s", error)
         return ()
