@@ -369,7 +369,7 @@ class LocalWorkers(Workers):
 
     def _explained(self, found: WorkerExit, process: _Process, said: FailureReport) -> WorkerExit:
         """With all that is known of why it failed."""
-        at = min(said.at, process.ended_at)
+        at = min(said.failed_at, process.ended_at)
         return attrs.evolve(
             self._with_message(found, process, said),
             tail=process.output.tail(),
@@ -385,16 +385,18 @@ class LocalWorkers(Workers):
         found = []
         for local_rank, process in self._processes.items():
             said = read_failure_report(process.error_file)
-            if said.ends_process and said.at < before:
+            if said.ends_process and said.failed_at < before:
                 who = (local_rank, process.worker.rank, process.pid)
-                exit_ = WorkerExit(*who, returncode=said.code or 1, at=said.at, ending=True)
+                exit_ = WorkerExit(
+                    *who, returncode=said.exit_code or 1, at=said.failed_at, ending=True
+                )
                 found.append(self._with_message(exit_, process, said))
         return min(found, key=lambda exit_: exit_.at, default=None)
 
     def _with_message(
         self, found: WorkerExit, process: _Process, said: FailureReport
     ) -> WorkerExit:
-        message, traceback = said.texts
+        message, traceback = said.message_and_traceback
         # People find what is left of it there, unless that goes with us.
         stays = self._run_dir.kept or process.error_file.parent != process.folder
         return attrs.evolve(
@@ -402,7 +404,7 @@ class LocalWorkers(Workers):
             message=message,
             traceback=traceback,
             log=str(process.error_file.parent) if stays else "",
-            error_file=str(process.error_file) if stays and said.wrote else "",
+            error_file=str(process.error_file) if stays and said.has_error_file else "",
             error_data=said.record,
         )
 
