@@ -26,7 +26,7 @@ _HOMES = {
     "in_place.step_loop": ("steps",),
     "logical.logical_workers": ("LogicalWorkers",),
     # Launching a job, and reading what it left.
-    "launch.config": ("LaunchConfig", "SupervisionOptions"),
+    "launch.launch_config": ("LaunchConfig", "SupervisionOptions"),
     "launch.elastic_launch": ("elastic_launch", "keep_snapshots"),
     "launch.observed": ("observed",),
     "observe.report": ("report",),
@@ -79,10 +79,10 @@ if TYPE_CHECKING:
     from .errors import ElasticError as ElasticError
     from .in_place.process_group import init_process_group as init_process_group
     from .in_place.step_loop import steps as steps
-    from .launch.config import LaunchConfig as LaunchConfig
-    from .launch.config import SupervisionOptions as SupervisionOptions
     from .launch.elastic_launch import elastic_launch as elastic_launch
     from .launch.elastic_launch import keep_snapshots as keep_snapshots
+    from .launch.launch_config import LaunchConfig as LaunchConfig
+    from .launch.launch_config import SupervisionOptions as SupervisionOptions
     from .launch.observed import observed as observed
     from .logical.logical_workers import LogicalWorkers as LogicalWorkers
     from .observe.reading import read_history as read_history

@@ -315,7 +315,7 @@ def test_contract_suites_are_imported_with_their_dependencies_on_first_use() -> 
 
 def test_the_command_line_is_read_without_torch_or_the_metadata_of_distributions() -> None:
     code = (
-        "import sys; from elasticlib.launch.flags import build_parser; build_parser(); "
+        "import sys; from elasticlib.launch.command_line import build_parser; build_parser(); "
         "sys.exit('torch' in sys.modules or 'importlib.metadata' in sys.modules)"
     )
     assert python(code) == 0

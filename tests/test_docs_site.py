@@ -17,7 +17,8 @@ from making.reference import COLUMNS, check_told, pages, plain, with_bold_fields
 
 import elasticlib
 from elasticlib import Command, WorkerSpec, testing
-from elasticlib.launch.flags import FLAGS, build_parser
+from elasticlib.launch.command_line import build_parser
+from elasticlib.launch.flags import FLAGS
 from elasticlib.workers.exit import WorkerExit
 from elasticlib.workers.spec import Worker, WorkerGroup, worker_environment
 
@@ -152,7 +153,7 @@ def test_what_a_base_tells_that_is_not_public_stands_with_the_class() -> None:
 def test_each_flag_is_in_the_reference_with_its_variable() -> None:
     page = pages()["elasticrun.rst"]
     for dest, option in FLAGS.items():
-        flag = option.flag.replace("_", "-")
+        flag = option.name.replace("_", "-")
         assert re.search(rf"^\.\. option:: .*{flag}\b", page, re.MULTILINE), flag
         assert f"Variable: ``PET_{dest.upper()}``" in page, flag
 
@@ -223,5 +224,5 @@ def test_the_page_of_variables_has_all_that_workers_are_told() -> None:
 def test_the_page_of_exit_codes_has_those_that_help_names() -> None:
     epilog = " ".join((build_parser().epilog or "").split())
     said = epilog.partition("exit codes: ")[2]
-    first = re.findall(r"^\| ([\d+n ]+) \|", text("reference/exit_codes"), re.MULTILINE)
-    assert first == re.findall(r"(?:^|, )(\d+(?: \+ n)?) ", said)
+    first = re.findall(r"^\| ([\d+N ]+) \|", text("reference/exit_codes"), re.MULTILINE)
+    assert first == re.findall(r"(?:^|, )(\d+(?: \+ N)?) ", said)

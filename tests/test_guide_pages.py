@@ -15,8 +15,8 @@ import torch.distributed as dist
 from pages import DOCS, blocks_of
 
 from elasticlib.launch import commands
-from elasticlib.launch.arguments import read_launch
-from elasticlib.launch.flags import build_parser
+from elasticlib.launch.arguments import parse_launch
+from elasticlib.launch.command_line import build_parser
 
 PAGES = sorted(str(path.relative_to(DOCS)) for path in (DOCS / "guide").glob("*.md"))
 FOUND = {page: blocks_of(page) for page in PAGES}
@@ -99,7 +99,7 @@ def test_a_command_line_of_a_page_can_be_read(
     (tmp_path / "train.py").touch()
     program, *words = shlex.split(line)
     if program == "elasticrun":
-        read_launch(words, {})
+        parse_launch(words, {})
     else:
         assert program == "elasticlib"
         commands._parser().parse_args(words)

@@ -17,7 +17,8 @@ from typing import Any
 import elasticlib
 from elasticlib import testing
 from elasticlib.launch import commands
-from elasticlib.launch.flags import FLAGS, build_parser
+from elasticlib.launch.command_line import build_parser
+from elasticlib.launch.flags import FLAGS
 from elasticlib.observe.event import KINDS, VERSION
 
 FOLDERS = {
@@ -56,7 +57,7 @@ FROM_MODULES = {
     "workers.exit": ("WorkerExit",),
     "workers.context": ("WorkerContext", "StopRequest"),
     "compat.failures": ("ProcessFailure", "SignalException"),
-    "launch.backends": ("BackendRequest",),
+    "launch.backends": ("BackendParameters",),
     "data.batch_sampler": ("EmptyBatchCollator",),
     "logical.logical_workers": ("LogicalWorker",),
     "checkpoint.save_handle": ("SaveHandle",),
@@ -166,7 +167,7 @@ def _testing_page() -> str:
 def _elasticrun_page() -> str:
     told = (
         "Each flag of two words may be written with underscores, as torchrun's. What is not given "
-        "is taken from the variable that is named with it, then from a scheduler (``--from-env``)."
+        "is taken from the variable that is named with it, then from a scheduler (``--scheduler``)."
     )
     variables = {f"--{dest.replace('_', '-')}": f"PET_{dest.upper()}" for dest in FLAGS}
     return _page("elasticrun", told, *_program(build_parser(), "elasticrun", variables))

@@ -25,7 +25,7 @@ from ..workers.spec import WorkerState
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult
-    from ..launch.config import LaunchConfig
+    from ..launch.launch_config import LaunchConfig
 
 TORCH_DEFAULT_TIMEOUT_S = 900  # torch writes it into rdzv_configs as `timeout` unless it is given
 
@@ -95,8 +95,8 @@ def _logs(config: LaunchConfig) -> dict[str, Any]:
     # The class is compared by name, because torch is not imported for this.
     if (type(specs).__module__, type(specs).__qualname__) != LOGS_SPECS:
         raise ConfigError(
-            f"logs_specs must be torch's DefaultLogsSpecs or None, got {specs!r}: "
-            f"{TORCHRUN_ONLY['logs_specs']}"
+            f"logs_specs must be torch's DefaultLogsSpecs or None, got {specs!r}: set log_dir, "
+            "redirects, tee and local_ranks_filter instead"
         )
     found = {
         "log_dir": specs.root_log_dir,

@@ -1,8 +1,7 @@
-"""torchrun's command line, `PET_*` variables, a scheduler's and the defaults, read in this order
-into a `LaunchConfig` and an entry point.
+"""Command line, environment and scheduler variables, resolved into a `LaunchConfig`.
 
-Who said what is known to the end, for --dry-run and for the sentence that refuses it. What has no
-meaning beside the rest is refused, or ignored with a warning.
+The origin of each setting is kept for --dry-run and for error messages. A setting that has no
+meaning next to the others is rejected, or ignored with a warning.
 """
 
 from __future__ import annotations
@@ -23,155 +22,168 @@ from ..signals import read_signals, signal_name
 from ..workers.node_resources import count_usable_cpus
 from ..workers.output_plan import parse_ranks, parse_streams
 from ..workers.spec import Command, Entrypoint, Module, Script
-from .config import (
-    LONGEST,
+from .command_line import parse_command_line
+from .endpoints import (
+    drop_unusable_scheduler_settings,
+    node_range,
+    rendezvous_fields,
+    resolve_rendezvous_settings,
+)
+from .flags import FLAGS, SettingError, flag_message
+from .launch_config import (
     LaunchConfig,
     SupervisionOptions,
     check_seconds,
-    in_flags,
-    read_pairs,
 )
-from .endpoints import node_range, read_place, settle_cluster, settle_place
-from .flags import FLAGS, Settings, Source, read, read_flags, read_job, read_variables
-from .schedulers import read_cluster
+from .rendezvous_options import MAX_SECONDS, read_pairs
+from .schedulers import detect_scheduler
+from .settings import Settings, Source, read_flags, read_scheduler_settings, read_variables
 
 
 @attrs.frozen
-class Launch:
-    """What a command line and its environment ask for.
-
-    cluster: the scheduler whose variables were read, or none.
-    """
+class LaunchRequest:
+    """A launch as a command line and its environment ask for it."""
 
     config: LaunchConfig
     entrypoint: Entrypoint
     settings: Settings
-    cluster: str
+    scheduler: str  # the scheduler whose variables were read, or "none"
 
 
 def parse(
     argv: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> tuple[LaunchConfig, Entrypoint]:
-    """The launch that a command line asks for, with variables in place of flags if they are given.
+    """Return the configuration and the entry point that a command line asks for.
+
+    Args:
+        argv: the command line without the name of the command.
+        environment: variables for the options that are not given. None for no variables.
 
     Raises:
-        ConfigError: it asks for what cannot work. SystemExit: argparse's own usage errors.
+        ConfigError: the settings cannot work.
+        SystemExit: the command line asks for help, or has a usage error.
     """
-    launch = read_launch(argv, environment or {})
-    return launch.config, launch.entrypoint
+    request = parse_launch(argv, environment or {})
+    return request.config, request.entrypoint
 
 
-def read_launch(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
-    """The same, and where each setting is from."""
-    return launch_of(read(argv), environment)
+def parse_launch(argv: Sequence[str], environment: Mapping[str, str]) -> LaunchRequest:
+    """Return what `parse` returns, with the origins of all settings."""
+    return resolve_launch(parse_command_line(argv), environment)
 
 
-def launch_of(line: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
-    """The same, of a command line that argparse has read."""
-    variables, notes = read_variables(environment)
-    layers = [read_flags(line), variables]
-    cluster, job = read_cluster(Settings.layered(layers)["from_env"], environment)
-    from_job = read_job(job)
-    settings = Settings.layered([*layers, from_job], notes)
+def resolve_launch(args: argparse.Namespace, environment: Mapping[str, str]) -> LaunchRequest:
+    """Return the launch of a command line that argparse has parsed.
+
+    Raises:
+        ConfigError: the settings cannot work.
+    """
+    variables, warnings = read_variables(environment)
+    layers = [read_flags(args), variables]
+    settings = Settings.merge(layers, warnings)
     try:
-        settings = settle_cluster(settle_place(settings))
+        scheduler, found = detect_scheduler(settings["scheduler"], environment)
+        settings = Settings.merge([*layers, read_scheduler_settings(found)], warnings)
+        settings = drop_unusable_scheduler_settings(resolve_rendezvous_settings(settings))
         if settings["run_path"] and settings["no_python"]:
-            because = f"{settings.origins('run_path')} goes before it"
-            settings = settings.without("no_python", because=because)
+            reason = f"{settings.origins('run_path')} takes precedence"
+            settings = settings.drop("no_python", reason=reason)
         config, settings = _config(settings, environment)
-        entrypoint = _entrypoint(settings, line.training_script, tuple(line.training_script_args))
-        return Launch(config, entrypoint, settings, cluster)
+        entrypoint = _entrypoint(settings, args.training_script, tuple(args.training_script_args))
+        return LaunchRequest(config, entrypoint, settings, scheduler)
     except ConfigError as error:
         raise _with_origins(error, settings) from error.__cause__
 
 
 def _with_origins(error: ConfigError, settings: Settings) -> ConfigError:
-    """The error speaks of flags; what its user has set may be a variable."""
-    sentence = in_flags(error)
-    from_elsewhere = [
-        f"{FLAGS[name].flag} is from {setting.origin}"
-        for name, setting in settings.found.items()
-        if setting.source in (Source.VARIABLE, Source.CLUSTER) and FLAGS[name].flag in sentence
+    """Return the error with the variables that gave the settings it names."""
+    names = error.names if isinstance(error, SettingError) else ()
+    given = [(name, settings.settings[name]) for name in dict.fromkeys(names)]
+    origins = [
+        f"{FLAGS[name].name} is set by {setting.origin}"
+        for name, setting in given
+        if setting.source in (Source.ENVIRONMENT, Source.SCHEDULER)
     ]
-    said = f" ({', '.join(from_elsewhere)})" if from_elsewhere else ""
-    return ConfigError(f"{sentence}{said}")
+    suffix = f" ({', '.join(origins)})" if origins else ""
+    return ConfigError(f"{flag_message(error)}{suffix}")
 
 
 def _config(settings: Settings, environment: Mapping[str, str]) -> tuple[LaunchConfig, Settings]:
-    """And the settings with a note of each variable or key that has no effect."""
-    least, most = node_range(settings["nnodes"])
-    python = not (settings["no_python"] or settings["run_path"])
-    torchrun, notes = read_torchrun_variables(environment, python=python)
+    """Return the configuration, and the settings with warnings about what has no effect."""
+    min_nodes, max_nodes = node_range(settings["nnodes"])
+    is_python = not (settings["no_python"] or settings["run_path"])
+    torchrun, warnings = read_torchrun_variables(environment, python=is_python)
     same_name = {
-        name: _MEANINGS[name](settings[name]) if name in _MEANINGS else settings[name]
+        name: _CONVERTERS[name](settings[name]) if name in _CONVERTERS else settings[name]
         for name in attrs.fields_dict(LaunchConfig)
         if name in FLAGS
     }
     config = LaunchConfig(
         **{
             **same_name,
-            **read_place(settings, most),
-            "min_nodes": least,
-            "max_nodes": most,
+            **rendezvous_fields(settings, max_nodes),
+            "min_nodes": min_nodes,
+            "max_nodes": max_nodes,
             "rdzv_configs": read_pairs(",".join(settings["rdzv_conf"])),
             "start_method": _start_method(settings),
             "supervision": _supervision(settings),
-            "signals_to_handle": None,  # supervision says it
+            "signals_to_handle": None,  # part of `supervision`
             "torchrun": TorchrunOptions(**torchrun),
         }
     )
     conf = config.rdzv_configs
     if {"timeout", "join_timeout"} <= set(conf):
-        said = f"--rdzv-conf timeout={conf['timeout']} is ignored"
-        notes = (*notes, f"{said}: join_timeout={conf['join_timeout']} goes before it")
-    return config, settings.noted(*notes)
+        warnings = (
+            *warnings,
+            f"ignoring --rdzv-conf timeout={conf['timeout']}: "
+            f"join_timeout={conf['join_timeout']} takes precedence",
+        )
+    return config, settings.with_warnings(*warnings)
 
 
 def _start_method(settings: Settings) -> str:
     name = settings["start_method"]
     if settings["no_python"] and name not in (None, "spawn"):
-        raise ConfigError(
-            f"--start-method {name} is for Python, and --no-python runs another program"
-        )
+        raise SettingError("{start_method} {0} requires Python: remove {no_python}", name)
     return name or "forkserver"
 
 
 def _entrypoint(settings: Settings, program: str, args: tuple[str, ...]) -> Entrypoint:
     if not program:
-        raise ConfigError("the program to run has an empty name")
+        raise ConfigError("the name of the training script must not be empty")
     if settings["module"] and settings["no_python"]:
-        raise ConfigError("-m runs a Python module and --no-python a program: give one of them")
+        raise ConfigError("-m and --no-python are mutually exclusive")
     if settings["module"] and settings["run_path"]:
-        raise ConfigError(
-            "-m runs a module by its name and --run-path a script by its path: give one of them"
-        )
+        raise ConfigError("-m and --run-path are mutually exclusive")
     if settings["module"]:
         return Module(program, args)
     if settings["no_python"]:
         return Command(program, args)
-    entrypoint = Script(program, args)
-    if not any(map(os.path.isfile, (program, os.path.join(program, "__main__.py")))):
-        if os.path.exists(program):
-            raise ConfigError(
-                f"a script must be a regular file or contain a __main__.py, got {program!r}; "
-                "a module needs -m, another program --no-python"
-            )
-        script = f"{program}.py"
-        meant = f"did you mean {script}? A" if os.path.isfile(script) else "a"
+    script = Script(program, args)  # rejects what each worker could not read
+    _check_script(program)
+    return script
+
+
+def _check_script(path: str) -> None:
+    if any(map(os.path.isfile, (path, os.path.join(path, "__main__.py")))):
+        return
+    remedy = "use -m to run a module or --no-python to run another program"
+    if os.path.exists(path):
         raise ConfigError(
-            f"there is no script {program!r} here (in {os.getcwd()}); "
-            f"{meant} module needs -m, another program --no-python"
+            f"a script must be a regular file or a directory with a __main__.py, got {path!r}; "
+            f"{remedy}"
         )
-    return entrypoint
+    hint = f" (did you mean {path}.py?)" if os.path.isfile(f"{path}.py") else ""
+    raise ConfigError(f"script {path!r} not found in {os.getcwd()}{hint}; {remedy}")
 
 
 def _supervision(settings: Settings) -> SupervisionOptions:
-    check_seconds("--checkpoint-grace", settings["checkpoint_grace"])
+    check_seconds("checkpoint_grace", settings["checkpoint_grace"])
     replicas = settings["snapshot_replicas"]
     if replicas < 0:
-        raise ConfigError(f"--snapshot-replicas is a number from 0, got {replicas}")
+        raise SettingError("{snapshot_replicas} must be at least 0, got {0}", replicas)
     agent = attrs.evolve(
-        _heeded(settings),
+        _signal_options(settings),
         checkpoint_grace=settings["checkpoint_grace"],
         hang=_hang_limits(settings["hang_timeout"]),
         snapshot_replicas=replicas,
@@ -189,38 +201,41 @@ def _hang_limits(text: str | None) -> HangLimits | None:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= LONGEST:
-        raise ConfigError(
-            f"--hang-timeout is auto or seconds above 0 and up to {LONGEST:g}, got {text!r}"
+    if not 0 < seconds <= MAX_SECONDS:
+        raise SettingError(
+            "{hang_timeout} must be auto or seconds above 0 and up to {0:g}, got {1!r}",
+            MAX_SECONDS,
+            text,
         )
     return HangLimits(seconds=seconds)
 
 
-def _heeded(settings: Settings) -> AgentOptions:
-    """Which signals end the run and which drain: what is said goes before what is assumed."""
-    ends = read_signals(settings["signals_to_handle"], "--signals-to-handle")
-    drains = read_signals(settings["drain_signals"], "--drain-signals")
-    usual: tuple[int, ...] = DRAIN_SIGNALS
-    if settings.found["drain_signals"].source is Source.CLUSTER:
-        # A scheduler names its own as we name ours: nobody has asked for these and no others.
-        drains, usual = None, drains or ()
-    both = sorted({*(ends or ())} & {*(drains or ())})
+def _signal_options(settings: Settings) -> AgentOptions:
+    """Return which signals stop the run and which drain the node; given names beat defaults."""
+    stop = read_signals(settings["signals_to_handle"], "--signals-to-handle")
+    drain = read_signals(settings["drain_signals"], "--drain-signals")
+    default_drain: tuple[int, ...] = DRAIN_SIGNALS
+    if settings.settings["drain_signals"].source is Source.SCHEDULER:
+        # The scheduler's signals replace our defaults; the user has not asked for any.
+        drain, default_drain = None, drain or ()
+    both = sorted({*(stop or ())} & {*(drain or ())})
     if both:
-        raise ConfigError(
-            f"{signal_name(both[0])} is in --signals-to-handle, which end the run, and "
-            "in --drain-signals, which save first: name it in one of them"
+        raise SettingError(
+            "{0} is in both {signals_to_handle} (stop) and {drain_signals} (drain): remove it from "
+            "one of them",
+            signal_name(both[0]),
         )
-    # torchrun's jobs name SIGUSR2 among those that end the run.
-    assumed = tuple(n for n in usual if n not in (ends or ()))
+    # torchrun's jobs name SIGUSR2 among the signals that end the run.
+    default_drain = tuple(n for n in default_drain if n not in (stop or ()))
     return AgentOptions(
-        signals=tuple(n for n in SIGNALS if n not in (drains or ())) if ends is None else ends,
-        drain_signals=assumed if drains is None else drains,
-        save_signals=SAVE_SIGNALS if drains is None else (),
+        signals=tuple(n for n in SIGNALS if n not in (drain or ())) if stop is None else stop,
+        drain_signals=default_drain if drain is None else drain,
+        save_signals=SAVE_SIGNALS if drain is None else (),
     )
 
 
 def split_at_commas(text: str) -> tuple[str, ...]:
-    """The texts between single commas; a double one is a comma of the text."""
+    """Split text at single commas; a double comma stands for one comma of the text."""
     parts = text.replace(",,", "\0").split(",")
     return tuple(part.replace("\0", ",") for part in parts if part)
 
@@ -232,14 +247,17 @@ def _local_ranks(text: str) -> frozenset[int] | None:
         raise ConfigError(f"--local-ranks-filter: {error}") from None
 
 
-KINDS = "a number, cpu, gpu, xpu, auto, or the name of a backend that torch was given"
+NPROC_VALUES = "a number, cpu, gpu, xpu, auto, or the name of a registered torch backend"
 
 
 def worker_count(text: str) -> int:
-    """`auto` is all accelerators of the kind that torch sees, and processors where it sees none.
+    """Return the number of workers that --nproc-per-node means on this machine.
+
+    `auto` is the number of accelerators of the kind that torch prefers, or of CPU cores if torch
+    finds no accelerator.
 
     Raises:
-        ConfigError: there are none of these here, or it is no such word.
+        ConfigError: this machine has no such device, or the text has no meaning.
     """
     try:
         return int(text)
@@ -247,40 +265,46 @@ def worker_count(text: str) -> int:
         pass
     if text == "cpu":
         return count_usable_cpus()
+    invalid = SettingError("{nproc_per_node} must be {0}, got {1!r}", NPROC_VALUES, text)
     if not text.isidentifier():
-        raise ConfigError(f"--nproc-per-node is {KINDS}, got {text!r}")
+        raise invalid
     import torch
 
     if text == "auto":
-        return _accelerators(torch) or count_usable_cpus()
-    own = torch._C._get_privateuse1_backend_name()
+        return _count_accelerators(torch) or count_usable_cpus()
+    registered = torch._C._get_privateuse1_backend_name()
     kind = "cuda" if text == "gpu" else text
-    counts = {name: _count(torch, name) for name in ("cuda", "xpu", own)}
+    counts = {name: _count_devices(torch, name) for name in ("cuda", "xpu", registered)}
     if kind not in counts:
-        raise ConfigError(f"--nproc-per-node is {KINDS}, got {text!r}")
+        raise invalid
     if counts[kind]:
         return counts[kind]
-    here = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    raise ConfigError(
-        f"--nproc-per-node {text}: torch {torch.__version__} sees no {text.upper()} on this "
-        f"machine; it sees {here or 'no accelerator'} and {count_usable_cpus()} processors (cpu)"
+    found = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    raise SettingError(
+        "{nproc_per_node} {0}: torch {1} finds no {2} on this machine (found: {3}, {4} CPU cores; "
+        "use cpu)",
+        text,
+        torch.__version__,
+        text.upper(),
+        found or "no accelerator",
+        count_usable_cpus(),
     )
 
 
-def _accelerators(torch: Any) -> int:
-    """Those of the kind that this torch prefers."""
+def _count_accelerators(torch: Any) -> int:
     accelerator = getattr(torch, "accelerator", None)
-    if accelerator is None:  # older than 2.6
-        return _count(torch, "cuda")
+    if accelerator is None:  # torch older than 2.6
+        return _count_devices(torch, "cuda")
     return int(accelerator.device_count()) if accelerator.is_available() else 0
 
 
-def _count(torch: Any, kind: str) -> int:
+def _count_devices(torch: Any, kind: str) -> int:
     devices = getattr(torch, kind, None)
     return int(devices.device_count()) if devices is not None and devices.is_available() else 0
 
 
-_MEANINGS: Mapping[str, Callable[[str], Any]] = {
+# Converts the text of a flag into the value of the field of the same name, where they differ.
+_CONVERTERS: Mapping[str, Callable[[str], Any]] = {
     "nproc_per_node": worker_count,
     "preload": lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
     "redirects": partial(parse_streams, option="--redirects"),
@@ -290,4 +314,3 @@ _MEANINGS: Mapping[str, Callable[[str], Any]] = {
     "duplicate_stderr_filters": split_at_commas,
     "log_line_prefix_template": lambda text: text or None,
 }
-"""What the text of a flag means to the field of its name, where it is not that value itself."""

@@ -1,11 +1,10 @@
-"""Rendezvous backends other than elasticlib's own store server or folder: a user's, or etcd.
+"""Rendezvous backends that are not built on elasticlib's own store: plug-ins and etcd.
 
-A user's backend is named as `package.module:function`. The module is imported when a launch, or a
-command that asks about a run, opens it, and never before.
+A plug-in is named `package.module:function`. Its module is imported when a launch, or a command
+that asks about a run, opens it, and never before.
 
-etcd's place is read from --rdzv-endpoint and the keys of --rdzv-conf. Each key has the spellings of
-torch's two etcd backends, and belongs to these backends alone; what contradicts another flag is
-refused by name. Files are read when the store is opened.
+etcd's settings are read from --rdzv-endpoint and the keys of --rdzv-conf, in the spellings of both
+of torch's etcd backends. Files that they name are read when the store is opened.
 """
 
 from __future__ import annotations
@@ -23,49 +22,56 @@ from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.interface import RendezvousHandler
 from ..stores.interface import Store
 from .addresses import is_loopback, outward_address, resolve, source_address
-from .flags import ETCD_BACKENDS, OUR_BACKENDS
+from .flags import BUILTIN_BACKENDS, ETCD_BACKENDS, SettingError
 
 if TYPE_CHECKING:
     from ..stores.etcd_store import EtcdStore, Member
 
 
 @attrs.frozen(kw_only=True)
-class BackendRequest:
-    """What a backend is asked to open; it returns a `Store`, or a whole `RendezvousHandler`.
+class BackendParameters:
+    """The arguments of a plug-in, which returns a `Store` or a `RendezvousHandler`.
 
-    endpoint: --rdzv-endpoint as it was given, never empty. run_id: the job, the same on all nodes.
-    options: the keys of --rdzv-conf that are not elasticlib's own, as text; a backend refuses
-    those that it does not know by a ConfigError. timeout: seconds within which a store's call ends.
-    node, limits, timing: what a handler of its own needs beside these; over a store that is
-    returned the dynamic handler is put, and it is closed after that one has left.
+    A store that it returns is used by the dynamic rendezvous handler, and closed after that one has
+    left the job.
     """
 
-    endpoint: str
-    run_id: str
+    endpoint: str  # --rdzv-endpoint, never empty
+    run_id: str  # the id of the job, the same on all nodes
+    # The keys of --rdzv-conf that elasticlib does not read. A plug-in rejects unknown ones with a
+    # ConfigError.
     options: Mapping[str, str]
-    timeout: float
+    timeout: float  # seconds within which a call of the store must end
+    # The arguments of a rendezvous handler.
     node: Node
     limits: Limits
     timing: Timing
 
 
-_USERS_BACKEND = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_PLUGIN_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def check_backend(name: str) -> None:
-    """Raise ConfigError for what cannot be the name of a backend; nothing is imported."""
-    if name not in OUR_BACKENDS and not _USERS_BACKEND.fullmatch(name):
-        raise ConfigError(
-            f"--rdzv-backend must be one of {', '.join(OUR_BACKENDS)}, or package.module:function "
-            f"for a backend of your own, got {name!r}{did_you_mean(name, OUR_BACKENDS)}"
+    """Check the name of a backend without importing anything.
+
+    Raises:
+        ConfigError: the name is neither a built-in backend nor `package.module:function`.
+    """
+    if name not in BUILTIN_BACKENDS and not _PLUGIN_NAME.fullmatch(name):
+        raise SettingError(
+            "{rdzv_backend} must be one of {0}, or package.module:function for your own backend, "
+            "got {1!r}{2}",
+            ", ".join(BUILTIN_BACKENDS),
+            name,
+            did_you_mean(name, BUILTIN_BACKENDS),
         )
 
 
-def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandler:
-    """Import the function that a user's backend is named by, and return what it opens.
+def open_backend(name: str, parameters: BackendParameters) -> Store | RendezvousHandler:
+    """Import a plug-in and return what it opens.
 
     Raises:
-        ConfigError: it cannot be imported, fails, or returns something else.
+        ConfigError: the plug-in cannot be imported, fails, or returns something else.
     """
     module, _, path = name.partition(":")
     try:
@@ -73,27 +79,31 @@ def open_backend(name: str, request: BackendRequest) -> Store | RendezvousHandle
         for attribute in path.split("."):
             function = getattr(function, attribute)
     except Exception as error:
-        raise ConfigError(
-            f"--rdzv-backend {name} cannot be imported: {describe(error)}; the module must be "
-            "installed, or its folder be in PYTHONPATH"
+        raise SettingError(
+            "{rdzv_backend} {0} cannot be imported: {1}; install the module, or add its directory "
+            "to PYTHONPATH",
+            name,
+            describe(error),
         ) from error
     try:
-        opened = function(request)
+        backend = function(parameters)
     except ConfigError:
         raise
     except Exception as error:
-        # The user's own code may raise anything, and the message must say whose code failed.
-        raise ConfigError(f"--rdzv-backend {name} failed: {describe(error)}") from error
-    if not isinstance(opened, (Store, RendezvousHandler)):
-        raise ConfigError(
-            f"--rdzv-backend {name} must return a Store or a RendezvousHandler, "
-            f"got {type(opened).__name__}"
+        # The plug-in may raise anything, and the message must say whose code failed.
+        raise SettingError("{rdzv_backend} {0} failed: {1}", name, describe(error)) from error
+    if not isinstance(backend, (Store, RendezvousHandler)):
+        raise SettingError(
+            "{rdzv_backend} {0} must return a Store or a RendezvousHandler, got {1}",
+            name,
+            type(backend).__name__,
         )
-    return opened
+    return backend
 
 
 # -- etcd ------------------------------------------------------------------------------------------
 
+# The name of each key of etcd, by its spellings in torch's two etcd backends.
 _SPELLINGS = {
     "cacert": "cacert",
     "ca_cert": "cacert",
@@ -110,12 +120,12 @@ ETCD_KEYS = frozenset(_SPELLINGS)
 
 
 @attrs.frozen
-class EtcdPlace:
-    """Where etcd is, and what to show it; each file is a path."""
+class EtcdConfig:
+    """The members of an etcd cluster, and the credentials for it."""
 
     endpoints: str
     protocol: str | None = None
-    cacert: str | None = None
+    cacert: str | None = None  # the path of a file, as are `cert`, `key` and `password_file`
     cert: str | None = None
     key: str | None = None
     prefix: str = "/elasticlib/"
@@ -124,24 +134,32 @@ class EtcdPlace:
 
     def __attrs_post_init__(self) -> None:
         if self.protocol not in (None, "http", "https"):
-            raise ConfigError(f"--rdzv-conf protocol is http or https, got {self.protocol!r}")
+            raise SettingError(
+                "{rdzv_conf} protocol must be http or https, got {0!r}", self.protocol
+            )
         if self.protocol == "http" and (self.cacert or self.cert):
-            raise ConfigError("--rdzv-conf protocol=http contradicts a CA or certificate")
-        for one, other in (("cert", "key"), ("user", "password_file")):
-            if (getattr(self, one) is None) != (getattr(self, other) is None):
-                raise ConfigError(f"--rdzv-conf {one} and {other} go together, got one of them")
-        _ = self.members  # read for its errors
+            raise SettingError(
+                "{rdzv_conf} protocol=http cannot be used with a CA or a client certificate"
+            )
+        for first, second in (("cert", "key"), ("user", "password_file")):
+            if (getattr(self, first) is None) != (getattr(self, second) is None):
+                raise SettingError("{rdzv_conf} {0} and {1} must be given together", first, second)
+        _ = self.members  # computed for its errors
 
     @property
     def members(self) -> tuple[Member, ...]:
-        # Imported here: most jobs meet elsewhere, and it takes a while to import HTTP and TLS.
+        # Imported here, because most jobs do not use etcd, and HTTP and TLS take time to import.
         from ..stores.etcd_store import read_members
 
-        secure = self.protocol == "https" or bool(self.cacert or self.cert)
-        return read_members(self.endpoints, secure=secure)
+        is_secure = self.protocol == "https" or bool(self.cacert or self.cert)
+        return read_members(self.endpoints, secure=is_secure)
 
     def open(self, timeout: float) -> EtcdStore:
-        """The store; nothing is connected yet."""
+        """Return a store, which connects at its first call.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
         from ..stores.etcd_store import EtcdStore
 
         password = None
@@ -149,7 +167,9 @@ class EtcdPlace:
             try:
                 password = Path(self.password_file).read_text().rstrip("\r\n")
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"--rdzv-conf password_file cannot be read: {error}") from error
+                raise SettingError(
+                    "{rdzv_conf} password_file cannot be read: {0}", error
+                ) from error
         return EtcdStore(
             [f"{member.protocol}://{member.address}" for member in self.members],
             prefix=self.prefix,
@@ -162,39 +182,48 @@ class EtcdPlace:
         )
 
     def find_address(self) -> str:
-        """This node's address on the route to etcd, or where etcd does not tell, to anywhere."""
+        """Return this node's address on the route to etcd, or else on the default route."""
         for member in self.members:
             address = source_address(resolve(member.host, member.port), member.port)
-            # One of many members may be on each node, and says nothing of where the others are.
+            # A member may run on each node, and then says nothing about the way to the others.
             if address is not None and not is_loopback(address):
                 return address
         return outward_address()
 
 
-def read_etcd_place(endpoint: str, conf: Mapping[str, Any]) -> EtcdPlace:
-    """The place, from an endpoint list and the keys of --rdzv-conf that are etcd's.
+def read_etcd_config(endpoint: str, conf: Mapping[str, Any]) -> EtcdConfig:
+    """Return the settings of etcd.
+
+    Args:
+        endpoint: the list of endpoints.
+        conf: the keys of --rdzv-conf; those that are not etcd's are ignored.
 
     Raises:
-        ConfigError: they contradict each other, or a key is given in two spellings.
+        ConfigError: the settings contradict each other, or a key is given in two spellings.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for key, value in conf.items():
         name = _SPELLINGS.get(key)
         if name is None:
             continue
-        if name in found:
-            raise ConfigError(f"--rdzv-conf has {key} in two spellings: give one")
+        if name in values:
+            raise SettingError("{rdzv_conf} has {0} in two spellings: give only one", key)
         if not str(value):
-            raise ConfigError(f"--rdzv-conf {key} is empty")
-        found[name] = str(value)
-    return EtcdPlace(endpoint, **found)
+            raise SettingError("{rdzv_conf} {0} must not be empty", key)
+        values[name] = str(value)
+    return EtcdConfig(endpoint, **values)
 
 
 def check_etcd_keys(backend: str, conf: Mapping[str, Any]) -> None:
-    """Refuse etcd's keys beside another backend."""
-    stray = sorted(ETCD_KEYS & set(conf))
-    if stray and backend not in ETCD_BACKENDS:
-        belong = "belongs" if len(stray) == 1 else "belong"
-        raise ConfigError(
-            f"--rdzv-conf {', '.join(stray)} {belong} to --rdzv-backend etcd, not to {backend}"
+    """Check that no key of etcd is given for another backend.
+
+    Raises:
+        ConfigError: such a key is given.
+    """
+    keys = sorted(ETCD_KEYS & set(conf))
+    if keys and backend not in ETCD_BACKENDS:
+        raise SettingError(
+            "{rdzv_conf} {0} applies only to {rdzv_backend} etcd, not to {1}",
+            ", ".join(keys),
+            backend,
         )

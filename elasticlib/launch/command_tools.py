@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from ..errors import ConfigError
 from ..observe.wording import table
 from ..visible import visible, visible_line
+from .flags import flag_message
 
 CLEAR = "\x1b[H\x1b[2J"
 """Moves the cursor to the first line of a terminal and clears its screen."""
@@ -36,14 +37,15 @@ def typed(read: Callable[[str], T]) -> Callable[[str], T]:
         try:
             return read(text)
         except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            raise argparse.ArgumentTypeError(flag_message(error)) from None
 
     return convert
 
 
 def complain(command: str, error: object, status: int) -> int:
-    """Say on stderr what is wrong; the exit status."""
-    print(f"elasticlib {command}: {visible(str(error))}", file=sys.stderr)
+    """Print an error to stderr and return the exit status."""
+    text = flag_message(error) if isinstance(error, ConfigError) else str(error)
+    print(f"elasticlib {command}: {visible(text)}", file=sys.stderr)
     return status
 
 

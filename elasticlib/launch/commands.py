@@ -20,8 +20,8 @@ from importlib import import_module
 
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, ElasticError
+from .command_line import Parser
 from .command_tools import complain, typed
-from .flags import Parser
 
 LOOK_SECONDS = 1.0
 STDOUT = "-"

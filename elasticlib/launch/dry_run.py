@@ -14,10 +14,10 @@ from ..rendezvous.ranks import deal_seats
 from ..signals import signal_name
 from ..workers.node_resources import count_usable_cpus
 from ..workers.spec import WorkerGroup, assign_worker_ranks, worker_environment
-from .arguments import Launch
+from .arguments import LaunchRequest
 from .command_tools import Table, show
-from .flags import Source
 from .own_workers import spec_of
+from .settings import Source
 
 _MET = "settled when the nodes meet"
 _PLACE = {"MASTER_ADDR": "the first node's address", "MASTER_PORT": "a free port there"}
@@ -31,7 +31,7 @@ _OF_PLACE = frozenset({"RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"})
 _OF_SIZE = frozenset({"WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"})
 
 
-def show_plan(launch: Launch, inherited: Mapping[str, str]) -> None:
+def show_plan(launch: LaunchRequest, inherited: Mapping[str, str]) -> None:
     """Print the settings and the environment of the workers."""
     show(
         "elasticrun --dry-run: nothing is started",
@@ -41,11 +41,11 @@ def show_plan(launch: Launch, inherited: Mapping[str, str]) -> None:
             [*_variables(launch, inherited)],
             "environment of the workers (beside what they inherit)",
         ),
-        Table((), [(note,) for note in launch.settings.notes], "ignored"),
+        Table((), [(note,) for note in launch.settings.warnings], "ignored"),
     )
 
 
-def _settings(launch: Launch) -> Iterator[tuple[str, ...]]:
+def _settings(launch: LaunchRequest) -> Iterator[tuple[str, ...]]:
     """Those that somebody gave come first, and where nodes meet says what became of several."""
     config, settings = launch.config, launch.settings
     low, high = config.min_nodes, config.max_nodes
@@ -55,26 +55,26 @@ def _settings(launch: Launch) -> Iterator[tuple[str, ...]]:
     place = config.rdzv_endpoint or "this node alone"
     yield ("meet", f"{config.rdzv_backend}: {place}", "")
     yield ("run", _run(launch), "")
-    if launch.cluster != "none":
-        yield ("scheduler", launch.cluster, "")
+    if launch.scheduler != "none":
+        yield ("scheduler", launch.scheduler, "")
     for name, setting in sorted(
-        settings.found.items(), key=lambda item: (item[1].source is Source.DEFAULT, item[0])
+        settings.settings.items(), key=lambda item: (item[1].source is Source.DEFAULT, item[0])
     ):
         origin = setting.origin
-        if setting.source is Source.CLUSTER:
-            origin = f"{origin} ({launch.cluster})"
+        if setting.source is Source.SCHEDULER:
+            origin = f"{origin} ({launch.scheduler})"
         if name != "dry_run":
             yield (f"--{name.replace('_', '-')}", _value(launch, name), origin)
 
 
-def _run(launch: Launch) -> str:
+def _run(launch: LaunchRequest) -> str:
     name, args = attrs.astuple(launch.entrypoint, recurse=False)
     kind = type(launch.entrypoint).__name__.lower()
     start = "" if kind == "command" else f", started {launch.config.start_method}"
     return f"{kind} {' '.join([str(name), *args])}{start}"
 
 
-def _value(launch: Launch, name: str) -> str:
+def _value(launch: LaunchRequest, name: str) -> str:
     """What was said, or what stands in the launch where nobody said anything."""
     value = launch.settings[name]
     if value in (None, "", []):
@@ -86,7 +86,7 @@ def _value(launch: Launch, name: str) -> str:
     return "-" if value in (None, "") or isinstance(value, Mapping) else str(value)
 
 
-def _meant(launch: Launch, name: str) -> object:
+def _meant(launch: LaunchRequest, name: str) -> object:
     config, supervision = launch.config, launch.config.supervision
     if name in _SIGNALS:
         numbers = getattr(supervision.agent, _SIGNALS[name])
@@ -100,7 +100,7 @@ def _meant(launch: Launch, name: str) -> object:
 _SIGNALS = {"signals_to_handle": "signals", "drain_signals": "drain_signals"}
 
 
-def _variables(launch: Launch, inherited: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+def _variables(launch: LaunchRequest, inherited: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
     """The variables that each worker would get; one row for all that get the same."""
     environments = _environments(launch, inherited)
     ranks = range(len(environments))
@@ -114,10 +114,10 @@ def _variables(launch: Launch, inherited: Mapping[str, str]) -> Iterator[tuple[s
             yield (name, ", ".join(f"{values[rank]} (local rank {rank})" for rank in ranks))
 
 
-def _environments(launch: Launch, inherited: Mapping[str, str]) -> list[dict[str, str]]:
+def _environments(launch: LaunchRequest, inherited: Mapping[str, str]) -> list[dict[str, str]]:
     """By local rank; what only a rendezvous can tell is said so."""
     config = launch.config
-    fixed = config.alone or config.rdzv_backend == "static"
+    fixed = config.is_single_node or config.rdzv_backend == "static"
     spec = spec_of(config, launch.entrypoint)
     nodes = [
         Node(id=str(n), host="", address="", slots=config.nproc_per_node, role=config.role)
@@ -145,7 +145,7 @@ def _environments(launch: Launch, inherited: Mapping[str, str]) -> list[dict[str
     return found
 
 
-def _unsettled(launch: Launch) -> dict[str, str]:
+def _unsettled(launch: LaunchRequest) -> dict[str, str]:
     """The job's size is known where it cannot change."""
     config = launch.config
     place = _OF_PLACE | {"ELASTICLIB_GENERATION"}

@@ -35,10 +35,10 @@ from ..workers.spec import (
     entrypoint_name,
 )
 from .addresses import is_literal, is_localhost, is_loopback
-from .config import TCP_BACKENDS, LaunchConfig, check_seconds, naming_fields
 from .endpoints import read_secret
 from .exit_report import summary, write_failure
 from .flags import FLAGS
+from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .observed import Observed, answering, kept_logs, open_journal
 from .own_workers import check_machine, local_workers, spec_of
 from .process import HELD, HeldSignals
@@ -79,8 +79,7 @@ class elastic_launch:
         entrypoint = with_args(self._entrypoint, args)
         if isinstance(entrypoint, Function):
             pickled(entrypoint)
-        with naming_fields():
-            result = run_node(self._config, entrypoint)
+        result = run_node(self._config, entrypoint)
         return values_of(entrypoint_name(entrypoint), result)
 
 
@@ -156,7 +155,7 @@ def run_node(
 
 def _elsewhere(config: LaunchConfig) -> str:
     """How it is seen from a machine that has no record of it, such as a login node."""
-    if config.max_nodes == 1 or config.alone or config.rdzv_backend not in TCP_BACKENDS:
+    if config.max_nodes == 1 or config.is_single_node or config.rdzv_backend not in TCP_BACKENDS:
         return ""
     host, port = split_endpoint(config.endpoints[0], STORE_PORT)
     if is_localhost(host) or (is_literal(host) and is_loopback(host)):
@@ -237,8 +236,8 @@ def shutdown_seconds(config: LaunchConfig) -> float:
     flag = FLAGS["shutdown_timeout"]
     name = str(flag.variable)
     text = os.environ.get(name)
-    seconds = flag.default if text is None else flag.read(text, name)
-    check_seconds(f"{name}={text!r}", seconds)
+    seconds = flag.default if text is None else flag.parse(text, name)
+    check_seconds("shutdown_timeout", seconds)
     return float(seconds)
 
 

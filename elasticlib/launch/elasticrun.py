@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..clock import wall
 from ..errors import ConfigError
 from ..visible import visible
+from .command_line import parse_command_line
 from .console import log_level, show, start_logging
-from .flags import read
+from .flags import flag_message
 from .process import HELD, stand_in
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult
     from ..workers.interface import Workers
-    from .arguments import Launch
+    from .arguments import LaunchRequest
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -52,7 +53,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     try:
         return _carry_out(sys.argv[1:] if argv is None else argv).code
     except ConfigError as error:
-        print(f"elasticrun: error: {visible(str(error))}", file=sys.stderr)
+        print(f"elasticrun: error: {visible(flag_message(error))}", file=sys.stderr)
         return 2
 
 
@@ -83,11 +84,11 @@ def _run(argv: Sequence[str]) -> _Ended:
     reaped = stand_in()
     if reaped is not None:
         return _Ended(reaped)
-    line = read(argv)
+    line = parse_command_line(argv)
     # What is imported from here on --help and usage errors have not waited for.
-    from .arguments import launch_of
+    from .arguments import resolve_launch
 
-    launch = launch_of(line, os.environ)
+    launch = resolve_launch(line, os.environ)
     config = launch.config
     if HELD.active:
         HELD.keep(config.supervision.agent.drain_signals)
@@ -99,15 +100,15 @@ def _run(argv: Sequence[str]) -> _Ended:
         return _Ended(0)
     level = log_level(os.environ.get("LOGLEVEL", "INFO"))
     start_logging(level, "%(asctime)s elasticrun: %(message)s")
-    for note in launch.settings.notes:
-        log.warning("%s", note)
+    for warning in launch.settings.warnings:
+        log.warning("%s", warning)
     from .own_workers import begun
 
     with begun(config, launch.entrypoint, os.environ) as workers:
         return _run_node(launch, workers)
 
 
-def _run_node(launch: Launch, workers: Workers) -> _Ended:
+def _run_node(launch: LaunchRequest, workers: Workers) -> _Ended:
     # Imported while the process that workers are forked from imports torch.
     from ..workers.spec import WorkerState, entrypoint_name
     from .elastic_launch import run_node

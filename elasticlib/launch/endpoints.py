@@ -1,8 +1,8 @@
-"""Where nodes meet, and the secret that they show each other there.
+"""Rendezvous endpoint of a launch, and the secret of its store.
 
-`--standalone`, a rendezvous endpoint and a master address are three answers to one question. What
-was said more directly goes before the rest, which is named; what the command line itself says
-twice is refused.
+`--standalone`, a rendezvous endpoint and a master address are three ways to name the endpoint. The
+layer that takes precedence decides, and a warning names what is ignored; a contradiction within the
+command line is an error.
 """
 
 from __future__ import annotations
@@ -15,140 +15,150 @@ from typing import Any
 from ..endpoint import STORE_PORT, check_host, is_wildcard, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from ..stores.authentication import MAX_SECRET_BYTES, SECRET_ENV, check_secret
-from .flags import MASTER_PORT, Setting, Settings, Source
+from .flags import MASTER_PORT, SettingError
+from .settings import Setting, Settings, Source
 
 _MASTER = ("master_addr", "master_port")
 _TCP = (None, "tcp", "c10d")
 
 
-def settle_place(settings: Settings) -> Settings:
-    """These settings with one answer, as far as it does not take a user to choose."""
+def resolve_rendezvous_settings(settings: Settings) -> Settings:
+    """Return the settings with at most one way to name the rendezvous endpoint.
+
+    Contradictions that the user has to resolve remain; `rendezvous_fields` rejects them.
+    """
     if settings.source("standalone") is not Source.DEFAULT:
-        settings = _settle_standalone(settings)
+        settings = _resolve_standalone(settings)
     if not settings["standalone"]:
-        settings = _settle_one_node(settings)
+        settings = _resolve_single_node(settings)
     if settings["standalone"] or settings.source(*_MASTER) is Source.DEFAULT:
         return settings
     if settings["rdzv_backend"] == "static":
-        return _settle_static(settings)
-    return _settle_master(settings)
+        return _resolve_static(settings)
+    return _resolve_master(settings)
 
 
-def settle_cluster(settings: Settings) -> Settings:
-    """These settings, once settled, without what a scheduler says that does not fit the rest."""
+def drop_unusable_scheduler_settings(settings: Settings) -> Settings:
+    """Return resolved settings without those of the scheduler that do not fit the others."""
     backend = settings["rdzv_backend"]
     static = backend == "static"
     if not static and backend not in _TCP:
-        settings = _unless_given(settings, "rdzv_endpoint", f"{backend} has places of its own")
+        settings = _drop_from_scheduler(
+            settings, "rdzv_endpoint", f"the {backend} backend has another kind of endpoint"
+        )
     if not settings["rdzv_endpoint"]:
-        settings = _unless_given(settings, "topology", "this node is alone")
+        settings = _drop_from_scheduler(settings, "topology", "this is a single-node job")
     elif static:
-        settings = _unless_given(settings, "topology", "static ranks are fixed")
+        settings = _drop_from_scheduler(settings, "topology", "static ranks are fixed")
     nodes, rank = _nodes(settings), settings["node_rank"]
     if not static and rank is not None and nodes is not None and rank >= nodes[1]:
-        # A spare, of a job that is smaller than what it was given.
-        because = f"the job has up to {nodes[1]} nodes"
+        # This node is a spare: the job is smaller than its allocation.
+        reason = f"the job has up to {nodes[1]} nodes"
         if settings["rdzv_endpoint"]:
-            settings = settings.without("node_rank", because=because)
-        settings = _unless_given(settings, "node_rank", because)
+            settings = settings.drop("node_rank", reason=reason)
+        settings = _drop_from_scheduler(settings, "node_rank", reason)
     return settings
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """The least and the most nodes that --nnodes allows.
+    """Return the minimum and maximum number of nodes that --nnodes allows.
 
     Raises:
-        ConfigError: it says no such range.
+        ConfigError: the text is neither N nor MIN:MAX.
     """
     low, colon, high = text.partition(":")
     try:
-        least, most = int(low), int(high if colon else low)
+        minimum, maximum = int(low), int(high if colon else low)
     except ValueError:
-        unset = "; Kubernetes leaves $(NAME) as it is if the variable is not set" * ("$(" in text)
-        raise ConfigError(f"--nnodes is N or MIN:MAX, got {text!r}{unset}") from None
-    if not 1 <= least <= most:
-        raise ConfigError(f"--nnodes needs 1 <= MIN <= MAX, got {text!r}")
-    return least, most
+        hint = "; Kubernetes leaves $(NAME) as it is if the variable is not set" * ("$(" in text)
+        raise SettingError("{nnodes} must be N or MIN:MAX, got {0!r}{1}", text, hint) from None
+    if not 1 <= minimum <= maximum:
+        raise SettingError("{nnodes} must be MIN:MAX with 1 <= MIN <= MAX, got {0!r}", text)
+    return minimum, maximum
 
 
 def _nodes(settings: Settings) -> tuple[int, int] | None:
-    """None for what is no range, which is refused when all is settled."""
+    """Return the node range, or None if it is invalid, which is reported later."""
     try:
         return node_range(settings["nnodes"])
     except ConfigError:
         return None
 
 
-def _unless_given(settings: Settings, name: str, because: str) -> Settings:
-    if settings.found[name].source is not Source.CLUSTER:
+def _drop_from_scheduler(settings: Settings, name: str, reason: str) -> Settings:
+    if settings.settings[name].source is not Source.SCHEDULER:
         return settings
-    return settings.without(name, because=because)
+    return settings.drop(name, reason=reason)
 
 
-def _settle_standalone(settings: Settings) -> Settings:
-    # A rank and a port that one node by itself has anyway.
-    settings = settings.unsaid(*(n for n in ("node_rank", "master_port") if settings[n] == 0))
-    ours = settings.source("standalone")
-    rivals = ["rdzv_endpoint", *_MASTER]
+def _resolve_standalone(settings: Settings) -> Settings:
+    # A single node has rank 0 and needs no port, so these values change nothing.
+    settings = settings.reset(*(n for n in ("node_rank", "master_port") if settings[n] == 0))
+    standalone = settings.source("standalone")
+    conflicting = ["rdzv_endpoint", *_MASTER]
     if settings["rdzv_backend"] not in _TCP:
-        rivals.append("rdzv_backend")
-    if settings.source(*rivals) < ours:
-        stronger = (n for n in rivals if settings.source(n) < ours)
-        return settings.without("standalone", because=_where(settings, *stronger))
-    because = f"{settings.origins('standalone')} is one node by itself"
-    if settings.source("nnodes") > ours and _nodes(settings) != (1, 1):
-        rivals.append("nnodes")
-    weaker = [n for n in (*rivals, "node_rank") if _gives_way(settings.source(n), ours)]
-    return settings.without(*weaker, because=because)
+        conflicting.append("rdzv_backend")
+    if settings.source(*conflicting) < standalone:
+        higher = (n for n in conflicting if settings.source(n) < standalone)
+        return settings.drop("standalone", reason=_precedence(settings, *higher))
+    if settings.source("nnodes") > standalone and _nodes(settings) != (1, 1):
+        conflicting.append("nnodes")
+    lower = [
+        name
+        for name in (*conflicting, "node_rank")
+        if _has_lower_precedence(settings.source(name), standalone)
+    ]
+    reason = f"{settings.origins('standalone')} runs a single-node job"
+    return settings.drop(*lower, reason=reason)
 
 
-def _settle_one_node(settings: Settings) -> Settings:
-    """Without a port for others one node is by itself, as torchrun has it, whatever its rank."""
+def _resolve_single_node(settings: Settings) -> Settings:
+    """Make one node without a port a single-node job, whatever its rank, as torchrun does."""
     rank = settings["node_rank"]
     static = settings["rdzv_backend"] in (None, "static") and not settings["rdzv_endpoint"]
-    one = _nodes(settings) == (1, 1)
-    if not (one and static) or settings["master_port"] or (rank is not None and rank < 0):
+    is_one_node = _nodes(settings) == (1, 1)
+    if not (is_one_node and static) or settings["master_port"] or (rank is not None and rank < 0):
         return settings
-    settings = settings.unsaid("master_port", *(["node_rank"] if rank == 0 else []))
-    because = "one node without a --master-port is by itself"
-    return settings.without("rdzv_backend", "master_addr", "node_rank", because=because)
+    settings = settings.reset("master_port", *(["node_rank"] if rank == 0 else []))
+    reason = "one node without --master-port is a single-node job"
+    return settings.drop("rdzv_backend", "master_addr", "node_rank", reason=reason)
 
 
-def _gives_way(theirs: Source, ours: Source) -> bool:
-    """What a variable says beside another is nobody's slip: an operator sets more than it needs."""
-    return theirs > ours or (theirs == ours and ours is not Source.FLAG)
+def _has_lower_precedence(source: Source, than: Source) -> bool:
+    # Two variables that disagree are no mistake of the user: an operator sets more than it needs.
+    return source > than or (source == than and than is not Source.FLAG)
 
 
-def _settle_static(settings: Settings) -> Settings:
+def _resolve_static(settings: Settings) -> Settings:
     master, endpoint = settings.source(*_MASTER), settings.source("rdzv_endpoint")
     if endpoint is Source.DEFAULT or (master is Source.FLAG and endpoint is Source.FLAG):
         return settings
     if master < endpoint:
-        return settings.without("rdzv_endpoint", because=_where(settings, *_MASTER))
-    return settings.without(*_MASTER, because=_where(settings, "rdzv_endpoint"))
+        return settings.drop("rdzv_endpoint", reason=_precedence(settings, *_MASTER))
+    return settings.drop(*_MASTER, reason=_precedence(settings, "rdzv_endpoint"))
 
 
-def _settle_master(settings: Settings) -> Settings:
-    """A master address is the static backend's; it may do as the endpoint of another."""
+def _resolve_master(settings: Settings) -> Settings:
+    """Use a master address, which belongs to the static backend, as the endpoint of another one."""
     master = settings.source(*_MASTER)
     others = settings.source("rdzv_endpoint", "rdzv_backend")
     if others is Source.DEFAULT:
         nodes = _nodes(settings)
-        elastic = nodes is not None and nodes[0] < nodes[1]
-        return _as_endpoint(settings) if elastic and master is not Source.FLAG else settings
+        is_elastic = nodes is not None and nodes[0] < nodes[1]
+        return _as_endpoint(settings) if is_elastic and master is not Source.FLAG else settings
     if master < others:
-        because = _where(settings, *_MASTER)
-        return settings.without("rdzv_endpoint", "rdzv_backend", because=because)
-    if not _gives_way(master, others):
+        reason = _precedence(settings, *_MASTER)
+        return settings.drop("rdzv_endpoint", "rdzv_backend", reason=reason)
+    if not _has_lower_precedence(master, others):
         return settings
     if not settings["rdzv_endpoint"] and settings["rdzv_backend"] in _TCP:
         return _as_endpoint(settings)
-    return settings.without(*_MASTER, because=_where(settings, "rdzv_endpoint", "rdzv_backend"))
+    return settings.drop(*_MASTER, reason=_precedence(settings, "rdzv_endpoint", "rdzv_backend"))
 
 
-def _where(settings: Settings, *names: str) -> str:
+def _precedence(settings: Settings, *names: str) -> str:
     origins = settings.origins(*names)
-    return f"nodes meet where {origins} {'say' if ' and ' in origins else 'says'}"
+    return f"{origins} take{'s' * (' and ' not in origins)} precedence"
 
 
 def _as_endpoint(settings: Settings) -> Settings:
@@ -159,61 +169,68 @@ def _as_endpoint(settings: Settings) -> Settings:
         settings.source(*_MASTER),
         settings.origins(*_MASTER),
     )
-    return settings.with_setting("rdzv_endpoint", endpoint).unsaid(*_MASTER)
+    return settings.with_setting("rdzv_endpoint", endpoint).reset(*_MASTER)
 
 
-def read_place(settings: Settings, nodes: int) -> dict[str, Any]:
-    """Backend, endpoint, run id and rank, of a job of at most so many nodes.
+def rendezvous_fields(settings: Settings, max_nodes: int) -> dict[str, Any]:
+    """Return run id, backend, endpoint and node rank as fields of a `LaunchConfig`.
 
     Raises:
-        ConfigError: the settings name two places.
+        ConfigError: the settings contradict each other.
     """
-    master = [f"--{n.replace('_', '-')}" for n in _MASTER if settings[n] is not None]
     if settings["standalone"]:
-        for name in ("rdzv_endpoint", *_MASTER, "node_rank"):
-            if settings[name] not in (None, ""):
-                raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --standalone")
-        if nodes > 1:
-            other = f"--nnodes {settings['nnodes']}"
-            raise ConfigError(f"--standalone means one node: remove {other}, or --standalone")
-        if settings["rdzv_backend"] not in _TCP:
-            other = f"--rdzv-backend {settings['rdzv_backend']}"
-            raise ConfigError(
-                f"--standalone has its own tcp store: remove {other}, or --standalone"
-            )
-        return {"run_id": _own_id(settings), "rdzv_backend": "tcp"}
+        return _standalone_fields(settings, max_nodes)
     backend, endpoint = settings["rdzv_backend"], settings["rdzv_endpoint"]
-    ranked = master or settings["node_rank"] is not None
-    if backend == "static" or (backend is None and not endpoint and ranked):
-        return _static_place(settings, nodes)
+    master = [name for name in _MASTER if settings[name] is not None]
+    has_rank = master or settings["node_rank"] is not None
+    if backend == "static" or (backend is None and not endpoint and has_rank):
+        return _static_fields(settings, max_nodes)
     if master:
-        raise ConfigError(
-            f"{' and '.join(master)} belong{'s' * (len(master) == 1)} to the static backend; "
-            "the others meet at --rdzv-endpoint"
+        raise SettingError(
+            f"{{{master[0]}}} applies only to the static backend; use {{rdzv_endpoint}} with others"
         )
-    if nodes == 1 and backend in _TCP and endpoint.endswith(":0"):
-        # torchrun's way to say that the port does not matter, as nobody else comes.
+    if max_nodes == 1 and backend in _TCP and endpoint.endswith(":0"):
+        # torchrun's way to say that the port does not matter, because no other node comes.
         endpoint = ""
-    alone = not endpoint and nodes == 1
+    is_single_node = not endpoint and max_nodes == 1
     return {
-        "run_id": _own_id(settings) if alone else settings["rdzv_id"],
+        "run_id": _single_node_id(settings) if is_single_node else settings["rdzv_id"],
         "rdzv_backend": backend or "tcp",
         "rdzv_endpoint": endpoint,
         "node_rank": settings["node_rank"],
     }
 
 
-def _static_place(settings: Settings, nodes: int) -> dict[str, Any]:
+def _standalone_fields(settings: Settings, max_nodes: int) -> dict[str, Any]:
+    for name in ("rdzv_endpoint", *_MASTER, "node_rank"):
+        if settings[name] not in (None, ""):
+            raise SettingError(f"{{{name}}} cannot be used with {{standalone}}")
+    if max_nodes > 1:
+        raise SettingError(
+            "{standalone} runs a single-node job: remove {nnodes} {0} or {standalone}",
+            settings["nnodes"],
+        )
+    if settings["rdzv_backend"] not in _TCP:
+        raise SettingError(
+            "{standalone} uses its own tcp store: remove {rdzv_backend} {0} or {standalone}",
+            settings["rdzv_backend"],
+        )
+    return {"run_id": _single_node_id(settings), "rdzv_backend": "tcp"}
+
+
+def _static_fields(settings: Settings, max_nodes: int) -> dict[str, Any]:
     address, port = settings["master_addr"] or "", settings["master_port"]
     if settings["rdzv_endpoint"] and (address or port is not None):
-        host, at = split_endpoint(settings["rdzv_endpoint"], STORE_PORT)
-        if address.lower() not in ("", host.lower()) or port not in (None, at):
-            raise ConfigError("--rdzv-endpoint and --master-addr name the same place: give one")
+        host, endpoint_port = split_endpoint(settings["rdzv_endpoint"], STORE_PORT)
+        if address.lower() not in ("", host.lower()) or port not in (None, endpoint_port):
+            raise SettingError(
+                "{rdzv_endpoint} and {master_addr}/{master_port} disagree: give only one of them"
+            )
     check_host("--master-addr", address)
-    _check_reached("--master-addr", address, nodes)
-    if port == 0 and nodes > 1:
-        raise ConfigError("nodes cannot meet at --master-port 0: give a port that is free")
-    if is_wildcard(address):  # one node reaches itself there
+    _check_not_wildcard("master_addr", address, max_nodes)
+    if port == 0 and max_nodes > 1:
+        raise SettingError("{master_port} must be a fixed free port in a multi-node job, got 0")
+    if is_wildcard(address):  # a single node connects to itself
         address = "::1" if ":" in address else "127.0.0.1"
     master = join_endpoint(address or "127.0.0.1", MASTER_PORT if port is None else port)
     return {
@@ -224,72 +241,85 @@ def _static_place(settings: Settings, nodes: int) -> dict[str, Any]:
     }
 
 
-def _own_id(settings: Settings) -> str:
-    """A job that nobody can join still has a name of its own."""
+def _single_node_id(settings: Settings) -> str:
+    """Return the id of a job that no other node can join; one is generated if none was given."""
     return str(uuid.uuid4()) if settings["rdzv_id"] == "none" else str(settings["rdzv_id"])
 
 
 def check_endpoints(text: str, *, is_host: bool, quorum: bool) -> None:
-    """text: what --rdzv-endpoint says; the others: whether those keys of --rdzv-conf are given.
+    """Check the endpoints of a TCP store.
+
+    Args:
+        text: the list of endpoints, separated by commas.
+        is_host: True if this node was told to host the store.
+        quorum: True if a quorum rule was given.
 
     Raises:
-        ConfigError: the nodes of a job could not meet there.
+        ConfigError: nodes could not rendezvous there.
     """
-    endpoints = parts_of(text)
-    places = [split_endpoint(endpoint, STORE_PORT) for endpoint in endpoints]
-    for endpoint, (host, port) in zip(endpoints, places, strict=True):
+    endpoints = split_endpoints(text)
+    addresses = [split_endpoint(endpoint, STORE_PORT) for endpoint in endpoints]
+    for endpoint, (host, port) in zip(endpoints, addresses, strict=True):
         if port == 0:
-            raise ConfigError(
-                f"nodes cannot meet at port 0, got --rdzv-endpoint {endpoint}; "
-                "one node alone needs no endpoint"
+            raise SettingError(
+                "{rdzv_endpoint} must have a fixed port, got {0!r}; a single-node job needs no "
+                "endpoint",
+                endpoint,
             )
-        _check_reached("--rdzv-endpoint", host)
-    if len({(host.lower(), port) for host, port in places}) < len(endpoints):
-        raise ConfigError(f"--rdzv-endpoint names a place twice: {text}")
-    several = len(endpoints) > 1
-    if several and is_host:
-        raise ConfigError("--rdzv-conf is_host=true means one endpoint, got several")
-    if quorum and not several:
-        raise ConfigError("--rdzv-conf quorum is for a list of endpoints, got one")
+        _check_not_wildcard("rdzv_endpoint", host)
+    if len({(host.lower(), port) for host, port in addresses}) < len(endpoints):
+        raise SettingError("{rdzv_endpoint} names one endpoint twice: {0}", text)
+    has_several = len(endpoints) > 1
+    if has_several and is_host:
+        raise SettingError("{rdzv_conf} is_host=true requires a single endpoint, got several")
+    if quorum and not has_several:
+        raise SettingError("{rdzv_conf} quorum requires several endpoints, got one")
 
 
-def check_local_addr(address: str | None, nodes: int) -> None:
-    """address: what --local-addr says; nodes: how many the job has at most.
+def check_local_addr(address: str | None, max_nodes: int) -> None:
+    """Check --local-addr.
 
     Raises:
-        ConfigError: the other nodes could not reach this one's workers there.
+        ConfigError: the other nodes could not reach this node's workers there.
     """
     if address:
         check_host("--local-addr", address)
-        _check_reached("--local-addr", address, nodes)
+        _check_not_wildcard("local_addr", address, max_nodes)
 
 
-def _check_reached(flag: str, host: str, nodes: int = 2) -> None:
-    if is_wildcard(host) and nodes > 1:
-        raise ConfigError(f"{flag} is an address that the other nodes reach, got {host}")
+def _check_not_wildcard(name: str, host: str, max_nodes: int = 2) -> None:
+    if is_wildcard(host) and max_nodes > 1:
+        raise SettingError(
+            f"{{{name}}} must be reachable from the other nodes; {{0}} is a wildcard address", host
+        )
 
 
-def parts_of(text: str) -> tuple[str, ...]:
-    """The endpoints of a list, the first one first."""
+def split_endpoints(text: str) -> tuple[str, ...]:
+    """Return the endpoints of a list separated by commas, in their order."""
     return tuple(part.strip() for part in text.split(","))
 
 
 def read_secret(environment: Mapping[str, str], path: str | None, flag: str) -> bytes | None:
-    """The secret, or None where there is none; `flag` is what named the file.
+    """Return the secret of the job's store, or None if none is configured.
+
+    Args:
+        environment: may contain the secret itself.
+        path: the file with the secret, or None.
+        flag: the option that named the file, for error messages.
 
     Raises:
-        ConfigError: two places give one, or the one that is named gives none.
+        ConfigError: both give a secret, or the one that is given is empty or cannot be read.
     """
     given = environment.get(SECRET_ENV)
     if given is not None and path is not None:
-        raise ConfigError(f"{SECRET_ENV} and {flag} both give a secret: unset one of them")
+        raise ConfigError(f"{SECRET_ENV} and {flag} both give a secret: remove one of them")
     if path is not None:
         return _read_file(path, flag)
     if given is None:
         return None
     if not given:
-        raise ConfigError(f"{SECRET_ENV} is empty: unset it, or put a secret there")
-    # The bytes as the system handed them over, as they would stand in a file.
+        raise ConfigError(f"{SECRET_ENV} is empty: unset it, or set it to the secret")
+    # The bytes of the environment, so that the same secret can be given by a file.
     return check_secret(os.fsencode(given), SECRET_ENV)
 
 

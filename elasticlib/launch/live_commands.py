@@ -57,11 +57,12 @@ from ..stores.tcp_protocol import NOT_A_STORE
 from ..visible import visible_line
 from ..workers.output_plan import parse_ranks
 from .addresses import resolve
-from .backends import check_backend, check_etcd_keys, read_etcd_place
+from .backends import check_backend, check_etcd_keys, read_etcd_config
 from .command_tools import Part, Table, complain, redraw, show, typed
-from .config import TCP_BACKENDS, LaunchConfig, read_options, read_pairs
-from .endpoints import parts_of, read_secret
-from .flags import ETCD_BACKENDS, OUR_BACKENDS
+from .endpoints import read_secret, split_endpoints
+from .flags import BUILTIN_BACKENDS, ETCD_BACKENDS
+from .launch_config import TCP_BACKENDS, LaunchConfig
+from .rendezvous_options import read_options, read_pairs
 
 LONGEST_TIMEOUT = 30.0
 EVERY_SECONDS = 1.0
@@ -104,7 +105,7 @@ def _add_target(parser: argparse.ArgumentParser, timeout: float) -> None:
         "--rdzv-backend",
         metavar="NAME",
         help="RUN|ENDPOINT is what --rdzv-endpoint was, of this backend: "
-        f"{', '.join(OUR_BACKENDS)} or package.module:function (default tcp)",
+        f"{', '.join(BUILTIN_BACKENDS)} or package.module:function (default tcp)",
     )
     parser.add_argument(
         "--rdzv-conf", default="", metavar="K=V,...", help="as for elasticrun: how to reach a store"
@@ -151,7 +152,7 @@ def find_target(chosen: argparse.Namespace) -> Target:
                 raise
     if chosen.rdzv_backend:
         check_backend(chosen.rdzv_backend)
-    if target.backend in OUR_BACKENDS:  # for their errors, of what was given here
+    if target.backend in BUILTIN_BACKENDS:  # for their errors, of what was given here
         check_etcd_keys(target.backend, conf)
         read_options(conf)
     return target
@@ -159,7 +160,7 @@ def find_target(chosen: argparse.Namespace) -> Target:
 
 def _is_endpoint(text: str) -> bool:
     """Whether it is a host with a port, or several of them."""
-    for part in parts_of(text):
+    for part in split_endpoints(text):
         try:
             named = split_endpoint(part) if os.sep not in part else ("", 0)
         except ConfigError:
@@ -224,7 +225,7 @@ def _open(target: Target, chosen: argparse.Namespace) -> Store:
             raise StoreConnectionError(f"there is no folder {target.endpoint}")
         return FileStore(target.endpoint, timeout=chosen.timeout)
     if target.backend in ETCD_BACKENDS:
-        return read_etcd_place(target.endpoint, target.conf).open(chosen.timeout)
+        return read_etcd_config(target.endpoint, target.conf).open(chosen.timeout)
     if target.backend in TCP_BACKENDS:
         path = chosen.secret_file or target.conf.get("secret_file")
         named = "--secret-file" if chosen.secret_file else "secret_file of the run's --rdzv-conf"
@@ -246,7 +247,7 @@ def _open_tcp(target: Target, secret: bytes | None, timeout: float) -> Store:
     error: StoreError = StoreConnectionError(
         f"the host of {target.endpoint} cannot be resolved on this machine"
     )
-    places = [split_endpoint(part, STORE_PORT) for part in parts_of(target.endpoint)]
+    places = [split_endpoint(part, STORE_PORT) for part in split_endpoints(target.endpoint)]
     found = [(address, port) for host, port in places for address in resolve(host, port)]
     for address, port in found:
         store = TcpStore(address, port, job=target.run_id, timeout=timeout, secret=secret)

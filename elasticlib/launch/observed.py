@@ -36,7 +36,7 @@ from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
-from .config import (
+from .launch_config import (
     HEALTH_VARIABLE,
     OBSERVE_FLAG,
     LaunchConfig,
@@ -122,7 +122,7 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
         plain = isinstance(value, str | int | float | bool)
         if plain and value != field.default and field.name != "run_id":
             found[field.name] = value
-    if config.rdzv_configs and not config.foreign:
+    if config.rdzv_configs and not config.is_plugin_backend:
         # Where the keys are ours to know: secrets among them are files' names.
         pairs = (f"{key}={text}" for key, text in config.rdzv_configs.items())
         found["rdzv_conf"] = ",".join(pairs)
@@ -244,8 +244,8 @@ class Observed:
     def __init__(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
         self._servers: list[tuple[HttpServer, tuple[str, ...]]] = []
         checked = health_port(environment)
-        if config.observed_at is not None:
-            self._open(OBSERVE_FLAG, config.observed_at, (HEALTH, STATUS, METRICS))
+        if config.observe_address is not None:
+            self._open(OBSERVE_FLAG, config.observe_address, (HEALTH, STATUS, METRICS))
         if checked is not None:
             try:
                 # Only the health page, because probes from other machines need no more.

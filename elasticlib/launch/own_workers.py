@@ -17,7 +17,7 @@ from ..errors import ConfigError, ElasticError
 from ..workers.local_workers import LocalWorkers
 from ..workers.node_resources import numa_cpu_sets
 from ..workers.spec import Entrypoint, WorkerSpec, check_preload, visible_device_for
-from .config import LaunchConfig
+from .launch_config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
 

@@ -23,8 +23,8 @@ from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_server import TcpStoreServer
 from .addresses import outward_address
-from .backends import BackendRequest, open_backend
-from .config import TCP_BACKENDS, LaunchConfig
+from .backends import BackendParameters, open_backend
+from .launch_config import TCP_BACKENDS, LaunchConfig
 from .store_host import TcpMeetingPlace, TorchFront, address_towards, served_here
 
 log = logging.getLogger("elasticlib.launch")
@@ -139,7 +139,7 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
     node = _node(config, config.local_addr or "")
     if secret is not None and config.rdzv_backend not in TCP_BACKENDS:
         log.warning("the secret is not used: it is not for %s", config.rdzv_backend)
-    if config.foreign:
+    if config.is_plugin_backend:
         opened = open_backend(config.rdzv_backend, _request(config, node))
         if isinstance(opened, RendezvousHandler):
             return Meeting(opened, None, None, config.run_id, node.id)
@@ -147,8 +147,8 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
     elif config.rdzv_backend == "file":
         store = FileStore(config.rdzv_endpoint, timeout=config.options.read_timeout)
         find_address = outward_address
-    elif (etcd := config.etcd) is not None:
-        store = etcd.open(config.answer_seconds)
+    elif (etcd := config.etcd_config) is not None:
+        store = etcd.open(config.store_timeout_s)
         find_address = etcd.find_address
     else:
         place = TcpMeetingPlace(config, secret)
@@ -189,12 +189,12 @@ def open_to_look(config: LaunchConfig, timeout: float) -> Store:
     )
 
 
-def _request(config: LaunchConfig, node: Node) -> BackendRequest:
-    return BackendRequest(
+def _request(config: LaunchConfig, node: Node) -> BackendParameters:
+    return BackendParameters(
         endpoint=config.rdzv_endpoint,
         run_id=config.run_id,
-        options=config.foreign_options,
-        timeout=config.answer_seconds,
+        options=config.plugin_options,
+        timeout=config.store_timeout_s,
         node=attrs.evolve(node, address=node.address or outward_address()),
         limits=config.limits,
         timing=config.timing,

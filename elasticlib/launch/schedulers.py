@@ -1,9 +1,8 @@
-"""Which scheduler started this node, and what its variables say of the job: Slurm (tried on 22.05)
-and SkyPilot.
+"""Detection of the scheduler that started this node: Slurm (tested with 22.05) and SkyPilot.
 
-A detector is a function of the environment: None where it is not that scheduler's, else a `Job`:
-settings by name (`nnodes`, `rdzv_endpoint`, ...), each as text, as on the command line, with the
-name of the variable it is from. All here is pure.
+A detector is a pure function of the environment. It returns None if its scheduler did not start
+this process, else the settings of the job: the text of each setting, as on the command line, with
+the name of the variable that it is from.
 """
 
 from __future__ import annotations
@@ -16,156 +15,171 @@ from math import prod
 
 from ..endpoint import join_endpoint
 from ..errors import ConfigError
+from .flags import SettingError
 
-Job = Mapping[str, tuple[str, str]]
-Detector = Callable[[Mapping[str, str]], "Job | None"]
+SchedulerSettings = Mapping[str, tuple[str, str]]
+SchedulerDetector = Callable[[Mapping[str, str]], "SchedulerSettings | None"]
 
+# Ports of the rendezvous. They lie below the ephemeral ports of Linux (32768 and up), and exclude
+# the defaults 29400 and 29500 of jobs that choose no port.
 PORTS = range(20000, 29000)
-"""Where the nodes of a job meet. Below those that systems give out (32768 and up, on Linux), and
-not the 29400 and 29500 of jobs that choose none."""
-STEP_APART = 1000
-"""From the port of a step of Slurm's to the next one's of the same job; jobs with ids next to each
-other, as of an array, have ports next to each other."""
+# Distance between the ports of two steps of one Slurm job. Jobs with adjacent ids, such as those of
+# an array, have adjacent ports.
+PORT_OFFSET_PER_STEP = 1000
 DRAIN_SIGNALS = "SIGUSR1,SIGUSR2"
-_NO_STEP = 0xFFFFFFF0
-"""From here on a step's id means a batch script or an interactive shell."""
+_MIN_SPECIAL_STEP = 0xFFFFFFF0  # step ids from here on mean a batch script or an interactive shell
 
 
-def read_cluster(name: str, environment: Mapping[str, str]) -> tuple[str, Job]:
-    """The scheduler's name and what it says; `none` where `auto` finds none.
+def detect_scheduler(name: str, environment: Mapping[str, str]) -> tuple[str, SchedulerSettings]:
+    """Return the name of the scheduler that started this process, and its settings.
 
-    name: `none`, `auto` or the name of a scheduler.
+    Args:
+        name: `none`, `auto` or the name of a scheduler.
+        environment: the environment of this process.
+
+    Returns:
+        The name of the scheduler, or `none`, and the settings.
 
     Raises:
-        ConfigError: it did not start this process, or its variables contradict each other.
+        ConfigError: the scheduler did not start this process, or its variables contradict each
+            other.
     """
     if name == "none":
         return "none", {}
-    for candidate in OURS if name == "auto" else (name,):
-        job = OURS[candidate](environment)
-        if job is not None:
-            return candidate, job
+    for candidate in DETECTORS if name == "auto" else (name,):
+        settings = DETECTORS[candidate](environment)
+        if settings is not None:
+            return candidate, settings
     if name == "auto":
         return "none", {}
-    needed = {"slurm": "SLURM_JOB_ID", "skypilot": "SKYPILOT_NODE_IPS"}[name]
-    raise ConfigError(
-        f"--from-env {name}: this is not a job of {name}: {needed} is not set; "
-        "start elasticrun in one of its jobs, or leave the flag out"
+    variable = {"slurm": "SLURM_JOB_ID", "skypilot": "SKYPILOT_NODE_IPS"}[name]
+    raise SettingError(
+        "{scheduler} {0}: {1} is not set, so {0} did not start this process; run elasticrun in a "
+        "{0} job, or remove the option",
+        name,
+        variable,
     )
 
 
-# Slurm
+# -- Slurm -----------------------------------------------------------------------------------------
 
 
-def read_slurm(environment: Mapping[str, str]) -> Job | None:
-    """One agent a node, started by `srun`; each step is a job of its own, which keeps its name when
-    Slurm requeues it.
+def read_slurm(environment: Mapping[str, str]) -> SchedulerSettings | None:
+    """Return the settings of a Slurm job whose agents `srun` starts, one per node.
+
+    Each step is a job of its own. It keeps its name when Slurm requeues it.
 
     Raises:
-        ConfigError: the variables are of what cannot be one job of one agent a node.
+        ConfigError: the variables do not describe one job with one agent per node.
     """
-    number = environment.get("SLURM_JOB_ID", "")
-    if not number:
+    job_id = environment.get("SLURM_JOB_ID", "")
+    if not job_id:
         return None
-    _refuse_several(environment)
+    _check_one_agent_per_node(environment)
     step = _step(environment)
-    size, listed = _size_and_list(environment, step)
+    size, nodelist = _size_and_list(environment, step)
     # The last task of an array has the id of the whole array, so the name contains the index.
     array, task = (environment.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
-    name = f"{array}_{task}" if array and task else number
-    found = {
-        # As Slurm writes it. A later step is not to be taken for one that came late to an earlier.
+    name = f"{array}_{task}" if array and task else job_id
+    settings = {
+        # The step is part of the name, in Slurm's notation, so that a later step is a new job.
         "rdzv_id": (name if step is None else f"{name}.{step}", "SLURM_JOB_ID"),
         "drain_signals": (DRAIN_SIGNALS, "SLURM_JOB_ID"),
         **_given(environment, nnodes=size, node_rank="SLURM_NODEID"),
         **_gpus(environment, "SLURM_GPUS_ON_NODE"),
     }
-    if environment.get(listed):
-        port = PORTS[(_number(number, "SLURM_JOB_ID") + STEP_APART * (step or 0)) % len(PORTS)]
-        first = expand_nodelist(environment[listed])[0]
-        found["rdzv_endpoint"] = (join_endpoint(first, port), listed)
-    # The switches above this node, where the site has told Slurm of them.
+    if environment.get(nodelist):
+        offset = PORT_OFFSET_PER_STEP * (step or 0)
+        port = PORTS[(_integer(job_id, "SLURM_JOB_ID") + offset) % len(PORTS)]
+        first = expand_nodelist(environment[nodelist])[0]
+        settings["rdzv_endpoint"] = (join_endpoint(first, port), nodelist)
+    # The switches above this node, if the site has configured them.
     switches, _, _ = environment.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")
     kinds, _, last = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").rpartition(".")
     if switches and last == "node" and switches.count(".") == kinds.count("."):
-        found["topology"] = (switches, "SLURM_TOPOLOGY_ADDR")
-    return found
+        settings["topology"] = (switches, "SLURM_TOPOLOGY_ADDR")
+    return settings
 
 
 def _step(environment: Mapping[str, str]) -> int | None:
-    """The step that `srun` made; None in a batch script or an interactive shell."""
+    """Return the step that `srun` created, or None in a batch script or an interactive shell."""
     text = environment.get("SLURM_STEP_ID", "")
-    number = _number(text, "SLURM_STEP_ID") if text else _NO_STEP
-    return number if number < _NO_STEP else None
+    step = _integer(text, "SLURM_STEP_ID") if text else _MIN_SPECIAL_STEP
+    return step if step < _MIN_SPECIAL_STEP else None
 
 
 def _size_and_list(environment: Mapping[str, str], step: int | None) -> tuple[str, str]:
-    """The names of the variables with the number of nodes and with their list."""
+    """Return the names of the variables with the number of nodes and with their list."""
     if step is not None:
         return "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST"
     size = "SLURM_JOB_NUM_NODES"
     if environment.get(size, "1") != "1":
-        raise ConfigError(
-            f"{size}={environment[size]}, and elasticrun was not started by srun: "
-            "start it with srun --ntasks-per-node=1 elasticrun ..., or take --from-env none"
+        raise SettingError(
+            "{0}={1}, but srun did not start elasticrun: use srun --ntasks-per-node=1 elasticrun "
+            "..., or {scheduler} none",
+            size,
+            environment[size],
         )
     return size, "SLURM_JOB_NODELIST"
 
 
-def _refuse_several(environment: Mapping[str, str]) -> None:
+def _check_one_agent_per_node(environment: Mapping[str, str]) -> None:
     parts = environment.get("SLURM_HET_SIZE")
     if parts:
-        raise ConfigError(
-            f"SLURM_HET_SIZE={parts}: each part of a heterogeneous job would be a job by itself; "
-            "take --from-env none and give --nnodes, --rdzv-id and --rdzv-endpoint"
+        raise SettingError(
+            "SLURM_HET_SIZE={0}: each component of a heterogeneous job would be a separate job; "
+            "use {scheduler} none and give {nnodes}, {rdzv_id} and {rdzv_endpoint}",
+            parts,
         )
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if any(count != "1" for count in re.sub(r"\(x[0-9]+\)", "", tasks).split(",")):
-        raise ConfigError(
-            f"SLURM_STEP_TASKS_PER_NODE={tasks}: one elasticrun a node starts all of the node's "
-            "workers; give srun --ntasks-per-node=1, and elasticrun --nproc-per-node"
+        raise SettingError(
+            "SLURM_STEP_TASKS_PER_NODE={0}: one elasticrun per node starts all of the node's "
+            "workers; use srun --ntasks-per-node=1, and {nproc_per_node}",
+            tasks,
         )
 
 
-def _given(environment: Mapping[str, str], **names: str) -> dict[str, tuple[str, str]]:
-    """Settings that a variable says as they are, if it is set."""
+def _given(environment: Mapping[str, str], **variables: str) -> dict[str, tuple[str, str]]:
+    """Return the settings whose variables are set."""
     return {
-        setting: (environment[name], name)
-        for setting, name in names.items()
-        if environment.get(name)
+        setting: (environment[variable], variable)
+        for setting, variable in variables.items()
+        if environment.get(variable)
     }
 
 
-def _gpus(environment: Mapping[str, str], name: str) -> dict[str, tuple[str, str]]:
-    """A worker for each GPU; a node without any is for the user to divide."""
-    return {} if environment.get(name) == "0" else _given(environment, nproc_per_node=name)
+def _gpus(environment: Mapping[str, str], variable: str) -> dict[str, tuple[str, str]]:
+    """Return one worker per GPU. On a node without GPUs the user chooses the number of workers."""
+    if environment.get(variable) == "0":
+        return {}
+    return _given(environment, nproc_per_node=variable)
 
 
-def _number(text: str, name: str) -> int:
+def _integer(text: str, variable: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{name} is a whole number, got {text!r}")
+        raise ConfigError(f"{variable} must be an integer, got {text!r}")
     return int(text)
 
 
-MOST = 65536
-"""Names of one list; more than any Slurm has nodes."""
+MAX_HOSTNAMES = 65536  # more than Slurm supports in one cluster
 _RANGE = "[0-9]+(?:-[0-9]+)?"
 _NAME = rf"(?:[^\s,\[\]]|\[{_RANGE}(?:,{_RANGE})*\])+"
 _PIECE = r"\[[^\]]*\]|[^\[\]]+"
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Slurm's list of nodes as names, in the order of `scontrol show hostnames`, which containers
-    often lack: `n[01-03,7],m2` is n01, n02, n03, n7 and m2.
+    """Return the names in a Slurm node list, in the order of `scontrol show hostnames`.
 
-    Numbers are as wide as the first of their range: `n[08-10]` is n08, n09, n10.
+    `n[01-03,7],m2` is n01, n02, n03, n7 and m2. A number is padded to the width of the first number
+    of its range. Containers often lack scontrol, so the list is expanded here.
 
     Raises:
-        ConfigError: it is no such list, or one of more than `MOST` names.
+        ConfigError: the text is no node list, or has more than `MAX_HOSTNAMES` names.
     """
     if re.fullmatch(rf"{_NAME}(?:,{_NAME})*", text) is None:
         raise ConfigError(
-            f"a list of Slurm's nodes is names with numbers in brackets, as n[01-03,7],m2, "
+            f"a Slurm node list must be names with numbers in brackets, such as n[01-03,7],m2, "
             f"got {text!r}"
         )
     names: list[str] = []
@@ -174,14 +188,19 @@ def expand_nodelist(text: str) -> list[str]:
             _numbers(piece[1:-1]) if piece.startswith("[") else [piece]
             for piece in re.findall(_PIECE, entry)
         ]
-        if len(names) + prod(map(len, pieces)) > MOST:
-            raise ConfigError(f"a list of nodes has at most {MOST} names, got {text!r}")
+        if len(names) + prod(map(len, pieces)) > MAX_HOSTNAMES:
+            raise ConfigError(
+                f"a Slurm node list must have at most {MAX_HOSTNAMES} names, got {text!r}"
+            )
         names += _names(pieces)
     return names
 
 
 def _names(pieces: list[list[str]]) -> Iterator[str]:
-    """The last bracket runs fastest, and before it the first one: Slurm reads from both ends."""
+    """Yield all combinations of the pieces in Slurm's order.
+
+    The last bracket varies fastest, and the first one next, because Slurm reads from both ends.
+    """
     *first, last = pieces
     if len(last) == 1 and first:
         *first, numbers = first
@@ -192,47 +211,50 @@ def _names(pieces: list[list[str]]) -> Iterator[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    """What stands in one pair of brackets."""
-    found: list[str] = []
+    """Return the numbers between one pair of brackets."""
+    numbers: list[str] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
         low, high = int(first), int(last or first)
-        if low > high or high - low >= MOST:
+        if low > high or high - low >= MAX_HOSTNAMES:
             raise ConfigError(
-                f"a range of Slurm's nodes goes up, and over at most {MOST}, got [{text}]"
+                f"a range of a Slurm node list must ascend and have at most {MAX_HOSTNAMES} "
+                f"numbers, got [{text}]"
             )
-        found += (str(number).zfill(len(first)) for number in range(low, high + 1))
-    return found
+        numbers += (str(number).zfill(len(first)) for number in range(low, high + 1))
+    return numbers
 
 
-# SkyPilot
+# -- SkyPilot --------------------------------------------------------------------------------------
 
 
-def read_skypilot(environment: Mapping[str, str]) -> Job | None:
-    """All recoveries of a managed job bear one SKYPILOT_TASK_ID, which is the run's id.
+def read_skypilot(environment: Mapping[str, str]) -> SchedulerSettings | None:
+    """Return the settings of a SkyPilot task.
+
+    All recoveries of a managed job have the same SKYPILOT_TASK_ID, which becomes the job's id.
 
     Raises:
         ConfigError: the variables contradict each other.
     """
-    listed = environment.get("SKYPILOT_NODE_IPS", "").split()
-    if not listed:
+    addresses = environment.get("SKYPILOT_NODE_IPS", "").split()
+    if not addresses:
         return None
     size = environment.get("SKYPILOT_NUM_NODES")
-    if size and size != str(len(listed)):
+    if size and size != str(len(addresses)):
         raise ConfigError(
-            f"SKYPILOT_NUM_NODES={size}, and SKYPILOT_NODE_IPS has "
-            f"{len(listed)} addresses: {', '.join(listed)}"
+            f"SKYPILOT_NUM_NODES={size}, but SKYPILOT_NODE_IPS has "
+            f"{len(addresses)} addresses: {', '.join(addresses)}"
         )
-    # Several tasks may run at once on one cluster, and meet at its first node.
+    # Several tasks of one cluster may run at once, and all of them use its first node.
     task = environment.get("SKYPILOT_TASK_ID", "")
     port = PORTS[zlib.crc32(task.encode()) % len(PORTS)]
     return {
-        "nnodes": (str(len(listed)), "SKYPILOT_NUM_NODES" if size else "SKYPILOT_NODE_IPS"),
-        "rdzv_endpoint": (join_endpoint(listed[0], port), "SKYPILOT_NODE_IPS"),
+        "nnodes": (str(len(addresses)), "SKYPILOT_NUM_NODES" if size else "SKYPILOT_NODE_IPS"),
+        "rdzv_endpoint": (join_endpoint(addresses[0], port), "SKYPILOT_NODE_IPS"),
         **_given(environment, node_rank="SKYPILOT_NODE_RANK", rdzv_id="SKYPILOT_TASK_ID"),
         **_gpus(environment, "SKYPILOT_NUM_GPUS_PER_NODE"),
     }
 
 
-OURS: Mapping[str, Detector] = {"slurm": read_slurm, "skypilot": read_skypilot}
-"""In the order in which `auto` asks them."""
+# In the order in which `auto` tries them.
+DETECTORS: Mapping[str, SchedulerDetector] = {"slurm": read_slurm, "skypilot": read_skypilot}

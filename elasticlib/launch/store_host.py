@@ -33,7 +33,7 @@ from .addresses import (
     outward_address,
     resolve,
 )
-from .config import LaunchConfig
+from .launch_config import LaunchConfig
 from .process import allow_descriptors
 
 log = logging.getLogger("elasticlib.launch")
@@ -101,7 +101,7 @@ class TcpMeetingPlace:
             ConfigError: the endpoint cannot be what the flags say.
         """
         config = self._config
-        if config.alone:
+        if config.is_single_node:
             server = self._serve("127.0.0.1", 0)
             return server, self._reach(server.host, server.port)
         endpoints = [split_endpoint(name, STORE_PORT) for name in config.endpoints]
@@ -189,7 +189,7 @@ class TcpMeetingPlace:
             host,
             port,
             job=self._config.run_id,
-            timeout=self._config.answer_seconds,
+            timeout=self._config.store_timeout_s,
             connect_timeout=CONNECT_SECONDS,
             secret=self._secret,
         )

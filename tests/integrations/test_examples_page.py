@@ -12,7 +12,7 @@ import pytest
 from pages import DOCS, blocks_of
 
 from elasticlib.examples import imagenet
-from elasticlib.launch.flags import build_parser
+from elasticlib.launch.command_line import build_parser
 
 TEXT, BLOCKS = blocks_of("examples.md")
 COMMANDS = [code.strip() for _, code in BLOCKS]

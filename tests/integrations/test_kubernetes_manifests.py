@@ -34,7 +34,7 @@ from manifests import (  # noqa: E402
     with_master,
 )
 
-from elasticlib.launch.arguments import Launch, read_launch  # noqa: E402
+from elasticlib.launch.arguments import LaunchRequest, parse_launch  # noqa: E402
 from elasticlib.launch.commands import _parser  # noqa: E402
 from elasticlib.workers.spec import Module, StopTimeouts  # noqa: E402
 
@@ -92,9 +92,9 @@ CONTAINERS = {
 }
 
 
-def launched(container: Container) -> Launch:
+def launched(container: Container) -> LaunchRequest:
     assert container.command[0] == "elasticrun"
-    return read_launch(container.command[1:], container.environment)
+    return parse_launch(container.command[1:], container.environment)
 
 
 def valid(document: Yaml) -> None:
@@ -156,7 +156,7 @@ def test_a_command_and_its_variables_are_an_elastic_launch(name: str) -> None:
     assert launch.entrypoint == Module(
         "elasticlib.examples.train_text", (f"--checkpoint-dir={container.mount}",)
     )
-    assert launch.settings.notes == ()
+    assert launch.settings.warnings == ()
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
@@ -189,9 +189,9 @@ def test_what_the_operator_says_of_a_master_does_not_change_the_launch() -> None
 def test_a_single_nodes_switch_is_set_to_nothing_by_the_operator() -> None:
     switched = {"PET_STANDALONE": "", "PET_NNODES": "1:1"}
     environment = {**CONTAINERS["pytorchjob"].environment, **switched}
-    launch = read_launch(CONTAINERS["pytorchjob"].command[1:], environment)
+    launch = parse_launch(CONTAINERS["pytorchjob"].command[1:], environment)
     assert launch.settings["standalone"]
-    assert launch.config.alone
+    assert launch.config.is_single_node
 
 
 def test_the_indexed_job_is_one_that_may_be_resized_and_replaced() -> None:
@@ -341,7 +341,7 @@ def test_the_pages_commands_for_a_job_with_a_master_meet_at_it(
     environment = with_master(CONTAINERS["pytorchjob"], 1, 2).environment
     environment = {k: v for k, v in environment.items() if "RDZV" not in k} | {"PET_NNODES": "2"}
     static, elastic = (
-        read_launch(expanded(line, environment).split()[1:], environment).config
+        parse_launch(expanded(line, environment).split()[1:], environment).config
         for line in LINES
         if line.startswith("elasticrun")
     )

@@ -230,8 +230,8 @@ def test_exit_code_stays_if_slurm_refuses_to_requeue(submit: Any, slurm: Slurm) 
 
 def test_job_goes_on_without_a_node_that_is_drained_alone(submit: Any, slurm: Slurm) -> None:
     # The parent of a worker is the agent if workers are started as new interpreters.
-    flags = "--from-env slurm --start-method spawn"
-    batch = submit(SCRIPTS["no-kill"].replace("--from-env slurm", flags))
+    flags = "--scheduler slurm --start-method spawn"
+    batch = submit(SCRIPTS["no-kill"].replace("--scheduler slurm", flags))
     places = batch.settled(2)
     os.kill(places[1]["agent"], signal.SIGUSR1)
     (left,) = batch.settled(1, after=generation_of(places))

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import Launch, read_launch
+from elasticlib.launch.arguments import LaunchRequest, parse_launch
 from elasticlib.launch.flags import SCHEDULERS
 from elasticlib.launch.schedulers import (
-    MOST,
-    OURS,
+    DETECTORS,
+    MAX_HOSTNAMES,
     PORTS,
     expand_nodelist,
     read_skypilot,
@@ -50,8 +50,8 @@ SKY = {
 }
 
 
-def launch(script: str, line: str, variables: Mapping[str, str]) -> Launch:
-    return read_launch(["--from-env", "auto", *line.split(), script], variables)
+def launch(script: str, line: str, variables: Mapping[str, str]) -> LaunchRequest:
+    return parse_launch(["--scheduler", "auto", *line.split(), script], variables)
 
 
 def values(told: Mapping[str, tuple[str, str]] | None) -> dict[str, str]:
@@ -111,14 +111,17 @@ def test_gpus_and_switches_are_told_where_there_are_any(script: str) -> None:
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        (BATCH, "SLURM_JOB_NUM_NODES=2, and elasticrun was not started by srun"),
-        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "give srun --ntasks-per-node=1"),
-        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x2),2"}, "give srun --ntasks-per-node=1"),
-        ({**STEP, "SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE=2: each part of a heterogeneous job"),
-        ({**STEP, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is a whole number, got 'x'"),
+        (BATCH, "SLURM_JOB_NUM_NODES=2, but srun did not start elasticrun"),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "use srun --ntasks-per-node=1"),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x2),2"}, "use srun --ntasks-per-node=1"),
+        (
+            {**STEP, "SLURM_HET_SIZE": "2"},
+            "SLURM_HET_SIZE=2: each component of a heterogeneous job",
+        ),
+        ({**STEP, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID must be an integer, got 'x'"),
         ({**STEP, "SLURM_STEP_NODELIST": "n[1"}, r"got 'n\[1'"),
         ({**SKY, "SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NUM_NODES=3.*has 2 addresses"),
-        ({**STEP, "SLURM_GPUS_ON_NODE": "gpu:2"}, "--nproc-per-node is from SLURM_GPUS_ON_NODE"),
+        ({**STEP, "SLURM_GPUS_ON_NODE": "gpu:2"}, "--nproc-per-node is set by SLURM_GPUS_ON_NODE"),
     ],
 )
 def test_what_cannot_be_one_agent_a_node_is_refused(
@@ -149,22 +152,22 @@ def test_what_does_not_fit_a_place_of_the_users_is_left_out(script: str, tmp_pat
     switched = {"SLURM_TOPOLOGY_ADDR": "s.n2", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.node"}
     variables = {**STEP, **switched}
     alone = launch(script, "--standalone", variables).config
-    assert (alone.max_nodes, alone.alone, alone.topology) == (1, True, "")
+    assert (alone.max_nodes, alone.is_single_node, alone.topology) == (1, True, "")
     static = launch(script, "--rdzv-backend static", variables).config
     assert (static.node_rank, static.rdzv_endpoint) == (1, f"n1:{PORTS.start + 4711}")
     shared = launch(script, f"--rdzv-backend file --rdzv-endpoint {tmp_path}", variables).config
     assert (shared.rdzv_endpoint, shared.topology) == (str(tmp_path), "s")
-    with pytest.raises(ConfigError, match="a job of 2 nodes needs"):
+    with pytest.raises(ConfigError, match="a job with 2 nodes requires"):
         launch(script, "--rdzv-backend file", variables)
     spare = launch(script, "--nnodes 1:1 --spares 1", variables)
     assert spare.config.node_rank is None
-    assert spare.settings.notes == ("SLURM_NODEID=1 is ignored: the job has up to 1 nodes",)
+    assert spare.settings.warnings == ("ignoring SLURM_NODEID=1: the job has up to 1 nodes",)
 
 
 def test_skypilots_task_is_the_run_over_all_recoveries(script: str) -> None:
     told = launch(script, "", SKY)
     config = told.config
-    assert (told.cluster, config.run_id) == ("skypilot", SKY["SKYPILOT_TASK_ID"])
+    assert (told.scheduler, config.run_id) == ("skypilot", SKY["SKYPILOT_TASK_ID"])
     assert (config.max_nodes, config.node_rank, config.nproc_per_node) == (2, 1, 8)
     host, _, port = config.rdzv_endpoint.partition(":")
     assert (host, int(port) in PORTS) == ("10.0.0.1", True)
@@ -174,14 +177,14 @@ def test_skypilots_task_is_the_run_over_all_recoveries(script: str) -> None:
 
 
 def test_each_scheduler_has_a_name_of_the_flag() -> None:
-    assert ("none", "auto", *OURS) == SCHEDULERS
+    assert ("none", "auto", *DETECTORS) == SCHEDULERS
 
 
 def test_nothing_is_said_elsewhere_and_slurm_is_asked_first(script: str) -> None:
     assert read_slurm({}) is None
     assert read_skypilot({"SKYPILOT_NODE_IPS": ""}) is None
-    assert launch(script, "", {}).cluster == "none"
-    assert launch(script, "", {**SKY, **STEP}).cluster == "slurm"
+    assert launch(script, "", {}).scheduler == "none"
+    assert launch(script, "", {**SKY, **STEP}).scheduler == "slurm"
     assert values(read_skypilot({"SKYPILOT_NODE_IPS": "h", "SKYPILOT_NUM_GPUS_PER_NODE": "0"})) == {
         "nnodes": "1",
         "rdzv_endpoint": values(read_skypilot({"SKYPILOT_NODE_IPS": "h"}))["rdzv_endpoint"],
@@ -221,6 +224,6 @@ def test_lists_of_nodes_that_slurm_never_wrote_still_have_one_meaning() -> None:
     for text in ("", ",", "n1,,n2", "n[", "n]", "n[]", "n[1-]", "n[a]", "n[1 2]", "n[[1]]", "n 1"):
         with pytest.raises(ConfigError, match=re.escape(f"got {text!r}")):
             expand_nodelist(text)
-    for text in ("n[2-1]", f"n[1-{MOST + 1}]", "n[1-300]m[1-300]"):
-        with pytest.raises(ConfigError, match=r"a range of Slurm's|at most \d+ names"):
+    for text in ("n[2-1]", f"n[1-{MAX_HOSTNAMES + 1}]", "n[1-300]m[1-300]"):
+        with pytest.raises(ConfigError, match=r"a range of a Slurm|at most \d+ names"):
             expand_nodelist(text)

@@ -13,7 +13,7 @@ from pages import blocks_of
 from elasticlib import Command, Module, Script, WorkerSpec
 from elasticlib.errors import ConfigError
 from elasticlib.flag_values import TORCHRUN_ONLY
-from elasticlib.launch.arguments import read_launch
+from elasticlib.launch.arguments import parse_launch
 from elasticlib.workers.spec import Worker, WorkerGroup, worker_environment
 
 TEXT, BLOCKS = blocks_of("coming_from_torchrun.md")
@@ -77,13 +77,13 @@ def test_what_the_page_calls_other_torchrun_takes_and_we_refuse(flag: str, folde
     words = [str(folder / "train.py") if w == "SCRIPT" else w for w in OTHER[flag].split()]
     assert torchrun.parse_args(words).training_script == words[-1]
     with pytest.raises(ConfigError, match=re.escape(flag)):
-        read_launch(words, {})
+        parse_launch(words, {})
 
 
 @pytest.mark.parametrize("flag", MORE)
 def test_what_the_page_calls_more_is_taken(flag: str, folder: Path) -> None:
     words = [str(folder / "train.py") if w == "SCRIPT" else w for w in MORE[flag].split()]
-    assert read_launch(words, {}).entrypoint == Script(words[-1])
+    assert parse_launch(words, {}).entrypoint == Script(words[-1])
 
 
 def test_the_page_has_each_variable_that_torchruns_sources_read() -> None:
@@ -111,7 +111,7 @@ def test_the_page_has_each_variable_that_torchruns_sources_read() -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_variable_without_effect_is_named_and_no_other(name: str) -> None:
     values = {"PYTHON_EXEC": "python3", "LOGLEVEL": "INFO"}
-    notes = read_launch(["train.py"], {name: values.get(name, "1")}).settings.notes
+    notes = parse_launch(["train.py"], {name: values.get(name, "1")}).settings.warnings
     warned = VARIABLES[name].startswith("a warning")
     assert [note.split(" ")[0] for note in notes] == [f"{name}=1"] * warned
 
@@ -119,15 +119,15 @@ def test_a_variable_without_effect_is_named_and_no_other(name: str) -> None:
 @pytest.mark.usefixtures("folder")
 def test_an_interpreter_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"PYTHON_EXEC is the interpreter.*'/no/python' is no"):
-        read_launch(["train.py"], {"PYTHON_EXEC": "/no/python"})
+        parse_launch(["train.py"], {"PYTHON_EXEC": "/no/python"})
     # It is not asked for where no interpreter is, or our own.
     for flag in ("--no-python", "--run-path"):
-        assert read_launch([flag, "train.py"], {"PYTHON_EXEC": "/no/python"}).config
+        assert parse_launch([flag, "train.py"], {"PYTHON_EXEC": "/no/python"}).config
 
 
 @pytest.mark.usefixtures("folder")
 def test_the_pages_commands_are_what_they_say() -> None:
-    found = [read_launch(shlex.split(line)[1:], {}) for line in LINES]
+    found = [parse_launch(shlex.split(line)[1:], {}) for line in LINES]
     assert [launch.entrypoint for launch in found] == [
         Script("train.py", ("--epochs", "3")),
         Script("train.py"),

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from elasticlib.launch.command_line import parse_command_line
 from elasticlib.launch.commands import main
-from elasticlib.launch.flags import read
 
-HEAVY = {"attrs", "torch", "elasticlib.launch.config", "elasticlib.stores.interface"}
+HEAVY = {"attrs", "torch", "elasticlib.launch.launch_config", "elasticlib.stores.interface"}
 
 
 def test_help_is_answered_before_what_a_job_needs_is_imported() -> None:
@@ -39,10 +39,14 @@ def test_a_misspelt_flag_is_answered_with_the_one_that_is_like_it(
     line: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        read(line.split())
+        parse_command_line(line.split())
     said = capsys.readouterr().err
     assert ended.value.code == 2
-    hint = f"did you mean {meant}?" if meant else "your script's own flags go after its name"
+    hint = (
+        f"did you mean {meant}?"
+        if meant
+        else "options of the training script go after the script name"
+    )
     assert said.endswith(f" ({hint})\n")
 
 
@@ -50,7 +54,7 @@ def test_of_a_command_line_without_a_script_the_script_alone_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        read([])
+        parse_command_line([])
     assert capsys.readouterr().err.endswith("are required: training_script\n")
 
 

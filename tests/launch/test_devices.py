@@ -25,7 +25,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("three")
 def test_a_backend_that_torch_was_given_is_counted_by_its_name() -> None:
     assert worker_count(OWN) == 3
-    with pytest.raises(ConfigError, match=f"sees no XPU on this machine; it sees .*3 {OWN} and "):
+    with pytest.raises(ConfigError, match=f"finds no XPU on this machine .found: .*3 {OWN}, "):
         worker_count("xpu")
 
 

@@ -57,7 +57,7 @@ def test_each_setting_stands_beside_its_origin(
     assert rows["--drain-exit-code"][1:] == ["75", "default"]
     assert rows["--drain-signals"][1:] == ["SIGUSR2", "default"]
     assert rows["run"][1] == f"script {script} --max-restarts 9, started forkserver"
-    assert "PET_RDZV_ENDPOINT=elsewhere is ignored: PET_STANDALONE is one node by itself" in rows
+    assert "ignoring PET_RDZV_ENDPOINT=elsewhere: PET_STANDALONE runs a single-node job" in rows
 
 
 @pytest.mark.faults
@@ -98,7 +98,7 @@ def test_a_command_line_that_cannot_work_is_refused_as_ever(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(["--dry-run", "--nnodes", "3:1", script]) == 2
-    assert "--nnodes needs 1 <= MIN <= MAX" in capsys.readouterr().err
+    assert "--nnodes must be MIN:MAX with 1 <= MIN <= MAX" in capsys.readouterr().err
 
 
 def test_it_imports_no_torch(script: str) -> None:

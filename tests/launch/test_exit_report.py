@@ -11,8 +11,8 @@ import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job
 from modules import path_with
 
-from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.elastic_launch import _elsewhere
+from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.observe.history import Why
 from elasticlib.observe.reading import read_history
 

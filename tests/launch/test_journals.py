@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.observed import open_journal
 from elasticlib.observe.runs import NEW, runs_folder
 

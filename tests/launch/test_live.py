@@ -6,7 +6,7 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
-from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.observed import answering, stacks_of
 from elasticlib.launch.rendezvous_setup import open_meeting
 from elasticlib.observe.journal import NodeJournal

@@ -20,7 +20,7 @@ from ports import free_port
 from elasticlib import LaunchConfig
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
-from elasticlib.launch.config import health_port
+from elasticlib.launch.launch_config import health_port
 from elasticlib.launch.observed import Observed
 from elasticlib.observe.status import FIELDS
 from elasticlib.testing.waiting import wait_until

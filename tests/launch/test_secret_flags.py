@@ -14,8 +14,8 @@ from ports import free_port
 from test_elasticrun import DUMP, RUN
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.config import LaunchConfig
 from elasticlib.launch.endpoints import read_secret
+from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.rendezvous_setup import open_meeting
 
 VARIABLE = "ELASTICLIB_SECRET"
@@ -62,9 +62,11 @@ def test_no_file_an_empty_variable_and_two_places_are_refused_by_name(tmp_path: 
 
 def test_a_secret_file_beside_another_store_is_refused_by_name() -> None:
     settings = {"rdzv_endpoint": "folder", "run_id": "job", "rdzv_backend": "file"}
-    with pytest.raises(ConfigError, match="secret_file is for the tcp store, not for file"):
+    with pytest.raises(
+        ConfigError, match="secret_file applies only to the TCP store, not to the file"
+    ):
         LaunchConfig(**settings, rdzv_configs={"secret_file": "path"})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="secret_file is the path of a file"):
+    with pytest.raises(ConfigError, match="secret_file must be the path of a file"):
         LaunchConfig(rdzv_configs={"secret_file": ""})
 
 

@@ -9,22 +9,23 @@ import attrs
 import pytest
 
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import Launch, read_launch
-from elasticlib.launch.config import LaunchConfig
-from elasticlib.launch.flags import DEFAULTS, FLAGS, Source
+from elasticlib.launch.arguments import LaunchRequest, parse_launch
+from elasticlib.launch.flags import DEFAULTS, FLAGS
+from elasticlib.launch.launch_config import LaunchConfig
+from elasticlib.launch.settings import Source
 
 
-def launch(script: str, line: str = "", **variables: str) -> Launch:
-    return read_launch([*line.split(), script], variables)
+def launch(script: str, line: str = "", **variables: str) -> LaunchRequest:
+    return parse_launch([*line.split(), script], variables)
 
 
 def test_a_variable_stands_in_for_a_flag_and_the_flag_goes_before_it(script: str) -> None:
     told = launch(script, "--max-restarts 2", PET_MAX_RESTARTS="7", PET_NPROC_PER_NODE="3")
     assert (told.config.max_restarts, told.config.nproc_per_node) == (2, 3)
-    origins = {name: told.settings.found[name].origin for name in ("max_restarts", "role")}
+    origins = {name: told.settings.settings[name].origin for name in ("max_restarts", "role")}
     assert origins == {"max_restarts": "--max-restarts", "role": "default"}
-    assert told.settings.found["nproc_per_node"].origin == "PET_NPROC_PER_NODE"
-    assert not told.settings.notes
+    assert told.settings.settings["nproc_per_node"].origin == "PET_NPROC_PER_NODE"
+    assert not told.settings.warnings
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_torchs_variable_for_the_shutdown_is_read(script: str) -> None:
 
 
 def test_every_flag_has_a_variable(script: str) -> None:
-    switches = {o.dest for o in FLAGS.values() if o.switch}
+    switches = {o.dest for o in FLAGS.values() if o.is_switch}
     assert switches >= {"standalone", "module", "no_python", "virtual_local_rank"}
     assert launch(script, PET_SPARES="1", PET_NNODES="1:2", PET_RDZV_ENDPOINT="h").config.spares
 
@@ -73,20 +74,26 @@ def test_what_nobody_says_is_the_same_from_the_command_line_and_from_python(scri
 
 
 def test_an_unknown_variable_of_the_kind_is_named(script: str) -> None:
-    (note,) = launch(script, PET_NNODE="4").settings.notes
-    assert note == "PET_NNODE is ignored: elasticrun has no such flag (did you mean PET_NNODES?)"
+    (note,) = launch(script, PET_NNODE="4").settings.warnings
+    assert note == "ignoring PET_NNODE: elasticrun has no such option (did you mean PET_NNODES?)"
 
 
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({"PET_MAX_RESTARTS": "x"}, "PET_MAX_RESTARTS stands for --max-restarts and is a whole"),
-        ({"PET_STANDALONE": "maybe"}, "PET_STANDALONE is a switch: 1 or 0, got 'maybe'"),
-        ({"PET_RDZV_BACKEND": "zeus"}, r"one of tcp.* \(--rdzv-backend is from PET_RDZV_BACKEND\)"),
-        ({"PET_NNODES": "4:1"}, r"--nnodes needs 1 <= MIN <= MAX.*\(--nnodes is from PET_NNODES\)"),
-        ({"PET_NPROC_PER_NODE": "0"}, r"--nproc-per-node is from PET_NPROC_PER_NODE"),
+        ({"PET_MAX_RESTARTS": "x"}, r"PET_MAX_RESTARTS \(--max-restarts\) must be an integer"),
+        ({"PET_STANDALONE": "maybe"}, "PET_STANDALONE .* must be 1 or 0, got 'maybe'"),
+        (
+            {"PET_RDZV_BACKEND": "zeus"},
+            r"one of tcp.* \(--rdzv-backend is set by PET_RDZV_BACKEND\)",
+        ),
+        (
+            {"PET_NNODES": "4:1"},
+            r"--nnodes must be MIN:MAX with 1 <= MIN <= MAX.*\(--nnodes is set by PET_NNODES\)",
+        ),
+        ({"PET_NPROC_PER_NODE": "0"}, r"--nproc-per-node is set by PET_NPROC_PER_NODE"),
         # Two nodes, each by itself, would train the same twice and say nothing.
-        ({"PET_STANDALONE": "", "PET_NNODES": "2"}, "--standalone means one node.*PET_STANDALONE"),
+        ({"PET_STANDALONE": "", "PET_NNODES": "2"}, "single-node job.*PET_STANDALONE"),
     ],
 )
 def test_a_variable_that_cannot_work_is_named(
@@ -148,30 +155,30 @@ def test_what_is_said_more_directly_tells_where_nodes_meet_and_the_rest_is_named
     told = launch(script, line, **variables)
     config = told.config
     assert (config.rdzv_backend, config.rdzv_endpoint, config.node_rank) == place
-    assert len(told.settings.notes) == passed_over
-    assert all("is ignored: " in note for note in told.settings.notes)
-    assert not any(re.search(r" and \S+ says$", note) for note in told.settings.notes)
+    assert len(told.settings.warnings) == passed_over
+    assert all(note.startswith("ignoring ") for note in told.settings.warnings)
+    assert not any(re.search(r" and \S+ says$", note) for note in told.settings.warnings)
 
 
 def test_two_flags_that_contradict_each_other_are_refused_as_before(script: str) -> None:
     with pytest.raises(ConfigError, match="cannot be used with --standalone"):
         launch(script, "--standalone --rdzv-endpoint h")
-    with pytest.raises(ConfigError, match="--master-addr belongs to the static backend"):
+    with pytest.raises(ConfigError, match="--master-addr applies only to the static backend"):
         launch(script, "--master-addr m --rdzv-endpoint h --nnodes 2")
 
 
 def test_a_scheduler_says_what_nobody_else_does(script: str) -> None:
     job = {"SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_TASK_ID": "j9", "SKYPILOT_NUM_NODES": "1"}
     job["SKYPILOT_NUM_GPUS_PER_NODE"] = "2"
-    told = launch(script, "--from-env skypilot", **job, PET_RDZV_ID="mine")
-    assert told.cluster == "skypilot"
+    told = launch(script, "--scheduler skypilot", **job, PET_RDZV_ID="mine")
+    assert told.scheduler == "skypilot"
     assert (told.config.run_id, told.config.nproc_per_node) == ("mine", 2)
-    assert told.settings.source("nproc_per_node") is Source.CLUSTER
-    assert told.settings.found["nproc_per_node"].origin == "SKYPILOT_NUM_GPUS_PER_NODE"
-    assert launch(script, "--from-env auto", **job).cluster == "skypilot"
-    assert launch(script, "--from-env auto").cluster == "none"
-    assert launch(script, **job).cluster == "none"
+    assert told.settings.source("nproc_per_node") is Source.SCHEDULER
+    assert told.settings.settings["nproc_per_node"].origin == "SKYPILOT_NUM_GPUS_PER_NODE"
+    assert launch(script, "--scheduler auto", **job).scheduler == "skypilot"
+    assert launch(script, "--scheduler auto").scheduler == "none"
+    assert launch(script, **job).scheduler == "none"
     with pytest.raises(ConfigError, match="one of none, auto, slurm, skypilot, got 'pbs'"):
-        launch(script, PET_FROM_ENV="pbs")
-    with pytest.raises(ConfigError, match="--from-env slurm: this is not a job of slurm"):
-        launch(script, "--from-env slurm")
+        launch(script, PET_SCHEDULER="pbs")
+    with pytest.raises(ConfigError, match="--scheduler slurm: SLURM_JOB_ID is not set"):
+        launch(script, "--scheduler slurm")

@@ -206,12 +206,15 @@ def test_a_folder_of_old_statuses_is_looked_at_until_a_node_renews_its_own_or_it
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--rdzv-conf secretfile=x", "--rdzv-conf has no key 'secretfile'"),
-        ("--rdzv-conf join_timeout=5,,colour=red", "--rdzv-conf has no key 'colour'"),
-        ("--rdzv-conf join_timeout=5,join_timeout=6", "with each key once"),
-        ("--rdzv-conf cacert=x", "cacert belongs to --rdzv-backend etcd, not to tcp"),
-        ("--rdzv-conf cacert=x --rdzv-backend file", "belongs to --rdzv-backend etcd, not to file"),
-        ("--rdzv-conf secret_file=", "--rdzv-conf is k=v,k=v"),
+        ("--rdzv-conf secretfile=x", "unknown --rdzv-conf key 'secretfile'"),
+        ("--rdzv-conf join_timeout=5,,colour=red", "unknown --rdzv-conf key 'colour'"),
+        ("--rdzv-conf join_timeout=5,join_timeout=6", "must have each key once"),
+        ("--rdzv-conf cacert=x", "cacert applies only to --rdzv-backend etcd, not to tcp"),
+        (
+            "--rdzv-conf cacert=x --rdzv-backend file",
+            "applies only to --rdzv-backend etcd, not to file",
+        ),
+        ("--rdzv-conf secret_file=", "--rdzv-conf must be k=v,k=v"),
     ],
 )
 def test_a_key_that_means_nothing_is_refused_and_not_passed_over(

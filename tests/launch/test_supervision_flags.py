@@ -9,8 +9,8 @@ import pytest
 from elasticlib import AgentOptions
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
-from elasticlib.launch.config import LaunchConfig, SupervisionOptions
-from elasticlib.launch.flags import build_parser
+from elasticlib.launch.command_line import build_parser
+from elasticlib.launch.launch_config import LaunchConfig, SupervisionOptions
 from elasticlib.workers.interface import Notice
 
 TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
@@ -61,7 +61,7 @@ def test_the_seconds_reach_the_agent_and_the_job(script: str) -> None:
 
 def test_the_help_tells_the_exit_codes_and_the_true_defaults() -> None:
     text = " ".join(build_parser().format_help().split())
-    assert "75 after a drain (--drain-exit-code), 128 + n after signal n" in text
+    assert "75 drained (see --drain-exit-code), 128 + N terminated by signal N" in text
     assert "(default: 75)" in text
     assert f"the job changes its size (default: {AgentOptions().checkpoint_grace:g})" in text
 
@@ -74,11 +74,14 @@ def test_the_help_tells_the_exit_codes_and_the_true_defaults() -> None:
         ("--drain-signals 12", "got '12'"),
         ("--drain-signals SIGKILL", "--drain-signals: SIGKILL cannot mean that"),
         ("--signals-to-handle SIGCHLD", "SIGCHLD cannot mean that"),
-        ("--signals-to-handle SIGUSR1 --drain-signals SIGUSR1", "SIGUSR1 is in .* in one of them"),
-        ("--drain-exit-code 256", "a number from 0 to 255, got 256"),
-        ("--checkpoint-grace=-1", "--checkpoint-grace is seconds from 0 to 1e\\+06, got -1.0"),
-        ("--checkpoint-grace nan", "--checkpoint-grace is seconds"),
-        ("--restart-window=-1", "--restart-window is seconds"),
+        (
+            "--signals-to-handle SIGUSR1 --drain-signals SIGUSR1",
+            "SIGUSR1 is in both .* from one of them",
+        ),
+        ("--drain-exit-code 256", "--drain-exit-code must be from 0 to 255, got 256"),
+        ("--checkpoint-grace=-1", "--checkpoint-grace must be seconds from 0 to 1e\\+06, got -1.0"),
+        ("--checkpoint-grace nan", "--checkpoint-grace must be seconds"),
+        ("--restart-window=-1", "--restart-window must be seconds"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_sentence(line: str, sentence: str, script: str) -> None:
@@ -100,7 +103,7 @@ def test_resizes_and_hangs_are_read(
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf", "1e9"])
 def test_a_silence_that_is_no_limit_is_refused(text: str, script: str) -> None:
-    with pytest.raises(ConfigError, match="--hang-timeout is auto or seconds"):
+    with pytest.raises(ConfigError, match="--hang-timeout must be auto or seconds"):
         read(f"--hang-timeout={text}", script)
 
 
@@ -116,11 +119,11 @@ def test_a_snapshot_has_replicas_on_as_many_nodes_as_there_may_be_others(script:
     meet = "--nnodes 1:3 --rdzv-endpoint h:1"
     assert read(f"{meet} --snapshot-replicas 2", script).agent.snapshot_replicas == 2
     assert AgentOptions().snapshot_replicas == 0
-    with pytest.raises(ConfigError, match="from 0 to 2 in a job of up to 3, got 3"):
+    with pytest.raises(ConfigError, match="from 0 to 2 in a job of up to 3 nodes, got 3"):
         read(f"{meet} --snapshot-replicas 3", script)
-    with pytest.raises(ConfigError, match="from 0 to 0 in a job of up to 1, got 1"):
+    with pytest.raises(ConfigError, match="from 0 to 0 in a job of up to 1 nodes, got 1"):
         read("--standalone --snapshot-replicas 1", script)
-    with pytest.raises(ConfigError, match="--snapshot-replicas is a number from 0, got -1"):
+    with pytest.raises(ConfigError, match="--snapshot-replicas must be at least 0, got -1"):
         read(f"{meet} --snapshot-replicas -1", script)
     with pytest.raises(ConfigError, match="snapshot_replicas, got -1"):
         AgentOptions(snapshot_replicas=-1)

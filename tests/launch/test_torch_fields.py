@@ -22,7 +22,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 from elasticlib import AgentOptions, LaunchConfig, LocalWorkers, SupervisionOptions, elastic_launch
 from elasticlib.compat.launching import ours
 from elasticlib.errors import ConfigError
-from elasticlib.launch.arguments import read_launch
+from elasticlib.launch.arguments import parse_launch
 from elasticlib.launch.elastic_launch import shutdown_seconds
 from elasticlib.launch.own_workers import local_workers
 from elasticlib.workers.spec import Function, Module, Script, WorkerSpec
@@ -80,7 +80,7 @@ def test_a_config_of_torch_is_read_field_by_field(tmp_path: Path) -> None:
     assert (mine.min_nodes, mine.max_nodes, mine.nproc_per_node) == (2, 4, 8)
     assert (mine.run_id, mine.role, mine.max_restarts) == ("job", "trainer", 9)
     said = "--nproc-per-node 2 --redirects 1:1 --tee 3"
-    flags = read_launch([*said.split(), __file__], {}).config
+    flags = parse_launch([*said.split(), __file__], {}).config
     assert (mine.log_dir, mine.redirects, mine.tee) == (str(tmp_path), flags.redirects, flags.tee)
     assert mine.local_ranks_filter == frozenset({0, 1})
     assert mine.timing.join == 7  # torch has added a timeout of 900, which its c10d does not read
@@ -104,10 +104,10 @@ def test_a_field_that_a_newer_torch_has_is_refused_where_it_says_something() -> 
 
 def test_one_node_at_port_0_of_its_own_meets_nobody() -> None:
     for endpoint in ("localhost:0", "127.0.0.1:0", "[::1]:0"):
-        assert LaunchConfig(rdzv_endpoint=endpoint, rdzv_backend="c10d").alone
+        assert LaunchConfig(rdzv_endpoint=endpoint, rdzv_backend="c10d").is_single_node
         static = {"rdzv_backend": "static", "rdzv_configs": {"rank": 0, "timeout": 5}}
-        assert LaunchConfig(rdzv_endpoint=endpoint, **static).alone
-    with pytest.raises(ConfigError, match="cannot meet at port 0"):
+        assert LaunchConfig(rdzv_endpoint=endpoint, **static).is_single_node
+    with pytest.raises(ConfigError, match="must have a fixed port"):
         LaunchConfig(1, 2, rdzv_endpoint="localhost:0")
 
 
@@ -128,7 +128,7 @@ def test_a_single_node_with_an_empty_run_id_draws_a_new_one(place: dict[str, Any
 
 
 def test_several_nodes_with_an_empty_run_id_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"run_id is a name of 1 to 256 bytes, got ''"):
+    with pytest.raises(ConfigError, match=r"run_id must have 1 to 256 bytes, got ''"):
         LaunchConfig(1, 2, run_id="", rdzv_endpoint="node0")
 
 
@@ -181,7 +181,7 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
         ({"logs_specs": 3}, "logs_specs must be torch's DefaultLogsSpecs or None, got 3: "),
         (
             {"logs_specs": CustomLogsSpecs(os.devnull)},
-            "must be torch's DefaultLogsSpecs .* with log_dir, redirects, tee and local_ranks",
+            "must be torch's DefaultLogsSpecs .*: set log_dir, redirects, tee and local_ranks",
         ),
         (
             {"logs_specs": DefaultLogsSpecs(os.devnull, tee=Std.ALL)},
@@ -190,7 +190,7 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
         (
             {
                 "logs_specs": DefaultLogsSpecs("/", redirects=Std.OUT),
-                "redirects": read_launch(["--redirects", "2", __file__], {}).config.redirects,
+                "redirects": parse_launch(["--redirects", "2", __file__], {}).config.redirects,
             },
             "logs_specs says redirects=.*: say it in one of them",
         ),
@@ -202,9 +202,12 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
             {"signals_to_handle": "SIGHUP", "supervision": SIGUSR1_ENDS},
             "signals_to_handle says SIGHUP, and supervision something else",
         ),
-        ({"rdzv_timeout": 0}, "timeout is a positive number of seconds"),
-        ({"start_method": "forks"}, "start_method is one of forkserver, spawn, fork, got"),
-        ({"shutdown_timeout": -1}, "shutdown_timeout is seconds from 0"),
+        ({"rdzv_timeout": 0}, "timeout must be a positive number of seconds"),
+        (
+            {"start_method": "forks"},
+            r"start_method .* is one of forkserver, spawn, fork, got",
+        ),
+        ({"shutdown_timeout": -1}, "shutdown_timeout must be seconds from 0"),
         ({"duplicate_stdout_filters": "loss"}, "filters are a list of texts, got the text 'loss'"),
         (
             {
@@ -216,9 +219,9 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
         ),
         (
             {"rdzv_configs": {"rank": 1, "store_type": "file", "colour": "red", "hue": "x"}},
-            "rank cannot be set: .*, from node_rank; .* store_type .*no key 'colour', 'hue'",
+            "rank cannot be set: .* use node_rank; .* store_type .*unknown .* key 'colour', 'hue'",
         ),
-        ({"rdzv_backend": "etcd"}, "rdzv_backend etcd needs an rdzv_endpoint"),
+        ({"rdzv_backend": "etcd"}, "rdzv_backend etcd requires rdzv_endpoint"),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
 )
@@ -230,17 +233,20 @@ def test_what_cannot_be_heeded_is_refused(fields: dict[str, Any], sentence: str)
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: LaunchConfig(nproc_per_node="2"), "nproc_per_node is a whole number, got '2'"),
-        (lambda: LaunchConfig(store_grace="5"), "store_grace is a number, got '5'"),
-        (lambda: LaunchConfig(virtual_local_rank="no"), "virtual_local_rank is True or False"),
+        (lambda: LaunchConfig(nproc_per_node="2"), "nproc_per_node must be an integer, got '2'"),
+        (lambda: LaunchConfig(store_grace="5"), "store_grace must be a number, got '5'"),
+        (lambda: LaunchConfig(virtual_local_rank="no"), "virtual_local_rank must be True or False"),
         (
             lambda: LaunchConfig(preload="torch"),
-            "preload is several texts, as a tuple, got 'torch'",
+            "preload must be a tuple of strings, got 'torch'",
         ),
-        (lambda: LaunchConfig(run_id=7), "run_id is a text, got 7"),
-        (lambda: LaunchConfig(tee="3"), "tee is a StreamChoice, got '3'"),
-        (lambda: LaunchConfig(rdzv_configs="is_host=1"), "rdzv_configs is a dict, got"),
-        (lambda: SupervisionOptions(restart_window="60"), "restart_window is a number, got '60'"),
+        (lambda: LaunchConfig(run_id=7), "run_id must be a string, got 7"),
+        (lambda: LaunchConfig(tee="3"), "tee must be a StreamChoice, got '3'"),
+        (lambda: LaunchConfig(rdzv_configs="is_host=1"), "rdzv_configs must be a dict, got"),
+        (
+            lambda: SupervisionOptions(restart_window="60"),
+            "restart_window must be a number, got '60'",
+        ),
         (lambda: WorkerSpec(Script("x.py"), "2"), "local_world_size is a whole number from 1"),
         (lambda: WorkerSpec(print), "entrypoint is a Script, Module, Command or Function, got"),
         (
@@ -251,7 +257,7 @@ def test_what_cannot_be_heeded_is_refused(fields: dict[str, Any], sentence: str)
         (lambda: Module("m", 4), r"args must be a tuple or a list, .* got 4: give \('4',\)$"),
         (lambda: Script("-"), "cannot be standard input or another open file descriptor, got '-'"),
         (lambda: LocalWorkers({}, start_method="x"), r"start_method \(--start-method\) is one of"),
-        (lambda: LaunchConfig(start_method="x"), "^start_method is one of"),
+        (lambda: LaunchConfig(start_method="x"), "^start_method .* is one of"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_its_field(
@@ -268,10 +274,10 @@ def test_what_stands_for_a_text_is_taken_for_one(tmp_path: Path) -> None:
 
 
 def test_a_config_is_refused_by_its_fields_and_a_command_line_by_its_flags() -> None:
-    fields = "a job of up to 2 nodes needs rdzv_endpoint HOST:PORT, and .* node_rank"
+    fields = "a job with up to 2 nodes requires rdzv_endpoint HOST:PORT .* node_rank"
     with pytest.raises(ConfigError, match=fields) as refused:
         LaunchConfig(max_nodes=2)
     assert pickle.loads(pickle.dumps(refused.value)).args == refused.value.args
-    flags = "a job of 2 nodes needs --rdzv-endpoint HOST:PORT, and .* --node-rank"
+    flags = "a job with 2 nodes requires --rdzv-endpoint HOST:PORT .* --node-rank"
     with pytest.raises(ConfigError, match=flags):
-        read_launch(["--nnodes", "2", __file__], {})
+        parse_launch(["--nnodes", "2", __file__], {})

@@ -13,8 +13,10 @@ import torch.distributed.run as torchrun
 
 from elasticlib.errors import ConfigError
 from elasticlib.flag_values import TORCHRUN_ONLY
-from elasticlib.launch.arguments import read_launch
-from elasticlib.launch.flags import FLAGS, OWN, PREFIX, build_parser
+from elasticlib.launch.arguments import parse_launch
+from elasticlib.launch.command_line import EXTENSION_MARK, build_parser
+from elasticlib.launch.flags import FLAGS
+from elasticlib.launch.settings import PREFIX
 
 ACTIONS = {
     action.dest: action
@@ -60,11 +62,11 @@ def test_help_shows_each_flag_once_and_marks_those_that_torchrun_has_not() -> No
     text = OURS.format_help()
     shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
     assert len(shown) == len(set(shown))
-    assert {*(flag.flag for flag in FLAGS.values()), "--help", "--version"} <= {*shown}
+    assert {*(flag.name for flag in FLAGS.values()), "--help", "--version"} <= {*shown}
     assert not any("_" in name for name in shown)
     for dest, flag in FLAGS.items():
-        assert flag.own is (dest not in ACTIONS and dest not in NEWER), dest
-    assert text.count(OWN) == 1 + sum(flag.own for flag in FLAGS.values())
+        assert flag.is_extension is (dest not in ACTIONS and dest not in NEWER), dest
+    assert text.count(EXTENSION_MARK) == 1 + sum(flag.is_extension for flag in FLAGS.values())
 
 
 VALUES = {
@@ -102,14 +104,14 @@ def test_a_flag_of_torchrun_that_is_not_implemented_is_refused_with_what_to_use(
     for spelling in ACTIONS[dest].option_strings:
         for words in ([spelling, "null", script], [f"{spelling}=null", script], [spelling, "null"]):
             with pytest.raises(SystemExit) as ended:
-                read_launch(words, {})
+                parse_launch(words, {})
             assert ended.value.code == 2
             assert f"error: {spelling}{refusal}\n" in capsys.readouterr().err
         assert spelling not in OURS.format_help()
     variable = PREFIX + dest.upper()
     with pytest.raises(ConfigError, match=re.escape(variable + refusal)):
-        read_launch([script], {variable: "null"})
-    assert read_launch([script], {variable: ""}).config
+        parse_launch([script], {variable: "null"})
+    assert parse_launch([script], {variable: ""}).config
 
 
 @pytest.mark.parametrize("dest", sorted(ACTIONS.keys() - TORCHRUN_ONLY.keys()))
@@ -119,17 +121,17 @@ def test_a_flag_says_what_its_variable_says(dest: str, script: str) -> None:
     line = [f"--{name}={value}" for name, value in beside.items() if value]
     program = "json" if dest == "module" else script
     value = "" if is_switch(ACTIONS[dest]) else VALUES.get(dest, "word")
-    told = read_launch([*line, flag, *filter(None, [value]), program], {}).settings
-    theirs = read_launch([*line, program], {variable: value}).settings
+    told = parse_launch([*line, flag, *filter(None, [value]), program], {}).settings
+    theirs = parse_launch([*line, program], {variable: value}).settings
     assert theirs[dest] == told[dest] != FLAGS[dest].default or dest == "role"
-    assert theirs.found[dest].origin == variable
+    assert theirs.settings[dest].origin == variable
 
 
 def test_no_flag_is_known_by_its_first_letters(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        read_launch(["--stand", script], {})
+        parse_launch(["--stand", script], {})
     assert "--stand" in capsys.readouterr().err
 
 
@@ -156,7 +158,7 @@ def test_a_shell_completes_our_flags_as_it_does_torchruns(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("shell", "before", "code", "said"),
     [
-        ("dosh", "", 2, "--print-completion is one of bash, zsh, tcsh"),
+        ("dosh", "", 2, "--print-completion must be one of bash, zsh, tcsh"),
         ("zsh", "sys.modules['shtab'] = None; ", 1, "pip install shtab"),
     ],
 )

@@ -230,7 +230,7 @@ def test_run_path_runs_a_script_in_our_interpreter_whatever_else_is_said(place: 
     (seen,) = ran.attempt(0)
     assert "WRAPPED" not in seen["environment"]
     assert (seen["name"], seen["argv"]) == ("__main__", [PROGRAM, str(ran.folder), "x"])
-    assert "--no-python=True is ignored: --run-path goes before it" in ran.err
+    assert "ignoring --no-python=True: --run-path takes precedence" in ran.err
 
 
 def test_a_signal_that_is_to_be_handled_stops_the_workers_and_is_in_the_exit_code(

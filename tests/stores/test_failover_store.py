@@ -17,7 +17,7 @@ from elasticlib.errors import (
     StoreConnectionError,
     StoreRejectedError,
 )
-from elasticlib.launch.config import LaunchConfig
+from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.store_host import TcpMeetingPlace
 from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.interface import Store

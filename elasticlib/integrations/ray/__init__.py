@@ -14,8 +14,8 @@ from typing import Any
 
 from ...agent.interface import RunResult
 from ...errors import ConfigError, ElasticError, describe
-from ...launch.config import LaunchConfig
 from ...launch.elastic_launch import values_of, with_args
+from ...launch.launch_config import LaunchConfig
 from ...workers.spec import Entrypoint, Function, entrypoint_name
 from .driver import run_on
 

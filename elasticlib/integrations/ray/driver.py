@@ -28,9 +28,9 @@ from ...agent.loop import ElasticAgent
 from ...agent.options import SignalObserver
 from ...clock import monotonic
 from ...errors import ConfigError, ElasticError, StoreError
-from ...launch.config import LaunchConfig
 from ...launch.console import start_logging
 from ...launch.elastic_launch import run_node, shutdown_seconds
+from ...launch.launch_config import LaunchConfig
 from ...launch.process import allow_descriptors
 from ...launch.store_host import CONNECT_SECONDS, SPARE_DESCRIPTORS
 from ...rendezvous.layout import Keys, StoredJob

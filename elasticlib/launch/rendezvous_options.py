@@ -1,0 +1,128 @@
+"""The keys of --rdzv-conf: their defaults, their rules and how their text is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from ..rendezvous.document import Limits, Timing
+from .backends import ETCD_KEYS
+from .flags import SettingError
+
+MAX_SECONDS = 1e6  # a longer time is taken for a mistake, and threads cannot wait for ever
+
+
+def _key(default: Any, rule: str, parse: Callable[[str], Any]) -> Any:
+    """Define a key.
+
+    Args:
+        default: its value if it is not given.
+        rule: what its value must be, for the error message.
+        parse: converts its text; raises ValueError or KeyError for an invalid one.
+    """
+    return attrs.field(default=default, metadata={"rule": rule, "parse": parse})
+
+
+def _accept(value: Any, is_valid: bool) -> Any:
+    if not is_valid:
+        raise ValueError(value)
+    return value
+
+
+def _seconds(default: Any, minimum: float = 1e-9) -> Any:
+    def parse(text: str) -> Any:
+        return _accept(seconds := float(text), minimum <= seconds <= MAX_SECONDS)
+
+    return _key(default, f"a positive number of seconds up to {MAX_SECONDS:g}", parse)
+
+
+def _parse_attempts(text: str) -> Any:
+    return _accept(int(text), text.isascii() and text.isdigit() and 2 <= int(text) < 10**9)
+
+
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_TIMEOUTS, _SETTINGS = attrs.fields(Timing), attrs.fields(Limits)
+
+
+@attrs.frozen
+class RendezvousOptions:
+    """The options of --rdzv-conf. Times are in seconds."""
+
+    join_timeout: float = _seconds(_TIMEOUTS.join.default)
+    last_call_timeout: float = _seconds(_SETTINGS.last_call.default, minimum=0.0)
+    close_timeout: float = _seconds(_TIMEOUTS.close.default)
+    read_timeout: float = _seconds(60.0)
+    keep_alive_interval: float = _seconds(_TIMEOUTS.refresh.default)
+    keep_alive_max_attempt: int = _key(5, "an integer of at least 2", _parse_attempts)
+    is_host: bool | None = _key(None, "true or false", lambda text: _BOOLEANS[text.lower()])
+    secret_file: str | None = _key(None, "the path of a file", lambda t: _accept(t, bool(t)))
+    quorum: str | None = _key(
+        None, "majority or any", lambda text: _accept(text, text in ("majority", "any"))
+    )
+
+
+_KEYS = {field.name: field.metadata for field in attrs.fields(RendezvousOptions)}
+OPTION_NAMES = frozenset({*_KEYS, "timeout"})
+_NOT_SUPPORTED = {
+    "heartbeat_timeout": "it is keep_alive_interval * keep_alive_max_attempt",
+    "store_type": "use {rdzv_backend} file for a store in a shared directory",
+    "rank": "only the static backend has fixed ranks; use {node_rank}",
+}
+
+
+def read_pairs(text: str) -> dict[str, str]:
+    """Return the pairs of a text `k=v,k=v`. White space around keys and values is ignored.
+
+    Raises:
+        ConfigError: a part is no pair, has an empty value, or repeats a key.
+    """
+    pairs: dict[str, str] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if not key or not value:
+            raise SettingError("{rdzv_conf} must be k=v,k=v, got {0!r} in {1!r}", part, text)
+        if key in pairs:
+            raise SettingError("{rdzv_conf} must have each key once, got {0!r}", text)
+        pairs[key] = value
+    return pairs
+
+
+def read_options(conf: Mapping[str, Any]) -> RendezvousOptions:
+    """Return the options of --rdzv-conf.
+
+    Args:
+        conf: the value of each key, usually as text.
+
+    Raises:
+        ConfigError: a key is unknown or has an invalid value.
+    """
+    if errors := [*_invalid_keys(conf)]:
+        raise SettingError("; ".join(errors))
+    options: dict[str, Any] = {}
+    for key, value in conf.items():
+        if key in ETCD_KEYS:  # read together with the endpoint
+            continue
+        # torch's older backends call it `timeout`, and its newer ones ignore that key.
+        name = "join_timeout" if key == "timeout" else key
+        parsed = _parse_value(key, str(value), **_KEYS[name])
+        if key == name or name not in conf:
+            options[name] = parsed
+    return RendezvousOptions(**options)
+
+
+def _invalid_keys(conf: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted(conf.keys() & _NOT_SUPPORTED):
+        yield f"{{rdzv_conf}} {key} cannot be set: {_NOT_SUPPORTED[key]}"
+    unknown = sorted(conf.keys() - _NOT_SUPPORTED.keys() - OPTION_NAMES - ETCD_KEYS)
+    if unknown:
+        keys = ", ".join(map(repr, unknown)).replace("{", "{{").replace("}", "}}")
+        yield f"unknown {{rdzv_conf}} key {keys}; valid keys: {', '.join(sorted(_KEYS))}"
+
+
+def _parse_value(key: str, text: str, rule: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(text)
+    except (ValueError, KeyError):
+        raise SettingError("{rdzv_conf} {0} must be {1}, got {2!r}", key, rule, text) from None
