@@ -263,7 +263,7 @@ def test_what_cannot_be_heeded_is_refused(fields: dict[str, Any], sentence: str)
             lambda: LocalWorkers({}, start_method="x"),
             r"start_method \(--start-method\) must be one of",
         ),
-        (lambda: LaunchConfig(start_method="x"), "^start_method .* is one of"),
+        (lambda: LaunchConfig(start_method="x"), "^start_method .* must be one of"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_its_field(
