@@ -32,7 +32,7 @@ _HOMES = {
     "observe.report": ("report",),
     "observe.reading": ("read_history",),
     # Parts of a launcher of your own.
-    "agent.loop": ("ElasticAgent",),
+    "agent.elastic_agent": ("ElasticAgent",),
     "agent.options": ("AgentOptions",),
     "agent.interface": ("RunResult",),
     "workers.interface": ("Workers",),
@@ -63,8 +63,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = ["__version__", *sorted(_HOME_OF)]
 
 if TYPE_CHECKING:
+    from .agent.elastic_agent import ElasticAgent as ElasticAgent
     from .agent.interface import RunResult as RunResult
-    from .agent.loop import ElasticAgent as ElasticAgent
     from .agent.options import AgentOptions as AgentOptions
     from .checkpoint.manager import CheckpointManager as CheckpointManager
     from .checkpoint.single_file import latest_checkpoint as latest_checkpoint

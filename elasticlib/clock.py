@@ -16,6 +16,9 @@ Clock = Callable[[], float]
 monotonic: Clock = time.monotonic
 """Seconds since an arbitrary origin, never going back."""
 
+sleep: Callable[[float], None] = time.sleep
+"""Block this thread for a number of seconds."""
+
 
 def duration(seconds: float) -> timedelta:
     """So many seconds, as torch's stores take them."""

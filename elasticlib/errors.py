@@ -1,8 +1,7 @@
-"""The one tree of errors that elasticlib raises.
+"""The hierarchy of errors that elasticlib raises.
 
-Classes differ where callers act differently: an unreachable store is tried again, a lost lease
-is taken anew, a closed rendezvous ends the node. Each message names the thing, the value and
-the rule.
+Classes differ where callers act differently: an unreachable store is tried again, a lost lease is
+written again, a closed rendezvous ends the node. Messages name the object, the value and the rule.
 """
 
 from __future__ import annotations
@@ -18,58 +17,62 @@ class ElasticError(Exception):
 
 
 class ConfigError(ElasticError, ValueError):
-    """A setting that cannot work; nothing has been started."""
+    """A setting is invalid. Nothing has been started."""
 
 
 class StoreError(ElasticError):
-    """A store could not do what it was asked."""
+    """The base class of the errors of stores."""
 
 
 class StoreConnectionError(StoreError, ConnectionError):
-    """The store cannot be reached, or the connection broke before its answer: try again later."""
+    """The store cannot be reached, or the connection broke before its reply. Try again later."""
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
-    """The store did not answer within the timeout that the message names."""
+    """The store did not reply within the timeout that the message names."""
 
 
 class StoreRejectedError(StoreError):
-    """The store refused: it is another job's, the frame is invalid, or a limit is exceeded."""
+    """The store rejected a request: it belongs to another job, or a limit is exceeded."""
 
 
 class LeaseLostError(StoreError):
-    """The leased key is no longer this client's: it expired, was deleted or was replaced."""
+    """A lease has expired, was deleted or replaced, or belongs to another client."""
 
 
 class RendezvousError(ElasticError):
-    """The nodes could not be brought together."""
+    """The base class of the errors of the rendezvous."""
 
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
-    """No generation settled within the join timeout. lost: as a node was lost that was in the one
-    before, whatever workers failed of meanwhile."""
+    """No generation was formed within the join timeout.
+
+    Attributes:
+        lost: True if a node of the previous generation was lost. Failures of its workers then have
+            that cause.
+    """
 
     lost: bool = False
 
 
 class RendezvousClosedError(RendezvousError):
-    """The job is over, goes on without this node, or this node has left it."""
+    """The job has ended, continues without this node, or this node has left it."""
 
 
 class RendezvousConfigError(RendezvousError):
-    """This node was started with settings that contradict the job's."""
+    """The settings of this node contradict those of the job."""
 
 
 class InvalidTransitionError(ElasticError):
-    """The supervision policy has no entry for this event in this state: a bug of ours."""
+    """The table of the supervision policy has no entry for an event in a state: a bug."""
 
 
 class WorkerStartError(ElasticError):
-    """A worker process could not be started at all."""
+    """A worker process could not be started."""
 
 
 class NoFailureError(ElasticError, LookupError):
-    """A job failed, and no failure of a worker is known."""
+    """The job failed, and the failure of no worker is known."""
 
 
 class CheckpointError(ElasticError):
@@ -77,44 +80,46 @@ class CheckpointError(ElasticError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is truncated, changed, or was not written by elasticlib."""
+    """A checkpoint is truncated or changed, or elasticlib has not written it."""
 
 
 class CheckpointUnreadableError(CheckpointError):
-    """A checkpoint could not be read, or not by this program; it may be intact."""
+    """A checkpoint could not be read, or not by this version. It may be intact."""
 
 
 class CheckpointFencedError(CheckpointError):
-    """A newer generation or launch writes checkpoints there: this process must end."""
+    """A newer generation or launch writes checkpoints there. This process must end."""
 
 
 class RunNotFoundError(ElasticError, LookupError):
-    """No run of that name has left events on this machine."""
+    """No run of that name has written events on this machine."""
 
 
 class StateMismatchError(ElasticError, ValueError):
-    """A saved state does not fit: another length, seed, shape or format."""
+    """A saved state does not match: it has another length, seed, shape or format."""
 
 
 class NotReproducibleError(ElasticError):
-    """This step would give other weights at another world size, so it was not finished."""
+    """A step would give other weights at another world size, so it was not finished."""
 
 
 def present(value: Present | None, what: str) -> Present:
-    """The value, which is not None as the code around it sees to. Raises TypeError if it is."""
+    """Return a value that cannot be None at this point. Raises TypeError if it is None."""
     if value is None:
         raise TypeError(f"{what} should exist by now: this is a bug in elasticlib")
     return value
 
 
 def describe(error: BaseException) -> str:
-    """An error in one sentence: its own where it is one of ours, else with its class."""
+    """Return the message of an error, with its class unless elasticlib raised it."""
     return str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
 
 
 def wrapper_hint(names: Collection[object], saved: object) -> str:
-    """Return what to do where only the prefix of a wrapper (DistributedDataParallel, torch.compile)
-    distinguishes a model's parameters from the saved ones, or ''."""
+    """Return a hint if the prefix of a wrapper is the only difference between names, or "".
+
+    The wrappers are DistributedDataParallel and torch.compile.
+    """
     if not names or not isinstance(saved, Mapping):
         return ""
     if hint := _compile_hint({*map(str, names)}, {*map(str, saved)}):
@@ -141,8 +146,8 @@ def _compile_hint(names: set[str], saved: set[str]) -> str:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """The name that is most like a word that is none of them, in brackets; or ''."""
-    # Imported here, as nothing else needs it.
+    """Return a hint with the name that is most similar to an unknown word, or ""."""
+    # The import is slow, and only errors need it.
     from difflib import get_close_matches
 
     known = [*names]

@@ -18,7 +18,7 @@ from elasticlib import (
 )
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerGroup
 
 
@@ -65,9 +65,9 @@ class OneWorker(Workers):
         self._running = False
         self._code = 0
 
-    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
         del group
-        self._ended, self._running, self._code = ended, True, 0
+        self._ended, self._running, self._code = on_exit, True, 0
         self.starts += 1
         self.up.set()
 
@@ -75,7 +75,7 @@ class OneWorker(Workers):
         self._code = code
         self._ended(0)
 
-    def collect(self, local_rank: int) -> WorkerExit:
+    def reap(self, local_rank: int) -> WorkerExit:
         self._running = False
         return WorkerExit(local_rank, 0, 1, self._code)
 

@@ -43,8 +43,8 @@ DOES = {"socket", "selectors", "threading", "subprocess", "multiprocessing"}
 
 PURE = (
     "agent/policy.py",
-    "agent/stopping.py",
-    "agent/hang.py",
+    "agent/stop_procedure.py",
+    "agent/hang_detector.py",
     "checkpoint/boxes.py",
     "data/position.py",
     "in_place/takeover.py",

@@ -19,7 +19,7 @@ from making.policy import CASES, EVENTS, arrows
 from making.redraw import PAGE, PICTURE, PLACES, states, with_table
 from making.states import picture
 
-from elasticlib.agent.policy import State
+from elasticlib.agent.policy import AgentState
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,7 +41,7 @@ def test_the_picture_shows_the_policy_as_it_is() -> None:
 def test_the_picture_has_each_state_and_each_event_that_leads_on() -> None:
     drawing = ElementTree.fromstring(states())
     words = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
-    assert set(PLACES) == {state.value for state in State}
+    assert set(PLACES) == {state.value for state in AgentState}
     events = [event for led_by in arrows().values() for event in led_by]
     assert sorted(filter(None, words)) == sorted([*PLACES, *events])
 

@@ -19,7 +19,7 @@ import elasticlib
 from elasticlib import Command, WorkerSpec, testing
 from elasticlib.launch.command_line import build_parser
 from elasticlib.launch.flags import FLAGS
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import Worker, WorkerGroup, worker_environment
 
 ROOT = Path(__file__).parent.parent
@@ -169,7 +169,7 @@ def test_a_public_name_without_a_docstring_is_refused() -> None:
         check_told("here.Told", Told)
     with pytest.raises(LookupError, match="here is public and has no docstring"):
         check_told("here", lambda: None)
-    check_told("elasticlib.workers.exit.WorkerExit", WorkerExit)
+    check_told("elasticlib.workers.exits.WorkerExit", WorkerExit)
 
 
 @pytest.mark.parametrize(

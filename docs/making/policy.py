@@ -5,76 +5,84 @@ from __future__ import annotations
 from itertools import groupby
 
 from elasticlib.agent.policy import (
-    TABLE,
-    Broke,
-    Changed,
-    DrainAsked,
-    Event,
-    GroupStopped,
-    Hung,
-    JoinEnded,
-    OthersGoOn,
-    Outcome,
-    Settled,
-    SignalArrived,
-    StartFailed,
-    State,
-    Supervision,
-    WorkerEnded,
-    react,
+    TRANSITIONS,
+    AgentEvent,
+    AgentState,
+    ComponentFailed,
+    DrainRequested,
+    GenerationFormed,
+    HangDetected,
+    MembershipChanged,
+    PeersStillTraining,
+    RendezvousEnded,
+    RunOutcome,
+    SignalReceived,
+    SupervisorState,
+    WorkerExited,
+    WorkersStopped,
+    WorkerStartFailed,
+    transition,
 )
 from elasticlib.rendezvous.document import Change, ChangeKind
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
 BOTH = frozenset({0, 1})
 GOOD, BAD = (WorkerExit(0, 0, 1, returncode) for returncode in (0, 1))
-BEFORE = Outcome(WorkerState.FAILED, "decided before")
+BEFORE = RunOutcome(WorkerState.FAILED, "decided before")
 
-Case = tuple[str, Event, frozenset[int]]
+Case = tuple[str, AgentEvent, frozenset[int]]
 Row = tuple[str, str, str, str]
 
 CASES: dict[type, tuple[Case, ...]] = {
-    Settled: (("", Settled(BOTH), frozenset()),),
-    OthersGoOn: (("", OthersGoOn(BOTH), frozenset()),),
-    JoinEnded: (("", JoinEnded(BEFORE), frozenset()),),
-    StartFailed: (
-        ("none can be kept", StartFailed("why"), BOTH),
-        ("all can be kept", StartFailed("why", keeps=True), BOTH),
+    GenerationFormed: (("", GenerationFormed(BOTH), frozenset()),),
+    PeersStillTraining: (("", PeersStillTraining(BOTH), frozenset()),),
+    RendezvousEnded: (("", RendezvousEnded(BEFORE), frozenset()),),
+    WorkerStartFailed: (
+        ("none can be kept", WorkerStartFailed("why"), BOTH),
+        ("all can be kept", WorkerStartFailed("why", can_regroup=True), BOTH),
     ),
-    Hung: (
-        ("none can be kept", Hung("why"), BOTH),
-        ("all can be kept", Hung("why", keeps=True), BOTH),
+    HangDetected: (
+        ("none can be kept", HangDetected("why"), BOTH),
+        ("all can be kept", HangDetected("why", can_regroup=True), BOTH),
     ),
-    WorkerEnded: (
-        ("well, others still run", WorkerEnded(GOOD), BOTH),
-        ("well, the last one", WorkerEnded(GOOD), frozenset({0})),
-        ("badly", WorkerEnded(BAD), BOTH),
-        ("badly, the others can be kept", WorkerEnded(BAD, keeps=True), BOTH),
-        ("badly, when all are to save", WorkerEnded(BAD, unsaved=True, alone=True), BOTH),
+    WorkerExited: (
+        ("well, others still run", WorkerExited(GOOD), BOTH),
+        ("well, the last one", WorkerExited(GOOD), frozenset({0})),
+        ("badly", WorkerExited(BAD), BOTH),
+        ("badly, the others can be kept", WorkerExited(BAD, can_regroup=True), BOTH),
+        (
+            "badly, when all are to save",
+            WorkerExited(BAD, exited_before_saving=True, stop_call_undecided=True),
+            BOTH,
+        ),
     ),
-    GroupStopped: (
-        ("none is left", GroupStopped(), frozenset()),
-        ("some would not die", GroupStopped("pid 1"), frozenset()),
+    WorkersStopped: (
+        ("none is left", WorkersStopped(), frozenset()),
+        ("some would not die", WorkersStopped("pid 1"), frozenset()),
     ),
-    Changed: (
-        *((kind.value, Changed(Change(kind, "why")), BOTH) for kind in ChangeKind),
-        ("reopened, all can be kept", Changed(Change(ChangeKind.REOPENED, "why"), True), BOTH),
+    MembershipChanged: (
+        *((kind.value, MembershipChanged(Change(kind, "why")), BOTH) for kind in ChangeKind),
+        (
+            "reopened, all can be kept",
+            MembershipChanged(Change(ChangeKind.REOPENED, "why"), True),
+            BOTH,
+        ),
     ),
-    SignalArrived: (("", SignalArrived(15, "SIGTERM"), BOTH),),
-    Broke: (("", Broke("why"), BOTH),),
-    DrainAsked: (("", DrainAsked(12, "SIGUSR2", "drain"), BOTH),),
+    SignalReceived: (("", SignalReceived(15, "SIGTERM"), BOTH),),
+    ComponentFailed: (("", ComponentFailed("why"), BOTH),),
+    DrainRequested: (("", DrainRequested(12, "SIGUSR2", "drain"), BOTH),),
 }
 """Of each event, all that a transition may tell apart: label, event, whose end is awaited."""
 
-EVENTS = {event for _, event in TABLE}
+EVENTS = {event for _, event in TRANSITIONS}
 """What the policy answers anywhere; each has its cases above."""
 
 
 def rows() -> list[Row]:
     """State, event, next state and commands; cases of an event with one answer stand together."""
     found = []
-    for state, event in TABLE:
+    for state, event in TRANSITIONS:
         answers = [found for case in CASES[event] for found in _answers(state, *case)]
         answers.sort(key=lambda answer: str(answer[1]))
         for (after, doing), same in groupby(answers, key=lambda answer: answer[1]):
@@ -86,7 +94,7 @@ def rows() -> list[Row]:
 
 
 def _answers(
-    state: State, label: str, event: Event, awaited: frozenset[int]
+    state: AgentState, label: str, event: AgentEvent, awaited: frozenset[int]
 ) -> list[tuple[str, tuple[str, str]]]:
     """The case's label and answer; two of them where workers that wait for a place matter."""
     without, beside = (_answer(state, event, awaited, spare) for spare in (frozenset(), BOTH))
@@ -97,10 +105,10 @@ def _answers(
 
 
 def _answer(
-    state: State, event: Event, awaited: frozenset[int], spare: frozenset[int]
+    state: AgentState, event: AgentEvent, awaited: frozenset[int], spare: frozenset[int]
 ) -> tuple[str, str]:
-    outcome = BEFORE if state is State.ENDING else None
-    after, actions = react(Supervision(state, awaited, outcome, spare), event)
+    outcome = BEFORE if state is AgentState.ENDING else None
+    after, actions = transition(SupervisorState(state, awaited, outcome, spare), event)
     told = after.state.value
     if after.outcome is not None and after.outcome is not BEFORE:
         told += f" ({after.outcome.state.value})"

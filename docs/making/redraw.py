@@ -13,7 +13,7 @@ DOCS = Path(__file__).parent.parent
 if __name__ == "__main__":
     sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-from elasticlib.agent.policy import State  # noqa: E402
+from elasticlib.agent.policy import AgentState  # noqa: E402
 from making.policy import arrows, table  # noqa: E402
 from making.states import Arrow, Point, picture  # noqa: E402
 
@@ -21,12 +21,12 @@ PAGE = DOCS / "design.md"
 PICTURE = DOCS / "drawn" / "agent_states.svg"
 
 PLACES = {
-    State.JOINING.value: (130.0, 250.0),
-    State.RUNNING.value: (470.0, 250.0),
-    State.FINISHED.value: (660.0, 70.0),
-    State.STOPPING.value: (320.0, 450.0),
-    State.ENDING.value: (660.0, 450.0),
-    State.ENDED.value: (860.0, 250.0),
+    AgentState.JOINING.value: (130.0, 250.0),
+    AgentState.RUNNING.value: (470.0, 250.0),
+    AgentState.FINISHED.value: (660.0, 70.0),
+    AgentState.STOPPING.value: (320.0, 450.0),
+    AgentState.ENDING.value: (660.0, 450.0),
+    AgentState.ENDED.value: (860.0, 250.0),
 }
 ROUTES: Mapping[Arrow, tuple[Sequence[Point], Point]] = {
     ("joining", "running"): ((), (350, 244)),
@@ -49,7 +49,7 @@ ROUTES: Mapping[Arrow, tuple[Sequence[Point], Point]] = {
 
 def states() -> str:
     """The picture."""
-    ends = {State.JOINING.value: (30.0, 250.0), State.ENDED.value: (960.0, 250.0)}
+    ends = {AgentState.JOINING.value: (30.0, 250.0), AgentState.ENDED.value: (960.0, 250.0)}
     return picture(
         "The states of an agent, and what leads from one to another",
         (990, 665),

@@ -14,12 +14,12 @@ import attrs
 
 from ..flag_values import DRAIN_EXIT_CODE
 from ..rendezvous.interface import RendezvousInfo
-from ..workers.exit import WorkerExit
+from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 
 
 @attrs.frozen
-class Cause:
+class RootCause:
     """The first failure of a generation, over all nodes.
 
     sentence: who, how and why. host: where. log: the folder there that holds the worker's files.
@@ -34,12 +34,12 @@ class Cause:
     pid: int
     returncode: int
     signal: str
-    sentence: str
+    summary: str
     message: str = ""
     traceback: str = ""
-    tail: str = ""
-    log: str = ""
-    followed: tuple[int, ...] = ()
+    stderr_tail: str = ""
+    log_dir: str = ""
+    subsequent_ranks: tuple[int, ...] = ()
 
 
 @attrs.frozen
@@ -56,13 +56,13 @@ class RunResult:
 
     state: WorkerState
     reason: str
-    values: dict[int, Any] = attrs.field(factory=dict)
+    return_values: dict[int, Any] = attrs.field(factory=dict)
     failures: dict[int, WorkerExit] = attrs.field(factory=dict)
     generation: int = 0
     restarts: int = 0
     signal: int = 0
-    cause: Cause | None = None
-    expelled: bool = False
+    root_cause: RootCause | None = None
+    evicted: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -74,35 +74,35 @@ class RunResult:
         return 0 if self.state is WorkerState.SUCCEEDED else 1
 
 
-class Memory(abc.ABC):
+class SnapshotService(abc.ABC):
     """What an agent keeps for its workers over all generations, such as their snapshots.
 
     All methods are called by the agent's own thread, and none of them waits for long, but for
     `finish`.
     """
 
-    saved: int | None = None
+    saved_step: int | None = None
     """The step that `finish` put where it lasts, or another node did at the same time."""
 
     @abc.abstractmethod
-    def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
+    def on_workers_starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         """The workers of this group are about to start; none of an earlier one is left.
 
         Raises:
             ConfigError: what it was asked to do cannot be done with this rendezvous.
         """
 
-    def rest(self) -> None:  # noqa: B027 - not all have something to do meanwhile
+    def on_workers_stopped(self) -> None:  # noqa: B027 - not all have something to do meanwhile
         """No worker is left, and this node asks for the next generation, or for its first."""
 
     @abc.abstractmethod
-    def finish(self, *, keep: bool, given_up: Callable[[], str] = str) -> str:
+    def close(self, *, flush: bool, cancel_reason: Callable[[], str] = str) -> str:
         """Free everything: the run is over and no worker is left.
 
         Args:
             keep: the job ends before its work is done. What is only in memory is to be written to
                 where it lasts.
-            given_up: returns why the writing must end now, or an empty text. It must be called
+            cancel_reason: returns why the writing must end now, or an empty text. It must be called
                 several times a second, in the thread that called `finish`.
 
         Returns:

@@ -16,15 +16,15 @@ import attrs
 from ..errors import ConfigError
 from ..flag_values import CHECKPOINT_GRACE
 from ..signals import can_be_heard, signal_name
-from ..workers.interface import DRAIN, PREEMPTED, RESIZE, Notice
-from .hang import HangLimits
+from ..workers.interface import DRAIN, PREEMPTED, RESIZE, StopNotice
+from .hang_detector import HangLimits
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DRAIN_SIGNALS = (signal.SIGUSR2,)
-SAVE_SIGNALS = (signal.SIGTERM,)
-RESIZES = IMMEDIATE, AT_STEP = ("immediate", "at-step")
-REGROUP_SECONDS = 10.0
-HEARD_SECONDS = 0.2
+NOTICE_SIGNALS = (signal.SIGTERM,)
+RESIZE_MODES = IMMEDIATE, AT_STEP = ("immediate", "at-step")
+DEFAULT_REGROUP_GRACE_S = 10.0
+SIGNAL_POLL_INTERVAL_S = 0.2
 """Whoever hears signals waits no longer than this without a look.
 
 Python runs a handler when the main thread comes back from what it waits in, and a signal does not
@@ -50,17 +50,17 @@ class AgentOptions:
     nodes keep the snapshots of this node's workers as well.
     """
 
-    signals: tuple[int, ...] = attrs.field(default=SIGNALS, converter=_numbers)
+    stop_signals: tuple[int, ...] = attrs.field(default=STOP_SIGNALS, converter=_numbers)
     drain_signals: tuple[int, ...] = attrs.field(default=DRAIN_SIGNALS, converter=_numbers)
-    save_signals: tuple[int, ...] = attrs.field(default=SAVE_SIGNALS, converter=_numbers)
+    notice_signals: tuple[int, ...] = attrs.field(default=NOTICE_SIGNALS, converter=_numbers)
     checkpoint_grace: float = CHECKPOINT_GRACE
-    resize: str = AT_STEP
-    hang: HangLimits | None = None
-    regroup_grace: float = REGROUP_SECONDS
+    resize_mode: str = AT_STEP
+    hang_limits: HangLimits | None = None
+    regroup_grace: float = DEFAULT_REGROUP_GRACE_S
     snapshot_replicas: int = 0
 
     def __attrs_post_init__(self) -> None:
-        for name in ("signals", "drain_signals", "save_signals"):
+        for name in ("stop_signals", "drain_signals", "notice_signals"):
             for number in getattr(self, name):
                 if not can_be_heard(number):
                     raise ConfigError(
@@ -72,33 +72,35 @@ class AgentOptions:
                 raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
         if self.snapshot_replicas < 0:
             raise ConfigError(f"need 0 <= snapshot_replicas, got {self.snapshot_replicas}")
-        if self.resize not in RESIZES:
-            raise ConfigError(f"resize is one of {', '.join(RESIZES)}, got {self.resize!r}")
+        if self.resize_mode not in RESIZE_MODES:
+            raise ConfigError(
+                f"resize is one of {', '.join(RESIZE_MODES)}, got {self.resize_mode!r}"
+            )
 
     @property
-    def heeded(self) -> tuple[int, ...]:
+    def handled_signals(self) -> tuple[int, ...]:
         """All signals that mean something to the agent."""
-        return tuple(dict.fromkeys((*self.signals, *self.drain_signals)))
+        return tuple(dict.fromkeys((*self.stop_signals, *self.drain_signals)))
 
     @property
-    def kept_from_workers(self) -> tuple[int, ...]:
+    def agent_only_signals(self) -> tuple[int, ...]:
         """Those that workers ignore from the start: they ask an agent to have its workers save.
 
         Slurm sends a signal to every process of a step, and one that ends a process by default
         would end the workers, and the DataLoader workers of those who listen, before anything is
         saved. Not SIGTERM and its like, by which workers are stopped.
         """
-        return tuple(n for n in self.drain_signals if n not in SIGNALS)
+        return tuple(n for n in self.drain_signals if n not in STOP_SIGNALS)
 
-    def notice(self, reason: str) -> Notice | None:
+    def make_notice(self, reason: str) -> StopNotice | None:
         """What workers are told that are to save and end for this reason; None if they are not."""
-        if reason == RESIZE and self.resize == IMMEDIATE:
+        if reason == RESIZE and self.resize_mode == IMMEDIATE:
             return None
-        return Notice(reason, self.checkpoint_grace)
+        return StopNotice(reason, self.checkpoint_grace)
 
-    def why_drained(self, number: int) -> str:
+    def drain_reason(self, number: int) -> str:
         """The notice's reason when this signal has a node save and leave."""
-        return PREEMPTED if number in SAVE_SIGNALS else DRAIN
+        return PREEMPTED if number in NOTICE_SIGNALS else DRAIN
 
 
 class SignalObserver:

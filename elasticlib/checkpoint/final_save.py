@@ -454,12 +454,12 @@ class FinalSave:
         self._unfinished: list[SnapshotSet] = []
         self._problems: list[str] = []
 
-    def run(self, given_up: Callable[[], str] = str) -> str:
+    def run(self, cancel_reason: Callable[[], str] = str) -> str:
         """Write the snapshots. Block until they are written, or there is no progress any more.
 
         Args:
-            given_up: returns why the writing must end now, or an empty text. It is called several
-                times a second, by the calling thread.
+            cancel_reason: returns why the writing must end now, or an empty text. The caller calls
+                it several times per second.
 
         Returns:
             An error message about what was not written, or an empty string if nothing is lost.
@@ -468,7 +468,7 @@ class FinalSave:
         thread = helper(self._save_all, "agent-final-save")
         self._mark_progress()
         thread.start()
-        reason = self._wait(thread, given_up)
+        reason = self._wait(thread, cancel_reason)
         if self._stop.is_set():
             return ""
         late = [snapshots.describe_failure(reason) for snapshots in tuple(self._unfinished)]
@@ -482,7 +482,7 @@ class FinalSave:
     def _mark_progress(self) -> None:
         self._progress_at = monotonic()
 
-    def _wait(self, thread: threading.Thread, given_up: Callable[[], str]) -> str:
+    def _wait(self, thread: threading.Thread, cancel_reason: Callable[[], str]) -> str:
         """Return why the wait ended before the thread did, or an empty text."""
         limits, is_announced = self._limits, not self._is_leaving
         total_s, announce_at = limits.total_s, monotonic() + limits.announce_s
@@ -490,7 +490,7 @@ class FinalSave:
             now = monotonic()
             if now - self._progress_at >= total_s:
                 return f"it was not written, and there was no progress for {total_s:g} s"
-            if reason := given_up():
+            if reason := cancel_reason():
                 return reason
             if not is_announced and now >= announce_at:
                 is_announced = True

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from ..agent.interface import Memory
+from ..agent.interface import SnapshotService
 from ..clock import monotonic
 from ..errors import ConfigError, ElasticError, present
 from ..rendezvous.interface import RendezvousInfo
@@ -177,7 +177,7 @@ class ReplicationSession:
         return len(store.list(prefix).entries) == self._num_nodes
 
 
-class NodeSnapshotService(Memory):
+class NodeSnapshotService(SnapshotService):
     """The snapshot service of one agent, for all generations.
 
     Args:
@@ -204,12 +204,12 @@ class NodeSnapshotService(Memory):
         self._session: ReplicationSession | None = None
         self._helping: FinalSave | None = None  # writes parts for nodes that leave
 
-    def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
+    def on_workers_starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         self._stop()
         self._info = info
         attempt_dir = self._attempt_dir_of(group.attempt)
         if attempt_dir is None:
-            return  # The workers keep no snapshots. Earlier ones stay for `finish`.
+            return  # The workers keep no snapshots. Earlier ones stay for `close`.
         self._attempt_dir = attempt_dir
         remove_incomplete(attempt_dir.parent, int(attempt_dir.name))
         if not self._replicas or info.world_size == 1:
@@ -240,21 +240,21 @@ class NodeSnapshotService(Memory):
             ) from error
         self._session = session
 
-    def rest(self) -> None:
+    def on_workers_stopped(self) -> None:
         if self._attempt_dir is not None and self._helping is None:
             # A node that leaves may need parts that are here, and waits for this node to write.
             self._helping = self._final_save(self._attempt_dir, leaves=False)
             helper(self._helping.run, "agent-helps").start()
 
-    def finish(self, *, keep: bool, given_up: Callable[[], str] = str) -> str:
-        if keep and self._session is not None:
+    def close(self, *, flush: bool, cancel_reason: Callable[[], str] = str) -> str:
+        if flush and self._session is not None:
             self._session.flush(FLUSH_TIMEOUT_S)
         self._stop()
-        if not keep or self._attempt_dir is None:
+        if not flush or self._attempt_dir is None:
             return ""
         final_save = self._final_save(self._attempt_dir, leaves=True)
-        problem = final_save.run(given_up=given_up)
-        self.saved = final_save.saved
+        problem = final_save.run(cancel_reason=cancel_reason)
+        self.saved_step = final_save.saved
         return problem
 
     def _final_save(self, attempt_dir: Path, *, leaves: bool) -> FinalSave:

@@ -2,7 +2,7 @@
 
 Failures of this node's workers come first; another node's is shown only where none of these failed.
 The text of an error ends with the first cause, as people read that line. All are views of
-`WorkerExit`, and of the `Cause` that another node reported.
+`WorkerExit`, and of the `RootCause` that another node reported.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ..workers.error_file import (
     replace_file,
     write_error_file,
 )
-from ..workers.exit import SIGNALS, WorkerExit, last_words
+from ..workers.exits import SIGNAL_NAMES, WorkerExit, find_error_line
 
 if TYPE_CHECKING:
-    from ..agent.interface import Cause, RunResult
+    from ..agent.interface import RootCause, RunResult
 
 NOT_AVAILABLE = "<N/A>"
 
@@ -96,7 +96,7 @@ class ProcessFailure:
 
     def signal_name(self) -> str:
         """As `SIGKILL`; `<N/A>` if no signal ended it, or one without a name."""
-        return SIGNALS.get(-self.exitcode, NOT_AVAILABLE)
+        return SIGNAL_NAMES.get(-self.exitcode, NOT_AVAILABLE)
 
     def timestamp_isoformat(self) -> str:
         """As `2026-01-31_23:59:59`, in this machine's time zone."""
@@ -118,8 +118,8 @@ class ProcessFailure:
 def failure_of(exit_: WorkerExit) -> ProcessFailure:
     """The end of a worker of this node in torch's shape."""
     data = dict(exit_.error_data) or dict(EMPTY_ERROR_RECORD)
-    why = last_words(exit_.tail, exit_.returncode)
-    how = f"{exit_.how}: {why}" if why else exit_.how
+    why = find_error_line(exit_.stderr_tail, exit_.returncode)
+    how = f"{exit_.exit_description}: {why}" if why else exit_.exit_description
     return ProcessFailure(
         exit_.local_rank,
         exit_.pid,
@@ -127,22 +127,22 @@ def failure_of(exit_: WorkerExit) -> ProcessFailure:
         exit_.error_file or NOT_AVAILABLE,
         error_file_data=data,
         message=data["message"] if exit_.error_data else how,
-        timestamp=int(exit_.at),
-        tail=exit_.tail,
+        timestamp=int(exit_.failed_at),
+        tail=exit_.stderr_tail,
     )
 
 
 def failures_of(exits: Mapping[int, WorkerExit]) -> dict[int, ProcessFailure]:
     """By global rank, the first one first; exits: those that failed, in the order of their ends."""
     found = dict(exits)
-    root = next(iter(exits.values())).root if exits else None
+    root = next(iter(exits.values())).root_failure if exits else None
     if root is not None:
         # It had failed before, and ended later, if it has.
         found = {root.rank: found.get(root.rank, root), **found}
     return {rank: failure_of(exit_) for rank, exit_ in found.items()}
 
 
-def failure_elsewhere(cause: Cause) -> ProcessFailure:
+def failure_elsewhere(cause: RootCause) -> ProcessFailure:
     """What another node reported of its worker; pid and local rank are that node's."""
     data: dict[str, Any] = dict(EMPTY_ERROR_RECORD)
     if cause.message or cause.traceback:
@@ -154,9 +154,9 @@ def failure_elsewhere(cause: Cause) -> ProcessFailure:
         cause.returncode,
         NOT_AVAILABLE,
         error_file_data=data,
-        message=cause.sentence if data == EMPTY_ERROR_RECORD else data["message"],
+        message=cause.summary if data == EMPTY_ERROR_RECORD else data["message"],
         timestamp=0,
-        tail=cause.tail,
+        tail=cause.stderr_tail,
         host=cause.host,
     )
 
@@ -178,7 +178,7 @@ class ChildFailedError(ElasticError):
         self.name = name
         self.failures = dict(failures)
         self.result = result
-        self.cause = None if result is None else result.cause
+        self.cause = None if result is None else result.root_cause
         super().__init__(self.format_msg())
 
     def __reduce__(self) -> tuple[Any, ...]:

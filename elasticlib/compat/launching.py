@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..agent.options import DRAIN_SIGNALS, SIGNALS
+from ..agent.options import DRAIN_SIGNALS, STOP_SIGNALS
 from ..endpoint import is_any_port_here
 from ..errors import ConfigError
 from ..flag_values import NUMA_BINDINGS, TORCHRUN_ONLY
@@ -141,14 +141,16 @@ def _signals(config: LaunchConfig) -> dict[str, Any]:
     ends = read_signals(config.signals_to_handle, "signals_to_handle") or ()
     agent = config.supervision.agent
     both = sorted({*ends} & {*agent.drain_signals})
-    if agent.signals not in (SIGNALS, ends) or (both and agent.drain_signals != DRAIN_SIGNALS):
+    if agent.stop_signals not in (STOP_SIGNALS, ends) or (
+        both and agent.drain_signals != DRAIN_SIGNALS
+    ):
         raise ConfigError(
             f"signals_to_handle says {config.signals_to_handle}, and supervision something else: "
             "say it in one of them"
         )
     # torch's jobs name SIGUSR2 among those that end the run.
     drains = tuple(n for n in agent.drain_signals if n not in ends)
-    agent = attrs.evolve(agent, signals=ends, drain_signals=drains)
+    agent = attrs.evolve(agent, stop_signals=ends, drain_signals=drains)
     return {"supervision": attrs.evolve(config.supervision, agent=agent)}
 
 
@@ -247,7 +249,7 @@ def values_of(name: str, result: RunResult) -> dict[int, Any]:
         ChildFailedError: it failed. SignalException: it was stopped or drained.
     """
     if result.state is WorkerState.SUCCEEDED:
-        return result.values
+        return result.return_values
     from .failures import ChildFailedError, SignalException, failures_of
 
     if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):

@@ -14,8 +14,8 @@ from typing import Any
 
 import attrs
 
-from ..agent.hang import HangLimits
-from ..agent.options import DRAIN_SIGNALS, SAVE_SIGNALS, SIGNALS, AgentOptions
+from ..agent.hang_detector import HangLimits
+from ..agent.options import DRAIN_SIGNALS, NOTICE_SIGNALS, STOP_SIGNALS, AgentOptions
 from ..compat.launching import TorchrunOptions, read_torchrun_variables
 from ..errors import ConfigError
 from ..signals import read_signals, signal_name
@@ -185,7 +185,7 @@ def _supervision(settings: Settings) -> SupervisionOptions:
     agent = attrs.evolve(
         _signal_options(settings),
         checkpoint_grace=settings["checkpoint_grace"],
-        hang=_hang_limits(settings["hang_timeout"]),
+        hang_limits=_hang_limits(settings["hang_timeout"]),
         snapshot_replicas=replicas,
     )
     names = set(attrs.fields_dict(SupervisionOptions)) & set(FLAGS)
@@ -207,7 +207,7 @@ def _hang_limits(text: str | None) -> HangLimits | None:
             MAX_SECONDS,
             text,
         )
-    return HangLimits(seconds=seconds)
+    return HangLimits(timeout=seconds)
 
 
 def _signal_options(settings: Settings) -> AgentOptions:
@@ -228,9 +228,11 @@ def _signal_options(settings: Settings) -> AgentOptions:
     # torchrun's jobs name SIGUSR2 among the signals that end the run.
     default_drain = tuple(n for n in default_drain if n not in (stop or ()))
     return AgentOptions(
-        signals=tuple(n for n in SIGNALS if n not in (drain or ())) if stop is None else stop,
+        stop_signals=tuple(n for n in STOP_SIGNALS if n not in (drain or ()))
+        if stop is None
+        else stop,
         drain_signals=default_drain if drain is None else drain,
-        save_signals=SAVE_SIGNALS if drain is None else (),
+        notice_signals=NOTICE_SIGNALS if drain is None else (),
     )
 
 

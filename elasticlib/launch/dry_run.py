@@ -97,7 +97,7 @@ def _meant(launch: LaunchRequest, name: str) -> object:
     return None
 
 
-_SIGNALS = {"signals_to_handle": "signals", "drain_signals": "drain_signals"}
+_SIGNALS = {"signals_to_handle": "stop_signals", "drain_signals": "drain_signals"}
 
 
 def _variables(launch: LaunchRequest, inherited: Mapping[str, str]) -> Iterator[tuple[str, ...]]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import attrs
 
-from ..agent.interface import Memory, RunResult
-from ..agent.loop import ElasticAgent
+from ..agent.elastic_agent import ElasticAgent
+from ..agent.interface import RunResult, SnapshotService
 from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.snapshot_service import NodeSnapshotService
 from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables
@@ -136,14 +136,14 @@ def run_node(
             meeting.handler,
             runners,
             max_restarts=config.max_restarts,
-            ladder=StopTimeouts(shutdown_timeout=shutdown_seconds(config)),
-            interval=config.monitor_interval,
+            stop_timeouts=StopTimeouts(shutdown_timeout=shutdown_seconds(config)),
+            monitor_interval=config.monitor_interval,
             options=options,
-            memory=memory,
+            snapshot_service=memory,
             journal=journal,
         )
         observed.begin(agent, journal)
-        held.give(agent.heed)
+        held.give(agent.handle_signal)
         began(agent)
         stack.enter_context(answering(meeting, journal, agent))
         result = agent.run()
@@ -191,7 +191,7 @@ def _depart(meeting: Meeting, config: LaunchConfig, result: RunResult) -> None:
             meeting.serve_others(stopped)
 
 
-def _memory(config: LaunchConfig, runners: Workers, secret: bytes | None) -> Memory | None:
+def _memory(config: LaunchConfig, runners: Workers, secret: bytes | None) -> SnapshotService | None:
     """What the agent keeps of its workers' snapshots, where these are processes of its machine."""
     replicas = config.supervision.agent.snapshot_replicas
     if not isinstance(runners, LocalWorkers):
@@ -245,5 +245,5 @@ def shutdown_seconds(config: LaunchConfig) -> float:
 def _signals(options: AgentOptions) -> Iterator[Callable[[], bool]]:
     """Whether a signal has asked us to end since."""
     heard: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with SignalObserver(options.signals, heard.put):
+    with SignalObserver(options.stop_signals, heard.put):
         yield lambda: not heard.empty()

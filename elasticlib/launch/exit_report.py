@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from ..agent.interface import Cause, RunResult
+from ..agent.interface import RootCause, RunResult
 from ..observe.history import Cost, Generation, Why
 from ..observe.journal import NodeJournal
 from ..observe.story import DEAREST, Sums
@@ -111,7 +111,7 @@ def _places(name: str, logs: str, events: str) -> Iterator[str]:
 def result_text(result: RunResult) -> str:
     """All that is said at the end of a run, as lines."""
     word = result.state.value.upper()
-    cause = "" if result.cause is None else _explained(result.cause)
+    cause = "" if result.root_cause is None else _explained(result.root_cause)
     return f"{cause}{NAME}: {word}: {' '.join(result.reason.split())}\n"
 
 
@@ -125,7 +125,7 @@ def write_failure(workers: Workers, result: RunResult) -> None:
         "reason": result.reason,
         "generation": result.generation,
         "restarts": result.restarts,
-        "cause": None if result.cause is None else attrs.asdict(result.cause),
+        "root_cause": None if result.root_cause is None else attrs.asdict(result.root_cause),
     }
     try:
         (folder / FAILURE).write_bytes(json.dumps(said, indent=2).encode() + b"\n")
@@ -136,14 +136,14 @@ def write_failure(workers: Workers, result: RunResult) -> None:
 def error_file(result: RunResult, now: float) -> bytes:
     """The first failure, or else the reason, as a launcher's error.json in torch's shape; now:
     seconds since 1970."""
-    cause = result.cause
+    cause = result.root_cause
     for exit_ in result.failures.values():
-        first = exit_.root
+        first = exit_.root_failure
         if cause is not None and first.rank == cause.rank and first.error_data:
             # As the worker itself wrote it, with all that it says.
             return json.dumps(_with_code(dict(first.error_data), cause.returncode)).encode()
-    message = result.reason if cause is None else cause.message or cause.sentence
-    trace = "" if cause is None else cause.traceback or cause.tail
+    message = result.reason if cause is None else cause.message or cause.summary
+    trace = "" if cause is None else cause.traceback or cause.stderr_tail
     said: dict[str, object] = {
         "message": message,
         "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))},
@@ -158,15 +158,15 @@ def _with_code(data: dict[str, object], code: int) -> dict[str, object]:
     return {**data, "message": {**said, "errorCode": code}} if isinstance(said, dict) else data
 
 
-def _explained(cause: Cause) -> str:
+def _explained(cause: RootCause) -> str:
     head = f"{NAME}: first failure of generation {cause.generation}, on {cause.host}"
-    if cause.followed:
-        ranks = ", ".join(str(rank) for rank in cause.followed)
-        head += f" (rank{'s' * (len(cause.followed) > 1)} {ranks} failed after it)"
-    lines = [f"{head}:", f"  {cause.sentence}"]
-    if cause.log:
-        lines.append(f"  logs: {cause.log} on {cause.host}")
-    evidence = cause.traceback or cause.tail
+    if cause.subsequent_ranks:
+        ranks = ", ".join(str(rank) for rank in cause.subsequent_ranks)
+        head += f" (rank{'s' * (len(cause.subsequent_ranks) > 1)} {ranks} failed after it)"
+    lines = [f"{head}:", f"  {cause.summary}"]
+    if cause.log_dir:
+        lines.append(f"  logs: {cause.log_dir} on {cause.host}")
+    evidence = cause.traceback or cause.stderr_tail
     if evidence and not cause.traceback:
         lines.append("  the last lines of its stderr:")
     lines += [f"    {line}" for line in evidence.rstrip().splitlines()]

@@ -18,7 +18,7 @@ from pathlib import Path
 import attrs
 
 from .._version import versions
-from ..agent.loop import ElasticAgent
+from ..agent.elastic_agent import ElasticAgent
 from ..clock import monotonic
 from ..errors import ConfigError
 from ..observe.event import Event
@@ -174,7 +174,7 @@ def observed(
         journal.tell("run.began", host=node.host, pid=os.getpid(), slots=node.slots)
 
         def look() -> Published:
-            return Published.at(monotonic(), journal.status(workers.beats()))
+            return Published.at(monotonic(), journal.status(workers.heartbeats()))
 
         with Publisher(store, run_id, node.id, look) as publisher:
             journal.on_event = publisher.wake
@@ -192,8 +192,8 @@ def answering(meeting: Meeting, journal: NodeJournal, agent: ElasticAgent) -> It
 
     def look() -> Published:
         heard = handler.heard() if isinstance(handler, DynamicRendezvousHandler) else None
-        status = journal.status(agent.workers.beats())
-        return Published.at(monotonic(), status, heard=heard, loop_silent=agent.silent())
+        status = journal.status(agent.workers.heartbeats())
+        return Published.at(monotonic(), status, heard=heard, loop_silent=agent.stalled_s())
 
     poll = POLL_SECONDS if isinstance(store, FileStore) else 0.0
     with (
@@ -219,9 +219,9 @@ def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:
         }
         if not running:
             return Stacks({})
-        texts, beats = agent.workers.dump_stacks_of(running), agent.workers.beats()
+        texts, beats = agent.workers.dump_stacks_of(running), agent.workers.heartbeats()
         silent = [local for local in running if local not in texts]
-        asked = [local for local in silent if local in beats and beats[local].dumps]
+        asked = [local for local in silent if local in beats and beats[local].can_dump_stacks]
         return Stacks(
             {ranked[local]: texts[local] for local in running if local in texts},
             silent=tuple(sorted(ranked[local] for local in asked)),
@@ -285,15 +285,15 @@ def _pages(agent: ElasticAgent, journal: NodeJournal) -> Pages:
     known = versions()
 
     def now() -> tuple[NodeStatus, Health]:
-        status = journal.status(agent.workers.beats())
-        return status, judge(status.state, status.reason, agent.silent())
+        status = journal.status(agent.workers.heartbeats())
+        return status, judge(status.state, status.reason, agent.stalled_s())
 
     def health() -> HttpResponse:
         _, found = now()
         return text_response(200 if found.good else 503, found.sentence)
 
     def status() -> HttpResponse:
-        published = Published.at(monotonic(), now()[0], loop_silent=agent.silent())
+        published = Published.at(monotonic(), now()[0], loop_silent=agent.stalled_s())
         text = json.dumps(document_of_node(published), indent=2)
         return HttpResponse(200, "application/json", text.encode() + b"\n")
 
@@ -304,7 +304,7 @@ def _pages(agent: ElasticAgent, journal: NodeJournal) -> Pages:
             journal.story.sums(),
             journal.story.pace,
             alive=found.good,
-            silent=agent.silent(),
+            silent=agent.stalled_s(),
             events_lost=journal.lost,
             versions=known,
         )

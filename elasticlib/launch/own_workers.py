@@ -66,7 +66,7 @@ def local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> Local
         run_id=config.run_id,
         python=config.torchrun.python or sys.executable,
         cpu_sets=_processors(config, environment),
-        ignored_signals=config.supervision.agent.kept_from_workers,
+        ignored_signals=config.supervision.agent.agent_only_signals,
         start_method=config.start_method,
         preload=config.preload,
     )

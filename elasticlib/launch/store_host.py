@@ -126,7 +126,7 @@ class TcpMeetingPlace:
             helper(lambda: self._watch_name(store, hosted, host), "endpoint-name").start()
             return None, store
         if self._hosts is False or self._taken or is_literal(host):
-            return None, places[0].reach()
+            return None, places[0].connect()
         # The name may come to mean this machine. (Where it does, and another of its processes
         # serves there, that is for whoever started the two of them to look after.)
         return None, FailoverStore(places, failover_timeout=patience)
@@ -155,7 +155,7 @@ class TcpMeetingPlace:
                 said = ""
                 continue
             there = f"{endpoint} has come to mean another machine ({', '.join(addresses)})"
-            if store.follow():
+            if store.yield_to_other_server():
                 log.warning("%s: this node, which was alone, goes to the store there", there)
             elif there != said:
                 log.warning(

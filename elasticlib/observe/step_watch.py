@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from ..workers.interface import NOTHING, SOURCES, Heartbeat
+from ..workers.interface import NO_STEP, RESTORE_SOURCES, Heartbeat
 
 EVERY_SECONDS = 10.0
 """Between lines on how far the workers are, at most; as many as training has lasted until then."""
@@ -34,17 +34,17 @@ class Look:
     @property
     def stepping(self) -> list[Heartbeat]:
         """Of those that report steps."""
-        return [beat for beat in self.beats.values() if beat.steps]
+        return [beat for beat in self.beats.values() if beat.num_steps]
 
     @property
     def step(self) -> int:
         """The last that all workers which report steps have done; NOTHING if none does."""
-        return min((beat.step for beat in self.stepping), default=NOTHING)
+        return min((beat.step for beat in self.stepping), default=NO_STEP)
 
     @property
     def reached(self) -> float:
         """When the last of them had done that one."""
-        return max(beat.at for beat in self.stepping if beat.step == self.step)
+        return max(beat.last_step_at for beat in self.stepping if beat.step == self.step)
 
     @property
     def first(self) -> tuple[int, float] | None:
@@ -114,20 +114,23 @@ class StepWatch:
         """How far they are; nothing where nothing has moved."""
         watch, found = self, Told()
         before = watch.steps
-        if now.step != NOTHING and (before is None or now.step != before.step):
+        if now.step != NO_STEP and (before is None or now.step != before.step):
             watch = attrs.evolve(watch, steps=now)
             found.append(("steps", _steps(before, now)))
         # Each worker keeps its part of a sharded state, so a snapshot is complete once the last
         # worker has kept its part. A checkpoint is complete when any worker says so.
-        kept = [beat for beat in now.beats.values() if beat.snapshots]
-        snapshots = min((beat.snapshots for beat in kept), default=0)
+        kept = [beat for beat in now.beats.values() if beat.num_snapshots]
+        snapshots = min((beat.num_snapshots for beat in kept), default=0)
         if snapshots > watch.snapshots:
-            facts = {"step": min(b.snapshot for b in kept), "count": snapshots - watch.snapshots}
+            facts = {
+                "step": min(b.last_snapshot_step for b in kept),
+                "count": snapshots - watch.snapshots,
+            }
             watch = attrs.evolve(watch, snapshots=snapshots)
             found.append(("snapshot", facts))
-        saves = max((beat.saves for beat in now.beats.values()), default=0)
+        saves = max((beat.num_saves for beat in now.beats.values()), default=0)
         if saves > watch.saves:
-            step = max(beat.saved for beat in now.beats.values())
+            step = max(beat.last_saved_step for beat in now.beats.values())
             found.append(("saved", {"step": step, "count": saves - watch.saves}))
             watch = attrs.evolve(watch, saves=saves)
         return watch, found
@@ -136,24 +139,24 @@ class StepWatch:
 def _all_train(now: Look) -> bool:
     """Whether nobody's first step is still to come: a worker that has made none while another
     makes its second does not report steps."""
-    return len(now.stepping) == len(now.beats) or max(beat.steps for beat in now.stepping) > 1
+    return len(now.stepping) == len(now.beats) or max(beat.num_steps for beat in now.stepping) > 1
 
 
 def _restores(now: Look, *, whole: bool) -> int:
     """How often the workers have taken up a state; whole: each of them that is there."""
     # A source that a newer worker knows of is passed over.
-    counts = [beat.restores if beat.restored else 0 for beat in now.beats.values()]
+    counts = [beat.num_restores if beat.last_restore else 0 for beat in now.beats.values()]
     known = [count for count in counts if count]
     return 0 if whole and len(known) < len(counts) else min(known, default=0)
 
 
 def _restored(now: Look) -> dict[str, Any]:
-    states = [beat.restored for beat in now.beats.values() if beat.restored is not None]
-    asked = max((state.began for state in states), default=now.began)
-    ended = max((state.ended for state in states), default=now.began)
+    states = [beat.last_restore for beat in now.beats.values() if beat.last_restore is not None]
+    asked = max((state.started_at for state in states), default=now.began)
+    ended = max((state.finished_at for state in states), default=now.began)
     return {
-        "step": min((state.step for state in states), default=NOTHING),
-        "source": max((state.source for state in states), key=SOURCES.index, default=""),
+        "step": min((state.step for state in states), default=NO_STEP),
+        "source": max((state.source for state in states), key=RESTORE_SOURCES.index, default=""),
         "seconds": round(max(0.0, ended - asked), 6),
         "after": round(max(0.0, asked - now.began), 6),
     }
@@ -165,19 +168,19 @@ def _steps(before: Look | None, now: Look) -> dict[str, Any]:
     return {
         "step": now.step,
         "per_second": None if since is None else _rate(now.step - since[0], now.reached - since[1]),
-        "silent": round(max(0.0, now.at - min(beat.alive for beat in now.stepping)), 3),
+        "silent": round(max(0.0, now.at - min(beat.last_activity_at for beat in now.stepping)), 3),
         "loss": losses[min(losses)] if losses else None,
-        "losses": _losses(before, now, min(losses, default=NOTHING)),
+        "losses": _losses(before, now, min(losses, default=NO_STEP)),
         "samples_per_second": _throughput(before, now),
     }
 
 
 def _losses(before: Look | None, now: Look, local: int) -> list[list[float]]:
     """Of this local rank; those of evenly chosen steps since the look before."""
-    found = now.beats[local].losses if local in now.beats else None
+    found = now.beats[local].loss_history if local in now.beats else None
     if found is None:
         return []
-    then = None if before is None or local not in before.beats else before.beats[local].losses
+    then = None if before is None or local not in before.beats else before.beats[local].loss_history
     new = found.since(0 if then is None else then.count)
     return [[step, round(max(0.0, now.at - at), 2), float(f"{loss:.6g}")] for step, at, loss in new]
 
@@ -186,12 +189,14 @@ def _throughput(before: Look | None, now: Look) -> float | None:
     rates = []
     for local, beat in now.beats.items():
         then = None if before is None else before.beats.get(local)
-        if then is not None and then.steps:
-            rates.append(_rate(beat.samples - then.samples, beat.at - then.at))
-        elif beat.steps > 1 and beat.first_at:
+        if then is not None and then.num_steps:
+            rates.append(
+                _rate(beat.num_samples - then.num_samples, beat.last_step_at - then.last_step_at)
+            )
+        elif beat.num_steps > 1 and beat.first_at:
             # Without those of the first step, in which no time had passed: an equal part of all.
-            after_it = beat.samples * (beat.steps - 1) / beat.steps
-            rates.append(_rate(after_it, beat.at - beat.first_at))
+            after_it = beat.num_samples * (beat.num_steps - 1) / beat.num_steps
+            rates.append(_rate(after_it, beat.last_step_at - beat.first_at))
     known = [rate for rate in rates if rate is not None]
     return round(sum(known), 3) if known else None
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from ..workers.interface import NOTHING, Heartbeat
+from ..workers.interface import NO_STEP, Heartbeat
 from .event import Event, Mark
 from .history import (
     PHASES,
@@ -168,22 +168,24 @@ def with_heartbeats(
     found, kept = [], []
     for worker in status.workers:
         heartbeat = heartbeats.get(worker.local_rank)
-        if heartbeat is not None and heartbeat.snapshot != NOTHING:
-            kept.append(heartbeat.snapshot)
-        if heartbeat is None or not heartbeat.attached:
+        if heartbeat is not None and heartbeat.last_snapshot_step != NO_STEP:
+            kept.append(heartbeat.last_snapshot_step)
+        if heartbeat is None or not heartbeat.is_attached:
             found.append(worker)
             continue
-        durations = sorted(heartbeat.durations)
+        durations = sorted(heartbeat.step_durations)
         middle = durations[len(durations) // 2] if durations else 0.0
         per_second = 1 / middle if middle > 0 else None
-        if per_second is not None and stall(now - heartbeat.at, 0, middle):
+        if per_second is not None and stall(now - heartbeat.last_step_at, 0, middle):
             per_second = 0.0
         worker = attrs.evolve(
             worker,
-            step=None if heartbeat.step == NOTHING else heartbeat.step,
+            step=None if heartbeat.step == NO_STEP else heartbeat.step,
             per_second=per_second,
-            silent=max(0.0, now - heartbeat.alive) if heartbeat.alive else None,
-            saved=None if heartbeat.saved == NOTHING else heartbeat.saved,
+            silent=max(0.0, now - heartbeat.last_activity_at)
+            if heartbeat.last_activity_at
+            else None,
+            saved=None if heartbeat.last_saved_step == NO_STEP else heartbeat.last_saved_step,
         )
         found.append(worker)
     # Of a state in parts each worker keeps its own, and it is whole once the last of them has.

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import attrs
 
 from ..errors import ConfigError
-from ..stores.interface import Store
 from .document import Change as Change
 from .document import ChangeKind as ChangeKind
 from .document import Node as Node
 from .document import Why
 from .ranks import Seat as Seat
 from .ranks import deal_seats as deal_seats
+
+if TYPE_CHECKING:
+    from ..stores.interface import Store
 
 
 @attrs.frozen

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import attrs
 
 from ..errors import ConfigError, RendezvousConfigError
-from ..stores.interface import Entry, Listing
+from ..stores.key_space import Entry, Listing
 from .document import Document, Leader, Node, Phase, State, of_members
 from .ranks import Row, Seat, shard_count
 

@@ -1,6 +1,6 @@
 """Sockets of the stores: name lookups and connections within a time limit, keepalive, relays.
 
-The C library's resolver can block for half a minute, as its own configuration says. A thread that
+The C library's resolver can block for half a minute, depending on its configuration. A thread that
 refreshes a lease must not wait for so long, so names are resolved in threads of their own.
 """
 
@@ -21,7 +21,7 @@ from ..clock import monotonic
 from ..threads import ForkAware, helper
 
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
-MAX_ANSWER_AGE_S = 30.0  # an answer that came after its caller had given up is used for so long
+MAX_ANSWER_AGE_S = 30.0  # an answer for a caller that has given up is used for so long
 RELAY_BYTES = 64 * 1024  # read at once from one side of a relay
 
 
@@ -81,7 +81,7 @@ class SocketRelay:
     unsent: dict[socket.socket, bytes]
 
     def relay_once(self) -> bool:
-        """Transfer what can be transferred now. Return False if the relay has ended."""
+        """Transfer what can be transferred now. Return False if one side is closed."""
         left, right = self.unsent
         try:
             for source, sink in ((left, right), (right, left)):

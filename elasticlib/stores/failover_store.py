@@ -1,9 +1,9 @@
-"""A store that is served at the first of several places where it can be.
+"""A store that is served at the first of several endpoints where that is possible.
 
-When it has not been heard of for a while, its clients go on to the next place, one after another,
-and whoever owns that place serves there; of a single place it is asked anew whose it is. What was
-read or leased at one place counts for nothing at another: it is for the job's nodes to say again
-what the job was, if they are enough.
+If the current endpoint does not answer for the failover timeout, each client moves to the next
+endpoint, and the node that owns that endpoint starts a server there. With a single endpoint, a node
+checks again whether the endpoint is its own. What was read or leased at one endpoint does not count
+at another: the nodes of the job restore its state there if there are enough of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
 import attrs
@@ -32,103 +32,103 @@ from .tcp_server import TcpStoreServer
 
 log = logging.getLogger("elasticlib.stores")
 
-SCAN_SECONDS = 0.5
-"""For one place, when we look at which of them the store is served; for all of them together,
-when that is done by one whose leases stand."""
-SCAN_SHARE = 1 / 4
-"""Of the patience, which is a lease: a scan takes no more, or its caller's own lease would end."""
+SCAN_TIMEOUT_S = 0.5  # for connecting to one endpoint, and for trying all endpoints at once
+# A scan must be shorter than the lease of its caller, which is as long as the failover timeout.
+SCAN_FRACTION = 1 / 4
 
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 
 @attrs.frozen
 class StoreEndpoint:
-    """Where a store may be served.
-
-    reach: a client, which connects when it is first used. serve: the server, if this place is
-    ours and nobody serves there; else None.
-    """
+    """An endpoint at which a store may be served."""
 
     name: str
-    reach: Callable[[], TcpStore]
-    serve: Callable[[], TcpStoreServer | None]
+    connect: Callable[[], TcpStore]  # returns a client, which connects when it is first used
+    # Returns a server, if the endpoint is this node's and no server is there; else None.
+    start_server: Callable[[], TcpStoreServer | None]
 
 
 class FailoverStore(Store, ForkAware):
-    """A client of the store at whichever of its places that is served at.
+    """A client of a store that is served at one of several endpoints. Thread-safe.
 
     Args:
-        places: in the order in which they are tried; the same on all nodes.
-        failover_timeout: seconds without an answer after which the next place is tried.
-        hosted: what serves at the first place already, and a client of it: there it stays until
-            `follow`.
+        endpoints: The endpoints in the order in which they are tried, which is the same on all
+            nodes.
+        failover_timeout: Seconds without a reply after which the next endpoint is tried.
+        clock: Returns monotonic time in seconds.
+        hosted: The server that this node has started at the first endpoint, and a client of it.
+            With these, the store stays there until `yield_to_other_server`.
+
+    Raises:
+        ConfigError: There is no endpoint.
     """
 
     def __init__(
         self,
-        places: Sequence[StoreEndpoint],
+        endpoints: Sequence[StoreEndpoint],
         *,
         failover_timeout: float,
         clock: Clock = monotonic,
         hosted: tuple[TcpStoreServer, TcpStore] | None = None,
     ) -> None:
-        if not places:
+        if not endpoints:
             raise ConfigError("a store needs at least one endpoint, got none")
-        self._places = tuple(places)
-        self._patience = failover_timeout
+        self._endpoints = tuple(endpoints)
+        self._failover_timeout = failover_timeout
         self._clock = clock
         self._closed = False
-        self._at = 0
-        self._stays = hosted is not None
+        self._index = 0  # of the current endpoint
+        self._never_moves = hosted is not None
         self._check_process()
-        self._server: TcpStoreServer | None = None if hosted is None else hosted[0]
-        self._store: TcpStore | None = None if hosted is None else hosted[1]
-        self._heard_at = clock()
-        self._why_left = ""  # for those who still ask there
-        self._refused: set[int] = set()
+        self._server: TcpStoreServer | None = hosted[0] if hosted else None  # if this node serves
+        self._store: TcpStore | None = hosted[1] if hosted else None  # client of the endpoint
+        self._last_reply_at = clock()
+        self._move_reason = ""  # the error of operations that a move has interrupted
+        self._rejecting: set[int] = set()  # endpoints that have rejected this client
 
     def _init_process_state(self) -> None:
-        self._moving = threading.RLock()
+        self._move_lock = threading.RLock()  # guards moves
         self._server = None
-        self._probed: set[int] = set()
+        self._probed: set[int] = set()  # endpoints that `try_other_endpoints` tries now
 
     @property
     def server(self) -> TcpStoreServer | None:
-        """The server where we are, if it is ours."""
+        """The server at the current endpoint, if it belongs to this node."""
         self._check_process()
         return self._server
 
     @property
     def local_address(self) -> str | None:
-        """This machine's literal address towards the store; None before the first connection."""
+        """This machine's address on the connection to the store; None before the first one."""
         return None if self._store is None else self._store.local_address
 
     def connect(self) -> None:
-        """Connect now, if there is no connection; every operation does so by itself."""
-        self._ask(lambda store: store.connect())
+        """Open the connection if there is none. Each operation does this by itself."""
+        self._call(lambda store: store.connect())
 
     def get(self, key: str) -> Entry | None:
-        return self._ask(lambda store: store.get(key))
+        return self._call(lambda store: store.get(key))
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
-        return self._ask(lambda store: store.set(key, value, ttl=ttl))
+        return self._call(lambda store: store.set(key, value, ttl=ttl))
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSetResult:
-        return self._ask(lambda store: store.compare_set(key, value, expected=expected, ttl=ttl))
+        return self._call(lambda store: store.compare_set(key, value, expected=expected, ttl=ttl))
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
-        return self._ask(lambda store: store.delete(key, expected=expected))
+        return self._call(lambda store: store.delete(key, expected=expected))
 
     def refresh(self, key: str, version: int) -> None:
-        self._ask(lambda store: store.refresh(key, version))
+        self._call(lambda store: store.refresh(key, version))
 
     def list(self, prefix: str) -> Listing:
-        return self._ask(lambda store: store.list(prefix))
+        return self._call(lambda store: store.list(prefix))
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
-        return self._ask(lambda store: store.wait(prefix, after=after, timeout=timeout))
+        return self._call(lambda store: store.wait(prefix, after=after, timeout=timeout))
 
     def watch(
         self,
@@ -138,201 +138,215 @@ class FailoverStore(Store, ForkAware):
         callback: Callable[[WatchResult], None],
         with_listing: bool = False,
     ) -> bool:
-        return self._ask(
+        return self._call(
             lambda store: store.watch(
                 prefix, after=after, callback=callback, with_listing=with_listing
             )
         )
 
     def try_other_endpoints(self, accept: Callable[[Store, bool], bool]) -> bool:
-        """As in the contract; `accept` is called in threads of its own, one for each place, and a
-        place that has not answered within SCAN_SECONDS in all is passed over this time."""
+        """Move to another endpoint if one is accepted, see `Store.try_other_endpoints`.
+
+        Each endpoint is tried in a thread of its own. Those that do not answer within half a second
+        in total are skipped.
+        """
         self._check_process()
-        store, at = self._store, self._at
+        store, index = self._store, self._index
         probes = [
-            (number, self._probe(number, accept, number < at))
-            for number in range(len(self._places))
-            if number != at and number not in self._probed and not self._closed
+            (number, self._start_probe(number, accept, number < index))
+            for number in range(len(self._endpoints))
+            if number != index and number not in self._probed and not self._closed
         ]
-        deadline = monotonic() + min(SCAN_SECONDS, self._patience * SCAN_SHARE)
-        went = False
+        deadline = monotonic() + min(SCAN_TIMEOUT_S, self._failover_timeout * SCAN_FRACTION)
+        has_moved = False
         for number, probe in probes:
             try:
-                found = probe.result(0.0 if went else max(deadline - monotonic(), 0.0))
-            except NotYet:
-                found = None if probe.cancel() else probe.result()
-            if found is not None:
-                went = self._prefer(number, found, store) or went
-        return went
+                other = probe.result(0.0 if has_moved else max(deadline - monotonic(), 0.0))
+            except FutureTimeoutError:
+                other = None if probe.cancel() else probe.result()
+            if other is not None:
+                has_moved = self._switch_if_current(number, other, store) or has_moved
+        return has_moved
 
-    def follow(self) -> bool:
-        """Where the place that we serve at has come to be another's, and is served there: leave
-        our own server for it, if nobody else is with us; whether that was done."""
+    def yield_to_other_server(self) -> bool:
+        """Leave the server of this node, if no other node uses it and another node serves instead.
+
+        This happens if the name of the endpoint now resolves to another machine.
+
+        Returns:
+            True if the store has moved.
+        """
         store = self._store
-        # Without the lock: to look up a name may take long, and others speak to our server.
-        if not self._is_alone() or (found := self._reached(self._at)) is None:
+        # A name lookup can take long, so it happens without the lock.
+        if not self._is_only_client() or (other := self._connect_to(self._index)) is None:
             return False
-        with self._moving:
-            if self._is_alone():
-                return self._prefer(self._at, found, store)
-        found.close()
+        with self._move_lock:
+            if self._is_only_client():
+                return self._switch_if_current(self._index, other, store)
+        other.close()
         return False
 
-    def _is_alone(self) -> bool:
-        """Whether we serve here, and for nobody but ourselves."""
+    def close(self) -> None:
+        # Without the lock, because its owner may be connecting.
         self._check_process()
-        with self._moving:
+        self._closed = True
+        for part in (self._store, self._server):
+            if part is not None:
+                part.close()
+
+    def _is_only_client(self) -> bool:
+        """Return True if this node serves the store, and no other client is connected."""
+        self._check_process()
+        with self._move_lock:
             server, store = self._server, self._store
             if self._closed or server is None or store is None:
                 return False
             return set(server.labels) <= {store.label}
 
-    def close(self) -> None:
-        # Without the lock: whoever holds it may be trying to connect.
-        self._check_process()
-        self._closed = True
-        store, server = self._store, self._server
-        if store is not None:
-            store.close()
-        if server is not None:
-            server.close()
-
-    def _ask(self, question: Callable[[TcpStore], Answer]) -> Answer:
-        store = self._here()
+    def _call(self, operation: Callable[[TcpStore], Reply]) -> Reply:
+        store = self._current()
         try:
             try:
                 store.connect()
             except StoreRejectedError as error:
-                # A place of another job is as good as none; where all are, that is the answer.
-                self._refuse(self._at, error)
+                # An endpoint of another job is as unusable as one that does not answer.
+                self._record_rejection(self._index, error)
                 raise StoreConnectionError(str(error)) from error
-            answer = question(store)
+            reply = operation(store)
         except (StoreConnectionError, StoreTimeoutError) as error:
             if store is not self._store and not self._closed:
-                # Another thread has moved us; that our question ended with it says nothing.
-                raise StoreConnectionError(self._why_left) from error
-            self._miss(store, error)
+                # Another thread has moved, which interrupted this operation.
+                raise StoreConnectionError(self._move_reason) from error
+            self._move_after_timeout(store, error)
             raise
         if store is self._store:
-            self._heard_at = self._clock()
-            self._refused.discard(self._at)
-        return answer
+            self._last_reply_at = self._clock()
+            self._rejecting.discard(self._index)
+        return reply
 
-    def _refuse(self, number: int, error: StoreRejectedError) -> None:
-        if number not in self._refused:
-            log.warning("cannot use the store at %s: %s", self._places[number].name, error)
-        self._refused.add(number)
-        if len(self._refused) == len(self._places):
+    def _record_rejection(self, number: int, error: StoreRejectedError) -> None:
+        """Log the first rejection of an endpoint. Raise the error if all endpoints reject."""
+        if number not in self._rejecting:
+            log.warning("cannot use the store at %s: %s", self._endpoints[number].name, error)
+        self._rejecting.add(number)
+        if len(self._rejecting) == len(self._endpoints):
             raise error
 
-    def _here(self) -> TcpStore:
+    def _current(self) -> TcpStore:
+        """Return the client of the current endpoint, and choose an endpoint at the first call."""
         self._check_process()
-        with self._moving:
+        with self._move_lock:
             if self._store is None and not self._closed:
-                self._arrive()
+                self._choose_endpoint()
             store = None if self._closed else self._store
         if store is None:
             raise StoreConnectionError("this store is closed")
         return store
 
-    def _arrive(self) -> None:
-        """Go where it is served already; where it is not, to the first place."""
-        for number in range(len(self._places)):
-            found = self._reached(number)
-            if found is not None:
-                self._settle(number, found)
+    def _choose_endpoint(self) -> None:
+        """Use the first endpoint that is served, or else the first endpoint."""
+        for number in range(len(self._endpoints)):
+            store = self._connect_to(number)
+            if store is not None:
+                self._switch(number, store)
                 return
-        self._go_to(0)
+        self._move_to(0)
 
-    def _miss(self, store: TcpStore, error: StoreConnectionError | StoreTimeoutError) -> None:
-        with self._moving:
-            away = self._clock() - self._heard_at
-            stays = self._stays or away < self._patience
+    def _move_after_timeout(
+        self, store: TcpStore, error: StoreConnectionError | StoreTimeoutError
+    ) -> None:
+        with self._move_lock:
+            silent_s = self._clock() - self._last_reply_at
+            stays = self._never_moves or silent_s < self._failover_timeout
             if store is not self._store or stays or self._closed:
                 return
-            there = (self._at + 1) % len(self._places)
-            if there != self._at:
-                here, on = self._places[self._at].name, self._places[there].name
+            following = (self._index + 1) % len(self._endpoints)
+            if following != self._index:
+                here, there = self._endpoints[self._index].name, self._endpoints[following].name
                 log.warning(
-                    "no answer from %s for %.1f s: moving to the store at %s", here, away, on
+                    "no answer from %s for %.1f s: moving to the store at %s", here, silent_s, there
                 )
-            self._why_left = str(error)
-            self._go_to(there)
+            self._move_reason = str(error)
+            self._move_to(following)
 
-    def _prefer(self, number: int, found: TcpStore, left: TcpStore | None) -> bool:
-        """Be there from now on, if we still are at the store to be left; else leave what is found;
-        which of the two."""
-        with self._moving:
+    def _move_to(self, number: int) -> None:
+        # The old server is closed first, because a node serves at no more than one endpoint.
+        self._switch(self._index, None)
+        server = self._endpoints[number].start_server()
+        self._switch(number, self._endpoints[number].connect(), server)
+
+    def _switch_if_current(self, number: int, other: TcpStore, left: TcpStore | None) -> bool:
+        """Use another client, unless the store to leave is not current; then close that client."""
+        with self._move_lock:
             if left is self._store and not self._closed:
-                self._why_left = f"the job now uses the store at {self._places[number].name}"
-                self._settle(number, found)
+                name = self._endpoints[number].name
+                self._move_reason = f"the job now uses the store at {name}"
+                self._switch(number, other)
                 return True
-        found.close()
+        other.close()
         return False
 
-    def _go_to(self, number: int) -> None:
-        # Ours is the place only if nobody serves there, and no place serves two of ours.
-        self._settle(self._at, None)
-        server = self._places[number].serve()
-        self._settle(number, self._places[number].reach(), server)
-
-    def _settle(
+    def _switch(
         self, number: int, store: TcpStore | None, server: TcpStoreServer | None = None
     ) -> None:
-        """Be there, and leave where we were."""
-        left, self._stays = (self._store, self._server), False
-        if store is not None and number != self._at:
-            log.info("now using the store at %s", self._places[number].name)
-        self._at, self._store, self._server = number, store, server
-        self._heard_at = self._clock()
-        for one in left:
-            if one is not None:
-                one.close()
-        if self._closed:  # while we moved
+        """Make an endpoint the current one, and close what was used before."""
+        old, self._never_moves = (self._store, self._server), False
+        if store is not None and number != self._index:
+            log.info("now using the store at %s", self._endpoints[number].name)
+        self._index, self._store, self._server = number, store, server
+        self._last_reply_at = self._clock()
+        for part in old:
+            if part is not None:
+                part.close()
+        if self._closed:  # another thread has closed this store
             self.close()
 
-    def _probe(
-        self, number: int, accept: Callable[[Store, bool], bool], earlier: bool
+    def _start_probe(
+        self, number: int, accept: Callable[[Store, bool], bool], is_earlier: bool
     ) -> Future[TcpStore | None]:
-        """In a thread of its own: the store at that place, if one is served there and accepted.
-        Whoever cancels the future before that leaves it to the thread to close the store."""
+        """Start a thread that connects to an endpoint and calls `accept`.
+
+        Returns:
+            The future client, or None if the endpoint is not accepted. If the caller cancels the
+            future, the thread closes the client.
+        """
         future: Future[TcpStore | None] = Future()
         self._probed.add(number)
 
-        def look() -> None:
-            found = self._places[number].reach()
-            accepted = False
+        def probe() -> None:
+            store = self._endpoints[number].connect()
+            is_accepted = False
             try:
-                found.connect(SCAN_SECONDS)
-                accepted = accept(found, earlier)
+                store.connect(SCAN_TIMEOUT_S)
+                is_accepted = accept(store, is_earlier)
             except ElasticError as error:
-                # What stands there may be another version's, too, and is not ours to read.
-                log.debug("cannot use the store at %s: %s", self._places[number].name, error)
+                # For example, the store of another version, which cannot be read.
+                log.debug("cannot use the store at %s: %s", self._endpoints[number].name, error)
             finally:
                 self._probed.discard(number)
-                heard = future.set_running_or_notify_cancel()
-                if not (accepted and heard):
-                    found.close()
-                if heard:
-                    future.set_result(found if accepted else None)
+                is_awaited = future.set_running_or_notify_cancel()
+                if not (is_accepted and is_awaited):
+                    store.close()
+                if is_awaited:
+                    future.set_result(store if is_accepted else None)
 
         try:
-            helper(look, "store-elsewhere").start()
+            helper(probe, "store-elsewhere").start()
         except RuntimeError as error:
             self._probed.discard(number)
             raise StoreConnectionError(f"no thread to try other endpoints: {error}") from error
         return future
 
-    def _reached(self, number: int) -> TcpStore | None:
-        """The store at that place, if one is served there that does not refuse us."""
-        store = self._places[number].reach()
+    def _connect_to(self, number: int) -> TcpStore | None:
+        """Return a connected client of an endpoint, or None if it does not answer or rejects."""
+        store = self._endpoints[number].connect()
         try:
-            store.connect(SCAN_SECONDS)
+            store.connect(SCAN_TIMEOUT_S)
         except (StoreConnectionError, StoreTimeoutError):
             store.close()
             return None
         except StoreRejectedError as error:
             store.close()
-            self._refuse(number, error)
+            self._record_rejection(number, error)
             return None
         return store

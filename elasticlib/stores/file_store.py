@@ -1,10 +1,12 @@
-"""A store in a folder that all nodes share, for clusters where a file system is all there is.
+"""A store in a directory that all nodes share, for clusters that only have a file system.
 
-Writers take turns by a lock and replace whole files, so a crash leaves the old value or the new
-one; a lease is a counter that each reader sees move, or not, by its own monotonic clock. One file
-holds the version and the latest changes, one file each key with its value, version and lease; a
-file that is not whole, or not of the key that its name says, is refused by name, and nothing is
-read or written through a link that somebody put there.
+Writers take turns with a lock and replace whole files, so a crash leaves the old value or the new
+one. The file `changes` contains the version of the store and the latest changes. Each key has a
+file with its value, version and lease. A lease is a counter that its owner increments; each reader
+measures with its own monotonic clock how long the counter has not changed.
+
+A file that is incomplete, or that belongs to another key than its name, is rejected by name.
+Symbolic links are never followed.
 """
 
 from __future__ import annotations
@@ -40,46 +42,50 @@ from ..threads import ForkAware
 from .interface import ABSENT, CompareSetResult, Entry, Listing, Store, check_key, check_ttl
 from .key_space import ChangeLog, LeaseTimers, check_lease, lost_lease
 
-LONGEST_PAUSE = 0.5
-"""Seconds after which to look again for leases that are new, at the latest."""
-LOCK_POLL = 0.003
-WAIT_POLL_S = 0.02  # interval at which `wait` looks at the folder
-REMEMBERED = 256
-"""How many changes are remembered; a waiter that is further behind is woken without a cause."""
+MAX_TICK_INTERVAL_S = 0.5  # new leases of other clients are found after this time at the latest
+LOCK_POLL_INTERVAL_S = 0.003
+POLL_INTERVAL_S = 0.02  # of `wait`
+MAX_CHANGE_LOG = 256  # a wait for a change after an older version returns True in any case
 
 CHANGES_FILE = "changes"
+TEMPORARY_FILE = "aside"
 KEY_PREFIX = "k."
-LONGEST_QUOTED = 200
+MAX_QUOTED_LENGTH = 200  # a longer name is shortened to this many characters and a hash
+SHORTENED_LENGTH = 80
 _MAGIC = "elasticlib store 1"
-_SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_-")
-_LASTING = frozenset(
+_UNQUOTED = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_-")
+# A client that has never written to the directory does not retry these errors.
+_PERMANENT_ERRNOS = frozenset(
     getattr(errno, name)
     for name in (
         *("EACCES", "EPERM", "EROFS", "ENOTDIR", "EEXIST", "ENAMETOOLONG", "ELOOP"),
         *("EINVAL", "ENOSYS", "EOPNOTSUPP"),
     )
 )
-"""Errors that no later try mends, before a client has written to the folder."""
 _Value = TypeVar("_Value")
 
-# -- what stands in the files ------------------------------------------------------------------
+# -- content of the files ----------------------------------------------------------------------
 
 
 @attrs.frozen
-class Record:
-    """An entry as it stands in its file: a JSON header of one line, and the value.
+class StoredEntry:
+    """An entry and its lease, as a file contains them: one line with a JSON header, and the value.
 
-    Where it is a lease, it has an owner, the seconds of silence after which it ends, and a counter
-    that the owner moves.
+    Attributes:
+        entry: The entry.
+        owner: The client that wrote the lease, or "".
+        ttl: Seconds after which the lease expires if `refresh_count` does not change; 0 if the key
+            is not a lease.
+        refresh_count: The number of refreshes.
     """
 
     entry: Entry
     owner: str = ""
     ttl: float = 0.0
-    beat: int = 0
+    refresh_count: int = 0
 
     def encode(self) -> bytes:
-        lease = {"owner": self.owner, "ttl": self.ttl, "beat": self.beat}
+        lease = {"owner": self.owner, "ttl": self.ttl, "refresh_count": self.refresh_count}
         header = {
             "format": _MAGIC,
             "key": self.entry.key,
@@ -91,89 +97,93 @@ class Record:
         return json.dumps(header).encode() + b"\n" + self.entry.value
 
     @classmethod
-    def decode(cls, data: bytes) -> Record:
+    def decode(cls, data: bytes) -> StoredEntry:
         head, _, value = data.partition(b"\n")
         header = json.loads(head)
         if header["format"] != _MAGIC:
             raise ValueError(f"its format is {header['format']!r}")
         if header["size"] != len(value) or header["crc"] != zlib.crc32(value):
             raise ValueError(f"{header['size']} bytes were written, {len(value)} are there")
-        entry = Entry(_of(str, header["key"]), value, _of(int, header["version"]))
+        entry = Entry(_typed(str, header["key"]), value, _typed(int, header["version"]))
         if (lease := header["lease"]) is None:
             return cls(entry)
-        return cls(entry, _of(str, lease["owner"]), float(lease["ttl"]), _of(int, lease["beat"]))
+        count = _typed(int, lease["refresh_count"])
+        return cls(entry, _typed(str, lease["owner"]), float(lease["ttl"]), count)
 
 
-def encode_changes(journal: ChangeLog) -> bytes:
-    """The version on a line of its own, and behind it the latest changes, oldest first."""
-    forgotten = journal.version - len(journal.keys)
-    body = {"forgotten": forgotten, "recent": list(enumerate(journal.keys, forgotten + 1))}
-    return f"{_MAGIC} version {journal.version}\n{json.dumps(body)}\n".encode()
+def encode_changes(log: ChangeLog) -> bytes:
+    """Return one line with the version, and one with the latest changes, the oldest first."""
+    first = log.version - len(log.keys)
+    body = {"forgotten": first, "recent": list(enumerate(log.keys, first + 1))}
+    return f"{_MAGIC} version {log.version}\n{json.dumps(body)}\n".encode()
 
 
 def decode_changes(data: bytes) -> ChangeLog:
+    """Return the version and the latest changes from the content of the file `changes`."""
     head, _, rest = data.partition(b"\n")
     format, _, version = head.decode().rpartition(" version ")
     if format != _MAGIC:
         raise ValueError(f"it begins with {head[:40]!r}")
     body = json.loads(rest)
-    keys = [_of(str, key) for _, key in body["recent"]]
-    if _of(int, body["forgotten"]) + len(keys) != int(version):
+    keys = [_typed(str, key) for _, key in body["recent"]]
+    if _typed(int, body["forgotten"]) + len(keys) != int(version):
         raise ValueError(f"it names {len(keys)} changes up to version {version}")
-    return ChangeLog(int(version), deque(keys, REMEMBERED))
+    return ChangeLog(int(version), deque(keys, MAX_CHANGE_LOG))
 
 
-def _of(kind: type[_Value], value: Any) -> _Value:
+def _typed(kind: type[_Value], value: Any) -> _Value:
     if type(value) is not kind:
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
 
 
 def file_name(key: str) -> str:
-    """The name of the key's file: readable, safe, and distinct where case does not count."""
+    """Return the name of the key's file, which is unique even if case is ignored."""
     data = key.encode()
-    quoted = "".join(chr(byte) if byte in _SAFE else f"%{byte:02x}" for byte in data)
-    if len(quoted) > LONGEST_QUOTED:
-        quoted = f"{quoted[:80]}.{hashlib.sha256(data).hexdigest()}"
+    quoted = "".join(chr(byte) if byte in _UNQUOTED else f"%{byte:02x}" for byte in data)
+    if len(quoted) > MAX_QUOTED_LENGTH:
+        quoted = f"{quoted[:SHORTENED_LENGTH]}.{hashlib.sha256(data).hexdigest()}"
     return KEY_PREFIX + quoted
 
 
-def may_be_under(name: str, prefix: str) -> bool:
-    """Whether the file of that name can be of a key under the prefix; False is certain."""
+def may_have_prefix(name: str, prefix: str) -> bool:
+    """Return False if the file of that name cannot belong to a key with the prefix."""
     start = file_name(prefix) if prefix else KEY_PREFIX
-    # A quoted key may be cut at 80, between the characters of an escape even.
-    length = min(len(start), len(KEY_PREFIX) + 80)
+    # A shortened name can end within an escape sequence.
+    length = min(len(start), len(KEY_PREFIX) + SHORTENED_LENGTH)
     return name[:length] == start[:length]
 
 
-# -- the folder --------------------------------------------------------------------------------
+# -- directory ---------------------------------------------------------------------------------
 
 
-class _Folder:
-    """The files of one store. Methods that write are called with the lock held.
+class _StoreDirectory:
+    """The files of one store. The caller of a method that writes owns the lock.
 
-    A file is written aside, synced and renamed into place, so a reader without the lock finds the
-    old or the new one, and a crash leaves at most one file aside, which the next writer takes away.
+    Each file is written to a temporary file, synchronized and renamed. A reader without the lock
+    thus finds the old or the new file. A crash leaves at most one temporary file, which the next
+    writer removes.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._threads = threading.Lock()
-        self._lock: filelock.BaseFileLock | None = None
-        self._written = False
-        self._highest = 0
-        self._read_last: tuple[bytes | None, ChangeLog] = None, ChangeLog()
+        self._thread_lock = threading.Lock()  # excludes the other threads of this process
+        self._file_lock: filelock.BaseFileLock | None = None  # excludes other processes
+        self._has_written = False  # the directory was usable, so errors may be temporary
+        self._max_version = 0  # highest version that was read
+        self._decoded: tuple[bytes | None, ChangeLog] = None, ChangeLog()  # last file `changes`
 
     @contextmanager
-    def reached(self) -> Iterator[None]:
-        """What goes wrong with its files is the store's error, and names the folder. One that we
-        have written to may be away for a while."""
+    def translate_errors(self) -> Iterator[None]:
+        """Raise errors of the file system as errors of the store, with the directory."""
         try:
             yield
         except StoreError:
             raise
-        except (OSError, NotImplementedError) as error:  # of filelock, where there are no locks
-            if self._written or getattr(error, "errno", errno.ENOSYS) not in _LASTING:
+        # filelock raises NotImplementedError where there are no locks.
+        except (OSError, NotImplementedError) as error:
+            number = getattr(error, "errno", errno.ENOSYS)
+            if self._has_written or number not in _PERMANENT_ERRNOS:
                 raise StoreConnectionError(f"store folder {self.path}: {error}") from error
             raise StoreRejectedError(
                 f"store folder {self.path} cannot be used: {error}; choose a folder that this user "
@@ -181,97 +191,97 @@ class _Folder:
             ) from error
 
     @contextmanager
-    def locked(self, seconds: float) -> Iterator[None]:
-        """The folder to ourselves, among threads and processes. Raises StoreTimeoutError."""
-        late = StoreTimeoutError(f"could not get the lock of {self.path} within {seconds:g} s")
-        if not self._threads.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-            raise late
+    def locked(self, timeout_s: float) -> Iterator[None]:
+        """Exclude other threads and processes, or raise StoreTimeoutError."""
+        timeout = StoreTimeoutError(f"could not get the lock of {self.path} within {timeout_s:g} s")
+        if not self._thread_lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise timeout
         try:
-            self._lock = self._lock or hard_lock(self.path / "lock")
+            self._file_lock = self._file_lock or hard_lock(self.path / "lock")
             try:
-                self._lock.acquire(timeout=seconds, poll_interval=LOCK_POLL)
+                self._file_lock.acquire(timeout=timeout_s, poll_interval=LOCK_POLL_INTERVAL_S)
             except filelock.Timeout:
-                raise late from None
+                raise timeout from None
             try:
                 yield
             finally:
-                self._lock.release()
+                self._file_lock.release()
         finally:
-            self._threads.release()
+            self._thread_lock.release()
 
     def changes(self) -> ChangeLog:
-        """The version and the latest changes, as they stand; without the lock, too."""
-        highest = self._highest  # before the version is read, or another thread's could overtake
+        """Return the version and the latest changes. Needs no lock."""
+        max_version = self._max_version  # before another thread reads a later version
         data = self._read(CHANGES_FILE)
-        before, journal = self._read_last
+        before, log = self._decoded
         if data is None:
-            journal = ChangeLog()
+            log = ChangeLog()
         elif data != before:
-            journal = self._whole(decode_changes, data, CHANGES_FILE)
-            self._read_last = data, journal
-        if journal.version < highest:
+            log = self._decode(decode_changes, data, CHANGES_FILE)
+            self._decoded = data, log
+        if log.version < max_version:
             raise StoreRejectedError(
-                f"{self.path} went back from version {highest} to {journal.version}: "
+                f"{self.path} went back from version {max_version} to {log.version}: "
                 "the store was deleted or replaced while it was in use"
             )
-        self._highest = max(self._highest, journal.version)
+        self._max_version = max(self._max_version, log.version)
         if data is None:
-            stray = next((n for n in os.listdir(self.path) if n.startswith(KEY_PREFIX)), None)
-            if stray is not None and not (self.path / CHANGES_FILE).exists():
-                raise StoreRejectedError(f"{self.path} holds {stray}, but no file {CHANGES_FILE}")
-        return journal
+            names = (name for name in os.listdir(self.path) if name.startswith(KEY_PREFIX))
+            name = next(names, None)
+            if name is not None and not (self.path / CHANGES_FILE).exists():
+                raise StoreRejectedError(f"{self.path} holds {name}, but no file {CHANGES_FILE}")
+        return log
 
-    def get(self, key: str) -> Record | None:
-        """What stands at the key; without the lock, too."""
-        record = self._record(file_name(key))
-        if record is None:
-            self.changes()  # refuses where the key is gone because the whole store is
-        return record
+    def get(self, key: str) -> StoredEntry | None:
+        """Return the entry at the key. Needs no lock."""
+        stored = self._read_entry(file_name(key))
+        if stored is None:
+            self.changes()  # raises an error if the whole store was deleted
+        return stored
 
-    def records(self, prefix: str) -> Sequence[Record]:
-        """All that stands under the prefix, sorted by key."""
-        names = [name for name in os.listdir(self.path) if may_be_under(name, prefix)]
-        found = [record for name in names if (record := self._record(name)) is not None]
-        under = (record for record in found if record.entry.key.startswith(prefix))
-        return sorted(under, key=lambda record: record.entry.key)
+    def list(self, prefix: str) -> Sequence[StoredEntry]:
+        """Return all entries under the prefix, sorted by key."""
+        names = [name for name in os.listdir(self.path) if may_have_prefix(name, prefix)]
+        entries = [stored for name in names if (stored := self._read_entry(name)) is not None]
+        under = (stored for stored in entries if stored.entry.key.startswith(prefix))
+        return sorted(under, key=lambda stored: stored.entry.key)
 
-    def claim(self, key: str) -> int:
-        """The next version, never to be used again, remembered as a change of the key.
+    def allocate_version(self, key: str) -> int:
+        """Record a change of the key, and return its version.
 
-        It is claimed before the key's file changes. A crash in between leaves a change that did
-        not happen: a waiter is woken without a cause.
+        This precedes the change of the key's file. After a crash between the two, a wait
+        returns True without a change.
         """
         before = self.changes()
-        journal = ChangeLog(before.version, deque(before.keys, REMEMBERED))
-        version = journal.record(key)
-        self._write(CHANGES_FILE, encode_changes(journal))
+        log = ChangeLog(before.version, deque(before.keys, MAX_CHANGE_LOG))
+        version = log.record(key)
+        self._write(CHANGES_FILE, encode_changes(log))
         self._sync()
-        self._highest = version
+        self._max_version = version
         return version
 
-    def put(self, record: Record, *, durably: bool = True) -> None:
-        """Put the record in the place of what stands at its key; unless durably, a crash of the
-        machine may bring the old one back."""
-        self._write(file_name(record.entry.key), record.encode())
-        if durably:
+    def put(self, stored: StoredEntry, *, is_durable: bool = True) -> None:
+        """Replace the file of the key. If not durable, a crash of the machine can undo that."""
+        self._write(file_name(stored.entry.key), stored.encode())
+        if is_durable:
             self._sync()
 
     def remove(self, entry: Entry) -> None:
-        """Take the entry's file away, as a change with a version of its own."""
-        self.claim(entry.key)
+        """Remove the file of the entry, which is a change with a version."""
+        self.allocate_version(entry.key)
         os.unlink(self.path / file_name(entry.key))
         self._sync()
 
-    def _record(self, name: str) -> Record | None:
+    def _read_entry(self, name: str) -> StoredEntry | None:
         data = self._read(name)
         if data is None:
             return None
-        record = self._whole(Record.decode, data, name)
-        if file_name(record.entry.key) != name:
-            raise StoreRejectedError(f"{self.path / name} is of key {record.entry.key!r}")
-        return record
+        stored = self._decode(StoredEntry.decode, data, name)
+        if file_name(stored.entry.key) != name:
+            raise StoreRejectedError(f"{self.path / name} is of key {stored.entry.key!r}")
+        return stored
 
-    def _whole(self, decode: Callable[[bytes], _Value], data: bytes, name: str) -> _Value:
+    def _decode(self, decode: Callable[[bytes], _Value], data: bytes, name: str) -> _Value:
         try:
             return decode(data)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -282,7 +292,7 @@ class _Folder:
     def _read(self, name: str) -> bytes | None:
         path = self.path / name
         try:
-            # A pipe would keep who opens it waiting.
+            # Without O_NONBLOCK, opening a named pipe would block.
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
@@ -296,108 +306,121 @@ class _Folder:
             return file.read()
 
     def _write(self, name: str, data: bytes) -> None:
-        aside = self.path / "aside"
-        # What a crash has left there; whoever makes another meanwhile, we do not write to it.
-        aside.unlink(missing_ok=True)
+        temporary = self.path / TEMPORARY_FILE
+        temporary.unlink(missing_ok=True)  # a crash may have left it
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(aside, flags, 0o666), "wb") as file:
+        with open(os.open(temporary, flags, 0o666), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, self.path / name)
-        self._written = True
+        os.replace(temporary, self.path / name)
+        self._has_written = True
 
     def _sync(self) -> None:
-        folder = os.open(self.path, os.O_RDONLY)
+        handle = os.open(self.path, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(handle)
         finally:
-            os.close(folder)
+            os.close(handle)
 
 
-# -- the store ---------------------------------------------------------------------------------
+# -- store -------------------------------------------------------------------------------------
 
 
 class FileStore(Store, ForkAware):
-    """A client of the store in `folder`.
+    """A client of the store in a directory. Thread-safe.
+
+    In a forked child, the copy is another client.
 
     Args:
-        folder: made, with its parents, at the first operation.
-        timeout: seconds that an operation may wait for the folder's lock.
+        folder: The directory. The first operation creates it with its parents.
+        timeout: Seconds to wait for the lock of the directory.
+
+    Raises:
+        ConfigError: The timeout is not positive.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, timeout: float = 60.0) -> None:
         if not timeout > 0:
             raise ConfigError(f"timeout must be a positive number of seconds, got {timeout}")
         self._path, self._timeout = Path(folder), timeout
-        self._closed = threading.Event()
+        self._closed = threading.Event()  # set by `close`
         self._check_process()
 
     def _init_process_state(self) -> None:
-        self._folder, self._made = _Folder(self._path), False
-        self._owner = secrets.token_hex(8)
-        self._has_leased = False
+        self._directory = _StoreDirectory(self._path)
+        self._is_created = False  # the directory exists
+        self._owner = secrets.token_hex(8)  # owner of this client's leases
+        self._has_leased = False  # this client has written a lease
         before, self._closed = self._closed, threading.Event()
         if before.is_set():
             self._closed.set()
-        # The leases of all, by key, version and beat; how long each has stood still as seen here.
-        self._clock: LeaseTimers[tuple[str, int, int]] = LeaseTimers()
-        self._scanned, self._look_at = -1, 0.0
+        # The leases of all clients, by key, version and refresh count.
+        self._timers: LeaseTimers[tuple[str, int, int]] = LeaseTimers()
+        self._scanned_version = -1  # version at which all files were read for leases
+        self._next_tick_at = 0.0
 
     def get(self, key: str) -> Entry | None:
-        with self._open(check_key(key)) as folder:
-            record = folder.get(key)
-        return None if record is None else record.entry
+        check_key(key)
+        with self._open() as directory:
+            stored = directory.get(key)
+        return None if stored is None else stored.entry
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
+        check_key(key)
         check_ttl(ttl)
-        with self._alone(check_key(key)):
+        with self._exclusive():
             return self._put(key, bytes(value), ttl)
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSetResult:
+        check_key(key)
         check_ttl(ttl)
-        with self._alone(check_key(key)) as folder:
-            current = folder.get(key)
+        with self._exclusive() as directory:
+            current = directory.get(key)
             if expected != (current.entry.version if current else ABSENT):
                 return CompareSetResult(False, current.entry if current else None)
             return CompareSetResult(True, self._put(key, bytes(value), ttl))
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
-        with self._alone(check_key(key)) as folder:
-            current = folder.get(key)
+        check_key(key)
+        with self._exclusive() as directory:
+            current = directory.get(key)
             if current is None or expected not in (None, current.entry.version):
                 return False
-            folder.remove(current.entry)
+            directory.remove(current.entry)
             return True
 
     def refresh(self, key: str, version: int) -> None:
-        with self._alone(check_key(key)) as folder:
-            current = folder.get(key)
+        check_key(key)
+        with self._exclusive() as directory:
+            current = directory.get(key)
             found = None if current is None else current.entry.version
-            check_lease(key, version, found, is_leased=current is not None and current.ttl > 0)
+            is_leased = current is not None and current.ttl > 0
+            check_lease(key, version, found, is_leased=is_leased)
             if current is None or current.owner != self._owner:
                 raise lost_lease(key, version, "it belongs to another client")
-            folder.put(attrs.evolve(current, beat=current.beat + 1), durably=False)
+            count = current.refresh_count + 1
+            directory.put(attrs.evolve(current, refresh_count=count), is_durable=False)
 
     def list(self, prefix: str) -> Listing:
-        with self._alone() as folder:
-            entries = tuple(record.entry for record in folder.records(prefix))
-            return Listing(entries, folder.changes().version)
+        with self._exclusive() as directory:
+            entries = tuple(stored.entry for stored in directory.list(prefix))
+            return Listing(entries, directory.changes().version)
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         deadline = monotonic() + timeout
         while True:
-            # A version is claimed, with its key, before its file changes. So what is read here
-            # without the lock can be too early for a reader, who then waits for it; never late.
-            with self._open() as folder:
-                if folder.changes().has_changed(prefix, after):
+            # The change is recorded before its file changes. A reader without the lock can learn of
+            # a change too early, and then waits for the lock, but never too late.
+            with self._open() as directory:
+                if directory.changes().has_changed(prefix, after):
                     return True
-            left = deadline - monotonic()
-            if left <= 0:
+            left_s = deadline - monotonic()
+            if left_s <= 0:
                 return False
-            self._closed.wait(min(left, WAIT_POLL_S))
+            self._closed.wait(min(left_s, POLL_INTERVAL_S))
 
     def close(self) -> None:
         self._check_process()
@@ -406,64 +429,65 @@ class FileStore(Store, ForkAware):
         self._closed.set()
         if not self._has_leased:
             return
-        with self._folder.reached(), self._folder.locked(self._timeout):
-            for record in self._folder.records(""):
-                if record.owner == self._owner:
-                    self._folder.remove(record.entry)
+        directory = self._directory
+        with directory.translate_errors(), directory.locked(self._timeout):
+            for stored in directory.list(""):
+                if stored.owner == self._owner:
+                    directory.remove(stored.entry)
 
     @contextmanager
-    def _open(self, _: str = "") -> Iterator[_Folder]:
-        """The folder, which is made where it is not there; leases that are over are gone."""
+    def _open(self) -> Iterator[_StoreDirectory]:
+        """Create the directory if necessary, and expire leases."""
         self._check_process()
         if self._closed.is_set():
             raise StoreConnectionError(f"this FileStore of {self._path} is closed")
-        with self._folder.reached():
-            if not self._made:
+        with self._directory.translate_errors():
+            if not self._is_created:
                 self._path.mkdir(parents=True, exist_ok=True)
-                self._made = True
-            if monotonic() >= self._look_at:
-                # Where somebody else has the lock, the next operation tries again.
-                with contextlib.suppress(StoreTimeoutError), self._folder.locked(0.0):
-                    self._end_silent_leases()
-            yield self._folder
+                self._is_created = True
+            if monotonic() >= self._next_tick_at:
+                # If another client owns the lock, the next operation tries again.
+                with contextlib.suppress(StoreTimeoutError), self._directory.locked(0.0):
+                    self._expire_leases()
+            yield self._directory
 
     @contextmanager
-    def _alone(self, key: str = "") -> Iterator[_Folder]:
-        """The folder while nobody else writes."""
-        with self._open(key) as folder, folder.locked(self._timeout):
-            yield folder
+    def _exclusive(self) -> Iterator[_StoreDirectory]:
+        with self._open() as directory, directory.locked(self._timeout):
+            yield directory
 
     def _put(self, key: str, value: bytes, ttl: float | None) -> Entry:
-        entry = Entry(key, value, self._folder.claim(key))
+        entry = Entry(key, value, self._directory.allocate_version(key))
         if ttl is None:
-            self._folder.put(Record(entry))
+            self._directory.put(StoredEntry(entry))
         else:
             self._has_leased = True
-            self._folder.put(Record(entry, self._owner, float(ttl)))
+            self._directory.put(StoredEntry(entry, self._owner, float(ttl)))
         return entry
 
-    def _end_silent_leases(self) -> None:
-        """Look at the leases, and end those that this reader has seen stand still for their ttl.
+    def _expire_leases(self) -> None:
+        """Remove the leases whose counter has not changed for their ttl.
 
-        Looks are taken with the lock held, so a time in which nobody could have it counts as one
-        look, not as the owners' silence; and what is ended is what was read, at that moment.
+        The caller owns the lock. A time in which no client could get the lock thus counts as one
+        tick, and what is removed is what was read.
         """
-        clock, folder = self._clock, self._folder
-        version = folder.changes().version
-        if version != self._scanned:
-            records = folder.records("")
-            self._scanned = version
+        timers, directory = self._timers, self._directory
+        version = directory.changes().version
+        if version != self._scanned_version:
+            entries = directory.list("")
+            self._scanned_version = version
         else:
-            # Nothing but their counters has changed.
-            found = [folder.get(key) for key, _, _ in clock.names]
-            records = [record for record in found if record is not None]
-        leased = {(r.entry.key, r.entry.version, r.beat): r for r in records if r.ttl}
+            # Only the counters of known leases can have changed.
+            known = [directory.get(key) for key, _, _ in timers.names]
+            entries = [stored for stored in known if stored is not None]
+        leases = {(s.entry.key, s.entry.version, s.refresh_count): s for s in entries if s.ttl}
         now = monotonic()
-        for name in clock.names - leased.keys():
-            clock.remove(name)
-        for name in leased.keys() - clock.names:
-            clock.restart(name, leased[name].ttl, now)
-        for name in clock.tick(now):
-            folder.remove(leased[name].entry)
-        due = clock.until_due(now)
-        self._look_at = now + (LONGEST_PAUSE if due is None else min(due, LONGEST_PAUSE))
+        for name in timers.names - leases.keys():
+            timers.remove(name)
+        for name in leases.keys() - timers.names:
+            timers.restart(name, leases[name].ttl, now)
+        for name in timers.tick(now):
+            directory.remove(leases[name].entry)
+        due_s = timers.until_due(now)
+        interval = MAX_TICK_INTERVAL_S if due_s is None else min(due_s, MAX_TICK_INTERVAL_S)
+        self._next_tick_at = now + interval

@@ -1,37 +1,31 @@
-"""What every store promises: a small, strongly consistent key-value store for one job.
+"""Contract of a store: a small, strongly consistent key-value store for one job.
 
-The contract, in prose. `elasticlib.testing.StoreContract` is the same contract as code; a store
-of your own subclasses `Store`, and its test subclasses the suite.
+A store is a subclass of `Store`. `elasticlib.testing.StoreContract` tests these rules:
 
 * Keys are non-empty strings without NUL, at most 1,024 bytes in UTF-8. Values are bytes.
-* Every change (a write, a delete, the end of a lease) gets the next **version** of the whole
-  store, a positive integer. An entry carries the version of the write that made it. Versions
-  grow and are never reused, also not after a delete.
-* Reads and writes are linearizable: whoever reads after a write has returned sees it.
-* A missing key answers at once. Nothing blocks for ever: `wait` has a timeout, and each other
-  call ends within bounds that follow from the store's own, which its error names.
-* `compare_set` says whether *this* call won, and what is there now; exactly one of several
-  racing callers that expect the same version wins.
-* A **lease** is a key written with a `ttl`. Its owner calls `refresh`, which is no change and
-  wakes nobody. An unrefreshed lease ends after about its ttl, for everyone at once: nobody sees
-  it afterwards, its owner's next `refresh` raises `LeaseLostError`, and waiters wake. It never ends
-  early because some clock was wrong, or because the *store* stood still for a while. A store
-  whose clients hold connections may end a lease when its owner's connection ends. Any write to
-  the key replaces the lease: with a `ttl` by a new one, without by a plain key.
+* Each change (a write, a delete, the expiry of a lease) gets the next **version** of the whole
+  store, a positive integer. An entry has the version of its last write. Versions increase and are
+  never reused.
+* Reads and writes are linearizable: a read after a write has returned sees that write.
+* A missing key is None at once. Each call ends within a time that follows from the timeouts of the
+  store; the error names them.
+* If several callers race with the same expected version, exactly one `compare_set` succeeds.
+* A **lease** is a key that was written with a `ttl` in seconds. It expires about `ttl` after its
+  last refresh, for all clients at the same moment. An expiry is a change: it wakes waits. A refresh
+  is not a change. A lease never expires early because a clock was set or the store was paused. A
+  store may end a lease when the connection of its owner ends. A write to the key replaces the
+  lease, with `ttl` by a new lease and without by a plain key.
 * `list` is a snapshot: the entries and the version at which they were read. Listings of up to 4 MiB
   succeed. A store may raise StoreRejectedError for a longer one.
-* `wait(prefix, after=v)` returns True as soon as anything under the prefix has changed since
-  version v, deletes and ended leases included, be it before the call or during it. It may return
-  True without a cause; it never misses one. To watch: `list`, act, `wait` past the list's
-  version, and again.
-* A store may be used by several threads at once: one that waits does not hold up the others.
-* In a child that was forked the copy of a client is another client: each of its calls works, with
-  leases of its own, or raises `StoreConnectionError` (one of a store that is in its parent's
-  memory, or of a library that does not bear forks). It never hangs, whatever the parent's threads
-  were doing, and neither its calls, its `close` nor its end touch the parent's client or its
-  leases.
-* Failures: `StoreConnectionError` (not reached, or lost with the answer unknown: read again),
-`StoreTimeoutError`, `StoreRejectedError` (the store said no), `LeaseLostError`.
+* `wait(prefix, after=v)` returns True as soon as a key under the prefix has changed since version
+  v, before the call or during it. It can return True without a change, and it never misses one. To
+  follow a prefix: list it, act, wait for a change after the version of the listing, and repeat.
+* Several threads can use a client at the same time. A wait does not block other threads.
+* In a forked child, the copy of a client is another client, which works or raises
+  StoreConnectionError. It never blocks for ever, and it does not affect the client of the parent or
+  its leases.
+* Errors are `StoreConnectionError`, `StoreTimeoutError`, `StoreRejectedError` and `LeaseLostError`.
+  After the first two, the caller does not know whether a write took place.
 """
 
 from __future__ import annotations
@@ -41,6 +35,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ..clock import monotonic, sleep
 from .key_space import ABSENT as ABSENT
 from .key_space import CompareSetResult as CompareSetResult
 from .key_space import Entry as Entry
@@ -52,46 +47,103 @@ from .key_space import check_ttl as check_ttl
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+POLL_INTERVAL_S = 0.02  # of the default `wait`
+
 
 class Store(abc.ABC):
-    """A key-value store with versions, compare-and-set, leases and waiting."""
+    """A client of a key-value store with versions, compare-and-set, leases and waits.
+
+    A subclass implements `get`, `compare_set`, `delete`, `refresh` and `list`. It can override the
+    other methods, which work with these, to save round trips.
+    """
 
     @abc.abstractmethod
     def get(self, key: str) -> Entry | None:
-        """What stands at `key`, or None at once."""
-
-    @abc.abstractmethod
-    def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
-        """Write, whatever was there; with `ttl` (seconds) as a lease that `refresh` keeps."""
+        """Return the entry at `key`, or None if the key does not exist."""
 
     @abc.abstractmethod
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSetResult:
-        """Write only if the key's version is `expected` (`ABSENT` for no such key)."""
+        """Write the key only if its version is `expected`.
+
+        Args:
+            key: The key to write.
+            value: Its new value.
+            expected: The version that the key must have; `ABSENT` if it must not exist.
+            ttl: Seconds after which the key expires as a lease of this client, or None.
+
+        Returns:
+            Whether this call has written, and the entry at the key now.
+        """
 
     @abc.abstractmethod
     def delete(self, key: str, *, expected: int | None = None) -> bool:
-        """Remove the key (only at version `expected`, if given); whether it was removed."""
+        """Remove the key, if its version is `expected` or if `expected` is None.
+
+        Returns:
+            True if this call has removed the key.
+        """
 
     @abc.abstractmethod
     def refresh(self, key: str, version: int) -> None:
-        """Keep the lease that was written at `version` alive for another ttl.
+        """Start the ttl of a lease again.
+
+        Args:
+            key: The key of the lease.
+            version: The version at which this client wrote the lease.
 
         Raises:
-            LeaseLostError: the key is gone, was replaced, is no lease, or is another client's.
+            LeaseLostError: The lease has expired, was deleted or replaced, or belongs to another
+                client.
         """
 
     @abc.abstractmethod
     def list(self, prefix: str) -> Listing:
-        """All entries whose key starts with `prefix` (`""` for all), as of one moment."""
+        """Return all entries whose key starts with `prefix`, sorted by key, as a snapshot.
 
-    @abc.abstractmethod
-    def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
-        """Block until something under `prefix` has changed past version `after`.
-
-        True when it has (or, rarely, may have); False when `timeout` seconds went by without.
+        Raises:
+            StoreRejectedError: The listing is longer than the store supports.
         """
+
+    def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
+        """Write the key without a condition.
+
+        Args:
+            key: The key to write.
+            value: Its new value.
+            ttl: Seconds after which the key expires as a lease of this client, or None.
+
+        Returns:
+            The new entry.
+        """
+        result = self.compare_set(key, value, expected=ABSENT, ttl=ttl)
+        while not result.succeeded or result.entry is None:
+            version = ABSENT if result.entry is None else result.entry.version
+            result = self.compare_set(key, value, expected=version, ttl=ttl)
+        return result.entry
+
+    def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
+        """Block until a key under `prefix` has changed since version `after`.
+
+        The default compares the version of the store every 20 ms. It also returns True if a key
+        under another prefix has changed, because a listing does not show what was deleted.
+
+        Args:
+            prefix: The prefix of the keys; "" for all keys.
+            after: The version since which changes count, usually that of a listing.
+            timeout: Seconds to wait.
+
+        Returns:
+            True if there may be a change, False if there was none within the timeout.
+        """
+        deadline = monotonic() + timeout
+        while self.list(prefix).version == after:
+            left_s = deadline - monotonic()
+            if left_s <= 0:
+                return False
+            sleep(min(left_s, POLL_INTERVAL_S))
+        return True
 
     def watch(
         self,
@@ -101,30 +153,44 @@ class Store(abc.ABC):
         callback: Callable[[WatchResult], None],
         with_listing: bool = False,
     ) -> bool:
-        """Like `wait`, without a thread that waits: `callback(True)` is called once, from whatever
-        thread, when something has changed, or `callback(False)` when that can no longer be told.
+        """Call `callback` once when a key under `prefix` has changed since version `after`.
 
-        with_listing: `callback` may be given what `list(prefix)` would have answered then, in place
-        of True. It must not block. False, and nothing is called: this store has only `wait` to
-        offer.
+        It is called in any thread, and must not block. Its argument is True if there was a change,
+        and False if the client lost the watch, for example with its connection.
+
+        Args:
+            prefix: The prefix of the keys.
+            after: The version since which changes count.
+            callback: The function to call.
+            with_listing: The argument of the callback can also be the new listing, if it is short.
+
+        Returns:
+            False if this store only offers `wait`, which is the default. The callback is not called
+            then.
         """
         del prefix, after, callback, with_listing
         return False
 
     def try_other_endpoints(self, accept: Callable[[Store, bool], bool]) -> bool:
-        """Go to another place where this store is served, if it has several and one is accepted.
+        """Move to another endpoint at which this store is served, if one is accepted.
 
-        `accept(store, earlier)` is asked of each; earlier: it comes before this one in the list.
-        True if we went: what was read or leased here then counts for nothing. Called when a
-        job's nodes do not find each other where they are.
+        The rendezvous calls this if the nodes of a job do not meet at the current endpoint. What
+        was read or leased there does not count after a move.
+
+        Args:
+            accept: Is called with a client of each endpoint, and with True if that endpoint is
+                before the current one in the list. Returns True to move there.
+
+        Returns:
+            True if this client has moved; by default False.
         """
         del accept
         return False
 
     def close(self) -> None:  # noqa: B027 - most stores have nothing to close
-        """Let go of connections and end this client's leases; calls in flight end with an error.
+        """Close connections and end the leases of this client. Calls in flight raise an error.
 
-        Closing twice is harmless.
+        Closing a closed store does nothing.
         """
 
     def __enter__(self) -> Self:

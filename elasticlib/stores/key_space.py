@@ -346,13 +346,13 @@ class KeySpace(ChangeLog):
         return False
 
     def unwatch(self, owner: int, number: int) -> bool:
-        """Remove a watch. Return True if its change has come, or if there is no such watch."""
+        """Remove a watch. Return True if there was a change, or if there is no such watch."""
         watch = self._remove_watch(owner, number)
         return watch is None or self.has_changed(watch.prefix, watch.after)
 
     @property
     def has_notifications(self) -> bool:
-        """Whether there was a change after the last call of `take_notifications`."""
+        """True if there was a change after the last call of `take_notifications`."""
         return self._notified_version != self.version
 
     def take_notifications(self) -> Sequence[tuple[Watch, WatchResult]]:

@@ -1,7 +1,7 @@
-"""A store inside one process: the contract in the fewest lines, also the simulator's.
+"""A store inside one process. The simulator of the rendezvous uses it too.
 
-It has no thread: every operation first ends the leases that its clock says are over, and with
-`timeout=0` even `wait` never blocks, so an injected clock drives all of it.
+It has no thread: each operation first removes the leases that have expired by its clock. With
+`timeout=0`, also `wait` never blocks, so an injected clock controls everything.
 """
 
 from __future__ import annotations
@@ -21,82 +21,84 @@ from .key_space import KeySpace, KeySpaceLimits, Lease
 
 
 @attrs.define(eq=False)
-class Shared:
-    """What the clients of one store share: a keyspace, used by the thread that holds `lock`."""
+class _SharedKeySpace:
+    """The state that all clients of one store share. The owner of the lock uses it."""
 
     clock: Clock
     space: KeySpace
-    pid: int = attrs.field(factory=os.getpid)  # the one process that has the keyspace
+    pid: int = attrs.field(factory=os.getpid)  # the process whose memory this is
     lock: threading.RLock = attrs.field(factory=threading.RLock)
-    owners: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
-    changed: threading.Condition = attrs.field()
+    owners: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))  # numbers of clients
+    changed: threading.Condition = attrs.field()  # is notified of each change
 
     @changed.default
-    def _at_the_lock(self) -> threading.Condition:
-        return threading.Condition(self.lock)  # a condition's own lock is slower to take
+    def _condition_of_the_lock(self) -> threading.Condition:
+        return threading.Condition(self.lock)
 
 
 class MemoryStore(Store):
-    """A store in this process, and in no child of it; `client()` gives further clients of it.
+    """A client of a store in the memory of this process. Thread-safe.
 
     Args:
-        clock: seconds, for leases and for the timeout of `wait`.
-        limits: how much it holds; `StoreRejectedError` beyond.
+        clock: Returns the time in seconds, for leases and for the timeout of `wait`.
+        limits: The size above which writes raise StoreRejectedError.
     """
 
     def __init__(self, clock: Clock = monotonic, *, limits: KeySpaceLimits | None = None) -> None:
-        self._attach(Shared(clock, KeySpace(limits)))
+        self._attach(_SharedKeySpace(clock, KeySpace(limits)))
 
-    def _attach(self, shared: Shared) -> None:
+    def _attach(self, shared: _SharedKeySpace) -> None:
         self._shared = shared
-        self._owner = next(shared.owners)
+        self._owner = next(shared.owners)  # owner of this client's leases
         self._closed = False
 
     def client(self) -> MemoryStore:
-        """Another client of the same store, with leases of its own."""
+        """Return another client of the same store, with leases of its own."""
         other = MemoryStore.__new__(type(self))
         other._attach(self._shared)
         return other
 
     def get(self, key: str) -> Entry | None:
-        with self._turn() as space:
+        with self._exclusive() as space:
             return space.get(check_key(key))
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
-        with self._turn() as space:
+        with self._exclusive() as space:
             return space.put(key, bytes(value), self._lease(ttl), self._shared.clock())
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSetResult:
-        with self._turn() as space:
+        with self._exclusive() as space:
             now, lease = self._shared.clock(), self._lease(ttl)
             return space.compare_set(check_key(key), bytes(value), expected, lease, now)
 
     def delete(self, key: str, *, expected: int | None = None) -> bool:
-        with self._turn() as space:
+        with self._exclusive() as space:
             return space.delete(check_key(key), expected)
 
     def refresh(self, key: str, version: int) -> None:
-        with self._turn() as space:
+        with self._exclusive() as space:
             space.refresh(check_key(key), version, self._owner, self._shared.clock())
 
     def list(self, prefix: str) -> Listing:
-        with self._turn() as space:
+        with self._exclusive() as space:
             return space.list(prefix)
 
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         shared = self._shared
         deadline = shared.clock() + timeout
-        with self._turn() as space:
+        with self._exclusive() as space:
             while not space.has_changed(prefix, after):
-                left = deadline - shared.clock()
-                if left <= 0:
+                left_s = deadline - shared.clock()
+                if left_s <= 0:
                     return False
-                look = space.lease_timers.until_due(shared.clock())
-                # Releases the lock; other clients change the space meanwhile.
-                shared.changed.wait(min(left, threading.TIMEOUT_MAX if look is None else look))
-                self._begin()
+                tick_s = space.lease_timers.until_due(shared.clock())
+                # This releases the lock, so that other clients can change the key space.
+                shared.changed.wait(
+                    min(left_s, threading.TIMEOUT_MAX if tick_s is None else tick_s)
+                )
+                self._expire_leases()
         return True
 
     def close(self) -> None:
@@ -111,8 +113,7 @@ class MemoryStore(Store):
         ttl = check_ttl(ttl)
         return None if ttl is None else Lease(self._owner, float(ttl))
 
-    def _begin(self) -> None:
-        """Refuse if the store is closed; else end the leases that are over."""
+    def _expire_leases(self) -> None:
         shared = self._shared
         if self._closed:
             raise StoreConnectionError("this store is closed")
@@ -122,16 +123,16 @@ class MemoryStore(Store):
             shared.changed.notify_all()
 
     @contextmanager
-    def _turn(self) -> Iterator[KeySpace]:
-        """The keyspace, without ended leases, for this thread alone; wakes waiters on a change."""
+    def _exclusive(self) -> Iterator[KeySpace]:
+        """Lock the key space, expire leases, and notify waits of a change afterwards."""
         shared = self._shared
         if shared.pid != os.getpid():
-            # What the child has is a copy that no other process sees.
+            # No other process sees the copy in a child.
             raise StoreConnectionError(
                 "a MemoryStore is in the process that made it, and this is a forked child of that"
             )
         with shared.lock:
-            self._begin()
+            self._expire_leases()
             version = shared.space.version
             yield shared.space
             if shared.space.version != version:

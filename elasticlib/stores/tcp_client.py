@@ -169,7 +169,7 @@ class TcpStore(Store, ForkAware):
             try:
                 reply = replies.get(timeout=seconds)
             except queue.Empty:
-                # The first reply tells whether there was a change at the last moment.
+                # The first reply shows whether there was a change at the last moment.
                 unwatch = {"number": numbers[0]}
                 numbers.append(connection.send_request("unwatch", unwatch, replies.put))
                 reply = replies.get(timeout=min(self._timeout, MAX_WAIT_S))
@@ -320,12 +320,12 @@ class _TcpConnection:
         self._send_lock = threading.Lock()  # owned by the thread that sends a request
         self._state_lock = threading.Lock()  # guards `_error` and additions to `_pending`
         self._pending: dict[int, Callable[[Reply], None]] = {}  # callback of each request
-        self._error: ElasticError | None = None  # why the connection has ended
+        self._error: ElasticError | None = None  # why the connection was closed
         self._is_released = threading.Event()  # the reader thread has closed the socket
 
     @property
     def is_open(self) -> bool:
-        """Whether requests can be sent."""
+        """True if requests can be sent."""
         return self._error is None
 
     def request(self, op: str, fields: dict[str, Any], value: bytes = b"") -> Frame:
@@ -353,7 +353,7 @@ class _TcpConnection:
     ) -> int:
         """Send a request, and return its number.
 
-        The reader thread calls `callback` once with the reply, or with the error that ended the
+        The reader thread calls `callback` once with the reply, or with the error that closed the
         connection. The callback must not block.
         """
         number, data = self._protocol.encode_request(op, fields, value)
@@ -369,7 +369,7 @@ class _TcpConnection:
         return number
 
     def cancel(self, number: int) -> None:
-        """Discard the reply to a request, if it comes."""
+        """Discard the reply to a request."""
         self._pending.pop(number, None)
 
     def close(self, reason: str) -> None:
@@ -397,7 +397,7 @@ class _TcpConnection:
     # -- called by the reader thread ----------------------------------------------------------
 
     def on_readable(self) -> bool:
-        """Receive data. Return False if the connection has ended."""
+        """Receive data. Return False if the connection is closed."""
         broken = f"the connection to {self._address} broke"
         try:
             data = self.socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
@@ -488,7 +488,7 @@ class _ReaderThread(ForkAware):
                         return
 
     def _remove(self, selector: selectors.BaseSelector, connection: _TcpConnection) -> bool:
-        """Release a connection that has ended. Return True if it was the last one."""
+        """Release a closed connection. Return True if it was the last one."""
         with self._lock:
             selector.unregister(connection.socket)
             connection.release()

@@ -7,7 +7,7 @@ has an effect.
 The handshake is one exchange. The client sends `hello` with its protocol version, its job, its
 label and a nonce. The server answers with `welcome`, its own nonce and, if there is a secret, its
 proof. The client verifies that proof, and sends its own `proof` together with its first request.
-Each request has a number, and its reply has the same number. The reply to a watch comes when the
+Each request has a number, and its reply has the same number. The reply to a watch is sent when the
 watched prefix has changed. An error with number 0 ends the connection.
 """
 
@@ -36,10 +36,12 @@ from .key_space import Entry, KeySpace, Lease, Listing, Watch, check_key, check_
 
 PROTOCOL = 7
 MAX_FRAME_BYTES = 8 * 1024 * 1024  # length of a frame, and so of the largest listing
-MAX_HEADER_BYTES = 8 * 1024  # header of any frame that carries one value, whatever its key is
+MAX_HEADER_BYTES = 8 * 1024  # header of any frame that carries one value with any key
 MAX_HANDSHAKE_BYTES = 8 * 1024  # a frame of a peer that is not authenticated
 MAX_LABEL_LENGTH = 1024
-NO_NOTIFICATION_BYTES = 1024 * 1024  # a client with more unsent bytes is only told of a change
+NO_NOTIFICATION_BYTES = (
+    1024 * 1024
+)  # a client with more unsent bytes only learns that there is a change
 NOT_A_STORE = "not as an elasticlib store"  # part of the error if another program answers
 
 _HTTP_PREFIXES = ("HTTP", "GET ", "HEAD", "POST", "PUT ", "DELE", "OPTI", "CONN", "PATC", "TRAC")

@@ -152,7 +152,7 @@ class TcpStoreServer:
             The server itself.
 
         Raises:
-            ConfigError: The server was closed, or its thread has ended.
+            ConfigError: The server was closed, or its thread has failed.
             OSError: The address cannot be bound.
         """
         if self.is_serving and not self._is_closing.is_set():
@@ -198,7 +198,7 @@ class TcpStoreServer:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the server's thread is running."""
+        """True while the thread of the server is running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property

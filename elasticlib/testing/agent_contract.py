@@ -17,7 +17,7 @@ import pytest
 from ..agent.options import AgentOptions
 from ..errors import WorkerStartError
 from ..flag_values import DRAIN_EXIT_CODE
-from ..workers.exit import WorkerExit
+from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 from .agent_acts import CODE, Act
 from .agent_job import WORKERS, Job, MakeAgent
@@ -75,7 +75,7 @@ class AgentContract(AgentSuite):
         result = node.runs()
         assert (result.state, result.exit_code) == (WorkerState.SUCCEEDED, 0), result.reason
         assert (result.generation, result.restarts) == (1, 0)
-        assert result.values == {rank: job.stage.value(rank) for rank in range(WORKERS)}
+        assert result.return_values == {rank: job.stage.value(rank) for rank in range(WORKERS)}
         assert result.failures == {}
         group = node.agent.get_worker_group()
         assert group is not None
@@ -108,8 +108,8 @@ class AgentContract(AgentSuite):
         assert list(result.failures) == [1], "only who failed has failed, and not who was stopped"
         failure = result.failures[1]
         assert (failure.rank, failure.local_rank, failure.returncode) == (1, 1, CODE)
-        assert result.cause is not None
-        assert result.cause.rank == 1
+        assert result.root_cause is not None
+        assert result.root_cause.rank == 1
 
     def test_a_worker_that_is_killed_has_failed(self, job: Job) -> None:
         result = job.node(Scene.of(STAY, Act.DIE)).runs()
@@ -126,8 +126,8 @@ class AgentContract(AgentSuite):
         node = job.node(Scene.of(STAY, STAY, later=(STAY, STAY)), max_restarts=1)
         start = node.agent.start
 
-        def start_and_fail(group: WorkerGroup, ended: Callable[[int], None]) -> None:
-            start(group, ended)
+        def start_and_fail(group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
+            start(group, on_exit)
             job.stage.until_up(group.generation, WORKERS)
             raise WorkerStartError("there is no room for one more")
 
@@ -135,8 +135,8 @@ class AgentContract(AgentSuite):
         result = node.runs()
         assert (result.state, result.generation) == (WorkerState.FAILED, 2)
         assert "there is no room for one more" in result.reason
-        assert result.cause is not None
-        assert result.cause.sentence == "there is no room for one more"
+        assert result.root_cause is not None
+        assert result.root_cause.summary == "there is no room for one more"
 
     # Stopping
 
@@ -168,7 +168,7 @@ class AgentContract(AgentSuite):
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             pytest.skip("Python lets only the main thread hear signals")
-        options = AgentOptions(signals=(signal.SIGUSR1,), drain_signals=(signal.SIGUSR2,))
+        options = AgentOptions(stop_signals=(signal.SIGUSR1,), drain_signals=(signal.SIGUSR2,))
         node = job.node(Scene.of(STAY, STAY), options=options)
 
         def ask() -> None:
@@ -198,7 +198,7 @@ class AgentContract(AgentSuite):
         results = [first.result(), second.result()]
         assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
         assert [(result.generation, result.restarts) for result in results] == [(2, 0)] * 2
-        assert [sorted(result.values) for result in results] == [[0, 1], [2, 3]]
+        assert [sorted(result.return_values) for result in results] == [[0, 1], [2, 3]]
         assert len(job.stage.up(2)) == 2 * WORKERS
 
     def test_one_nodes_failure_restarts_both_and_both_know_the_cause(self, job: Job) -> None:
@@ -210,7 +210,7 @@ class AgentContract(AgentSuite):
         results = [node.result() for node in nodes]
         assert [result.state for result in results] == [WorkerState.FAILED] * 2
         assert [(result.generation, result.restarts) for result in results] == [(2, 1)] * 2
-        assert [result.cause and result.cause.rank for result in results] == [3, 3]
+        assert [result.root_cause and result.root_cause.rank for result in results] == [3, 3]
         assert sorted(rank for result in results for rank in result.failures) == [3]
 
     # What goes wrong in an agent itself
@@ -219,13 +219,13 @@ class AgentContract(AgentSuite):
         node = job.node(Scene.of(STAY, FAIL), max_restarts=1)
         start, late = node.agent.start, []
 
-        def start_with_echo(group: WorkerGroup, ended: Callable[[int], None]) -> None:
+        def start_with_echo(group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
             def twice(local_rank: int) -> None:
-                ended(local_rank)
-                threading.Thread(target=ended, args=(local_rank,)).start()
+                on_exit(local_rank)
+                threading.Thread(target=on_exit, args=(local_rank,)).start()
 
             start(group, twice)
-            late.append(ended)
+            late.append(on_exit)
             for tell in late[:-1]:
                 for local_rank in range(WORKERS):
                     tell(local_rank)
@@ -233,7 +233,7 @@ class AgentContract(AgentSuite):
         node.agent.start = start_with_echo  # type: ignore[method-assign]
         result = node.runs()
         assert (result.state, result.generation) == (WorkerState.SUCCEEDED, 2), result.reason
-        assert sorted(result.values) == [0, 1]
+        assert sorted(result.return_values) == [0, 1]
         late[-1](0)
 
     def test_a_part_that_breaks_ends_the_run_with_its_words(self, job: Job) -> None:
@@ -244,7 +244,7 @@ class AgentContract(AgentSuite):
             job.stage.until_up(1, WORKERS)
             raise RuntimeError(f"where worker {local_rank} ran, there is fire")
 
-        node.agent.collect = collect  # type: ignore[method-assign]
+        node.agent.reap = collect  # type: ignore[method-assign]
         result = node.runs()
         assert result.state is WorkerState.FAILED
         assert result.reason == "RuntimeError: where worker 1 ran, there is fire"
@@ -273,7 +273,7 @@ class KeptWorkersContract(AgentSuite):
         group = node.agent.get_worker_group()
         assert group is not None
         assert set(whole) == {place(group, local) for local in range(WORKERS)}
-        assert result.values == {rank: rank for rank in range(WORKERS)}
+        assert result.return_values == {rank: rank for rank in range(WORKERS)}
 
     def test_nothing_is_left_of_those_that_wait_for_a_place(self, job: Job) -> None:
         scene = Scene.of(*[KEEP] * (2 * WORKERS))
@@ -282,7 +282,7 @@ class KeptWorkersContract(AgentSuite):
         other.begin()
         job.stage.until_kept(1, 2 * WORKERS)
         other.handler.shutdown()
-        spare = node.agent.workers.spare
+        spare = node.agent.workers.standby_ranks
         wait_until("the others to wait", lambda: sum(spare().values()) == WORKERS, self.patience)
         node.handler.set_closed()
         results = [node.result(), other.result()]

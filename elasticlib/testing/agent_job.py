@@ -14,8 +14,8 @@ from typing import Any
 
 import attrs
 
+from ..agent.elastic_agent import ElasticAgent
 from ..agent.interface import RunResult
-from ..agent.loop import ElasticAgent
 from ..agent.options import AgentOptions
 from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.handler import DynamicRendezvousHandler
@@ -151,7 +151,7 @@ class Job:
         ladder = StopTimeouts(
             self._patience / 2 if grace is None else grace, kill_timeout=self._patience / 2
         )
-        settings = {"ladder": ladder, "options": options or AgentOptions()}
+        settings = {"stop_timeouts": ladder, "options": options or AgentOptions()}
         request = AgentRequest(WorkerSpec(entrypoint, WORKERS), handler, settings)
         self.nodes.append(AgentNode(self._make(request), handler, self._patience))
         return self.nodes[-1]

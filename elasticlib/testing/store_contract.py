@@ -27,7 +27,7 @@ from .store_process import (
     kept_lease,
     number_at,
     race,
-    said,
+    read_line,
     use_as_child,
 )
 
@@ -153,20 +153,20 @@ class StoreContract:
     def test_a_list_is_a_snapshot(self, connect: Connect) -> None:
         writer, reader = connect(), connect()
 
-        begun, enough = threading.Event(), threading.Event()
+        started, enough = threading.Event(), threading.Event()
 
         def write() -> None:
             for number in itertools.count():
                 writer.set("pair/a", b"%d" % number)
                 writer.set("pair/b", b"%d" % number)
-                begun.set()
+                started.set()
                 if enough.is_set():
                     return
 
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(write)
             try:
-                assert begun.wait(self.patience)
+                assert started.wait(self.patience)
                 for _ in range(30):
                     self._check_pair(reader.list("pair/"))
             finally:
@@ -387,12 +387,12 @@ class StoreContract:
         watcher = connect()
         with recipe.start("hold", "lease", str(self.ttl * 4)) as owner:
             try:
-                assert said(owner) == "done"
-                held = watcher.get("lease")
-                assert held is not None
+                assert read_line(owner) == "done"
+                lease = watcher.get("lease")
+                assert lease is not None
             finally:
                 owner.kill()
-            assert watcher.wait("lease", after=held.version, timeout=self.patience) is True
+            assert watcher.wait("lease", after=lease.version, timeout=self.patience) is True
         assert watcher.list("lease").entries == ()
 
     # Closing
@@ -427,12 +427,12 @@ class StoreContract:
         one, other = connect(), connect()
         lease = one.set("lease/parent", b"", ttl=1000 * self.ttl)
         with _used(one) if at_work else nullcontext():
-            said = [in_a_child(partial(use_as_child, one), self.patience) for _ in range(5)]
-        assert set(said) <= {"worked", "refused"}
-        assert len(set(said)) == 1
+            results = [in_a_child(partial(use_as_child, one), self.patience) for _ in range(5)]
+        assert set(results) <= {"worked", "refused"}
+        assert len(set(results)) == 1
         one.refresh("lease/parent", lease.version)
         assert other.list("lease/").entries == (lease,)
-        assert (other.get("child") is not None) is (said[0] == "worked")
+        assert (other.get("child") is not None) is (results[0] == "worked")
         assert one.get("child") == other.get("child")
 
     def _start_waiting(

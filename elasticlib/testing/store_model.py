@@ -1,6 +1,6 @@
-"""A store as a dictionary, in the dumbest way, and a state machine that compares a real one.
+"""A model of a store in a dictionary, and a state machine that compares a store with it.
 
-Each step is done on both; answers, contents, leases and the growth of versions must agree.
+Each step is done on both. Results, contents, leases and versions must agree.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ ODD_KEYS = (
 KEYS = st.sampled_from(["a", "b", "a/1", "a/2"])
 PREFIXES = st.sampled_from(["", "a", "a/", "b", "c"])
 VALUES = st.binary(max_size=20)
-LONG = 1000.0
-"""Seconds: a lease that does not end by itself while a test runs."""
+LONG = 1000.0  # ttl of a lease that does not expire during a test
 
 _ROOMS = (f"room{number}/" for number in itertools.count())
 
 
 class DictionaryModel:
-    """What a store should answer, in the dumbest way; `room` is the part of it that we use."""
+    """The expected contents of the part of a store that one test uses."""
 
     def __init__(self, room: str) -> None:
         self.room = room
@@ -66,20 +65,20 @@ class DictionaryModel:
             self._changed(store, key, store.list(key).version)
 
     def refresh(self, store: Store, key: str, version: int, owner: int) -> None:
-        held = version == self.version(key, "now") != ABSENT and self._owners[key] == owner
+        is_owned = version == self.version(key, "now") != ABSENT and self._owners[key] == owner
         try:
             store.refresh(key, version)
             kept = True
         except LeaseLostError:
             kept = False
-        assert kept is held
+        assert kept is is_owned
 
     def list(self, store: Store, prefix: str) -> None:
         found = [(e.key, (e.value, e.version)) for e in store.list(prefix).entries]
         assert found == sorted(i for i in self._there.items() if i[0].startswith(prefix))
 
     def wait(self, store: Store, prefix: str, back: int) -> None:
-        """Ask for what has changed in the last `back` changes: none may be missed."""
+        """Check that a wait notices each of the last `back` changes."""
         past = self._changes[-back:]
         if past:
             after = past[0][0] - 1
@@ -87,7 +86,7 @@ class DictionaryModel:
             assert store.wait(prefix, after=after, timeout=0.0) or not missed
 
     def version(self, key: str, which: str) -> int:
-        """The key's version now, the one before, or what to expect where there is none."""
+        """Return the version of the key now, the one before, or that of a missing key."""
         if which == "old":
             return self._old.get(key, 10**9)
         return self._there.get(key, (b"", ABSENT))[1] if which == "now" else ABSENT
@@ -107,7 +106,7 @@ class DictionaryModel:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Any history of one store's clients, in turn, beside the dictionary."""
+    """Random operations of several clients of a store, which take turns."""
 
     def __init__(self, clients: Sequence[Store]) -> None:
         super().__init__()
@@ -119,7 +118,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self._model.room + name
 
     def _check(self, key: str) -> None:
-        """Every client reads what stands there, and only the owner of a lease can keep it."""
+        """Check that every client reads the entry, and only the owner can refresh a lease."""
         for number, store in enumerate(self._clients):
             self._model.read(store, key)
             self._model.refresh(store, key, self._model.version(key, "now"), number)

@@ -1,7 +1,7 @@
-"""A store's client in a process of its own, to race with others or to be killed.
+"""Clients of a store in processes of their own, for races and for tests that kill a client.
 
-`ClientRecipe` says how to build the client; the process builds it, does one thing, and ends when
-its standard input does, so that it outlives no test.
+`ClientRecipe` describes how a process creates its client. The process does one thing, and exits
+when its standard input is closed, so it does not outlive the test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..clock import monotonic
 from ..errors import LeaseLostError, StoreConnectionError
 from ..stores.interface import ABSENT, Entry, Store
 
-# The child finds modules where we do, also those of the test that describes the client.
+# The child gets the import path of its parent, which contains the modules of the test.
 _BOOT = f"""
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -37,9 +37,12 @@ main(*sys.argv[2:])
 
 @attrs.frozen
 class ClientRecipe:
-    """How another process builds a client: `module:Class`, and what to call it with.
+    """A description of how another process creates a client.
 
-    Arguments and options are what JSON can carry.
+    Attributes:
+        target: The class or function, as `module:name`.
+        arguments: Its positional arguments, which JSON can encode.
+        options: Its keyword arguments, which JSON can encode.
     """
 
     target: str
@@ -47,13 +50,13 @@ class ClientRecipe:
     options: Mapping[str, Any] = attrs.field(factory=dict)
 
     def build(self) -> Store:
-        """The client."""
+        """Create the client in this process."""
         module, _, name = self.target.partition(":")
         factory = getattr(importlib.import_module(module), name)
         return cast(Store, factory(*self.arguments, **self.options))
 
     def start(self, *command: str) -> subprocess.Popen[str]:
-        """A process with a client, told what to do; it prints a line when it has."""
+        """Start a process with a client that executes a command of `main`."""
         described = (json.dumps(sys.path), json.dumps(attrs.asdict(self)))
         return subprocess.Popen(
             [sys.executable, "-c", _BOOT, *described, *command],
@@ -64,7 +67,7 @@ class ClientRecipe:
 
 
 def increment(store: Store, key: str, times: int) -> None:
-    """Add one to the number at the key, `times` times, losing no other client's additions."""
+    """Add one to the number at the key `times` times, while other clients do so too."""
     for _ in range(times):
         entry = store.get(key)
         while True:
@@ -77,33 +80,40 @@ def increment(store: Store, key: str, times: int) -> None:
 
 
 def kept_lease(owner: Store, watcher: Store, key: str, ttl: float) -> Entry | None:
-    """A lease that was refreshed for four times its ttl, in which nothing became of it; None if it
-    ended as this machine stood still for so long that nobody could refresh it."""
-    spoken = monotonic()
+    """Write a lease, and refresh it for four times its ttl.
+
+    Returns:
+        The lease, or None if it expired because this machine was too busy to refresh it in time.
+    """
+    refreshed_at = monotonic()
     lease = owner.set(key, b"mine", ttl=ttl)
     for _ in range(16):
-        ended = watcher.wait(key, after=lease.version, timeout=ttl / 4)
-        speaking = monotonic()
+        has_expired = watcher.wait(key, after=lease.version, timeout=ttl / 4)
+        started_at = monotonic()
         try:
             owner.refresh(key, lease.version)
         except LeaseLostError:
-            ended = True
-        if ended:
-            assert monotonic() - spoken > 0.7 * ttl, "a lease that was refreshed has changed"
+            has_expired = True
+        if has_expired:
+            assert monotonic() - refreshed_at > 0.7 * ttl, "a lease that was refreshed has changed"
             return None
-        spoken = speaking
+        refreshed_at = started_at
     return lease
 
 
-def said(process: subprocess.Popen[str]) -> str:
-    """The next line that the process prints; "" if it has ended."""
+def read_line(process: subprocess.Popen[str]) -> str:
+    """Return the next line that the process prints, or "" if it has exited."""
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
 def use_as_child(store: Store) -> str:
-    """What became of each kind of call to the copy that a forked child has: "worked" or "refused",
-    or what went wrong."""
+    """Use the copy of a client in a forked child.
+
+    Returns:
+        "worked" if each kind of call has worked, "refused" if each has raised
+        StoreConnectionError, or a message.
+    """
     outcomes = set()
     calls: list[Callable[[], object]] = [
         lambda: store.get("child"),
@@ -124,43 +134,46 @@ def use_as_child(store: Store) -> str:
 
 
 def in_a_child(act: Callable[[], str], patience: float) -> str:
-    """What `act` returns in a forked child, or the error that it raises there, as text; the child
-    ends without ending anything of its parent's. "hung" after `patience` seconds."""
+    """Call a function in a forked child, which exits without any cleanup.
+
+    Returns:
+        The result of the function, the traceback of its error, or "hung" after `patience` seconds.
+    """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks where there are threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks of a process with threads
         pid = os.fork()
     if not pid:
         try:
-            said = act()
+            result = act()
         except BaseException as error:
-            said = "".join(traceback.format_exception(error))
+            result = "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):
-            os.write(writing, said.encode()[-4000:])
+            os.write(writing, result.encode()[-4000:])
         os._exit(0)
     os.close(writing)
     with open(reading, "rb") as answer:
         if not select.select([answer], [], [], patience)[0]:
             os.kill(pid, signal.SIGKILL)
-        told = answer.read().decode()
+        output = answer.read().decode()
     _, status = os.waitpid(pid, 0)
-    return told or ("hung" if status == signal.SIGKILL else f"ended with status {status}")
+    return output or ("hung" if status == signal.SIGKILL else f"ended with status {status}")
 
 
 def number_at(store: Store, key: str) -> int:
-    """The number that `increment` counts up; 0 if there is none."""
+    """Return the number that `increment` has written, or 0."""
     entry = store.get(key)
     return int(entry.value) if entry else 0
 
 
 def race(recipe: ClientRecipe, racers: int, key: str, times: int, patience: float) -> None:
-    """Let processes increment the number at the key, `times` times each, all at once."""
+    """Let several processes increment the number at the key `times` times at the same time."""
     with ExitStack() as stack:
         processes = [
             stack.enter_context(recipe.start("increment", key, str(times))) for _ in range(racers)
         ]
         for process in processes:
-            assert said(process) == "ready"
+            assert read_line(process) == "ready"
         for process in processes:
             assert process.stdin is not None
             process.stdin.write("go\n")
@@ -171,7 +184,7 @@ def race(recipe: ClientRecipe, racers: int, key: str, times: int, patience: floa
 
 
 def main(recipe: str, command: str, key: str, number: str) -> None:
-    """`increment KEY TIMES`, or `hold KEY TTL`: a lease, until standard input ends."""
+    """Run `increment KEY TIMES`, or `hold KEY TTL` until the standard input is closed."""
     with ClientRecipe(**json.loads(recipe)).build() as store:
         store.get(key)
         if command == "increment":

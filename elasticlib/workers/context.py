@@ -14,7 +14,7 @@ from collections.abc import Callable
 import attrs
 
 from ..clock import monotonic
-from .interface import REASONS, SOURCES, TakenUp
+from .interface import RESTORE_SOURCES, STOP_REASONS, RestoreReport
 from .stack_dump import register_dump_handler
 from .worker_channel import CHANNEL_ENV, WorkerChannel
 
@@ -24,7 +24,7 @@ LOOK_SECONDS = 2e-4
 
 @attrs.frozen
 class StopRequest:
-    """Save, and end. reason: `preempted`, `resize` or `drain`; see `Notice`.
+    """Save, and end. reason: `preempted`, `resize` or `drain`; see `StopNotice`.
     deadline: until when, on this machine's monotonic clock; then the agent ends this worker."""
 
     reason: str
@@ -152,14 +152,14 @@ class WorkerContext:
         Raises:
             ValueError: unknown source, or negative seconds.
         """
-        if source not in SOURCES or not seconds >= 0:
+        if source not in RESTORE_SOURCES or not seconds >= 0:
             raise ValueError(
-                f"a state comes from {', '.join(SOURCES)} in 0 seconds or more, got {source!r} "
-                f"in {seconds}"
+                f"a state comes from {', '.join(RESTORE_SOURCES)} in 0 seconds or more, "
+                f"got {source!r} in {seconds}"
             )
         if self._channel is not None:
             now = monotonic()
-            self._channel.report_restored(TakenUp(step, source, now - seconds, now))
+            self._channel.report_restored(RestoreReport(step, source, now - seconds, now))
 
     # -- for a worker that outlives its group ------------------------------------------------------
 
@@ -204,7 +204,7 @@ class WorkerContext:
         if not stop_at or call < stop_at:
             channel.go_on(call)
             return None
-        return StopRequest(REASONS[channel.reason], channel.deadline)
+        return StopRequest(STOP_REASONS[channel.reason], channel.deadline)
 
 
 _context: WorkerContext | None = None

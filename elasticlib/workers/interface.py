@@ -18,49 +18,48 @@ from ..errors import ConfigError
 
 if TYPE_CHECKING:
     # Workers import this as well, and have no use for these.
-    from .exit import WorkerExit
+    from .exits import WorkerExit
     from .spec import WorkerGroup, WorkerSpec
 
-NOTHING = -1
+NO_STEP = -1
 """In place of a step that was not reported."""
-SOURCES = ("memory", "peer", "disk")
+RESTORE_SOURCES = ("memory", "peer", "disk")
 """Where a worker's state came from: its own node's memory, another node's, or a disk; the
 quickest first."""
 
 
 @attrs.frozen
-class TakenUp:
-    """The state that a worker took up: of which step, from which of the SOURCES, and from when
-    until when that took, on this machine's monotonic clock."""
+class RestoreReport:
+    """The state that a worker restored last. Times are on this machine's monotonic clock."""
 
     step: int
     source: str
-    began: float
-    ended: float
+    started_at: float
+    finished_at: float
 
 
-POINTS = 208
+MAX_LOSS_POINTS = 208
 """Losses that are kept for the agent's next look, at most."""
-POINT = struct.Struct("=dfi")
+LOSS_POINT = struct.Struct("=dfi")
 """A loss; when, in seconds after the first step; and the step, from the first on."""
 
 
-def is_kept(count: int) -> bool:
+def is_sampled(count: int) -> bool:
     """Whether a worker's loss is kept that it told after so many others: each of the first POINTS,
     and half as many of the following whenever their number has doubled. So the last POINTS that
     were kept are those of the last two doublings, however many there were."""
-    return not count & ((1 << (count // POINTS).bit_length()) - 1)
+    return not count & ((1 << (count // MAX_LOSS_POINTS).bit_length()) - 1)
 
 
-def kept_before(count: int) -> int:
+def num_sampled_before(count: int) -> int:
     """How many of the first so many are kept."""
-    halved = ((count - 1) // POINTS).bit_length() if count else 0
-    return POINTS // 2 * halved + (count + (1 << halved) - 1 >> halved)
+    halved = ((count - 1) // MAX_LOSS_POINTS).bit_length() if count else 0
+    return MAX_LOSS_POINTS // 2 * halved + (count + (1 << halved) - 1 >> halved)
 
 
 @attrs.frozen
-class Losses:
-    """Those that a worker told, as its agent found them in one look: see `is_kept`.
+class LossHistory:
+    """Those that a worker told, as its agent found them in one look: see `is_sampled`.
 
     count, later: how many there were before the look, and after it. points: the last POINTS that
     were kept of them, each in its place, as one may be written just now.
@@ -75,9 +74,13 @@ class Losses:
     def since(self, count: int) -> Iterator[tuple[int, float, float]]:
         """Step, time and loss of those that were kept after the worker's first so many."""
         # The place of the one before these may hold a newer one by now.
-        oldest = kept_before(max(self.count, self.later)) - POINTS + 1
-        for place in range(max(0, oldest, kept_before(count)), kept_before(self.count)):
-            loss, after, steps = POINT.unpack_from(self.points, place % POINTS * POINT.size)
+        oldest = num_sampled_before(max(self.count, self.later)) - MAX_LOSS_POINTS + 1
+        for place in range(
+            max(0, oldest, num_sampled_before(count)), num_sampled_before(self.count)
+        ):
+            loss, after, steps = LOSS_POINT.unpack_from(
+                self.points, place % MAX_LOSS_POINTS * LOSS_POINT.size
+            )
             yield self.first_step + steps, self.first_at + after, loss
 
 
@@ -95,32 +98,32 @@ class Heartbeat:
     losses those before it; samples: all of them.
     """
 
-    step: int = NOTHING
-    steps: int = 0
-    at: float = 0.0
-    alive: float = 0.0
-    durations: tuple[float, ...] = ()
-    saved: int = NOTHING
-    saves: int = 0
-    dumps: bool = False
-    attached: bool = False
-    first_step: int = NOTHING
+    step: int = NO_STEP
+    num_steps: int = 0
+    last_step_at: float = 0.0
+    last_activity_at: float = 0.0
+    step_durations: tuple[float, ...] = ()
+    last_saved_step: int = NO_STEP
+    num_saves: int = 0
+    can_dump_stacks: bool = False
+    is_attached: bool = False
+    first_step: int = NO_STEP
     first_at: float = 0.0
-    restored: TakenUp | None = None
-    restores: int = 0
-    snapshot: int = NOTHING
-    snapshots: int = 0
+    last_restore: RestoreReport | None = None
+    num_restores: int = 0
+    last_snapshot_step: int = NO_STEP
+    num_snapshots: int = 0
     loss: float | None = None
-    losses: Losses | None = None
-    samples: float = 0.0
+    loss_history: LossHistory | None = None
+    num_samples: float = 0.0
 
 
 PREEMPTED, RESIZE, DRAIN = "preempted", "resize", "drain"
-REASONS = (PREEMPTED, RESIZE, DRAIN)
+STOP_REASONS = (PREEMPTED, RESIZE, DRAIN)
 
 
 @attrs.frozen
-class Notice:
+class StopNotice:
     """What workers are told when they are asked to end by themselves, before any signal.
 
     reason: `preempted` (the machine is taken away), `resize` (the job goes on with other
@@ -129,13 +132,13 @@ class Notice:
     """
 
     reason: str
-    seconds: float
+    grace_s: float
 
     def __attrs_post_init__(self) -> None:
-        if self.reason not in REASONS or self.seconds < 0:
+        if self.reason not in STOP_REASONS or self.grace_s < 0:
             raise ConfigError(
-                f"a notice has a reason ({', '.join(REASONS)}) and seconds >= 0, "
-                f"got {self.reason!r} and {self.seconds}"
+                f"a notice has a reason ({', '.join(STOP_REASONS)}) and seconds >= 0, "
+                f"got {self.reason!r} and {self.grace_s}"
             )
 
 
@@ -145,11 +148,11 @@ class Workers(abc.ABC):
     def prepare(self, spec: WorkerSpec) -> None:  # noqa: B027
         """Begin preparations for the first start, and return; called at most once in a run."""
 
-    def await_prepared(self) -> None:  # noqa: B027
+    def wait_until_prepared(self) -> None:  # noqa: B027
         """Block until these preparations are done; `close` ends it. For any thread."""
 
     @abc.abstractmethod
-    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
         """Start all workers of the group, and its newcomers.
 
         Those that run already go on: they are given their place in the group, and newcomers wait
@@ -163,14 +166,14 @@ class Workers(abc.ABC):
         """
 
     @abc.abstractmethod
-    def collect(self, local_rank: int) -> WorkerExit:
+    def reap(self, local_rank: int) -> WorkerExit:
         """After `ended`: how it ended, with all that it left behind cleared away."""
 
     @abc.abstractmethod
     def running(self) -> dict[int, str]:
         """Those not yet collected, by local rank, each with a name for people ("pid 123")."""
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         """Ask the workers to save and end at a step they all agree on.
 
         True: they have `notice.seconds` to end by themselves, with any exit code. False (the
@@ -179,31 +182,31 @@ class Workers(abc.ABC):
         del notice
         return False
 
-    agrees = False
+    supports_coordinated_stop = False
     """Whether those who were notified wait to be told at which call of `should_stop` to end, so
     that all ranks of the job end at the same; then there are the next two."""
 
-    def earliest_stop(self) -> int | None:
+    def earliest_stop_call(self) -> int | None:
         """Return the first call at which all workers here can stop; None while one is in a call.
 
         Called from any thread, after `notify` returned True.
         """
         return None
 
-    def stop_at(self, call: int, notice: Notice) -> None:  # noqa: B027 - not all agree
+    def stop_at_call(self, call: int, notice: StopNotice) -> None:  # noqa: B027 - not all agree
         """Have all workers stop at this call, for the reason and in the time of this notice."""
 
-    tell_steps = False
+    reports_heartbeats = False
     """Whether `beats` returns anything; hangs are found by that."""
 
-    def beats(self) -> Mapping[int, Heartbeat]:
+    def heartbeats(self) -> Mapping[int, Heartbeat]:
         """The workers' heartbeats, by local rank. For any thread."""
         return {}
 
-    def last_beats(self) -> Mapping[int, Heartbeat]:
+    def final_heartbeats(self) -> Mapping[int, Heartbeat]:
         """The same, and the last heartbeats of the workers of the group that have ended; until the
         next start, and after `close`."""
-        return self.beats()
+        return self.heartbeats()
 
     def dump_stacks(self) -> Mapping[int, str]:
         """Have the workers write down what each of their threads is doing; the texts, by local
@@ -215,25 +218,25 @@ class Workers(abc.ABC):
         """The same of these alone, for an observer: nothing is kept."""
         return {n: text for n, text in self.dump_stacks().items() if n in local_ranks}
 
-    def keepers(self) -> Collection[int]:
+    def regroupable_ranks(self) -> Collection[int]:
         """Those of the running workers, by local rank, that can go on in another group, also if
         theirs breaks; the next four are for these."""
         return ()
 
-    def leave(self) -> None:  # noqa: B027
+    def leave_group(self) -> None:  # noqa: B027
         """Tell all that are in a group that it is over, so that they leave it as soon as they can,
         and wait for a place in the next."""
 
-    def broken(self) -> bool:
+    def has_group_failure(self) -> bool:
         """Whether one of them has said that something has failed in its group."""
         return False
 
-    def spare(self) -> Mapping[int, bool]:
+    def standby_ranks(self) -> Mapping[int, bool]:
         """Those that are in no group, by local rank, each with whether it waits for a place by now:
         those that have left theirs, and newcomers."""
         return {}
 
-    def stop_only(  # noqa: B027
+    def stop_ranks(  # noqa: B027
         self, local_ranks: Collection[int], *, force: bool = False
     ) -> None:
         """Ask these alone to stop, or end them by force."""
@@ -246,7 +249,7 @@ class Workers(abc.ABC):
     def kill(self) -> None:
         """End all running workers by force."""
 
-    def end(self) -> None:  # noqa: B027 - `close` does it as well
+    def kill_and_wait(self) -> None:  # noqa: B027 - `close` does it as well
         """End all workers by force, and wait for it within bounds; what they kept stays until
         `close`. No others will be started."""
 

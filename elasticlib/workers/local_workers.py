@@ -28,9 +28,9 @@ from . import cleanup, stack_dump
 from .cleanup import CleanupProcess, SessionCleaner
 from .error_file import FailureReport, read_failure_report, remove_exit_file
 from .event_loop import EventLoop
-from .exit import UNKNOWN, WorkerExit
+from .exits import UNKNOWN_RETURNCODE, WorkerExit
 from .fork_server import ForkedWorker
-from .interface import Heartbeat, Notice, Workers
+from .interface import Heartbeat, StopNotice, Workers
 from .node_resources import CpuSet, count_usable_cpus, oom_kill_count_rose, read_oom_kill_count
 from .output import OutputThread, WorkerOutput
 from .output_plan import OutputPlan
@@ -205,16 +205,16 @@ class LocalWorkers(Workers):
         self._loop.start()
         self._launcher.prepare(spec, self._environment, count_usable_cpus())
 
-    def await_prepared(self) -> None:
+    def wait_until_prepared(self) -> None:
         self._launcher.await_prepared()
 
-    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
         _heed_children()
         try:
             self.prepare(group.spec)
         except OSError as error:
             raise WorkerStartError(f"cannot begin to start workers: {error}") from error
-        self.await_prepared()
+        self.wait_until_prepared()
         everyone = (*group.workers, *group.standby_workers)
         stay = {worker.local_rank for worker in everyone}
         self._processes = {n: one for n, one in self._processes.items() if n in stay}
@@ -235,7 +235,7 @@ class LocalWorkers(Workers):
             raise WorkerStartError(f"cannot prepare the start of the workers: {error}") from error
         for worker in new:
             try:
-                self._spawn(group, worker, folders[worker.local_rank], ended)
+                self._spawn(group, worker, folders[worker.local_rank], on_exit)
             except OSError as error:
                 raise WorkerStartError(
                     f"cannot start the worker of rank {worker.rank}: {error}"
@@ -264,13 +264,13 @@ class LocalWorkers(Workers):
         return environment
 
     def _spawn(
-        self, group: WorkerGroup, worker: Worker, folder: Path, ended: Callable[[int], None]
+        self, group: WorkerGroup, worker: Worker, folder: Path, on_exit: Callable[[int], None]
     ) -> None:
         local = worker.local_rank
         newcomer = worker in group.standby_workers
         channel = self._channels.open(local, newcomer=newcomer)
         try:
-            self._start_process(group, worker, folder, channel, ended)
+            self._start_process(group, worker, folder, channel, on_exit)
         except BaseException:
             if local not in self._processes:
                 self._channels.close(local)
@@ -282,7 +282,7 @@ class LocalWorkers(Workers):
         worker: Worker,
         folder: Path,
         channel: str,
-        ended: Callable[[int], None],
+        on_exit: Callable[[int], None],
     ) -> None:
         local = worker.local_rank
         files = self._output.files_of(local, str(folder))
@@ -307,18 +307,18 @@ class LocalWorkers(Workers):
             process.result = (None, "")
         self._processes[local] = process
         output.attach()
-        self._loop.watch_process(popen.pid, partial(self._ended, process, ended))
+        self._loop.watch_process(popen.pid, partial(self._ended, process, on_exit))
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def _ended(self, process: _Process, ended: Callable[[int], None]) -> None:
+    def _ended(self, process: _Process, on_exit: Callable[[int], None]) -> None:
         """Report a worker's exit once nothing is left of its session; called in the loop's thread.
 
         Neither are processes looked for there, nor does a value's own code run there, because both
         take their time.
         """
         process.ended_at = wall()
-        self._clean(process, partial(self._report_end, process, ended))
+        self._clean(process, partial(self._report_end, process, on_exit))
 
     def _clean(self, process: _Process, then: Callable[[], object] = lambda: None) -> None:
         def cleaned() -> None:
@@ -327,21 +327,21 @@ class LocalWorkers(Workers):
 
         self._cleaner.clean(process.pid, process.began, cleaned)
 
-    def _report_end(self, process: _Process, ended: Callable[[int], None]) -> None:
+    def _report_end(self, process: _Process, on_exit: Callable[[int], None]) -> None:
         local = process.worker.local_rank
 
         def read() -> None:
             process.read_result()
-            ended(local)
+            on_exit(local)
 
         if process.result is None:
             try:
-                return helper(read, f"worker-{local}-value", lambda _: ended(local)).start()
+                return helper(read, f"worker-{local}-value", lambda _: on_exit(local)).start()
             except RuntimeError:
                 log.warning("cannot start a thread to read what a worker's function returned")
-        return ended(local)
+        return on_exit(local)
 
-    def collect(self, local_rank: int) -> WorkerExit:
+    def reap(self, local_rank: int) -> WorkerExit:
         process = self._processes.pop(local_rank)
         self._channels.close(local_rank)
         if not process.cleaned.is_set():
@@ -357,14 +357,14 @@ class LocalWorkers(Workers):
             local_rank,
             process.worker.rank,
             process.pid,
-            returncode=UNKNOWN if returncode is None else returncode,
-            code_known=returncode is not None,
-            stopped=self._stopped,
-            signalled=returncode is not None and (local_rank, -returncode) in self._sent,
+            returncode=UNKNOWN_RETURNCODE if returncode is None else returncode,
+            is_returncode_known=returncode is not None,
+            stop_was_requested=self._stopped,
+            signal_sent_by_agent=returncode is not None and (local_rank, -returncode) in self._sent,
         )
         if returncode == 0:
             value, unreadable = process.read_result()
-            return attrs.evolve(found, value=value, unreadable=unreadable)
+            return attrs.evolve(found, value=value, value_error=unreadable)
         return self._explained(found, process, said)
 
     def _explained(self, found: WorkerExit, process: _Process, said: FailureReport) -> WorkerExit:
@@ -372,11 +372,13 @@ class LocalWorkers(Workers):
         at = min(said.failed_at, process.ended_at)
         return attrs.evolve(
             self._with_message(found, process, said),
-            tail=process.output.tail(),
+            stderr_tail=process.output.tail(),
             out_of_memory=oom_kill_count_rose(self._kills, read_oom_kill_count()),
-            at=at,
+            failed_at=at,
             # Peers may have noticed a killed worker, and have written so, before we noticed.
-            after=None if self._stopped or found.by_itself else self._failing(before=at),
+            preceding_failure=None
+            if self._stopped or found.failed_independently
+            else self._failing(before=at),
         )
 
     def _failing(self, before: float) -> WorkerExit | None:
@@ -388,10 +390,13 @@ class LocalWorkers(Workers):
             if said.ends_process and said.failed_at < before:
                 who = (local_rank, process.worker.rank, process.pid)
                 exit_ = WorkerExit(
-                    *who, returncode=said.exit_code or 1, at=said.failed_at, ending=True
+                    *who,
+                    returncode=said.exit_code or 1,
+                    failed_at=said.failed_at,
+                    is_still_exiting=True,
                 )
                 found.append(self._with_message(exit_, process, said))
-        return min(found, key=lambda exit_: exit_.at, default=None)
+        return min(found, key=lambda exit_: exit_.failed_at, default=None)
 
     def _with_message(
         self, found: WorkerExit, process: _Process, said: FailureReport
@@ -403,7 +408,7 @@ class LocalWorkers(Workers):
             found,
             message=message,
             traceback=traceback,
-            log=str(process.error_file.parent) if stays else "",
+            log_dir=str(process.error_file.parent) if stays else "",
             error_file=str(process.error_file) if stays and said.has_error_file else "",
             error_data=said.record,
         )
@@ -413,35 +418,35 @@ class LocalWorkers(Workers):
 
     # -- what they are asked and tell ------------------------------------------------------------
 
-    agrees = tell_steps = True
+    supports_coordinated_stop = reports_heartbeats = True
 
-    def keepers(self) -> Collection[int]:
+    def regroupable_ranks(self) -> Collection[int]:
         return self._channels.keepers()
 
-    def leave(self) -> None:
+    def leave_group(self) -> None:
         self._channels.leave()
 
-    def broken(self) -> bool:
+    def has_group_failure(self) -> bool:
         return self._channels.broken()
 
-    def spare(self) -> Mapping[int, bool]:
+    def standby_ranks(self) -> Mapping[int, bool]:
         return self._channels.spare()
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         heard = self._channels.notify(notice)
         self._stopped = self._stopped or heard
         return heard
 
-    def earliest_stop(self) -> int | None:
+    def earliest_stop_call(self) -> int | None:
         return self._channels.earliest_stop()
 
-    def stop_at(self, call: int, notice: Notice) -> None:
+    def stop_at_call(self, call: int, notice: StopNotice) -> None:
         self._channels.stop_at(call, notice)
 
-    def beats(self) -> Mapping[int, Heartbeat]:
+    def heartbeats(self) -> Mapping[int, Heartbeat]:
         return self._channels.beats()
 
-    def last_beats(self) -> Mapping[int, Heartbeat]:
+    def final_heartbeats(self) -> Mapping[int, Heartbeat]:
         return self._channels.last_beats()
 
     def dump_stacks(self) -> Mapping[int, str]:
@@ -458,7 +463,7 @@ class LocalWorkers(Workers):
             {local: (pid, *asked[local]) for local, pid in ours.items()}
         )
 
-    def stop_only(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+    def stop_ranks(self, local_ranks: Collection[int], *, force: bool = False) -> None:
         self._stopped = self._stopped or bool(local_ranks)
         # A worker that stands still (SIGSTOP, a debugger) would not hear of SIGTERM alone.
         for number in (signal.SIGKILL,) if force else (signal.SIGTERM, signal.SIGCONT):
@@ -468,24 +473,24 @@ class LocalWorkers(Workers):
                     cleanup.signal_group(self._processes[local_rank].pid, number)
 
     def terminate(self) -> None:
-        self.stop_only(self._processes)
+        self.stop_ranks(self._processes)
 
     def kill(self) -> None:
-        self.stop_only(self._processes, force=True)
+        self.stop_ranks(self._processes, force=True)
 
-    def end(self) -> None:
+    def kill_and_wait(self) -> None:
         self.kill()
         deadline = monotonic() + REAP_SECONDS
         for local_rank, process in list(self._processes.items()):
             if cleanup.wait_for_exit(process.pid, max(0.0, deadline - monotonic())):
-                self.collect(local_rank)
+                self.reap(local_rank)
             else:
                 # The guardian has it listed, and goes on trying when we are gone.
                 log.error("pid %d survived SIGKILL", process.pid)
                 del self._processes[local_rank]
 
     def close(self) -> None:
-        self.end()
+        self.kill_and_wait()
         self._output_thread.close()
         self._channels.close_all()
         self.snapshot_dir.remove()

@@ -17,17 +17,17 @@ from collections.abc import Mapping
 from ..clock import monotonic
 from ..errors import ConfigError
 from .interface import (
-    NOTHING,
-    POINT,
-    POINTS,
-    REASONS,
-    SOURCES,
+    LOSS_POINT,
+    MAX_LOSS_POINTS,
+    NO_STEP,
+    RESTORE_SOURCES,
+    STOP_REASONS,
     Heartbeat,
-    Losses,
-    Notice,
-    TakenUp,
-    is_kept,
-    kept_before,
+    LossHistory,
+    RestoreReport,
+    StopNotice,
+    is_sampled,
+    num_sampled_before,
 )
 
 CHANNEL_ENV = "ELASTICLIB_CHANNEL"
@@ -122,7 +122,7 @@ class WorkerChannel:
             os.close(handle)
             raise
         channel._made = handle
-        channel._words[_STEP] = channel._words[_SAVED] = NOTHING
+        channel._words[_STEP] = channel._words[_SAVED] = NO_STEP
         return channel
 
     def close(self) -> None:
@@ -211,10 +211,10 @@ class WorkerChannel:
         seconds[_LOSS] = loss
         words[_LOSSES] = 1
         count = words[_COUNT]
-        if is_kept(count):
-            at = 8 * _POINTS + kept_before(count) % POINTS * POINT.size
+        if is_sampled(count):
+            at = 8 * _POINTS + num_sampled_before(count) % MAX_LOSS_POINTS * LOSS_POINT.size
             steps = min(max(step - words[_FIRST_STEP], -_FARTHEST), _FARTHEST - 1)
-            POINT.pack_into(self._memory, at, loss, now - seconds[_FIRST_AT], steps)
+            LOSS_POINT.pack_into(self._memory, at, loss, now - seconds[_FIRST_AT], steps)
         words[_COUNT] = count + 1
 
     def report_saved(self, step: int, now: float = 0.0) -> None:
@@ -227,11 +227,11 @@ class WorkerChannel:
         self._seconds[_ALIVE_AT] = now
         self._words[_SNAPSHOTS] += 1
 
-    def report_restored(self, state: TakenUp) -> None:
+    def report_restored(self, state: RestoreReport) -> None:
         words, seconds = self._words, self._seconds
-        words[_RESTORED_STEP], words[_SOURCE] = state.step, SOURCES.index(state.source)
-        seconds[_RESTORE_BEGAN], seconds[_RESTORE_ENDED] = state.began, state.ended
-        seconds[_ALIVE_AT] = state.ended
+        words[_RESTORED_STEP], words[_SOURCE] = state.step, RESTORE_SOURCES.index(state.source)
+        seconds[_RESTORE_BEGAN], seconds[_RESTORE_ENDED] = state.started_at, state.finished_at
+        seconds[_ALIVE_AT] = state.finished_at
         words[_RESTORES] += 1
 
     def set_stack_dumper(self, pid: int, file: int) -> None:
@@ -269,7 +269,7 @@ class WorkerChannel:
         text = bytes(self._view[_PLACE + 8 : _PLACE + 8 + length])
         for word in _OF_ONE_PLACE:
             self._words[word] = 0
-        self._words[_STEP] = self._words[_SAVED] = NOTHING
+        self._words[_STEP] = self._words[_SAVED] = NO_STEP
         self._words[_TAKEN] = number
         return number, json.loads(text)
 
@@ -362,7 +362,9 @@ class WorkerChannel:
         words, seconds = self._words, self._seconds
         if self._is_elsewhere:
             alive, dumps = seconds[_ALIVE_AT], bool(words[_DUMPS])
-            return Heartbeat(alive=alive, dumps=dumps, attached=bool(words[_OWNER]))
+            return Heartbeat(
+                last_activity_at=alive, can_dump_stacks=dumps, is_attached=bool(words[_OWNER])
+            )
         steps = words[_STEPS]
         known = (
             range(_DURATIONS, _DURATIONS + NUM_STEP_DURATIONS)
@@ -371,44 +373,44 @@ class WorkerChannel:
         )
         return Heartbeat(
             step=words[_STEP],
-            steps=steps,
-            at=seconds[_STEPPED_AT],
-            alive=seconds[_ALIVE_AT],
-            durations=tuple(seconds[slot] for slot in known),
-            saved=words[_SAVED],
-            saves=words[_SAVES],
-            dumps=bool(words[_DUMPS]),
-            attached=bool(words[_OWNER]),
-            first_step=words[_FIRST_STEP] if seconds[_FIRST_AT] else NOTHING,
+            num_steps=steps,
+            last_step_at=seconds[_STEPPED_AT],
+            last_activity_at=seconds[_ALIVE_AT],
+            step_durations=tuple(seconds[slot] for slot in known),
+            last_saved_step=words[_SAVED],
+            num_saves=words[_SAVES],
+            can_dump_stacks=bool(words[_DUMPS]),
+            is_attached=bool(words[_OWNER]),
+            first_step=words[_FIRST_STEP] if seconds[_FIRST_AT] else NO_STEP,
             first_at=seconds[_FIRST_AT],
-            restored=self._restored(),
-            restores=words[_RESTORES],
-            snapshot=words[_SNAPSHOT] if words[_SNAPSHOTS] else NOTHING,
-            snapshots=words[_SNAPSHOTS],
+            last_restore=self._restored(),
+            num_restores=words[_RESTORES],
+            last_snapshot_step=words[_SNAPSHOT] if words[_SNAPSHOTS] else NO_STEP,
+            num_snapshots=words[_SNAPSHOTS],
             loss=seconds[_LOSS] if words[_LOSSES] else None,
-            losses=self._losses(),
-            samples=seconds[_SAMPLES],
+            loss_history=self._losses(),
+            num_samples=seconds[_SAMPLES],
         )
 
-    def _losses(self) -> Losses | None:
+    def _losses(self) -> LossHistory | None:
         count = self._words[_COUNT]
         if not count:
             return None
         at = 8 * _POINTS
-        points = bytes(self._view[at : at + POINTS * POINT.size])
+        points = bytes(self._view[at : at + MAX_LOSS_POINTS * LOSS_POINT.size])
         first_step, first_at = self._words[_FIRST_STEP], self._seconds[_FIRST_AT]
-        return Losses(count, self._words[_COUNT], points, first_step, first_at)
+        return LossHistory(count, self._words[_COUNT], points, first_step, first_at)
 
-    def _restored(self) -> TakenUp | None:
+    def _restored(self) -> RestoreReport | None:
         words, seconds = self._words, self._seconds
         source = words[_SOURCE]
-        if not words[_RESTORES] or not 0 <= source < len(SOURCES):
+        if not words[_RESTORES] or not 0 <= source < len(RESTORE_SOURCES):
             return None
-        return TakenUp(
+        return RestoreReport(
             step=words[_RESTORED_STEP],
-            source=SOURCES[source],
-            began=seconds[_RESTORE_BEGAN],
-            ended=seconds[_RESTORE_ENDED],
+            source=RESTORE_SOURCES[source],
+            started_at=seconds[_RESTORE_BEGAN],
+            finished_at=seconds[_RESTORE_ENDED],
         )
 
 
@@ -495,7 +497,7 @@ class WorkerChannels:
         with self._lock:
             self._last.clear()
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         """Ask for a stop; False if no worker here ever looks.
 
         Where workers of an earlier group have looked, these are about to: they may have stepped
@@ -507,9 +509,9 @@ class WorkerChannels:
                 c.listens or c.will_poll_should_stop(now) for c in channels
             ):
                 return False
-            self._deadline = now + notice.seconds
+            self._deadline = now + notice.grace_s
             for channel in channels:
-                channel.ask(REASONS.index(notice.reason), self._deadline)
+                channel.ask(STOP_REASONS.index(notice.reason), self._deadline)
             return True
 
     def earliest_stop(self) -> int | None:
@@ -519,12 +521,12 @@ class WorkerChannels:
             known = [call for call in calls if call is not None]
             return max(known, default=1) if len(known) == len(calls) else None
 
-    def stop_at(self, call: int, notice: Notice) -> None:
+    def stop_at(self, call: int, notice: StopNotice) -> None:
         """All ranks stop at this call, for this reason."""
         with self._lock:
-            deadline = min(self._deadline, monotonic() + notice.seconds)
+            deadline = min(self._deadline, monotonic() + notice.grace_s)
             for channel in self._members():
-                channel.set_stop_call(call, REASONS.index(notice.reason), deadline)
+                channel.set_stop_call(call, STOP_REASONS.index(notice.reason), deadline)
 
     def beats(self) -> dict[int, Heartbeat]:
         """The heartbeat of each worker, by local rank."""

@@ -17,7 +17,7 @@ from elasticlib import Command, ElasticAgent, LocalWorkers, RunResult
 from elasticlib.testing import AgentContract, AgentRequest, KeptWorkersContract
 from elasticlib.testing.agent_job import Job
 from elasticlib.testing.agent_stage import Stage
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerGroup
 
 Ended = Callable[[int], None]
@@ -64,13 +64,13 @@ class LetsThemOutOfItsHands(ElasticAgent):
 
 
 class TellsLocalRanks(ElasticAgent):
-    def collect(self, local_rank: int) -> WorkerExit:
-        return attrs.evolve(super().collect(local_rank), rank=local_rank)
+    def reap(self, local_rank: int) -> WorkerExit:
+        return attrs.evolve(super().reap(local_rank), rank=local_rank)
 
 
 class CallsFailureSuccess(ElasticAgent):
-    def collect(self, local_rank: int) -> WorkerExit:
-        return attrs.evolve(super().collect(local_rank), returncode=0)
+    def reap(self, local_rank: int) -> WorkerExit:
+        return attrs.evolve(super().reap(local_rank), returncode=0)
 
 
 class DoesNotForgetTheCollected(LocalWorkers):
@@ -99,13 +99,13 @@ class NeverKills(LocalWorkers):
     def kill(self) -> None:
         self.terminate()
 
-    def end(self) -> None:
+    def kill_and_wait(self) -> None:
         self.__class__ = LocalWorkers  # type: ignore[assignment]
-        self.end()
+        self.kill_and_wait()
 
 
 class LeavesWhatRuns(LocalWorkers):
-    def end(self) -> None:
+    def kill_and_wait(self) -> None:
         pass
 
     def close(self) -> None:
@@ -123,13 +123,13 @@ class ClosesOnce(LocalWorkers):
 
 
 class StartsAllAnew(LocalWorkers):
-    def keepers(self) -> set[int]:
+    def regroupable_ranks(self) -> set[int]:
         return set()
 
 
 class LetsNobodyIn(LocalWorkers):
-    def spare(self) -> dict[int, bool]:
-        return {local: ready and local == 1 for local, ready in super().spare().items()}
+    def standby_ranks(self) -> dict[int, bool]:
+        return {local: ready and local == 1 for local, ready in super().standby_ranks().items()}
 
 
 class Raises(ElasticAgent):

@@ -11,25 +11,30 @@ from hypothesis import strategies as st
 from lone_agent import LoneNode, OneWorker, running
 
 from elasticlib import MemoryStore, Node, Store
-from elasticlib.agent.interface import Cause
-from elasticlib.agent.report import cause_of, first_cause, post_cause, post_failed
+from elasticlib.agent.interface import RootCause
+from elasticlib.agent.run_reporter import (
+    merge_root_cause,
+    publish_failed_ranks,
+    publish_root_cause,
+    root_cause_of,
+)
 from elasticlib.errors import RendezvousClosedError, RendezvousTimeoutError
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousInfo, deal_seats
 from elasticlib.rendezvous.layout import Keys, StoredJob
 from elasticlib.stores.interface import CompareSetResult, Listing
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
 NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
 BOARD = "run/board/1.a/"
 
 
-def told(cause: Cause) -> bytes:
-    return post_cause(cause).value
+def told(cause: RootCause) -> bytes:
+    return publish_root_cause(cause).value
 
 
-def read(data: bytes) -> Cause | None:
-    return first_cause({"first": data})
+def read(data: bytes) -> RootCause | None:
+    return merge_root_cause({"first": data})
 
 
 def failure(rank: int, message: str = "") -> WorkerExit:
@@ -38,13 +43,13 @@ def failure(rank: int, message: str = "") -> WorkerExit:
 
 @given(st.text(max_size=50))
 def test_a_cause_is_read_as_it_was_told(text: str) -> None:
-    cause = cause_of(failure(1, text), "host", 3)
+    cause = root_cause_of(failure(1, text), "host", 3)
     assert read(told(cause)) == cause
 
 
 def test_whatever_a_worker_wrote_a_cause_stays_small_and_ends_as_it_did() -> None:
-    huge = attrs.evolve(failure(1, "é" * 10**6 + " the end"), tail="y\n" * 10**6)
-    posted = told(cause_of(huge, "h", 1))
+    huge = attrs.evolve(failure(1, "é" * 10**6 + " the end"), stderr_tail="y\n" * 10**6)
+    posted = told(root_cause_of(huge, "h", 1))
     assert len(posted) < 128 * 1024
     said = read(posted)
     assert said is not None
@@ -55,25 +60,30 @@ def test_whatever_a_worker_wrote_a_cause_stays_small_and_ends_as_it_did() -> Non
 @pytest.mark.parametrize(
     "data",
     [
-        *(b"", b"[]", b"{}", b"\xff", b'{"host": "h"}', b'{"followed": 3}', b"null"),
+        *(b"", b"[]", b"{}", b"\xff", b'{"host": "h"}', b'{"subsequent_ranks": 3}', b"null"),
         *(b"[" * 200_000, b"9" * 9_000),
-        told(cause_of(WorkerExit(0, 0, 1, 1), "h", 1)).replace(b'"tail":""', b'"tail":5'),
-        told(cause_of(WorkerExit(0, 0, 1, 1), "h", 1)).replace(b"{", b'{"new":1,'),
+        told(root_cause_of(WorkerExit(0, 0, 1, 1), "h", 1)).replace(
+            b'"stderr_tail":""', b'"stderr_tail":5'
+        ),
+        told(root_cause_of(WorkerExit(0, 0, 1, 1), "h", 1)).replace(b"{", b'{"new":1,'),
     ],
 )
 def test_a_post_that_is_no_cause_is_ignored(data: bytes) -> None:
     assert read(data) is None
-    first = told(cause_of(failure(1), "h", 1))
-    assert first_cause({"first": first, "also/0": data}) == read(first)
+    first = told(root_cause_of(failure(1), "h", 1))
+    assert merge_root_cause({"first": first, "also/0": data}) == read(first)
 
 
 def test_those_that_followed_are_named_and_not_the_first() -> None:
-    said = {"first": told(cause_of(failure(1, "no"), "h", 1))}
-    said |= {"also/0": post_failed(0, [4, 1]).value, "also/2": post_failed(2, [2]).value}
-    cause = first_cause(said)
+    said = {"first": told(root_cause_of(failure(1, "no"), "h", 1))}
+    said |= {
+        "also/0": publish_failed_ranks(0, [4, 1]).value,
+        "also/2": publish_failed_ranks(2, [2]).value,
+    }
+    cause = merge_root_cause(said)
     assert cause is not None
-    assert (cause.rank, cause.followed) == (1, (2, 4))
-    assert len(post_failed(0, range(10**6)).value) < 1000
+    assert (cause.rank, cause.subsequent_ranks) == (1, (2, 4))
+    assert len(publish_failed_ranks(0, range(10**6)).value) < 1000
 
 
 def test_what_was_told_of_earlier_generations_is_cleared_away_with_them() -> None:
@@ -114,20 +124,20 @@ class Second(LoneNode):
 class OfRankOne(OneWorker):
     """The second node's worker."""
 
-    def collect(self, local_rank: int) -> WorkerExit:
-        return attrs.evolve(super().collect(local_rank), rank=1)
+    def reap(self, local_rank: int) -> WorkerExit:
+        return attrs.evolve(super().reap(local_rank), rank=1)
 
 
 def test_the_first_to_tell_is_the_first_cause_and_who_comes_later_has_followed() -> None:
     workers, store = OfRankOne(), MemoryStore()
     with running(workers, Second(store)) as run:
-        posted = told(cause_of(failure(0, "the cause"), "n0", 1))
+        posted = told(root_cause_of(failure(0, "the cause"), "n0", 1))
         store.set(f"{BOARD}cause/first", posted)
         workers.finish(7)
-        cause = run.result().cause
+        cause = run.result().root_cause
     assert cause is not None
     assert (cause.host, cause.rank, cause.message) == ("n0", 0, "the cause")
-    assert cause.followed == (1,)
+    assert cause.subsequent_ranks == (1,)
     entry = store.get(f"{BOARD}cause/first")
     assert entry is not None
     assert entry.value == posted
@@ -137,7 +147,7 @@ def test_who_failed_first_says_so() -> None:
     workers, store = OfRankOne(), MemoryStore()
     with running(workers, Second(store, failed="n1")) as run:
         workers.finish(7)
-        cause = run.result().cause
+        cause = run.result().root_cause
     entry = store.get(f"{BOARD}cause/first")
     assert entry is not None
     assert cause is not None
@@ -164,8 +174,8 @@ def test_a_node_waits_for_the_word_of_the_one_that_failed() -> None:
     with running(workers, handler) as run:
         handler.over.set()
         assert store.listed.wait(30)
-        store.set(f"{BOARD}cause/first", told(cause_of(failure(0, "late"), "n0", 1)))
-        cause = run.result().cause
+        store.set(f"{BOARD}cause/first", told(root_cause_of(failure(0, "late"), "n0", 1)))
+        cause = run.result().root_cause
     assert cause is not None
     assert cause.message == "late"
 
@@ -190,7 +200,7 @@ def test_where_a_lost_node_ends_the_job_no_worker_that_failed_of_it_is_the_cause
     with running(workers, Deserted(restarts=0, max_restarts=3)) as run:
         workers.finish(7)
         result = run.result()
-    assert (result.state, result.cause) == (WorkerState.FAILED, None)
+    assert (result.state, result.root_cause) == (WorkerState.FAILED, None)
     assert result.reason == "1 of at least 2 nodes are here; n1 was lost"
     assert result.failures[0].returncode == 7
 
@@ -213,7 +223,7 @@ def test_a_store_that_hangs_costs_bounded_time_and_the_own_cause_is_told() -> No
     workers, store = OfRankOne(), Hanging()
     with running(workers, Second(store)) as run:
         workers.finish(7)
-        cause = run.result().cause
+        cause = run.result().root_cause
         assert not store.answer.is_set()
         store.answer.set()
     assert cause is not None

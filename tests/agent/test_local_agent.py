@@ -79,8 +79,8 @@ class Supervised:
             self.handler,
             LocalWorkers(os.environ),
             max_restarts=max_restarts,
-            ladder=StopTimeouts(grace),
-            interval=0.02,
+            stop_timeouts=StopTimeouts(grace),
+            monitor_interval=0.02,
         )
 
     def run(self, line: str, max_restarts: int = 0, grace: float = 30.0) -> RunResult:
@@ -117,7 +117,7 @@ def supervised(tmp_path: Path) -> Iterator[Supervised]:
 def test_success_is_a_result(supervised: Supervised) -> None:
     result = supervised.run("exit 0")
     assert (result.state, result.exit_code, result.generation) == (WorkerState.SUCCEEDED, 0, 1)
-    assert result.values == {0: None, 1: None}
+    assert result.return_values == {0: None, 1: None}
 
 
 def test_a_handler_without_a_budget_gets_the_agents_own(supervised: Supervised) -> None:
@@ -187,7 +187,7 @@ def test_an_agent_in_a_thread_is_told_what_it_cannot_hear_as_a_signal(
 ) -> None:
     agent = supervised.begin('touch "$1/up"; exec sleep 600')
     supervised.poll("up")
-    agent.heed(signal.SIGINT)
+    agent.handle_signal(signal.SIGINT)
     result = supervised.end()
     assert (result.state, result.signal) == (WorkerState.STOPPED, signal.SIGINT)
 
@@ -229,9 +229,9 @@ def test_a_node_that_finds_no_new_generation_says_what_ended_the_last_one(
     supervised.handler = Deserted()
     result = supervised.run("exit 5", max_restarts=2)
     assert result.state is WorkerState.FAILED
-    assert result.cause is not None
+    assert result.root_cause is not None
     assert result.reason == (
-        f"{result.cause.sentence}; then this node could not join another generation: "
+        f"{result.root_cause.summary}; then this node could not join another generation: "
         "1 node waits, and at least 2 are needed"
     )
 
@@ -269,6 +269,6 @@ def test_a_temporary_directory_that_cannot_be_used_is_reported_once_and_uses_no_
         f"cannot create the folder of this run in '{gone}': {why}; TMPDIR must name a directory "
         "that exists and can be written to for as long as the job runs (or set log_dir, --log-dir)"
     )
-    assert result.cause is not None
-    assert result.cause.sentence == result.reason
+    assert result.root_cause is not None
+    assert result.root_cause.summary == result.reason
     assert "rank 1" not in caplog.text.replace("ranks 0-1", "")

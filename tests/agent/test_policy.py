@@ -8,62 +8,62 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.agent.policy import (
-    TABLE,
-    Changed,
-    DrainAsked,
-    Event,
-    GroupStopped,
-    Hung,
-    HurryWorkers,
-    Join,
-    JoinEnded,
-    KeepNone,
-    OthersGoOn,
-    Outcome,
+    TRANSITIONS,
+    AgentEvent,
+    AgentState,
+    CancelRegroup,
+    DrainRequested,
+    EscalateStop,
+    GenerationFormed,
+    HangDetected,
+    MembershipChanged,
+    PeersStillTraining,
+    PrestartWorkers,
     Regroup,
-    ReportDone,
-    ReportDraining,
+    RendezvousEnded,
+    ReportDrain,
     ReportFailure,
     ReportSlots,
-    Settled,
-    SignalArrived,
-    StartAhead,
-    StartFailed,
+    ReportSuccess,
+    RunOutcome,
+    ShortenNotice,
+    SignalReceived,
+    StartRendezvous,
     StartWorkers,
-    State,
-    StopSooner,
     StopWorkers,
-    Supervision,
-    WorkerEnded,
-    react,
+    SupervisorState,
+    WorkerExited,
+    WorkersStopped,
+    WorkerStartFailed,
+    transition,
 )
 from elasticlib.errors import InvalidTransitionError
 from elasticlib.rendezvous.interface import Change, ChangeKind
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
-FAILED = Outcome(WorkerState.FAILED, "no more")
-TERM = SignalArrived(15, "SIGTERM")
-USR2 = DrainAsked(12, "SIGUSR2", "drain")
+FAILED = RunOutcome(WorkerState.FAILED, "no more")
+TERM = SignalReceived(15, "SIGTERM")
+USR2 = DrainRequested(12, "SIGUSR2", "drain")
 
 
-def ended(local_rank: int, code: int = 0) -> WorkerEnded:
-    return WorkerEnded(WorkerExit(local_rank, rank=local_rank, pid=100, returncode=code))
+def ended(local_rank: int, code: int = 0) -> WorkerExited:
+    return WorkerExited(WorkerExit(local_rank, rank=local_rank, pid=100, returncode=code))
 
 
-def changed(kind: ChangeKind) -> Changed:
-    return Changed(Change(kind, f"because {kind.value}"))
+def changed(kind: ChangeKind) -> MembershipChanged:
+    return MembershipChanged(Change(kind, f"because {kind.value}"))
 
 
-EVENTS: dict[str, Event] = {
-    "settled": Settled(frozenset({0, 1})),
-    "settled in part": Settled(frozenset({1}), newcomers=frozenset({0})),
-    "join ended": JoinEnded(FAILED),
-    "start failed": StartFailed("no such file"),
+EVENTS: dict[str, AgentEvent] = {
+    "settled": GenerationFormed(frozenset({0, 1})),
+    "settled in part": GenerationFormed(frozenset({1}), standby_ranks=frozenset({0})),
+    "join ended": RendezvousEnded(FAILED),
+    "start failed": WorkerStartFailed("no such file"),
     "worker done": ended(0),
     "worker failed": ended(0, 1),
-    "stopped": GroupStopped(),
-    "stopped but for": GroupStopped("pid 7"),
+    "stopped": WorkersStopped(),
+    "stopped but for": WorkersStopped("pid 7"),
     "reopened": changed(ChangeKind.REOPENED),
     "job succeeded": changed(ChangeKind.SUCCEEDED),
     "job failed": changed(ChangeKind.FAILED),
@@ -73,247 +73,261 @@ EVENTS: dict[str, Event] = {
     "signal": TERM,
     "drain": USR2,
     "resize": changed(ChangeKind.RESIZE),
-    "start failed, keeps": StartFailed("no such file", keeps=True),
-    "worker failed, keeps": attrs.evolve(ended(0, 1), keeps=True),
-    "hung, keeps": Hung("silent", keeps=True),
-    "reopened, keeps": attrs.evolve(changed(ChangeKind.REOPENED), keeps=True),
-    "resize, keeps": attrs.evolve(changed(ChangeKind.RESIZE), keeps=True),
-    "job failed, keeps": attrs.evolve(changed(ChangeKind.FAILED), keeps=True),
-    "stopped, with spare": GroupStopped(spare=frozenset({1})),
-    "others go on": OthersGoOn(frozenset({0, 1})),
+    "start failed, keeps": WorkerStartFailed("no such file", can_regroup=True),
+    "worker failed, keeps": attrs.evolve(ended(0, 1), can_regroup=True),
+    "hung, keeps": HangDetected("silent", can_regroup=True),
+    "reopened, keeps": attrs.evolve(changed(ChangeKind.REOPENED), can_regroup=True),
+    "resize, keeps": attrs.evolve(changed(ChangeKind.RESIZE), can_regroup=True),
+    "job failed, keeps": attrs.evolve(changed(ChangeKind.FAILED), can_regroup=True),
+    "stopped, with spare": WorkersStopped(standby_ranks=frozenset({1})),
+    "others go on": PeersStillTraining(frozenset({0, 1})),
 }
 NEXT = {
-    (State.JOINING, "settled"): (State.RUNNING, [StartWorkers()]),
-    (State.JOINING, "settled in part"): (State.RUNNING, [StartWorkers()]),
-    (State.JOINING, "worker done"): (State.JOINING, [ReportSlots()]),
-    (State.JOINING, "worker failed"): (State.JOINING, [ReportSlots()]),
-    (State.JOINING, "worker failed, keeps"): (State.JOINING, [ReportSlots()]),
-    (State.JOINING, "others go on"): (State.JOINING, [StartAhead()]),
-    (State.JOINING, "start failed"): (State.JOINING, [ReportSlots()]),
-    (State.JOINING, "start failed, keeps"): (State.JOINING, [ReportSlots()]),
-    (State.JOINING, "join ended"): (State.ENDED, []),
-    (State.JOINING, "signal"): (State.ENDED, []),
-    (State.JOINING, "drain"): (State.ENDED, []),
-    (State.RUNNING, "start failed"): (
-        State.STOPPING,
+    (AgentState.JOINING, "settled"): (AgentState.RUNNING, [StartWorkers()]),
+    (AgentState.JOINING, "settled in part"): (AgentState.RUNNING, [StartWorkers()]),
+    (AgentState.JOINING, "worker done"): (AgentState.JOINING, [ReportSlots()]),
+    (AgentState.JOINING, "worker failed"): (AgentState.JOINING, [ReportSlots()]),
+    (AgentState.JOINING, "worker failed, keeps"): (AgentState.JOINING, [ReportSlots()]),
+    (AgentState.JOINING, "others go on"): (AgentState.JOINING, [PrestartWorkers()]),
+    (AgentState.JOINING, "start failed"): (AgentState.JOINING, [ReportSlots()]),
+    (AgentState.JOINING, "start failed, keeps"): (AgentState.JOINING, [ReportSlots()]),
+    (AgentState.JOINING, "join ended"): (AgentState.ENDED, []),
+    (AgentState.JOINING, "signal"): (AgentState.ENDED, []),
+    (AgentState.JOINING, "drain"): (AgentState.ENDED, []),
+    (AgentState.RUNNING, "start failed"): (
+        AgentState.STOPPING,
         [ReportFailure("no such file"), StopWorkers()],
     ),
-    (State.RUNNING, "worker done"): (State.RUNNING, []),
-    (State.RUNNING, "worker failed"): (
-        State.STOPPING,
+    (AgentState.RUNNING, "worker done"): (AgentState.RUNNING, []),
+    (AgentState.RUNNING, "worker failed"): (
+        AgentState.STOPPING,
         [
             ReportFailure("worker of rank 0 (local 0, pid 100) exited with code 1"),
             StopWorkers(),
         ],
     ),
-    (State.RUNNING, "start failed, keeps"): (
-        State.STOPPING,
+    (AgentState.RUNNING, "start failed, keeps"): (
+        AgentState.STOPPING,
         [ReportFailure("no such file"), Regroup()],
     ),
-    (State.RUNNING, "worker failed, keeps"): (
-        State.STOPPING,
+    (AgentState.RUNNING, "worker failed, keeps"): (
+        AgentState.STOPPING,
         [ReportFailure("worker of rank 0 (local 0, pid 100) exited with code 1"), Regroup()],
     ),
-    (State.RUNNING, "hung, keeps"): (State.STOPPING, [ReportFailure("silent"), Regroup()]),
-    (State.RUNNING, "reopened"): (State.STOPPING, [StopWorkers()]),
-    (State.RUNNING, "reopened, keeps"): (State.STOPPING, [Regroup()]),
-    (State.RUNNING, "resize, keeps"): (State.STOPPING, [StopWorkers("resize")]),
-    (State.RUNNING, "job failed, keeps"): (State.ENDING, [StopWorkers()]),
-    (State.RUNNING, "job succeeded"): (State.ENDING, [StopWorkers()]),
-    (State.RUNNING, "job failed"): (State.ENDING, [StopWorkers()]),
-    (State.RUNNING, "expelled"): (State.ENDING, [StopWorkers()]),
-    (State.RUNNING, "surplus"): (State.ENDING, [StopWorkers()]),
-    (State.RUNNING, "store lost"): (State.ENDING, [StopWorkers()]),
-    (State.RUNNING, "signal"): (State.ENDING, [StopWorkers()]),
-    (State.RUNNING, "drain"): (State.ENDING, [ReportDraining("SIGUSR2"), StopWorkers("drain")]),
-    (State.RUNNING, "resize"): (State.STOPPING, [StopWorkers("resize")]),
-    (State.STOPPING, "worker done"): (State.STOPPING, []),
-    (State.STOPPING, "worker failed"): (State.STOPPING, []),
-    (State.STOPPING, "worker failed, keeps"): (State.STOPPING, []),
-    (State.STOPPING, "reopened, keeps"): (State.STOPPING, []),
-    (State.STOPPING, "resize, keeps"): (State.STOPPING, []),
-    (State.STOPPING, "job failed, keeps"): (State.ENDING, [KeepNone()]),
-    (State.STOPPING, "stopped, with spare"): (State.JOINING, [Join()]),
-    (State.STOPPING, "stopped"): (State.JOINING, [Join()]),
-    (State.STOPPING, "stopped but for"): (State.ENDED, []),
-    (State.STOPPING, "reopened"): (State.STOPPING, []),
-    (State.STOPPING, "job succeeded"): (State.ENDING, [KeepNone()]),
-    (State.STOPPING, "job failed"): (State.ENDING, [KeepNone()]),
-    (State.STOPPING, "expelled"): (State.ENDING, [KeepNone()]),
-    (State.STOPPING, "surplus"): (State.ENDING, [KeepNone()]),
-    (State.STOPPING, "store lost"): (State.ENDING, [KeepNone()]),
-    (State.STOPPING, "signal"): (State.ENDING, [KeepNone(), StopSooner()]),
-    (State.STOPPING, "drain"): (
-        State.ENDING,
-        [ReportDraining("SIGUSR2"), KeepNone(), StopSooner("drain")],
+    (AgentState.RUNNING, "hung, keeps"): (
+        AgentState.STOPPING,
+        [ReportFailure("silent"), Regroup()],
     ),
-    (State.STOPPING, "resize"): (State.STOPPING, []),
-    (State.FINISHED, "worker done"): (State.FINISHED, []),
-    (State.FINISHED, "worker failed"): (State.FINISHED, []),
-    (State.FINISHED, "worker failed, keeps"): (State.FINISHED, []),
-    (State.FINISHED, "reopened, keeps"): (State.JOINING, [Join()]),
-    (State.FINISHED, "resize, keeps"): (State.JOINING, [Join()]),
-    (State.FINISHED, "job failed, keeps"): (State.ENDED, []),
-    (State.FINISHED, "reopened"): (State.JOINING, [Join()]),
-    (State.FINISHED, "job succeeded"): (State.ENDED, []),
-    (State.FINISHED, "job failed"): (State.ENDED, []),
-    (State.FINISHED, "expelled"): (State.ENDED, []),
-    (State.FINISHED, "surplus"): (State.ENDED, []),
-    (State.FINISHED, "store lost"): (State.ENDED, []),
-    (State.FINISHED, "signal"): (State.ENDED, []),
-    (State.FINISHED, "drain"): (State.ENDED, []),
-    (State.FINISHED, "resize"): (State.JOINING, [Join()]),
-    (State.ENDING, "settled"): (State.ENDING, []),
-    (State.ENDING, "settled in part"): (State.ENDING, []),
-    (State.ENDING, "worker failed, keeps"): (State.ENDING, []),
-    (State.ENDING, "reopened, keeps"): (State.ENDING, []),
-    (State.ENDING, "resize, keeps"): (State.ENDING, []),
-    (State.ENDING, "job failed, keeps"): (State.ENDING, []),
-    (State.ENDING, "stopped, with spare"): (State.ENDED, []),
-    (State.ENDING, "worker done"): (State.ENDING, []),
-    (State.ENDING, "worker failed"): (State.ENDING, []),
-    (State.ENDING, "stopped"): (State.ENDED, []),
-    (State.ENDING, "stopped but for"): (State.ENDED, []),
-    (State.ENDING, "reopened"): (State.ENDING, []),
-    (State.ENDING, "job succeeded"): (State.ENDING, []),
-    (State.ENDING, "job failed"): (State.ENDING, []),
-    (State.ENDING, "expelled"): (State.ENDING, []),
-    (State.ENDING, "surplus"): (State.ENDING, []),
-    (State.ENDING, "store lost"): (State.ENDING, []),
-    (State.ENDING, "drain"): (State.ENDING, []),
-    (State.ENDING, "resize"): (State.ENDING, []),
-    (State.ENDING, "signal"): (State.ENDING, [HurryWorkers()]),
+    (AgentState.RUNNING, "reopened"): (AgentState.STOPPING, [StopWorkers()]),
+    (AgentState.RUNNING, "reopened, keeps"): (AgentState.STOPPING, [Regroup()]),
+    (AgentState.RUNNING, "resize, keeps"): (AgentState.STOPPING, [StopWorkers("resize")]),
+    (AgentState.RUNNING, "job failed, keeps"): (AgentState.ENDING, [StopWorkers()]),
+    (AgentState.RUNNING, "job succeeded"): (AgentState.ENDING, [StopWorkers()]),
+    (AgentState.RUNNING, "job failed"): (AgentState.ENDING, [StopWorkers()]),
+    (AgentState.RUNNING, "expelled"): (AgentState.ENDING, [StopWorkers()]),
+    (AgentState.RUNNING, "surplus"): (AgentState.ENDING, [StopWorkers()]),
+    (AgentState.RUNNING, "store lost"): (AgentState.ENDING, [StopWorkers()]),
+    (AgentState.RUNNING, "signal"): (AgentState.ENDING, [StopWorkers()]),
+    (AgentState.RUNNING, "drain"): (
+        AgentState.ENDING,
+        [ReportDrain("SIGUSR2"), StopWorkers("drain")],
+    ),
+    (AgentState.RUNNING, "resize"): (AgentState.STOPPING, [StopWorkers("resize")]),
+    (AgentState.STOPPING, "worker done"): (AgentState.STOPPING, []),
+    (AgentState.STOPPING, "worker failed"): (AgentState.STOPPING, []),
+    (AgentState.STOPPING, "worker failed, keeps"): (AgentState.STOPPING, []),
+    (AgentState.STOPPING, "reopened, keeps"): (AgentState.STOPPING, []),
+    (AgentState.STOPPING, "resize, keeps"): (AgentState.STOPPING, []),
+    (AgentState.STOPPING, "job failed, keeps"): (AgentState.ENDING, [CancelRegroup()]),
+    (AgentState.STOPPING, "stopped, with spare"): (AgentState.JOINING, [StartRendezvous()]),
+    (AgentState.STOPPING, "stopped"): (AgentState.JOINING, [StartRendezvous()]),
+    (AgentState.STOPPING, "stopped but for"): (AgentState.ENDED, []),
+    (AgentState.STOPPING, "reopened"): (AgentState.STOPPING, []),
+    (AgentState.STOPPING, "job succeeded"): (AgentState.ENDING, [CancelRegroup()]),
+    (AgentState.STOPPING, "job failed"): (AgentState.ENDING, [CancelRegroup()]),
+    (AgentState.STOPPING, "expelled"): (AgentState.ENDING, [CancelRegroup()]),
+    (AgentState.STOPPING, "surplus"): (AgentState.ENDING, [CancelRegroup()]),
+    (AgentState.STOPPING, "store lost"): (AgentState.ENDING, [CancelRegroup()]),
+    (AgentState.STOPPING, "signal"): (AgentState.ENDING, [CancelRegroup(), ShortenNotice()]),
+    (AgentState.STOPPING, "drain"): (
+        AgentState.ENDING,
+        [ReportDrain("SIGUSR2"), CancelRegroup(), ShortenNotice("drain")],
+    ),
+    (AgentState.STOPPING, "resize"): (AgentState.STOPPING, []),
+    (AgentState.FINISHED, "worker done"): (AgentState.FINISHED, []),
+    (AgentState.FINISHED, "worker failed"): (AgentState.FINISHED, []),
+    (AgentState.FINISHED, "worker failed, keeps"): (AgentState.FINISHED, []),
+    (AgentState.FINISHED, "reopened, keeps"): (AgentState.JOINING, [StartRendezvous()]),
+    (AgentState.FINISHED, "resize, keeps"): (AgentState.JOINING, [StartRendezvous()]),
+    (AgentState.FINISHED, "job failed, keeps"): (AgentState.ENDED, []),
+    (AgentState.FINISHED, "reopened"): (AgentState.JOINING, [StartRendezvous()]),
+    (AgentState.FINISHED, "job succeeded"): (AgentState.ENDED, []),
+    (AgentState.FINISHED, "job failed"): (AgentState.ENDED, []),
+    (AgentState.FINISHED, "expelled"): (AgentState.ENDED, []),
+    (AgentState.FINISHED, "surplus"): (AgentState.ENDED, []),
+    (AgentState.FINISHED, "store lost"): (AgentState.ENDED, []),
+    (AgentState.FINISHED, "signal"): (AgentState.ENDED, []),
+    (AgentState.FINISHED, "drain"): (AgentState.ENDED, []),
+    (AgentState.FINISHED, "resize"): (AgentState.JOINING, [StartRendezvous()]),
+    (AgentState.ENDING, "settled"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "settled in part"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "worker failed, keeps"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "reopened, keeps"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "resize, keeps"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "job failed, keeps"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "stopped, with spare"): (AgentState.ENDED, []),
+    (AgentState.ENDING, "worker done"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "worker failed"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "stopped"): (AgentState.ENDED, []),
+    (AgentState.ENDING, "stopped but for"): (AgentState.ENDED, []),
+    (AgentState.ENDING, "reopened"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "job succeeded"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "job failed"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "expelled"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "surplus"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "store lost"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "drain"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "resize"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "signal"): (AgentState.ENDING, [EscalateStop()]),
 }
 
 
 @pytest.mark.parametrize("name", EVENTS)
-@pytest.mark.parametrize("state", State)
-def test_each_event_in_each_state_has_one_answer(state: State, name: str) -> None:
-    now = Supervision(state, awaited=frozenset({0, 1}), outcome=FAILED)
+@pytest.mark.parametrize("state", AgentState)
+def test_each_event_in_each_state_has_one_answer(state: AgentState, name: str) -> None:
+    now = SupervisorState(state, running_ranks=frozenset({0, 1}), outcome=FAILED)
     expected = NEXT.get((state, name))
     if expected is None:
         with pytest.raises(
             InvalidTransitionError, match=f"{type(EVENTS[name]).__name__}.*{state.value}"
         ):
-            react(now, EVENTS[name])
+            transition(now, EVENTS[name])
         return
-    after, actions = react(now, EVENTS[name])
+    after, actions = transition(now, EVENTS[name])
     assert (after.state, list(actions)) == expected
 
 
 def test_a_node_comes_ahead_of_its_workers_until_one_of_them_is_left() -> None:
-    now, _ = react(Supervision(), OthersGoOn(frozenset({0, 1})))
-    assert now.ahead
-    now, _ = react(now, ended(0, 1))
-    assert (now.ahead, now.spare) == (True, {1})
-    last, _ = react(now, ended(1, 1))
-    assert (last.ahead, last.spare) == (False, frozenset())
-    assert not react(now, StartFailed("no such file"))[0].ahead
-    settled, _ = react(now, Settled(frozenset({0, 1})))
-    assert not settled.ahead
+    now, _ = transition(SupervisorState(), PeersStillTraining(frozenset({0, 1})))
+    assert now.is_prestarting
+    now, _ = transition(now, ended(0, 1))
+    assert (now.is_prestarting, now.standby_ranks) == (True, {1})
+    last, _ = transition(now, ended(1, 1))
+    assert (last.is_prestarting, last.standby_ranks) == (False, frozenset())
+    assert not transition(now, WorkerStartFailed("no such file"))[0].is_prestarting
+    settled, _ = transition(now, GenerationFormed(frozenset({0, 1})))
+    assert not settled.is_prestarting
     # What was started is ended with the run.
-    after, actions = react(now, TERM)
-    assert (after.state, actions) == (State.ENDING, (StopWorkers(),))
+    after, actions = transition(now, TERM)
+    assert (after.state, actions) == (AgentState.ENDING, (StopWorkers(),))
 
 
 def test_the_node_is_finished_when_its_last_worker_is_done() -> None:
-    now, _ = react(Supervision(), Settled(frozenset({0, 1})))
-    now, _ = react(now, ended(0))
-    now, actions = react(now, ended(1))
-    assert (now.state, actions) == (State.FINISHED, (ReportDone(),))
+    now, _ = transition(SupervisorState(), GenerationFormed(frozenset({0, 1})))
+    now, _ = transition(now, ended(0))
+    now, actions = transition(now, ended(1))
+    assert (now.state, actions) == (AgentState.FINISHED, (ReportSuccess(),))
 
 
 def test_the_first_reason_to_end_is_the_one_that_is_told() -> None:
-    now = Supervision(State.RUNNING, awaited=frozenset({0}))
-    now, _ = react(now, changed(ChangeKind.EXPELLED))
-    now, _ = react(now, TERM)
-    now, _ = react(now, GroupStopped())
-    assert now.outcome == Outcome(WorkerState.FAILED, "because expelled", expelled=True)
+    now = SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0}))
+    now, _ = transition(now, changed(ChangeKind.EXPELLED))
+    now, _ = transition(now, TERM)
+    now, _ = transition(now, WorkersStopped())
+    assert now.outcome == RunOutcome(WorkerState.FAILED, "because expelled", evicted=True)
 
 
 def test_what_would_not_die_is_named_in_the_outcome() -> None:
-    now = Supervision(State.ENDING, outcome=FAILED)
-    now, _ = react(now, GroupStopped("pid 7"))
+    now = SupervisorState(AgentState.ENDING, outcome=FAILED)
+    now, _ = transition(now, WorkersStopped("pid 7"))
     assert now.outcome is not None
     assert "pid 7" in now.outcome.reason
 
 
 def test_a_node_whose_workers_succeeded_does_not_fail_with_the_store() -> None:
-    now, _ = react(Supervision(State.FINISHED), changed(ChangeKind.LOST))
+    now, _ = transition(SupervisorState(AgentState.FINISHED), changed(ChangeKind.LOST))
     assert now.outcome is not None
     assert now.outcome.state is WorkerState.SUCCEEDED
 
 
 @pytest.mark.parametrize(("code", "killed"), [(2, False), (-9, True)])
 def test_a_failure_is_reported_with_whether_the_worker_was_killed(code: int, killed: bool) -> None:
-    now = Supervision(State.RUNNING, awaited=frozenset({0}))
+    now = SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0}))
     failed = ended(0, code)
-    _, actions = react(now, failed)
+    _, actions = transition(now, failed)
     assert actions[0] == ReportFailure(failed.exit.describe(), killed)
 
 
-@pytest.mark.parametrize("state", [State.JOINING, State.RUNNING, State.STOPPING, State.FINISHED])
-def test_a_drain_is_told_from_a_signal_in_the_outcome(state: State) -> None:
-    now = Supervision(state, awaited=frozenset({0}))
+@pytest.mark.parametrize(
+    "state", [AgentState.JOINING, AgentState.RUNNING, AgentState.STOPPING, AgentState.FINISHED]
+)
+def test_a_drain_is_told_from_a_signal_in_the_outcome(state: AgentState) -> None:
+    now = SupervisorState(state, running_ranks=frozenset({0}))
     for event, kind in ((USR2, WorkerState.DRAINED), (TERM, WorkerState.STOPPED)):
-        after, _ = react(now, event)
+        after, _ = transition(now, event)
         assert after.outcome is not None
         assert (after.outcome.state, after.outcome.signal) == (kind, event.number)
 
 
 def test_what_has_begun_as_a_drain_ends_as_one_however_it_is_hurried() -> None:
-    now, _ = react(Supervision(State.RUNNING, awaited=frozenset({0})), USR2)
-    for event in (changed(ChangeKind.RESIZE), TERM, ended(0, 1), GroupStopped()):
-        now, _ = react(now, event)
+    now, _ = transition(SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0})), USR2)
+    for event in (changed(ChangeKind.RESIZE), TERM, ended(0, 1), WorkersStopped()):
+        now, _ = transition(now, event)
     assert now.outcome is not None
-    assert (now.state, now.outcome.state) == (State.ENDED, WorkerState.DRAINED)
+    assert (now.state, now.outcome.state) == (AgentState.ENDED, WorkerState.DRAINED)
 
 
 def test_the_table_names_every_state_but_the_last() -> None:
-    assert {state for state, _ in TABLE} == set(State) - {State.ENDED}
+    assert {state for state, _ in TRANSITIONS} == set(AgentState) - {AgentState.ENDED}
 
 
 @given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=12))
 def test_no_history_ends_without_an_outcome_or_leaves_workers_unstopped(names: list[str]) -> None:
-    now, running = Supervision(), False
+    now, running = SupervisorState(), False
     waiting: frozenset[int] = frozenset()
     for name in names:
         before, event = now.state, EVENTS[name]
-        if before is State.ENDING and isinstance(event, GroupStopped) and event.spare:
+        if (
+            before is AgentState.ENDING
+            and isinstance(event, WorkersStopped)
+            and event.standby_ranks
+        ):
             continue  # nobody is left out of it who could wait
         try:
-            now, actions = react(now, event)
+            now, actions = transition(now, event)
         except InvalidTransitionError:
             continue
         # The ladder's end, and the last worker's success, are how a group comes to have ended.
-        if isinstance(event, GroupStopped):
-            running, waiting = False, event.spare
-        running = running and ReportDone() not in actions
-        if isinstance(event, WorkerEnded):
+        if isinstance(event, WorkersStopped):
+            running, waiting = False, event.standby_ranks
+        running = running and ReportSuccess() not in actions
+        if isinstance(event, WorkerExited):
             waiting -= {event.exit.local_rank}
-        over = Join() in actions or now.state is State.ENDED
+        over = StartRendezvous() in actions or now.state is AgentState.ENDED
         assert not running or not over, names
         # What waits when all others are done is ended with the run.
-        assert not waiting or now.state is not State.ENDED or before is State.FINISHED, names
-        if StartWorkers() in actions and isinstance(event, Settled):
-            waiting = event.newcomers
-        if StartAhead() in actions and isinstance(event, OthersGoOn):
+        assert not waiting or now.state is not AgentState.ENDED or before is AgentState.FINISHED, (
+            names
+        )
+        if StartWorkers() in actions and isinstance(event, GenerationFormed):
+            waiting = event.standby_ranks
+        if PrestartWorkers() in actions and isinstance(event, PeersStillTraining):
             waiting = event.local_ranks
         running = running or StartWorkers() in actions
-        if now.state is State.ENDED:
+        if now.state is AgentState.ENDED:
             assert now.outcome is not None
             return
 
 
 def test_a_drain_that_did_not_save_everything_says_so() -> None:
-    drained = Outcome(WorkerState.DRAINED, "received SIGUSR2", 12)
-    now = Supervision(State.ENDING, awaited=frozenset({0, 1}), outcome=drained)
-    killed = WorkerEnded(WorkerExit(0, 4, 77, -9), unsaved=True)
-    after, actions = react(now, killed)
+    drained = RunOutcome(WorkerState.DRAINED, "received SIGUSR2", 12)
+    now = SupervisorState(AgentState.ENDING, running_ranks=frozenset({0, 1}), outcome=drained)
+    killed = WorkerExited(WorkerExit(0, 4, 77, -9), exited_before_saving=True)
+    after, actions = transition(now, killed)
     assert after.outcome is not None
     assert after.outcome.state is WorkerState.DRAINED
     assert "received SIGUSR2, but worker of rank 4" in after.outcome.reason
     assert actions == ()
     # Before the ranks have agreed where to stop, nobody saves, and nobody needs to be waited for.
-    _, actions = react(now, attrs.evolve(killed, alone=True))
-    assert actions == (StopSooner(),)
+    _, actions = transition(now, attrs.evolve(killed, stop_call_undecided=True))
+    assert actions == (ShortenNotice(),)

@@ -34,9 +34,9 @@ class Recorded(OneWorker):
         self._held, self._free = threading.Event(), threading.Event()
         self._free.set()
 
-    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
         self.history.append("start")
-        super().start(group, ended)
+        super().start(group, on_exit)
         self.groups.append((group.generation, group.group_world_size))
 
     def terminate(self) -> None:
@@ -135,12 +135,12 @@ class SlowToStart(Recorded):
         self.lost = False
         self.here: Callable[[], set[str]] = set
 
-    def start(self, group: WorkerGroup, ended: Callable[[int], None]) -> None:
+    def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
         over = threading.Event()
         for _ in range(30):
             over.wait(LOOP / 10)
             self.lost = self.lost or not self.here()
-        super().start(group, ended)
+        super().start(group, on_exit)
 
 
 def test_a_node_that_starts_its_workers_for_long_keeps_its_place() -> None:

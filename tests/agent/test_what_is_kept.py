@@ -10,25 +10,25 @@ import pytest
 from lone_agent import OneWorker, running
 
 from elasticlib import AgentOptions, WorkerState
-from elasticlib.agent.interface import Memory
+from elasticlib.agent.interface import SnapshotService
 from elasticlib.observe.journal import NodeJournal
 from elasticlib.rendezvous.interface import RendezvousInfo
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import WorkerGroup
 
 
-class Kept(Memory):
+class Kept(SnapshotService):
     def __init__(self) -> None:
         self.told: list[object] = []
 
-    def begin(self, info: RendezvousInfo, group: WorkerGroup) -> None:
+    def on_workers_starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         del group
         self.told.append(info.generation)
 
-    def finish(self, *, keep: bool, given_up: Callable[[], str]) -> str:
-        del given_up
-        self.told.append(keep)
-        self.saved = 7 if keep else None
+    def close(self, *, flush: bool, cancel_reason: Callable[[], str]) -> str:
+        del cancel_reason
+        self.told.append(flush)
+        self.saved_step = 7 if flush else None
         return ""
 
 
@@ -44,12 +44,12 @@ class Kept(Memory):
 def test_what_is_in_memory_is_kept_unless_the_job_is_done(state: WorkerState, keep: bool) -> None:
     workers, memory = OneWorker(), Kept()
     journal = NodeJournal("job", "n1")
-    options = AgentOptions(drain_signals=(signal.SIGUSR1,), signals=(signal.SIGUSR2,))
-    with running(workers, memory=memory, options=options, journal=journal) as run:
+    options = AgentOptions(drain_signals=(signal.SIGUSR1,), stop_signals=(signal.SIGUSR2,))
+    with running(workers, snapshot_service=memory, options=options, journal=journal) as run:
         if state is WorkerState.DRAINED:
-            run.agent.heed(signal.SIGUSR1)
+            run.agent.handle_signal(signal.SIGUSR1)
         elif state is WorkerState.STOPPED:
-            run.agent.heed(signal.SIGUSR2)
+            run.agent.handle_signal(signal.SIGUSR2)
         else:
             workers.finish(int(state is WorkerState.FAILED))
         assert run.result().state is state
@@ -64,10 +64,10 @@ class Hangs(Kept):
         super().__init__()
         self.writing, self.looks = threading.Event(), threading.Semaphore(0)
 
-    def finish(self, *, keep: bool, given_up: Callable[[], str]) -> str:
-        assert keep
+    def close(self, *, flush: bool, cancel_reason: Callable[[], str]) -> str:
+        assert flush
         self.writing.set()
-        while not (reason := given_up()):
+        while not (reason := cancel_reason()):
             self.looks.release()
             threading.Event().wait(0.01)
         return f"step 7 was not written: {reason}"
@@ -82,19 +82,19 @@ def test_a_second_sigterm_ends_the_final_write(
     ended_by: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers, memory = OneWorker(), Hangs()
-    with running(workers, memory=memory) as run:
+    with running(workers, snapshot_service=memory) as run:
         if ended_by == "SIGTERM":
-            run.agent.heed(signal.SIGTERM)
+            run.agent.handle_signal(signal.SIGTERM)
             assert memory.writing.wait(30)
         else:
             workers.finish(1)
             assert memory.writing.wait(30)
-            run.agent.heed(signal.SIGTERM)
+            run.agent.handle_signal(signal.SIGTERM)
             wait_until("a word on the first one", lambda: "a second one ends" in caplog.text)
         # Signals that do not end a run change nothing.
-        run.agent.heed(signal.SIGUSR2)
+        run.agent.handle_signal(signal.SIGUSR2)
         assert memory.looked(times=20)
-        run.agent.heed(signal.SIGTERM)
+        run.agent.handle_signal(signal.SIGTERM)
         result = run.result()
     given_up = "step 7 was not written: the agent received SIGTERM again during the final write"
     assert result.reason.endswith(given_up)

@@ -86,7 +86,7 @@ class Host:
             master_port=1,
             attempt=self.attempt,
         )
-        self.service.begin(info, group)
+        self.service.on_workers_starting(info, group)
         return self
 
     def snapshot(self, step: int, pack: bytes = b"x", **more: int) -> None:
@@ -134,7 +134,7 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
     hosts = [Host(tmp_path / str(number)) for number in range(3)]
     yield hosts
     for host in hosts:
-        host.service.finish(keep=False)
+        host.service.close(flush=False)
     wait_until(
         "threads to exit",
         lambda: not [t for t in threading.enumerate() if t.name[:6] == "agent-"],
@@ -345,7 +345,7 @@ def test_replicas_of_a_lost_node_stay_until_the_new_world_has_replicated_its_sna
         host.snapshot(5, part=part, parts=3)
     for rank, host in enumerate(hosts):
         wait_until("replicas", host.has(str((rank - 1) % 3), 5))
-    hosts[2].service.finish(keep=False)
+    hosts[2].service.close(flush=False)
     left, (first, second) = hosts[:2], generation(2, 2, store)
     hosts[0].begin(first)
     hosts[0].snapshot(3, part=0, parts=2)
@@ -449,7 +449,7 @@ def test_a_generation_ends_soon_while_a_stream_is_stalled(hosts: list[Host]) -> 
         wait_until("the transfer", lambda: len(list(hosts[1].folder.glob("1/from.0.*"))) == 2)
         started_at = monotonic()
         for host in hosts[:2]:
-            host.service.finish(keep=False)
+            host.service.close(flush=False)
         assert monotonic() - started_at < 5
         is_over.set()
     assert hosts[1].steps("0") == [1]
@@ -459,7 +459,7 @@ def test_a_node_that_leaves_first_sends_its_last_snapshot(hosts: list[Host]) -> 
     begin(hosts[:2])
     for step in range(1, 20):
         hosts[0].snapshot(step, bytes(1 << 20))
-    hosts[0].service.finish(keep=True)
+    hosts[0].service.close(flush=True)
     assert hosts[1].has("0", 19)()
 
 
@@ -475,7 +475,7 @@ def test_a_node_that_leaves_does_not_wait_for_a_node_that_cannot_be_reached(
     hosts[0].begin(info).snapshot(1)
     wait_until("the failure", lambda: "cannot send snapshot replicas to node 1" in caplog.text)
     started_at = monotonic()
-    hosts[0].service.finish(keep=True)
+    hosts[0].service.close(flush=True)
     assert monotonic() - started_at < 3
 
 
@@ -626,5 +626,5 @@ def test_snapshots_are_written_to_the_disk_if_the_run_ends_early_and_not_after_s
     for keep, steps in ((False, []), (True, [4])):
         host = Host(tmp_path / str(keep))
         host.begin(generation(1, 1, None)[0]).snapshot(4)
-        assert host.service.finish(keep=keep) == ""
+        assert host.service.close(flush=keep) == ""
         assert CheckpointManager(host.folder / "disk").steps() == steps

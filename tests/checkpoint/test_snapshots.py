@@ -321,7 +321,7 @@ def test_what_was_being_written_when_a_worker_or_a_giver_ended_is_freed(agent: A
     assert len(list(agent.folder.glob("1/*.*"))) >= 3
     service = NodeSnapshotService(lambda number: agent.folder / str(number))
     with snapshot_slots.SnapshotSlots(agent.folder / "1").open_for_writing(record):
-        service.begin(info, group)
+        service.on_workers_starting(info, group)
         # One stood still in the middle of it, and goes on.
         assert len(list(agent.folder.glob("1/*.*"))) == 2
     assert sorted(one.header.step for one in snapshot_slots.list_snapshots(agent.folder)) == [1, 9]

@@ -63,11 +63,11 @@ def test_a13_every_node_ends_with_the_traceback_of_the_one_that_failed(told: Tol
 def test_a_report_for_programs_says_the_same_on_every_node(told: Told) -> None:
     first, second = told.reports
     assert first == second
-    cause = first["cause"]
+    cause = first["root_cause"]
     assert isinstance(cause, dict)
     assert (cause["rank"], cause["message"]) == (2, "ValueError: the loss is nan")
-    assert (Path(cause["log"]) / "error.json").is_file()
-    assert f"logs: {cause['log']} on {cause['host']}" in told.nodes[0].text
+    assert (Path(cause["log_dir"]) / "error.json").is_file()
+    assert f"logs: {cause['log_dir']} on {cause['host']}" in told.nodes[0].text
 
 
 def test_each_role_counts_its_own_workers_over_all_agents(told: Told) -> None:

@@ -24,7 +24,7 @@ SHORT = ("--shutdown-timeout", "0.1")
 def asking(
     job: Job, name: str, *flags: str, worker: tuple[str, ...] = (), resize: str = ""
 ) -> Node:
-    fields = {"agent": {"resize": resize}} if resize else None
+    fields = {"agent": {"resize_mode": resize}} if resize else None
     command = job.agent(*flags, program=CONTEXT, worker=worker, fields=fields)
     return job.start(name, *command, PYTHONPATH=WITHOUT_TORCH)
 

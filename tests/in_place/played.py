@@ -25,11 +25,11 @@ import torch.distributed as dist
 from ports import free_port
 
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.interface import REASONS
+from elasticlib.workers.interface import STOP_REASONS
 from elasticlib.workers.spec import SNAPSHOTS_ENV
 from elasticlib.workers.worker_channel import CHANNEL_ENV, WorkerChannel
 
-RESIZE = REASONS.index("resize")
+RESIZE = STOP_REASONS.index("resize")
 MORE = 15  # steps after the last action of a test; workers are fewer steps apart
 _METHOD = multiprocessing.get_context("forkserver")
 _METHOD.set_forkserver_preload(["training", "torch._dynamo", "torch.distributed.nn"])

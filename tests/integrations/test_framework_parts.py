@@ -244,7 +244,7 @@ def test_trainer_that_logs_each_step_reports_each_step_once(
             Model(), arguments, train_dataset=data, callbacks=[ours.ElasticCallback()]
         ).train()
         beat = agent.beat()
-    assert (beat.step, beat.steps, len(beat.durations)) == (5, 5, 4)
+    assert (beat.step, beat.num_steps, len(beat.step_durations)) == (5, 5, 4)
     assert beat.loss is not None
 
 

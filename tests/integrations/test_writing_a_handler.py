@@ -83,7 +83,9 @@ class TwoAgents:
             node = Node(name, name, "127.0.0.1", 1)
             handler = register(folder, "job", node, Limits(2, 2), 60.0)
             spec = WorkerSpec(Command("none"))
-            agent = ElasticAgent(spec, handler, workers, max_restarts=max_restarts, interval=0.01)
+            agent = ElasticAgent(
+                spec, handler, workers, max_restarts=max_restarts, monitor_interval=0.01
+            )
             self.runs[name] = Run(agent)
 
     def started(self, times: int) -> None:
@@ -94,7 +96,7 @@ class TwoAgents:
 
     def close(self) -> None:
         for name, run in self.runs.items():
-            run.agent.heed(signal.SIGTERM)
+            run.agent.handle_signal(signal.SIGTERM)
             self.workers[name].finish()
         for run in self.runs.values():
             run.result()

@@ -141,10 +141,10 @@ def test_what_the_user_says_goes_before_slurm_and_beside_it(script: str) -> None
 def test_slurms_signals_drain_and_sigterm_is_as_ever(script: str) -> None:
     agent = launch(script, "", STEP).config.supervision.agent
     assert agent.drain_signals == (signal.SIGUSR1, signal.SIGUSR2)
-    assert agent.save_signals == (signal.SIGTERM,)
+    assert agent.notice_signals == (signal.SIGTERM,)
     # Of a job that has torchrun end on SIGUSR1.
     ends = launch(script, "--signals-to-handle SIGTERM,SIGUSR1", STEP).config.supervision.agent
-    assert ends.signals == (signal.SIGTERM, signal.SIGUSR1)
+    assert ends.stop_signals == (signal.SIGTERM, signal.SIGUSR1)
     assert ends.drain_signals == (signal.SIGUSR2,)
 
 

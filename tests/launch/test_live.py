@@ -28,7 +28,7 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
         workers=SimpleNamespace(
             running=lambda: {local: f"pid {local}" for local in range(4)},
             dump_stacks_of=dump,
-            beats=lambda: {local: Heartbeat(dumps=True) for local in range(4)},
+            beats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
         ),
     )
     found = stacks_of(agent)(frozenset({5, 6, 9}))

@@ -19,7 +19,7 @@ from elasticlib.integrations.ray import (
     read_values,
 )
 from elasticlib.integrations.ray.driver import actor_options, merged
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def failed(rank: int) -> dict[int, WorkerExit]:
 def test_the_nodes_values_and_failures_are_the_jobs() -> None:
     done = WorkerState.SUCCEEDED
     both = merged([RunResult(done, "ok", {2: "c"}), RunResult(done, "ok", {0: "a", 1: "b"})])
-    assert (both.state, list(both.values.items())) == (done, [(0, "a"), (1, "b"), (2, "c")])
+    assert (both.state, list(both.return_values.items())) == (done, [(0, "a"), (1, "b"), (2, "c")])
     broken = WorkerState.FAILED
     ends = [
         RunResult(broken, "no", failures=failed(3)),

@@ -11,7 +11,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.command_line import build_parser
 from elasticlib.launch.launch_config import LaunchConfig, SupervisionOptions
-from elasticlib.workers.interface import Notice
+from elasticlib.workers.interface import StopNotice
 
 TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
@@ -23,7 +23,7 @@ def read(line: str, script: str) -> SupervisionOptions:
 
 def test_without_flags_a_launch_is_as_one_from_python(script: str) -> None:
     assert read("", script) == LaunchConfig().supervision
-    assert (AgentOptions().signals, AgentOptions().drain_signals) == (
+    assert (AgentOptions().stop_signals, AgentOptions().drain_signals) == (
         (TERM, INT, HUP, QUIT),
         (USR2,),
     )
@@ -45,12 +45,12 @@ def test_signals_are_read(
     line: str, ends: tuple[int, ...], drains: tuple[int, ...], saves: tuple[int, ...], script: str
 ) -> None:
     agent = read(line, script).agent
-    assert (agent.signals, agent.drain_signals, agent.save_signals) == (ends, drains, saves)
+    assert (agent.stop_signals, agent.drain_signals, agent.notice_signals) == (ends, drains, saves)
 
 
 def test_workers_ignore_what_drains_but_never_what_stops_them() -> None:
     options = AgentOptions(drain_signals=(USR1, TERM))
-    assert options.kept_from_workers == (USR1,)
+    assert options.agent_only_signals == (USR1,)
 
 
 def test_the_seconds_reach_the_agent_and_the_job(script: str) -> None:
@@ -97,8 +97,8 @@ def test_resizes_and_hangs_are_read(
     line: str, watched: bool, seconds: float | None, script: str
 ) -> None:
     agent = read(line, script).agent
-    assert (agent.resize, agent.hang is not None) == ("at-step", watched)
-    assert getattr(agent.hang, "seconds", None) == seconds
+    assert (agent.resize_mode, agent.hang_limits is not None) == ("at-step", watched)
+    assert getattr(agent.hang_limits, "timeout", None) == seconds
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf", "1e9"])
@@ -108,11 +108,11 @@ def test_a_silence_that_is_no_limit_is_refused(text: str, script: str) -> None:
 
 
 def test_a_notice_of_a_resize_says_when_and_an_immediate_one_is_none() -> None:
-    assert AgentOptions(resize="immediate").notice("resize") is None
-    assert AgentOptions(resize="at-step").notice("resize") == Notice("resize", 30.0)
-    assert AgentOptions(resize="immediate").notice("drain") == Notice("drain", 30.0)
+    assert AgentOptions(resize_mode="immediate").make_notice("resize") is None
+    assert AgentOptions(resize_mode="at-step").make_notice("resize") == StopNotice("resize", 30.0)
+    assert AgentOptions(resize_mode="immediate").make_notice("drain") == StopNotice("drain", 30.0)
     with pytest.raises(ConfigError, match="resize is one of immediate, at-step, got"):
-        AgentOptions(resize="later")
+        AgentOptions(resize_mode="later")
 
 
 def test_a_snapshot_has_replicas_on_as_many_nodes_as_there_may_be_others(script: str) -> None:

@@ -84,7 +84,7 @@ def test_a_config_of_torch_is_read_field_by_field(tmp_path: Path) -> None:
     assert (mine.log_dir, mine.redirects, mine.tee) == (str(tmp_path), flags.redirects, flags.tee)
     assert mine.local_ranks_filter == frozenset({0, 1})
     assert mine.timing.join == 7  # torch has added a timeout of 900, which its c10d does not read
-    assert mine.supervision.agent.signals == (signal.SIGTERM, signal.SIGUSR2)
+    assert mine.supervision.agent.stop_signals == (signal.SIGTERM, signal.SIGUSR2)
     assert mine.supervision.agent.drain_signals == ()
     assert (mine.start_method, mine.numa_binding) == ("forkserver", "node")
     assert (mine.duplicate_stdout_filters, mine.shutdown_timeout) == (("loss",), 4)
@@ -170,7 +170,7 @@ class CustomLogsSpecs(DefaultLogsSpecs):
     """A class of the user's own, which may send the files anywhere."""
 
 
-SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(signals=(signal.SIGUSR1,)))
+SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(stop_signals=(signal.SIGUSR1,)))
 
 
 @pytest.mark.parametrize(

@@ -71,14 +71,28 @@ def test_workers_are_those_of_the_generation() -> None:
 
 def test_a_look_adds_what_workers_tell() -> None:
     *_, last = told(*begins())
-    beat = Heartbeat(step=9, steps=3, at=10.0, alive=11.0, durations=(0.5, 0.5, 9.0), attached=True)
+    beat = Heartbeat(
+        step=9,
+        num_steps=3,
+        last_step_at=10.0,
+        last_activity_at=11.0,
+        step_durations=(0.5, 0.5, 9.0),
+        is_attached=True,
+    )
     (worker,) = with_heartbeats(last, {0: beat}, 13.0).workers
     assert (worker.step, worker.per_second, worker.silent, worker.saved) == (9, 2.0, 2.0, None)
 
 
 def test_a_worker_that_makes_no_steps_for_long_is_not_shown_as_if_it_did() -> None:
     *_, last = told(*begins())
-    beat = Heartbeat(step=9, steps=3, at=10.0, alive=50.0, durations=(0.5,), attached=True)
+    beat = Heartbeat(
+        step=9,
+        num_steps=3,
+        last_step_at=10.0,
+        last_activity_at=50.0,
+        step_durations=(0.5,),
+        is_attached=True,
+    )
     rates = [with_heartbeats(last, {0: beat}, at).workers[0].per_second for at in (39.0, 41.0)]
     assert rates == [2.0, 0.0]
 
@@ -86,9 +100,12 @@ def test_a_worker_that_makes_no_steps_for_long_is_not_shown_as_if_it_did() -> No
 def test_a_look_adds_the_snapshot_that_all_workers_have_kept() -> None:
     other = ("worker.began", {"rank": 1, "local_rank": 1, "name": "pid 9"})
     *_, last = told(*begins(), other, ("snapshot", {"step": 60}))
-    beats = {0: Heartbeat(snapshot=97, attached=True), 1: Heartbeat(snapshot=96, attached=True)}
+    beats = {
+        0: Heartbeat(last_snapshot_step=97, is_attached=True),
+        1: Heartbeat(last_snapshot_step=96, is_attached=True),
+    }
     assert with_heartbeats(last, beats, 13.0).snapshot == 96
-    assert with_heartbeats(last, {0: Heartbeat(attached=True)}, 13.0).snapshot == 60
+    assert with_heartbeats(last, {0: Heartbeat(is_attached=True)}, 13.0).snapshot == 60
 
 
 def test_facts_of_another_type_than_theirs_were_not_told() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -14,12 +13,14 @@ import pytest
 from elasticlib.observe.event import KINDS, Event, decode, encode
 from elasticlib.observe.step_watch import EVERY_SECONDS, SOON_SECONDS, StepWatch
 from elasticlib.workers.context import WorkerContext
-from elasticlib.workers.interface import Heartbeat
+from elasticlib.workers.interface import Heartbeat, RestoreReport
 from elasticlib.workers.worker_channel import WorkerChannel
 
 
 def beat(step: int, *, at: float = 0.0, steps: int = 1, **more: Any) -> Heartbeat:
-    return Heartbeat(step=step, steps=steps, at=at, alive=at, attached=True, **more)
+    return Heartbeat(
+        step=step, num_steps=steps, last_step_at=at, last_activity_at=at, is_attached=True, **more
+    )
 
 
 Told = list[tuple[str, dict[str, Any]]]
@@ -49,7 +50,7 @@ def steps(
     return "steps", {**facts, "samples_per_second": samples_per_second}
 
 
-QUIET = Heartbeat(attached=True)
+QUIET = Heartbeat(is_attached=True)
 
 
 @pytest.mark.parametrize(
@@ -64,27 +65,27 @@ QUIET = Heartbeat(attached=True)
         ),
         ((0.0, {0: beat(5)}), (10.0, {0: beat(5)}), []),
         (
-            (0.0, {0: beat(5, saved=1, saves=1)}),
-            (10.0, {0: beat(5, saved=5, saves=5), 1: QUIET}),
+            (0.0, {0: beat(5, last_saved_step=1, num_saves=1)}),
+            (10.0, {0: beat(5, last_saved_step=5, num_saves=5), 1: QUIET}),
             [("saved", {"step": 5, "count": 4})],
         ),
         # The worker that saved has ended; its checkpoint still exists.
-        ((0.0, {0: beat(5, saved=5, saves=1), 1: beat(5)}), (10.0, {1: beat(5)}), []),
+        ((0.0, {0: beat(5, last_saved_step=5, num_saves=1), 1: beat(5)}), (10.0, {1: beat(5)}), []),
         # A sharded snapshot is complete once the last worker has kept its part.
         (
-            (0.0, {n: beat(5, snapshot=4, snapshots=2) for n in (0, 1)}),
+            (0.0, {n: beat(5, last_snapshot_step=4, num_snapshots=2) for n in (0, 1)}),
             (
                 10.0,
                 {
-                    0: beat(5, snapshot=5, snapshots=3),
-                    1: beat(5, snapshot=4, snapshots=2),
+                    0: beat(5, last_snapshot_step=5, num_snapshots=3),
+                    1: beat(5, last_snapshot_step=4, num_snapshots=2),
                 },
             ),
             [],
         ),
         (
-            (0.0, {0: beat(5, snapshot=4, snapshots=4), 1: QUIET}),
-            (10.0, {0: beat(5, snapshot=97, snapshots=97), 1: QUIET}),
+            (0.0, {0: beat(5, last_snapshot_step=4, num_snapshots=4), 1: QUIET}),
+            (10.0, {0: beat(5, last_snapshot_step=97, num_snapshots=97), 1: QUIET}),
             [("snapshot", {"step": 97, "count": 93})],
         ),
         # Of several losses the lowest rank's; of samples all.
@@ -93,8 +94,8 @@ QUIET = Heartbeat(attached=True)
             (
                 10.0,
                 {
-                    2: beat(20, at=10.0, loss=2.0, samples=40.0, steps=5, first_at=2.0),
-                    1: beat(20, at=10.0, loss=1.0, samples=100.0),
+                    2: beat(20, at=10.0, loss=2.0, num_samples=40.0, steps=5, first_at=2.0),
+                    1: beat(20, at=10.0, loss=1.0, num_samples=100.0),
                 },
             ),
             [steps(20, 2.0, loss=1.0, samples_per_second=14.0)],
@@ -109,7 +110,7 @@ def test_what_has_moved_is_told_and_nothing_else(
 
 
 def test_a_generation_that_is_over_before_a_second_look_has_told_its_pace() -> None:
-    last = beat(30, at=14.0, steps=21, first_step=10, first_at=4.0, samples=210.0)
+    last = beat(30, at=14.0, steps=21, first_step=10, first_at=4.0, num_samples=210.0)
     _, told = looked((14.0, {0: last}))
     assert told[1:] == [steps(30, 2.0, samples_per_second=20.0)]
 
@@ -143,8 +144,8 @@ def test_training_begins_with_the_first_step_of_the_last_worker(
 
 
 def restored(source: str, began: float, ended: float, times: int = 1) -> Heartbeat:
-    state: Any = SimpleNamespace(step=40, source=source, began=began, ended=ended)
-    return Heartbeat(attached=True, restored=state, restores=times)
+    state = RestoreReport(40, source, began, ended)
+    return Heartbeat(is_attached=True, last_restore=state, num_restores=times)
 
 
 def test_a_state_is_taken_up_once_the_last_worker_has_it() -> None:
@@ -252,7 +253,7 @@ def test_a_place_that_is_written_just_now_is_not_read() -> None:
     channel = WorkerChannel.create()
     for step in range(1000):
         channel.report_step(step, float(step), float(step))
-    losses = channel.beat().losses
+    losses = channel.beat().loss_history
     assert losses is not None
     assert all(step == loss for step, _, loss in losses.since(0))
     # The worker went on, and has written over the first of these meanwhile.

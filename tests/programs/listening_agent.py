@@ -12,7 +12,7 @@ from pathlib import Path
 from elasticlib import LocalWorkers, Workers
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.elastic_launch import run_node
-from elasticlib.workers.interface import Notice
+from elasticlib.workers.interface import StopNotice
 
 
 class Listening(LocalWorkers, Workers):
@@ -27,16 +27,16 @@ class Listening(LocalWorkers, Workers):
         self._generation = group.generation
         super().start(group, ended)
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         path = self._notices / f"notice.{os.environ['NODE']}.{self._generation}"
-        path.write_text(f"{notice.reason} {notice.seconds:g}")
+        path.write_text(f"{notice.reason} {notice.grace_s:g}")
         return True
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config, script = parse(sys.argv[1:])
-    ignored = config.supervision.agent.kept_from_workers
+    ignored = config.supervision.agent.agent_only_signals
     result = run_node(config, script, Listening(script.args[0], ignored))
     print(f"{result.state.value.upper()}: {result.reason}")
     return result.exit_code

@@ -25,7 +25,7 @@ from elasticlib.errors import (
 )
 from elasticlib.stores.etcd_store import EtcdStore
 from elasticlib.stores.interface import ABSENT
-from elasticlib.testing.store_process import ClientRecipe, said
+from elasticlib.testing.store_process import ClientRecipe, read_line
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = needs_etcd
@@ -250,7 +250,7 @@ def test_a_lease_of_a_killed_process_ends_after_its_ttl(etcd: EtcdServer, room: 
     )
     with EtcdStore(etcd.endpoint, prefix=room) as watcher, recipe.start("hold", "l", "4") as owner:
         try:
-            assert said(owner) == "done"
+            assert read_line(owner) == "done"
             held = watcher.list("l")
             assert [entry.key for entry in held.entries] == ["l"]
         finally:

@@ -341,15 +341,15 @@ def test_who_hosts_leaves_for_another_server_at_its_place_only_if_nobody_is_with
         [place], failover_timeout=PATIENCE, clock=lambda: world.now, hosted=hosted
     ) as store:
         entry = store.set("key", b"value")
-        assert not store.follow()  # nobody serves there
+        assert not store.yield_to_other_server()  # nobody serves there
         other_server = two.open()
         with one.joined() as other:
-            assert not store.follow()
+            assert not store.yield_to_other_server()
             assert other.get("key") == entry
         wait_until("the other to be gone", lambda: server.clients == 1)
-        assert store.follow()
+        assert store.yield_to_other_server()
         assert (store.get("key"), store.server, server.is_serving) == (None, None, False)
-        assert not store.follow()
+        assert not store.yield_to_other_server()
         # What holds for who hosts does no more: where it is not answered, it goes on.
         other_server.close()
         world.misses(store, world.now + PATIENCE)

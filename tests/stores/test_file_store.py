@@ -24,7 +24,7 @@ from elasticlib.errors import (
     StoreRejectedError,
     StoreTimeoutError,
 )
-from elasticlib.stores.file_store import REMEMBERED, FileStore, file_name, may_be_under
+from elasticlib.stores.file_store import MAX_CHANGE_LOG, FileStore, file_name, may_have_prefix
 
 # For each number N on stdin, a child process changes the key and kills itself before its Nth
 # operation on a file. The exit code of the child goes to stdout.
@@ -309,7 +309,7 @@ def test_a_name_tells_that_a_key_is_not_under_a_prefix_and_is_never_wrong(
     key = (prefix + rest).encode(errors="ignore").decode()
     prefix = prefix.encode(errors="ignore").decode()
     name = file_name(key)
-    assert may_be_under(name, prefix)
+    assert may_have_prefix(name, prefix)
     assert len(name) <= 255
     assert not set(name) & set('/\\:*?"<>|\0 ')
     assert name == name.lower()
@@ -318,12 +318,12 @@ def test_a_name_tells_that_a_key_is_not_under_a_prefix_and_is_never_wrong(
 def test_who_is_further_behind_than_is_remembered_is_woken(tmp_path: Path) -> None:
     with FileStore(tmp_path) as writer, FileStore(tmp_path) as reader:
         rare = writer.set("rare", b"").version
-        for _ in range(REMEMBERED):
+        for _ in range(MAX_CHANGE_LOG):
             writer.set("often", b"")
         assert reader.wait("rare", after=rare - 1, timeout=0.0) is True
         assert reader.wait("rare", after=rare, timeout=0.0) is False
-        assert reader.wait("often", after=rare + REMEMBERED - 1, timeout=0.0) is True
-        assert reader.wait("often", after=rare + REMEMBERED, timeout=0.0) is False
+        assert reader.wait("often", after=rare + MAX_CHANGE_LOG - 1, timeout=0.0) is True
+        assert reader.wait("often", after=rare + MAX_CHANGE_LOG, timeout=0.0) is False
 
 
 def test_no_link_in_the_folder_is_written_or_read_through(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import Frame, encode
 from elasticlib.stores.tcp_server import TcpStoreServer
-from elasticlib.testing.store_process import in_a_child, said
+from elasticlib.testing.store_process import in_a_child, read_line
 
 BEGIN = """
 import os, sys, threading, traceback
@@ -92,7 +92,7 @@ def test_a_child_connects_for_itself_and_its_parents_connection_stands(
         script(USED_IN_BOTH, server.host, server.port) as process,
         TcpStore(server.host, server.port) as other,
     ):
-        assert said(process) == "done"
+        assert read_line(process) == "done"
         parent, child = other.get("parent"), other.get("child")
         assert parent is not None
         assert child is not None
@@ -122,7 +122,7 @@ os._exit(0)
 
 def test_a_child_born_amid_its_parents_requests_is_served(server: TcpStoreServer) -> None:
     with script(BUSY, server.host, server.port) as process:
-        assert said(process) == "done"
+        assert read_line(process) == "done"
 
 
 IMPORTING = """
@@ -136,7 +136,7 @@ print(sorted(set(sys.modules) - before), flush=True)
 
 def test_no_request_imports_anything_which_a_child_would_wait_for(server: TcpStoreServer) -> None:
     with script(IMPORTING, server.host, server.port) as process:
-        assert said(process) == "[]"
+        assert read_line(process) == "[]"
 
 
 CONNECTING = """
@@ -164,7 +164,7 @@ def test_a_child_born_while_its_parent_connects_does_not_wait_for_that() -> None
             childs, _ = listener.accept()
             with parents, childs:
                 childs.sendall(encode(welcome))
-                assert said(process) == "done"
+                assert read_line(process) == "done"
 
 
 OUTLIVED = """
@@ -180,7 +180,7 @@ def test_killed_parents_lease_ends_although_its_child_lives_on(server: TcpStoreS
         TcpStore(server.host, server.port) as watcher,
         script(OUTLIVED, server.host, server.port) as process,
     ):
-        assert said(process) == "done"
+        assert read_line(process) == "done"
         version = watcher.list("lease").version
         process.kill()
         assert watcher.wait("lease", after=version, timeout=10.0)
@@ -206,7 +206,7 @@ print("done", flush=True)
 
 def test_child_that_closes_its_copy_of_a_server_leaves_its_parents_alone() -> None:
     with script(SERVING, "127.0.0.1", 0) as process:
-        assert said(process) == "done"
+        assert read_line(process) == "done"
 
 
 @pytest.mark.parametrize("kind", ["tcp", "moving", "file", "etcd"])
@@ -245,7 +245,10 @@ def test_a_child_does_not_wait_for_a_thread_that_its_parent_has_move_the_store()
             asking = pool.submit(store.get, "key")
             assert serving.wait(20.0)
             try:
-                assert in_a_child(lambda: f"alone: {store.follow()}", 20.0) == "alone: False"
+                assert (
+                    in_a_child(lambda: f"alone: {store.yield_to_other_server()}", 20.0)
+                    == "alone: False"
+                )
             finally:
                 enough.set()
             with pytest.raises(StoreConnectionError):

@@ -31,7 +31,7 @@ from elasticlib.stores.tcp_protocol import (
     encode,
 )
 from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
-from elasticlib.testing.store_process import said
+from elasticlib.testing.store_process import read_line
 from elasticlib.testing.waiting import wait_until
 
 SECRET = b"a secret of the job"
@@ -266,7 +266,7 @@ def served(
         ) as process,
     ):
         try:
-            yield process.pid, int(said(process))
+            yield process.pid, int(read_line(process))
         finally:
             process.kill()
 

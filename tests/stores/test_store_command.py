@@ -11,7 +11,7 @@ import pytest
 from elasticlib.errors import StoreRejectedError
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
-from elasticlib.testing.store_process import said
+from elasticlib.testing.store_process import read_line
 
 COMMAND = [sys.executable, "-m", "elasticlib.launch.commands"]
 
@@ -26,7 +26,7 @@ def test_it_serves_where_it_says_until_a_signal_ends_it_well(number: signal.Sign
         [*COMMAND, "store", "--bind", "[::1]:0", "--job", "a"], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            line = said(process)
+            line = read_line(process)
             port = int(line.split()[2].removeprefix("[::1]:"))
             assert line == f"serving on [::1]:{port} for job 'a'"
             with TcpStore("::1", port, job="a") as store:

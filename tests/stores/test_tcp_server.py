@@ -23,7 +23,7 @@ from elasticlib.stores.interface import Entry
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, FrameReader, encode
 from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
-from elasticlib.testing.store_process import ClientRecipe, said
+from elasticlib.testing.store_process import ClientRecipe, read_line
 from elasticlib.testing.waiting import wait_until
 
 HELLO = Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "test", "nonce": "0" * 64})
@@ -234,7 +234,7 @@ def test_a_killed_owners_lease_ends_at_once_however_long_its_ttl(server: TcpStor
         TcpStore(server.host, server.port) as watcher,
         recipe.start("hold", "lease", "1000") as owner,
     ):
-        assert said(owner) == "done"
+        assert read_line(owner) == "done"
         version = watcher.list("lease").version
         owner.kill()
         assert watcher.wait("lease", after=version, timeout=10.0)
@@ -249,7 +249,7 @@ def test_the_lease_of_a_stopped_client_expires_while_its_connection_is_open(
         TcpStore(server.host, server.port) as watcher,
         recipe.start("hold", "lease", "1") as owner,
     ):
-        assert said(owner) == "done"
+        assert read_line(owner) == "done"
         owner.send_signal(signal.SIGSTOP)
         assert watcher.wait("lease", after=1, timeout=10.0)
         assert watcher.get("lease") is None
@@ -264,7 +264,7 @@ def test_a_server_that_was_stopped_expires_no_lease_that_is_refreshed_afterwards
             subprocess.Popen([*command, "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
         )
         stack.callback(process.kill)
-        port = int(said(process).split()[2].rpartition(":")[2])
+        port = int(read_line(process).split()[2].rpartition(":")[2])
         stores = [stack.enter_context(TcpStore("127.0.0.1", port)) for _ in range(10)]
         pool = stack.enter_context(ThreadPoolExecutor(len(stores)))
         leases = stopped_late(process, stores)

@@ -16,7 +16,7 @@ from test_local import Run, shell
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import process_entry
 from elasticlib.workers.cleanup import CleanupProcess
-from elasticlib.workers.interface import DRAIN, Notice
+from elasticlib.workers.interface import DRAIN, StopNotice
 from elasticlib.workers.spec import Script
 
 TRAINS = """
@@ -45,23 +45,23 @@ def test_what_workers_report_is_known_while_they_run_and_after_they_have_ended(r
     workers = training(run).workers
     wait_until(
         "three steps of each worker",
-        lambda: all(workers.beats()[local].steps > 2 for local in (0, 1)),
+        lambda: all(workers.heartbeats()[local].steps > 2 for local in (0, 1)),
     )
-    assert all(beat.attached and beat.saves for beat in workers.beats().values())
+    assert all(beat.attached and beat.saves for beat in workers.heartbeats().values())
     workers.kill()
     ended = {run.end().local_rank, run.end().local_rank}
-    assert workers.beats() == {}
+    assert workers.heartbeats() == {}
     workers.close()
-    assert set(workers.last_beats()) == ended == {0, 1}
-    assert all(beat.step > 2 for beat in workers.last_beats().values())
+    assert set(workers.final_heartbeats()) == ended == {0, 1}
+    assert all(beat.step > 2 for beat in workers.final_heartbeats().values())
 
 
 def test_the_stacks_of_workers_are_told_and_those_for_people_are_kept(run: Run) -> None:
     workers = training(run).workers
     wait_until(
-        "a step of each worker", lambda: all(beat.steps for beat in workers.beats().values())
+        "a step of each worker", lambda: all(beat.steps for beat in workers.heartbeats().values())
     )
-    assert all(beat.dumps for beat in workers.beats().values())
+    assert all(beat.dumps for beat in workers.heartbeats().values())
     wait_until(
         "the stack of worker 1", lambda: " in train\n" in workers.dump_stacks_of((1,)).get(1, "")
     )
@@ -74,19 +74,19 @@ def test_the_stacks_of_workers_are_told_and_those_for_people_are_kept(run: Run) 
 
 def test_workers_that_are_notified_stop_at_the_call_that_is_named(run: Run) -> None:
     workers = training(run).workers
-    notice = Notice(DRAIN, 60.0)
+    notice = StopNotice(DRAIN, 60.0)
     wait_until(
-        "a step of each worker", lambda: all(beat.steps for beat in workers.beats().values())
+        "a step of each worker", lambda: all(beat.steps for beat in workers.heartbeats().values())
     )
     assert workers.notify(notice)
-    wait_until("both workers to answer", lambda: workers.earliest_stop() is not None)
-    call = workers.earliest_stop()
+    wait_until("both workers to answer", lambda: workers.earliest_stop_call() is not None)
+    call = workers.earliest_stop_call()
     assert call is not None
-    workers.stop_at(call, notice)
+    workers.stop_at_call(call, notice)
     ends = [run.end(), run.end()]
     assert [(end.returncode, end.failed) for end in ends] == [(7, False)] * 2
     # They step after each call but the one that stops them.
-    assert {beat.step for beat in workers.last_beats().values()} == {call - 1}
+    assert {beat.step for beat in workers.final_heartbeats().values()} == {call - 1}
 
 
 def test_a_guardian_whose_agent_goes_on_is_replaced_when_it_is_killed(run: Run) -> None:

@@ -15,7 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.agent.stopping import Need, agreed, decode_need, post_need
+from elasticlib.agent.stop_procedure import (
+    StopProposal,
+    agree_on_stop,
+    decode_proposal,
+    propose_stop,
+)
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError
 from elasticlib.held_folder import is_held
@@ -24,11 +29,11 @@ from elasticlib.workers.context import WorkerContext
 from elasticlib.workers.interface import (
     DRAIN,
     PREEMPTED,
-    REASONS,
     RESIZE,
+    STOP_REASONS,
     Heartbeat,
-    Notice,
-    TakenUp,
+    RestoreReport,
+    StopNotice,
 )
 from elasticlib.workers.run_dirs import SnapshotDir
 from elasticlib.workers.worker_channel import (
@@ -64,21 +69,28 @@ def test_without_an_agent_there_is_nobody_to_ask_or_to_tell() -> None:
 
 def test_what_a_worker_tells_is_there_for_its_agent(path: str) -> None:
     agent, worker = ends(path)
-    assert (agent.beat().step, agent.beat().saved, agent.beat().durations) == (-1, -1, ())
+    beat = agent.beat()
+    assert (beat.step, beat.last_saved_step, beat.step_durations) == (-1, -1, ())
     for step in range(2 * NUM_STEP_DURATIONS):
         worker.report_step(step, now=float(step * step))
         beat = agent.beat()
         newest = [float(2 * n - 1) for n in range(max(1, step - NUM_STEP_DURATIONS + 1), step + 1)]
-        assert sorted(beat.durations) == newest
-        assert (beat.step, beat.steps, beat.at) == (step, step + 1, float(step * step))
+        assert sorted(beat.step_durations) == newest
+        expected = (step, step + 1, float(step * step))
+        assert (beat.step, beat.num_steps, beat.last_step_at) == expected
     worker.report_saved(7)
-    assert (agent.beat().saved, agent.beat().saves) == (7, 1)
+    assert (agent.beat().last_saved_step, agent.beat().num_saves) == (7, 1)
 
 
 def test_what_a_training_loop_tells_besides_is_there_for_its_agent(path: str) -> None:
     agent, context = WorkerChannel(path), WorkerContext(WorkerChannel(path))
     beat = agent.beat()
-    assert (beat.first_step, beat.snapshot, beat.loss, beat.restored) == (-1, -1, None, None)
+    assert (beat.first_step, beat.last_snapshot_step, beat.loss, beat.last_restore) == (
+        -1,
+        -1,
+        None,
+        None,
+    )
     before = monotonic()
     context.report_restored(6, source="peer", seconds=0.5)
     for step in range(7, 10):
@@ -86,13 +98,18 @@ def test_what_a_training_loop_tells_besides_is_there_for_its_agent(path: str) ->
     context.step(10)
     context.report_snapshot(9)
     beat, after = agent.beat(), monotonic()
-    assert (beat.first_step, beat.snapshot, beat.loss, beat.samples) == (7, 9, 1.0, 96.0)
-    assert before <= beat.first_at <= beat.at <= beat.alive <= after
-    state = beat.restored
+    assert (beat.first_step, beat.last_snapshot_step, beat.loss, beat.num_samples) == (
+        7,
+        9,
+        1.0,
+        96.0,
+    )
+    assert before <= beat.first_at <= beat.last_step_at <= beat.last_activity_at <= after
+    state = beat.last_restore
     assert state is not None
-    assert (state.step, state.source, beat.restores) == (6, "peer", 1)
-    assert before <= state.ended <= beat.first_at
-    assert state.ended - state.began == pytest.approx(0.5)
+    assert (state.step, state.source, beat.num_restores) == (6, "peer", 1)
+    assert before <= state.finished_at <= beat.first_at
+    assert state.finished_at - state.started_at == pytest.approx(0.5)
 
 
 def test_step_that_is_reported_again_counts_once_and_adds_its_loss_and_samples(path: str) -> None:
@@ -101,8 +118,13 @@ def test_step_that_is_reported_again_counts_once_and_adds_its_loss_and_samples(p
         worker.report_step(step, now=10.0 * step, samples=2)
         worker.report_step(step, now=10.0 * step + 1, loss=float(step), samples=3)
     beat = agent.beat()
-    assert (beat.step, beat.steps, beat.durations) == (2, 3, (10.0, 10.0))
-    assert (beat.at, beat.alive, beat.loss, beat.samples) == (20.0, 21.0, 2.0, 15.0)
+    assert (beat.step, beat.num_steps, beat.step_durations) == (2, 3, (10.0, 10.0))
+    assert (beat.last_step_at, beat.last_activity_at, beat.loss, beat.num_samples) == (
+        20.0,
+        21.0,
+        2.0,
+        15.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,14 +133,14 @@ def test_step_that_is_reported_again_counts_once_and_adds_its_loss_and_samples(p
 def test_a_state_from_nowhere_is_refused(path: str, source: str, seconds: float) -> None:
     with pytest.raises(ValueError, match="a state comes from memory, peer, disk in 0 seconds"):
         WorkerContext(WorkerChannel(path)).report_restored(1, source=source, seconds=seconds)
-    assert WorkerChannel(path).beat().restores == 0
+    assert WorkerChannel(path).beat().num_restores == 0
 
 
 def test_a_source_that_a_newer_worker_knows_is_passed_over(path: str) -> None:
     agent, worker = ends(path)
-    worker.report_restored(TakenUp(1, "disk", 0.0, 1.0))
+    worker.report_restored(RestoreReport(1, "disk", 0.0, 1.0))
     worker._words[24] = 7
-    assert agent.beat().restored is None
+    assert agent.beat().last_restore is None
 
 
 def test_the_first_process_that_asks_is_the_worker(path: str) -> None:
@@ -220,7 +242,7 @@ class Agent:
         self.number, self.ranks = number, ranks
         self.asked = self.told = False
 
-    def move(self, needs: dict[int, Need], nodes: int) -> None:
+    def move(self, needs: dict[int, StopProposal], nodes: int) -> None:
         if not self.asked:
             self.asked = True
             for rank in self.ranks:
@@ -230,9 +252,9 @@ class Agent:
             calls = [rank.agent.earliest_stop() for rank in self.ranks]
             known = [call for call in calls if call is not None]
             if len(known) == len(calls):
-                needs[self.number] = Need(max(known))
+                needs[self.number] = StopProposal(max(known))
             return
-        need = agreed(needs, nodes)
+        need = agree_on_stop(needs, nodes)
         if need is not None and need.call is not None and not self.told:
             self.told = True
             for rank in self.ranks:
@@ -262,7 +284,7 @@ def test_all_ranks_stop_at_one_call_however_they_are_interleaved(
     draw = random.Random(seed)
     ranks = [Rank() for _ in range(nodes * slots)]
     agents = [Agent(n, ranks[n * slots : (n + 1) * slots]) for n in range(nodes)]
-    needs: dict[int, Need] = {}
+    needs: dict[int, StopProposal] = {}
     for _ in range(warm_up):
         draw.choice(ranks).move(ranks)
     for move in itertools.count():
@@ -281,19 +303,27 @@ def test_all_ranks_stop_at_one_call_however_they_are_interleaved(
 
 
 def test_the_most_urgent_reason_and_the_shortest_time_hold_for_all() -> None:
-    needs = {0: Need(4, RESIZE, 30.0), 1: Need(5, DRAIN, 20.0), 2: Need(3, RESIZE, 30.0)}
-    assert agreed(needs, 4) is None
-    assert agreed(needs, 3) == Need(5, DRAIN, 20.0)
-    assert agreed({**needs, 3: Need(4, PREEMPTED, 9.0)}, 4) == Need(5, PREEMPTED, 9.0)
-    assert agreed({**needs, 3: Need(None)}, 5) == Need(None)
+    needs = {
+        0: StopProposal(4, RESIZE, 30.0),
+        1: StopProposal(5, DRAIN, 20.0),
+        2: StopProposal(3, RESIZE, 30.0),
+    }
+    assert agree_on_stop(needs, 4) is None
+    assert agree_on_stop(needs, 3) == StopProposal(5, DRAIN, 20.0)
+    assert agree_on_stop({**needs, 3: StopProposal(4, PREEMPTED, 9.0)}, 4) == StopProposal(
+        5, PREEMPTED, 9.0
+    )
+    assert agree_on_stop({**needs, 3: StopProposal(None)}, 5) == StopProposal(None)
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"{}x", b"[]", b'{"call": "x"}', b'{"call": 1, "reason": "x"}', b'{"more": 1}']
 )
 def test_what_cannot_be_read_is_no_agreement(data: bytes) -> None:
-    assert decode_need(data) == Need(None)
-    assert decode_need(post_need(0, Need(3, DRAIN, 1.5)).value) == Need(3, DRAIN, 1.5)
+    assert decode_proposal(data) == StopProposal(None)
+    assert decode_proposal(propose_stop(0, StopProposal(3, DRAIN, 1.5)).value) == StopProposal(
+        3, DRAIN, 1.5
+    )
 
 
 def test_a_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> None:
@@ -330,9 +360,9 @@ def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
 
 def test_who_never_asks_is_not_waited_for(channels: WorkerChannels) -> None:
     worker = WorkerChannel(channels.open(0))
-    assert channels.notify(Notice(DRAIN, 10.0)) is False
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is False
     worker.enter(1)
-    assert channels.notify(Notice(DRAIN, 10.0)) is True
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is True
     assert channels.earliest_stop() == 2
 
 
@@ -341,15 +371,15 @@ def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(
 ) -> None:
     worker = WorkerChannel(channels.open(0))
     worker.own(os.getpid())
-    assert channels.notify(Notice(DRAIN, 10.0)) is False
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is False
     worker.report_starting(monotonic())
-    assert channels.notify(Notice(DRAIN, 10.0)) is True
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is True
     assert channels.earliest_stop() == 1
     worker.report_starting(monotonic() - FIRST_POLL_TIMEOUT_S)
-    assert channels.notify(Notice(DRAIN, 10.0)) is False
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is False
     worker.report_starting(monotonic())
     worker.report_saved(1)
-    assert channels.notify(Notice(DRAIN, 10.0)) is False
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is False
 
 
 def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
@@ -359,7 +389,7 @@ def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
     channels.close(0)
     channels.begin()
     channels.open(0)
-    assert channels.notify(Notice(DRAIN, 10.0)) is True
+    assert channels.notify(StopNotice(DRAIN, 10.0)) is True
     assert channels.earliest_stop() == 1
 
 
@@ -384,9 +414,9 @@ def test_calls_of_an_earlier_group_do_not_count_in_the_next(channels: WorkerChan
     assert channels.spare() == {0: True}
     channels.begin()
     channels.publish_assignment(0, {"RANK": "1"})
-    assert channels.notify(Notice(RESIZE, 10.0)) is True, "it has asked before"
+    assert channels.notify(StopNotice(RESIZE, 10.0)) is True, "it has asked before"
     assert channels.earliest_stop() == 1, "whether or not it has taken its place"
-    channels.stop_at(1, Notice(RESIZE, 10.0))
+    channels.stop_at(1, StopNotice(RESIZE, 10.0))
     assert context.accept_assignment() == {"RANK": "1"}
     assert not context.should_leave_group()
     assert channels.earliest_stop() == 1
@@ -405,12 +435,14 @@ def test_what_a_worker_has_told_in_an_earlier_group_is_not_told_in_the_next(
     channels.publish_assignment(0, {})
     assert context.accept_assignment() == {}
     beat = worker.beat()
-    assert attrs.evolve(beat, at=0.0, alive=0.0, attached=False) == Heartbeat()
+    assert (
+        attrs.evolve(beat, last_step_at=0.0, last_activity_at=0.0, is_attached=False) == Heartbeat()
+    )
     context.step(3, loss=0.25, samples=2)
     beat = worker.beat()
-    assert (beat.step, beat.steps, beat.first_step, beat.samples) == (3, 1, 3, 2.0)
-    assert beat.losses is not None
-    assert [(step, loss) for step, _, loss in beat.losses.since(0)] == [(3, 0.25)]
+    assert (beat.step, beat.num_steps, beat.first_step, beat.num_samples) == (3, 1, 3, 2.0)
+    assert beat.loss_history is not None
+    assert [(step, loss) for step, _, loss in beat.loss_history.since(0)] == [(3, 0.25)]
 
 
 def test_one_that_waits_for_an_answer_does_not_when_its_group_is_over(
@@ -418,7 +450,7 @@ def test_one_that_waits_for_an_answer_does_not_when_its_group_is_over(
 ) -> None:
     _, context = kept(channels)
     assert context.should_stop() is None
-    assert channels.notify(Notice(RESIZE, 1e9)) is True
+    assert channels.notify(StopNotice(RESIZE, 1e9)) is True
     channels.leave()
     assert context.should_stop() is None, "at once"
     assert context.should_leave_group()
@@ -435,7 +467,7 @@ def test_a_newcomer_is_in_no_group_and_is_asked_nothing_before_it_has_a_place(
     assert channels.spare() == {1: True}
     assert not newcomer.should_leave_group()
     member.enter(1)
-    assert channels.notify(Notice(RESIZE, 10.0)) is True
+    assert channels.notify(StopNotice(RESIZE, 10.0)) is True
     assert member.enter(2)
     assert channels.earliest_stop() is None
     member.hold(2)
@@ -454,7 +486,7 @@ def test_nobody_cuts_a_channel_and_nothing_of_it_is_left(channels: WorkerChannel
     for size in (0, 2 * PAGE_BYTES):
         with pytest.raises(PermissionError):
             os.truncate(path, size)
-    assert WorkerChannel(path).beat().steps == 0
+    assert WorkerChannel(path).beat().num_steps == 0
     channels.close(0)
     assert os.listdir("/proc/self/fd") == before
 
@@ -475,8 +507,8 @@ def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) 
     take_back()
     assert context.should_stop() is None
     assert calls == []
-    agent.ask(REASONS.index(DRAIN), 1e9)
-    agent.set_stop_call(2, REASONS.index(DRAIN), 1e9)
+    agent.ask(STOP_REASONS.index(DRAIN), 1e9)
+    agent.set_stop_call(2, STOP_REASONS.index(DRAIN), 1e9)
     with pytest.raises(ValueError, match="in between"):
         context.should_stop()
     assert calls == ["first", "second", "third"]
@@ -492,8 +524,8 @@ def test_a_worker_that_goes_on_elsewhere_ends_nothing_for_it(path: str) -> None:
     agent.publish_assignment({"RANK": "0"})
     assert context.accept_assignment() == {"RANK": "0"}
     for reason in (RESIZE, DRAIN):
-        agent.ask(REASONS.index(reason), monotonic() + 60)
-        agent.set_stop_call(1, REASONS.index(reason), monotonic() + 60)
+        agent.ask(STOP_REASONS.index(reason), monotonic() + 60)
+        agent.set_stop_call(1, STOP_REASONS.index(reason), monotonic() + 60)
         stop = context.should_stop()
         assert stop is not None
         assert stop.reason == reason
@@ -511,7 +543,7 @@ def test_a_question_whose_group_is_over_is_answered_with_no(path: str) -> None:
     context.set_can_regroup()
     agent.publish_assignment({})
     context.accept_assignment()
-    agent.ask(REASONS.index(DRAIN), monotonic() + 60)
+    agent.ask(STOP_REASONS.index(DRAIN), monotonic() + 60)
     agent.request_leave()
     assert context.should_stop() is None
     assert context.should_leave_group()

@@ -16,10 +16,10 @@ from jobs import WITHOUT_TORCH
 from torch.distributed.elastic.multiprocessing import errors as torchs
 
 from elasticlib import ChildFailedError, RunResult, WorkerState, record
-from elasticlib.agent.interface import Cause
+from elasticlib.agent.interface import RootCause
 from elasticlib.compat.failures import ProcessFailure, failure_of, failures_of
 from elasticlib.errors import NoFailureError
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 
 RECORD = {
     "message": {
@@ -61,7 +61,7 @@ def test_a_failure_made_of_an_error_file_is_what_torchs_is(
 
 
 def test_a_worker_that_left_no_error_file_is_told_by_its_end() -> None:
-    killed = failure_of(WorkerExit(0, 3, 77, -9, at=5.5))
+    killed = failure_of(WorkerExit(0, 3, 77, -9, failed_at=5.5))
     assert killed.error_file == torchs.ProcessFailure(0, 77, -9, "").error_file == "<N/A>"
     assert (killed.message, killed.timestamp) == (
         "was killed by SIGKILL (not sent by this agent)",
@@ -76,9 +76,10 @@ def exit_of(rank: int, returncode: int = 1, **more: Any) -> WorkerExit:
 
 
 def test_the_first_failure_is_the_one_that_others_followed() -> None:
-    first = exit_of(1, at=4.0, message="first", error_data={"message": "first"}, ending=True)
-    follower = exit_of(0, -6, at=5.0, after=first)
-    ended = exit_of(1, 7, at=4.0, message="first", error_data={"message": "first"})
+    wrote = {"failed_at": 4.0, "message": "first", "error_data": {"message": "first"}}
+    first = exit_of(1, is_still_exiting=True, **wrote)
+    follower = exit_of(0, -6, failed_at=5.0, preceding_failure=first)
+    ended = exit_of(1, 7, **wrote)
     failures = failures_of({0: follower, 1: ended})
     assert list(failures) == [1, 0]
     assert ChildFailedError("train", failures).get_first_failure() == (1, failures[1])
@@ -87,7 +88,7 @@ def test_the_first_failure_is_the_one_that_others_followed() -> None:
 
 
 def test_an_error_names_all_failures_and_ends_with_the_first_ones_traceback(tmp_path: Path) -> None:
-    others = failure_of(exit_of(0, -6, at=1700000001.0))
+    others = failure_of(exit_of(0, -6, failed_at=1700000001.0))
     error = ChildFailedError("train", {0: others, 1: ProcessFailure(1, 71, 1, written(tmp_path))})
     lines = str(error).splitlines()
     assert lines[0] == "train: workers failed"
@@ -102,12 +103,12 @@ def test_an_error_names_all_failures_and_ends_with_the_first_ones_traceback(tmp_
     assert (str(again), again.failures, again.name) == (str(error), error.failures, "train")
 
 
-def result_of(cause: Cause | None) -> RunResult:
-    return RunResult(WorkerState.FAILED, "the job failed elsewhere", cause=cause)
+def result_of(cause: RootCause | None) -> RunResult:
+    return RunResult(WorkerState.FAILED, "the job failed elsewhere", root_cause=cause)
 
 
 def test_where_no_worker_of_this_node_failed_the_first_one_of_another_is_told() -> None:
-    cause = Cause("node7", 1, 5, 1, 99, 1, "", "worker of rank 5", "ValueError: there", "Trace")
+    cause = RootCause("node7", 1, 5, 1, 99, 1, "", "worker of rank 5", "ValueError: there", "Trace")
     rank, failure = ChildFailedError("train", {}, result_of(cause)).get_first_failure()
     assert (rank, failure.local_rank, failure.pid, failure.host) == (5, 1, 99, "node7")
     assert (failure.text, failure.traceback) == ("ValueError: there", "Trace")
@@ -118,7 +119,7 @@ def test_where_no_worker_of_this_node_failed_the_first_one_of_another_is_told() 
 
 
 @pytest.mark.parametrize(
-    "result", [None, result_of(None), result_of(Cause("h", 1, -1, -1, 0, 0, "", "no place"))]
+    "result", [None, result_of(None), result_of(RootCause("h", 1, -1, -1, 0, 0, "", "no place"))]
 )
 def test_where_nobody_is_known_to_have_failed_that_is_said(result: RunResult | None) -> None:
     error = ChildFailedError("train", {}, result)

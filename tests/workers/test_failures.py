@@ -16,7 +16,7 @@ import pytest
 from test_local import Run, shell
 
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.output import TAIL_BYTES, TAIL_LINES
 from elasticlib.workers.output_plan import OutputFiles, OutputPlan, Streams, parse_streams
@@ -128,8 +128,8 @@ def test_what_a_thread_had_to_say_stands_behind_what_ended_the_process(
 
 
 def test_a_crash_in_native_code_shows_where_python_was(ends: dict[str, WorkerExit]) -> None:
-    assert "Fatal Python error: Segmentation fault" in ends["segfault"].tail
-    alone = attrs.evolve(ends["segfault"], after=None)
+    assert "Fatal Python error: Segmentation fault" in ends["segfault"].stderr_tail
+    alone = attrs.evolve(ends["segfault"], preceding_failure=None)
     assert alone.describe().endswith(
         "was killed by SIGSEGV (not sent by this agent): Fatal Python error: Segmentation fault"
     )
@@ -330,7 +330,7 @@ def test_the_first_failure_does_not_depend_on_the_clock_of_the_file_server(
     local_rank = run.ends.get(timeout=30)
     if not writes_first:
         have_rank_0_fail()
-    ended = run.workers.collect(local_rank)
+    ended = run.workers.reap(local_rank)
     (attempt / "end").touch()
     assert run.end().rank == 0
     assert (ended.rank, ended.root.rank) == (1, 0 if writes_first else 1)

@@ -23,7 +23,7 @@ from elasticlib.rendezvous.ranks import deal_seats
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import cleanup, process_entry
 from elasticlib.workers.cleanup import CleanupProcess
-from elasticlib.workers.exit import WorkerExit
+from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.output_plan import OutputPlan, parse_streams
 from elasticlib.workers.spec import (
@@ -74,7 +74,7 @@ class Run:
         return self
 
     def end(self) -> WorkerExit:
-        return self.workers.collect(self.ends.get(timeout=30))
+        return self.workers.reap(self.ends.get(timeout=30))
 
     def file(self, name: str, local_rank: int = 0) -> str:
         (found,) = self.folder.glob(f"*/attempt_0/{local_rank}/{name}")
@@ -88,7 +88,7 @@ def shell(text: str) -> Command:
 def test_a_program_runs_in_a_session_of_its_own_with_its_rank(run: Run) -> None:
     run.writing("3", "0").start(shell('cat /proc/$$/stat; echo "$RANK"'), count=2)
     exits = [run.end(), run.end()]
-    assert all(exit_.ok for exit_ in exits)
+    assert all(exit_.succeeded for exit_ in exits)
     for exit_ in exits:
         said = run.file("stdout.log", exit_.local_rank).split()
         assert said[-1] == str(exit_.local_rank)
@@ -100,13 +100,13 @@ def test_a_script_is_run_as_python_would_run_it(run: Run, tmp_path: Path) -> Non
     script = tmp_path / "script.py"
     script.write_text("import sys; print(__name__, sys.argv, sys.path[0])")
     run.writing("1", "0").start(Script(str(script), ("a", "${local_rank}")))
-    assert run.end().ok
+    assert run.end().succeeded
     assert run.file("stdout.log") == f"__main__ ['{script}', 'a', '0'] {tmp_path}\n"
 
 
 def test_a_module_is_run_as_python_m_would_run_it(run: Run) -> None:
     run.writing("1", "0").start(Module("platform", ("--terse",)))
-    assert run.end().ok
+    assert run.end().succeeded
     assert "Linux" in run.file("stdout.log")
 
 
@@ -173,7 +173,7 @@ def test_what_a_script_leaves_where_a_function_leaves_its_value_is_not_read(run:
     )
     run.start(Script(str(run.folder / "script.py")))
     exit_ = run.end()
-    assert (exit_.ok, exit_.value) == (True, None)
+    assert (exit_.succeeded, exit_.value) == (True, None)
 
 
 def test_a_functions_exception_comes_back_with_its_traceback(run: Run) -> None:
@@ -230,7 +230,7 @@ def test_a_tee_shows_whole_lines_under_the_workers_name_and_loses_none(
     # The console is whatever sys.stdout is when the line is shown.
     text = "for i in 1 2 3; do printf 'line %s\\n' $i; done; printf 'half a line'"
     run.writing("0", "1").start(shell(text))
-    assert run.end().ok
+    assert run.end().succeeded
     assert run.file("stdout.log") == "line 1\nline 2\nline 3\nhalf a line"
     shown = capfdbinary.readouterr().out.decode()
     assert shown == "".join(f"[role0]:{line}\n" for line in run.file("stdout.log").split("\n"))
@@ -240,7 +240,7 @@ def test_megabytes_pass_through_a_tee_whole(
     run: Run, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     run.writing("0", "1").start(shell("seq 1 300000"))
-    assert run.end().ok
+    assert run.end().succeeded
     expected = "".join(f"{i}\n" for i in range(1, 300_001))
     assert run.file("stdout.log") == expected
     assert capfdbinary.readouterr().out.decode().replace("[role0]:", "") == expected
@@ -405,7 +405,7 @@ def test_a_program_finds_its_signals_and_locale_as_a_shell_would_leave_them(run:
         log_dir=str(run.folder),
     )
     run.start(shell("yes | head -n 1; grep SigIgn /proc/self/status; echo LC=$LC_CTYPE"))
-    assert run.end().ok
+    assert run.end().succeeded
     said = run.file("stdout.log").split()
     assert said[0] == "y"
     ignored = int(said[said.index("SigIgn:") + 1], 16)
@@ -421,7 +421,7 @@ def test_a_console_that_is_gone_costs_its_worker_nothing(
     with open(writing, "w") as console:
         monkeypatch.setattr(sys, "stdout", console)
         run.writing("0", "1").start(shell("seq 1 100000"))
-        assert run.end().ok
+        assert run.end().succeeded
         monkeypatch.undo()
         with contextlib.suppress(BrokenPipeError):
             console.close()
@@ -432,7 +432,7 @@ def test_what_left_the_session_with_a_pipe_is_not_waited_for(run: Run) -> None:
     up = run.folder / "up"
     stray = f"setsid -f sh -c 'echo $$; touch {up}; exec sleep 60'"
     run.writing("0", "3").start(shell(f"{stray}; until [ -e {up} ]; do :; done"))
-    assert run.end().ok
+    assert run.end().succeeded
     # It is still there, and holds the pipes, when we are done with its worker.
     os.kill(int(run.file("stdout.log")), signal.SIGKILL)
 
@@ -442,7 +442,7 @@ def test_a_temporary_folder_is_gone_afterwards(tmp_path: Path) -> None:
     run.workers = LocalWorkers(os.environ, python=sys.executable)
     run.start(shell("exit 0"))
     folder = run.workers.run_dir
-    assert run.end().ok
+    assert run.end().succeeded
     run.workers.close()
     assert not folder.exists()
 
@@ -452,7 +452,7 @@ def test_a_temporary_folder_holds_the_last_attempt_alone(tmp_path: Path) -> None
     run.workers = LocalWorkers(os.environ, python=sys.executable, start_method="spawn")
     for attempt in range(3):
         run.start(shell("exit 0"), attempt=attempt)
-        assert run.end().ok
+        assert run.end().succeeded
         assert [path.name for path in run.workers.run_dir.iterdir()] == [f"attempt_{attempt}"]
     run.workers.close()
 
@@ -460,7 +460,7 @@ def test_a_temporary_folder_holds_the_last_attempt_alone(tmp_path: Path) -> None
 def test_a_folder_of_ones_own_keeps_all_attempts(run: Run) -> None:
     for attempt in range(2):
         run.start(shell("exit 0"), attempt=attempt)
-        assert run.end().ok
+        assert run.end().succeeded
     names = sorted(path.name for path in run.workers.run_dir.iterdir())
     assert names == ["attempt_0", "attempt_1"]
 

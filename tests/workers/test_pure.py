@@ -17,8 +17,8 @@ from elasticlib.workers.error_file import (
     message_and_traceback,
     parse_error_record,
 )
-from elasticlib.workers.exit import WorkerExit
-from elasticlib.workers.interface import Notice
+from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.interface import StopNotice
 from elasticlib.workers.output_plan import Streams, parse_streams
 from elasticlib.workers.spec import (
     Script,
@@ -264,7 +264,7 @@ def test_a_notice_comes_before_the_grace_and_takes_nothing_from_it() -> None:
 @pytest.mark.parametrize(("reason", "seconds"), [("whim", 1.0), ("drain", -1.0)])
 def test_a_notice_that_nobody_could_heed_is_refused(reason: str, seconds: float) -> None:
     with pytest.raises(ConfigError, match="a notice has a reason"):
-        Notice(reason, seconds)
+        StopNotice(reason, seconds)
 
 
 @pytest.mark.parametrize(

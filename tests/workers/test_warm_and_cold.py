@@ -83,7 +83,7 @@ class Runner:
         return int(name.removeprefix("pid "))
 
     def end(self) -> Said:
-        exit_ = self.workers.collect(self.ends.get(timeout=60))
+        exit_ = self.workers.reap(self.ends.get(timeout=60))
         (out,) = self.folder.glob(f"*/attempt_{self.attempt}/0/stdout.log")
         err = out.with_name("stderr.log")
         return Said(exit_.returncode, out.read_text(), err.read_text(), exit_.value)

@@ -23,8 +23,8 @@ from typing import Any
 
 import attrs
 
+from ...agent.elastic_agent import ElasticAgent
 from ...agent.interface import RunResult
-from ...agent.loop import ElasticAgent
 from ...agent.options import SignalObserver
 from ...clock import monotonic
 from ...errors import ConfigError, ElasticError, StoreError
@@ -38,7 +38,7 @@ from ...signals import signal_name
 from ...stores.authentication import SECRET_ENV as SECRET
 from ...stores.tcp_client import TcpStore
 from ...stores.tcp_server import TcpStoreServer
-from ...workers.exit import WorkerExit
+from ...workers.exits import WorkerExit
 from ...workers.spec import Entrypoint, WorkerState
 
 log = logging.getLogger("elasticlib.integrations")
@@ -177,12 +177,16 @@ def merged(results: Sequence[RunResult], asked: int = 0, failure: str = "") -> R
     values: dict[int, Any] = {}
     failures: dict[int, WorkerExit] = {}
     for result in sorted(results, key=lambda result: result is not best):
-        values.update(result.values)
+        values.update(result.return_values)
         failures = {**result.failures, **failures}
-    first = -1 if best.cause is None else best.cause.rank
+    first = -1 if best.root_cause is None else best.root_cause.rank
     ordered = dict(sorted(failures.items(), key=lambda item: (item[0] != first, item[0])))
-    cause = best.cause or next((r.cause for r in results if r.cause is not None), None)
-    return attrs.evolve(best, values=dict(sorted(values.items())), failures=ordered, cause=cause)
+    cause = best.root_cause or next(
+        (r.root_cause for r in results if r.root_cause is not None), None
+    )
+    return attrs.evolve(
+        best, return_values=dict(sorted(values.items())), failures=ordered, root_cause=cause
+    )
 
 
 # -- in an actor -----------------------------------------------------------------------------------
@@ -236,13 +240,13 @@ class NodeAgent:
         with self._lock:
             self._asked.append(number)
             if self._agent is not None:
-                self._agent.heed(number)
+                self._agent.handle_signal(number)
 
     def _began(self, agent: ElasticAgent) -> None:
         with self._lock:
             self._agent = agent
             for number in self._asked:
-                agent.heed(number)
+                agent.handle_signal(number)
 
     def _be_like_the_driver(self) -> None:
         """Make this process one that workers can be started from as at the driver."""
@@ -379,7 +383,7 @@ class Driver:
         self._deadline: float | None = None
 
     def run(self) -> RunResult:
-        with SignalObserver(self._config.supervision.agent.heeded, self._signals.put):
+        with SignalObserver(self._config.supervision.agent.handled_signals, self._signals.put):
             try:
                 while not self._over():
                     self._turn()

@@ -19,7 +19,7 @@ from ..errors import StoreError, StoreRejectedError, describe
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Listing, Store, WatchResult
 from ..threads import helper
-from .policy import Gather, Post
+from .policy import Publish, Subscribe
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -30,13 +30,13 @@ CLOSE_SECONDS = 1.0
 
 
 @attrs.frozen
-class Gathered:
+class PeerMessages:
     """What all nodes have posted under this name of a board, by their keys; None: the store refused
     what was asked of it, and nothing more is heard under this name."""
 
-    board: str
-    name: str
-    posts: Mapping[str, bytes] | None
+    prefix: str
+    topic: str
+    messages: Mapping[str, bytes] | None
 
 
 @attrs.frozen
@@ -48,7 +48,7 @@ class _Changed:
     seen: WatchResult
 
 
-class Board:
+class PeerExchange:
     """One node's place to post at, and to gather what the others have posted.
 
     put: hears what is gathered; broke: hears a sentence, should the thread end unasked.
@@ -56,20 +56,20 @@ class Board:
 
     def __init__(
         self,
-        put: Callable[[Gathered], None],
+        put: Callable[[PeerMessages], None],
         broke: Callable[[str], None],
         clock: Clock = monotonic,
     ) -> None:
-        self.name = ""
+        self.prefix = ""
         """Of the generation's board; empty where there are no other nodes, or no way to them."""
-        self._words: queue.SimpleQueue[RendezvousInfo | Post | Gather | _Changed | None]
+        self._words: queue.SimpleQueue[RendezvousInfo | Publish | Subscribe | _Changed | None]
         self._words = queue.SimpleQueue()
         self._put = put
         self._clock = clock
         self._thread = helper(self._serve, "agent-board", broke)
         # What follows is the thread's.
         self._info: RendezvousInfo | None = None
-        self._posts: deque[Post] = deque()
+        self._posts: deque[Publish] = deque()
         self._heard: set[str] = set()
         self._stale: dict[str, Listing | None] = {}
         """Names to be handed on, in this order, each as the store has listed it, if it has."""
@@ -78,15 +78,15 @@ class Board:
         self._retry_at = 0.0
         self._unreached = False
 
-    def open(self, info: RendezvousInfo) -> None:
+    def start_generation(self, info: RendezvousInfo) -> None:
         """From now on speak with the nodes of this generation."""
         shared = info.store is not None and info.world_size > 1
-        self.name = info.board if shared else ""
+        self.prefix = info.board if shared else ""
         self._words.put(info)
 
-    def do(self, word: Post | Gather) -> None:
+    def submit(self, word: Publish | Subscribe) -> None:
         """As the word says, if there are other nodes."""
-        if not self.name:
+        if not self.prefix:
             return
         if self._thread.ident is None:
             self._thread.start()
@@ -116,17 +116,17 @@ class Board:
             return max(0.0, self._retry_at - self._clock())
         return 0.0 if self._polled else None
 
-    def _take(self, word: RendezvousInfo | Post | Gather | _Changed) -> None:
+    def _take(self, word: RendezvousInfo | Publish | Subscribe | _Changed) -> None:
         if isinstance(word, RendezvousInfo):
             self._info = word
             for about in (self._posts, self._heard, self._stale, self._polled):
                 about.clear()
-        elif isinstance(word, Post):
+        elif isinstance(word, Publish):
             self._posts.append(word)
-        elif isinstance(word, Gather):
-            if word.name not in self._heard:
-                self._heard.add(word.name)
-                self._stale[word.name] = None
+        elif isinstance(word, Subscribe):
+            if word.topic not in self._heard:
+                self._heard.add(word.topic)
+                self._stale[word.topic] = None
         elif self._info is not None and word.board == self._info.board:
             self._stale[word.name] = word.seen if isinstance(word.seen, Listing) else None
             if not word.seen:
@@ -135,7 +135,7 @@ class Board:
     def _speak(self, store: Store, board: str) -> None:
         """Write and read what is due, until the store fails to answer."""
         while self._retry_at <= self._clock() and (self._posts or self._stale):
-            name = self._posts[0].name if self._posts else next(iter(self._stale))
+            name = self._posts[0].topic if self._posts else next(iter(self._stale))
             try:
                 if self._posts:
                     self._write(store, board, self._posts[0])
@@ -152,14 +152,14 @@ class Board:
                     self._retry_at = self._clock() + RETRY_SECONDS
                     return
                 log.info("cannot ask the other nodes: %s", describe(error))
-                self._posts = deque(post for post in self._posts if post.name != name)
+                self._posts = deque(post for post in self._posts if post.topic != name)
                 self._stale.pop(name, None)
                 self._heard.discard(name)
-                self._put(Gathered(board, name, None))
+                self._put(PeerMessages(board, name, None))
 
-    def _write(self, store: Store, board: str, post: Post) -> None:
-        key = f"{board}{post.name}{post.key}"
-        if post.first:
+    def _write(self, store: Store, board: str, post: Publish) -> None:
+        key = f"{board}{post.topic}{post.key}"
+        if post.only_if_absent:
             store.compare_set(key, post.value, expected=ABSENT)
         else:
             store.set(key, post.value)
@@ -170,7 +170,7 @@ class Board:
         prefix = f"{board}{name}"
         listing = self._stale[name] or store.list(prefix)
         posts = {entry.key.removeprefix(prefix): entry.value for entry in listing.entries}
-        self._put(Gathered(board, name, posts))
+        self._put(PeerMessages(board, name, posts))
 
         def changed(seen: WatchResult) -> None:
             self._words.put(_Changed(board, name, seen))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elasticlib import MemoryStore, Node, Store
-from elasticlib.agent.board import Board, Gathered
-from elasticlib.agent.policy import Gather, Post
+from elasticlib.agent.peer_exchange import PeerExchange, PeerMessages
+from elasticlib.agent.policy import Publish, Subscribe
 from elasticlib.errors import StoreConnectionError, StoreRejectedError
 from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
 from elasticlib.stores.interface import CompareSetResult, Entry, Listing, WatchResult
@@ -24,21 +24,21 @@ class Side:
     """One node's board, and what it has heard there."""
 
     def __init__(self, store: Store | None, rank: int = 0) -> None:
-        self.heard: queue.SimpleQueue[Gathered | str] = queue.SimpleQueue()
-        self.board = Board(self.heard.put, self.heard.put)
+        self.heard: queue.SimpleQueue[PeerMessages | str] = queue.SimpleQueue()
+        self.board = PeerExchange(self.heard.put, self.heard.put)
         self.open(store, rank)
 
     def open(self, store: Store | None, rank: int = 0, board: str = "run/board/1.a/") -> None:
         seat = deal_seats(NODES)[rank]
         place = BootstrapStoreInfo("127.0.0.1", 1)
-        self.board.open(RendezvousInfo("run", 1, seat, place, store=store, board=board))
+        self.board.start_generation(RendezvousInfo("run", 1, seat, place, store=store, board=board))
 
     def hears(self, **posts: bytes) -> None:
         """Waits until exactly these are gathered."""
         while True:
             news = self.heard.get(timeout=PATIENCE)
-            assert isinstance(news, Gathered)
-            if news.posts == posts:
+            assert isinstance(news, PeerMessages)
+            if news.messages == posts:
                 return
 
 
@@ -97,15 +97,15 @@ def test_what_a_node_posts_all_hear_and_the_first_word_stands(
 ) -> None:
     store = kind()
     one, other = make(store, 0), make(store, 1)
-    one.board.do(Gather("stop/"))
+    one.board.submit(Subscribe("stop/"))
     one.hears()
-    other.board.do(Post("stop/", "b", b"1", first=True))
+    other.board.submit(Publish("stop/", "b", b"1", only_if_absent=True))
     one.hears(b=b"1")
-    one.board.do(Post("stop/", "b", b"2", first=True))
-    one.board.do(Post("stop/", "a", b"3", first=True))
-    one.board.do(Post("else/", "c", b"4", first=True))
+    one.board.submit(Publish("stop/", "b", b"2", only_if_absent=True))
+    one.board.submit(Publish("stop/", "a", b"3", only_if_absent=True))
+    one.board.submit(Publish("else/", "c", b"4", only_if_absent=True))
     one.hears(a=b"3", b=b"1")
-    other.board.do(Gather("stop/"))
+    other.board.submit(Subscribe("stop/"))
     other.hears(a=b"3", b=b"1")
 
 
@@ -138,8 +138,8 @@ class Faltering(MemoryStore):
 def test_a_store_that_falters_is_asked_until_it_answers(make: Callable[..., Side]) -> None:
     store = Faltering()
     side = make(store)
-    side.board.do(Post("stop/", "a", b"1", first=True))
-    side.board.do(Gather("stop/"))
+    side.board.submit(Publish("stop/", "a", b"1", only_if_absent=True))
+    side.board.submit(Subscribe("stop/"))
     side.hears(a=b"1")
     assert store.left == {"list": 0, "set": 0}
 
@@ -151,20 +151,20 @@ def test_what_a_store_refuses_or_breaks_at_is_told_and_the_rest_goes_on(
     store = Faltering(error)
     store.left["list"] = 1
     side = make(store)
-    side.board.do(Gather("stop/"))
-    assert side.heard.get(timeout=PATIENCE) == Gathered("run/board/1.a/", "stop/", None)
-    side.board.do(Gather("cause/"))
+    side.board.submit(Subscribe("stop/"))
+    assert side.heard.get(timeout=PATIENCE) == PeerMessages("run/board/1.a/", "stop/", None)
+    side.board.submit(Subscribe("cause/"))
     side.hears()
 
 
 def test_another_generations_posts_are_not_this_ones(make: Callable[..., Side]) -> None:
     store = MemoryStore()
     one, other = make(store, 0), make(store, 1)
-    other.board.do(Post("cause/", "first", b"old", first=True))
+    other.board.submit(Publish("cause/", "first", b"old", only_if_absent=True))
     for side, rank in ((one, 0), (other, 1)):
         side.open(store, rank, board="run/board/2.b/")
-    other.board.do(Post("cause/", "first", b"new", first=True))
-    one.board.do(Gather("cause/"))
+    other.board.submit(Publish("cause/", "first", b"new", only_if_absent=True))
+    one.board.submit(Subscribe("cause/"))
     one.hears(first=b"new")
 
 
@@ -175,10 +175,12 @@ def test_a_node_without_others_or_a_store_has_no_board(store: Store | None) -> N
     if store is not None:
         (seat,) = deal_seats(NODES[:1])
         place = BootstrapStoreInfo("127.0.0.1", 1)
-        side.board.open(RendezvousInfo("run", 1, seat, place, store=store, board="run/board/1.a/"))
-    assert side.board.name == ""
-    side.board.do(Post("stop/", "a", b"1"))
-    side.board.do(Gather("stop/"))
+        side.board.start_generation(
+            RendezvousInfo("run", 1, seat, place, store=store, board="run/board/1.a/")
+        )
+    assert side.board.prefix == ""
+    side.board.submit(Publish("stop/", "a", b"1"))
+    side.board.submit(Subscribe("stop/"))
     assert threading.active_count() == before
     side.board.close()
     assert side.heard.empty()
@@ -199,7 +201,7 @@ class Hanging(MemoryStore):
 def test_a_store_that_hangs_holds_nobody_up() -> None:
     store = Hanging()
     side = Side(store)
-    side.board.do(Post("also/", "0", b"[]"))
+    side.board.submit(Publish("also/", "0", b"[]"))
     with contextlib.closing(side.board):
         pass
     assert not store.answer.is_set(), "it was not waited for"

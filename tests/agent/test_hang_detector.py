@@ -5,27 +5,34 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from elasticlib.agent.hang import (
+from elasticlib.agent.hang_detector import (
     DumpStacks,
+    HangDetector,
     HangLimits,
-    HangWatch,
-    Pulse,
-    decode_pulses,
+    RankProgress,
+    decode_progress,
     describe_hang,
-    encode_pulses,
-    longest_silence,
-    slowest,
+    encode_progress,
+    longest_inactivity,
+    slowest_rank,
 )
-from elasticlib.agent.policy import Command, Gather, Hung, Post
+from elasticlib.agent.policy import AgentCommand, HangDetected, Publish, Subscribe
 from elasticlib.errors import ConfigError
-from elasticlib.workers.interface import NOTHING, Heartbeat
+from elasticlib.workers.interface import NO_STEP, Heartbeat
 
 AUTO = HangLimits()
-OTHER = encode_pulses([Pulse(2, "b", 2, 9.0, 3)])
+OTHER = encode_progress([RankProgress(2, "b", 2, 9.0, 3)])
 
 
 def beat(at: float, *durations: float, steps: int = 5) -> Heartbeat:
-    return Heartbeat(step=4, steps=steps, at=at, alive=at, durations=durations, attached=True)
+    return Heartbeat(
+        step=4,
+        num_steps=steps,
+        last_step_at=at,
+        last_activity_at=at,
+        step_durations=durations,
+        is_attached=True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,53 +47,57 @@ def beat(at: float, *durations: float, steps: int = 5) -> Heartbeat:
         (AUTO, beat(0.0, *[20.0] * 10), 400.0),
         # An evaluation that took 200 s may take as long again, and half as long more.
         (AUTO, beat(0.0, *[1.0] * 10, 200.0), 600.0),
-        (HangLimits(seconds=5.0), Heartbeat(), 900.0),
-        (HangLimits(seconds=5.0), beat(0.0, 9.0, 9.0), 5.0),
-        (HangLimits(seconds=2000.0), Heartbeat(), 2000.0),
+        (HangLimits(timeout=5.0), Heartbeat(), 900.0),
+        (HangLimits(timeout=5.0), beat(0.0, 9.0, 9.0), 5.0),
+        (HangLimits(timeout=2000.0), Heartbeat(), 2000.0),
     ],
 )
 def test_how_long_a_worker_may_be_silent(
     limits: HangLimits, told: Heartbeat, allowed: float
 ) -> None:
-    assert limits.of(told) == allowed
+    assert limits.timeout_for(told) == allowed
 
 
 def test_the_worker_nearest_to_its_limit_counts() -> None:
     quick, slow = [0.1] * 10, [100.0] * 10
-    beats = {0: beat(100.0, *quick), 1: beat(90.0, *slow), 2: Heartbeat(attached=True)}
-    found = longest_silence(130.0, 50.0, beats, AUTO)
+    beats = {0: beat(100.0, *quick), 1: beat(90.0, *slow), 2: Heartbeat(is_attached=True)}
+    found = longest_inactivity(130.0, 50.0, beats, AUTO)
     assert found is not None
     assert (found.local_rank, found.seconds, found.limit) == (0, 30.0, 300.0)
-    assert longest_silence(130.0, 50.0, {}, AUTO) is None
-    late = longest_silence(951.0, 50.0, {0: Heartbeat(attached=True)}, AUTO)
+    assert longest_inactivity(130.0, 50.0, {}, AUTO) is None
+    late = longest_inactivity(951.0, 50.0, {0: Heartbeat(is_attached=True)}, AUTO)
     assert late is not None
-    assert late.share > 1
+    assert late.fraction > 1
 
 
 def test_who_never_asked_for_its_context_or_leaves_it_to_others_is_not_held_to_it() -> None:
-    assert longest_silence(1e6, 0.0, {0: Heartbeat()}, AUTO) is None
-    beats = {0: beat(9e5, 0.1), 1: Heartbeat(attached=True)}
-    found = longest_silence(9e5 + 1, 0.0, beats, AUTO)
+    assert longest_inactivity(1e6, 0.0, {0: Heartbeat()}, AUTO) is None
+    beats = {0: beat(9e5, 0.1), 1: Heartbeat(is_attached=True)}
+    found = longest_inactivity(9e5 + 1, 0.0, beats, AUTO)
     assert found is not None
     assert (found.local_rank, found.seconds) == (0, 1.0)
 
 
 def test_who_saves_or_asks_is_alive() -> None:
-    saving = attrs.evolve(beat(0.0, 0.1), alive=99.0)
-    found = longest_silence(100.0, 0.0, {0: saving}, AUTO)
+    saving = attrs.evolve(beat(0.0, 0.1), last_activity_at=99.0)
+    found = longest_inactivity(100.0, 0.0, {0: saving}, AUTO)
     assert found is not None
     assert found.seconds == 1.0
 
 
 def test_who_is_furthest_behind_is_the_slowest_and_of_several_the_first_to_fall_silent() -> None:
-    pulses = [Pulse(0, "a", 7, 9.0, 1), Pulse(1, "a", 6, 3.0, 1), Pulse(2, "b", 6, 4.0, 1)]
-    assert slowest(pulses) == pulses[2]
-    assert slowest([]) is None
+    pulses = [
+        RankProgress(0, "a", 7, 9.0, 1),
+        RankProgress(1, "a", 6, 3.0, 1),
+        RankProgress(2, "b", 6, 4.0, 1),
+    ]
+    assert slowest_rank(pulses) == pulses[2]
+    assert slowest_rank([]) is None
     assert describe_hang(pulses, 2.0) == (
         "hung: rank 2 on b is at step 6, silent for 4.0 s; the others are at step 6 to 7; "
         "the limit is 2.0 s (hang, --hang-timeout)"
     )
-    assert "has made no step" in describe_hang([Pulse(0, "a", -1, 9.0, 0)], 2.0)
+    assert "has made no step" in describe_hang([RankProgress(0, "a", -1, 9.0, 0)], 2.0)
     assert describe_hang(pulses[1:], 2.0) == (
         "hung: rank 2 on b is at step 6, silent for 4.0 s; so are the others; "
         "the limit is 2.0 s (hang, --hang-timeout)"
@@ -99,26 +110,28 @@ class Watched:
 
     def __init__(self, limit: float = 8.0, others: int = 0) -> None:
         self.now = 100.0
-        self.beats = {0: beat(100.0), 1: Heartbeat(attached=True, alive=100.0)}
-        self.did: list[Command] = []
-        limits = HangLimits(seconds=limit)
-        self.watch = HangWatch(limits, "a", {0: 0, 1: 1}, node=0, others=others, began=100.0)
+        self.beats = {0: beat(100.0), 1: Heartbeat(is_attached=True, last_activity_at=100.0)}
+        self.did: list[AgentCommand] = []
+        limits = HangLimits(timeout=limit)
+        self.watch = HangDetector(
+            limits, "a", {0: 0, 1: 1}, node_rank=0, num_peers=others, started_at=100.0
+        )
 
-    def look(self, at: float) -> list[Command]:
+    def look(self, at: float) -> list[AgentCommand]:
         """What is done at this time."""
         self.now = at
-        self.watch, commands = self.watch.look(at, self.beats)
+        self.watch, commands = self.watch.poll(at, self.beats)
         return list(commands)
 
-    def dumped(self, at: float, stacks: dict[int, str]) -> list[Command]:
-        self.watch, commands = self.watch.dumped(at, stacks)
+    def dumped(self, at: float, stacks: dict[int, str]) -> list[AgentCommand]:
+        self.watch, commands = self.watch.on_stacks(at, stacks)
         return list(commands)
 
-    def look_until(self, at: float) -> list[Command]:
+    def look_until(self, at: float) -> list[AgentCommand]:
         """The same of all looks until then, each when it is due."""
-        done: list[Command] = []
-        while self.watch.due <= at and self.watch.found is None:
-            done += self.look(self.watch.due)
+        done: list[AgentCommand] = []
+        while self.watch.next_poll_at <= at and self.watch.suspect is None:
+            done += self.look(self.watch.next_poll_at)
         return done
 
 
@@ -128,13 +141,13 @@ def test_who_leaves_it_to_others_to_tell_of_steps_is_not_blamed_for_a_hang() -> 
     assert watched.look(109.0) == [], "nobody is stopped before the evidence is there"
     assert watched.dumped(109.0, {0: "in a loop", 1: "in a wait"}) == []
     (hung,) = watched.look(109.0)
-    assert isinstance(hung, Hung)
+    assert isinstance(hung, HangDetected)
     assert hung.stacks == "the stacks of rank 0, at step 4:\nin a loop"
     assert hung.reason == (
         "hung: rank 0 on a is at step 4, silent for 8.0 s; "
         "the limit is 8.0 s (hang, --hang-timeout)"
     )
-    assert hung.since == 100.0
+    assert hung.inactive_since == 100.0
 
 
 def test_what_stood_still_as_a_whole_has_not_been_silent_meanwhile() -> None:
@@ -156,27 +169,27 @@ def test_the_others_are_asked_for_a_while_and_what_they_say_is_told() -> None:
     for answers in (True, False):
         watched = Watched(others=1)
         heard, _, dump = watched.look_until(200.0)
-        assert (heard, dump) == (Gather("hang/"), DumpStacks())
+        assert (heard, dump) == (Subscribe("hang/"), DumpStacks())
         assert watched.look(200.0) == []
         (said,) = watched.dumped(200.0, {})
-        assert isinstance(said, Post), "the others hear of it once its evidence is there"
-        assert [pulse.rank for pulse in decode_pulses(said.value)] == [0, 1]
+        assert isinstance(said, Publish), "the others hear of it once its evidence is there"
+        assert [pulse.rank for pulse in decode_progress(said.value)] == [0, 1]
         assert watched.look(202.0) == []
         if answers:
-            watched.watch = watched.watch.heard({"0": said.value, "1": OTHER})
+            watched.watch = watched.watch.on_peer_reports({"0": said.value, "1": OTHER})
         (hung,) = watched.look(202.0 if answers else 203.0)
-        assert isinstance(hung, Hung)
+        assert isinstance(hung, HangDetected)
         assert hung.reason.startswith(f"hung: rank {2 if answers else 0} on ")
 
 
 def test_who_is_stopped_before_it_could_judge_still_shows_where_its_slowest_worker_stands() -> None:
     watched = Watched(others=1)
-    assert watched.watch.evidence() == ""
+    assert watched.watch.stack_report() == ""
     watched.look_until(200.0)
-    assert watched.watch.evidence() == ""
+    assert watched.watch.stack_report() == ""
     watched.dumped(200.0, {0: "in a loop", 1: "in a wait"})
     assert watched.look(201.0) == [], "the other node has not said what it knows"
-    assert watched.watch.evidence() == "the stacks of rank 0, at step 4:\nin a loop"
+    assert watched.watch.stack_report() == "the stacks of rank 0, at step 4:\nin a loop"
 
 
 def test_of_those_at_the_same_step_the_rarest_stacks_are_shown_first() -> None:
@@ -186,7 +199,7 @@ def test_of_those_at_the_same_step_the_rarest_stacks_are_shown_first() -> None:
     watched.watch = attrs.evolve(watched.watch, ranks={0: 0, 1: 1, 2: 2})
     watched.look_until(200.0)
     watched.dumped(200.0, {0: "in a wait", 1: "in a wait", 2: "in a loader"})
-    assert watched.watch.evidence() == (
+    assert watched.watch.stack_report() == (
         "the stacks of rank 2, at step 4:\nin a loader\n\n"
         "the stacks of ranks 0-1, at step 4:\nin a wait"
     )
@@ -194,16 +207,16 @@ def test_of_those_at_the_same_step_the_rarest_stacks_are_shown_first() -> None:
 
 def test_a_hang_of_another_node_is_one_of_ours_once_we_are_silent_for_half_as_long() -> None:
     watched = Watched(others=1)
-    watched.watch = watched.watch.heard({"1": OTHER})
+    watched.watch = watched.watch.on_peer_reports({"1": OTHER})
     assert watched.look_until(103.5) == []
-    assert watched.look_until(104.0) == [Gather("hang/"), DumpStacks()]
+    assert watched.look_until(104.0) == [Subscribe("hang/"), DumpStacks()]
 
 
 def test_nor_one_of_another_node_but_one_that_may_stand_in_its_first_step_is() -> None:
-    other = Pulse(1, "b", NOTHING, 90.0, 0)
+    other = RankProgress(1, "b", NO_STEP, 90.0, 0)
     for steps, rank in ((1, 1), (2, 0)):
-        pulses = [Pulse(0, "a", 700, 9.0, steps), *decode_pulses(encode_pulses([other]))]
-        last = slowest(pulses)
+        pulses = [RankProgress(0, "a", 700, 9.0, steps), *decode_progress(encode_progress([other]))]
+        last = slowest_rank(pulses)
         assert last is not None
         assert last.rank == rank
         assert f"hung: rank {rank} " in describe_hang(pulses, 2.0)
@@ -211,12 +224,15 @@ def test_nor_one_of_another_node_but_one_that_may_stand_in_its_first_step_is() -
 
 @pytest.mark.parametrize("data", [b"", b"x", b"{}", b"[1]", b'[{"rank": "x"}]', b'[{"rank": 1}]'])
 def test_what_cannot_be_read_says_nothing(data: bytes) -> None:
-    assert decode_pulses(data) == []
-    pulses = [Pulse(0, "a", 7, 9.0, 1)]
-    assert decode_pulses(encode_pulses(pulses)) == pulses
+    assert decode_progress(data) == []
+    pulses = [RankProgress(0, "a", 7, 9.0, 1)]
+    assert decode_progress(encode_progress(pulses)) == pulses
 
 
-@pytest.mark.parametrize("bad", [{"seconds": 0.0}, {"floor": 0.0}, {"times": -1.0}, {"first": 0.0}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"timeout": 0.0}, {"min_timeout": 0.0}, {"median_factor": -1.0}, {"first_step_timeout": 0.0}],
+)
 def test_a_limit_that_is_none_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="positive"):
         HangLimits(**bad)

@@ -18,7 +18,7 @@ log = logging.getLogger("elasticlib.agent")
 REMIND_SECONDS = 10.0  # between two log lines about one wait
 
 
-class Waiter:
+class BlockingHandlerThread:
     """Waits in the calls of a handler that has only blocking ones, in a thread of its own."""
 
     def __init__(

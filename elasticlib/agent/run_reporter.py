@@ -19,12 +19,12 @@ from ..observe.wording import ranks_of
 from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousInfo
 from ..visible import shorten
-from ..workers.exit import WorkerExit
-from ..workers.interface import Notice, Workers
+from ..workers.exits import WorkerExit
+from ..workers.interface import StopNotice, Workers
 from ..workers.spec import WorkerGroup, WorkerState
 from . import policy
-from .interface import Cause, RunResult
-from .policy import Event, Outcome, Post, decode, encode
+from .interface import RootCause, RunResult
+from .policy import AgentEvent, Publish, RunOutcome, decode, encode
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -44,10 +44,10 @@ Ranks = tuple[int, ...]
 # Causes, as the nodes tell one another: bounded, and plain JSON.
 
 
-def cause_of(failure: WorkerExit, host: str, generation: int) -> Cause:
+def root_cause_of(failure: WorkerExit, host: str, generation: int) -> RootCause:
     """What is told of this failure, in bounds."""
-    first = failure.root
-    return Cause(
+    first = failure.root_failure
+    return RootCause(
         host=host,
         generation=generation,
         rank=first.rank,
@@ -55,53 +55,53 @@ def cause_of(failure: WorkerExit, host: str, generation: int) -> Cause:
         pid=first.pid,
         returncode=first.returncode,
         signal=first.signal,
-        sentence=shorten(first.describe(), LONGEST_LINE),
+        summary=shorten(first.describe(), LONGEST_LINE),
         message=shorten(first.message, LONGEST_LINE),
         traceback=shorten(first.traceback, LONGEST_TRACE),
-        tail=shorten(first.tail, LONGEST_TAIL),
-        log=first.log,
+        stderr_tail=shorten(first.stderr_tail, LONGEST_TAIL),
+        log_dir=first.log_dir,
     )
 
 
-def post_cause(cause: Cause) -> Post:
+def publish_root_cause(cause: RootCause) -> Publish:
     """Whoever comes later has followed, and says so at the end of its run."""
-    return Post(CAUSE, FIRST, encode(cause), first=True)
+    return Publish(CAUSE, FIRST, encode(cause), only_if_absent=True)
 
 
-def post_failed(node: int, ranks: Collection[int]) -> Post:
+def publish_failed_ranks(node: int, ranks: Collection[int]) -> Publish:
     """Workers of these ranks failed on this node."""
-    return Post(CAUSE, f"{ALSO}{node}", encode(sorted(ranks)[:MOST_RANKS]))
+    return Publish(CAUSE, f"{ALSO}{node}", encode(sorted(ranks)[:MOST_RANKS]))
 
 
-def first_cause(said: Mapping[str, bytes]) -> Cause | None:
+def merge_root_cause(said: Mapping[str, bytes]) -> RootCause | None:
     """What all nodes said of a generation, by the ends of their keys, as one cause."""
-    cause = decode(Cause, said[FIRST]) if FIRST in said else None
+    cause = decode(RootCause, said[FIRST]) if FIRST in said else None
     if cause is None:
         return None
     also = [decode(Ranks, data) or () for key, data in said.items() if key.startswith(ALSO)]
-    return followed_by(cause, (rank for ranks in also for rank in ranks[:MOST_RANKS]))
+    return with_subsequent_ranks(cause, (rank for ranks in also for rank in ranks[:MOST_RANKS]))
 
 
-def followed_by(cause: Cause, ranks: Iterable[int]) -> Cause:
+def with_subsequent_ranks(cause: RootCause, ranks: Iterable[int]) -> RootCause:
     """Workers of these ranks failed, and all but the first of them afterwards."""
-    return attrs.evolve(cause, followed=tuple(sorted({*ranks} - {cause.rank})))
+    return attrs.evolve(cause, subsequent_ranks=tuple(sorted({*ranks} - {cause.rank})))
 
 
-def summary(event: Event) -> str:
+def summary(event: AgentEvent) -> str:
     """What it was, in a few words: its own where it has some."""
     match event:
-        case policy.WorkerEnded():
+        case policy.WorkerExited():
             return event.exit.describe()
-        case policy.Changed():
+        case policy.MembershipChanged():
             return event.change.reason
-        case policy.Broke():
+        case policy.ComponentFailed():
             return event.reason
-        case policy.SignalArrived() | policy.DrainAsked():
+        case policy.SignalReceived() | policy.DrainRequested():
             return event.name
     return type(event).__name__
 
 
-class Report:
+class RunReporter:
     """Of one node's run, in the order in which it happens; host: what people know the node by.
 
     It remembers one generation's ends at a time. Those of workers that did as they were told are
@@ -120,42 +120,46 @@ class Report:
         self._silent_since: float | None = None
         self._group: WorkerGroup | None = None
         self._exits: dict[int, WorkerExit] = {}
-        self._without_exit: Cause | None = None
-        self.failed_elsewhere = False
+        self._without_exit: RootCause | None = None
+        self.failed_on_other_node = False
         """Whether workers of a node that is known have ended the job."""
-        self.deserted = False
+        self.lost_node_not_replaced = False
         """Whether nobody took the place of a lost node, of which workers here may have failed."""
-        self.lost = ""
-        self.saved: int | None = None
+        self.unsaved_reason = ""
+        self.saved_step: int | None = None
         """What was in memory alone and could not be put where it lasts."""
 
     # -- as it happens ------------------------------------------------------------------------
 
-    def began(self) -> None:
+    def on_run_started(self) -> None:
         self._idle_since = self._clock()
 
-    def idle(self, event: Event) -> None:
+    def on_workers_idle(self, event: AgentEvent) -> None:
         """The workers are not to work any more, for this; those that must be stopped are not gone
         before `stopped`."""
         self._idle_since, self._why = self._clock(), summary(event)
-        resized = isinstance(event, policy.Changed) and event.change.kind is ChangeKind.RESIZE
-        self._planned = resized or isinstance(event, policy.DrainAsked)
-        self._silent_since = event.since if isinstance(event, policy.Hung) else None
+        resized = (
+            isinstance(event, policy.MembershipChanged) and event.change.kind is ChangeKind.RESIZE
+        )
+        self._planned = resized or isinstance(event, policy.DrainRequested)
+        self._silent_since = (
+            event.inactive_since if isinstance(event, policy.HangDetected) else None
+        )
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """What this node's last generation ended with, or that there was none yet."""
         return self._why
 
-    def joining(self) -> None:
-        self._last_look()
-        self._tell("rendezvous.began", why=self._why, planned=self._planned)
+    def on_rendezvous_started(self) -> None:
+        self._report_last_steps()
+        self._record("rendezvous.began", why=self._why, planned=self._planned)
 
-    def prepared(self) -> None:
+    def on_prepared(self) -> None:
         """All imports that workers need are done, and the node asks for its first place."""
         self._prepared_at = self._clock()
 
-    def starting_ahead(self, group: WorkerGroup) -> None:
+    def on_prestart(self, group: WorkerGroup) -> None:
         """The workers are about to start that wait for a place in the job."""
         count = len(group.standby_workers)
         log.info(
@@ -163,10 +167,10 @@ class Report:
             *(count, "s" * (count > 1), "s" * (count == 1)),
         )
 
-    def starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
+    def on_workers_starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         """Another generation's workers are about to start; nothing of the last one counts."""
         self._group, self._began_at = group, self._clock()
-        self._exits, self._without_exit, self.failed_elsewhere = {}, None, False
+        self._exits, self._without_exit, self.failed_on_other_node = {}, None, False
         waited = self._began_at - self._idle_since
         imports = max(0.0, self._prepared_at - self._idle_since)
         first, last = group.workers[0], group.workers[-1]
@@ -180,7 +184,7 @@ class Report:
             f"rendezvous: node {info.rank} of {info.world_size}, {ranks} of {first.world_size}, "
             f"{group.restarts} of {group.max_restarts} restarts; {cause}",
         )
-        self._tell(
+        self._record(
             "generation.began",
             seconds=round(waited, 6),
             imports=round(imports, 6),
@@ -196,7 +200,7 @@ class Report:
             why=None if info.why is None else info.why.value,
         )
 
-    def started(
+    def on_workers_started(
         self, group: WorkerGroup, names: Mapping[int, str], started_in: Mapping[int, int]
     ) -> None:
         """started_in: in which start of this agent's workers each was begun, by local rank."""
@@ -204,138 +208,142 @@ class Report:
             local = worker.local_rank
             if local in names:
                 facts = {"local_rank": local, "name": names[local], "attempt": started_in[local]}
-                self._tell("worker.began", worker.rank, **facts)
-        if names and self._workers.tell_steps and self._journal is not None:
+                self._record("worker.began", worker.rank, **facts)
+        if names and self._workers.reports_heartbeats and self._journal is not None:
             self._steps = StepWatch(self._began_at)
 
-    def look(self, *, final: bool = False) -> None:
+    def report_steps(self, *, final: bool = False) -> None:
         """Tell of the workers' steps, if that is due. Of those that have ended something is known
         for as long as no others are started."""
         watch, now = self._steps, self._clock()
         if watch is None or not (final or now >= watch.due):
             return
         try:
-            beats = self._workers.beats()
+            beats = self._workers.heartbeats()
             final = final or not beats
-            beats = self._workers.last_beats() if final else beats
+            beats = self._workers.final_heartbeats() if final else beats
             self._steps, found = watch.look(now, beats, final=final)
         except Exception:
             # What is seen is never worth the end of the training.
             log.exception("cannot read the workers' steps")
             self._steps, found = attrs.evolve(watch, due=now + EVERY_SECONDS), []
         for kind, facts in found:
-            self._tell(kind, **facts)
+            self._record(kind, **facts)
 
-    def _last_look(self) -> None:
+    def _report_last_steps(self) -> None:
         """None of the generation's workers is left, and what they did is told before their end."""
-        self.look(final=True)
+        self.report_steps(final=True)
         self._steps = None
 
-    def ended(self, exit_: WorkerExit, *, supervised: bool) -> Cause | None:
+    def on_worker_exited(self, exit_: WorkerExit, *, supervised: bool) -> RootCause | None:
         """A worker ended; supervised: while nothing was being stopped. The cause to be told, if
         this is one."""
-        self._tell(
+        self._record(
             "worker.ended",
             exit_.rank,
             local_rank=exit_.local_rank,
             code=exit_.returncode,
-            ok=exit_.ok,
-            stopped=exit_.stopped,
+            ok=exit_.succeeded,
+            stopped=exit_.stop_was_requested,
             how=exit_.describe(),
-            error="" if exit_.ok else exit_.message or exit_.how,
-            traceback="" if exit_.ok else shorten(exit_.traceback, LONGEST_TRACE),
+            error="" if exit_.succeeded else exit_.message or exit_.exit_description,
+            traceback="" if exit_.succeeded else shorten(exit_.traceback, LONGEST_TRACE),
             uptime=round(self._clock() - self._began_at, 6),
         )
         # What ends while it is being stopped did what it was told, and failed at nothing; unless
         # it had said before that it failed.
-        if exit_.ok or exit_.failed or supervised:
+        if exit_.succeeded or exit_.has_failed or supervised:
             self._exits[exit_.local_rank] = exit_
-        if exit_.ok or not supervised:
+        if exit_.succeeded or not supervised:
             return None
-        return cause_of(exit_, self._host, self._generation)
+        return root_cause_of(exit_, self._host, self._generation)
 
-    def ended_without(self, reason: str) -> Cause:
+    def record_failure_without_exit(self, reason: str) -> RootCause:
         """The workers could not all be started, or hang: no exit will tell of it."""
         said, numbers = shorten(reason, LONGEST_LINE), (self._generation, -1, -1)
-        self._without_exit = Cause(
-            self._host, *numbers, pid=0, returncode=0, signal="", sentence=said
+        self._without_exit = RootCause(
+            self._host, *numbers, pid=0, returncode=0, signal="", summary=said
         )
         return self._without_exit
 
-    def hung(self, event: policy.Hung) -> Cause:
+    def on_hang(self, event: policy.HangDetected) -> RootCause:
         """Workers hang; what is known of it, and the cause to be told."""
-        self.show(event.stacks)
-        return self.ended_without(event.reason)
+        self.log_stacks(event.stacks)
+        return self.record_failure_without_exit(event.reason)
 
-    def show(self, stacks: str) -> None:
+    def log_stacks(self, stacks: str) -> None:
         """The first lines of them, if there are any."""
         if stacks:
             log.warning("%s", "\n".join(stacks.splitlines()[: STACK_LINES + 1]))
 
-    def failure(self, failure: policy.ReportFailure) -> None:
+    def on_failure(self, failure: policy.ReportFailure) -> None:
         log.warning("%s", failure.reason)
         since = self._silent_since
         word = "hang" if since is not None else "killed" if failure.killed else "ordinary"
         silent = None if since is None else round(self._clock() - since, 3)
-        self._tell("failure", reason=failure.reason, failure=word, silent=silent)
+        self._record("failure", reason=failure.reason, failure=word, silent=silent)
 
-    def draining(self, signal: str, why: str) -> None:
-        self._tell("drain.asked", signal=signal, why=why)
+    def on_drain(self, signal: str, why: str) -> None:
+        self._record("drain.asked", signal=signal, why=why)
 
-    def stopping(self, notice: Notice | None) -> None:
+    def on_stop_started(self, notice: StopNotice | None) -> None:
         self._stopping_at = self._clock()
-        why, seconds = ("", 0.0) if notice is None else (notice.reason, notice.seconds)
-        self._tell("stopping", why=why, seconds=seconds, because=self._why)
+        why, seconds = ("", 0.0) if notice is None else (notice.reason, notice.grace_s)
+        self._record("stopping", why=why, seconds=seconds, because=self._why)
 
-    def stopped(self, end: policy.GroupStopped) -> None:
+    def on_stop_finished(self, end: policy.WorkersStopped) -> None:
         self._idle_since = self._clock()
         seconds = round(self._idle_since - self._stopping_at, 6)
-        self._tell("stopped", seconds=seconds, left=end.left)
+        self._record("stopped", seconds=seconds, left=end.unkillable)
 
-    def heard(self, change: Change) -> None:
+    def on_change(self, change: Change) -> None:
         """The generation is over, or the job is."""
-        self.failed_elsewhere = change.kind is ChangeKind.FAILED and bool(change.node)
+        self.failed_on_other_node = change.kind is ChangeKind.FAILED and bool(change.node)
 
     # -- at the end ---------------------------------------------------------------------------
 
     @property
     def failed_ranks(self) -> list[int]:
         """Of this node's workers that failed, the first one first."""
-        return [found.rank for found in self._exits.values() if found.failed]
+        return [found.rank for found in self._exits.values() if found.has_failed]
 
-    def own_cause(self) -> Cause | None:
+    def local_root_cause(self) -> RootCause | None:
         """Why the last generation failed, as far as this node knows."""
-        failed = [found for found in self._exits.values() if found.failed]
+        failed = [found for found in self._exits.values() if found.has_failed]
         if not failed:
             return self._without_exit
-        own = cause_of(failed[0], self._host, self._generation)
-        return followed_by(own, self.failed_ranks)
+        own = root_cause_of(failed[0], self._host, self._generation)
+        return with_subsequent_ranks(own, self.failed_ranks)
 
-    def result(self, outcome: Outcome, cause: Cause | None) -> RunResult:
+    def finish(self, outcome: RunOutcome, cause: RootCause | None) -> RunResult:
         """How the run ended, and why the job did if it failed; that is told, too."""
         succeeded, group = outcome.state is WorkerState.SUCCEEDED, self._group
-        cause = None if succeeded or self.deserted else cause
+        cause = None if succeeded or self.lost_node_not_replaced else cause
         exits = self._exits.values()
         result = RunResult(
             state=outcome.state,
-            reason=f"{outcome.reason}; {self.lost}" if self.lost else outcome.reason,
-            values={found.rank: found.value for found in exits} if succeeded else {},
-            failures={} if succeeded else {found.rank: found for found in exits if not found.ok},
+            reason=f"{outcome.reason}; {self.unsaved_reason}"
+            if self.unsaved_reason
+            else outcome.reason,
+            return_values={found.rank: found.value for found in exits} if succeeded else {},
+            failures={}
+            if succeeded
+            else {found.rank: found for found in exits if not found.succeeded},
             generation=self._generation,
             restarts=0 if group is None else group.restarts,
             signal=outcome.signal,
-            cause=cause,
-            expelled=outcome.expelled,
+            root_cause=cause,
+            evicted=outcome.evicted,
         )
-        self._last_look()
-        if self.saved is not None:
-            self._tell("saved", step=self.saved, count=1)
-        self._tell(
+        self._report_last_steps()
+        if self.saved_step is not None:
+            self._record("saved", step=self.saved_step, count=1)
+        self._record(
             "run.ended",
             state=result.state.value,
             reason=result.reason,
             exit_code=result.exit_code,
-            expelled=result.expelled,
+            expelled=result.evicted,
             cause=None if cause is None else _in_short(cause),
         )
         # What was told has been heard, unless that takes too long.
@@ -346,12 +354,12 @@ class Report:
     def _generation(self) -> int:
         return 0 if self._group is None else self._group.generation
 
-    def _tell(self, kind: str, rank: int | None = None, **facts: object) -> None:
+    def _record(self, kind: str, rank: int | None = None, **facts: object) -> None:
         if self._journal is not None:
             tell, generation = self._journal.tell, self._generation
             told = partial(tell, kind, generation=generation, rank=rank, **facts)
             self._guard.call(told, prompt=self._journal.prompt)
 
 
-def _in_short(cause: Cause) -> dict[str, object]:
-    return {"host": cause.host, "rank": cause.rank, "what": cause.sentence}
+def _in_short(cause: RootCause) -> dict[str, object]:
+    return {"host": cause.host, "rank": cause.rank, "what": cause.summary}

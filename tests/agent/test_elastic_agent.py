@@ -25,7 +25,7 @@ from elasticlib import (
     WorkerSpec,
     WorkerState,
 )
-from elasticlib.agent.hang import HangLimits
+from elasticlib.agent.hang_detector import HangLimits
 from elasticlib.agent.options import AgentOptions
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, ElasticError
@@ -33,8 +33,8 @@ from elasticlib.observe.event import Event
 from elasticlib.observe.journal import Journal, NodeJournal, View
 from elasticlib.rendezvous.interface import deal_seats
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.exit import WorkerExit
-from elasticlib.workers.interface import Heartbeat, Notice
+from elasticlib.workers.exits import WorkerExit
+from elasticlib.workers.interface import Heartbeat, StopNotice
 
 
 class Stands(OneWorker):
@@ -44,10 +44,10 @@ class Stands(OneWorker):
         super().__init__()
         self.asked, self.free = threading.Event(), threading.Event()
 
-    def collect(self, local_rank: int) -> WorkerExit:
+    def reap(self, local_rank: int) -> WorkerExit:
         self.asked.set()
         self.free.wait(60)
-        return super().collect(local_rank)
+        return super().reap(local_rank)
 
 
 def test_a_loop_that_stands_still_is_silent_until_it_turns_and_one_that_is_done_is_not() -> None:
@@ -56,11 +56,11 @@ def test_a_loop_that_stands_still_is_silent_until_it_turns_and_one_that_is_done_
         workers.finish()
         assert workers.asked.wait(60)
         now[0] = 1000.0
-        assert run.agent.silent() == 1000.0
+        assert run.agent.stalled_s() == 1000.0
         workers.free.set()
         assert run.result().state is WorkerState.SUCCEEDED
         now[0] = 9000.0
-        assert run.agent.silent() == 0.0
+        assert run.agent.stalled_s() == 0.0
 
 
 def test_an_agent_that_is_running_or_has_run_cannot_run_again() -> None:
@@ -195,7 +195,7 @@ def test_a_view_that_stands_still_holds_up_nothing() -> None:
         view.free.set()
 
 
-@pytest.mark.parametrize("field", ["signals", "drain_signals", "save_signals"])
+@pytest.mark.parametrize("field", ["stop_signals", "drain_signals", "notice_signals"])
 @pytest.mark.parametrize("number", [0, 9, 4711])
 def test_a_signal_that_nobody_can_hear_is_refused_by_its_name(field: str, number: int) -> None:
     with pytest.raises(ConfigError, match=rf"{field}: .* \({number}\)"):
@@ -208,7 +208,7 @@ def test_a_signal_that_nobody_can_hear_is_refused_by_its_name(field: str, number
 def test_a_signal_without_a_name_of_its_own_drains_like_any_other(number: int, name: str) -> None:
     workers = OneWorker()
     with running(workers, options=AgentOptions(drain_signals=(number,))) as run:
-        run.agent.heed(number)
+        run.agent.handle_signal(number)
         result = run.result()
     assert (result.state, result.signal) == (WorkerState.DRAINED, number)
     assert result.reason == f"received {name}"
@@ -264,16 +264,23 @@ def test_a_view_of_a_journal_that_raises_or_blocks_does_not_hold_up_the_run(
 class Stepping(OneWorker):
     """A worker that makes ten steps in each generation, and tells of them as it ends."""
 
-    tell_steps = True
+    reports_heartbeats = True
 
-    def beats(self) -> Mapping[int, Heartbeat]:
+    def heartbeats(self) -> Mapping[int, Heartbeat]:
         return {0: Heartbeat()}
 
-    def last_beats(self) -> Mapping[int, Heartbeat]:
+    def final_heartbeats(self) -> Mapping[int, Heartbeat]:
         last = 10 * self.starts
         at = monotonic()
-        told = Heartbeat(step=last, steps=10, first_step=last - 9, first_at=at, at=at, alive=at)
-        return {0: attrs.evolve(told, attached=True)}
+        told = Heartbeat(
+            step=last,
+            num_steps=10,
+            first_step=last - 9,
+            first_at=at,
+            last_step_at=at,
+            last_activity_at=at,
+        )
+        return {0: attrs.evolve(told, is_attached=True)}
 
 
 def test_the_last_step_of_each_generation_is_told_before_the_next() -> None:
@@ -298,12 +305,12 @@ def test_it_is_told_once_that_nothing_is_known_of_steps_and_what_to_call(
     class Silent(Stepping):
         looks = 0
 
-        def beats(self) -> Mapping[int, Heartbeat]:
+        def heartbeats(self) -> Mapping[int, Heartbeat]:
             self.looks += 1
-            return {0: Heartbeat(attached=attached, alive=monotonic())}
+            return {0: Heartbeat(is_attached=attached, last_activity_at=monotonic())}
 
     workers, sentence = Silent(), "no worker of this node has reported a step"
-    options = AgentOptions(hang=HangLimits(seconds=0.4, first=0.4))
+    options = AgentOptions(hang_limits=HangLimits(timeout=0.4, first_step_timeout=0.4))
     with running(workers, options=options, max_restarts=1) as run:
         wait_until("the warning", lambda: sentence in caplog.text)
         workers.finish(1)
@@ -319,9 +326,9 @@ def test_it_is_told_once_that_nothing_is_known_of_steps_and_what_to_call(
 class Blind(OneWorker):
     """Workers whose steps cannot be looked at any more."""
 
-    tell_steps = True
+    reports_heartbeats = True
 
-    def beats(self) -> Any:
+    def heartbeats(self) -> Any:
         raise ZeroDivisionError("a beat of mine")
 
 
@@ -337,7 +344,7 @@ def test_steps_that_cannot_be_looked_at_are_told_of_and_end_nothing(
 
 
 def test_a_run_does_not_go_on_unwatched_that_was_to_be_watched_for_hangs() -> None:
-    with running(Blind(), options=AgentOptions(hang=HangLimits(seconds=1.0))) as run:
+    with running(Blind(), options=AgentOptions(hang_limits=HangLimits(timeout=1.0))) as run:
         result = run.result()
     assert result.state is WorkerState.FAILED
     assert result.reason == "ZeroDivisionError: a beat of mine"
@@ -346,7 +353,7 @@ def test_a_run_does_not_go_on_unwatched_that_was_to_be_watched_for_hangs() -> No
 class Unprepared(OneWorker):
     """Workers that cannot be started at all, as is found out before the nodes meet."""
 
-    def await_prepared(self) -> None:
+    def wait_until_prepared(self) -> None:
         raise ZeroDivisionError("a preparation of mine")
 
 
@@ -376,7 +383,7 @@ def test_a_node_that_is_not_prepared_does_not_join_and_can_be_told_to_leave() ->
     workers.up.set()
     with running(workers, handler) as run:
         assert handler.begun.wait(60)
-        run.agent.heed(signal.SIGTERM)
+        run.agent.handle_signal(signal.SIGTERM)
         result = run.result()
         handler.ready.set()
     assert (result.signal, workers.starts, handler.generation) == (signal.SIGTERM, 0, 0)
@@ -448,7 +455,7 @@ class Listens(OneWorker):
         self.told = threading.Event()
         self.terminated = 0
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         self.notices.append(notice.reason)
         self.told.set()
         return True
@@ -471,7 +478,7 @@ def test_a_scheduler_that_repeats_itself_cuts_no_save_short() -> None:
     workers = Listens()
     with running(workers, options=AgentOptions(checkpoint_grace=600.0)) as run:
         for _ in range(3):
-            run.agent.heed(signal.SIGTERM)
+            run.agent.handle_signal(signal.SIGTERM)
         workers.finish()
         result = run.result()
     assert (result.state, result.signal) == (WorkerState.DRAINED, signal.SIGTERM)
@@ -484,7 +491,7 @@ def test_a_node_that_is_told_to_leave_while_the_job_changes_its_size_drains() ->
     with running(workers, handler, options=options, journal=view) as run:
         handler.more = 1
         assert workers.told.wait(60)
-        run.agent.heed(signal.SIGTERM)
+        run.agent.handle_signal(signal.SIGTERM)
         workers.finish()
         result = run.result()
     assert result.state is WorkerState.DRAINED
@@ -511,20 +518,20 @@ def test_that_nodes_come_on_purpose_is_told_apart_from_a_failure() -> None:
 class CannotAgree(OneWorker):
     """Workers that listen, and then cannot be asked at which call they stop."""
 
-    agrees = True
+    supports_coordinated_stop = True
 
-    def notify(self, notice: Notice) -> bool:
+    def notify(self, notice: StopNotice) -> bool:
         del notice
         return True
 
-    def earliest_stop(self) -> int | None:
+    def earliest_stop_call(self) -> int | None:
         raise ZeroDivisionError("a call of mine")
 
 
 def test_workers_that_cannot_be_asked_when_to_stop_end_the_run_with_their_words() -> None:
     workers, options = CannotAgree(), AgentOptions(checkpoint_grace=600.0)
     with running(workers, options=options) as run:
-        run.agent.heed(signal.SIGUSR2)
+        run.agent.handle_signal(signal.SIGUSR2)
         result = run.result()
     assert result.state is WorkerState.FAILED
     assert result.reason == "ZeroDivisionError: a call of mine"

@@ -14,7 +14,7 @@ import attrs
 
 from ..visible import shorten, visible
 
-SIGNALS = {
+SIGNAL_NAMES = {
     **{1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS"},
     **{8: "SIGFPE", 9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE"},
     **{14: "SIGALRM", 15: "SIGTERM"},
@@ -25,7 +25,7 @@ _OF_ITS_OWN = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
 _FROM_OUTSIDE = frozenset({"SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGTERM"})
 """A program's own faults end it by other signals: SIGSEGV, SIGABRT, SIGBUS and the like."""
 
-UNKNOWN = 1
+UNKNOWN_RETURNCODE = 1
 """In place of a returncode that cannot be had: no success."""
 FATAL = ("Fatal Python error:", "terminate called", "  what():")
 LONGEST_WORDS = 300  # characters of one sentence in a log line; the traceback has the rest
@@ -54,45 +54,45 @@ class WorkerExit:
     message: str = ""
     traceback: str = ""
     value: Any = None
-    unreadable: str = ""
-    tail: str = ""
-    log: str = ""
-    stopped: bool = False
-    signalled: bool = False
+    value_error: str = ""
+    stderr_tail: str = ""
+    log_dir: str = ""
+    stop_was_requested: bool = False
+    signal_sent_by_agent: bool = False
     out_of_memory: bool = False
-    at: float = 0.0
-    ending: bool = False
-    after: WorkerExit | None = None
+    failed_at: float = 0.0
+    is_still_exiting: bool = False
+    preceding_failure: WorkerExit | None = None
     error_file: str = ""
     error_data: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
-    code_known: bool = True
+    is_returncode_known: bool = True
 
     @property
-    def ok(self) -> bool:
+    def succeeded(self) -> bool:
         """Whether it succeeded: exit code 0, and its answer could be read."""
-        return self.returncode == 0 and not self.unreadable
+        return self.returncode == 0 and not self.value_error
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether it ended by a failure of its own; a worker that ends of a stop has not failed."""
-        return not self.ok and (not self.stopped or bool(self.message))
+        return not self.succeeded and (not self.stop_was_requested or bool(self.message))
 
     @property
-    def root(self) -> WorkerExit:
+    def root_failure(self) -> WorkerExit:
         """The first failure that this one tells of."""
-        return self.after or self
+        return self.preceding_failure or self
 
     @property
     def signal(self) -> str:
         """The name of the signal that ended it, or an empty string."""
         if self.returncode >= 0:
             return ""
-        return SIGNALS.get(-self.returncode, f"signal {-self.returncode}")
+        return SIGNAL_NAMES.get(-self.returncode, f"signal {-self.returncode}")
 
     @property
-    def by_itself(self) -> bool:
+    def failed_independently(self) -> bool:
         """Whether it was killed or crashed by itself: no other worker's failure ends one so."""
-        return self.signal in _OF_ITS_OWN and not self.stopped
+        return self.signal in _OF_ITS_OWN and not self.stop_was_requested
 
     @property
     def was_killed(self) -> bool:
@@ -100,37 +100,38 @@ class WorkerExit:
         return self.signal in _FROM_OUTSIDE
 
     @property
-    def how(self) -> str:
+    def exit_description(self) -> str:
         """The kind of end: a code, a signal and whose, want of memory."""
-        if self.ending:
+        if self.is_still_exiting:
             failed = "failed" if self.message else f"exits with code {self.returncode}"
             return f"{failed} and is still exiting"
-        if not self.code_known:
+        if not self.is_returncode_known:
             return (
                 "ended, but other code in the agent's process took its exit code (a handler of "
                 "SIGCHLD, or os.wait): that code must reap only its own children"
             )
-        if self.unreadable:
-            return f"returned a value that cannot be read here: {self.unreadable}"
+        if self.value_error:
+            return f"returned a value that cannot be read here: {self.value_error}"
         if not self.signal:
             kills = "; meanwhile the kernel killed for lack of memory in its cgroup"
             return f"exited with code {self.returncode}{kills if self.out_of_memory else ''}"
-        if self.signal == "SIGKILL" and self.out_of_memory and not self.stopped:
+        if self.signal == "SIGKILL" and self.out_of_memory and not self.stop_was_requested:
             return "was killed by SIGKILL, likely out of memory"
-        return f"was killed by {self.signal} ({'' if self.signalled else 'not '}sent by this agent)"
+        sender = "" if self.signal_sent_by_agent else "not "
+        return f"was killed by {self.signal} ({sender}sent by this agent)"
 
     def describe(self) -> str:
         """One sentence: which worker, how, and why if known; of the first where it followed one."""
-        if self.after is not None:
-            return f"{self.after.describe()}; rank {self.rank} failed after it"
-        words = self.message or last_words(self.tail, self.returncode)
+        if self.preceding_failure is not None:
+            return f"{self.preceding_failure.describe()}; rank {self.rank} failed after it"
+        words = self.message or find_error_line(self.stderr_tail, self.returncode)
         why = visible(shorten(words, LONGEST_WORDS))
         said = f": {why}" if why else ""
         who = f"worker of rank {self.rank} (local {self.local_rank}, pid {self.pid})"
-        return f"{who} {self.how}{said}"
+        return f"{who} {self.exit_description}{said}"
 
 
-def last_words(tail: str, returncode: int) -> str:
+def find_error_line(tail: str, returncode: int) -> str:
     """The line of stderr that is most likely to name the cause, or an empty string."""
     lines = [line for line in tail.splitlines() if line.strip()]
     fatal = [line.strip() for line in lines if line.startswith(FATAL)]
