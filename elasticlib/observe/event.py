@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -94,8 +94,6 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "per_second": "since the line before, or the first step; null if not known",
         "silent": "seconds since the quietest worker made one",
         "loss": "the lowest rank's last, null if it names none; text where it is no number",
-        "losses": "evenly chosen ones of this rank since the line before, each a list: step, "
-        "seconds before this line, and the loss; text where it is no number",
         "samples_per_second": "of this node's workers together, since the line before; null if "
         "not known",
     },
@@ -190,15 +188,6 @@ class Event:
         """A number of whatever size, or one that is none: JSON has no word for these, so they are
         written as text. None where it is neither."""
         return _as_value(self.facts.get(name))
-
-    def losses(self) -> Iterator[tuple[int, float, float]]:
-        """Of `steps`: step, time and value of each loss."""
-        listed = self.facts.get("losses")
-        for one in listed if isinstance(listed, list) else ():
-            if isinstance(one, list) and len(one) == 3:
-                step, before, value = _as_count(one[0]), _as_number(one[1]), _as_value(one[2])
-                if step is not None and before is not None and before >= 0 and value is not None:
-                    yield step, self.at - before, value
 
     def seconds(self, name: str) -> float | None:
         """A number that is not negative, or None."""

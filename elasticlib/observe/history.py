@@ -221,8 +221,8 @@ class Generation:
 
 @attrs.frozen
 class Pace:
-    """Where one node's workers were at one moment: an event of `steps`, or one of its `losses`. A
-    loss may be no number."""
+    """Where one node's workers were at one moment: an event of `steps`. The loss may
+    be no number."""
 
     at: float
     node: str

@@ -186,7 +186,7 @@ class _Agent:
     def paces(self) -> Iterator[Pace]:
         pairs = zip(self.log.lives, self.numbers, strict=True)
         numbers = {life.number: number for life, number in pairs}
-        for pace in (*self.log.paces.items, *self.log.losses.items):
+        for pace in self.log.paces.items:
             number = numbers.get(pace.generation, pace.generation)
             yield attrs.evolve(pace, at=pace.at + self.by, node=self.name, generation=number)
 

@@ -89,8 +89,7 @@ class StepWatch:
 
     @property
     def _pause(self) -> float:
-        """Seconds between lines: few at first, so that none of the losses that a worker keeps is
-        missed, however quick its steps are."""
+        """Seconds between lines: few at first, so that a short run has some lines, too."""
         lasted = EVERY_SECONDS if self.trained is None else self.line - self.trained
         return min(EVERY_SECONDS, max(SOON_SECONDS, lasted))
 
@@ -170,19 +169,8 @@ def _steps(before: Look | None, now: Look) -> dict[str, Any]:
         "per_second": None if since is None else _rate(now.step - since[0], now.reached - since[1]),
         "silent": round(max(0.0, now.at - min(beat.last_activity_at for beat in now.stepping)), 3),
         "loss": losses[min(losses)] if losses else None,
-        "losses": _losses(before, now, min(losses, default=NO_STEP)),
         "samples_per_second": _throughput(before, now),
     }
-
-
-def _losses(before: Look | None, now: Look, local: int) -> list[list[float]]:
-    """Of this local rank; those of evenly chosen steps since the look before."""
-    found = now.beats[local].loss_history if local in now.beats else None
-    if found is None:
-        return []
-    then = None if before is None or local not in before.beats else before.beats[local].loss_history
-    new = found.since(0 if then is None else then.count)
-    return [[step, round(max(0.0, now.at - at), 2), float(f"{loss:.6g}")] for step, at, loss in new]
 
 
 def _throughput(before: Look | None, now: Look) -> float | None:

@@ -364,7 +364,6 @@ class AgentLog:
         self.snapshot: tuple[float, int] | None = None
         self.paces: Thinned[Pace] = Thinned(PACES if keep else 0)
         self.pace: Pace | None = None
-        self.losses: Thinned[Pace] = Thinned(PACES)
         self.failures = 0
         self._keep = keep
         self._marks: dict[tuple[str, int], Thinned[Mark]] = {}
@@ -385,7 +384,7 @@ class AgentLog:
     @property
     def left_out(self) -> int:
         """Marks and paces that there were too many of."""
-        many: list[Thinned[Any]] = [self.paces, self.losses, *self._marks.values()]
+        many: list[Thinned[Any]] = [self.paces, *self._marks.values()]
         return sum(kept.left_out for kept in many)
 
     def fold(self, event: Event) -> None:
@@ -440,8 +439,6 @@ class AgentLog:
     def _mark(self, event: Event, step: int | None) -> None:
         kind = event.kind
         if kind == "steps" and step is not None:
-            for of, at, value in event.losses() if self._keep else ():
-                self.losses.add(Pace(at, self.node, event.generation, of, loss=value))
             rates = {name: event.seconds(name) for name in ("per_second", "samples_per_second")}
             loss = event.value("loss")
             self.pace = Pace(event.at, self.node, event.generation, step, loss=loss, **rates)

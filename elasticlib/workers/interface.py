@@ -8,8 +8,7 @@ agent tell each other meanwhile are values: a heartbeat and a notice.
 from __future__ import annotations
 
 import abc
-import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import attrs
@@ -38,52 +37,6 @@ class RestoreReport:
     finished_at: float
 
 
-MAX_LOSS_POINTS = 208
-"""Losses that are kept for the agent's next look, at most."""
-LOSS_POINT = struct.Struct("=dfi")
-"""A loss; when, in seconds after the first step; and the step, from the first on."""
-
-
-def is_sampled(count: int) -> bool:
-    """Whether a worker's loss is kept that it told after so many others: each of the first POINTS,
-    and half as many of the following whenever their number has doubled. So the last POINTS that
-    were kept are those of the last two doublings, however many there were."""
-    return not count & ((1 << (count // MAX_LOSS_POINTS).bit_length()) - 1)
-
-
-def num_sampled_before(count: int) -> int:
-    """How many of the first so many are kept."""
-    halved = ((count - 1) // MAX_LOSS_POINTS).bit_length() if count else 0
-    return MAX_LOSS_POINTS // 2 * halved + (count + (1 << halved) - 1 >> halved)
-
-
-@attrs.frozen
-class LossHistory:
-    """Those that a worker told, as its agent found them in one look: see `is_sampled`.
-
-    count, later: how many there were before the look, and after it. points: the last POINTS that
-    were kept of them, each in its place, as one may be written just now.
-    """
-
-    count: int
-    later: int
-    points: bytes = attrs.field(repr=False)
-    first_step: int
-    first_at: float
-
-    def since(self, count: int) -> Iterator[tuple[int, float, float]]:
-        """Step, time and loss of those that were kept after the worker's first so many."""
-        # The place of the one before these may hold a newer one by now.
-        oldest = num_sampled_before(max(self.count, self.later)) - MAX_LOSS_POINTS + 1
-        for place in range(
-            max(0, oldest, num_sampled_before(count)), num_sampled_before(self.count)
-        ):
-            loss, after, steps = LOSS_POINT.unpack_from(
-                self.points, place % MAX_LOSS_POINTS * LOSS_POINT.size
-            )
-            yield self.first_step + steps, self.first_at + after, loss
-
-
 @attrs.frozen
 class Heartbeat:
     """What a worker has reported of its steps.
@@ -94,8 +47,8 @@ class Heartbeat:
     dumps: whether it writes its stacks where it is asked to. attached: whether it has asked for
     its context at all. first_step, first_at: the first step that it reported, and when; NOTHING
     and 0.0 before. restored: the state that it took up last; restores: how many it did. snapshot:
-    the step of the last one kept, or NOTHING; snapshots: how many. loss: the last reported, and
-    losses those before it; samples: all of them.
+    the step of the last one kept, or NOTHING; snapshots: how many. loss: the last reported.
+    num_samples: the sum of all reports.
     """
 
     step: int = NO_STEP
@@ -114,7 +67,6 @@ class Heartbeat:
     last_snapshot_step: int = NO_STEP
     num_snapshots: int = 0
     loss: float | None = None
-    loss_history: LossHistory | None = None
     num_samples: float = 0.0
 
 

@@ -220,7 +220,7 @@ class LocalWorkers(Workers):
         self._processes = {n: one for n, one in self._processes.items() if n in stay}
         self._stopped = False
         self._sent.clear()
-        self._channels.begin()
+        self._channels.start_group()
         self._kills = read_oom_kill_count()
         try:
             for worker in group.workers:
@@ -267,8 +267,8 @@ class LocalWorkers(Workers):
         self, group: WorkerGroup, worker: Worker, folder: Path, on_exit: Callable[[int], None]
     ) -> None:
         local = worker.local_rank
-        newcomer = worker in group.standby_workers
-        channel = self._channels.open(local, newcomer=newcomer)
+        is_standby = worker in group.standby_workers
+        channel = self._channels.open(local, is_standby=is_standby)
         try:
             self._start_process(group, worker, folder, channel, on_exit)
         except BaseException:
@@ -298,7 +298,7 @@ class LocalWorkers(Workers):
             output.abandon()
             raise
         if what[0] != "command":
-            self._channels.assign(local, popen.pid)
+            self._channels.set_worker_pid(local, popen.pid)
         error_file = Path(files.error_file)
         process = _Process(
             worker, popen, output, folder, error_file, process_start_ticks(popen.pid)
@@ -421,16 +421,16 @@ class LocalWorkers(Workers):
     supports_coordinated_stop = reports_heartbeats = True
 
     def regroupable_ranks(self) -> Collection[int]:
-        return self._channels.keepers()
+        return self._channels.regroupable_ranks()
 
     def leave_group(self) -> None:
-        self._channels.leave()
+        self._channels.leave_group()
 
     def has_group_failure(self) -> bool:
-        return self._channels.broken()
+        return self._channels.has_group_failure()
 
     def standby_ranks(self) -> Mapping[int, bool]:
-        return self._channels.spare()
+        return self._channels.standby_ranks()
 
     def notify(self, notice: StopNotice) -> bool:
         heard = self._channels.notify(notice)
@@ -438,16 +438,16 @@ class LocalWorkers(Workers):
         return heard
 
     def earliest_stop_call(self) -> int | None:
-        return self._channels.earliest_stop()
+        return self._channels.earliest_stop_call()
 
     def stop_at_call(self, call: int, notice: StopNotice) -> None:
-        self._channels.stop_at(call, notice)
+        self._channels.stop_at_call(call, notice)
 
     def heartbeats(self) -> Mapping[int, Heartbeat]:
-        return self._channels.beats()
+        return self._channels.heartbeats()
 
     def final_heartbeats(self) -> Mapping[int, Heartbeat]:
-        return self._channels.last_beats()
+        return self._channels.final_heartbeats()
 
     def dump_stacks(self) -> Mapping[int, str]:
         processes = dict(self._processes)
@@ -457,7 +457,7 @@ class LocalWorkers(Workers):
         return found
 
     def dump_stacks_of(self, local_ranks: Collection[int]) -> Mapping[int, str]:
-        asked, processes = self._channels.dumpers(), dict(self._processes)
+        asked, processes = self._channels.stack_dumpers(), dict(self._processes)
         ours = {n: processes[n].pid for n in asked if n in processes and n in local_ranks}
         return stack_dump.collect_stacks(
             {local: (pid, *asked[local]) for local, pid in ours.items()}
