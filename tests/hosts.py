@@ -187,7 +187,7 @@ class Host:
 
     def store(self) -> Node:
         """`elasticlib store` at this host's address and the usual port."""
-        command = (sys.executable, "-m", "elasticlib.launch.commands", "store")
+        command = (sys.executable, "-m", "elasticlib.launch.cli", "store")
         node = self.start(f"store-{self.name}", *command, "--bind", f"{self.address}:{PORT}")
         node.says(rf"serving on {re.escape(self.address)}:{PORT}")
         return node

@@ -24,7 +24,7 @@ from ports import held_port
 from processes import alive, described, marked
 
 from elasticlib.held_folder import LOCK
-from elasticlib.launch.commands import main
+from elasticlib.launch.cli import main
 from elasticlib.observe.event import KINDS, Event, decode
 from elasticlib.observe.runs import find_runs, runs_folder
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
@@ -120,7 +120,7 @@ class Node:
 
     def stacks(self) -> str:
         """Where the job's workers are, if they can be asked."""
-        command = (sys.executable, "-m", "elasticlib.launch.commands", "stacks")
+        command = (sys.executable, "-m", "elasticlib.launch.cli", "stacks")
         asked = subprocess.run(
             command, env=self._environment, capture_output=True, text=True, timeout=60, check=False
         )
@@ -179,7 +179,7 @@ class Job:
 
     def store(self, *flags: str, at: int = 0) -> str:
         """A store of its own process, so that any node may die; returns its endpoint."""
-        command = (sys.executable, "-m", "elasticlib.launch.commands")
+        command = (sys.executable, "-m", "elasticlib.launch.cli")
         node = self.start("store", *command, "store", "--bind", f"127.0.0.1:{at}", *flags)
         return node.says(r"(127\.0\.0\.1:\d+)").group(1)
 

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler as TorchHandl
 from torch.distributed.launcher import LaunchConfig as TorchConfig
 
 from elasticlib import RendezvousHandler
+from elasticlib.launch.cli import main
 from elasticlib.launch.command_line import build_parser
-from elasticlib.launch.commands import main
 
 TEXT, BLOCKS = blocks_of("coming_from_torch.md")
 ROOTS = ("launcher", "launcher.api", "run", "launch")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from pages import DOCS, blocks_of
 
-from elasticlib.launch import commands
+from elasticlib.launch import cli
 from elasticlib.launch.arguments import parse_launch
 from elasticlib.launch.command_line import build_parser
 
@@ -55,7 +55,7 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     return found
 
 
-COMMANDS = subcommands(commands._parser())
+COMMANDS = subcommands(cli._parser())
 FLAGS = {
     word
     for parser in (build_parser(), *COMMANDS.values())
@@ -102,7 +102,7 @@ def test_a_command_line_of_a_page_can_be_read(
         parse_launch(words, {})
     else:
         assert program == "elasticlib"
-        commands._parser().parse_args(words)
+        cli._parser().parse_args(words)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticlib import CheckpointManager
-from elasticlib.launch import commands
+from elasticlib.launch import cli
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -134,7 +134,7 @@ def test_the_versions_that_the_front_page_names_are_those_that_are_installed() -
 
 @pytest.mark.parametrize("line", sorted(set(re.findall(r"`elasticlib ([a-z]+ ?[^`]*)`", TEXT))))
 def test_a_command_that_the_readme_names_can_be_read(line: str) -> None:
-    commands._parser().parse_args(shlex.split(line.replace("HOST:PORT", "127.0.0.1:0")))
+    cli._parser().parse_args(shlex.split(line.replace("HOST:PORT", "127.0.0.1:0")))
 
 
 def test_the_readme_quotes_numbers_and_no_placeholders() -> None:

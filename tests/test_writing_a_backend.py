@@ -26,7 +26,7 @@ from redis_server import RedisServer, needs_redis
 
 from elasticlib import Store
 from elasticlib.errors import ConfigError, StoreConnectionError, StoreTimeoutError
-from elasticlib.launch.commands import main
+from elasticlib.launch.cli import main
 from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.rendezvous_setup import open_meeting
 from elasticlib.testing.waiting import wait_until

@@ -16,7 +16,7 @@ from typing import Any
 
 import elasticlib
 from elasticlib import testing
-from elasticlib.launch import commands
+from elasticlib.launch import cli
 from elasticlib.launch.command_line import build_parser
 from elasticlib.launch.flags import FLAGS
 from elasticlib.observe.event import KINDS, VERSION
@@ -175,7 +175,7 @@ def _elasticrun_page() -> str:
 
 def _command_page() -> str:
     told = "What a person does beside training: one subcommand for each thing."
-    return _page("elasticlib, the command", told, *_tree(commands._parser(), "elasticlib"))
+    return _page("elasticlib, the command", told, *_tree(cli._parser(), "elasticlib"))
 
 
 def _tree(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:

@@ -348,7 +348,7 @@ def _words(story: Story) -> list[str]:
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="picture-") as folder:
         story = play(Path(folder))
-        report = (sys.executable, "-m", "elasticlib.launch.commands", "report", "picture")
+        report = (sys.executable, "-m", "elasticlib.launch.cli", "report", "picture")
         where = {**os.environ, "TMPDIR": folder}
         subprocess.run([*report, "--output", str(REPORT)], env=where, check=True)
     KEPT.write_text(json.dumps(attrs.asdict(story)) + "\n")

@@ -29,7 +29,7 @@ from .safetensors_header import PREFIX_BYTES, read_size
 from .storage import (
     SEGMENT_BYTES,
     CheckpointStorage,
-    FileTooLarge,
+    FileTooLargeError,
     OnChunk,
     ignore_chunk,
     new_memory,
@@ -55,7 +55,7 @@ _MAX_SAVED_AT = 253402300800  # the year 10000, which no calendar of Python can 
 # -- manifests: pure -------------------------------------------------------------------------------
 
 
-class OtherFormat(CheckpointCorruptError):
+class UnknownFormatError(CheckpointCorruptError):
     """The manifest is intact, but a version of elasticlib with another format wrote it.
 
     The checkpoint is not deleted, and no older checkpoint is restored in its place.
@@ -137,7 +137,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
     Raises:
         CheckpointCorruptError: the contents are damaged.
-        OtherFormat: a version with another format wrote them.
+        UnknownFormatError: a version with another format wrote them.
     """
     body = strip_checksum(data)
     if body is None:
@@ -151,7 +151,7 @@ def decode_manifest(data: bytes) -> Manifest:
         if found != MANIFEST_FORMAT or unknown:
             is_other = found != MANIFEST_FORMAT
             other = f"format {found}" if is_other else f"the field {min(unknown)!r:.80}"
-            raise OtherFormat(
+            raise UnknownFormatError(
                 f"its manifest has {other}, this version reads format {MANIFEST_FORMAT}"
             )
         rows = fields.pop("files", None)
@@ -289,8 +289,8 @@ class CheckpointEntry:
 
     @property
     def problem(self) -> str:
-        """The problem as the predicate of a sentence, for messages."""
-        kind = "cannot be read" if self.is_unreadable else "is damaged"
+        """The problem as the end of an error message."""
+        kind = "cannot be read" if self.is_unreadable else "is corrupt"
         return f"{kind}: {self.corruption}"
 
 
@@ -332,11 +332,11 @@ class CheckpointCatalog:
                 return CheckpointEntry(step, None, f"its manifest is of step {manifest.step}")
             mismatch = find_size_mismatch(manifest, self.storage.list_files(folder))
             if mismatch and self.storage.read(f"{folder}/{MANIFEST_NAME}") != data:
-                # A writer replaced or deleted the checkpoint meanwhile.
+                # A writer replaced or deleted the checkpoint while it was read.
                 return self.read_entry(step)
-        except OtherFormat as error:
+        except UnknownFormatError as error:
             return CheckpointEntry(step, None, str(error), is_unreadable=True)
-        except FileTooLarge as error:
+        except FileTooLargeError as error:
             return CheckpointEntry(step, None, f"its manifest cannot be read: {error}")
         except OSError as error:
             return CheckpointEntry(step, None, str(error), is_unreadable=True)
@@ -374,7 +374,7 @@ class CheckpointCatalog:
         """Verify every byte of a checkpoint, unless it was verified before. Return its step.
 
         Raises:
-            CheckpointCorruptError: the checkpoint is damaged.
+            CheckpointCorruptError: the checkpoint is corrupt.
             CheckpointUnreadableError: the checkpoint cannot be read, and may be intact.
         """
         if self.integrity(manifest) is not Integrity.VERIFIED:
@@ -390,7 +390,7 @@ class CheckpointCatalog:
             raise self._corrupt(manifest, reason)
 
     def find_corruption(self, manifest: Manifest, on_chunk: OnChunk = ignore_chunk) -> str | None:
-        """Read every byte of a checkpoint. Return what is damaged, or None.
+        """Read every byte of a checkpoint. Return what is corrupt, or None.
 
         Args:
             manifest: the manifest of the checkpoint.
@@ -449,7 +449,7 @@ class CheckpointCatalog:
             number: the number of the file.
 
         Raises:
-            CheckpointCorruptError: the file is damaged.
+            CheckpointCorruptError: the file is corrupt.
             CheckpointUnreadableError: the file cannot be read.
         """
         if reason := self._find_implausible_size(manifest, number):
@@ -508,7 +508,7 @@ class CheckpointCatalog:
 
     def _corrupt(self, manifest: Manifest, reason: str) -> CheckpointCorruptError:
         self.record_integrity(manifest, Integrity.CORRUPT)
-        return CheckpointCorruptError(f"{self.describe(manifest.step)} is damaged: {reason}")
+        return CheckpointCorruptError(f"{self.describe(manifest.step)} is corrupt: {reason}")
 
     def _find_implausible_size(self, manifest: Manifest, number: int) -> str | None:
         """Compare the size of a large file with the size in its header. Return a difference.

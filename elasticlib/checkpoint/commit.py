@@ -48,7 +48,7 @@ from .catalog import (
     step_of,
     strip_checksum,
 )
-from .storage import FileTooLarge, temp_target
+from .storage import FileTooLargeError, temp_target
 
 if TYPE_CHECKING:
     from .collectives import PeerGroup
@@ -111,7 +111,7 @@ def acquire_fence(
 
     Args:
         fence: the present one, or None if there is none.
-        writer: the writer that asks for it.
+        writer: the writer that requests the fence.
         allow_concurrent_writer: do not take the fence from a writer of the same generation.
 
     Returns:
@@ -216,11 +216,11 @@ def orphaned_files(sizes: Mapping[str, int], named: Container[str], live_token: 
 # -- commits ---------------------------------------------------------------------------------------
 
 
-class FileDeleted(CheckpointError):
+class FileDeletedError(CheckpointError):
     """A data file was deleted before its checkpoint was committed, by a writer that may prune."""
 
 
-class FolderNotWritable(CheckpointError):
+class NotWritableError(CheckpointError):
     """The directory cannot be written: the disk is full or read-only, or permission is missing."""
 
 
@@ -253,7 +253,7 @@ class Committer:
 
         Raises:
             CheckpointFencedError: a newer writer has the fence.
-            FolderNotWritable: the directory cannot be written.
+            NotWritableError: the directory cannot be written.
             CheckpointError: the disk failed.
         """
         if self._has_fence:
@@ -301,7 +301,7 @@ class Committer:
 
         Raises:
             CheckpointFencedError: another writer has taken the fence.
-            FileDeleted: one of the files was deleted.
+            FileDeletedError: one of the files was deleted.
             CheckpointError: the disk failed.
         """
         writer, folder = self.writer, folder_of(step)
@@ -327,7 +327,7 @@ class Committer:
             sizes = self._storage.list_files(folder)
             if mismatch := find_size_mismatch(manifest, sizes):
                 is_missing = any(file.name not in sizes for file in files)
-                kind = FileDeleted if is_missing else CheckpointError
+                kind = FileDeletedError if is_missing else CheckpointError
                 raise kind(f"{self._storage.name}/{folder} was not committed: {mismatch}")
             self._storage.replace(f"{folder}/{MANIFEST_NAME}", encode_manifest(manifest))
             self.committed_at = monotonic()
@@ -456,7 +456,7 @@ class Committer:
         try:
             data = self._storage.read(FENCE_NAME)
             return None if data is None else decode_fence(data)
-        except (CheckpointCorruptError, FileTooLarge) as error:
+        except (CheckpointCorruptError, FileTooLargeError) as error:
             if not corrupt_as_none:
                 raise
             log.warning("%s: the writer is unknown: %s", self._storage.name, error)
@@ -482,9 +482,9 @@ class Committer:
         except OSError as error:
             kind: type[CheckpointError] = CheckpointError
             if isinstance(error, FileNotFoundError):
-                kind = FileDeleted
+                kind = FileDeletedError
             elif error.errno in NOT_WRITABLE_ERRORS:
-                kind = FolderNotWritable
+                kind = NotWritableError
             raise kind(f"{self._storage.name} {what}: {error}") from error
 
 

@@ -15,7 +15,7 @@ that it has written, its current task, and the states that it has committed
 next. If another agent could start the same
 task, an agent holds the lock of the checkpoint directory while it reads the reports and publishes
 its task, so that each part is written once. The commit is the last task. The agent that completes
-the set of data files starts it. Without a lock, behind a URL, two agents may write the same part
+the set of data files starts it. Without a lock, as at a URL, two agents may write the same part
 or commit the same files, which costs only time.
 
 **What can go wrong.**
@@ -70,7 +70,7 @@ from .catalog import CheckpointCatalog, DataFile, Retention, folder_of, step_of
 from .commit import (
     NOT_WRITABLE_ERRORS,
     Committer,
-    FileDeleted,
+    FileDeletedError,
     WriterIdentity,
     data_name,
     scratch_prefix,
@@ -386,7 +386,7 @@ class SetSaver:
             [offer] = [offer for offer in mine.offers if task.is_for(offer)]
             written = attrs.evolve(offer, file=self._write(task, offer.part))
             return {"offers": (written, *(other for other in mine.offers if other != offer))}
-        except FileDeleted as error:
+        except FileDeletedError as error:
             log.info("writing step %d again: %s", state.step, error)
             return {}
 
@@ -412,7 +412,7 @@ class SetSaver:
         plan = newest_complete((o for o in offers if o.file), self.exchange.load_chunks)
         files = {offer.share: offer.file for offer in offers if offer.file}
         if isinstance(plan, str):
-            raise FileDeleted(f"step {state.step} {plan}")
+            raise FileDeletedError(f"step {state.step} {plan}")
         named = tuple(files[share] for share in plan.shares)
         self.committer.commit(state.step, named, len(named) if state.is_sharded else 0)
         directory = self.snapshots.newest.folder

@@ -30,7 +30,7 @@ from ..threads import CallRejected, ExclusiveCall
 from ..workers.context import context
 from .catalog import CheckpointCatalog, Retention, Selection, check_step
 from .collectives import PeerGroup
-from .commit import Committer, FolderNotWritable, RankWriters, WriterIdentity
+from .commit import Committer, NotWritableError, RankWriters, WriterIdentity
 from .pack import LayoutCache, PackImage, PackLayout
 from .page_lock import is_page_lockable, lock_pages, unlock_pages
 from .reshard import plan_part_layout
@@ -705,7 +705,7 @@ class CheckpointManager:
         """
         try:
             self.claim()
-        except FolderNotWritable as error:
+        except NotWritableError as error:
             if not self.steps() and not (self._snapshots and self._snapshots.list_states()):
                 raise
             log.warning("%s: checkpoints can be read, but nothing can be saved", error)

@@ -502,7 +502,7 @@ class ShardedRestore:
             if sender != rank:
                 receivers.setdefault((part, sender), []).append(rank)
 
-        def read_held_rests() -> tuple[PartContents | None, dict[int, memoryview]]:
+        def read_own_parts() -> tuple[PartContents | None, dict[int, memoryview]]:
             contents = {}
             for part, sender in {*receivers, self._rest[self._rank]}:
                 if sender == self._rank:
@@ -514,7 +514,7 @@ class ShardedRestore:
             }
             return contents.get(self._rest[self._rank][0]), packs
 
-        rest, packs = self._group.run_on_all(read_held_rests, f"cannot restore step {self._step}")
+        rest, packs = self._group.run_on_all(read_own_parts, f"cannot restore step {self._step}")
         for (part, sender), ranks in receivers.items():
             pack = self._group.broadcast_pack(self._step, packs.get(part), sender, ranks)
             if self._rank in ranks and pack is not None:

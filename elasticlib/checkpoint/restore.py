@@ -392,12 +392,12 @@ class StateSearch:
         """
         row = self.group.run_on_all(lambda: self._list(step), "could not list its states")
         rows = self.group.all_gather_json([node, step, *row])
-        asked = ["the newest step" if s is None else f"step {s}" for _, s, _, _ in rows]
-        for rank, other in enumerate(asked):
-            if other != asked[0]:
+        requests = ["the newest step" if s is None else f"step {s}" for _, s, _, _ in rows]
+        for rank, other in enumerate(requests):
+            if other != requests[0]:
                 raise CheckpointError(
-                    f"rank 0 asked for {asked[0]}, and rank {rank} for {other}: all ranks have to "
-                    "ask for the same step, and nothing was restored"
+                    f"rank 0 asked for {requests[0]}, and rank {rank} for {other}: all ranks have "
+                    "to ask for the same step, and nothing was restored"
                 )
         self._nodes = [node for node, _, _, _ in rows]
         self._states_by_rank = [[StoredState(*each) for each in stored] for _, _, stored, _ in rows]

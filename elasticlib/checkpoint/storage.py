@@ -67,7 +67,7 @@ def temp_target(name: str) -> str | None:
     return match["target"] if match else None
 
 
-class FileTooLarge(OSError):
+class FileTooLargeError(OSError):
     """A file is larger than any file of its kind. The disk works, so a retry does not help."""
 
 
@@ -100,7 +100,7 @@ class CheckpointStorage(abc.ABC):
         """Return the contents of a small file, or None if it does not exist.
 
         Raises:
-            FileTooLarge: the file has more than `MAX_SMALL_FILE_BYTES`.
+            FileTooLargeError: the file has more than `MAX_SMALL_FILE_BYTES`.
         """
 
     @abc.abstractmethod
@@ -237,7 +237,7 @@ class LocalStorage(CheckpointStorage):
                 size = os.fstat(file.fileno()).st_size
                 if size > MAX_SMALL_FILE_BYTES:
                     limit = MAX_SMALL_FILE_BYTES
-                    raise FileTooLarge(f"{name} has {size} bytes, which is more than {limit}")
+                    raise FileTooLargeError(f"{name} has {size} bytes, which is more than {limit}")
                 return file.read(size)
         except FileNotFoundError:
             return None

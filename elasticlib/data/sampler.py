@@ -283,8 +283,8 @@ class Iteration:
 class ElasticIterator(chain[T]):
     """Iterator over the items of a sampler, which can save and load the position of the job.
 
-    The items come in lists. `itertools.chain` passes through each list in C, so that no Python code
-    of the sampler runs for each item.
+    The sampler yields lists of items. `itertools.chain` passes through each list in C, so that no
+    Python code of the sampler runs for each item.
 
     A loader that saves its own state, such as torchdata's StatefulDataLoader, reads the state of
     the iterator with each batch, and saves it after it has returned that batch.

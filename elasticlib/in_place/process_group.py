@@ -39,7 +39,7 @@ DEFAULT_STORE_TIMEOUT_S = 1800.0  # torch's default timeout of a process group
 _c10d: Any = dist
 
 
-class GroupEnded(ElasticError):
+class GroupEndedError(ElasticError):
     """The agent has stopped the generation whose members this worker was waiting for."""
 
 
@@ -60,7 +60,7 @@ def init_process_group(backend: str | None = None, **options: Any) -> None:
             or `world_size`, which the agent assigns.
 
     Raises:
-        GroupEnded: a member was lost before all of them were connected.
+        GroupEndedError: a member was lost before all of them were connected.
     """
     backend_class = find_backend(backend) if context().is_attached else None
     if backend is None or backend_class is None:
@@ -87,15 +87,13 @@ class RegroupableGroup:
     """
 
     def __init__(self, backend: GroupBackend, store: GenerationStore) -> None:
-        self.members: list[
-            MemberStatus
-        ] = []  # by rank; empty until they have exchanged their status
+        # By rank; empty until the members have exchanged their status.
+        self.members: list[MemberStatus] = []
         self.is_connected = False  # collectives of the present members are possible
         self._backend = backend
         self._store = store
-        self._lock = (
-            threading.Lock()
-        )  # held while a group is aborted or a new assignment is accepted
+        # Excludes the abort of a group while a new assignment is accepted.
+        self._lock = threading.Lock()
 
     def accept_assignment(self) -> bool:
         """Accept this worker's rank in the next generation if the agent has assigned one.
@@ -132,7 +130,7 @@ class RegroupableGroup:
             The status of each rank, in rank order, which `members` contains from now on.
 
         Raises:
-            GroupEnded: the agent has stopped the generation.
+            GroupEndedError: the agent has stopped the generation.
             RuntimeError: the store of the generation cannot be reached.
         """
         store = _connect_to_store()
@@ -245,14 +243,14 @@ class GenerationStore(_c10d.Store):  # type: ignore[misc]
         """Block until all keys exist.
 
         Raises:
-            GroupEnded: the agent has stopped the generation.
+            GroupEndedError: the agent has stopped the generation.
             TimeoutError: a key is missing after `timeout`, a `timedelta`; by default `timeout_s`.
         """
         timeout_s = self.timeout_s if timeout is None else timeout.total_seconds()
         started, pause = monotonic(), threading.Event()
         while not self.target.check([*keys]):
             if context().should_leave_group():
-                raise GroupEnded(
+                raise GroupEndedError(
                     f"the agent stopped the generation while this worker waited for {keys}"
                 )
             waited_s = monotonic() - started

@@ -1,7 +1,7 @@
-"""`python -m elasticlib.launch` is `elasticrun`."""
+"""Runs `python -m elasticlib.launch`, which is the same as `elasticrun`."""
 
 import sys
 
-from .start import elasticrun
+from .entry import main
 
-sys.exit(elasticrun())
+sys.exit(main())

@@ -38,7 +38,7 @@ from .addresses import (
     resolve,
     why_not_served,
 )
-from .command_tools import complain, typed
+from .cli_output import argument_type, print_error
 from .endpoints import read_secret
 
 CONNECT_TIMEOUT_S = 3.0
@@ -75,7 +75,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rdzv-endpoint",
-        type=typed(lambda text: split_endpoint(text, STORE_PORT)),
+        type=argument_type(lambda text: split_endpoint(text, STORE_PORT)),
         metavar="HOST[:PORT]",
         help=f"where the nodes of the job meet, if in a tcp store (port {STORE_PORT} by default)",
     )
@@ -88,7 +88,7 @@ def _diagnose(chosen: argparse.Namespace) -> int:
     try:
         secret = read_secret(os.environ, chosen.secret_file, "--secret-file")
     except ConfigError as error:
-        return complain("doctor: error", error, 2)
+        return print_error("doctor: error", error, 2)
     has_failed = False
     # Each finding is printed at once, so that the output shows where a check hangs.
     for found in run_checks(chosen.rdzv_endpoint, secret, chosen.log_dir):

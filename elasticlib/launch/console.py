@@ -1,5 +1,6 @@
-"""What a launcher says on stderr, where nobody may read it: a terminal that was stopped by Ctrl-S,
-or a pipe whose reader stands still, loses lines and holds up nobody.
+"""Console output of the launcher, which a stopped terminal or a blocked pipe never holds up.
+
+Lines that stderr does not accept in time are dropped and counted.
 """
 
 from __future__ import annotations
@@ -12,57 +13,60 @@ import sys
 from ..errors import ConfigError
 from ..visible import visible
 
-PIECE = 512
-"""Bytes of one write, which a pipe or a terminal that takes any takes at once."""
-PATIENCE = 1.0
+CHUNK_BYTES = 512  # a pipe or terminal that is ready accepts this much without blocking
+WRITE_TIMEOUT_S = 1.0
 
 
-def show(number: int, text: bytes, seconds: float) -> bool:
-    """Write it to this descriptor; False once nothing of it was taken for so many seconds."""
-    ready = select.poll()
-    ready.register(number, select.POLLOUT)
-    while text:
-        if not ready.poll(seconds * 1000):
+def write_with_timeout(descriptor: int, data: bytes, timeout_s: float) -> bool:
+    """Write data, and return False once none of it was accepted for `timeout_s` seconds."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    while data:
+        if not poll.poll(timeout_s * 1000):
             return False
-        text = text[os.write(number, text[:PIECE]) :]
+        data = data[os.write(descriptor, data[:CHUNK_BYTES]) :]
     return True
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """To stderr. Once a line was not taken in time, the others are not waited for until one is."""
+    """Logs to stderr. After a line was dropped, later lines do not wait until one is accepted."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
-        self._missed = 0
+        self._num_dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            number = self.stream.fileno()
+            descriptor = self.stream.fileno()
         except (AttributeError, OSError, ValueError):
-            super().emit(record)  # no descriptor behind it, as in tests and notebooks
+            super().emit(record)  # a stream without a descriptor, as in tests and notebooks
             return
         try:
             line = f"{self.format(record)}\n"
-            if self._missed:
-                line = f"[{self._missed} lines are missing here: nobody took them]\n{line}"
-            patience = 0.0 if self._missed else PATIENCE
-            taken = show(number, line.encode(errors="backslashreplace"), patience)
-            self._missed = 0 if taken else self._missed + 1
+            if self._num_dropped:
+                line = (
+                    f"[{self._num_dropped} log lines were dropped because stderr was blocked]\n"
+                    f"{line}"
+                )
+            timeout_s = 0.0 if self._num_dropped else WRITE_TIMEOUT_S
+            data = line.encode(errors="backslashreplace")
+            was_written = write_with_timeout(descriptor, data, timeout_s)
+            self._num_dropped = 0 if was_written else self._num_dropped + 1
         except OSError:
             self.handleError(record)
 
 
-class _Visible(logging.Formatter):
-    """Workers and peers have their say in what is logged, and none in what the terminal does."""
+class _EscapingFormatter(logging.Formatter):
+    """Escapes control characters, because messages contain text of workers and other nodes."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
-def start_logging(level: int, form: str) -> None:
-    """What elasticlib has to say goes to stderr, each line in this form."""
+def start_logging(level: int, line_format: str) -> None:
+    """Send elasticlib's log messages to stderr in this format."""
     handler = ConsoleHandler()
-    handler.setFormatter(_Visible(form, "%H:%M:%S"))
+    handler.setFormatter(_EscapingFormatter(line_format, "%H:%M:%S"))
     logger = logging.getLogger("elasticlib")
     logger.handlers = [handler]
     logger.setLevel(level)
@@ -70,8 +74,12 @@ def start_logging(level: int, form: str) -> None:
 
 
 def log_level(name: str) -> int:
-    """Of the agent's own lines. Raises ConfigError for one that there is not."""
+    """Return the level of this name.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
     level = logging.getLevelName(name.upper())
     if not isinstance(level, int):
-        raise ConfigError(f"LOGLEVEL is DEBUG, INFO, WARNING or ERROR, got {name!r}")
+        raise ConfigError(f"LOGLEVEL must be DEBUG, INFO, WARNING or ERROR, got {name!r}")
     return level

@@ -15,7 +15,7 @@ from ..signals import signal_name
 from ..workers.node_resources import count_usable_cpus
 from ..workers.spec import WorkerGroup, assign_worker_ranks, worker_environment
 from .arguments import LaunchRequest
-from .command_tools import Table, show
+from .cli_output import Table, show
 from .own_workers import spec_of
 from .settings import Source
 
@@ -31,7 +31,7 @@ _OF_PLACE = frozenset({"RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"})
 _OF_SIZE = frozenset({"WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"})
 
 
-def show_plan(launch: LaunchRequest, inherited: Mapping[str, str]) -> None:
+def print_plan(launch: LaunchRequest, inherited: Mapping[str, str]) -> None:
     """Print the settings and the environment of the workers."""
     show(
         "elasticrun --dry-run: nothing is started",

@@ -39,9 +39,9 @@ from .endpoints import read_secret
 from .exit_report import summary, write_failure
 from .flags import FLAGS
 from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
+from .launcher_process import DEFERRED_SIGNALS, SignalBuffer
 from .observed import Observed, answering, kept_logs, open_journal
 from .own_workers import check_machine, local_workers, spec_of
-from .process import HELD, HeldSignals
 from .rendezvous_setup import Meeting, open_meeting
 
 log = logging.getLogger("elasticlib.launch")
@@ -118,7 +118,11 @@ def run_node(
     options = config.supervision.agent
     with contextlib.ExitStack() as stack:
         # From here to the end: a node that drains often gets the signal again.
-        held = HELD if HELD.active else stack.enter_context(HeldSignals(options.drain_signals))
+        held = (
+            DEFERRED_SIGNALS
+            if DEFERRED_SIGNALS.is_active
+            else stack.enter_context(SignalBuffer(options.drain_signals))
+        )
         check_machine(config, entrypoint, os.environ)
         secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
         runners = workers or local_workers(config, os.environ)
@@ -143,7 +147,7 @@ def run_node(
             journal=journal,
         )
         observed.begin(agent, journal)
-        held.give(agent.handle_signal)
+        held.forward_to(agent.handle_signal)
         began(agent)
         stack.enter_context(answering(meeting, journal, agent))
         result = agent.run()

@@ -1,7 +1,4 @@
-"""The command `elasticrun`: torchrun's command line, carried out by elasticlib.
-
-Exit codes: those that --help lists; 0 for --dry-run.
-"""
+"""The command `elasticrun`: torchrun's command line, run by elasticlib."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from ..clock import wall
 from ..errors import ConfigError
 from ..visible import visible
 from .command_line import parse_command_line
-from .console import log_level, show, start_logging
+from .console import log_level, start_logging, write_with_timeout
 from .flags import flag_message
-from .process import HELD, stand_in
+from .launcher_process import DEFERRED_SIGNALS, run_as_init
 
 if TYPE_CHECKING:
     from ..agent.interface import RunResult
@@ -27,109 +24,113 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("elasticlib.launch")
 
-SHOW_SECONDS = 10.0
-"""For the last lines to be read, by whoever reads stderr."""
+FINAL_WRITE_TIMEOUT_S = 10.0  # for the exit summary, if stderr is blocked
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run it, as the `main` of `torch.distributed.run` does; it returns after success alone.
+    """Run a command line, as the `main` of `torch.distributed.run` does.
+
+    Args:
+        argv: the command line without the name of the command; by default that of this process.
 
     Raises:
-        ChildFailedError: the job failed. SignalException: a signal stopped this node, or had it
-        save and leave. ConfigError: the command line cannot work. SystemExit: argparse's usage
-        errors and --help.
+        ChildFailedError: the job failed.
+        SignalException: a signal stopped or drained this node.
+        ConfigError: the settings cannot work.
+        SystemExit: the command line asks for help, or has a usage error.
     """
-    ended = _carry_out(sys.argv[1:] if argv is None else argv)
-    if ended.result is not None:
+    result = _run_command(sys.argv[1:] if argv is None else argv)
+    if result.run_result is not None:
         from .elastic_launch import values_of
 
-        values_of(ended.name, ended.result)
-    elif ended.code:
-        raise SystemExit(ended.code)
+        values_of(result.entrypoint, result.run_result)
+    elif result.exit_code:
+        raise SystemExit(result.exit_code)
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """The command itself: `main`, with its ends as exit codes."""
+    """Run a command line and return its exit code."""
     try:
-        return _carry_out(sys.argv[1:] if argv is None else argv).code
+        return _run_command(sys.argv[1:] if argv is None else argv).exit_code
     except ConfigError as error:
         print(f"elasticrun: error: {visible(flag_message(error))}", file=sys.stderr)
         return 2
 
 
-class _Ended(NamedTuple):
-    """The exit code; and the result, where a job was run in this process, and its name."""
+class _CommandResult(NamedTuple):
+    """The result of a command line. `run_result` is None if no job was run in this process."""
 
-    code: int
-    result: RunResult | None = None
-    name: str = ""
+    exit_code: int
+    run_result: RunResult | None = None
+    entrypoint: str = ""
 
 
-def _carry_out(argv: Sequence[str]) -> _Ended:
-    _open_streams()
+def _run_command(argv: Sequence[str]) -> _CommandResult:
+    _open_standard_streams()
     try:
         return _run(argv)
     except Exception as error:
-        # As torchrun's own main function does, under torch's `record`.
+        # torchrun's main function does the same by torch's `record`.
         from ..workers.error_file import make_error_record
 
         trace = "" if isinstance(error, ConfigError) else traceback.format_exc()
-        leave_error(make_error_record(type(error).__name__, str(error), trace, int(wall())))
+        message = flag_message(error) if isinstance(error, ConfigError) else str(error)
+        write_error_file(make_error_record(type(error).__name__, message, trace, int(wall())))
         raise
 
 
-def _run(argv: Sequence[str]) -> _Ended:
-    # This forks in a container's process 1, so it comes before anything can import torch, whose
-    # threads would not survive the fork: reading `--nproc-per-node auto` does.
-    reaped = stand_in()
-    if reaped is not None:
-        return _Ended(reaped)
-    line = parse_command_line(argv)
-    # What is imported from here on --help and usage errors have not waited for.
+def _run(argv: Sequence[str]) -> _CommandResult:
+    # In process 1 of a container this forks. It must come before torch is imported, which
+    # `--nproc-per-node auto` does, because torch's threads would not survive the fork.
+    exit_code = run_as_init()
+    if exit_code is not None:
+        return _CommandResult(exit_code)
+    args = parse_command_line(argv)
+    # --help and usage errors do not wait for the imports below.
     from .arguments import resolve_launch
 
-    launch = resolve_launch(line, os.environ)
-    config = launch.config
-    if HELD.active:
-        HELD.keep(config.supervision.agent.drain_signals)
-    if launch.settings["dry_run"]:
-        # Imported here, because it takes as long again as reading the command line.
-        from .dry_run import show_plan
+    request = resolve_launch(args, os.environ)
+    config = request.config
+    if DEFERRED_SIGNALS.is_active:
+        DEFERRED_SIGNALS.restrict_to(config.supervision.agent.drain_signals)
+    if request.settings["dry_run"]:
+        # Imported here, because it takes as long as reading the command line.
+        from .dry_run import print_plan
 
-        show_plan(launch, os.environ)
-        return _Ended(0)
+        print_plan(request, os.environ)
+        return _CommandResult(0)
     level = log_level(os.environ.get("LOGLEVEL", "INFO"))
     start_logging(level, "%(asctime)s elasticrun: %(message)s")
-    for warning in launch.settings.warnings:
+    for warning in request.settings.warnings:
         log.warning("%s", warning)
     from .own_workers import begun
 
-    with begun(config, launch.entrypoint, os.environ) as workers:
-        return _run_node(launch, workers)
+    with begun(config, request.entrypoint, os.environ) as workers:
+        return _run_node(request, workers)
 
 
-def _run_node(launch: LaunchRequest, workers: Workers) -> _Ended:
-    # Imported while the process that workers are forked from imports torch.
+def _run_node(request: LaunchRequest, workers: Workers) -> _CommandResult:
+    # These imports run while the fork server imports torch.
     from ..workers.spec import WorkerState, entrypoint_name
     from .elastic_launch import run_node
     from .exit_report import error_file, result_text
 
-    config = launch.config
-    lines: list[str] = []
-    result = run_node(config, launch.entrypoint, workers, summed=lines.append)
-    # The reason stays what is read last.
-    _show("".join(lines) + result_text(result))
+    config = request.config
+    summary: list[str] = []
+    result = run_node(config, request.entrypoint, workers, summed=summary.append)
+    # The reason comes last, where users look first.
+    _print_to_stderr("".join(summary) + result_text(result))
     if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
-        leave_error(error_file(result, wall()))
-    drained = result.state is WorkerState.DRAINED
-    code = config.supervision.drain_exit_code if drained else result.exit_code
-    return _Ended(code, result, entrypoint_name(launch.entrypoint))
+        write_error_file(error_file(result, wall()))
+    is_drained = result.state is WorkerState.DRAINED
+    exit_code = config.supervision.drain_exit_code if is_drained else result.exit_code
+    return _CommandResult(exit_code, result, entrypoint_name(request.entrypoint))
 
 
-def leave_error(record: bytes) -> None:
-    """Leave the error where whoever started this launcher looks for it, as torchx does.
+def write_error_file(record: bytes) -> None:
+    """Write an error to the file that the launcher's own launcher reads, as torchx does.
 
-    Written into the file and not put in its place: on Kubernetes it is /dev/termination-log.
+    The file is not replaced by a rename, because on Kubernetes it is /dev/termination-log.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -138,27 +139,27 @@ def leave_error(record: bytes) -> None:
         with open(path, "wb") as file:
             file.write(record)
     except OSError as error:
-        log.warning("TORCHELASTIC_ERROR_FILE=%s cannot be written: %s", path, error.strerror)
+        log.warning("cannot write TORCHELASTIC_ERROR_FILE=%s: %s", path, error.strerror)
 
 
-def _open_streams() -> None:
-    """If the shell has closed one of the three, the next file opened would take its number."""
-    for number in range(3):
+def _open_standard_streams() -> None:
+    """Open standard streams that the shell has closed, before another file gets their number."""
+    for descriptor in range(3):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
-def _show(text: str) -> None:
-    """The exit code says how the run ended, too, and a full disk must not change it."""
+def _print_to_stderr(text: str) -> None:
+    """Print the exit summary. A failure, such as a full disk, does not change the exit code."""
     try:
         sys.stderr.flush()
-        said = visible(text).encode(errors="backslashreplace")
-        show(sys.stderr.fileno(), said, SHOW_SECONDS)
+        data = visible(text).encode(errors="backslashreplace")
+        write_with_timeout(sys.stderr.fileno(), data, FINAL_WRITE_TIMEOUT_S)
     except (OSError, ValueError, AttributeError):
-        with open(os.devnull, "w") as nothing:
-            os.dup2(nothing.fileno(), 2)
+        with open(os.devnull, "w") as devnull:
+            os.dup2(devnull.fileno(), 2)
 
 
 if __name__ == "__main__":

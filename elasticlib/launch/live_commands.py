@@ -58,7 +58,7 @@ from ..visible import visible_line
 from ..workers.output_plan import parse_ranks
 from .addresses import resolve
 from .backends import check_backend, check_etcd_keys, read_etcd_config
-from .command_tools import Part, Table, complain, redraw, show, typed
+from .cli_output import Block, Table, argument_type, print_error, redraw, show
 from .endpoints import read_secret, split_endpoints
 from .flags import BUILTIN_BACKENDS, ETCD_BACKENDS
 from .launch_config import TCP_BACKENDS, LaunchConfig
@@ -113,7 +113,7 @@ def _add_target(parser: argparse.ArgumentParser, timeout: float) -> None:
     parser.add_argument("--secret-file", metavar="PATH", help="holds the job's secret, if any")
     parser.add_argument(
         "--timeout",
-        type=typed(_seconds),
+        type=argument_type(_seconds),
         default=timeout,
         metavar="SECONDS",
         help=f"for the store, and the nodes that are asked, to answer (default {timeout:g})",
@@ -333,7 +333,7 @@ def _status_epilog() -> str:
 def _status(chosen: argparse.Namespace) -> int:
     if not 0 < chosen.every < threading.TIMEOUT_MAX:
         sentence = f"--every is a positive number of seconds, got {chosen.every}"
-        return complain("status", sentence, 2)
+        return print_error("status", sentence, 2)
     try:
         target = find_target(chosen)
         with looking(target, chosen) as look:
@@ -346,9 +346,9 @@ def _status(chosen: argparse.Namespace) -> int:
                 show(*_parts(status, chosen))
             return exit_code(status)
     except ConfigError as error:
-        return complain("status", error, 2)
+        return print_error("status", error, 2)
     except ElasticError as error:
-        return complain("status", error, NOBODY)
+        return print_error("status", error, NOBODY)
     except KeyboardInterrupt:
         return 0 if chosen.watch else 130
 
@@ -368,7 +368,7 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
             if found is None or wrong:
                 raise
             if found.state is None:
-                complain("status", error, NOBODY)
+                print_error("status", error, NOBODY)
             yield lambda: found
             return
 
@@ -420,7 +420,7 @@ def _print_document(status: JobStatus) -> None:
     print(json.dumps(as_document(status)), flush=True)
 
 
-def _parts(status: JobStatus, chosen: argparse.Namespace) -> tuple[Part, ...]:
+def _parts(status: JobStatus, chosen: argparse.Namespace) -> tuple[Block, ...]:
     tables = (Table(*rows) for rows in (node_table(status), rank_table(status)))
     lines = headline(status)
     if status.recorded:
@@ -476,7 +476,7 @@ def add_stacks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-r",
         "--ranks",
-        type=typed(parse_ranks),
+        type=argument_type(parse_ranks),
         metavar="RANKS",
         help="those of these ranks, as in 0,3-5",
     )
@@ -488,9 +488,9 @@ def _stacks(chosen: argparse.Namespace) -> int:
         view = _asked(find_target(chosen), chosen)
         print("\n".join(stack_lines(view, chosen.ranks)))
     except ConfigError as error:
-        return complain("stacks", error, 2)
+        return print_error("stacks", error, 2)
     except ElasticError as error:
-        return complain("stacks", error, NOBODY)
+        return print_error("stacks", error, NOBODY)
     except KeyboardInterrupt:
         return 130
     if not view.stacks:

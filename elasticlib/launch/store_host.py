@@ -34,7 +34,7 @@ from .addresses import (
     resolve,
 )
 from .launch_config import LaunchConfig
-from .process import allow_descriptors
+from .launcher_process import raise_open_file_limit
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -177,7 +177,7 @@ class TcpMeetingPlace:
         # Torch's own store, which each worker connects to, may be this process's too.
         own = SPARE_DESCRIPTORS + nodes * self._config.nproc_per_node
         own += 3 * self._links  # a client's, its other half, and that one's in torch's server
-        allow_descriptors(nodes + SPARE_DESCRIPTORS + own)
+        raise_open_file_limit(nodes + SPARE_DESCRIPTORS + own)
         limits = ServerLimits(reserved_descriptors=own, max_torch_relays=self._links)
         job, secret = self._config.run_id, self._secret
         return TcpStoreServer(

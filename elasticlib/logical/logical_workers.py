@@ -424,8 +424,10 @@ def buffer_versions(model: nn.Module) -> dict[str, BufferVersion]:
 def check_buffers_unchanged(
     model: nn.Module, before: Mapping[str, BufferVersion], worker: int
 ) -> None:
-    """Raise NotReproducibleError if a logical worker changed a buffer, which other ranks do not
-    see."""
+    """Raise NotReproducibleError if a logical worker changed a buffer.
+
+    The other ranks do not see the change.
+    """
     after = dict(model.named_buffers())
     for name in {**before, **after}:
         if name not in before or not before[name].is_unchanged(after.get(name)):

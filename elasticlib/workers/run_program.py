@@ -39,7 +39,7 @@ from .process_entry import stat_fields
 if TYPE_CHECKING:
     from .spec import Function
 
-ARGV_ADDRESS_FIELD = 45  # index in /proc/PID/stat behind the command: address of the arguments
+ARGV_ADDRESS_FIELD = 45  # index in /proc/PID/stat, after the command: address of the arguments
 UNFLUSHED_EXIT_CODE = 120  # Python's exit code when stdout cannot be flushed
 FLUSH_TIMEOUT_S, FLUSH_TURNS = 2.0, 40  # for files that the program left open
 _FILE_BASE = io.IOBase.__base__  # the base class of the files of the io module
@@ -145,7 +145,7 @@ def _run_module(name: str, args: tuple[str, ...]) -> None:
     _set_process_title("-m", name, *args)
     _prepend_sys_path(os.getcwd())
     if _is_missing(name):
-        # The message is runpy's. The record tells the agent that a restart does not help.
+        # The message is runpy's. The record has the type of the error, for the report.
         record_exception(ModuleNotFoundError(f"No module named {name}"))
         print(f"{sys.executable}: No module named {name}", file=sys.stderr)
         sys.exit(1)

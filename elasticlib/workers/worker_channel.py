@@ -39,7 +39,7 @@ FIRST_POLL_TIMEOUT_S = 10.0  # a worker that starts to train calls should_stop w
 _LAYOUT = 0
 _WORKER_PID = 1  # only this process may report; 0 while the agent does not know it
 
-# Words that the worker writes. A call of should_stop begins, and then either finishes with None or
+# Words that the worker writes. A call of should_stop starts, and then either finishes with None or
 # blocks until the agent names the call at which all ranks stop.
 _OWNER_PID = 2  # the process that reports for the worker
 _CALL_STARTED = 3
@@ -112,7 +112,7 @@ class WorkerChannel:
                 raise OSError(f"{path} is not a worker's channel of {PAGE_BYTES} bytes")
             if layout != LAYOUT_VERSION:
                 raise ConfigError(
-                    f"this worker's elasticlib has layout {_number(LAYOUT_VERSION)} of the channel, "
+                    f"this worker's elasticlib has layout {_number(LAYOUT_VERSION)} of its channel, "
                     f"the agent's has layout {_number(layout)}: install the same version of "
                     "elasticlib for the agent and its workers"
                 )
@@ -160,7 +160,8 @@ class WorkerChannel:
     def claim(self, pid: int) -> bool:
         """Return whether this process reports for the worker.
 
-        It is the process that the agent named, or the first one to claim it if the agent named none.
+        It is the process that the agent named. If the agent named none, it is the first one that
+        claims the channel.
         """
         words = self._words
         if words[_WORKER_PID] not in (0, pid):
@@ -281,8 +282,8 @@ class WorkerChannel:
         begin = _ASSIGNMENT + 8
         length = int.from_bytes(self._view[_ASSIGNMENT:begin], sys.byteorder)
         variables: dict[str, str] = json.loads(bytes(self._view[begin : begin + length]))
-        for word in _RESET_BY_ASSIGNMENT:
-            words[word] = 0
+        for index in _RESET_BY_ASSIGNMENT:
+            words[index] = 0
         words[_STEP] = words[_SAVED_STEP] = NO_STEP
         words[_ACCEPTED] = number
         return number, variables

@@ -222,7 +222,7 @@ class Server:
     """An `elasticlib store` in a process of its own, for as long as the block lasts."""
 
     def __enter__(self) -> int:
-        command = [sys.executable, "-m", "elasticlib.launch.commands", "store"]
+        command = [sys.executable, "-m", "elasticlib.launch.cli", "store"]
         self._process = subprocess.Popen(
             [*command, "--bind", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
         )

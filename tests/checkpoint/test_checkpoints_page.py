@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from pages import blocks_of
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
-from elasticlib.launch.commands import main
+from elasticlib.launch.cli import main
 
 TEXT, BLOCKS = blocks_of("checkpoints.md")
 PROGRAM, HANDLE, GOING_ON, EXPORT = (code for language, code in BLOCKS if language == "python")

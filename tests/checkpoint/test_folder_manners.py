@@ -47,7 +47,7 @@ def test_restore_reports_why_it_skipped_a_truncated_checkpoint(
         found = manager.restore({"a": 0})
         assert found.step == 1
         [why] = found.skipped
-    assert "step-0000000002 is damaged: " in why
+    assert "step-0000000002 is corrupt: " in why
     assert why in caplog.text
 
 

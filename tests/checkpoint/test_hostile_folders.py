@@ -22,7 +22,7 @@ from elasticlib import CheckpointManager
 from elasticlib.checkpoint.catalog import MANIFEST_NAME, append_checksum, folder_of
 from elasticlib.checkpoint.storage import MAX_SMALL_FILE_BYTES
 from elasticlib.errors import CheckpointError
-from elasticlib.launch.commands import main
+from elasticlib.launch.cli import main
 
 
 def state(value: float, size: int = 3) -> dict[str, Any]:
@@ -124,13 +124,13 @@ def test_an_invalid_manifest_with_a_correct_checksum_is_skipped_with_its_reason(
     path.write_bytes(wrong(name, path.read_bytes()))
     step, value, (why,) = restored(tmp_path)
     assert (step, value) == (1, 1.0)
-    assert "step-0000000002 is damaged: its manifest" in why
+    assert "step-0000000002 is corrupt: its manifest" in why
     manager = CheckpointManager(tmp_path)
     assert (manager.latest(), manager.steps(), list(manager.verify())) == (1, [1], [2])
     assert float(manager.load()["w"][0]) == 1.0
     for flags, status in (([], 0), (["--verify"], 1)):
         assert main(["checkpoints", str(tmp_path), *flags]) == status
-        assert "damaged: its manifest" in capsys.readouterr().out
+        assert "corrupt: its manifest" in capsys.readouterr().out
     # Nor does it stand in the way of what is saved after it.
     saved(tmp_path, 2, 3)
     assert CheckpointManager(tmp_path).steps() == [1, 2, 3]
@@ -192,7 +192,7 @@ def test_a_manifest_of_4_tib_is_skipped_with_its_reason(tmp_path: Path) -> None:
     sparse(step_folder(tmp_path, 2) / MANIFEST_NAME)
     step, value, (why,), *rest = starts(tmp_path)
     assert (step, value) == (1, 1.0)
-    assert "step-0000000002 is damaged: " in why
+    assert "step-0000000002 is corrupt: " in why
     assert "manifest.json" in why
     assert rest == [1, 1.0, [1], [2], [1, 3]]
 
@@ -218,11 +218,11 @@ def test_a_data_file_that_was_extended_to_4_tib_is_skipped(
         path.write_bytes(append_checksum(json.dumps(fields).encode()))
     step, value, (why,) = restored(tmp_path)
     assert (step, value) == (1, 1.0)
-    assert "step-0000000002 is damaged: " in why
+    assert "step-0000000002 is corrupt: " in why
     manager = CheckpointManager(tmp_path)
     assert manager.latest() == 1
     assert float(manager.load()["w"][0]) == 1.0
-    with pytest.raises(CheckpointError, match="000002 is damaged"):
+    with pytest.raises(CheckpointError, match="000002 is corrupt"):
         manager.load(2)
     assert list(manager.verify()) == [2]
 

@@ -128,8 +128,8 @@ def test_each_damaged_byte_is_detected_and_the_older_checkpoint_used(
         if len(data) % 50 == 0 or data[0] != whole[0]:
             assert manager.load()["step"] == 1
             assert manager.latest() == 1
-            assert "step-0000000002 is damaged: " in manager.skipped[2]
-            with pytest.raises(CheckpointCorruptError, match="step-0000000002 is damaged: "):
+            assert "step-0000000002 is corrupt: " in manager.skipped[2]
+            with pytest.raises(CheckpointCorruptError, match="step-0000000002 is corrupt: "):
                 manager.load(2)
     assert "skipped" in caplog.text
     path.write_bytes(whole)

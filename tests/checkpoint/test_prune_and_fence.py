@@ -14,8 +14,8 @@ from elasticlib.checkpoint.catalog import (
     DataFile,
     Integrity,
     Manifest,
-    OtherFormat,
     Retention,
+    UnknownFormatError,
     append_checksum,
     decode_manifest,
     encode_manifest,
@@ -181,7 +181,7 @@ def test_a_manifest_of_another_format_is_rejected_with_both_formats(
     change: dict[str, int], reason: str
 ) -> None:
     fields = json.loads(encode_manifest(MANIFEST).rpartition(b"\ncrc32")[0])
-    with pytest.raises(OtherFormat, match=f"has {reason}, this version reads format 4"):
+    with pytest.raises(UnknownFormatError, match=f"has {reason}, this version reads format 4"):
         decode_manifest(append_checksum(json.dumps({**fields, **change}).encode()))
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from elasticlib import CheckpointManager
 from elasticlib.errors import CheckpointError
-from elasticlib.launch.commands import main
+from elasticlib.launch.cli import main
 from elasticlib.testing.waiting import wait_until
 
 

@@ -60,7 +60,7 @@ def test_flipped_bit_is_loaded_by_dcp_and_detected_by_elasticlib(tmp_path: Path)
         state = {"w": torch.zeros(4096)}
         result = manager.restore(state)
     assert (result.step, torch.equal(state["w"], W)) == (1, True)
-    assert "step-0000000002 is damaged" in str(result)
+    assert "step-0000000002 is corrupt" in str(result)
 
 
 def test_failed_save_destroys_the_older_checkpoint_of_dcp_only(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_worker_that_became_another_program_is_not_hurt_by_the_question(job: J
 def test_watching_ends_with_the_run_and_with_a_signal(job: Job) -> None:
     agent = stepping(job, "a", "--standalone")
     job.settled(1)
-    watch = (sys.executable, "-m", "elasticlib.launch.commands", "status", "--watch")
+    watch = (sys.executable, "-m", "elasticlib.launch.cli", "status", "--watch")
     often = (*watch, "--every", "0.1")
     stopped, lasting = job.start("w1", *often), job.start("w2", *often, "--json")
     stopped.says(r": RUNNING for")

@@ -66,7 +66,7 @@ def test_a6_workers_go_on_without_the_agent_that_hosts_the_store_until_it_is_bac
 
 
 def _store_process(job: Job, endpoint: str) -> Node:
-    command = (sys.executable, "-m", "elasticlib.launch.commands", "store", "--bind", endpoint)
+    command = (sys.executable, "-m", "elasticlib.launch.cli", "store", "--bind", endpoint)
     return job.start("store-again", *command)
 
 

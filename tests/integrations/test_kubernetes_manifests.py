@@ -35,7 +35,7 @@ from manifests import (  # noqa: E402
 )
 
 from elasticlib.launch.arguments import LaunchRequest, parse_launch  # noqa: E402
-from elasticlib.launch.commands import _parser  # noqa: E402
+from elasticlib.launch.cli import _parser  # noqa: E402
 from elasticlib.workers.spec import Module, StopTimeouts  # noqa: E402
 
 MODELS = {

@@ -13,7 +13,7 @@ from modules import path_with, with_module
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
-from elasticlib.launch.commands import main
+from elasticlib.launch.cli import main
 from elasticlib.launch.flags import BUILTIN_BACKENDS
 from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.rendezvous_setup import open_meeting

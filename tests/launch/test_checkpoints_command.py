@@ -15,8 +15,8 @@ import pytest
 from elasticlib.checkpoint.catalog import CheckpointCatalog, Retention
 from elasticlib.checkpoint.commit import Committer, RankWriters, WriterIdentity
 from elasticlib.checkpoint.storage import LocalStorage
-from elasticlib.launch.checkpoints import Progress
-from elasticlib.launch.commands import main
+from elasticlib.launch.checkpoints_command import Progress
+from elasticlib.launch.cli import main
 
 
 @pytest.fixture
@@ -44,15 +44,15 @@ def test_a_list_shows_each_one_and_the_cut_one_as_damaged(
     os.truncate(path, 100)
     assert main(["checkpoints", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["STEP", "SIZE", "SAVED", "AGE", "WORLD", "PINNED", "BY", "STATE"]
+    assert lines[0].split() == ["STEP", "SIZE", "SAVED", "AGE", "WORLD", "PINNED", "RUN", "STATE"]
     date, age = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", r"(?:under )?[\d.]+ s"
     row = rf"10    2.9 KiB  {date}  {age}  4      pinned  job7 generation 2  complete"
     assert re.fullmatch(row, lines[1])
-    assert lines[2].endswith(f"damaged: {path.name} must have 3000 bytes, but has 100")
+    assert lines[2].endswith(f"corrupt: {path.name} must have 3000 bytes, but has 100")
     assert main(["checkpoints", str(folder), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     states = [(row["step"], row["status"]) for row in rows]
-    assert states == [(10, "complete"), (9, "damaged"), (8, "complete")]
+    assert states == [(10, "complete"), (9, "corrupt"), (8, "complete")]
     assert rows[0]["bytes"] == 3000
     assert (rows[0]["world"], rows[0]["pinned"]) == (4, True)
     assert (rows[2]["world"], rows[2]["pinned"]) == (None, False)
@@ -64,7 +64,7 @@ def test_only_verify_says_verified_and_a_list_says_complete_of_bytes_that_it_doe
     damage(folder, 9)
     for flags, good, flawed in (
         ([], "complete", "complete"),
-        (["--verify"], "verified", "damaged"),
+        (["--verify"], "verified", "corrupt"),
     ):
         main(["checkpoints", str(folder), *flags])
         lines = capsys.readouterr().out.splitlines()[1:]
@@ -82,9 +82,9 @@ def test_verify_ends_with_1_and_names_what_is_damaged(
     damage(folder, 9)
     assert main(["checkpoints", str(folder), "--verify", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)
-    assert [row["step"] for row in rows if row["status"] == "damaged"] == [9]
+    assert [row["step"] for row in rows if row["status"] == "corrupt"] == [9]
     assert main(["checkpoints", str(folder), "--verify"]) == 1
-    assert re.search(r"^9 .*damaged: state.* must have the checksum", capsys.readouterr().out, re.M)
+    assert re.search(r"^9 .*corrupt: state.* must have the checksum", capsys.readouterr().out, re.M)
 
 
 def test_a_folder_that_is_not_there_is_an_error(
@@ -92,7 +92,7 @@ def test_a_folder_that_is_not_there_is_an_error(
 ) -> None:
     assert main(["checkpoints", str(tmp_path)]) == 0
     assert main(["checkpoints", str(tmp_path / "absent")]) == 1
-    assert "there is no folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_what_a_manifest_says_is_shown_and_not_obeyed_by_the_terminal(
@@ -112,9 +112,9 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_progress_is_shown_in_place_or_line_by_line(stream: io.StringIO) -> None:
-    with Progress("verified", 2048, stream, every=0) as progress:
-        progress.seen(memoryview(bytes(1024)))
-        progress.seen(memoryview(bytes(1024)))
+    with Progress("verified", 2048, stream, interval_s=0) as progress:
+        progress.add(memoryview(bytes(1024)))
+        progress.add(memoryview(bytes(1024)))
     text = stream.getvalue()
     assert "verified 1.0 KiB of 2.0 KiB, " in text
     assert "verified 2.0 KiB of 2.0 KiB, " in text
@@ -124,7 +124,7 @@ def test_progress_is_shown_in_place_or_line_by_line(stream: io.StringIO) -> None
 
 def test_torch_is_not_needed(folder: Path) -> None:
     code = (
-        "import sys; from elasticlib.launch.commands import main; "
+        "import sys; from elasticlib.launch.cli import main; "
         "status = main(['checkpoints', *sys.argv[1:]]); "
         "sys.exit(status or 10 * ('torch' in sys.modules))"
     )

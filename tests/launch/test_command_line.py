@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from elasticlib.launch.cli import main
 from elasticlib.launch.command_line import parse_command_line
-from elasticlib.launch.commands import main
 
 HEAVY = {"attrs", "torch", "elasticlib.launch.launch_config", "elasticlib.stores.interface"}
 

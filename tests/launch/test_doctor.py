@@ -17,9 +17,9 @@ from jobs import WITHOUT_TORCH
 from elasticlib import TcpStoreServer
 from elasticlib.launch import checks
 from elasticlib.launch.checks import Finding, check_store
-from elasticlib.launch.commands import main
+from elasticlib.launch.cli import main
 
-COMMAND = (sys.executable, "-m", "elasticlib.launch.commands", "doctor")
+COMMAND = (sys.executable, "-m", "elasticlib.launch.cli", "doctor")
 
 
 @pytest.fixture(autouse=True)

@@ -140,7 +140,7 @@ def test_two_places_for_one_secret_end_before_anything_starts(tmp_path: Path) ->
 @pytest.mark.faults
 def test_the_store_command_asks_for_the_secret_of_its_file(job: Job) -> None:
     (job.folder / "secret").write_text("open sesame, please\n")
-    command = (sys.executable, "-m", "elasticlib.launch.commands", "store", "--bind", "127.0.0.1:0")
+    command = (sys.executable, "-m", "elasticlib.launch.cli", "store", "--bind", "127.0.0.1:0")
     store = job.start("store", *command, "--secret-file", str(job.folder / "secret"))
     endpoint = store.says(r"(127\.0\.0\.1:\d+)").group(1)
     job.finish()

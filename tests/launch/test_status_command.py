@@ -18,8 +18,8 @@ import pytest
 from elasticlib.clock import wall
 from elasticlib.errors import StoreConnectionError
 from elasticlib.launch import live_commands
-from elasticlib.launch.command_tools import CLEAR
-from elasticlib.launch.commands import main
+from elasticlib.launch.cli import main
+from elasticlib.launch.cli_output import CLEAR_SCREEN
 from elasticlib.launch.live_commands import JobReader, _watch
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.history import JobState
@@ -262,8 +262,8 @@ def test_watch_clears_a_terminal_and_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = watched(written(tmp_path, ENDED), monkeypatch)
-    assert said.startswith(CLEAR)
-    assert "\x1b" not in said.removeprefix(CLEAR)
+    assert said.startswith(CLEAR_SCREEN)
+    assert "\x1b" not in said.removeprefix(CLEAR_SCREEN)
     assert "why: rank 0 raised" in said
 
 

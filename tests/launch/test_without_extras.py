@@ -12,12 +12,12 @@ import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job
 from test_observe_port import TALKER, get
 
-from elasticlib.launch.command_tools import CLEAR
+from elasticlib.launch.cli_output import CLEAR_SCREEN
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 NO_EXTRAS = str(PROGRAMS / "no_extras")
-COMMAND = (sys.executable, "-m", "elasticlib.launch.commands")
+COMMAND = (sys.executable, "-m", "elasticlib.launch.cli")
 
 
 def environment(job: Job, *paths: str) -> dict[str, str]:
@@ -86,7 +86,7 @@ def test_a_job_and_each_command_about_it(job: Job) -> None:
     assert agent.exit_code() == 0
     assert "elasticlib report plain" in agent.text
     shown = on_a_terminal(job, "status", "--watch", "plain")
-    assert shown.startswith(CLEAR)
+    assert shown.startswith(CLEAR_SCREEN)
     assert "SUCCEEDED" in shown
     page = job.folder / "run.html"
     said(job, "report", "plain", "-o", str(page))

@@ -13,7 +13,7 @@ import pytest
 from told_runs import Agent
 
 from elasticlib.errors import ConfigError, RunNotFoundError
-from elasticlib.launch.commands import main
+from elasticlib.launch.cli import main
 from elasticlib.observe.event import encode
 from elasticlib.observe.history import JobState
 from elasticlib.observe.report import Report, report

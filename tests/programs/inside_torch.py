@@ -2,7 +2,7 @@
 
 import threading
 
-from elasticlib.launch.start import elasticrun as elasticrun
+from elasticlib.launch.entry import main as main
 from elasticlib.rendezvous.bootstrap import open_torch_store
 
 

@@ -47,7 +47,7 @@ def play(crowd: Crowd, nodes: int, some: int) -> dict[str, float]:
 @pytest.fixture
 def port() -> Iterator[int]:
     """Of an `elasticlib store` in a process of its own."""
-    command = [sys.executable, "-m", "elasticlib.launch.commands", "store", "--bind", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "elasticlib.launch.cli", "store", "--bind", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
         assert store.stdout is not None
         yield int(store.stdout.readline().split()[2].rpartition(":")[2])

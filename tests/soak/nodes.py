@@ -110,7 +110,7 @@ class StoreProcess:
         self.start()
 
     def start(self) -> None:
-        command = (sys.executable, "-m", "elasticlib.launch.commands", "store")
+        command = (sys.executable, "-m", "elasticlib.launch.cli", "store")
         before = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(

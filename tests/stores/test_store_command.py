@@ -13,7 +13,7 @@ from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.store_process import read_line
 
-COMMAND = [sys.executable, "-m", "elasticlib.launch.commands"]
+COMMAND = [sys.executable, "-m", "elasticlib.launch.cli"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

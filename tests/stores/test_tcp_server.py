@@ -258,7 +258,7 @@ def test_the_lease_of_a_stopped_client_expires_while_its_connection_is_open(
 
 
 def test_a_server_that_was_stopped_expires_no_lease_that_is_refreshed_afterwards() -> None:
-    command = [sys.executable, "-m", "elasticlib.launch.commands", "store", "--bind"]
+    command = [sys.executable, "-m", "elasticlib.launch.cli", "store", "--bind"]
     with ExitStack() as stack:
         process = stack.enter_context(
             subprocess.Popen([*command, "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)

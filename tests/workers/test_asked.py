@@ -45,9 +45,9 @@ def test_what_workers_report_is_known_while_they_run_and_after_they_have_ended(r
     workers = training(run).workers
     wait_until(
         "three steps of each worker",
-        lambda: all(workers.heartbeats()[local].steps > 2 for local in (0, 1)),
+        lambda: all(workers.heartbeats()[local].num_steps > 2 for local in (0, 1)),
     )
-    assert all(beat.attached and beat.saves for beat in workers.heartbeats().values())
+    assert all(beat.is_attached and beat.num_saves for beat in workers.heartbeats().values())
     workers.kill()
     ended = {run.end().local_rank, run.end().local_rank}
     assert workers.heartbeats() == {}
@@ -59,9 +59,10 @@ def test_what_workers_report_is_known_while_they_run_and_after_they_have_ended(r
 def test_the_stacks_of_workers_are_told_and_those_for_people_are_kept(run: Run) -> None:
     workers = training(run).workers
     wait_until(
-        "a step of each worker", lambda: all(beat.steps for beat in workers.heartbeats().values())
+        "a step of each worker",
+        lambda: all(beat.num_steps for beat in workers.heartbeats().values()),
     )
-    assert all(beat.dumps for beat in workers.heartbeats().values())
+    assert all(beat.can_dump_stacks for beat in workers.heartbeats().values())
     wait_until(
         "the stack of worker 1", lambda: " in train\n" in workers.dump_stacks_of((1,)).get(1, "")
     )
@@ -76,7 +77,8 @@ def test_workers_that_are_notified_stop_at_the_call_that_is_named(run: Run) -> N
     workers = training(run).workers
     notice = StopNotice(DRAIN, 60.0)
     wait_until(
-        "a step of each worker", lambda: all(beat.steps for beat in workers.heartbeats().values())
+        "a step of each worker",
+        lambda: all(beat.num_steps for beat in workers.heartbeats().values()),
     )
     assert workers.notify(notice)
     wait_until("both workers to answer", lambda: workers.earliest_stop_call() is not None)
@@ -84,7 +86,7 @@ def test_workers_that_are_notified_stop_at_the_call_that_is_named(run: Run) -> N
     assert call is not None
     workers.stop_at_call(call, notice)
     ends = [run.end(), run.end()]
-    assert [(end.returncode, end.failed) for end in ends] == [(7, False)] * 2
+    assert [(end.returncode, end.has_failed) for end in ends] == [(7, False)] * 2
     # They step after each call but the one that stops them.
     assert {beat.step for beat in workers.final_heartbeats().values()} == {call - 1}
 

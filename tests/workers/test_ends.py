@@ -62,11 +62,11 @@ def test_a_worker_whose_exit_code_somebody_else_took_has_not_succeeded(run: Run)
     (name,) = run.workers.running().values()
     os.waitpid(int(name.removeprefix("pid ")), 0)
     exit_ = run.end()
-    assert (exit_.ok, exit_.failed, exit_.returncode) == (False, True, 1)
+    assert (exit_.succeeded, exit_.has_failed, exit_.returncode) == (False, True, 1)
     assert "ended, but other code in the agent's process took its exit code" in exit_.describe()
 
 
-@pytest.mark.parametrize("prefix", ["workers-loop", "workers-stderr"])
+@pytest.mark.parametrize("prefix", ["workers-loop", "workers-output"])
 def test_where_no_thread_can_wait_for_workers_none_is_left_and_the_start_can_be_tried_again(
     run: Run, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:
@@ -84,7 +84,7 @@ def test_where_no_thread_can_wait_for_workers_none_is_left_and_the_start_can_be_
             run.start(shell("exec sleep 600"), count=2)
     assert not run.workers.running()
     run.start(shell("exit 0"), attempt=1)
-    assert run.end().ok
+    assert run.end().succeeded
 
 
 def test_workers_that_are_closed_leave_no_thread_and_no_open_file(run: Run) -> None:
@@ -97,7 +97,7 @@ def test_workers_that_are_closed_leave_no_thread_and_no_open_file(run: Run) -> N
 
     before = held()
     run.writing("0", "3").start(shell("echo out; echo err >&2"), count=2)
-    assert all(run.end().ok for _ in range(2))
+    assert all(run.end().succeeded for _ in range(2))
     assert "workers-loop" in held()
     run.workers.close()
     # What other tests left may end meanwhile, so it is asked for what has come.

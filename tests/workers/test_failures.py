@@ -255,8 +255,8 @@ def test_who_wrote_of_its_failure_first_is_the_first_though_it_ends_later(
     follower = run.end()
     (run.folder / next(run.folder.glob("*/attempt_0")).relative_to(run.folder) / "end").touch()
     first = run.end()
-    assert (follower.rank, follower.root.rank) == (1, 0)
-    assert follower.root.message == first.message == "ValueError: the cause"
+    assert (follower.rank, follower.root_failure.rank) == (1, 0)
+    assert follower.root_failure.message == first.message == "ValueError: the cause"
     assert follower.describe().endswith(
         "failed and is still exiting: ValueError: the cause; rank 1 failed after it"
     )
@@ -277,9 +277,18 @@ def test_who_leaves_by_an_exit_code_is_named_before_the_peers_that_notice_it(
     attempt = run.folder / next(run.folder.glob("*/attempt_0")).relative_to(run.folder)
     (attempt / "end").touch()
     first = run.end()
-    assert (follower.rank, follower.root.rank, follower.root.returncode) == (1, 0, 3)
+    assert (follower.rank, follower.root_failure.rank, follower.root_failure.returncode) == (
+        1,
+        0,
+        3,
+    )
     assert "exits with code 3 and is still exiting; rank 1" in follower.describe()
-    assert (first.rank, first.returncode, first.message, first.after) == (0, 3, "", None)
+    assert (first.rank, first.returncode, first.message, first.preceding_failure) == (
+        0,
+        3,
+        "",
+        None,
+    )
     assert not list(attempt.glob("*/*.exit"))
 
 
@@ -297,7 +306,7 @@ def test_last_lines_of_stderr_are_known_although_its_file_is_on_a_full_disk(run:
     run.workers = LocalWorkers(os.environ, output=plan, start_method="spawn")
     run.start(shell("seq 1 100000 >&2; echo 'the true cause' >&2; exit 3"))
     exit_ = run.end()
-    assert exit_.tail.endswith("100000\nthe true cause")
+    assert exit_.stderr_tail.endswith("100000\nthe true cause")
     assert exit_.describe().endswith("exited with code 3: the true cause")
 
 
@@ -333,7 +342,7 @@ def test_the_first_failure_does_not_depend_on_the_clock_of_the_file_server(
     ended = run.workers.reap(local_rank)
     (attempt / "end").touch()
     assert run.end().rank == 0
-    assert (ended.rank, ended.root.rank) == (1, 0 if writes_first else 1)
+    assert (ended.rank, ended.root_failure.rank) == (1, 0 if writes_first else 1)
 
 
 @pytest.mark.parametrize("way", ["through", "file", "tee", "hidden"])
@@ -345,8 +354,8 @@ def test_the_last_lines_of_stderr_are_known_wherever_they_go(
     run.start(shell("seq 1 5000 >&2; printf 'half a line' >&2; exit 3"))
     exit_ = run.end()
     lines = [*(str(number) for number in range(1, 5001)), "half a line"]
-    assert exit_.tail.splitlines() == lines[-TAIL_LINES:]
-    assert len(exit_.tail) < TAIL_BYTES
+    assert exit_.stderr_tail.splitlines() == lines[-TAIL_LINES:]
+    assert len(exit_.stderr_tail) < TAIL_BYTES
     assert exit_.describe().endswith("exited with code 3: half a line")
     shown = capfdbinary.readouterr().err.decode()
     if way == "through":
@@ -373,7 +382,7 @@ def test_what_died_of_our_own_stop_is_not_told_as_somebody_elses_deed(run: Run) 
     run.workers.kill()
     for exit_ in (run.end(), run.end()):
         assert exit_.describe().endswith("was killed by SIGKILL (sent by this agent)")
-        assert not exit_.failed
+        assert not exit_.has_failed
 
 
 def test_a_signal_that_somebody_else_sent_is_not_told_as_ours_after_a_stop(run: Run) -> None:
@@ -384,7 +393,7 @@ def test_a_signal_that_somebody_else_sent_is_not_told_as_ours_after_a_stop(run: 
     os.kill(int(run.workers.running()[0].removeprefix("pid ")), signal.SIGKILL)
     exit_ = run.end()
     assert exit_.describe().endswith("was killed by SIGKILL (not sent by this agent)")
-    assert not exit_.failed
+    assert not exit_.has_failed
 
 
 def test_ddp_of_a_script_that_is_through_is_left_alone_as_torch_may_hang_there(
@@ -400,7 +409,7 @@ def test_ddp_of_a_script_that_is_through_is_left_alone_as_torch_may_hang_there(
         "model, other = DistributedDataParallel(), Other()\n"
     )
     run.writing("1", "0").start(Script(str(script)))
-    assert run.end().ok
+    assert run.end().succeeded
     assert run.file("stdout.log") == "gone: Other\n"
 
 
@@ -417,7 +426,7 @@ def test_one_that_is_killed_is_the_first_though_another_has_told_of_it_before(ru
         count=2,
     )
     exit_ = run.end()
-    assert (exit_.rank, exit_.after) == (1, None)
+    assert (exit_.rank, exit_.preceding_failure) == (1, None)
     assert "was killed by SIGKILL (not sent by this agent)" in exit_.describe()
 
 
@@ -441,7 +450,7 @@ def test_a_console_that_stands_still_loses_nothing_in_the_end(
     with open(reading, "rb") as reader, open(writing, "w") as console:
         monkeypatch.setattr(sys, "stdout", console)
         run.writing("0", "1").start(shell("seq 1 10000; printf half"))
-        assert run.end().ok
+        assert run.end().succeeded
         # The loop has its worker back, and nobody has read yet.
         closing = threading.Thread(target=run.workers.close)
         closing.start()

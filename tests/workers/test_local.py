@@ -329,7 +329,7 @@ run.workers = local_workers.LocalWorkers(os.environ, log_dir=str(folder), start_
 script = Script(str(folder / "script.py"))
 run.workers.prepare(local_workers.WorkerSpec(script, 1, "role"))
 if method == "forkserver":
-    run.workers.await_prepared()
+    run.workers.wait_until_prepared()
 run.start(script)
 """
 HAS_A_CHILD = """

@@ -49,8 +49,8 @@ def test_lines_that_are_asked_for_are_kept_once_more_and_named_as_told(
     run.writing("0", "3", **more)
     text = 'echo "loss $RANK"; echo other; echo "a,b"; echo late >&2; printf "half a loss"'
     run.start(shell(text), count=2)
-    assert run.end().ok
-    assert run.end().ok
+    assert run.end().succeeded
+    assert run.end().succeeded
     (attempt,) = run.folder.glob("*/attempt_0")
     kept = sorted((attempt / "filtered_stdout.log").read_text().splitlines())
     names = [f"<{socket.gethostname()}/role/{rank}/{rank}/${{else}}> " for rank in (0, 1)]
@@ -66,7 +66,7 @@ def test_of_ranks_that_are_not_shown_the_files_alone_are_written(
 ) -> None:
     run.writing("1:1", "0:1", shown_ranks=frozenset({0}), stdout_filters=("out",))
     run.start(shell("echo out $RANK; echo err $RANK >&2"), count=3)
-    assert all(run.end().ok for _ in range(3))
+    assert all(run.end().succeeded for _ in range(3))
     shown = capfdbinary.readouterr()
     assert shown.out == b"[role0]:out 0\n"
     assert shown.err == b"err 0\n"
@@ -106,7 +106,7 @@ def test_console_that_does_not_read_holds_up_no_worker_and_no_file_and_is_told_w
     with open(reading, "rb") as reader, open(writing, "w") as console:
         monkeypatch.setattr(sys, "stdout", console)
         run.writing("0", "1").start(shell(f"seq 1 {count}"))
-        assert run.end().ok
+        assert run.end().succeeded
         written = run.file("stdout.log")
         assert written.split() == [str(n) for n in range(1, count + 1)]
         assert len(written) > MAX_CONSOLE_BYTES
@@ -139,7 +139,7 @@ def kept_and_shown(
     )
     try:
         run.start(Script(TALKS), count=2)
-        assert all(run.end().ok for _ in range(2))
+        assert all(run.end().succeeded for _ in range(2))
     finally:
         run.workers.close()
     files = {str(f.relative_to(folder)).partition("/")[2]: f for f in folder.rglob("*.log")}
@@ -216,13 +216,22 @@ def test_flags_are_read_as_torchrun_reads_them() -> None:
     ("flags", "sentence"),
     [
         ("--local-ranks-filter 0,x", "ranks are numbers as in 0,3 or 0-7, got '0,x'"),
-        ("--local-ranks-filter 1", "--local-ranks-filter names local rank 1, and a node has 1"),
+        (
+            "--local-ranks-filter 1",
+            "--local-ranks-filter: local rank 1 does not exist (1 worker per node)",
+        ),
         ("--local-ranks-filter=-1", "--local-ranks-filter: ranks are numbers as in 0,3"),
-        ("--duplicate-stdout-filters a", "that is no worker's stdout: add --tee 1"),
-        ("--duplicate-stderr-filters a -t 1", "that is no worker's stderr: add --tee 2"),
+        (
+            "--duplicate-stdout-filters a",
+            "--duplicate-stdout-filters requires teed stdout: add --tee 1",
+        ),
+        (
+            "--duplicate-stderr-filters a -t 1",
+            "--duplicate-stderr-filters requires teed stderr: add --tee 2",
+        ),
         (
             "--nproc-per-node 2 -t 0:1 --local-ranks-filter 1 --duplicate-stdout-filters a",
-            "that is no worker's stdout",
+            "--duplicate-stdout-filters requires teed stdout",
         ),
     ],
 )

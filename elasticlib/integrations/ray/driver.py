@@ -31,7 +31,7 @@ from ...errors import ConfigError, ElasticError, StoreError
 from ...launch.console import start_logging
 from ...launch.elastic_launch import run_node, shutdown_seconds
 from ...launch.launch_config import LaunchConfig
-from ...launch.process import allow_descriptors
+from ...launch.launcher_process import raise_open_file_limit
 from ...launch.store_host import CONNECT_SECONDS, SPARE_DESCRIPTORS
 from ...rendezvous.layout import Keys, StoredJob
 from ...signals import signal_name
@@ -291,7 +291,7 @@ def run_on(
     run_id = str(uuid.uuid4()) if config.run_id == "none" else config.run_id
     secret = secrets.token_hex(32)
     # As many again are the server's to spare, for all else that this process does.
-    allow_descriptors(config.max_nodes + 2 * SPARE_DESCRIPTORS)
+    raise_open_file_limit(config.max_nodes + 2 * SPARE_DESCRIPTORS)
     address = ray.util.get_node_ip_address()
     with TcpStoreServer(address, 0, job=run_id, secret=secret.encode()) as server:
         order = Order(

@@ -1,0 +1,162 @@
+"""The `elasticlib` command and its subcommands `store` and `report`.
+
+A subcommand returns its exit status: 0 for success, 1 with an error message for a failure, 2 for an
+invalid command line. Only the module of the subcommand that is called is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import queue
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
+from ..errors import ConfigError, ElasticError
+from .cli_output import argument_type, print_error
+from .command_line import Parser
+
+SERVER_POLL_INTERVAL_S = 1.0
+STDOUT = "-"
+_UNSAFE_IN_FILE_NAMES = re.compile(r"[^\w.-]+")
+
+# The module of each subcommand, which defines `add_NAME(parser)`, and the help text.
+COMMANDS = {
+    "store": ("cli", "serve a store until SIGTERM or SIGINT"),
+    "checkpoints": ("checkpoints_command", "list or verify the checkpoints in a directory"),
+    "report": ("cli", "write an HTML report of a run (timeline, recoveries, failures)"),
+    "status": ("live_commands", "show the state, nodes, ranks and steps of a run"),
+    "stacks": ("live_commands", "print the current Python stacks of a run's workers"),
+    "doctor": ("checks", "check this machine for problems that would prevent a job from running"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, by default that of this process, and return its exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = _parser(argv[0] if argv else "").parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names and reasons come from workers, and may contain half of a surrogate pair.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        status: int = args.run(args)
+        print(end="", flush=True)
+    except BrokenPipeError:
+        # The reader has closed the pipe. The interpreter must not write to it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _parser(called: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of one subcommand, or of all if `called` is None."""
+    parser = Parser(prog="elasticlib", description="Tools for elastic training.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (module, help_text) in COMMANDS.items():
+        inner = commands.add_parser(name, help=help_text)
+        if called in (None, name):
+            getattr(import_module(f".{module}", __package__), f"add_{name}")(inner)
+    return parser
+
+
+# -- store -----------------------------------------------------------------------------------------
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serve a store for the nodes of a job until SIGTERM or SIGINT."
+    parser.add_argument(
+        "--bind",
+        type=argument_type(lambda text: split_endpoint(text, STORE_PORT)),
+        required=True,
+        metavar="HOST[:PORT]",
+        help=f"address to serve on; IPv6 in brackets; default port {STORE_PORT}, 0 for a free port",
+    )
+    parser.add_argument("--job", default="", help="accept only clients of this job id")
+    parser.add_argument(
+        "--secret-file",
+        metavar="PATH",
+        help="require clients to prove the secret in this file (or set ELASTICLIB_SECRET)",
+    )
+    parser.set_defaults(run=_serve_store)
+
+
+def _serve_store(args: argparse.Namespace) -> int:
+    from ..agent.options import SignalObserver
+    from ..stores.tcp_server import TcpStoreServer
+    from .endpoints import read_secret
+    from .launcher_process import raise_open_file_limit
+
+    host, port = args.bind
+    try:
+        secret = read_secret(os.environ, args.secret_file, "--secret-file")
+    except ConfigError as error:
+        return print_error("store: error", error, 2)
+    raise_open_file_limit(None)
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with SignalObserver((signal.SIGTERM, signal.SIGINT), signals.put):
+        try:
+            server = TcpStoreServer(host, port, job=args.job, secret=secret).start()
+        except OSError as error:
+            where = join_endpoint(host, port)
+            return print_error("store", f"cannot serve on {where}: {error.strerror}", 1)
+        with server:
+            job = f"job {args.job!r}" if args.job else "any job"
+            print(f"serving on {server.address} for {job}", flush=True)
+            while server.is_serving:
+                with contextlib.suppress(queue.Empty):
+                    signals.get(timeout=SERVER_POLL_INTERVAL_S)
+                    return 0
+    return print_error("store", "the store server failed; see the error above", 1)
+
+
+# -- report ----------------------------------------------------------------------------------------
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write one self-contained HTML page about a run that is running or has finished."
+    )
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="id of the run, its log directory, or a file of its events; the files of several "
+        "nodes make one page (default: the newest running job on this machine, or the newest)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="file to write, - for standard output (default: RUN.html in this directory); the path "
+        "is printed",
+    )
+    parser.set_defaults(run=_write_report)
+
+
+def _write_report(args: argparse.Namespace) -> int:
+    from ..observe.report import report
+
+    try:
+        page = report(args.runs or "")
+        if args.output == STDOUT:
+            sys.stdout.buffer.write(page.html().encode())
+            sys.stdout.buffer.flush()
+        else:
+            name = _UNSAFE_IN_FILE_NAMES.sub("_", page.history.run).lstrip(".")[:100]
+            print(page.save(args.output or f"{name or 'run'}.html"))
+    except ElasticError as error:
+        return print_error("report", error, 1)
+    except OSError as error:
+        where = args.output or error.filename
+        return print_error("report", f"cannot write {where}: {error.strerror}", 1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
