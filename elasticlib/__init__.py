@@ -48,7 +48,7 @@ _HOMES = {
     ),
     "rendezvous.interface": ("RendezvousHandler",),
     "rendezvous.handler": ("DynamicRendezvousHandler", "StaticRendezvousHandler"),
-    "rendezvous.document": ("Limits", "Node", "Timing"),
+    "rendezvous.membership": ("Node", "RendezvousSettings", "RendezvousTimeouts"),
     "stores.interface": ("Store",),
     "stores.memory_store": ("MemoryStore",),
     "stores.file_store": ("FileStore",),
@@ -87,9 +87,6 @@ if TYPE_CHECKING:
     from .logical.logical_workers import LogicalWorkers as LogicalWorkers
     from .observe.reading import read_history as read_history
     from .observe.report import report as report
-    from .rendezvous.document import Limits as Limits
-    from .rendezvous.document import Node as Node
-    from .rendezvous.document import Timing as Timing
     from .rendezvous.handler import DynamicRendezvousHandler as DynamicRendezvousHandler
     from .rendezvous.handler import StaticRendezvousHandler as StaticRendezvousHandler
     from .rendezvous.interface import RendezvousHandler as RendezvousHandler

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from elasticlib.observe.history import Generation, History, Why
+from elasticlib.observe.history import Generation, GenerationTrigger, History
 
 HUES = ("#4477aa", "#ee6677", "#228833", "#997700", "#aa3377", "#44aabb", "#ee8844", "#777777")
 """Of generations, in turn; told apart by colour-blind readers too, and numbered besides."""
@@ -140,7 +140,10 @@ def _draw_line(axes: Axes, history: History, zero: float = 0.0, hue: str = "") -
         first, last = one.first_step, one.last_step
         if before is not None:
             axes.plot([before[0], start], [before[1], first], ":", color=QUIET, lw=1.5, zorder=2)
-        if before is not None and one.why in (Why.FAILURE, Why.LOSS):
+        if before is not None and one.why in (
+            GenerationTrigger.FAILURE,
+            GenerationTrigger.NODE_LOSS,
+        ):
             axes.plot(*before, "X", color=LOST, ms=10, mec="white", zorder=4)
         axes.plot([start, end], [first, last], color=hue or _hue(one.number), lw=2.5, zorder=3)
         if before is not None and first <= before[1] and last > first:

@@ -12,13 +12,13 @@ from elasticlib.observe.event import Mark
 from elasticlib.observe.history import (
     Cost,
     Generation,
+    GenerationTrigger,
     History,
     JobState,
     NodeEnd,
     NodeStory,
     Pace,
     Stay,
-    Why,
 )
 
 WALL = 1_790_000_000.0
@@ -31,7 +31,7 @@ def uneventful() -> History:
     node = NodeStory(
         "n0", "laptop", 0.0, 42.5, 1, NodeEnd(42.5, JobState.SUCCEEDED, "all workers succeeded", 0)
     )
-    generation = Generation(1, Why.START, "the first generation", 0.4, 42.4, 1, 1, 0)
+    generation = Generation(1, GenerationTrigger.START, "the first generation", 0.4, 42.4, 1, 1, 0)
     stay = Stay("n0", 1, 0, (0, 0), 0.4, 42.4)
     return History("train", WALL, 42.5, JobState.SUCCEEDED, (node,), (stay,), (generation,))
 
@@ -76,18 +76,25 @@ class Script:
             )
 
     def run_for(
-        self, seconds: float, names: Sequence[str], why: Why, cause: str, paces: float = 10.0
+        self,
+        seconds: float,
+        names: Sequence[str],
+        why: GenerationTrigger,
+        cause: str,
+        paces: float = 10.0,
     ) -> None:
         """A generation of these nodes, and what its workers tell every so many seconds."""
         draw = self.random.uniform
-        first = why is Why.START
+        first = why is GenerationTrigger.START
         redone = 0 if first else self.step - self.step // 100 * 100
-        lost = why in (Why.FAILURE, Why.LOSS)
+        lost = why in (GenerationTrigger.FAILURE, GenerationTrigger.NODE_LOSS)
         redone = redone if lost else 0
-        self.restarts += why is Why.FAILURE
+        self.restarts += why is GenerationTrigger.FAILURE
         self.step -= redone
         cost = Cost(
-            detect=(draw(2, 9) if why is Why.LOSS else draw(0.01, 0.1)) if not first else None,
+            detect=(draw(2, 9) if why is GenerationTrigger.NODE_LOSS else draw(0.01, 0.1))
+            if not first
+            else None,
             stop=None if first else draw(0.2, 2.5),
             rendezvous=draw(0.4, 3.0),
             start=draw(0.5, 2.5),
@@ -186,29 +193,29 @@ def eventful() -> History:
     script.appear("gpu-a", "gpu-b")
     run, fail = script.run_for, script.mark
     pair, trio = ("gpu-a", "gpu-b"), ("gpu-a", "gpu-b", "gpu-c")
-    run(240, pair, Why.START, "the first generation")
+    run(240, pair, GenerationTrigger.START, "the first generation")
     script.appear("gpu-c")
-    run(300, trio, Why.RESIZE, "gpu-c joined")
+    run(300, trio, GenerationTrigger.RESIZE, "gpu-c joined")
     fail("failure", "gpu-b", NASTY, rank=5)
-    run(130, trio, Why.FAILURE, "rank 5 on gpu-b failed: ValueError")
+    run(130, trio, GenerationTrigger.FAILURE, "rank 5 on gpu-b failed: ValueError")
     fail("failure", "gpu-b", "rank 4 ended with signal 11 (SIGSEGV)", rank=4)
     fail("failure", "gpu-c", "rank 9 ended with exit code 1", rank=9)
-    run(80, trio, Why.FAILURE, "rank 4 on gpu-b failed: signal 11 (SIGSEGV)")
+    run(80, trio, GenerationTrigger.FAILURE, "rank 4 on gpu-b failed: signal 11 (SIGSEGV)")
     fail("failure", "gpu-a", LONG, rank=0)
-    run(310, trio, Why.FAILURE, "rank 0 on gpu-a failed: RuntimeError")
+    run(310, trio, GenerationTrigger.FAILURE, "rank 0 on gpu-a failed: RuntimeError")
     fail("drain.asked", "gpu-c", "SIGTERM: preemption in 120 s")
     script.end("gpu-c", JobState.DRAINED, "drained after SIGTERM", 75)
-    run(200, pair, Why.RESIZE, "gpu-c drained")
+    run(200, pair, GenerationTrigger.RESIZE, "gpu-c drained")
     script.vanish("gpu-b")
-    run(150, pair[:1], Why.LOSS, "gpu-b was lost: its lease ran out")
+    run(150, pair[:1], GenerationTrigger.NODE_LOSS, "gpu-b was lost: its lease ran out")
     script.appear("gpu-d-with-a-rather-long-name.cluster.example.org")
     late = ("gpu-a", "gpu-d-with-a-rather-long-name.cluster.example.org")
-    run(240, late, Why.RESIZE, "gpu-d joined")
+    run(240, late, GenerationTrigger.RESIZE, "gpu-d joined")
     for rank in (3, 1, 6):
         fail("failure", late[rank > 3], f"rank {rank}: no step for 30 s, a hang", rank=rank)
-        run(90, late, Why.FAILURE, f"rank {rank} hung")
+        run(90, late, GenerationTrigger.FAILURE, f"rank {rank} hung")
     fail("lost", "gpu-a", "17 events could not be written")
-    run(420, late, Why.RESIZE, "a spare was let in")
+    run(420, late, GenerationTrigger.RESIZE, "a spare was let in")
     for name in late:
         script.end(name, JobState.SUCCEEDED, "all workers succeeded", 0)
     return script.history(JobState.SUCCEEDED, "all workers of all nodes succeeded")
@@ -220,23 +227,23 @@ def vast(nodes: int = 500, generations: int = 200) -> History:
     names = [f"node{number:03d}" for number in range(nodes)]
     script.appear(*names)
     here = list(names)
-    why, cause = Why.START, "the first generation"
+    why, cause = GenerationTrigger.START, "the first generation"
     for number in range(generations):
         script.run_for(script.random.uniform(600, 6000), here, why, cause, paces=1500.0)
         who = script.random.choice(here)
         kind = script.random.random()
         if kind < 0.6:
             script.mark("failure", who, f"rank {number} ended with signal 9 (SIGKILL)", rank=number)
-            why, cause = Why.FAILURE, f"{who} failed"
+            why, cause = GenerationTrigger.FAILURE, f"{who} failed"
         elif kind < 0.8 and len(here) > nodes // 2:
             here.remove(who)
             script.vanish(who)
-            why, cause = Why.LOSS, f"{who} was lost"
+            why, cause = GenerationTrigger.NODE_LOSS, f"{who} was lost"
         else:
             script.mark("drain.asked", who, "SIGUSR1")
             here.remove(who)
             script.end(who, JobState.DRAINED, "drained after SIGUSR1", 75)
-            why, cause = Why.RESIZE, f"{who} drained"
+            why, cause = GenerationTrigger.RESIZE, f"{who} drained"
     for name in here:
         script.end(name, JobState.FAILED, "the budget of 20 restarts is spent", 1)
     return script.history(JobState.FAILED, "the budget of 20 restarts is spent")

@@ -16,7 +16,7 @@ from elasticlib import (
     Workers,
     WorkerSpec,
 )
-from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerGroup
@@ -38,8 +38,8 @@ class LoneNode(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self.generation += 1
         facts: dict[str, Any] = {
-            "seat": deal_seats([Node("n-1", "n", "127.0.0.1", slots=1)])[0],
-            "bootstrap_store_info": BootstrapStoreInfo("127.0.0.1", 1),
+            "assignment": assign_ranks([Node("n-1", "n", "127.0.0.1", slots=1)])[0],
+            "bootstrap_store_info": RendezvousStoreInfo("127.0.0.1", 1),
         }
         return RendezvousInfo("run", self.generation, **{**facts, **self.facts})
 

@@ -23,7 +23,7 @@ from elasticlib.agent.policy import (
     WorkerStartFailed,
     transition,
 )
-from elasticlib.rendezvous.document import Change, ChangeKind
+from elasticlib.rendezvous.membership import Change, ChangeKind
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
@@ -65,7 +65,7 @@ CASES: dict[type, tuple[Case, ...]] = {
         *((kind.value, MembershipChanged(Change(kind, "why")), BOTH) for kind in ChangeKind),
         (
             "reopened, all can be kept",
-            MembershipChanged(Change(ChangeKind.REOPENED, "why"), True),
+            MembershipChanged(Change(ChangeKind.GENERATION_ENDED, "why"), True),
             BOTH,
         ),
     ),

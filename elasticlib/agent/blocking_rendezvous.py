@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from ..clock import monotonic
 from ..errors import describe
-from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo
+from ..rendezvous.membership import Change, ChangeKind
 from ..threads import helper
 
 log = logging.getLogger("elasticlib.agent")
@@ -50,7 +50,7 @@ class BlockingHandlerThread:
 
         Args:
             now: The time on the clock that `join` was given.
-            why: Why the generation is sought.
+            why: GenerationTrigger the generation is sought.
         """
         if now < self._remind_at:
             return
@@ -90,7 +90,7 @@ class BlockingHandlerThread:
             try:
                 change = self._handler.wait_for_change(self._interval)
             except Exception as error:
-                change = Change(ChangeKind.LOST, describe(error))
+                change = Change(ChangeKind.STORE_LOST, describe(error))
             if change is not None:
                 self._put(attempt, change)
                 return self._asked.get()

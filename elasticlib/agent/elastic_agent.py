@@ -21,8 +21,8 @@ import attrs
 from ..clock import Clock, monotonic
 from ..errors import ConfigError, ElasticError, RendezvousClosedError, describe, present
 from ..observe.journal import Journal
-from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
+from ..rendezvous.membership import Change, ChangeKind
 from ..signals import signal_name
 from ..threads import helper
 from ..workers.exits import WorkerExit
@@ -472,7 +472,7 @@ class ElasticAgent:
         """The rendezvous has no generation for this node, or says so no more of the one it has."""
         if self._now.state is not AgentState.JOINING:
             return policy.MembershipChanged(
-                Change(ChangeKind.LOST, describe(error)), self._slots.can_regroup()
+                Change(ChangeKind.STORE_LOST, describe(error)), self._slots.can_regroup()
             )
         change = getattr(error, "change", None)
         if isinstance(error, RendezvousClosedError) and isinstance(change, Change):
@@ -489,7 +489,7 @@ class ElasticAgent:
     def _settle(self, info: RendezvousInfo) -> AgentEvent:
         check_restart_budget(self._max_restarts, info.max_restarts)
         self._info = info
-        members = self._slots.members(info.seat)
+        members = self._slots.members(info.assignment)
         return policy.GenerationFormed(
             members, frozenset(range(self._spec.local_world_size)) - members
         )
@@ -563,7 +563,7 @@ class ElasticAgent:
             everyone = range(self._spec.local_world_size)
             self._react(policy.PeersStillTraining(frozenset(everyone)))
         self._report_slots()
-        if not self._handler.join(hears):
+        if not self._handler.start_join(hears):
             self._waiter.join(self._attempt, self._clock())
 
     def _report_slots(self) -> None:
@@ -573,7 +573,7 @@ class ElasticAgent:
         try:
             self._handler.prepare()
             self.workers.wait_until_prepared()
-            others_keep = self._handler.others_keep()
+            others_keep = self._handler.peers_can_regroup()
         except Exception as error:
             failed(error)
         else:
@@ -638,8 +638,8 @@ class ElasticAgent:
         store = info.bootstrap_store_info
         return WorkerGroup(
             spec=self._spec,
-            workers=assign_worker_ranks(info.seat, self._now.running_ranks),
-            standby_workers=make_standby_workers(info.seat, self._now.standby_ranks),
+            workers=assign_worker_ranks(info.assignment, self._now.running_ranks),
+            standby_workers=make_standby_workers(info.assignment, self._now.standby_ranks),
             run_id=info.run_id,
             generation=info.generation,
             group_rank=info.rank,
@@ -677,14 +677,15 @@ class ElasticAgent:
             log.warning("cannot end the job for the other nodes: %s", describe(error))
         self._react(policy.MembershipChanged(Change(ChangeKind.FAILED, reason)))
 
-    def _report_done(self) -> None:
+    def _report_success(self) -> None:
         info = present(self._info, "the generation")
         self._board.submit(propose_stop(info.rank, STOP_AT_ANY_CALL))
-        if not self._handler.report_done():
+        if not self._handler.report_success():
             if info.world_size > 1:
                 log.info(
-                    "%s has no report_done: this node leaves without waiting for the other nodes; "
-                    "workers that fail there from now on are restarted without it, or not at all",
+                    "%s has no report_success: this node leaves without waiting for the other "
+                    "nodes; workers that fail there from now on are restarted without it, or "
+                    "not at all",
                     type(self._handler).__name__,
                 )
             self._react(policy.MembershipChanged(Change(ChangeKind.SUCCEEDED, "this node is done")))
@@ -789,8 +790,8 @@ _ACTS: Mapping[type[AgentCommand], Callable[[ElasticAgent, Any], object]] = {
     policy.ShortenNotice: ElasticAgent._stop_sooner,
     policy.EscalateStop: lambda agent, _: agent._hurry(),
     policy.ReportFailure: ElasticAgent._report_failure,
-    policy.ReportDrain: lambda agent, said: agent._handler.report_draining(said.reason),
-    policy.ReportSuccess: lambda agent, _: agent._report_done(),
+    policy.ReportDrain: lambda agent, said: agent._handler.report_drain(said.reason),
+    policy.ReportSuccess: lambda agent, _: agent._report_success(),
     policy.Publish: lambda agent, post: agent._board.submit(post),
     policy.Subscribe: lambda agent, gather: agent._board.submit(gather),
     policy.StopAtCall: ElasticAgent._stop_at,

@@ -81,7 +81,7 @@ class PeerExchange:
     def start_generation(self, info: RendezvousInfo) -> None:
         """From now on speak with the nodes of this generation."""
         shared = info.store is not None and info.world_size > 1
-        self.prefix = info.board if shared else ""
+        self.prefix = info.exchange_prefix if shared else ""
         self._words.put(info)
 
     def submit(self, word: Publish | Subscribe) -> None:
@@ -109,7 +109,7 @@ class PeerExchange:
                     return
                 self._take(word)
             if self._info is not None and self._info.store is not None:
-                self._speak(self._info.store, self._info.board)
+                self._speak(self._info.store, self._info.exchange_prefix)
 
     def _pause(self) -> float | None:
         if self._posts or self._stale:
@@ -127,7 +127,7 @@ class PeerExchange:
             if word.topic not in self._heard:
                 self._heard.add(word.topic)
                 self._stale[word.topic] = None
-        elif self._info is not None and word.board == self._info.board:
+        elif self._info is not None and word.board == self._info.exchange_prefix:
             self._stale[word.name] = word.seen if isinstance(word.seen, Listing) else None
             if not word.seen:
                 self._retry_at = self._clock() + RETRY_SECONDS
@@ -187,7 +187,7 @@ class PeerExchange:
                 return
             try:
                 changed = info.store.wait(
-                    f"{info.board}{name}", after=version, timeout=LOOK_SECONDS
+                    f"{info.exchange_prefix}{name}", after=version, timeout=LOOK_SECONDS
                 )
             except Exception as error:
                 log.info("cannot wait for changes in the store, polling it: %s", describe(error))

@@ -13,9 +13,9 @@ from typing import TypeVar
 import attrs
 
 from ..errors import InvalidTransitionError, RendezvousConfigError
-from ..rendezvous import layout
-from ..rendezvous.document import Change, ChangeKind
-from ..rendezvous.layout import encode as encode
+from ..rendezvous import store_layout
+from ..rendezvous.membership import Change, ChangeKind
+from ..rendezvous.store_layout import encode as encode
 from ..workers.exits import WorkerExit
 from ..workers.interface import RESIZE, StopNotice
 from ..workers.spec import WorkerState
@@ -317,7 +317,7 @@ def end_of_job(change: Change) -> RunOutcome:
     """What the end of a job means for this node's run."""
     if change.kind is ChangeKind.SUCCEEDED:
         return RunOutcome(WorkerState.SUCCEEDED, change.reason)
-    return RunOutcome(WorkerState.FAILED, change.reason, evicted=change.kind.goes_on)
+    return RunOutcome(WorkerState.FAILED, change.reason, evicted=change.kind.job_continues)
 
 
 def _stay(now: SupervisorState, _event: object) -> Transition:
@@ -391,7 +391,7 @@ def _fail(now: SupervisorState, failure: ReportFailure, *, keeps: bool) -> Trans
 
 
 def _running_changed(now: SupervisorState, event: MembershipChanged) -> Transition:
-    if event.change.kind.final:
+    if event.change.kind.is_final:
         return _end(now, event), (StopWorkers(),)
     # Only a change that nobody was lost or failed for leaves all ranks able to agree.
     resizes = event.change.kind is ChangeKind.RESIZE
@@ -429,7 +429,7 @@ def _stopping_ended(now: SupervisorState, event: WorkerExited) -> Transition:
 
 
 def _stopping_changed(now: SupervisorState, event: MembershipChanged) -> Transition:
-    return (_end(now, event), (CancelRegroup(),)) if event.change.kind.final else (now, ())
+    return (_end(now, event), (CancelRegroup(),)) if event.change.kind.is_final else (now, ())
 
 
 def _hurry(now: SupervisorState, _event: SignalReceived) -> Transition:
@@ -459,14 +459,14 @@ def _finished_changed(
     change = (
         event.change
         if isinstance(event, MembershipChanged)
-        else Change(ChangeKind.LOST, event.reason)
+        else Change(ChangeKind.STORE_LOST, event.reason)
     )
-    if not change.kind.final:
+    if not change.kind.is_final:
         if now.standby_ranks:
             return attrs.evolve(now, state=AgentState.STOPPING), (Regroup(),)
         return SupervisorState(AgentState.JOINING), (StartRendezvous(),)
     outcome = end_of_job(change)
-    if change.kind is ChangeKind.LOST:
+    if change.kind is ChangeKind.STORE_LOST:
         said = f"this node's workers succeeded; the others' end is unknown: {change.reason}"
         outcome = RunOutcome(WorkerState.SUCCEEDED, said)
     return SupervisorState(AgentState.ENDED, outcome=outcome), ()
@@ -530,6 +530,6 @@ def transition(now: SupervisorState, event: AgentEvent) -> Transition:
 def decode(kind: type[Value], data: bytes) -> Value | None:
     """Return the value that a node has posted, or None if it is none of exactly this type."""
     try:
-        return layout.decode(kind, data, "a post")
+        return store_layout.decode(kind, data, "a post")
     except RendezvousConfigError:
         return None

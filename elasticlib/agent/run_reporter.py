@@ -16,8 +16,8 @@ from ..clock import Clock
 from ..observe.journal import Guard, Journal
 from ..observe.step_watch import EVERY_SECONDS, StepWatch
 from ..observe.wording import ranks_of
-from ..rendezvous.document import Change, ChangeKind
 from ..rendezvous.interface import RendezvousInfo
+from ..rendezvous.membership import Change, ChangeKind
 from ..visible import shorten
 from ..workers.exits import WorkerExit
 from ..workers.interface import StopNotice, Workers
@@ -177,7 +177,7 @@ class RunReporter:
         ranks = ranks_of(range(first.rank, last.rank + 1))
         importing = f"{imports:.2f} s of imports and " if imports else ""
         # A handler of the user's may give no cause.
-        cause = info.cause or self._why
+        cause = info.reason or self._why
         log.info(
             "%s",
             f"generation {info.generation} after {importing}{waited - imports:.2f} s of "
@@ -197,7 +197,7 @@ class RunReporter:
             restarts=group.restarts,
             max_restarts=group.max_restarts,
             cause=cause,
-            why=None if info.why is None else info.why.value,
+            why=None if info.trigger is None else info.trigger.value,
         )
 
     def on_workers_started(

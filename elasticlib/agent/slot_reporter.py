@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ConfigError
-from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, Seat
+from ..rendezvous.interface import RankAssignment, RendezvousHandler, RendezvousInfo
 from ..workers.interface import Workers
 from ..workers.spec import choose_local_ranks
 from .policy import AgentState, SupervisorState
@@ -28,7 +28,7 @@ class SlotReporter:
         """Workers of this node can go on in another generation."""
         if not self._has_kept:
             self._has_kept = True
-            self._handler.report_keeping()
+            self._handler.report_can_regroup()
 
     def can_regroup(self) -> bool:
         """Whether a worker of the group can go on in another, or only newcomers are running."""
@@ -68,17 +68,17 @@ class SlotReporter:
 
     def _say(self, slots: int, *, kept: bool) -> bool:
         """Whether the handler knows with how many workers this node comes."""
-        if (slots, kept) != self._said and self._handler.report_slots(slots, kept=kept):
+        if (slots, kept) != self._said and self._handler.report_slots(slots, retained=kept):
             self._said, self._is_heard = (slots, kept), True
         return self._is_heard
 
-    def members(self, seat: Seat) -> frozenset[int]:
+    def members(self, seat: RankAssignment) -> frozenset[int]:
         """The local ranks of the workers that are in the generation of this seat.
 
         Raises:
             ConfigError: it is for more workers than there are, or for fewer than were registered.
         """
-        slots, whole = seat.slots, self._whole
+        slots, whole = seat.local_world_size, self._whole
         if not 1 <= slots <= whole or (slots < whole and not self._is_heard):
             raise ConfigError(
                 f"the rendezvous registered this node with {slots} slots, but its worker spec "

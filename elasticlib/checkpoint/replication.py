@@ -285,7 +285,7 @@ class ReplicaReceiver:
     def __init__(
         self, info: RendezvousInfo, sources: Iterable[int], attempt_dir: Path, secret: bytes | None
     ) -> None:
-        self._board, self._attempt_dir, self._secret = info.board, attempt_dir, secret
+        self._board, self._attempt_dir, self._secret = info.exchange_prefix, attempt_dir, secret
         self._slots: dict[tuple[int, SnapshotKind], SnapshotSlots] = {}
         self._source_locks = {rank: threading.Lock() for rank in sources}  # for a source's slots
         self._lock = threading.Lock()  # for the next two
@@ -457,7 +457,7 @@ class ReplicaSender:
 
     def _send_all(self) -> None:
         """Send snapshots until this sender is stopped. Return if there is no target yet."""
-        store, board = present(self._info.store, "the store"), self._info.board
+        store, board = present(self._info.store, "the store"), self._info.exchange_prefix
         entry = store.get(endpoint_key(board, self._target))
         endpoint = decode_endpoint(entry.value) if entry else None
         if endpoint is None:

@@ -67,7 +67,7 @@ class ReplicationSession:
         *,
         secret: bytes | None,
     ) -> None:
-        self._store, self._board, self._rank = info.store, info.board, info.rank
+        self._store, self._board, self._rank = info.store, info.exchange_prefix, info.rank
         self._num_nodes, self._num_workers = info.world_size, num_workers
         self._attempt_dir = attempt_dir
         sources = replica_sources(info.rank, info.world_size, replicas)
@@ -214,7 +214,7 @@ class NodeSnapshotService(SnapshotService):
         remove_incomplete(attempt_dir.parent, int(attempt_dir.name))
         if not self._replicas or info.world_size == 1:
             return
-        if info.store is None or not info.board:
+        if info.store is None or not info.exchange_prefix:
             raise ConfigError(
                 "snapshot_replicas (--snapshot-replicas) needs a store that the nodes share, and "
                 "this rendezvous has none: leave it out"

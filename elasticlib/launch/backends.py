@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..errors import ConfigError, describe, did_you_mean
-from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.interface import RendezvousHandler
+from ..rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from ..stores.interface import Store
 from .addresses import is_loopback, outward_address, resolve, source_address
 from .flags import BUILTIN_BACKENDS, ETCD_BACKENDS, SettingError
@@ -44,8 +44,8 @@ class BackendParameters:
     timeout: float  # seconds within which a call of the store must end
     # The arguments of a rendezvous handler.
     node: Node
-    limits: Limits
-    timing: Timing
+    limits: RendezvousSettings
+    timing: RendezvousTimeouts
 
 
 _PLUGIN_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 import attrs
 
 from ..observe.wording import plural
-from ..rendezvous.document import Node
-from ..rendezvous.ranks import deal_seats
+from ..rendezvous.membership import Node
+from ..rendezvous.rank_assignment import assign_ranks
 from ..signals import signal_name
 from ..workers.node_resources import count_usable_cpus
 from ..workers.spec import WorkerGroup, assign_worker_ranks, worker_environment
@@ -124,7 +124,7 @@ def _environments(launch: LaunchRequest, inherited: Mapping[str, str]) -> list[d
         for n in range(config.max_nodes)
     ]
     group_rank = (config.node_rank or 0) if fixed else 0
-    seat = deal_seats(nodes)[group_rank]
+    seat = assign_ranks(nodes)[group_rank]
     group = WorkerGroup(
         spec=spec,
         workers=assign_worker_ranks(seat),

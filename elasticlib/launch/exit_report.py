@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import attrs
 
 from ..agent.interface import RootCause, RunResult
-from ..observe.history import Cost, Generation, Why
+from ..observe.history import Cost, Generation, GenerationTrigger
 from ..observe.journal import NodeJournal
 from ..observe.story import DEAREST, Sums
 from ..observe.wording import STEPLESS, duration, percentage, plural
@@ -65,7 +65,11 @@ def summary_lines(sums: Sums) -> Iterator[str]:
         said.append(f"last snapshot of step {sums.snapshot}")
     yield ", ".join(said)
     if count > 1 + DEAREST:
-        counts = (f"{n} {why.words}" for why, n in sums.counts.items() if why is not Why.START)
+        counts = (
+            f"{n} {why.phrase}"
+            for why, n in sums.counts.items()
+            if why is not GenerationTrigger.START
+        )
         yield f"  {', '.join(counts)}; those that cost most:"
     stepless = sums.trained is None
     yield from (_generation(made, stepless=stepless) for made in sums.dearest)
@@ -83,7 +87,7 @@ def _generation(made: Generation, *, stepless: bool) -> str:
         phases = (made.cost.stop, made.cost.imports, made.cost.rendezvous)
         waited = sum(seconds or 0.0 for seconds in phases)
         cost = f"workers started after {duration(waited)}"
-    return f"  generation {made.number} {made.why.words}, {cost}{cause and ': '}{cause}"
+    return f"  generation {made.number} {made.why.phrase}, {cost}{cause and ': '}{cause}"
 
 
 def _phases(lost: Cost) -> str:

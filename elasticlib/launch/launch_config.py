@@ -19,7 +19,7 @@ from ..compat.launching import TorchrunOptions, plain_values, texts
 from ..endpoint import port_of, split_endpoint
 from ..errors import ConfigError
 from ..flag_values import NUMA_BINDINGS
-from ..rendezvous.document import Limits, Timing
+from ..rendezvous.membership import RendezvousSettings, RendezvousTimeouts
 from ..workers.output_plan import OutputPlan, StreamChoice, Streams
 from ..workers.spec import check_start_method
 from .backends import EtcdConfig, check_backend, check_etcd_keys, read_etcd_config
@@ -411,31 +411,31 @@ class LaunchConfig:
         return read_options({k: v for k, v in self.rdzv_configs.items() if k not in others})
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RendezvousSettings:
         """The settings of the job, as a rendezvous handler takes them."""
         has_several = self.rdzv_backend in TCP_BACKENDS and len(self.endpoints) > 1
         is_static = self.rdzv_backend == "static"
-        return Limits(
+        return RendezvousSettings(
             self.min_nodes,
             self.max_nodes,
             self.max_restarts,
-            last_call=0.0 if is_static else self.options.last_call_timeout,
-            fixed_ranks=is_static,
+            last_call_timeout=0.0 if is_static else self.options.last_call_timeout,
+            has_fixed_ranks=is_static,
             spares=self.spares,
             quorum=has_several and self.options.quorum != "any",
             restart_window=self.supervision.restart_window,
         )
 
     @property
-    def timing(self) -> Timing:
+    def timing(self) -> RendezvousTimeouts:
         """The timeouts of the rendezvous, as a handler takes them."""
         options = self.options
-        return Timing(
-            join=options.join_timeout,
-            lease=options.keep_alive_interval * options.keep_alive_max_attempt,
-            refresh=options.keep_alive_interval,
+        return RendezvousTimeouts(
+            join_timeout=options.join_timeout,
+            lease_ttl=options.keep_alive_interval * options.keep_alive_max_attempt,
+            keep_alive_interval=options.keep_alive_interval,
             store_grace=self.store_grace,
-            close=options.close_timeout,
+            close_timeout=options.close_timeout,
         )
 
     @property
@@ -445,4 +445,4 @@ class LaunchConfig:
         A store that does not answer is noticed within a lease. How long workers run without the
         store is up to `store_grace`.
         """
-        return min(self.options.read_timeout, max(self.timing.lease, MIN_STORE_TIMEOUT_S))
+        return min(self.options.read_timeout, max(self.timing.lease_ttl, MIN_STORE_TIMEOUT_S))

@@ -30,8 +30,8 @@ from ..observe.runs import RunRecord, remove_old
 from ..observe.stacks import Answerer, Stacks
 from ..observe.status import Health, document_of_node, judge
 from ..observe.story import NodeStatus
-from ..rendezvous.document import Node
 from ..rendezvous.handler import DynamicRendezvousHandler
+from ..rendezvous.membership import Node
 from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..workers.interface import Workers
@@ -82,7 +82,7 @@ def open_journal(
             slots=config.nproc_per_node,
             settings=_settings(config),
             logs=logs,
-            lease=config.timing.lease,
+            lease=config.timing.lease_ttl,
             endpoint=endpoint,
             versions=versions(),
         )
@@ -191,7 +191,11 @@ def answering(meeting: Meeting, journal: NodeJournal, agent: ElasticAgent) -> It
         return
 
     def look() -> Published:
-        heard = handler.heard() if isinstance(handler, DynamicRendezvousHandler) else None
+        heard = (
+            handler.seconds_since_refresh()
+            if isinstance(handler, DynamicRendezvousHandler)
+            else None
+        )
         status = journal.status(agent.workers.heartbeats())
         return Published.at(monotonic(), status, heard=heard, loop_silent=agent.stalled_s())
 

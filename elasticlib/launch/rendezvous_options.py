@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from ..rendezvous.document import Limits, Timing
+from ..rendezvous.membership import RendezvousSettings, RendezvousTimeouts
 from .backends import ETCD_KEYS
 from .flags import SettingError
 
@@ -43,18 +43,18 @@ def _parse_attempts(text: str) -> Any:
 
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_TIMEOUTS, _SETTINGS = attrs.fields(Timing), attrs.fields(Limits)
+_TIMEOUTS, _SETTINGS = attrs.fields(RendezvousTimeouts), attrs.fields(RendezvousSettings)
 
 
 @attrs.frozen
 class RendezvousOptions:
     """The options of --rdzv-conf. Times are in seconds."""
 
-    join_timeout: float = _seconds(_TIMEOUTS.join.default)
-    last_call_timeout: float = _seconds(_SETTINGS.last_call.default, minimum=0.0)
-    close_timeout: float = _seconds(_TIMEOUTS.close.default)
+    join_timeout: float = _seconds(_TIMEOUTS.join_timeout.default)
+    last_call_timeout: float = _seconds(_SETTINGS.last_call_timeout.default, minimum=0.0)
+    close_timeout: float = _seconds(_TIMEOUTS.close_timeout.default)
     read_timeout: float = _seconds(60.0)
-    keep_alive_interval: float = _seconds(_TIMEOUTS.refresh.default)
+    keep_alive_interval: float = _seconds(_TIMEOUTS.keep_alive_interval.default)
     keep_alive_max_attempt: int = _key(5, "an integer of at least 2", _parse_attempts)
     is_host: bool | None = _key(None, "true or false", lambda text: _BOOLEANS[text.lower()])
     secret_file: str | None = _key(None, "the path of a file", lambda t: _accept(t, bool(t)))

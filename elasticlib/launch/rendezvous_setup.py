@@ -14,11 +14,11 @@ import attrs
 from ..clock import monotonic
 from ..errors import ElasticError, StoreConnectionError, StoreError
 from ..observe.wording import plural
-from ..rendezvous.bootstrap import torch_store
-from ..rendezvous.document import Node, Phase, Timing
+from ..rendezvous.bootstrap_store import torch_store_opener
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
-from ..rendezvous.layout import Keys, StoredJob
+from ..rendezvous.membership import JobPhase, Node, RendezvousTimeouts
+from ..rendezvous.store_layout import JobListing, StoreKeys
 from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_server import TcpStoreServer
@@ -60,7 +60,7 @@ class Meeting:
         """
         if self.server is None or self.store is None:
             return
-        nodes, said = Keys(self.run_id).node(), False
+        nodes, said = StoreKeys(self.run_id).node(), False
         try:
             while not stopped() and (living := self.store.list(nodes)).entries:
                 if not said:
@@ -73,7 +73,12 @@ class Meeting:
             log.warning("no longer serving the store: %s", error)
 
     def hand_over(
-        self, stopped: Callable[[], bool], timing: Timing, *, needed: int, stopping: float
+        self,
+        stopped: Callable[[], bool],
+        timing: RendezvousTimeouts,
+        *,
+        needed: int,
+        stopping: float,
     ) -> None:
         """Having left: serve the store until the others have gone on without us, if they can.
 
@@ -83,18 +88,18 @@ class Meeting:
         """
         if self.server is None or self.store is None:
             return
-        keys, deadline = Keys(self.run_id), monotonic() + stopping + timing.close
+        keys, deadline = StoreKeys(self.run_id), monotonic() + stopping + timing.close_timeout
         try:
             while not stopped() and monotonic() < deadline:
-                read = StoredJob(keys, self.store.list(keys.job))
-                if len(read.live()) < needed:
+                read = JobListing(keys, self.store.list(keys.job_prefix))
+                if len(read.live_nodes()) < needed:
                     return
                 if goes_on_without(self.me, read):
                     # They have met; whoever has not read so yet does within a refresh.
-                    deadline = min(deadline, monotonic() + timing.refresh)
+                    deadline = min(deadline, monotonic() + timing.keep_alive_interval)
                 elif not has_workers(read):
-                    deadline = min(deadline, monotonic() + timing.close)
-                self.store.wait(keys.job, after=read.version, timeout=0.2)
+                    deadline = min(deadline, monotonic() + timing.close_timeout)
+                self.store.wait(keys.job_prefix, after=read.version, timeout=0.2)
         except ElasticError as error:
             log.warning("no longer serving the store: %s", error)
 
@@ -108,22 +113,25 @@ class Meeting:
             self.own_server.close()
 
 
-def goes_on_without(node_id: str, read: StoredJob) -> bool:
+def goes_on_without(node_id: str, read: JobListing) -> bool:
     """Whether the job is over, or a generation without this node has met."""
-    document, _ = read.document(None)
-    if document is None or document.phase is Phase.OPEN:
+    document, _ = read.membership(None)
+    if document is None or document.phase is JobPhase.FORMING:
         return False
     met = read.master_entry is not None and bool(read.master_entry.value)
-    return document.phase.terminal or (met and document.rank_of(node_id) is None)
+    return document.phase.is_terminal or (met and document.rank_of(node_id) is None)
 
 
-def has_workers(read: StoredJob) -> bool:
+def has_workers(read: JobListing) -> bool:
     """Whether a member of the last generation has yet to stop its workers of it."""
-    document, _ = read.document(None)
+    document, _ = read.membership(None)
     if document is None:
         return False
     members = document.member_ids
-    return any(node.id in members and node.stopped != document.membership for node in read.live())
+    return any(
+        node.id in members and node.stopped_membership_id != document.membership_id
+        for node in read.live_nodes()
+    )
 
 
 def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
@@ -161,11 +169,11 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         config.run_id,
         node,
         config.limits,
-        timing=config.timing,
+        timeouts=config.timing,
         backend=config.rdzv_backend,
         find_address=find_address,
-        find_front=find_front,
-        open_bootstrap=torch_store(config.torchrun.use_libuv),
+        find_store_proxy=find_front,
+        open_bootstrap_store=torch_store_opener(config.torchrun.use_libuv),
     )
     return Meeting(handler, store, server, config.run_id, node.id)
 
@@ -209,6 +217,6 @@ def _node(config: LaunchConfig, address: str) -> Node:
         address=address,
         slots=config.nproc_per_node,
         role=config.role,
-        hint=config.node_rank,
+        rank_hint=config.node_rank,
         topology=config.topology,
     )

@@ -60,10 +60,10 @@ class TorchFront:
     port: int
     _server: TcpStoreServer
 
-    def lead_to(self, host: str, port: int) -> None:
+    def forward_to(self, host: str, port: int) -> None:
         self._server.forward_torch_clients_to((host, port))
 
-    def lead_nowhere(self) -> None:
+    def stop_forwarding(self) -> None:
         self._server.forward_torch_clients_to(None)
 
 
@@ -113,7 +113,7 @@ class TcpMeetingPlace:
             )
             for host, port in endpoints
         ]
-        patience = config.timing.lease
+        patience = config.timing.lease_ttl
         if len(places) > 1:
             return None, FailoverStore(places, failover_timeout=patience)
         ((host, port),) = endpoints
@@ -149,7 +149,7 @@ class TcpMeetingPlace:
         """While it is hosted here: DNS may have said something old of a name, an address that was
         another's before it was ours. Who is alone then goes where the name leads."""
         endpoint, said = join_endpoint(host, hosted.port), ""
-        while not hosted.wait_closed(LOOK_AGAIN_LEASES * self._config.timing.lease):
+        while not hosted.wait_closed(LOOK_AGAIN_LEASES * self._config.timing.lease_ttl):
             addresses = resolve(host, hosted.port)
             if not addresses or any(map(is_ours, addresses)):
                 said = ""

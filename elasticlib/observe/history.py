@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from ..rendezvous.document import Why as Why
+from ..rendezvous.membership import GenerationTrigger as GenerationTrigger
 from .event import Mark
 
 
@@ -155,7 +155,7 @@ class NodeGeneration:
     node_rank: int = 0
     ranks: tuple[int, int] = (0, 0)
     cause: str = ""
-    why: Why | None = None
+    why: GenerationTrigger | None = None
     sought: float | None = None
     imports: float = 0.0  # seconds of imports between `sought` and `began`
     trouble: float | None = None
@@ -206,7 +206,7 @@ class Generation:
     first_step and last_step: the first and last that are known, or None. cost: of getting to it."""
 
     number: int
-    why: Why
+    why: GenerationTrigger
     cause: str
     began: float
     ended: float | None
@@ -459,20 +459,24 @@ def as_start(made: Generation, until: float) -> Generation:
     return attrs.evolve(made, cost=cost)
 
 
-def why_of(before: Sequence[NodeGeneration], lives: Sequence[NodeGeneration]) -> Why:
+def why_of(before: Sequence[NodeGeneration], lives: Sequence[NodeGeneration]) -> GenerationTrigger:
     """Why it was sought, as the rendezvous said; where it did not, by what the nodes did in the one
     before."""
     said = next((life.why for life in lives if life.why is not None), None)
-    if said is Why.START and before:
-        return Why.LOSS  # begun anew, as what the store held is gone
+    if said is GenerationTrigger.START and before:
+        return GenerationTrigger.NODE_LOSS  # begun anew, as what the store held is gone
     if said is not None:
         return said
     charged = max(x.restarts for x in lives) > max((x.restarts for x in before), default=0)
     if charged or any(life.failed for life in before):
-        return Why.FAILURE
+        return GenerationTrigger.FAILURE
     if not before:
-        return Why.START
-    return Why.RESIZE if any(life.asked for life in before) else Why.LOSS
+        return GenerationTrigger.START
+    return (
+        GenerationTrigger.RESIZE
+        if any(life.asked for life in before)
+        else GenerationTrigger.NODE_LOSS
+    )
 
 
 def _end_of(
@@ -505,7 +509,7 @@ def _unnoticed(
 ) -> float | None:
     """Seconds for which nobody knew of a loss: those without whom nothing went on made no step
     since. What the lost node wrote last is older, so that each survivor tells the same alone."""
-    if not following or why_of(lives, following) is not Why.LOSS:
+    if not following or why_of(lives, following) is not GenerationTrigger.NODE_LOSS:
         return None
     went_on = {life.node for life in following}
     worked = _latest(life.last_at for life in lives if life.node in went_on)

@@ -20,7 +20,7 @@ import attrs
 
 from ..clock import Clock, monotonic, wall
 from ..errors import StoreConnectionError, StoreTimeoutError, describe
-from ..rendezvous.layout import Keys
+from ..rendezvous.store_layout import StoreKeys
 from ..stores.interface import Store
 from ..threads import helper
 from .event import LARGEST, cut, read_object
@@ -154,7 +154,7 @@ def read_field(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
 def beside(run_id: str, what: str) -> str:
     """Begins keys of a job that are not among its own, which the node that leads reads whole at
     each change. No job's name begins so."""
-    return f"?{Keys(run_id).job}{what}/"
+    return f"?{StoreKeys(run_id).job_prefix}{what}/"
 
 
 class StatusReader:

@@ -22,8 +22,8 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import StoreError
-from ..rendezvous.document import Node
-from ..rendezvous.layout import Keys, StoredJob
+from ..rendezvous.membership import Node
+from ..rendezvous.store_layout import JobListing, StoreKeys
 from ..stores.interface import Entry, Store
 from ..visible import visible_line
 from .event import read_object
@@ -160,7 +160,7 @@ class Asker:
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
-        self._job = Keys(run_id)
+        self._job = StoreKeys(run_id)
         self._keys = QuestionKeys(run_id)
         self._id = secrets.token_hex(8)
         self._question = f"{self._keys.questions}{self._id}"
@@ -173,7 +173,7 @@ class Asker:
         Raises:
             StoreError: the store did not answer.
         """
-        live = StoredJob(self._job, self._store.list(self._job.node())).live()
+        live = JobListing(self._job, self._store.list(self._job.node())).live_nodes()
         if not live:
             return JobStacks(live, {})
         self._number += 1

@@ -16,9 +16,9 @@ from urllib.parse import unquote
 
 import attrs
 
-from ..rendezvous.document import Document, Node, Note, Phase
-from ..rendezvous.layout import Keys, StoredJob
-from ..rendezvous.layout import decode as decode_record
+from ..rendezvous.membership import JobPhase, LeaderStatus, Membership, Node
+from ..rendezvous.store_layout import JobListing, StoreKeys
+from ..rendezvous.store_layout import decode as decode_record
 from ..stores.interface import Store
 from ..visible import visible_line
 from .event import Event
@@ -34,9 +34,9 @@ class JobView:
     not to be renewed any more."""
 
     run: str
-    document: Document | None
+    document: Membership | None
     live: tuple[Node, ...]
-    note: Note
+    note: LeaderStatus
     published: Mapping[str, Published]
     still: bool = False
 
@@ -49,7 +49,7 @@ class JobView:
         return bool(ages) and all(age is not None and age > STANDS_SECONDS for age in ages)
 
 
-_JOBS = re.compile(r"([^/?]+)/(?:head/document|node/.*)")
+_JOBS = re.compile(r"([^/?]+)/(?:head/membership|node/.*)")
 
 
 def jobs_in(store: Store) -> tuple[list[str], list[str]]:
@@ -70,14 +70,16 @@ def read_job(store: Store, run_id: str, statuses: StatusReader | None = None) ->
     Raises:
         StoreError: the store did not answer. RendezvousConfigError: another version's job.
     """
-    keys = Keys(run_id)
-    read = StoredJob(keys, store.list(keys.job))
-    note = store.get(keys.note)
+    keys = StoreKeys(run_id)
+    read = JobListing(keys, store.list(keys.job_prefix))
+    note = store.get(keys.leader_status)
     return JobView(
         run=run_id,
-        document=read.document(None)[0],
-        live=read.live(),
-        note=Note() if note is None else decode_record(Note, note.value, "the note"),
+        document=read.membership(None)[0],
+        live=read.live_nodes(),
+        note=LeaderStatus()
+        if note is None
+        else decode_record(LeaderStatus, note.value, "the note"),
         published=(statuses or StatusReader(store, run_id)).read(),
     )
 
@@ -229,11 +231,11 @@ def status_of(view: JobView) -> JobStatus | None:
         state,
         reason,
         generation=document.generation,
-        minimum=document.limits.min_nodes,
-        maximum=document.limits.max_nodes,
+        minimum=document.settings.min_nodes,
+        maximum=document.settings.max_nodes,
         world=sum(node.slots for node in document.members),
         restarts=document.restarts,
-        max_restarts=document.limits.max_restarts,
+        max_restarts=document.settings.max_restarts,
         since=min(ages, default=None),
         nodes=nodes,
     )
@@ -242,7 +244,7 @@ def status_of(view: JobView) -> JobStatus | None:
 def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
     """The members in their order, then who waits in the order in which they came."""
     members = () if view.document is None else view.document.members
-    over = view.document is not None and view.document.phase is not Phase.SETTLED
+    over = view.document is not None and view.document.phase is not JobPhase.ACTIVE
     living = {node.id: node for node in view.live}
     ids = {node.id for node in members}
     found = [(rank, living.get(node.id, node)) for rank, node in enumerate(members)]
@@ -261,7 +263,7 @@ def _nodes(view: JobView) -> tuple[NodeEntry, ...]:
             rank=rank,
             slots=node.slots,
             lives=node.id in living,
-            draining=node.draining,
+            draining=node.drain_reason,
             published=published.get(node.id),
             still=view.still,
         )
@@ -295,9 +297,9 @@ def _without_progress(published: Published) -> Published:
 
 
 _PHASES = {
-    Phase.SUCCEEDED: JobState.SUCCEEDED,
-    Phase.FAILED: JobState.FAILED,
-    Phase.ABORTED: JobState.STOPPED,
+    JobPhase.SUCCEEDED: JobState.SUCCEEDED,
+    JobPhase.FAILED: JobState.FAILED,
+    JobPhase.ABORTED: JobState.STOPPED,
 }
 
 
@@ -306,33 +308,33 @@ def _state(view: JobView, statuses: Iterable[NodeStatus]) -> tuple[JobState | No
     document, live = view.document, view.live
     if document is None:
         return JobState.WAITING, view.note.reason
-    if document.phase.terminal:
-        ending = "" if document.ending is None else f" (said by {document.ending.by})"
-        return _PHASES[document.phase], f"{document.cause}{ending}"
+    if document.phase.is_terminal:
+        ending = "" if document.job_end is None else f" (said by {document.job_end.written_by})"
+        return _PHASES[document.phase], f"{document.reason}{ending}"
     if not live:
-        return None, f"no node lives any more; before that: {document.cause}"
-    if document.phase is Phase.OPEN:
-        return _opening(document, live), document.cause or view.note.reason
+        return None, f"no node lives any more; before that: {document.reason}"
+    if document.phase is JobPhase.FORMING:
+        return _opening(document, live), document.reason or view.note.reason
     by_state = {status.state: status for status in statuses}
     for state in BUSY[:-1]:  # all but RUNNING
         if state in by_state:
-            return state, by_state[state].reason or document.cause
+            return state, by_state[state].reason or document.reason
     ends = [state for state in by_state if state.over]
     if ends and len(ends) == len(by_state):
         # All whose status is known are through; the document says so as soon as the others are.
         worst = max(ends, key=lambda state: (state is JobState.FAILED, state.value))
         return worst, by_state[worst].reason
-    return JobState.RUNNING, document.cause
+    return JobState.RUNNING, document.reason
 
 
-def _opening(document: Document, live: tuple[Node, ...]) -> JobState:
-    if len(live) < document.limits.min_nodes:
+def _opening(document: Membership, live: tuple[Node, ...]) -> JobState:
+    if len(live) < document.settings.min_nodes:
         return JobState.WAITING
     if document.failure is not None:
         return JobState.RESTARTING
-    if any(node.draining for node in live):
+    if any(node.drain_reason for node in live):
         return JobState.DRAINING
-    return JobState.RESIZING if document.planned else JobState.RENDEZVOUS
+    return JobState.RESIZING if document.is_planned else JobState.RENDEZVOUS
 
 
 def result_of(run: str, last: Iterable[Event], now: float) -> JobStatus:

@@ -19,11 +19,11 @@ from .history import (
     PHASES,
     Cost,
     Generation,
+    GenerationTrigger,
     JobState,
     Ledger,
     NodeGeneration,
     Pace,
-    Why,
     as_start,
     stall,
 )
@@ -227,7 +227,7 @@ def begun(event: Event, sought: float | None) -> NodeGeneration:
         node_rank=event.count("node_rank") or 0,
         ranks=event.pair("ranks") or (0, 0),
         cause=event.text("cause"),
-        why=next((why for why in Why if why.value == event.text("why")), None),
+        why=next((why for why in GenerationTrigger if why.value == event.text("why")), None),
         sought=None if sought is None else min(sought, event.at),
         imports=event.seconds("imports") or 0.0,
     )
@@ -486,7 +486,7 @@ class Sums:
     seconds: float = 0.0
     trained: float | None = None
     first_step: float | None = None
-    counts: Mapping[Why, int] = attrs.field(factory=dict)
+    counts: Mapping[GenerationTrigger, int] = attrs.field(factory=dict)
     lost: Cost = attrs.field(factory=Cost)
     launch: Cost = attrs.field(factory=Cost)
     dearest: Sequence[Generation] = ()
@@ -585,7 +585,7 @@ class _Totals:
     began: float = 0.0
     seen: float = 0.0
     ledger: Ledger = attrs.field(factory=Ledger)
-    counts: Mapping[Why, int] = attrs.field(factory=dict)
+    counts: Mapping[GenerationTrigger, int] = attrs.field(factory=dict)
     first: Generation | None = None
     stepless: _Lost = _Lost()
     stepping: _Lost = _Lost()

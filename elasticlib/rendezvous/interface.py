@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 import attrs
 
 from ..errors import ConfigError
-from .document import Change as Change
-from .document import ChangeKind as ChangeKind
-from .document import Node as Node
-from .document import Why
-from .ranks import Seat as Seat
-from .ranks import deal_seats as deal_seats
+from .membership import Change as Change
+from .membership import ChangeKind as ChangeKind
+from .membership import GenerationTrigger
+from .membership import Node as Node
+from .rank_assignment import RankAssignment as RankAssignment
+from .rank_assignment import assign_ranks as assign_ranks
 
 if TYPE_CHECKING:
     from ..stores.interface import Store
 
 
 @attrs.frozen
-class BootstrapStoreInfo:
+class RendezvousStoreInfo:
     """Where the workers of one generation find torch's store."""
 
     master_addr: str
@@ -47,25 +47,25 @@ class RendezvousInfo:
 
     run_id: str
     generation: int
-    seat: Seat
-    bootstrap_store_info: BootstrapStoreInfo
+    assignment: RankAssignment
+    bootstrap_store_info: RendezvousStoreInfo
     restarts: int = 0
     max_restarts: int | None = None
-    cause: str = ""
+    reason: str = ""
     store: Store | None = None
-    board: str = ""
+    exchange_prefix: str = ""
     incarnation: str = ""
-    why: Why | None = None
+    trigger: GenerationTrigger | None = None
 
     @property
     def rank(self) -> int:
         """This node's, among the nodes."""
-        return self.seat.rank
+        return self.assignment.group_rank
 
     @property
     def world_size(self) -> int:
         """The number of nodes."""
-        return self.seat.nodes
+        return self.assignment.num_nodes
 
 
 def check_restart_budget(of_agent: int | None, of_job: int | None) -> None:
@@ -173,7 +173,7 @@ class RendezvousHandler(abc.ABC):
         Returns whether all could be freed in time. Calling it twice is harmless.
         """
 
-    def join(self, put: Callable[[RendezvousInfo | Change | Exception], None]) -> bool:
+    def start_join(self, callback: Callable[[RendezvousInfo | Change | Exception], None]) -> bool:
         """Like `next_rendezvous`, and then `wait_for_change` until the held generation is over,
         without a thread that waits.
 
@@ -182,7 +182,7 @@ class RendezvousHandler(abc.ABC):
         turn. It must not block. A new call takes the place of the one before, whose `put` is not
         called again. False, and nothing is called: this handler has only the blocking calls.
         """
-        del put
+        del callback
         return False
 
     @property
@@ -217,7 +217,7 @@ class RendezvousHandler(abc.ABC):
         del reason, killed
         return False
 
-    def report_slots(self, slots: int, *, kept: bool = False) -> bool:
+    def report_slots(self, slots: int, *, retained: bool = False) -> bool:
         """This node comes to the next generation with so many workers, or would. False:
         unsupported, it always has as many as it was registered with. kept: these workers have run
         in the last one, and go on.
@@ -227,19 +227,19 @@ class RendezvousHandler(abc.ABC):
         said while it joins, it has no seat until it says another number: where others come with
         kept workers these go on meanwhile, and else they wait for it.
         """
-        del slots, kept
+        del slots, retained
         return False
 
-    def report_keeping(self) -> None:  # noqa: B027 - where slots are not reported it is no news
+    def report_can_regroup(self) -> None:  # noqa: B027 - where slots are not reported it is no news
         """All workers of this node can go on in another generation."""
 
-    def others_keep(self) -> bool:
+    def peers_can_regroup(self) -> bool:
         """Whether the job goes on already, with workers that can go on in another generation: a
         node that joins starts its own before it is let in, then. Before the first rendezvous, in
         any thread; waits for the store's first answer, for a few seconds at most."""
         return False
 
-    def report_draining(self, reason: str) -> bool:
+    def report_drain(self, reason: str) -> bool:
         """This node leaves as soon as its workers have saved. False: unsupported, it just leaves.
 
         True: the members of its generation are told to stop at a step that they agree on, this
@@ -248,7 +248,7 @@ class RendezvousHandler(abc.ABC):
         del reason
         return False
 
-    def report_done(self) -> bool:
+    def report_success(self) -> bool:
         """Take note that this node's workers succeeded.
 
         A handler for several nodes should override this. With the default, the agent leaves at

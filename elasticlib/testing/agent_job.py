@@ -17,9 +17,9 @@ import attrs
 from ..agent.elastic_agent import ElasticAgent
 from ..agent.interface import RunResult
 from ..agent.options import AgentOptions
-from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
+from ..rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from ..stores.memory_store import MemoryStore
 from ..workers.spec import Entrypoint, StopTimeouts, WorkerSpec
 from .agent_stage import Scene, Stage
@@ -143,9 +143,14 @@ class Job:
             self._store.client(),
             self._id,
             Node(f"{self._id}-{name}", name, "127.0.0.1", WORKERS),
-            Limits(*nodes, max_restarts, last_call=0.0),
-            timing=Timing(join=self._patience, lease=2.0, refresh=0.2, close=5.0),
-            open_bootstrap=Listener,
+            RendezvousSettings(*nodes, max_restarts, last_call_timeout=0.0),
+            timeouts=RendezvousTimeouts(
+                join_timeout=self._patience,
+                lease_ttl=2.0,
+                keep_alive_interval=0.2,
+                close_timeout=5.0,
+            ),
+            open_bootstrap_store=Listener,
         )
         entrypoint = self.stage.entrypoint(scene) if isinstance(scene, Scene) else scene
         ladder = StopTimeouts(

@@ -91,7 +91,7 @@ class RendezvousContract:
         cluster.settled(first)
         before = self._let_in(cluster, first, second)
         assert first.leaves() is True
-        assert second.change().kind is ChangeKind.REOPENED
+        assert second.change().kind is ChangeKind.GENERATION_ENDED
         (after,) = cluster.settled(second)
         assert after.generation > before
 
@@ -99,7 +99,7 @@ class RendezvousContract:
         first, second = cluster.node("a", 2, 2), cluster.node("b", 2, 2)
         before, _ = cluster.settled(first, second)
         assert first.leaves() is True
-        assert second.change().kind is ChangeKind.REOPENED
+        assert second.change().kind is ChangeKind.GENERATION_ENDED
         after, _ = cluster.settled(cluster.node("a", 2, 2), second)
         assert after.generation > before.generation
 
@@ -138,7 +138,7 @@ class RendezvousContract:
         first.handler.set_closed()
         for node in (first, second):
             wait_until("is_closed to say so", node.handler.is_closed, self.patience)
-            assert node.change().kind.final
+            assert node.change().kind.is_final
             assert closed(node.join(), self.patience)
 
     def test_closing_ends_the_job_for_those_who_wait(self, cluster: Cluster) -> None:
@@ -167,7 +167,7 @@ class RendezvousContract:
         before, _ = cluster.settled(first, second)
         self._fails(first)
         for node in (first, second):
-            assert node.change().kind is ChangeKind.REOPENED
+            assert node.change().kind is ChangeKind.GENERATION_ENDED
         after, _ = cluster.settled(first, second)
         assert after.generation > before.generation
 
@@ -184,12 +184,12 @@ class RendezvousContract:
     def test_success_is_that_of_all_nodes(self, cluster: Cluster) -> None:
         first, second = cluster.node("a", 2, 2), cluster.node("b", 2, 2)
         cluster.settled(first, second)
-        if not first.handler.report_done():
+        if not first.handler.report_success():
             pytest.skip(
-                "no report_done: a node that succeeds leaves without waiting for the others"
+                "no report_success: a node that succeeds leaves without waiting for the others"
             )
         assert second.keeps(self.moment)
-        assert second.handler.report_done() is True
+        assert second.handler.report_success() is True
         for node in (first, second):
             assert node.change().kind is ChangeKind.SUCCEEDED
         with pytest.raises(RendezvousClosedError):
@@ -220,7 +220,7 @@ class RendezvousContract:
         """The number of the generation in which the two meet."""
         joining = newcomer.join()
         # A handler that cannot tell the two apart has its workers stopped without a notice.
-        assert member.change().kind in (ChangeKind.RESIZE, ChangeKind.REOPENED)
+        assert member.change().kind in (ChangeKind.RESIZE, ChangeKind.GENERATION_ENDED)
         infos = [member.joined(), joining.result(self.patience)]
         cluster.check_one_world((member, newcomer), infos)
         return infos[0].generation

@@ -64,7 +64,7 @@ class Agent:
         while not self.again.is_set():
             change = self.node.handler.wait_for_change(0.05)
             if change is not None:
-                return not change.kind.final
+                return not change.kind.is_final
             self.again.wait(PAUSE)
         return True
 

@@ -12,9 +12,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from ..rendezvous.document import Limits, Node, Timing
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
+from ..rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from ..stores.interface import Store
 from .rendezvous_contract import HandlerRequest, MakeHandler, RendezvousContract
 
@@ -64,8 +64,15 @@ class StoreRendezvousContract(RendezvousContract):
 
     def handler(self, store: Store, node: Node, request: HandlerRequest) -> RendezvousHandler:
         """The handler over this store; override it for one of your own."""
-        limits = Limits(request.min_nodes, request.max_nodes, request.max_restarts, last_call=0.0)
-        timing = Timing(join=request.join_timeout, lease=self.lease, refresh=self.refresh, close=5)
+        limits = RendezvousSettings(
+            request.min_nodes, request.max_nodes, request.max_restarts, last_call_timeout=0.0
+        )
+        timing = RendezvousTimeouts(
+            join_timeout=request.join_timeout,
+            lease_ttl=self.lease,
+            keep_alive_interval=self.refresh,
+            close_timeout=5,
+        )
         return DynamicRendezvousHandler(
-            store, request.run_id, node, limits, timing=timing, open_bootstrap=Listener
+            store, request.run_id, node, limits, timeouts=timing, open_bootstrap_store=Listener
         )

@@ -13,7 +13,7 @@ from typing import Any, cast
 import attrs
 
 from ..errors import ConfigError
-from ..rendezvous.ranks import Seat
+from ..rendezvous.rank_assignment import RankAssignment
 from ..stores.authentication import SECRET_ENV as SECRET
 
 # Python workers are forked from a process that has already imported torch, or started as new
@@ -250,35 +250,39 @@ class WorkerGroup:
         raise IndexError(f"no worker of local rank {local_rank}")
 
 
-def assign_worker_ranks(seat: Seat, local_ranks: Iterable[int] | None = None) -> tuple[Worker, ...]:
+def assign_worker_ranks(
+    assignment: RankAssignment, local_ranks: Iterable[int] | None = None
+) -> tuple[Worker, ...]:
     """Return the workers of a node: their ranks follow those of the nodes before it.
 
     Args:
-        seat: The ranks of the node.
+        assignment: The ranks of the node.
         local_ranks: The local ranks of the workers; None for the first ones.
     """
-    chosen = range(seat.slots) if local_ranks is None else sorted(local_ranks)
+    chosen = range(assignment.local_world_size) if local_ranks is None else sorted(local_ranks)
     return tuple(
         Worker(
             local_rank=local,
-            rank=seat.first_rank + index,
-            role_rank=seat.first_role_rank + index,
-            role_world_size=seat.role_world_size,
-            world_size=seat.world_size,
+            rank=assignment.first_rank + index,
+            role_rank=assignment.first_role_rank + index,
+            role_world_size=assignment.role_world_size,
+            world_size=assignment.world_size,
         )
         for index, local in enumerate(chosen)
     )
 
 
-def make_standby_workers(seat: Seat, local_ranks: Iterable[int]) -> tuple[Worker, ...]:
+def make_standby_workers(
+    assignment: RankAssignment, local_ranks: Iterable[int]
+) -> tuple[Worker, ...]:
     """Return workers of no group. Their ranks are beyond the world size, so no member has them."""
     return tuple(
         Worker(
             local_rank=local,
-            rank=seat.world_size + local,
-            role_rank=seat.role_world_size + local,
-            role_world_size=seat.role_world_size,
-            world_size=seat.world_size,
+            rank=assignment.world_size + local,
+            role_rank=assignment.role_world_size + local,
+            role_world_size=assignment.role_world_size,
+            world_size=assignment.world_size,
         )
         for local in sorted(local_ranks)
     )
@@ -291,11 +295,11 @@ def make_standby_group(
 
     They have no master address, so a script that connects to its peers at once fails.
     """
-    seat = Seat(0, 1, 0, 0, 0, 0, 0)
+    assignment = RankAssignment(0, 1, 0, 0, 0, 0, 0)
     return WorkerGroup(
         spec=spec,
         workers=(),
-        standby_workers=make_standby_workers(seat, local_ranks),
+        standby_workers=make_standby_workers(assignment, local_ranks),
         run_id=run_id,
         generation=0,
         group_rank=0,

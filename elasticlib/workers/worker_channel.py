@@ -112,7 +112,7 @@ class WorkerChannel:
                 raise OSError(f"{path} is not a worker's channel of {PAGE_BYTES} bytes")
             if layout != LAYOUT_VERSION:
                 raise ConfigError(
-                    f"this worker's elasticlib has layout {_number(LAYOUT_VERSION)} of its channel, "
+                    f"the worker's elasticlib has channel layout {_number(LAYOUT_VERSION)}, "
                     f"the agent's has layout {_number(layout)}: install the same version of "
                     "elasticlib for the agent and its workers"
                 )

@@ -19,8 +19,8 @@ from elasticlib.agent.run_reporter import (
     root_cause_of,
 )
 from elasticlib.errors import RendezvousClosedError, RendezvousTimeoutError
-from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousInfo, deal_seats
-from elasticlib.rendezvous.layout import Keys, StoredJob
+from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousInfo, assign_ranks
+from elasticlib.rendezvous.store_layout import JobListing, StoreKeys
 from elasticlib.stores.interface import CompareSetResult, Listing
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerState
@@ -87,11 +87,11 @@ def test_those_that_followed_are_named_and_not_the_first() -> None:
 
 
 def test_what_was_told_of_earlier_generations_is_cleared_away_with_them() -> None:
-    store, keys = MemoryStore(), Keys("run")
+    store, keys = MemoryStore(), StoreKeys("run")
     for roll in ("1.a", "2.b"):
-        store.set(f"{keys.board(roll)}first", b"")
-    left = StoredJob(keys, store.list(keys.job)).left_over("2.b")
-    assert left == (f"{keys.board('1.a')}first",)
+        store.set(f"{keys.exchange_prefix(roll)}first", b"")
+    left = JobListing(keys, store.list(keys.job_prefix)).stale_keys("2.b")
+    assert left == (f"{keys.exchange_prefix('1.a')}first",)
 
 
 class Second(LoneNode):
@@ -107,8 +107,10 @@ class Second(LoneNode):
             error = RendezvousClosedError(change.reason)
             error.change = change  # type: ignore[attr-defined]
             raise error
-        seat = deal_seats(NODES)[1]
-        return attrs.evolve(super().next_rendezvous(), seat=seat, store=self.store, board=BOARD)
+        seat = assign_ranks(NODES)[1]
+        return attrs.evolve(
+            super().next_rendezvous(), assignment=seat, store=self.store, exchange_prefix=BOARD
+        )
 
     def report_failure(self, reason: str, *, killed: bool = False) -> bool:
         del reason, killed

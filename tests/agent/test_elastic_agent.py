@@ -17,10 +17,10 @@ from elasticlib import (
     Command,
     DynamicRendezvousHandler,
     ElasticAgent,
-    Limits,
     MemoryStore,
     Node,
     RendezvousHandler,
+    RendezvousSettings,
     StaticRendezvousHandler,
     WorkerSpec,
     WorkerState,
@@ -31,7 +31,7 @@ from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.observe.event import Event
 from elasticlib.observe.journal import Journal, NodeJournal, View
-from elasticlib.rendezvous.interface import deal_seats
+from elasticlib.rendezvous.interface import assign_ranks
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.interface import Heartbeat, StopNotice
@@ -83,9 +83,11 @@ NODE = Node("n-1", "n", "127.0.0.1", slots=2)
 @pytest.mark.parametrize(
     "make_handler",
     [
-        lambda: DynamicRendezvousHandler(MemoryStore(), "j", NODE, Limits(1, 1, max_restarts=3)),
+        lambda: DynamicRendezvousHandler(
+            MemoryStore(), "j", NODE, RendezvousSettings(1, 1, max_restarts=3)
+        ),
         lambda: StaticRendezvousHandler(
-            MemoryStore(), "j", attrs.evolve(NODE, hint=0), 1, max_restarts=3
+            MemoryStore(), "j", attrs.evolve(NODE, rank_hint=0), 1, max_restarts=3
         ),
     ],
 )
@@ -102,7 +104,7 @@ def test_a_budget_that_contradicts_the_handlers_is_rejected_before_anything_star
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_number_of_workers_that_contradicts_the_handlers_slots_is_rejected(workers: int) -> None:
-    handler = DynamicRendezvousHandler(MemoryStore(), "j", NODE, Limits(1, 1))
+    handler = DynamicRendezvousHandler(MemoryStore(), "j", NODE, RendezvousSettings(1, 1))
     spec = WorkerSpec(Command("none"), workers)
     with pytest.raises(ConfigError, match=rf"slots=2, .* local_world_size={workers}: give both"):
         ElasticAgent(spec, handler, OneWorker())
@@ -439,11 +441,11 @@ def test_a_node_that_leaves_before_the_others_because_it_cannot_wait_for_them_sa
     caplog: pytest.LogCaptureFixture, nodes: int
 ) -> None:
     members = [Node(f"n-{n}", "n", "127.0.0.1", slots=1) for n in range(nodes)]
-    workers, handler = OneWorker(), LoneNode(seat=deal_seats(members)[0])
+    workers, handler = OneWorker(), LoneNode(assignment=assign_ranks(members)[0])
     with caplog.at_level(logging.INFO, "elasticlib.agent"), running(workers, handler) as run:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
-    assert ("LoneNode has no report_done: this node leaves" in caplog.text) is (nodes == 2)
+    assert ("LoneNode has no report_success: this node leaves" in caplog.text) is (nodes == 2)
 
 
 class Listens(OneWorker):

@@ -24,7 +24,7 @@ from elasticlib import (
     WorkerState,
 )
 from elasticlib.errors import RendezvousTimeoutError
-from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import StopTimeouts
 
@@ -47,8 +47,8 @@ class OneNode(RendezvousHandler):
         self.generation += 1
         self.waiting = 0
         node = Node("n-1", "n", "127.0.0.1", slots=2)
-        place = BootstrapStoreInfo("127.0.0.1", 1)
-        return RendezvousInfo("run", self.generation, deal_seats([node])[0], place)
+        place = RendezvousStoreInfo("127.0.0.1", 1)
+        return RendezvousInfo("run", self.generation, assign_ranks([node])[0], place)
 
     def is_closed(self) -> bool:
         return self.closed

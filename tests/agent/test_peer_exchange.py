@@ -13,7 +13,7 @@ from elasticlib import MemoryStore, Node, Store
 from elasticlib.agent.peer_exchange import PeerExchange, PeerMessages
 from elasticlib.agent.policy import Publish, Subscribe
 from elasticlib.errors import StoreConnectionError, StoreRejectedError
-from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.stores.interface import CompareSetResult, Entry, Listing, WatchResult
 
 NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
@@ -29,9 +29,11 @@ class Side:
         self.open(store, rank)
 
     def open(self, store: Store | None, rank: int = 0, board: str = "run/board/1.a/") -> None:
-        seat = deal_seats(NODES)[rank]
-        place = BootstrapStoreInfo("127.0.0.1", 1)
-        self.board.start_generation(RendezvousInfo("run", 1, seat, place, store=store, board=board))
+        seat = assign_ranks(NODES)[rank]
+        place = RendezvousStoreInfo("127.0.0.1", 1)
+        self.board.start_generation(
+            RendezvousInfo("run", 1, seat, place, store=store, exchange_prefix=board)
+        )
 
     def hears(self, **posts: bytes) -> None:
         """Waits until exactly these are gathered."""
@@ -173,10 +175,10 @@ def test_a_node_without_others_or_a_store_has_no_board(store: Store | None) -> N
     before = threading.active_count()
     side = Side(None)
     if store is not None:
-        (seat,) = deal_seats(NODES[:1])
-        place = BootstrapStoreInfo("127.0.0.1", 1)
+        (seat,) = assign_ranks(NODES[:1])
+        place = RendezvousStoreInfo("127.0.0.1", 1)
         side.board.start_generation(
-            RendezvousInfo("run", 1, seat, place, store=store, board="run/board/1.a/")
+            RendezvousInfo("run", 1, seat, place, store=store, exchange_prefix="run/board/1.a/")
         )
     assert side.board.prefix == ""
     side.board.submit(Publish("stop/", "a", b"1"))

@@ -64,19 +64,19 @@ EVENTS: dict[str, AgentEvent] = {
     "worker failed": ended(0, 1),
     "stopped": WorkersStopped(),
     "stopped but for": WorkersStopped("pid 7"),
-    "reopened": changed(ChangeKind.REOPENED),
+    "reopened": changed(ChangeKind.GENERATION_ENDED),
     "job succeeded": changed(ChangeKind.SUCCEEDED),
     "job failed": changed(ChangeKind.FAILED),
-    "expelled": changed(ChangeKind.EXPELLED),
-    "surplus": changed(ChangeKind.SURPLUS),
-    "store lost": changed(ChangeKind.LOST),
+    "expelled": changed(ChangeKind.EVICTED),
+    "surplus": changed(ChangeKind.NOT_NEEDED),
+    "store lost": changed(ChangeKind.STORE_LOST),
     "signal": TERM,
     "drain": USR2,
     "resize": changed(ChangeKind.RESIZE),
     "start failed, keeps": WorkerStartFailed("no such file", can_regroup=True),
     "worker failed, keeps": attrs.evolve(ended(0, 1), can_regroup=True),
     "hung, keeps": HangDetected("silent", can_regroup=True),
-    "reopened, keeps": attrs.evolve(changed(ChangeKind.REOPENED), can_regroup=True),
+    "reopened, keeps": attrs.evolve(changed(ChangeKind.GENERATION_ENDED), can_regroup=True),
     "resize, keeps": attrs.evolve(changed(ChangeKind.RESIZE), can_regroup=True),
     "job failed, keeps": attrs.evolve(changed(ChangeKind.FAILED), can_regroup=True),
     "stopped, with spare": WorkersStopped(standby_ranks=frozenset({1})),
@@ -231,10 +231,10 @@ def test_the_node_is_finished_when_its_last_worker_is_done() -> None:
 
 def test_the_first_reason_to_end_is_the_one_that_is_told() -> None:
     now = SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0}))
-    now, _ = transition(now, changed(ChangeKind.EXPELLED))
+    now, _ = transition(now, changed(ChangeKind.EVICTED))
     now, _ = transition(now, TERM)
     now, _ = transition(now, WorkersStopped())
-    assert now.outcome == RunOutcome(WorkerState.FAILED, "because expelled", evicted=True)
+    assert now.outcome == RunOutcome(WorkerState.FAILED, "because evicted", evicted=True)
 
 
 def test_what_would_not_die_is_named_in_the_outcome() -> None:
@@ -245,7 +245,7 @@ def test_what_would_not_die_is_named_in_the_outcome() -> None:
 
 
 def test_a_node_whose_workers_succeeded_does_not_fail_with_the_store() -> None:
-    now, _ = transition(SupervisorState(AgentState.FINISHED), changed(ChangeKind.LOST))
+    now, _ = transition(SupervisorState(AgentState.FINISHED), changed(ChangeKind.STORE_LOST))
     assert now.outcome is not None
     assert now.outcome.state is WorkerState.SUCCEEDED
 

@@ -11,9 +11,9 @@ from lone_agent import OneWorker, Run, running
 
 from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerState
 from elasticlib.errors import ConfigError
-from elasticlib.rendezvous.document import Limits, Timing
-from elasticlib.rendezvous.layout import Keys
-from elasticlib.rendezvous.node import LocalNode
+from elasticlib.rendezvous.local_node import LocalNode
+from elasticlib.rendezvous.membership import RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.testing.rendezvous_over_store import Listener
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import WorkerGroup
@@ -65,8 +65,14 @@ class Nodes:
 
     def __init__(self, least: int, most: int, loop: float = LOOP) -> None:
         self.store = MemoryStore()
-        self._limits = Limits(least, most, 0, last_call=0.0)
-        self._timing = Timing(join=PATIENCE, lease=2.0, refresh=0.1, close=5.0, loop=loop)
+        self._limits = RendezvousSettings(least, most, 0, last_call_timeout=0.0)
+        self._timing = RendezvousTimeouts(
+            join_timeout=PATIENCE,
+            lease_ttl=2.0,
+            keep_alive_interval=0.1,
+            close_timeout=5.0,
+            loop_timeout=loop,
+        )
 
     def handler(self, name: str) -> DynamicRendezvousHandler:
         return DynamicRendezvousHandler(
@@ -74,13 +80,13 @@ class Nodes:
             "job",
             Node(name, name, "127.0.0.1", 1),
             self._limits,
-            timing=self._timing,
-            open_bootstrap=Listener,
+            timeouts=self._timing,
+            open_bootstrap_store=Listener,
         )
 
     def here(self) -> set[str]:
         """Whose lease stands."""
-        keys = Keys("job").node()
+        keys = StoreKeys("job").node()
         return {entry.key.removeprefix(keys) for entry in self.store.list(keys).entries}
 
 
@@ -153,12 +159,18 @@ def test_a_node_that_starts_its_workers_for_long_keeps_its_place() -> None:
 
 def test_pause_of_the_whole_process_does_not_count_as_a_blocked_loop() -> None:
     store = MemoryStore()
-    node = LocalNode(store, "job", Node("a", "a", "127.0.0.1", 1), Limits(1, 1), Timing(loop=30.0))
-    node.intent = node.intent.seek()
+    node = LocalNode(
+        store,
+        "job",
+        Node("a", "a", "127.0.0.1", 1),
+        RendezvousSettings(1, 1),
+        RendezvousTimeouts(loop_timeout=30.0),
+    )
+    node.intent = node.intent.request_join()
 
     def is_member(now: float, *, progress_due: float) -> bool:
-        node.speak(now, progress_due)
-        return store.get(Keys("job").node("a")) is not None
+        node.publish(now, progress_due)
+        return store.get(StoreKeys("job").node("a")) is not None
 
     assert all(is_member(now, progress_due=30.0) for now in range(10))
     # The machine was paused for 1000 s: neither the rendezvous nor the loop could run.
@@ -169,4 +181,4 @@ def test_pause_of_the_whole_process_does_not_count_as_a_blocked_loop() -> None:
 
 def test_a_bound_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="loop=0"):
-        Timing(loop=0.0)
+        RendezvousTimeouts(loop_timeout=0.0)

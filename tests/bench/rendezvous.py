@@ -34,12 +34,12 @@ from launched import Server
 
 from elasticlib import (
     DynamicRendezvousHandler,
-    Limits,
     Node,
     RendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeouts,
     Store,
     TcpStore,
-    Timing,
 )
 from elasticlib.testing.rendezvous_over_store import Listener
 
@@ -86,15 +86,18 @@ class Nodes:
     def __init__(self, count: int, port: int, first: int = 0, step: int = 1) -> None:
         mine = range(first, count, step)
         self.stores = [Counted("127.0.0.1", port) for _ in mine]
-        limits, timing = Limits(1, count, last_call=BOUND), Timing(join=BOUND, close=5.0)
+        limits, timing = (
+            RendezvousSettings(1, count, last_call_timeout=BOUND),
+            RendezvousTimeouts(join_timeout=BOUND, close_timeout=5.0),
+        )
         self.handlers: list[RendezvousHandler] = [
             DynamicRendezvousHandler(
                 store,
                 "bench",
                 Node(f"n{i}", f"n{i}", "127.0.0.1", 1),
                 limits,
-                timing=timing,
-                open_bootstrap=Listener,
+                timeouts=timing,
+                open_bootstrap_store=Listener,
             )
             for i, store in zip(mine, self.stores, strict=True)
         ]

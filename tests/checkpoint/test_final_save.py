@@ -22,7 +22,7 @@ from elasticlib.checkpoint.final_save import FinalSave, Timeouts
 from elasticlib.checkpoint.pack import plan_layout
 from elasticlib.checkpoint.snapshot_slots import SnapshotHeader, SnapshotSlots
 from elasticlib.checkpoint.storage import DiskCalls, LocalStorage
-from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.testing.waiting import wait_until
 
 PLACE: dict[str, object] = {"run": "job", "launch": "first", "generation": 3}
@@ -70,8 +70,8 @@ def host(tmp_path: Path, checkpoints: Path) -> Host:
 def nodes(count: int, number: int = 3) -> list[RendezvousInfo]:
     """Return the last generation as each of its nodes sees it."""
     members = [Node(f"n{rank}", "h", "127.0.0.1", 1) for rank in range(count)]
-    place = BootstrapStoreInfo("127.0.0.1", 1)
-    return [RendezvousInfo("job", number, seat, place) for seat in deal_seats(members)]
+    place = RendezvousStoreInfo("127.0.0.1", 1)
+    return [RendezvousInfo("job", number, seat, place) for seat in assign_ranks(members)]
 
 
 def saved(folder: Path, step: int, place: dict[str, object] = PLACE) -> None:

@@ -42,7 +42,7 @@ from elasticlib.checkpoint.snapshot_slots import (
 )
 from elasticlib.clock import monotonic
 from elasticlib.errors import CheckpointError, ConfigError
-from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.stores.authentication import NONCE_BYTES
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import Worker, WorkerGroup
@@ -121,10 +121,12 @@ class Host:
 def generation(number: int, nodes: int, store: Store | None) -> list[RendezvousInfo]:
     """Return what each node of a generation receives from the rendezvous."""
     members = [Node(f"n{rank}", "h", "127.0.0.1", 1) for rank in range(nodes)]
-    first = BootstrapStoreInfo("127.0.0.1", 1)
+    first = RendezvousStoreInfo("127.0.0.1", 1)
     return [
-        RendezvousInfo("run", number, seat, first, store=store, board=f"run/board/{number}/")
-        for seat in deal_seats(members)
+        RendezvousInfo(
+            "run", number, seat, first, store=store, exchange_prefix=f"run/board/{number}/"
+        )
+        for seat in assign_ranks(members)
     ]
 
 
@@ -159,8 +161,8 @@ def stream_to(
     store: Store, info: RendezvousInfo, target: int, secret: bytes | None = SECRET
 ) -> socket.socket:
     """Connect to a target as the node of this generation would."""
-    endpoint = published_endpoint(store, info.board, target)
-    return open_stream(endpoint, info.rank, board=info.board, secret=secret)
+    endpoint = published_endpoint(store, info.exchange_prefix, target)
+    return open_stream(endpoint, info.rank, board=info.exchange_prefix, secret=secret)
 
 
 def send(stream: socket.socket, folder: Path, record: SnapshotHeader, pack: bytes) -> str:
@@ -242,9 +244,9 @@ def proxied(
     store = MemoryStore()
     infos = generation(1, 2, store)
     hosts[1].begin(infos[1])
-    target = published_endpoint(store, infos[1].board, 1)
+    target = published_endpoint(store, infos[1].exchange_prefix, 1)
     with contextlib.closing(Proxy(target, interfere)) as proxy:
-        store.set(endpoint_key(infos[1].board, 1), proxy.endpoint.encode())
+        store.set(endpoint_key(infos[1].exchange_prefix, 1), proxy.endpoint.encode())
         hosts[0].begin(infos[0])
         yield target
 
@@ -471,7 +473,10 @@ def test_a_node_that_leaves_does_not_wait_for_a_node_that_cannot_be_reached(
     info = generation(1, 2, store)[0]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    store.set(endpoint_key(info.board, 1), ReplicaEndpoint("127.0.0.1", port, "cd" * 32).encode())
+    store.set(
+        endpoint_key(info.exchange_prefix, 1),
+        ReplicaEndpoint("127.0.0.1", port, "cd" * 32).encode(),
+    )
     hosts[0].begin(info).snapshot(1)
     wait_until("the failure", lambda: "cannot send snapshot replicas to node 1" in caplog.text)
     started_at = monotonic()
@@ -488,10 +493,10 @@ def test_peers_without_the_secret_and_nodes_that_do_not_send_here_are_rejected(
     for secret in (b"another", None):
         with pytest.raises(CheckpointError, match="another secret"):
             stream_to(store, infos[0], 1, secret)
-    endpoint = published_endpoint(store, infos[0].board, 1)
+    endpoint = published_endpoint(store, infos[0].exchange_prefix, 1)
     forged = attrs.evolve(endpoint, token="ab" * 32)
     with pytest.raises(CheckpointError, match="another secret"):
-        open_stream(forged, 0, board=infos[0].board, secret=SECRET)
+        open_stream(forged, 0, board=infos[0].exchange_prefix, secret=SECRET)
     with pytest.raises(CheckpointError, match="another secret"):
         open_stream(endpoint, 0, board="run/board/0/", secret=SECRET)
     with pytest.raises(ConnectionError):
@@ -526,7 +531,7 @@ def test_a_target_that_does_not_know_the_secret_receives_no_data(
     infos = generation(1, 3, store)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = ReplicaEndpoint("127.0.0.1", listener.getsockname()[1], "cd" * 32)
-        store.set(endpoint_key(infos[0].board, 1), endpoint.encode())
+        store.set(endpoint_key(infos[0].exchange_prefix, 1), endpoint.encode())
         hosts[0].begin(infos[0]).snapshot(5, b"the state")
         listener.settimeout(30)
         connection, _ = listener.accept()
@@ -543,7 +548,7 @@ def test_silent_peers_are_disconnected_and_do_not_block_nodes(hosts: list[Host])
     store = MemoryStore()
     sender, target = generation(1, 2, store)
     hosts[1].begin(target)
-    endpoint = published_endpoint(store, sender.board, target.rank)
+    endpoint = published_endpoint(store, sender.exchange_prefix, target.rank)
     address = (endpoint.address, endpoint.port)
     with contextlib.ExitStack() as stack:
         silent = [
@@ -609,7 +614,7 @@ def test_a_node_that_cannot_find_its_own_address_continues_without_replicas(
     hosts: list[Host], caplog: pytest.LogCaptureFixture
 ) -> None:
     hosts[0].service = hosts[0].create_service("")
-    unknown = BootstrapStoreInfo("node0.invalid", 1)
+    unknown = RendezvousStoreInfo("node0.invalid", 1)
     hosts[0].begin(attrs.evolve(generation(1, 2, MemoryStore())[0], bootstrap_store_info=unknown))
     assert "it cannot find its own address" in caplog.text
     hosts[0].snapshot(1)

@@ -28,7 +28,7 @@ from elasticlib.checkpoint.snapshot_service import NodeSnapshotService
 from elasticlib.checkpoint.snapshot_slots import SnapshotHeader
 from elasticlib.checkpoint.snapshot_source import SnapshotLocation, SnapshotSource
 from elasticlib.errors import CheckpointError
-from elasticlib.rendezvous.interface import BootstrapStoreInfo, RendezvousInfo, deal_seats
+from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import WorkerGroup
 
@@ -306,8 +306,8 @@ def test_a_restart_needs_no_more_memory_than_the_pages_say(
 def test_what_was_being_written_when_a_worker_or_a_giver_ended_is_freed(agent: Agent) -> None:
     spec = WorkerSpec(Script("train.py"))
     group = WorkerGroup(spec, (), "run", 2, 0, 1, "127.0.0.1", 1, attempt=2)
-    seat = deal_seats([Node("n", "h", "127.0.0.1", 1)])[0]
-    info = RendezvousInfo("run", 2, seat, BootstrapStoreInfo("127.0.0.1", 1))
+    seat = assign_ranks([Node("n", "h", "127.0.0.1", 1)])[0]
+    info = RendezvousInfo("run", 2, seat, RendezvousStoreInfo("127.0.0.1", 1))
     first = agent.worker(1)
     first.snapshot(1, state(1))
     first.close()

@@ -20,7 +20,7 @@ from lone_agent import OneWorker, Run
 from modules import path_with, with_module
 from pages import blocks_of, by_name, run_suite
 
-from elasticlib import Command, ElasticAgent, Limits, Node, WorkerSpec, WorkerState
+from elasticlib import Command, ElasticAgent, Node, RendezvousSettings, WorkerSpec, WorkerState
 from elasticlib.testing.waiting import wait_until
 
 TEXT, BLOCKS = blocks_of("writing_a_handler.md")
@@ -81,7 +81,7 @@ class TwoAgents:
         self.runs = {}
         for name, workers in self.workers.items():
             node = Node(name, name, "127.0.0.1", 1)
-            handler = register(folder, "job", node, Limits(2, 2), 60.0)
+            handler = register(folder, "job", node, RendezvousSettings(2, 2), 60.0)
             spec = WorkerSpec(Command("none"))
             agent = ElasticAgent(
                 spec, handler, workers, max_restarts=max_restarts, monitor_interval=0.01

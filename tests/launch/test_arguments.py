@@ -43,7 +43,7 @@ def test_elastic_flags_are_read(script: str) -> None:
     config, _ = parse([*flags.split(), "--rdzv-conf", "join_timeout=9,last_call_timeout=0", script])
     assert (config.min_nodes, config.max_nodes, config.max_restarts) == (1, 4, 2)
     assert (config.run_id, config.rdzv_endpoint, config.node_rank) == ("j", "[::1]:29401", 3)
-    assert (config.options.join_timeout, config.limits.last_call) == (9.0, 0.0)
+    assert (config.options.join_timeout, config.limits.last_call_timeout) == (9.0, 0.0)
     assert config.rdzv_backend == "tcp"
 
 
@@ -346,7 +346,7 @@ def test_of_two_words_for_the_time_to_join_torchs_newer_one_counts(script: str) 
 def test_conf_values_may_be_numbers_or_text() -> None:
     conf = {"keep_alive_interval": 0.5, "keep_alive_max_attempt": "4"}
     timing = LaunchConfig(rdzv_configs=conf, store_grace=7.0).timing
-    assert (timing.refresh, timing.lease, timing.store_grace) == (0.5, 2.0, 7.0)
+    assert (timing.keep_alive_interval, timing.lease_ttl, timing.store_grace) == (0.5, 2.0, 7.0)
 
 
 def test_workers_start_warm_unless_they_are_told_otherwise() -> None:

@@ -13,7 +13,7 @@ from modules import path_with
 
 from elasticlib.launch.elastic_launch import _elsewhere
 from elasticlib.launch.launch_config import LaunchConfig
-from elasticlib.observe.history import Why
+from elasticlib.observe.history import GenerationTrigger
 from elasticlib.observe.reading import read_history
 
 pytestmark = pytest.mark.faults
@@ -50,7 +50,10 @@ def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job
     assert places == f"logs and events in {folder}; more: elasticlib report 'a b'"
     assert last == "elasticrun: SUCCEEDED: 1 node done"
     history = read_history(folder)
-    assert [made.why for made in history.generations] == [Why.START, Why.FAILURE]
+    assert [made.why for made in history.generations] == [
+        GenerationTrigger.START,
+        GenerationTrigger.FAILURE,
+    ]
     assert history.generations[1].cost.seconds > 0
 
 

@@ -8,13 +8,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from elasticlib import DynamicRendezvousHandler, Limits, MemoryStore, Node, TcpStoreServer, Timing
+from elasticlib import (
+    DynamicRendezvousHandler,
+    MemoryStore,
+    Node,
+    RendezvousSettings,
+    RendezvousTimeouts,
+    TcpStoreServer,
+)
 from elasticlib.launch.rendezvous_setup import Meeting
 from elasticlib.rendezvous.interface import RendezvousInfo
 from elasticlib.testing.waiting import wait_until
 
 CLOSE = 0.2
-TIMING = Timing(lease=30.0, refresh=0.1, close=CLOSE)
+TIMING = RendezvousTimeouts(lease_ttl=30.0, keep_alive_interval=0.1, close_timeout=CLOSE)
 
 
 class Unserved:
@@ -40,9 +47,9 @@ class Departure:
                 self.store,
                 "job",
                 Node(id=name, host=name, address="127.0.0.1", slots=1),
-                Limits(min_nodes=least, max_nodes=2),
-                timing=TIMING,
-                open_bootstrap=Unserved,
+                RendezvousSettings(min_nodes=least, max_nodes=2),
+                timeouts=TIMING,
+                open_bootstrap_store=Unserved,
             )
             for name in ("host", "other")
         )

@@ -17,7 +17,7 @@ from etcd_server import EtcdServer, needs_etcd
 from jobs import Job, Node
 
 from elasticlib.endpoint import split_endpoint
-from elasticlib.rendezvous.layout import Keys
+from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.stores.etcd_store import EtcdStore
 from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
@@ -113,7 +113,7 @@ def test_a_node_that_starts_while_a_node_of_the_ended_run_lives_gets_its_result(
     member = job.run("member", *flags)
     workers = job.settled(1)
     spare = job.run("spare", *flags)
-    nodes = Keys(RUN_ID).node()
+    nodes = StoreKeys(RUN_ID).node()
     with place.open() as store:
         wait_until("the spare to be announced", lambda: len(store.list(nodes).entries) == 2)
     spare.signal(signal.SIGSTOP)

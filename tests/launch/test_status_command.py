@@ -36,9 +36,9 @@ from elasticlib.observe.status import (
     status_of,
 )
 from elasticlib.observe.story import NodeStatus
-from elasticlib.rendezvous.document import Node
-from elasticlib.rendezvous.layout import Keys
-from elasticlib.rendezvous.layout import encode as encode_node
+from elasticlib.rendezvous.membership import Node
+from elasticlib.rendezvous.store_layout import StoreKeys
+from elasticlib.rendezvous.store_layout import encode as encode_node
 from elasticlib.stores.file_store import FileStore
 from elasticlib.workers.output_plan import MAX_NAMED_RANKS, parse_ranks
 
@@ -176,7 +176,7 @@ def test_state_of_a_run_whose_agents_were_killed_is_unknown(
 def test_a_folder_of_old_statuses_is_looked_at_until_a_node_renews_its_own_or_its_lease_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs, ours, keys = FileStore(tmp_path), FileStore(tmp_path), Keys("job")
+    theirs, ours, keys = FileStore(tmp_path), FileStore(tmp_path), StoreKeys("job")
     node = Node("n1", "h", "", 1)
 
     def publish(generation: int) -> None:

@@ -141,7 +141,7 @@ def test_a_static_rank_and_a_timeout_are_had_by_torchs_names() -> None:
         rdzv_configs={"rank": 1},
         rdzv_timeout=5,
     )
-    assert (config.node_rank, config.timing.join) == (1, 5)
+    assert (config.node_rank, config.timing.join_timeout) == (1, 5)
 
 
 def test_torchs_variable_says_how_long_a_stop_may_take(monkeypatch: pytest.MonkeyPatch) -> None:

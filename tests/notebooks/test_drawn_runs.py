@@ -10,17 +10,19 @@ from matplotlib.axes import Axes
 from elasticlib.observe.history import (
     Cost,
     Generation,
+    GenerationTrigger,
     History,
     JobState,
     NodeStory,
     Stay,
-    Why,
 )
 
-FIRST = Generation(1, Why.START, "the job starts", 2.0, 10.0, 1, 2, 0, 3.0, 1, 55)
+FIRST = Generation(1, GenerationTrigger.START, "the job starts", 2.0, 10.0, 1, 2, 0, 3.0, 1, 55)
 AGAIN = Cost(stop=0.5, rendezvous=0.5, start=1.0, redone=15, redone_seconds=2.0)
-SECOND = Generation(2, Why.FAILURE, "killed", 11.0, 20.0, 1, 2, 1, 12.0, 41, 70, AGAIN)
-THIRD = Generation(3, Why.RESIZE, "node 2 joined", 21.0, None, 2, 3, 1, 22.0, 71, 90)
+SECOND = Generation(
+    2, GenerationTrigger.FAILURE, "killed", 11.0, 20.0, 1, 2, 1, 12.0, 41, 70, AGAIN
+)
+THIRD = Generation(3, GenerationTrigger.RESIZE, "node 2 joined", 21.0, None, 2, 3, 1, 22.0, 71, 90)
 NODES = (NodeStory("a", "a", 0.0, 30.0, 2), NodeStory("b", "b", 9.0, 30.0, 1))
 STAYS = (
     Stay("a", 1, 0, (0, 1), 2.0, 10.0),

@@ -14,7 +14,7 @@ from jobs import PROGRAMS, WITHOUT_TORCH
 from watched_job import JobStuck, WatchedJob
 
 from elasticlib.errors import ConfigError
-from elasticlib.observe.history import JobState, Why
+from elasticlib.observe.history import GenerationTrigger, JobState
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.long]
@@ -66,10 +66,10 @@ def test_a_job_is_disturbed_and_goes_on_and_its_history_tells_of_it(
     history = job.report().history
     assert history.state is JobState.SUCCEEDED
     assert [one.why for one in history.generations] == [
-        Why.START,
-        Why.FAILURE,
-        Why.RESIZE,
-        Why.RESIZE,
+        GenerationTrigger.START,
+        GenerationTrigger.FAILURE,
+        GenerationTrigger.RESIZE,
+        GenerationTrigger.RESIZE,
     ]
     assert [one.world for one in history.generations] == [2, 2, 3, 2]
 

@@ -29,9 +29,9 @@ from elasticlib.observe.stacks import (
     encode_stacks,
 )
 from elasticlib.observe.status import jobs_in
-from elasticlib.rendezvous.document import Document, Limits, Node, settle
-from elasticlib.rendezvous.layout import Keys, encode, encode_shard, encode_state
-from elasticlib.rendezvous.ranks import deal_shards
+from elasticlib.rendezvous.membership import Membership, Node, RendezvousSettings, form_generation
+from elasticlib.rendezvous.rank_assignment import shard_members
+from elasticlib.rendezvous.store_layout import StoreKeys, encode, encode_shard, encode_state
 from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
@@ -39,15 +39,17 @@ from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.waiting import wait_until
 
 NODES = tuple(Node(f"id{n}", f"h{n}", "", 1) for n in range(3))
-KEYS, ASKED = Keys("job"), QuestionKeys("job")
+KEYS, ASKED = StoreKeys("job"), QuestionKeys("job")
 TOLD = Stacks({0: "here"}, silent=(1,))
 
 
 def settled(store: Store) -> None:
     """A job of which all nodes live."""
-    document = settle(Document(Limits(1, 3)), NODES, charged=False, nonce="m")
-    for number, rows in deal_shards(document).items():
-        store.set(KEYS.shard(document.membership, number), encode_shard(rows))
+    document = form_generation(
+        Membership(RendezvousSettings(1, 3)), NODES, charged=False, nonce="m"
+    )
+    for number, rows in shard_members(document).items():
+        store.set(KEYS.shard(document.membership_id, number), encode_shard(rows))
     for node in NODES:
         store.set(KEYS.node(node.id), encode(node), ttl=60.0)
     store.set(KEYS.state, encode_state(document))
@@ -161,10 +163,10 @@ def test_the_node_that_leads_is_not_woken_by_what_people_ask(
 ) -> None:
     _, store = served
     settled(store)
-    version = store.list(KEYS.job).version
+    version = store.list(KEYS.job_prefix).version
     with answering(store, *NODES):
         Asker(store, "job").ask(20.0)
-    assert not store.wait(KEYS.job, after=version, timeout=0.0)
+    assert not store.wait(KEYS.job_prefix, after=version, timeout=0.0)
 
 
 def test_who_does_not_know_the_secret_is_told_nothing(
@@ -184,8 +186,8 @@ def test_the_jobs_of_a_store_are_found_without_their_names(
 ) -> None:
     server, store = served
     settled(store)
-    other = Keys("an/other job")
-    store.set(other.state, encode_state(Document(Limits(1, 1))))
+    other = StoreKeys("an/other job")
+    store.set(other.state, encode_state(Membership(RendezvousSettings(1, 1))))
     Asker(store, "job").ask(0.1)
     with TcpStore(server.host, server.port, secret=b"known to both sides") as nameless:
         assert jobs_in(nameless) == (["an/other job", "job"], ["job"])

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import pytest
 
-from elasticlib.observe.history import Cost, JobState, Pace, Why
+from elasticlib.observe.history import Cost, GenerationTrigger, JobState, Pace
 from elasticlib.observe.metrics import FAMILIES, Exposition, Moment
 from elasticlib.observe.story import Durations, NodeStatus, Sums, WorkerStatus
 
@@ -37,7 +37,7 @@ FULL = Moment(
     Sums(
         failures={"killed": 1},
         restarts=1,
-        counts={Why.START: 1, Why.FAILURE: 1},
+        counts={GenerationTrigger.START: 1, GenerationTrigger.FAILURE: 1},
         lost=Cost(stop=1.5, redone=3),
         started=Durations().plus(0.7).plus(3.0),
     ),

@@ -29,10 +29,10 @@ from elasticlib.observe.published import (
 )
 from elasticlib.observe.status import as_document, node_table, read_job, status_of
 from elasticlib.observe.story import NodeStatus, WorkerStatus
-from elasticlib.rendezvous.document import Document, Limits, Node, settle
-from elasticlib.rendezvous.layout import Keys, encode_shard, encode_state
-from elasticlib.rendezvous.layout import encode as encode_record
-from elasticlib.rendezvous.ranks import deal_shards
+from elasticlib.rendezvous.membership import Membership, Node, RendezvousSettings, form_generation
+from elasticlib.rendezvous.rank_assignment import shard_members
+from elasticlib.rendezvous.store_layout import StoreKeys, encode_shard, encode_state
+from elasticlib.rendezvous.store_layout import encode as encode_record
 from elasticlib.stores.interface import Entry, Store
 from elasticlib.stores.key_space import KeySpaceLimits as StoreLimits
 from elasticlib.stores.memory_store import MemoryStore
@@ -219,10 +219,12 @@ def test_another_state_is_written_at_once_and_a_silence_alone_is_nothing_new() -
 
 def settled(store: Store, nodes: tuple[Node, ...]) -> None:
     """A job of which all nodes live."""
-    keys = Keys("job")
-    document = settle(Document(Limits(1, len(nodes))), nodes, charged=False, nonce="m")
-    for number, rows in deal_shards(document).items():
-        store.set(keys.shard(document.membership, number), encode_shard(rows))
+    keys = StoreKeys("job")
+    document = form_generation(
+        Membership(RendezvousSettings(1, len(nodes))), nodes, charged=False, nonce="m"
+    )
+    for number, rows in shard_members(document).items():
+        store.set(keys.shard(document.membership_id, number), encode_shard(rows))
     for node in nodes:
         store.set(keys.node(node.id), encode_record(node), ttl=60.0)
     store.set(keys.state, encode_state(document))
@@ -253,7 +255,7 @@ def test_a_status_goes_with_its_node_and_wakes_no_node_that_leads(
 ) -> None:
     theirs, ours = stores
     settled(ours, (NODE,))
-    version = ours.list(Keys("job").job).version
+    version = ours.list(StoreKeys("job").job_prefix).version
     running = NodeStatus("job", "id0", state=JobState.RUNNING, reason="it goes on")
     now = [Published(running, 1.0, 2.0)]
 
@@ -269,7 +271,7 @@ def test_a_status_goes_with_its_node_and_wakes_no_node_that_leads(
         now[0] = Published(attrs.evolve(running, state=JobState.DRAINING), 0.0, 3.0)
         publisher.wake()
         wait_until("its new state", lambda: state() is JobState.DRAINING)
-    assert not ours.wait(Keys("job").job, after=version, timeout=0.0)
+    assert not ours.wait(StoreKeys("job").job_prefix, after=version, timeout=0.0)
     theirs.close()
     wait_until("its status to be gone", lambda: not StatusReader(ours, "job").read())
 

@@ -9,7 +9,7 @@ import pytest
 from told_runs import WALL, Agent, files
 
 from elasticlib.observe.event import decode, encode
-from elasticlib.observe.history import History, JobState, Why
+from elasticlib.observe.history import GenerationTrigger, History, JobState
 from elasticlib.observe.reading import history_of
 from elasticlib.observe.report import Report
 from elasticlib.observe.report.build import node_views
@@ -31,9 +31,17 @@ def one_failure() -> Agent:
 def test_a_failure_costs_what_its_phases_took() -> None:
     history = history_of(files(one_failure()))
     first, second = history.generations
-    assert (first.why, first.cost.rendezvous, first.cost.start) == (Why.START, near(2), near(3))
+    assert (first.why, first.cost.rendezvous, first.cost.start) == (
+        GenerationTrigger.START,
+        near(2),
+        near(3),
+    )
     assert (first.began, first.trained, first.ended) == (near(2), near(5), near(10))
-    assert (second.why, second.cause, second.restarts) == (Why.FAILURE, "n1: rank 0 raised", 1)
+    assert (second.why, second.cause, second.restarts) == (
+        GenerationTrigger.FAILURE,
+        "n1: rank 0 raised",
+        1,
+    )
     cost = second.cost
     assert (cost.detect, cost.stop, cost.rendezvous) == (None, near(0.5), near(0.5))
     assert (cost.start, cost.restore) == (near(1.5), near(1.5))
@@ -218,7 +226,11 @@ def test_a_lost_node_is_told_of_by_those_that_go_on_without_it() -> None:
     history = history_of(files(one, two))
     first, second = history.generations
     assert {node.node: node.lost for node in history.nodes} == {"n1": False, "n2": True}
-    assert (second.why, second.cost.detect, second.cost.stop) == (Why.LOSS, near(6.0), near(0.5))
+    assert (second.why, second.cost.detect, second.cost.stop) == (
+        GenerationTrigger.NODE_LOSS,
+        near(6.0),
+        near(0.5),
+    )
     assert first.ended == near(9.0), "nothing went on after the last step"
     assert history.state is JobState.SUCCEEDED
     (gone,) = (stay for stay in history.stays if stay.node == "n2")
@@ -260,12 +272,20 @@ def lost(*, steps: bool) -> History:
 
 def test_who_was_lost_worked_as_long_as_its_peers_did() -> None:
     first, second = lost(steps=True).generations
-    assert (second.why, second.cost.detect, first.ended) == (Why.LOSS, near(0.1), near(15.0))
+    assert (second.why, second.cost.detect, first.ended) == (
+        GenerationTrigger.NODE_LOSS,
+        near(0.1),
+        near(15.0),
+    )
 
 
 def test_where_no_steps_are_told_no_silence_is_claimed() -> None:
     first, second = lost(steps=False).generations
-    assert (second.why, second.cost.detect, first.ended) == (Why.LOSS, None, near(15.1))
+    assert (second.why, second.cost.detect, first.ended) == (
+        GenerationTrigger.NODE_LOSS,
+        None,
+        near(15.1),
+    )
 
 
 def test_the_silence_before_a_hang_is_lost_as_well() -> None:
@@ -276,39 +296,49 @@ def test_the_silence_before_a_hang_is_lost_as_well() -> None:
     assert (first.ended, second.cost.detect) == (near(25.0), near(40.0))
 
 
-@pytest.mark.parametrize("why", Why)
+@pytest.mark.parametrize("why", GenerationTrigger)
 @pytest.mark.parametrize("cause", ["n3 joined", "n2 left", "no batches left", "n1 drains (all)"])
 def test_a_generation_was_sought_for_what_the_rendezvous_told_whatever_its_words(
-    why: Why, cause: str
+    why: GenerationTrigger, cause: str
 ) -> None:
     told = {"cause": cause, "why": why.value}
     one = Agent("n1").launch(0.0).begin(1.0, 1, why="start").stop(5.0, 6.0).begin(7.0, 2, **told)
     # Begun anew after it had begun, it has lost what the store held.
-    wanted = Why.LOSS if why is Why.START else why
-    assert [g.why for g in history_of(files(one)).generations] == [Why.START, wanted]
+    wanted = GenerationTrigger.NODE_LOSS if why is GenerationTrigger.START else why
+    assert [g.why for g in history_of(files(one)).generations] == [GenerationTrigger.START, wanted]
     newcomer = Agent("n3").launch(6.0).begin(7.0, 2, rank=1, **told)
     assert [g.why for g in history_of(files(newcomer)).generations] == [why]
 
 
 @pytest.mark.parametrize(
     ("why", "failed", "wanted"),
-    [("resize", False, Why.RESIZE), ("", False, Why.LOSS), ("", True, Why.FAILURE)],
+    [
+        ("resize", False, GenerationTrigger.RESIZE),
+        ("", False, GenerationTrigger.NODE_LOSS),
+        ("", True, GenerationTrigger.FAILURE),
+    ],
 )
 def test_where_it_was_not_told_what_the_nodes_did_says_it_and_no_words_do(
-    why: str, failed: bool, wanted: Why
+    why: str, failed: bool, wanted: GenerationTrigger
 ) -> None:
     for cause in ("n3 joined", "n1: ValueError: no batches left", "n2 left"):
         one = Agent("n1").launch(0.0).begin(1.0, 1)
         if failed:
             one.fail(4.0, "ValueError: no batches left")
         one.stop(5.0, 6.0, why).begin(7.0, 2, cause=cause)
-        assert [g.why for g in history_of(files(one)).generations] == [Why.START, wanted]
+        assert [g.why for g in history_of(files(one)).generations] == [
+            GenerationTrigger.START,
+            wanted,
+        ]
 
 
 def test_a_failure_beside_a_loss_is_a_loss_as_nobody_is_charged_for_it() -> None:
     one = Agent("n1").launch(0.0).begin(1.0, 1).fail(5.0, "its peer had gone").stop(5.0, 6.0)
     one.begin(7.0, 2, cause="n2 left", why="loss")
-    assert [g.why for g in history_of(files(one)).generations] == [Why.START, Why.LOSS]
+    assert [g.why for g in history_of(files(one)).generations] == [
+        GenerationTrigger.START,
+        GenerationTrigger.NODE_LOSS,
+    ]
 
 
 def test_a_run_that_was_launched_again_is_counted_on() -> None:
@@ -321,9 +351,9 @@ def test_a_run_that_was_launched_again_is_counted_on() -> None:
     one.launch(60.0).begin(61.0, 1).succeed(70.0)
     history = history_of(files(one, two))
     assert [(g.number, g.nodes, g.why) for g in history.generations] == [
-        (1, 2, Why.START),
-        (2, 2, Why.START),
-        (3, 1, Why.START),
+        (1, 2, GenerationTrigger.START),
+        (2, 2, GenerationTrigger.START),
+        (3, 1, GenerationTrigger.START),
     ]
     assert [g.began for g in history.generations] == [near(1), near(31), near(61)]
     assert history.generations[1].cost.redone == 8

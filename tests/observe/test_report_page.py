@@ -19,13 +19,13 @@ from elasticlib.observe.event import Mark
 from elasticlib.observe.history import (
     Cost,
     Generation,
+    GenerationTrigger,
     History,
     JobState,
     NodeEnd,
     NodeStory,
     Pace,
     Stay,
-    Why,
 )
 from elasticlib.observe.reading import history_of
 from elasticlib.observe.report import Report
@@ -133,7 +133,7 @@ dicts = st.dictionaries(texts, texts, max_size=2)
 made = st.builds(
     Generation,
     number=st.integers(1, 4),
-    why=st.sampled_from(Why),
+    why=st.sampled_from(GenerationTrigger),
     cause=texts,
     began=times,
     ended=st.none() | times,
@@ -310,14 +310,16 @@ def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:
     words = told(history)
     for made in history.generations:
         cost = duration(made.cost.seconds)
-        assert f"Generation {made.number}, {made.why.words} {made.cause} {cost}" in words
+        assert f"Generation {made.number}, {made.why.phrase} {made.cause} {cost}" in words
         for name, seconds in made.cost.phases.items():
             redone = f"{plural(made.cost.redone, 'step')}, " if name == "redone" else ""
             assert f"{name} {redone}{duration(seconds)}" in words
 
 
 def test_all_time_without_a_step_that_counts_is_told_and_where_it_is_of_no_recovery() -> None:
-    first = Generation(1, Why.START, "", 2.0, 30.0, 1, 1, 0, trained=10.0, cost=Cost(start=8.0))
+    first = Generation(
+        1, GenerationTrigger.START, "", 2.0, 30.0, 1, 1, 0, trained=10.0, cost=Cost(start=8.0)
+    )
     history = History("job", 0.0, 100.0, JobState.FAILED, generations=(first,))
     words = told(history)
     assert "Time lost 1 min 20 s" in words

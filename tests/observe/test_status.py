@@ -33,20 +33,22 @@ from elasticlib.observe.status import (
 )
 from elasticlib.observe.story import NodeStatus, WorkerStatus
 from elasticlib.observe.wording import table
-from elasticlib.rendezvous.document import (
-    Document,
-    Failure,
-    Limits,
+from elasticlib.rendezvous.membership import (
+    JobPhase,
+    LeaderStatus,
+    Membership,
     Node,
-    Note,
-    Phase,
-    reopen,
-    resize,
-    settle,
+    NodeFailure,
+    RendezvousSettings,
+    begin_resize,
+    end_generation,
+    form_generation,
 )
 
 NODES = tuple(Node(f"id{n}", f"h{n}", "", 2) for n in range(3))
-SETTLED = settle(Document(Limits(2, 3, 4)), NODES[:2], charged=False, nonce="m")
+SETTLED = form_generation(
+    Membership(RendezvousSettings(2, 3, 4)), NODES[:2], charged=False, nonce="m"
+)
 S = JobState
 
 
@@ -60,15 +62,15 @@ def published(node: Node, state: JobState = S.RUNNING, seconds: float = 1.0) -> 
     return Published(status, seconds, 9.0, age=0.5)
 
 
-def view(document: Document | None, *states: JobState, live: int = 2) -> JobView:
+def view(document: Membership | None, *states: JobState, live: int = 2) -> JobView:
     found = {
         node.id: published(node, state, 1.0 + n)
         for n, (node, state) in enumerate(zip(NODES, states, strict=False))
     }
-    return JobView("job", document, NODES[:live], Note("1 of 2 nodes are here"), found)
+    return JobView("job", document, NODES[:live], LeaderStatus("1 of 2 nodes are here"), found)
 
 
-def state(document: Document | None, *states: JobState, live: int = 2) -> JobState | None:
+def state(document: Membership | None, *states: JobState, live: int = 2) -> JobState | None:
     found = status_of(view(document, *states, live=live))
     assert found is not None
     return found.state
@@ -80,24 +82,24 @@ def test_a_job_that_nobody_knows_is_none() -> None:
 
 def test_it_waits_meets_runs_and_ends() -> None:
     assert state(None, live=1) is S.WAITING
-    assert state(Document(Limits(2, 3)), live=1) is S.WAITING
-    assert state(Document(Limits(2, 3)), live=2) is S.RENDEZVOUS
+    assert state(Membership(RendezvousSettings(2, 3)), live=1) is S.WAITING
+    assert state(Membership(RendezvousSettings(2, 3)), live=2) is S.RENDEZVOUS
     assert state(SETTLED, S.RENDEZVOUS, S.RUNNING) is S.RENDEZVOUS
     assert state(SETTLED, S.RUNNING, S.RUNNING) is S.RUNNING
     assert state(SETTLED, S.SUCCEEDED, S.RUNNING) is S.RUNNING
     assert state(SETTLED, S.SUCCEEDED, S.SUCCEEDED) is S.SUCCEEDED
     ended = {"SUCCEEDED": S.SUCCEEDED, "FAILED": S.FAILED, "ABORTED": S.STOPPED}
     for phase, want in ended.items():
-        assert state(attrs.evolve(SETTLED, phase=Phase[phase]), live=0) is want
+        assert state(attrs.evolve(SETTLED, phase=JobPhase[phase]), live=0) is want
 
 
 def test_why_it_is_between_two_generations_is_told_apart() -> None:
     assert state(SETTLED, S.RUNNING, S.RESTARTING) is S.RESTARTING
     assert state(SETTLED, S.RESTARTING, S.DRAINING) is S.DRAINING
-    assert state(reopen(SETTLED, "gone")) is S.RENDEZVOUS
-    assert state(reopen(SETTLED, "gone"), live=1) is S.WAITING
-    assert state(reopen(SETTLED, "failed", Failure("id0", "rank 0"))) is S.RESTARTING
-    assert state(resize(SETTLED, "one more")) is S.RESIZING
+    assert state(end_generation(SETTLED, "gone")) is S.RENDEZVOUS
+    assert state(end_generation(SETTLED, "gone"), live=1) is S.WAITING
+    assert state(end_generation(SETTLED, "failed", NodeFailure("id0", "rank 0"))) is S.RESTARTING
+    assert state(begin_resize(SETTLED, "one more")) is S.RESIZING
 
 
 def test_nobody_is_left_to_tell_where_no_lease_stands() -> None:
@@ -138,12 +140,12 @@ def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
 
 
 def test_who_has_no_rank_yet_joins_and_is_a_spare_once_a_generation_stands() -> None:
-    def places(document: Document) -> list[str]:
+    def places(document: Membership) -> list[str]:
         found = status_of(view(document, live=3))
         assert found is not None
         return [row[0] for row in node_table(found)[1]]
 
-    assert places(Document(Limits(2, 3))) == ["joining"] * 3
+    assert places(Membership(RendezvousSettings(2, 3))) == ["joining"] * 3
     assert places(SETTLED) == ["0", "1", "spare"]
 
 

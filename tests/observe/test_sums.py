@@ -11,7 +11,7 @@ from told_runs import Agent
 from elasticlib.agent.interface import RunResult
 from elasticlib.launch.exit_report import result_text, summary_lines
 from elasticlib.observe.event import Event
-from elasticlib.observe.history import Why
+from elasticlib.observe.history import GenerationTrigger
 from elasticlib.observe.reading import history_of
 from elasticlib.observe.story import DEAREST, Story, Sums
 from elasticlib.workers.spec import WorkerState
@@ -44,7 +44,11 @@ def many(generations: int) -> Agent:
 def test_generations_are_counted_by_reason_and_the_most_expensive_ones_kept() -> None:
     sums = summed(many(30).events)
     assert sums.lost.redone == 29 * 2
-    assert sums.counts == {Why.START: 1, Why.FAILURE: 19, Why.LOSS: 10}
+    assert sums.counts == {
+        GenerationTrigger.START: 1,
+        GenerationTrigger.FAILURE: 19,
+        GenerationTrigger.NODE_LOSS: 10,
+    }
     assert len(sums.dearest) == DEAREST
     assert 8 in [generation.number for generation in sums.dearest], "the stop that took long"
 

@@ -3,7 +3,7 @@
 import threading
 
 from elasticlib.launch.entry import main as main
-from elasticlib.rendezvous.bootstrap import open_torch_store
+from elasticlib.rendezvous.bootstrap_store import open_torch_store
 
 
 def stay_inside() -> None:

@@ -6,14 +6,20 @@ import itertools
 from collections import Counter
 
 from elasticlib.errors import StoreConnectionError
-from elasticlib.rendezvous.document import Document, Limits, Node, Phase, Timing
-from elasticlib.rendezvous.layout import Keys, StoredJob
-from elasticlib.rendezvous.node import LocalNode, Reading
+from elasticlib.rendezvous.local_node import JobSnapshot, LocalNode
+from elasticlib.rendezvous.membership import (
+    JobPhase,
+    Membership,
+    Node,
+    RendezvousSettings,
+    RendezvousTimeouts,
+)
+from elasticlib.rendezvous.store_layout import JobListing, StoreKeys
 from elasticlib.stores.interface import CompareSetResult, Entry, Listing, Store
 from elasticlib.stores.memory_store import MemoryStore
 
 RUN = "run"
-KEYS = Keys(RUN)
+KEYS = StoreKeys(RUN)
 LEASE = 5.0
 
 
@@ -87,62 +93,62 @@ class CountedStore(Store):
 class Member:
     """A node that takes its steps when it is told to, and reads only what has changed."""
 
-    def __init__(self, crew: Crew, name: str, limits: Limits) -> None:
+    def __init__(self, crew: Crew, name: str, limits: RendezvousSettings) -> None:
         self._crew = crew
         self.name = name
         self.store = CountedStore(crew.memory.client())
         node = Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1)
         self.id = node.id
-        self.part = LocalNode(self.store, RUN, node, limits, Timing(lease=LEASE))
-        self.part.intent = self.part.intent.seek()
+        self.part = LocalNode(self.store, RUN, node, limits, RendezvousTimeouts(lease_ttl=LEASE))
+        self.part.intent = self.part.intent.request_join()
         self.publishes = True
 
     @property
-    def seen(self) -> Reading:
-        assert self.part.seen is not None
-        return self.part.seen
+    def seen(self) -> JobSnapshot:
+        assert self.part.snapshot is not None
+        return self.part.snapshot
 
     @property
     def generation(self) -> int:
         """Whose workers run here, or 0."""
-        return 0 if self.part.intent.joining else self.part.intent.held
+        return 0 if self.part.intent.is_joining else self.part.intent.current_generation
 
     def turn(self) -> None:
         """What the handler's loop does in one turn; workers are stopped as soon as they must."""
-        joined = self.part.seen is None
+        joined = self.part.snapshot is None
         if joined:
             self.part.read(self._crew.now)
-        self.part.speak(self._crew.now)
+        self.part.publish(self._crew.now)
         if (joined and self.seen.leader is None) or self._stirred():
             self.look()
 
     def _stirred(self) -> bool:
-        return self.store.inner.wait(self.part.prefix, after=self.seen.version, timeout=0.0)
+        return self.store.inner.wait(self.part.watch_prefix, after=self.seen.version, timeout=0.0)
 
     def look(self) -> None:
         now = self._crew.now
-        reading = self.part.look(now)
+        reading = self.part.poll(now)
         self._heed(reading)
-        self.part.act(reading)
-        self.part.speak(now)
+        self.part.reconcile_and_write(reading)
+        self.part.publish(now)
 
     def finish(self) -> None:
-        self.part.intent = self.part.intent.finish()
+        self.part.intent = self.part.intent.record_success()
 
     def fail(self, *, killed: bool = False) -> None:
-        self.part.intent = self.part.intent.fail("its workers failed", killed=killed)
+        self.part.intent = self.part.intent.record_failure("its workers failed", killed=killed)
 
     def leave(self) -> None:
         self.part.leave()
         self.store.close()
 
-    def _heed(self, reading: Reading) -> None:
-        if self.part.intent.joining:
-            seat = self.part.enter()
-            if seat is not None and seat.rank == 0 and self.publishes:
-                self.part.report(reading, endpoint="127.0.0.1:1")
+    def _heed(self, reading: JobSnapshot) -> None:
+        if self.part.intent.is_joining:
+            seat = self.part.enter_generation()
+            if seat is not None and seat.group_rank == 0 and self.publishes:
+                self.part.write_reports(reading, endpoint="127.0.0.1:1")
         elif self.part.intent.change(reading.state) is not None:
-            self.part.intent = self.part.intent.seek()
+            self.part.intent = self.part.intent.request_join()
 
 
 class Crew:
@@ -154,7 +160,7 @@ class Crew:
         self.members: list[Member] = []
         self._numbers = itertools.count()
 
-    def add(self, count: int, limits: Limits) -> None:
+    def add(self, count: int, limits: RendezvousSettings) -> None:
         self.members += [Member(self, f"n{next(self._numbers)}", limits) for _ in range(count)]
 
     def turns(self, count: int = 1, seconds: float = 0.0) -> None:
@@ -168,25 +174,25 @@ class Crew:
         self.members.remove(member)
         member.leave()
 
-    def settle(self) -> Document:
+    def settle(self) -> Membership:
         """Turns until all are in the generation that stands; some few are enough."""
         for _ in range(12):
             self.turns()
             document = self.document()
-            if document is not None and document.phase is Phase.SETTLED:
+            if document is not None and document.phase is JobPhase.ACTIVE:
                 held = {member.generation for member in self.members}
                 if held == {document.generation}:
                     return document
         raise AssertionError("no common generation in twelve turns")
 
-    def document(self) -> Document | None:
-        return StoredJob(KEYS, self.memory.list(KEYS.job)).document(None)[0]
+    def document(self) -> Membership | None:
+        return JobListing(KEYS, self.memory.list(KEYS.job_prefix)).membership(None)[0]
 
     @property
     def leader(self) -> Member:
-        (leader,) = [member for member in self.members if member.part.leads]
+        (leader,) = [member for member in self.members if member.part.is_leader]
         return leader
 
     @property
     def followers(self) -> list[Member]:
-        return [member for member in self.members if not member.part.leads]
+        return [member for member in self.members if not member.part.is_leader]

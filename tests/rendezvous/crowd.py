@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elasticlib.rendezvous.document import Limits, Node, Timing
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
+from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.testing.rendezvous_over_store import Listener
 
@@ -32,7 +32,9 @@ BOUND = 900.0
 SWITCH_SECONDS = 0.1
 """Threads by the thousand would else ask for the interpreter's lock, and get nothing done."""
 # All of these nodes share the cores that the store runs on, where real ones have their own.
-TIMING = Timing(join=BOUND, lease=60.0, refresh=15.0, close=60.0)
+TIMING = RendezvousTimeouts(
+    join_timeout=BOUND, lease_ttl=60.0, keep_alive_interval=15.0, close_timeout=60.0
+)
 
 Told = list[Any]
 
@@ -40,15 +42,15 @@ Told = list[Any]
 class Member:
     """One node, and the generation that it is in: number, rank, nodes, master, and why."""
 
-    def __init__(self, port: int, name: str, limits: Limits) -> None:
+    def __init__(self, port: int, name: str, limits: RendezvousSettings) -> None:
         self._store = TcpStore("127.0.0.1", port, timeout=BOUND)
         self.handler = DynamicRendezvousHandler(
             self._store,
             "crowd",
             Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1),
             limits,
-            timing=TIMING,
-            open_bootstrap=Listener,
+            timeouts=TIMING,
+            open_bootstrap_store=Listener,
         )
 
     def join(self) -> Told:
@@ -60,7 +62,7 @@ class Member:
         return self.join()
 
     def end(self) -> Told:
-        self.handler.report_done()
+        self.handler.report_success()
         return [self._change()]
 
     def leave(self) -> Told:
@@ -78,7 +80,9 @@ class Part:
     """Some of the nodes, in this process."""
 
     def __init__(self, port: int, nodes: int, first: int, step: int) -> None:
-        self._make = partial(Member, port, limits=Limits(1, nodes, last_call=BOUND))
+        self._make = partial(
+            Member, port, limits=RendezvousSettings(1, nodes, last_call_timeout=BOUND)
+        )
         self._members = [self._make(f"n{number}") for number in range(first, nodes, step)]
         self._first = first
 

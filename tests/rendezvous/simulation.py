@@ -16,11 +16,17 @@ from functools import partial
 import attrs
 
 from elasticlib.errors import StoreConnectionError
-from elasticlib.rendezvous.decide import Intent
-from elasticlib.rendezvous.document import Document, Limits, Node, Phase, Timing
-from elasticlib.rendezvous.layout import Keys, StoredJob
-from elasticlib.rendezvous.node import LocalNode, Reading
-from elasticlib.rendezvous.ranks import Seat
+from elasticlib.rendezvous.local_node import JobSnapshot, LocalNode
+from elasticlib.rendezvous.membership import (
+    JobPhase,
+    Membership,
+    Node,
+    RendezvousSettings,
+    RendezvousTimeouts,
+)
+from elasticlib.rendezvous.rank_assignment import RankAssignment
+from elasticlib.rendezvous.reconcile import NodeIntent
+from elasticlib.rendezvous.store_layout import JobListing, StoreKeys
 from elasticlib.stores.interface import CompareSetResult
 from elasticlib.stores.key_space import KeySpace
 from elasticlib.stores.memory_store import MemoryStore
@@ -97,7 +103,7 @@ class InvariantBroken(AssertionError):
 class WatchedStore(MemoryStore):
     """A memory store that shows each document as it is written, and that a node may be cut from."""
 
-    def __init__(self, clock: Callable[[], float], seen: Callable[[Document], None]) -> None:
+    def __init__(self, clock: Callable[[], float], seen: Callable[[Membership], None]) -> None:
         super().__init__(clock=clock)
         self._seen = seen
         self._is_cut: Callable[[], bool] = lambda: False
@@ -109,17 +115,17 @@ class WatchedStore(MemoryStore):
         client._seen, client._is_cut = self._seen, lambda: node.cut
         return client
 
-    def document(self) -> Document | None:
+    def document(self) -> Membership | None:
         """What stands there now."""
-        keys = Keys(RUN_ID)
+        keys = StoreKeys(RUN_ID)
         with super()._turn() as space:
-            return StoredJob(keys, space.list(keys.job)).document(None)[0]
+            return JobListing(keys, space.list(keys.job_prefix)).membership(None)[0]
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSetResult:
         outcome = super().compare_set(key, value, expected=expected, ttl=ttl)
-        if outcome.succeeded and key == Keys(RUN_ID).state:
+        if outcome.succeeded and key == StoreKeys(RUN_ID).state:
             document = self.document()
             assert document is not None
             self._seen(document)
@@ -145,11 +151,11 @@ class SimulatedNode:
         self.cut_until = 0.0
         self._origin = draw.uniform(-1e6, 1e6)
         self._rate = draw.uniform(0.9, 1.1)
-        hint = index % simulation.limits.max_nodes if simulation.limits.fixed_ranks else None
+        hint = index % simulation.limits.max_nodes if simulation.limits.has_fixed_ranks else None
         loses = simulation.faults.worker_losses > 0
         self.workers = draw.randint(1, 3) if loses else 1
         self.keeps = loses and draw.random() < 0.5
-        node = Node(f"{self.name}-1", self.name, "127.0.0.1", slots=self.workers, hint=hint)
+        node = Node(f"{self.name}-1", self.name, "127.0.0.1", slots=self.workers, rank_hint=hint)
         self.id = node.id
         self.alive_workers = self.workers
         self._starts = 0
@@ -160,19 +166,21 @@ class SimulatedNode:
             RUN_ID,
             node,
             simulation.limits,
-            Timing(lease=simulation.lease, refresh=simulation.lease / 5),
+            RendezvousTimeouts(
+                lease_ttl=simulation.lease, keep_alive_interval=simulation.lease / 5
+            ),
         )
-        self.part.intent = self.intent.seek()
+        self.part.intent = self.intent.request_join()
         self._stopping = False
 
     @property
-    def intent(self) -> Intent:
+    def intent(self) -> NodeIntent:
         return self.part.intent
 
     @property
     def training(self) -> int:
         """The generation whose workers run here, or 0."""
-        return 0 if self.intent.joining else self.intent.held
+        return 0 if self.intent.is_joining else self.intent.current_generation
 
     @property
     def cut(self) -> bool:
@@ -191,30 +199,30 @@ class SimulatedNode:
         delay = self._simulation.random.choice((0.0, 0.001, 0.05, 0.3))
         self._simulation.after(delay, lambda: self._act(reading))
 
-    def _look(self) -> Reading:
+    def _look(self) -> JobSnapshot:
         now = self._simulation.now * self._rate + self._origin
-        if self.part.seen is None:
+        if self.part.snapshot is None:
             leader = self.part.read(now).leader
-            if self.keeps and leader is not None and leader.keeps:
+            if self.keeps and leader is not None and leader.can_regroup:
                 self._start_ahead()
-        self.part.speak(now)
-        reading = self.part.look(now)
+        self.part.publish(now)
+        reading = self.part.poll(now)
         self._heed(reading)
         return reading
 
-    def _act(self, reading: Reading) -> None:
+    def _act(self, reading: JobSnapshot) -> None:
         if not self.alive or self._wait_out_stall(lambda: self._act(reading)):
             return
         pause = self._write(reading)
         self._simulation.after(pause, self.turn)
 
-    def _write(self, reading: Reading) -> float:
+    def _write(self, reading: JobSnapshot) -> float:
         """Seconds until the next turn."""
         try:
-            decision, won = self.part.act(reading)
+            decision, won = self.part.reconcile_and_write(reading)
         except StoreConnectionError:
             return 0.1
-        if decision.write is None:
+        if decision.new_membership is None:
             return self._simulation.random.uniform(0.05, 1.0)
         mark = Mark.WRITES if won else Mark.LOSES
         lost = "" if won else "lost the race: "
@@ -227,11 +235,11 @@ class SimulatedNode:
             self._simulation.after(left, then)
         return left > 0
 
-    def _heed(self, reading: Reading) -> None:
+    def _heed(self, reading: JobSnapshot) -> None:
         if self.intent.final_change(reading.state) is not None:
             self.leave()
-        elif self.intent.joining:
-            if self.part.enter() is not None:
+        elif self.intent.is_joining:
+            if self.part.enter_generation() is not None:
                 self._start()
         elif not self._stopping and self.intent.change(reading.state) is not None:
             self._stopping = True
@@ -239,18 +247,18 @@ class SimulatedNode:
 
     def _start(self) -> None:
         seat = self._simulation.check_seat(self)
-        what = f"rank {seat.rank} of {seat.nodes} in {self.training}, with {seat.slots} workers"
+        what = f"rank {seat.group_rank} of {seat.num_nodes} in {self.training}"
         self._simulation.tell(self.name, Mark.STARTS, what)
-        self.alive_workers, self.said = seat.slots, {seat.slots}
-        self.part.keeps = self.keeps
-        self.part.intent = self.intent.saying(slots=seat.slots)
-        if seat.slots < self.workers:
-            ready = partial(self._let_in, self.intent.node.membership)
+        self.alive_workers, self.said = seat.local_world_size, {seat.local_world_size}
+        self.part.can_regroup = self.keeps
+        self.part.intent = self.intent.with_node_fields(slots=seat.local_world_size)
+        if seat.local_world_size < self.workers:
+            ready = partial(self._let_in, self.intent.node.membership_id)
             self._simulation.after(self._simulation.random.uniform(0.0, 3.0), ready)
 
     def _let_in(self, membership: str) -> None:
         """All newcomers are ready, if the generation in which they were started stands."""
-        held = self.intent.node.membership
+        held = self.intent.node.membership_id
         if self.alive and self.training and held == membership and not self._stopping:
             self._simulation.tell(self.name, Mark.LETS_IN, f"has {self.workers} workers ready")
             self.alive_workers = self.workers
@@ -272,13 +280,13 @@ class SimulatedNode:
 
     def _come_with(self, slots: int, *, kept: bool = False) -> None:
         self.said.add(slots)
-        self.part.intent = self.intent.saying(slots=slots, kept=kept)
+        self.part.intent = self.intent.with_node_fields(slots=slots, has_retained_workers=kept)
 
     def _stopped(self) -> None:
         if self.alive and not self._wait_out_stall(self._stopped):
             self._simulation.tell(self.name, Mark.STOPS, f"has stopped those of {self.training}")
             self._stopping = False
-            if self.intent.node.draining:
+            if self.intent.node.drain_reason:
                 self.leave()
                 return
             self.said.clear()
@@ -286,10 +294,10 @@ class SimulatedNode:
             kept = self.alive_workers if self.keeps else 0
             self._come_with(kept or self.workers, kept=kept > 0)
             state = self.part.state
-            if self.keeps and not kept and state is not None and state.nodes > 1:
+            if self.keeps and not kept and state is not None and state.num_nodes > 1:
                 self.said.clear()
                 self._start_ahead()
-            self.part.intent = self.intent.seek()
+            self.part.intent = self.intent.request_join()
 
     def forget(self) -> None:
         """The store is emptied, as by a restart without its memory."""
@@ -306,17 +314,17 @@ class SimulatedNode:
         self._simulation.tell(self.name, Mark.LEAVES, "leaves")
         self.alive = False
         if not self.cut:
-            self.part.withdraw()
+            self.part.delete_leases()
 
     def fail_workers(self) -> None:
         if self.training and not self._stopping:
             self._simulation.tell(self.name, Mark.FAILS, "its workers fail")
             self.alive_workers = 0
-            self.part.intent = self.intent.fail("exit code 1")
+            self.part.intent = self.intent.record_failure("exit code 1")
 
     def lose_worker(self) -> None:
         """One of several; the others are stopped, if they are not kept."""
-        if not self.alive_workers or self.intent.silent:
+        if not self.alive_workers or self.intent.has_not_joined:
             return
         self._simulation.tell(self.name, Mark.FAILS, "one of its workers is lost")
         self.alive_workers -= 1
@@ -325,17 +333,17 @@ class SimulatedNode:
             if not left or not self.keeps:
                 self._come_with(self.workers)
             elif not ahead:
-                self._come_with(left, kept=self.intent.node.kept)
+                self._come_with(left, kept=self.intent.node.has_retained_workers)
         elif not self._stopping:
-            self.part.intent = self.intent.fail("killed")
+            self.part.intent = self.intent.record_failure("killed")
 
     def drain(self) -> None:
         """It leaves at once if it has no workers, else when all who hear of it have stopped."""
         if not self.training:
             self.leave()
-        elif not self.intent.node.draining:
+        elif not self.intent.node.drain_reason:
             self._simulation.tell(self.name, Mark.DRAINS, "is about to leave")
-            self.part.intent = self.intent.saying(draining="drain")
+            self.part.intent = self.intent.with_node_fields(drain_reason="drain")
 
     def stall(self, seconds: float) -> None:
         self.stalled_until = self._simulation.now + seconds
@@ -349,12 +357,12 @@ class SimulatedNode:
 
     def echo(self, delay: float) -> None:
         """A wake-up comes twice, the second time late: what was read is acted upon again."""
-        reading = self.part.seen
+        reading = self.part.snapshot
         if reading is not None:
             self._simulation.tell(self.name, Mark.ECHOES, f"acts again in {delay:.1f} s")
             self._simulation.after(delay, lambda: self._act_again(reading))
 
-    def _act_again(self, reading: Reading) -> None:
+    def _act_again(self, reading: JobSnapshot) -> None:
         if self.alive and not self._wait_out_stall(lambda: self._act_again(reading)):
             self._write(reading)
 
@@ -368,7 +376,7 @@ class Simulation:
     def __init__(
         self,
         seed: int,
-        limits: Limits | None = None,
+        limits: RendezvousSettings | None = None,
         *,
         nodes: int = 4,
         faults: Faults | None = None,
@@ -376,14 +384,14 @@ class Simulation:
     ) -> None:
         self.seed = seed
         self.random = random.Random(seed)
-        self.limits = limits or Limits(1, 6, max_restarts=100)
+        self.limits = limits or RendezvousSettings(1, 6, max_restarts=100)
         self.lease = lease
         self.now = 0.0
         self.story: list[Moment] = []
-        self.documents: list[Document] = []  # every document written, in order
+        self.documents: list[Membership] = []  # every document written, in order
         self.faults = faults or Faults()
-        self._fixed = self.limits.fixed_ranks
-        self._last: dict[str, Document] = {}
+        self._fixed = self.limits.has_fixed_ranks
+        self._last: dict[str, Membership] = {}
         self._seats: dict[str, dict[int, str]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -459,14 +467,14 @@ class Simulation:
         """All living nodes train in one generation, are its spares, or are too few for one."""
         living = self.living
         document = self.store.document()
-        if any(node.intent.node.draining for node in living):
+        if any(node.intent.node.drain_reason for node in living):
             return False  # it has yet to leave, perhaps past a leader that stands still
-        if document is None or document.phase.terminal:
+        if document is None or document.phase.is_terminal:
             return not living
-        wanted = len({n.intent.node.hint for n in living}) if self._fixed else len(living)
+        wanted = len({n.intent.node.rank_hint for n in living}) if self._fixed else len(living)
         if wanted < self.limits.min_nodes:
             return not any(node.training for node in living)
-        settled = document.phase is Phase.SETTLED
+        settled = document.phase is JobPhase.ACTIVE
         full = len(document.members) == min(wanted, self.limits.max_nodes)
         members = {node.id for node in living if node.training == document.generation}
         wanted_ids = document.member_ids
@@ -479,26 +487,31 @@ class Simulation:
         """From now on, nobody can know of a generation but those who were in it."""
         self._last.clear()
 
-    def check_seat(self, node: SimulatedNode) -> Seat:
+    def check_seat(self, node: SimulatedNode) -> RankAssignment:
         """Each node sees its own rank: no two the same one, in one generation of one size."""
-        reading = node.part.seen
+        reading = node.part.snapshot
         assert reading is not None
-        state, seat = reading.state, reading.seat
+        state, seat = reading.state, reading.assignment
         assert state is not None
         assert seat is not None
-        taken = self._seats.setdefault(state.membership, {})
-        holder = taken.setdefault(seat.rank, node.name)
+        taken = self._seats.setdefault(state.membership_id, {})
+        holder = taken.setdefault(seat.group_rank, node.name)
         if holder != node.name:
-            what = f"{holder} and {node.name} both have rank {seat.rank}"
-            self._broken(f"{what} in {state.membership}")
-        if not seat.rank < seat.nodes == state.nodes:
-            self._broken(f"{node.name} has rank {seat.rank} of {seat.nodes} in {state.membership}")
-        if not seat.slots or seat.slots not in node.said:
+            what = f"{holder} and {node.name} both have rank {seat.group_rank}"
+            self._broken(f"{what} in {state.membership_id}")
+        if not seat.group_rank < seat.num_nodes == state.num_nodes:
+            self._broken(
+                f"{node.name} has rank {seat.group_rank} of {seat.num_nodes} in "
+                f"{state.membership_id}"
+            )
+        if not seat.local_world_size or seat.local_world_size not in node.said:
             said = " or ".join(map(str, sorted(node.said)))
-            self._broken(f"{node.name} comes with {said} workers, and its seat is for {seat.slots}")
+            self._broken(
+                f"{node.name} comes with {said} workers, and is assigned {seat.local_world_size}"
+            )
         return seat
 
-    def _watch(self, document: Document) -> None:
+    def _watch(self, document: Membership) -> None:
         last = self._last.get(document.incarnation)
         self._last[document.incarnation] = document
         self.documents.append(document)
@@ -509,25 +522,25 @@ class Simulation:
             return
         if document.generation < last.generation:
             self._broken(f"generation {last.generation} was followed by {document.generation}")
-        if last.phase.terminal:
+        if last.phase.is_terminal:
             self._broken(f"the job went on after it had {last.phase.value}")
         if document.generation > last.generation:
             self._check_settled(document)
             return
         known, now = [m.id for m in last.members], [m.id for m in document.members]
         # Those who come to a store that has forgotten the job may be fewer than before.
-        came = [m for m in known if m in now] if document.phase is Phase.OPEN else known
+        came = [m for m in known if m in now] if document.phase is JobPhase.FORMING else known
         if now != came:
             self._broken(f"the members of generation {document.generation} changed")
 
-    def _check_settled(self, document: Document) -> None:
+    def _check_settled(self, document: Membership) -> None:
         limits, ids = self.limits, [member.id for member in document.members]
         if not limits.min_nodes <= len(ids) <= limits.max_nodes:
             self._broken(f"generation {document.generation} has {len(ids)} nodes")
         members = frozenset(ids)
         if len(members) < len(ids):
             self._broken(f"generation {document.generation} has a node at two ranks: {ids}")
-        if self._fixed and [m.hint for m in document.members] != list(range(len(ids))):
+        if self._fixed and [m.rank_hint for m in document.members] != list(range(len(ids))):
             self._broken(f"generation {document.generation} has other ranks than were asked for")
         for node in self.living:
             if node.id in members and node.training:

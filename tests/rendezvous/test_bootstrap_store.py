@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticlib.rendezvous.bootstrap import TorchBootstrapStore
+from elasticlib.rendezvous.bootstrap_store import TorchBootstrapStore
 
 
 def test_a_store_that_torch_refuses_to_serve_leaves_no_descriptor_open() -> None:

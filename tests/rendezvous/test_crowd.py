@@ -12,7 +12,7 @@ import pytest
 from crowd import Crowd, Told, crowd
 from simulation import Faults, Simulation
 
-from elasticlib.rendezvous.document import Limits, Phase
+from elasticlib.rendezvous.membership import JobPhase, RendezvousSettings
 
 NODES = 10_000
 SIMULATED = 20_000
@@ -73,9 +73,9 @@ def test_so_does_one_of_ten_thousand_nodes(port: int) -> None:
 @pytest.mark.timeout(3600)
 def test_every_promise_holds_for_twenty_thousand_simulated_nodes() -> None:
     """Their agents run in turns here; some crash, leave, come, stand still and fail meanwhile."""
-    limits = Limits(1, SIMULATED + 10, max_restarts=10)
+    limits = RendezvousSettings(1, SIMULATED + 10, max_restarts=10)
     faults = Faults(leaves=3, span=6.0)
     played = Simulation(1, limits, nodes=SIMULATED, faults=faults).run()
-    settled = [d for d in played.documents if d.phase is Phase.SETTLED]
+    settled = [d for d in played.documents if d.phase is JobPhase.ACTIVE]
     assert len(settled) > 1
     assert len(settled[-1].members) == len(played.living) > SIMULATED - 10

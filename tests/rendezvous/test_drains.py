@@ -10,8 +10,8 @@ import pytest
 from test_ending import state_of
 from test_handlers import Cluster, change
 
-from elasticlib.rendezvous.document import Limits
 from elasticlib.rendezvous.interface import Change, ChangeKind
+from elasticlib.rendezvous.membership import RendezvousSettings
 
 
 @pytest.fixture
@@ -22,13 +22,13 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_a_drain_is_told_to_all_and_the_others_meet_when_it_has_left(cluster: Cluster) -> None:
-    limits = Limits(1, 3, last_call=0.3)
+    limits = RendezvousSettings(1, 3, last_call_timeout=0.3)
     handlers = [cluster.node(name, limits) for name in "abc"]
     # All have begun to look, so that none misses the last call.
     assert not any(handler.is_closed() for handler in handlers)
     for future in [cluster.join(handler) for handler in handlers]:
         assert future.result(20).world_size == 3
-    assert handlers[1].report_draining("SIGUSR2")
+    assert handlers[1].report_drain("SIGUSR2")
     told = Change(ChangeKind.RESIZE, "b drains (SIGUSR2)")
     assert [change(handler) for handler in handlers] == [told] * 3
     joining = [cluster.join(handlers[n]) for n in (0, 2)]
@@ -42,13 +42,15 @@ def test_a_drain_is_told_to_all_and_the_others_meet_when_it_has_left(cluster: Cl
 def test_a_node_comes_with_as_many_workers_as_it_says_and_the_others_hear_of_more(
     cluster: Cluster,
 ) -> None:
-    handlers = [cluster.node(name, Limits(2, 2, max_restarts=1), slots=2) for name in "ab"]
+    handlers = [
+        cluster.node(name, RendezvousSettings(2, 2, max_restarts=1), slots=2) for name in "ab"
+    ]
     for future in [cluster.join(handler) for handler in handlers]:
-        assert future.result(20).seat.world_size == 4
+        assert future.result(20).assignment.world_size == 4
     handlers[0].report_failure("killed", killed=True)
-    assert [change(handler).kind for handler in handlers] == [ChangeKind.REOPENED] * 2
+    assert [change(handler).kind for handler in handlers] == [ChangeKind.GENERATION_ENDED] * 2
     assert handlers[0].report_slots(1)
-    seats = [f.result(20).seat for f in [cluster.join(handler) for handler in handlers]]
+    seats = [f.result(20).assignment for f in [cluster.join(handler) for handler in handlers]]
     assert [(s.rank, s.slots, s.first_rank, s.world_size) for s in seats] == [
         *((0, 1, 0, 3), (1, 2, 1, 3)),
     ]
@@ -56,17 +58,19 @@ def test_a_node_comes_with_as_many_workers_as_it_says_and_the_others_hear_of_mor
     told = Change(ChangeKind.RESIZE, "a has 2 workers ready")
     assert [change(handler) for handler in handlers] == [told] * 2
     infos = [f.result(20) for f in [cluster.join(handler) for handler in handlers]]
-    assert [(i.seat.slots, i.seat.world_size, i.restarts) for i in infos] == [(2, 4, 1)] * 2
+    for info in infos:
+        ours = info.assignment
+        assert (ours.local_world_size, ours.world_size, info.restarts) == (2, 4, 1)
 
 
 def test_restarts_are_forgiven_once_a_generation_has_stood_for_the_window(
     cluster: Cluster,
 ) -> None:
-    handler = cluster.node("a", Limits(1, 1, max_restarts=1, restart_window=1.0))
+    handler = cluster.node("a", RendezvousSettings(1, 1, max_restarts=1, restart_window=1.0))
     cluster.join(handler).result(20)
     for _ in range(2):
         handler.report_failure("killed", killed=True)
-        assert change(handler).kind is ChangeKind.REOPENED
+        assert change(handler).kind is ChangeKind.GENERATION_ENDED
         info = cluster.join(handler).result(20)
         assert info.restarts == 1
         for _ in range(1000):

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticlib.rendezvous.document import Limits, Node, Timing
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.interface import ChangeKind, RendezvousInfo
-from elasticlib.rendezvous.layout import Keys
+from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
@@ -24,7 +24,9 @@ from elasticlib.testing.rendezvous_over_store import Listener
 from elasticlib.testing.waiting import wait_until
 
 # No lease ends by itself within a test.
-TIMING = Timing(join=60.0, lease=1000.0, refresh=0.1, close=20.0)
+TIMING = RendezvousTimeouts(
+    join_timeout=60.0, lease_ttl=1000.0, keep_alive_interval=0.1, close_timeout=20.0
+)
 
 
 class Cluster:
@@ -43,9 +45,9 @@ class Cluster:
             store,
             "run",
             Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1),
-            Limits(least, 2, last_call=60.0),
-            timing=TIMING,
-            open_bootstrap=self.listen,
+            RendezvousSettings(least, 2, last_call_timeout=60.0),
+            timeouts=TIMING,
+            open_bootstrap_store=self.listen,
         )
 
     def listen(self, address: str) -> Listener:
@@ -82,7 +84,7 @@ def test_a_handler_that_is_dropped_leaves(cluster: Cluster) -> None:
     del goes
     change = stays.wait_for_change(60.0)
     assert change is not None
-    assert (change.kind, change.reason) == (ChangeKind.REOPENED, "b left")
+    assert (change.kind, change.reason) == (ChangeKind.GENERATION_ENDED, "b left")
     cluster.settle(stays)
     assert len(keepers()) == 1
     stays.shutdown()
@@ -97,7 +99,7 @@ def test_so_does_one_that_waits_for_the_garbage_collector(cluster: Cluster) -> N
     gc.collect()
     change = stays.wait_for_change(60.0)
     assert change is not None
-    assert change.kind is ChangeKind.REOPENED
+    assert change.kind is ChangeKind.GENERATION_ENDED
     stays.shutdown()
 
 
@@ -117,7 +119,7 @@ def test_another_with_its_id_takes_its_place_at_once(
         # Whatever runs on the other node has lost what ran on this one.
         change = other.wait_for_change(60.0)
         assert change is not None
-        assert change.kind is ChangeKind.REOPENED
+        assert change.kind is ChangeKind.GENERATION_ENDED
         infos = [other.next_rendezvous(), joining.result(60.0)]
     assert {info.generation for info in infos} == {before[0].generation + 1}
     assert sorted(info.rank for info in infos) == [0, 1]
@@ -128,16 +130,17 @@ def test_another_with_its_id_takes_its_place_at_once(
 
 LEAVES_WITHOUT_A_WORD = """
 import sys
-from elasticlib import DynamicRendezvousHandler, FileStore, Limits, Node, Timing
+from elasticlib import DynamicRendezvousHandler, FileStore, Node
+from elasticlib import RendezvousSettings, RendezvousTimeouts
 from elasticlib.testing.rendezvous_over_store import Listener
 
 handler = DynamicRendezvousHandler(
     FileStore(sys.argv[1]),
     "run",
     Node(id="a-1", host="a", address="127.0.0.1", slots=1),
-    Limits(1, 2, last_call=0.0),
-    timing=Timing(lease=1000.0, refresh=0.1),
-    open_bootstrap=Listener,
+    RendezvousSettings(1, 2, last_call_timeout=0.0),
+    timeouts=RendezvousTimeouts(lease_ttl=1000.0, keep_alive_interval=0.1),
+    open_bootstrap_store=Listener,
 )
 print(handler.next_rendezvous().generation)
 """
@@ -148,4 +151,4 @@ def test_the_end_of_its_process_is_noticed_where_no_connection_tells_of_it(tmp_p
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100.0, check=True)
     assert done.stdout == "1\n"
     with FileStore(tmp_path / "store") as store:
-        assert store.list(Keys("run").node()).entries == ()
+        assert store.list(StoreKeys("run").node()).entries == ()

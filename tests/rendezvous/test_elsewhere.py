@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 
 from elasticlib.errors import RendezvousClosedError
-from elasticlib.rendezvous.document import Limits, Node, Timing
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
-from elasticlib.rendezvous.layout import Keys
+from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
@@ -51,9 +51,9 @@ def waiting_alone(stack: ExitStack, store: Store) -> None:
         store,
         RUN,
         Node(id="a-1", host="a", address="127.0.0.1", slots=1),
-        Limits(2, 2),
-        timing=Timing(join=600.0, lease=LEASE, refresh=0.25),
-        open_bootstrap=Listener,
+        RendezvousSettings(2, 2),
+        timeouts=RendezvousTimeouts(join_timeout=600.0, lease_ttl=LEASE, keep_alive_interval=0.25),
+        open_bootstrap_store=Listener,
     )
 
     def join() -> None:
@@ -75,7 +75,7 @@ def test_who_waits_keeps_its_lease_however_many_places_are_silent(stack: ExitSta
     )
     with TcpStore("127.0.0.1", server.port, job=RUN) as other:
         waiting_alone(stack, store)
-        key = Keys(RUN).node("a-1")
+        key = StoreKeys(RUN).node("a-1")
         wait_until("the node to have announced itself", lambda: other.get(key) is not None)
         announced = other.get(key)
         for _ in range(2):  # each of them is asked, and asked again

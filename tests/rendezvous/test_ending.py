@@ -12,22 +12,22 @@ from counted import LEASE, Crew
 from test_handlers import Cluster, change
 
 from elasticlib.errors import RendezvousClosedError
-from elasticlib.rendezvous.document import Limits, Phase, State
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler as Handler
 from elasticlib.rendezvous.interface import (
     ChangeKind,
     RendezvousHandler,
     RendezvousInfo,
 )
-from elasticlib.rendezvous.layout import Keys, decode_state
+from elasticlib.rendezvous.membership import JobPhase, MembershipState, RendezvousSettings
+from elasticlib.rendezvous.store_layout import StoreKeys, decode_state
 
-FULL = Limits(2, 2)
-ROOM = Limits(2, 3, last_call=0.0)
+FULL = RendezvousSettings(2, 2)
+ROOM = RendezvousSettings(2, 3, last_call_timeout=0.0)
 SAID = r"\(reported by [ab] at \d{4}-\d\d-\d\d.\d\d:\d\d:\d\d"
 
 
-def state_of(cluster: Cluster) -> State:
-    entry = cluster.store.get(Keys("run").state)
+def state_of(cluster: Cluster) -> MembershipState:
+    entry = cluster.store.get(StoreKeys("run").state)
     assert entry is not None
     return decode_state(entry.value)
 
@@ -37,7 +37,7 @@ def met(futures: list[Future[RendezvousInfo]]) -> list[int]:
     return [future.result(20).generation for future in futures]
 
 
-def job_of_two(cluster: Cluster, limits: Limits, names: str = "ab") -> list[Handler]:
+def job_of_two(cluster: Cluster, limits: RendezvousSettings, names: str = "ab") -> list[Handler]:
     """Two nodes of one generation."""
     handlers = [cluster.node(name, limits) for name in names]
     assert met([cluster.join(handler) for handler in handlers]) == [1, 1]
@@ -46,7 +46,7 @@ def job_of_two(cluster: Cluster, limits: Limits, names: str = "ab") -> list[Hand
 
 def succeed(handlers: list[Handler]) -> None:
     for handler in handlers:
-        handler.report_done()
+        handler.report_success()
     assert [change(handler).kind for handler in handlers] == [ChangeKind.SUCCEEDED] * len(handlers)
 
 
@@ -57,7 +57,7 @@ def crew_that_succeeded() -> Crew:
     crew.settle()
     for member in crew.members:
         member.finish()
-        member.part.report(member.seen)
+        member.part.write_reports(member.seen)
     crew.turns()
     return crew
 
@@ -66,7 +66,7 @@ def leave(handlers: Sequence[RendezvousHandler]) -> None:
     assert all(handler.shutdown() for handler in handlers)
 
 
-def turned_away(cluster: Cluster, name: str, limits: Limits) -> str:
+def turned_away(cluster: Cluster, name: str, limits: RendezvousSettings) -> str:
     """What a node hears that comes now."""
     with pytest.raises(RendezvousClosedError) as closed:
         cluster.join(cluster.node(name, limits)).result(20)
@@ -75,7 +75,7 @@ def turned_away(cluster: Cluster, name: str, limits: Limits) -> str:
 
 @pytest.mark.parametrize("limits", [FULL, ROOM], ids=["was full", "had room"])
 def test_nodes_that_start_after_all_nodes_of_a_run_have_left_start_a_new_run(
-    cluster: Cluster, limits: Limits
+    cluster: Cluster, limits: RendezvousSettings
 ) -> None:
     incarnations = set()
     for names in ("ab", "cd", "ef"):
@@ -88,15 +88,15 @@ def test_nodes_that_start_after_all_nodes_of_a_run_have_left_start_a_new_run(
 
 @pytest.mark.parametrize("limits", [FULL, ROOM], ids=["was full", "had room"])
 def test_after_a_failed_run_they_do_too_with_a_budget_of_their_own(
-    cluster: Cluster, limits: Limits
+    cluster: Cluster, limits: RendezvousSettings
 ) -> None:
     limits = attrs.evolve(limits, max_restarts=1)
     handlers = job_of_two(cluster, limits)
     handlers[1].report_failure("exit code 6")
-    assert all(change(handler).kind is ChangeKind.REOPENED for handler in handlers)
+    assert all(change(handler).kind is ChangeKind.GENERATION_ENDED for handler in handlers)
     assert met([cluster.join(handler) for handler in handlers]) == [2, 2]
     handlers[1].report_failure("exit code 7")
-    assert all(change(handler).kind is ChangeKind.REOPENED for handler in handlers)
+    assert all(change(handler).kind is ChangeKind.GENERATION_ENDED for handler in handlers)
     for future in [cluster.join(handler) for handler in handlers]:
         with pytest.raises(RendezvousClosedError, match="failed: b: exit code 7"):
             future.result(20)
@@ -119,7 +119,7 @@ def test_who_comes_while_old_nodes_are_still_there_hears_how_it_ended(cluster: C
     succeed(handlers)
     heard = turned_away(cluster, "c", FULL)
     assert re.search(f"succeeded: 2 nodes done; no workers ran on this node {SAID}", heard), heard
-    assert state_of(cluster).phase.terminal
+    assert state_of(cluster).phase.is_terminal
 
 
 def test_a_node_that_starts_while_nobody_leads_gets_the_result_if_a_node_of_the_run_lives() -> None:
@@ -129,7 +129,7 @@ def test_a_node_that_starts_while_nobody_leads_gets_the_result_if_a_node_of_the_
     late = crew.members[-1]
     state = late.part.read(crew.now).state
     assert state is not None
-    assert state.phase is Phase.SUCCEEDED
+    assert state.phase is JobPhase.SUCCEEDED
     assert late.part.intent.final_change(state) is not None
 
 
@@ -144,9 +144,9 @@ def test_who_led_before_it_was_let_in_still_tells_latecomers_of_the_end() -> Non
     newcomer.turn()
     crew.settle()
     assert newcomer is crew.leader
-    newcomer.part.intent = attrs.evolve(newcomer.part.intent, closing="by the test")
-    assert newcomer.part.report(newcomer.seen)
-    assert not newcomer.part.intent.closing
+    newcomer.part.intent = attrs.evolve(newcomer.part.intent, close_reason="by the test")
+    assert newcomer.part.write_reports(newcomer.seen)
+    assert not newcomer.part.intent.close_reason
     crew.turns()
     crew.add(1, ROOM)
     crew.members[-1].turn()
@@ -166,8 +166,8 @@ def test_who_leads_without_having_found_an_old_node_gives_way_when_one_is_back()
     crew.add(2, FULL)
     first, second = crew.members
     empty = first.part.read(crew.now)
-    first.part.speak(crew.now)
-    assert first.part.lead(empty)
+    first.part.publish(crew.now)
+    assert first.part.try_become_leader(empty)
     old[1].turn()
     second.turn()
     crew.turns(3)
@@ -178,7 +178,7 @@ def test_who_leads_without_having_found_an_old_node_gives_way_when_one_is_back()
 def test_a_latecomer_to_a_job_that_failed_hears_why_and_who_said_so(cluster: Cluster) -> None:
     handlers = job_of_two(cluster, ROOM)
     handlers[0].report_failure("exit code 3")
-    assert all(change(handler).kind is ChangeKind.REOPENED for handler in handlers)
+    assert all(change(handler).kind is ChangeKind.GENERATION_ENDED for handler in handlers)
     for future in [cluster.join(handler) for handler in handlers]:
         with pytest.raises(RendezvousClosedError, match="a: exit code 3") as closed:
             future.result(20)
@@ -207,7 +207,7 @@ def test_the_end_names_its_node_and_its_time(cluster: Cluster) -> None:
     handlers = job_of_two(cluster, FULL)
     handlers[1].set_closed()
     assert change(handlers[0]).reason == "closed by b"
-    ending = state_of(cluster).ending
+    ending = state_of(cluster).job_end
     assert ending is not None
-    assert ending.by == "b"
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d.*", ending.at)
+    assert ending.written_by == "b"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d.*", ending.ended_at)

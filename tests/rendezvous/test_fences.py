@@ -7,14 +7,14 @@ import pytest
 from counted import KEYS, Crew, Member
 
 from elasticlib.errors import StoreConnectionError
-from elasticlib.rendezvous.document import Document, Limits, Phase
-from elasticlib.rendezvous.node import Reading
+from elasticlib.rendezvous.local_node import JobSnapshot
+from elasticlib.rendezvous.membership import JobPhase, Membership, RendezvousSettings
 from elasticlib.stores.interface import Entry
 
-LIMITS = Limits(1, 4, max_restarts=1000, last_call=0.0)
+LIMITS = RendezvousSettings(1, 4, max_restarts=1000, last_call_timeout=0.0)
 
 
-def crew_of(count: int, limits: Limits = LIMITS) -> Crew:
+def crew_of(count: int, limits: RendezvousSettings = LIMITS) -> Crew:
     """So many nodes that meet at once, of whom none says where torch's store is."""
     crew = Crew()
     crew.add(count, attrs.evolve(limits, max_nodes=count))
@@ -32,7 +32,7 @@ def keys_of(crew: Crew, membership: str) -> list[str]:
     return [entry.key for entry in entries(crew) if membership in entry.key]
 
 
-def asleep(crew: Crew, member: Member) -> tuple[Reading, Document]:
+def asleep(crew: Crew, member: Member) -> tuple[JobSnapshot, Membership]:
     """It stands still until the others have gone on without it; what it last read, and the
     generation that they are in."""
     crew.members.remove(member)
@@ -49,17 +49,21 @@ def test_rank_0_of_a_generation_that_is_over_can_tell_nobody_where_its_store_is(
     first = crew.members[0]
     stale, after = asleep(crew, first)
     assert stale.state is not None
-    assert (stale.state.generation, stale.seat and stale.seat.rank, stale.master_endpoint) == (
+    assert (
+        stale.state.generation,
+        stale.assignment and stale.assignment.group_rank,
+        stale.master_endpoint,
+    ) == (
         1,
         0,
         None,
     )
     before = entries(crew)
-    first.part.report(stale, endpoint="10.0.0.1:1")
+    first.part.write_reports(stale, endpoint="10.0.0.1:1")
     woken = first.part.read(crew.now)
-    first.part.report(woken, endpoint="10.0.0.1:1")
+    first.part.write_reports(woken, endpoint="10.0.0.1:1")
     assert entries(crew) == before
-    assert keys_of(crew, stale.state.membership) == []
+    assert keys_of(crew, stale.state.membership_id) == []
     assert woken.state == after.state
     assert woken.master_endpoint is None
 
@@ -69,8 +73,8 @@ def test_rank_0_of_the_generation_that_stands_tells_all_and_once() -> None:
     for endpoint in ("10.0.0.1:1", "10.0.0.1:2"):
         for member in crew.members:
             member.look()
-        first = next(m for m in crew.members if m.seen.seat and m.seen.seat.rank == 0)
-        first.part.report(first.seen, endpoint=endpoint)
+        first = next(m for m in crew.members if (own := m.seen.assignment) and own.group_rank == 0)
+        first.part.write_reports(first.seen, endpoint=endpoint)
     for member in crew.members:
         member.look()
         assert member.seen.master_endpoint == "10.0.0.1:1"
@@ -84,43 +88,43 @@ def test_who_is_done_with_a_generation_that_is_over_has_done_nothing_for_the_nex
     last.finish()
     woken = last.part.read(crew.now)
     before = entries(crew)
-    last.part.report(woken)
+    last.part.write_reports(woken)
     assert entries(crew) == before
     # It had read the state before that generation was over, and writes after.
-    last.part.report(stale)
+    last.part.write_reports(stale)
     assert entries(crew) != before
     crew.leader.look()
     assert crew.leader.seen.view is not None
-    assert crew.leader.seen.view.finished == frozenset()
+    assert crew.leader.seen.view.finished_ids == frozenset()
     assert crew.document() == after
     crew.leader.fail()
     crew.turns()
     assert crew.settle().generation == after.generation + 1
-    assert keys_of(crew, stale.state.membership) == []
+    assert keys_of(crew, stale.state.membership_id) == []
 
 
 @pytest.mark.parametrize("what", ["begins", "settles", "reopens"])
 def test_acting_twice_upon_one_snapshot_loses_and_leaves_the_store_as_it_was(what: str) -> None:
     crew = Crew()
-    crew.add(3, Limits(2, 3, last_call=0.0))
+    crew.add(3, RendezvousSettings(2, 3, last_call_timeout=0.0))
     leader, *others = crew.members
     if what == "begins":
-        leader.part.speak(crew.now)
+        leader.part.publish(crew.now)
     else:
         crew.turns(1)
     if what == "reopens":
         crew.settle()
         crew.lose(others[0])
-    snapshot = leader.part.look(crew.now)
-    decision, won = leader.part.act(snapshot)
+    snapshot = leader.part.poll(crew.now)
+    decision, won = leader.part.reconcile_and_write(snapshot)
     assert won
-    assert decision.write is not None
-    assert (decision.write.phase is Phase.SETTLED) == (what == "settles")
+    assert decision.new_membership is not None
+    assert (decision.new_membership.phase is JobPhase.ACTIVE) == (what == "settles")
     before = entries(crew)
-    again, won = leader.part.act(snapshot)
+    again, won = leader.part.reconcile_and_write(snapshot)
     assert not won
-    assert again.write is not None
-    assert again.write.phase is decision.write.phase
+    assert again.new_membership is not None
+    assert again.new_membership.phase is decision.new_membership.phase
     assert entries(crew) == before
 
 
@@ -132,14 +136,14 @@ def test_a_leader_whose_lease_has_ended_decides_nothing() -> None:
     woken = old.part.read(crew.now)
     before = entries(crew)
     assert woken.view is None
-    decision, won = old.part.act(woken)
-    assert (decision.write, won) == (None, False)
+    decision, won = old.part.reconcile_and_write(woken)
+    assert (decision.new_membership, won) == (None, False)
     assert decision.reason == f"{crew.leader.name} decides, and this node waits"
-    assert not old.part.lead(woken)
+    assert not old.part.try_become_leader(woken)
     assert entries(crew) == before
 
 
-def about_to_settle() -> tuple[Crew, Member, Document]:
+def about_to_settle() -> tuple[Crew, Member, Membership]:
     """A generation that a node has left; the leader's next look begins another."""
     crew = crew_of(4)
     leader = crew.leader
@@ -148,7 +152,7 @@ def about_to_settle() -> tuple[Crew, Member, Document]:
     leader.look()  # and says that it has stopped its workers
     document = crew.document()
     assert document is not None
-    assert document.phase is Phase.OPEN
+    assert document.phase is JobPhase.FORMING
     return crew, leader, document
 
 
@@ -170,11 +174,11 @@ def test_a_leader_that_dies_after_any_step_of_settling_leaves_nothing_that_lasts
         crew.lose(leader)
         after = crew.settle()
         assert after.generation == before.generation + 1 + settled_by_it[-1]
-        assert keys_of(crew, before.membership) == []
+        assert keys_of(crew, before.membership_id) == []
         rolls = [
             e.key for e in entries(crew) if e.key.startswith((KEYS.shard(), KEYS.master_endpoint()))
         ]
-        assert [key for key in rolls if after.membership not in key] == []
+        assert [key for key in rolls if after.membership_id not in key] == []
     # It died before the state was written, and after.
     assert settled_by_it == sorted(settled_by_it)
     assert settled_by_it.count(False) >= 5
@@ -192,7 +196,7 @@ def test_keys_do_not_pile_up_over_two_hundred_generations() -> None:
             crew.add(1, attrs.evolve(LIMITS, quorum=True))
         else:
             some.finish()
-            some.part.report(some.seen)
+            some.part.write_reports(some.seen)
             some.fail(killed=True)
         crew.turns()
         document = crew.settle()

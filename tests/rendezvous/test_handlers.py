@@ -21,16 +21,18 @@ from elasticlib.errors import (
     RendezvousConfigError,
     RendezvousTimeoutError,
 )
-from elasticlib.rendezvous.document import Limits, Node, Timing
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler, StaticRendezvousHandler
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
-from elasticlib.rendezvous.layout import FORMAT, Keys
+from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
+from elasticlib.rendezvous.store_layout import FORMAT, StoreKeys
 from elasticlib.stores.interface import Listing, WatchResult
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
 from elasticlib.testing.waiting import wait_until
 
-TIMING = Timing(join=20.0, lease=1.0, refresh=0.1, close=5.0)
+TIMING = RendezvousTimeouts(
+    join_timeout=20.0, lease_ttl=1.0, keep_alive_interval=0.1, close_timeout=5.0
+)
 
 
 class Cluster:
@@ -47,15 +49,20 @@ class Cluster:
         return self.clients[-1]
 
     def node(
-        self, name: str, limits: Limits, timing: Timing = TIMING, *, slots: int = 1
+        self,
+        name: str,
+        limits: RendezvousSettings,
+        timing: RendezvousTimeouts = TIMING,
+        *,
+        slots: int = 1,
     ) -> DynamicRendezvousHandler:
         handler = DynamicRendezvousHandler(
             self.client(),
             "run",
             Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=slots),
             limits,
-            timing=timing,
-            open_bootstrap=Listener,
+            timeouts=timing,
+            open_bootstrap_store=Listener,
         )
         self.handlers.append(handler)
         return handler
@@ -77,7 +84,7 @@ def change(handler: RendezvousHandler) -> Change:
 
 
 def test_two_nodes_meet_in_one_generation_at_one_open_port(cluster: Cluster) -> None:
-    limits = Limits(2, 2)
+    limits = RendezvousSettings(2, 2)
     infos = [cluster.join(cluster.node(name, limits)) for name in ("b", "a")]
     one, two = sorted((future.result(20) for future in infos), key=lambda info: info.rank)
     assert (one.rank, two.rank, one.world_size, one.generation) == (0, 1, 2, 1)
@@ -90,7 +97,7 @@ def test_a_wait_is_told_of_once_it_is_one_and_until_it_is_over(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "elasticlib.rendezvous")
-    handlers = [cluster.node(name, Limits(2, 2)) for name in ("a", "b")]
+    handlers = [cluster.node(name, RendezvousSettings(2, 2)) for name in ("a", "b")]
     # They look at the store while their agents get themselves ready.
     assert not any(handler.is_closed() for handler in handlers)
     for future in [cluster.join(handler) for handler in handlers]:
@@ -102,7 +109,7 @@ def test_a_wait_is_told_of_once_it_is_one_and_until_it_is_over(
     for future in [cluster.join(handler) for handler in handlers]:
         with pytest.raises(RendezvousClosedError):
             future.result(20)
-    time.sleep(2 * TIMING.refresh)
+    time.sleep(2 * TIMING.keep_alive_interval)
     assert "the job has failed" not in caplog.text
 
 
@@ -115,14 +122,14 @@ def test_a_node_keeps_its_lease_while_its_own_name_is_looked_up(cluster: Cluster
         assert answers.wait(60)
         return Listener("127.0.0.1")
 
-    limits = Limits(2, 2, max_restarts=1)
+    limits = RendezvousSettings(2, 2, max_restarts=1)
     named = DynamicRendezvousHandler(
         cluster.client(),
         "run",
-        Node(id="a-1", host="a", address="a.test", slots=1, hint=0),
+        Node(id="a-1", host="a", address="a.test", slots=1, rank_hint=0),
         limits,
-        timing=TIMING,
-        open_bootstrap=open_bootstrap,
+        timeouts=TIMING,
+        open_bootstrap_store=open_bootstrap,
     )
     cluster.handlers.append(named)
     other = cluster.node("b", limits)
@@ -130,10 +137,10 @@ def test_a_node_keeps_its_lease_while_its_own_name_is_looked_up(cluster: Cluster
     assert [info.rank for info in infos] == [0, 1]
     answers.clear()
     other.report_failure("exit code 1")
-    assert change(other).kind is ChangeKind.REOPENED
+    assert change(other).kind is ChangeKind.GENERATION_ENDED
     joining = [cluster.join(named), cluster.join(other)]
     # Its lease of 1 s is renewed through three times as many seconds.
-    node, deadline = Keys("run").node("a-1"), monotonic() + 3 * TIMING.lease
+    node, deadline = StoreKeys("run").node("a-1"), monotonic() + 3 * TIMING.lease_ttl
     while (left := deadline - monotonic()) > 0:
         listing = cluster.store.list(node)
         assert listing.entries
@@ -143,39 +150,41 @@ def test_a_node_keeps_its_lease_while_its_own_name_is_looked_up(cluster: Cluster
 
 
 def test_a_claimed_failure_restarts_all_and_is_charged_once(cluster: Cluster) -> None:
-    limits = Limits(2, 2, max_restarts=3)
+    limits = RendezvousSettings(2, 2, max_restarts=3)
     handlers = [cluster.node(name, limits) for name in ("a", "b")]
     for future in [cluster.join(h) for h in handlers]:
         future.result(20)
     for handler in handlers:
         assert handler.report_failure("exit code 1")
-    assert all(change(h).kind is ChangeKind.REOPENED for h in handlers)
+    assert all(change(h).kind is ChangeKind.GENERATION_ENDED for h in handlers)
     infos = [future.result(20) for future in [cluster.join(h) for h in handlers]]
     assert [info.restarts for info in infos] == [1, 1]
 
 
 def test_a_spent_budget_is_told_to_every_node_with_its_cause(cluster: Cluster) -> None:
-    limits = Limits(2, 2, max_restarts=0)
+    limits = RendezvousSettings(2, 2, max_restarts=0)
     handlers = [cluster.node(name, limits) for name in ("a", "b")]
     for future in [cluster.join(h) for h in handlers]:
         future.result(20)
     handlers[1].report_failure("exit code 7")
-    assert all(change(h).kind is ChangeKind.REOPENED for h in handlers)
+    assert all(change(h).kind is ChangeKind.GENERATION_ENDED for h in handlers)
     for future in [cluster.join(h) for h in handlers]:
         with pytest.raises(RendezvousClosedError, match="b: exit code 7"):
             future.result(20)
 
 
 def test_the_wait_for_others_ends_with_a_sentence(cluster: Cluster) -> None:
-    handler = cluster.node("a", Limits(2, 2), attrs.evolve(TIMING, join=1.0))
+    handler = cluster.node("a", RendezvousSettings(2, 2), attrs.evolve(TIMING, join_timeout=1.0))
     with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2.*here: a.*--nnodes"):
         cluster.join(handler).result(20)
 
 
 def test_a_wait_for_the_place_of_a_node_that_is_gone_ends_with_its_name(cluster: Cluster) -> None:
-    limits = Limits(2, 2, max_restarts=3)
+    limits = RendezvousSettings(2, 2, max_restarts=3)
     names = ("a", "b")
-    first, second = (cluster.node(name, limits, attrs.evolve(TIMING, join=3.0)) for name in names)
+    first, second = (
+        cluster.node(name, limits, attrs.evolve(TIMING, join_timeout=3.0)) for name in names
+    )
     for future in [cluster.join(first), cluster.join(second)]:
         future.result(20)
     assert first.report_failure("its peer vanished")
@@ -188,12 +197,12 @@ def test_a_wait_for_the_place_of_a_node_that_is_gone_ends_with_its_name(cluster:
 
 
 def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) -> None:
-    first = cluster.node("a", Limits(1, 1))
-    spare = cluster.node("b", Limits(1, 1), attrs.evolve(TIMING, join=0.1))
+    first = cluster.node("a", RendezvousSettings(1, 1))
+    spare = cluster.node("b", RendezvousSettings(1, 1), attrs.evolve(TIMING, join_timeout=0.1))
     cluster.join(first).result(20)
     assert not spare.is_closed()  # it has seen by now that a generation stands
     waiting = cluster.join(spare)
-    key = Keys("run").node("b-1")
+    key = StoreKeys("run").node("b-1")
     wait_until("the spare to be there", lambda: cluster.clients[0].get(key) is not None)
     assert first.wait_for_change(0.5) is None
     assert first.num_nodes_waiting() == 0
@@ -203,29 +212,29 @@ def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) ->
 
 
 def test_one_spare_more_than_is_wanted_hears_that_it_is_surplus(cluster: Cluster) -> None:
-    limits = Limits(1, 1, spares=0)
+    limits = RendezvousSettings(1, 1, spares=0)
     cluster.join(cluster.node("a", limits)).result(20)
     spare = cluster.node("b", limits)
     with pytest.raises(
-        RendezvousClosedError, match=r"surplus: the job has all.*1 nodes and 0 spares"
+        RendezvousClosedError, match=r"not_needed: the job has all.*1 nodes and 0 spares"
     ):
         cluster.join(spare).result(20)
     change = spare.wait_for_change(20)
     assert change is not None
-    assert change.kind is ChangeKind.SURPLUS
+    assert change.kind is ChangeKind.NOT_NEEDED
 
 
 def test_a_second_call_takes_the_place_of_the_first(cluster: Cluster) -> None:
-    handler = cluster.node("a", Limits(2, 2))
+    handler = cluster.node("a", RendezvousSettings(2, 2))
     first = cluster.join(handler)
-    key = Keys("run").node("a-1")
+    key = StoreKeys("run").node("a-1")
     wait_until("the node to be there", lambda: cluster.clients[0].get(key) is not None)
     second = cluster.join(handler)
     with pytest.raises(
         RendezvousClosedError, match="another call of next_rendezvous took its place"
     ):
         first.result(20)
-    cluster.join(cluster.node("b", Limits(2, 2)))
+    cluster.join(cluster.node("b", RendezvousSettings(2, 2)))
     assert second.result(20).world_size == 2
 
 
@@ -242,9 +251,11 @@ def test_who_has_never_reached_a_store_leaves_at_once_though_the_search_goes_on(
             return super().list(prefix)
 
     node = Node(id="a-1", host="a", address="127.0.0.1", slots=1)
-    timing = attrs.evolve(TIMING, close=20.0)
+    timing = attrs.evolve(TIMING, close_timeout=20.0)
     with Searched() as store:
-        handler = DynamicRendezvousHandler(store, "run", node, Limits(1, 1), timing=timing)
+        handler = DynamicRendezvousHandler(
+            store, "run", node, RendezvousSettings(1, 1), timeouts=timing
+        )
         joining = cluster.join(handler)
         assert searching.wait(20.0)
         began = monotonic()
@@ -276,8 +287,11 @@ def test_where_a_watch_fails_a_handler_hears_of_changes_by_waiting(cluster: Clus
 
     cluster.store = FailsToWatch()
     # So seldom does a node look by itself that it would find nothing within this test.
-    patient = Timing(join=60.0, lease=1000.0, refresh=100.0)
-    first, second = (cluster.node(name, Limits(1, 2, last_call=60.0), patient) for name in "ab")
+    patient = RendezvousTimeouts(join_timeout=60.0, lease_ttl=1000.0, keep_alive_interval=100.0)
+    first, second = (
+        cluster.node(name, RendezvousSettings(1, 2, last_call_timeout=60.0), patient)
+        for name in "ab"
+    )
     for future in [cluster.join(handler) for handler in (first, second)]:
         assert future.result(60.0).world_size == 2
     # After each change that a wait has told of, watching is tried again.
@@ -287,17 +301,17 @@ def test_where_a_watch_fails_a_handler_hears_of_changes_by_waiting(cluster: Clus
 
 
 def test_other_limits_than_the_jobs_are_refused_by_name(cluster: Cluster) -> None:
-    cluster.join(cluster.node("a", Limits(1, 2))).result(20)
+    cluster.join(cluster.node("a", RendezvousSettings(1, 2))).result(20)
     with pytest.raises(RendezvousConfigError, match="max_nodes is 3 here and 2 there"):
-        cluster.join(cluster.node("b", Limits(1, 3))).result(20)
+        cluster.join(cluster.node("b", RendezvousSettings(1, 3))).result(20)
 
 
 def test_a_node_of_another_version_is_refused_and_the_others_go_on(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = Keys("run")
+    keys = StoreKeys("run")
     cluster.client().set(keys.node("other"), b'{"id":"other"}')
-    info = cluster.join(cluster.node("a", Limits(1, 1))).result(20)
+    info = cluster.join(cluster.node("a", RendezvousSettings(1, 1))).result(20)
     assert info.world_size == 1
     assert "ignored the node at run/node/other: a node needs the fields" in caplog.text
     document = cluster.store.get(keys.state)
@@ -305,13 +319,13 @@ def test_a_node_of_another_version_is_refused_and_the_others_go_on(
     newer = document.value.replace(f'"format":{FORMAT}'.encode(), b'"format":99')
     cluster.client().set(keys.state, newer)
     with pytest.raises(RendezvousConfigError, match="has format 99, this elasticlib reads only"):
-        cluster.join(cluster.node("b", Limits(1, 1))).result(20)
+        cluster.join(cluster.node("b", RendezvousSettings(1, 1))).result(20)
 
 
 def test_closing_a_job_that_has_ended_is_harmless(cluster: Cluster) -> None:
-    handler = cluster.node("a", Limits(1, 1))
+    handler = cluster.node("a", RendezvousSettings(1, 1))
     cluster.join(handler).result(20)
-    handler.report_done()
+    handler.report_success()
     assert change(handler).kind is ChangeKind.SUCCEEDED
     handler.set_closed()
     assert change(handler).kind is ChangeKind.SUCCEEDED
@@ -322,10 +336,10 @@ def static(cluster: Cluster, rank: int) -> StaticRendezvousHandler:
     handler = StaticRendezvousHandler(
         cluster.client(),
         "run",
-        Node(id=f"n{rank}-1", host=f"n{9 - rank}", address="127.0.0.1", slots=1, hint=rank),
+        Node(id=f"n{rank}-1", host=f"n{9 - rank}", address="127.0.0.1", slots=1, rank_hint=rank),
         2,
-        timing=TIMING,
-        open_bootstrap=Listener,
+        timeouts=TIMING,
+        open_bootstrap_store=Listener,
     )
     cluster.handlers.append(handler)
     return handler
@@ -343,12 +357,12 @@ def test_a_static_rank_outside_the_job_is_refused(cluster: Cluster) -> None:
 
 PREPARED = """
 import sys
-from elasticlib import DynamicRendezvousHandler, Limits, Node
+from elasticlib import DynamicRendezvousHandler, RendezvousSettings, Node
 from elasticlib.stores.memory_store import MemoryStore
 
 node = Node("n-1", "n", "127.0.0.1", slots=1)
 with MemoryStore() as store:
-    handler = DynamicRendezvousHandler(store, "run", node, Limits(1, 1))
+    handler = DynamicRendezvousHandler(store, "run", node, RendezvousSettings(1, 1))
     handler.prepare()
     print("torch.distributed" in sys.modules)
     handler.shutdown()

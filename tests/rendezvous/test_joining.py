@@ -8,8 +8,8 @@ import pytest
 from test_handlers import Cluster
 
 from elasticlib.errors import RendezvousClosedError
-from elasticlib.rendezvous.document import Limits
 from elasticlib.rendezvous.interface import Change, ChangeKind, RendezvousHandler, RendezvousInfo
+from elasticlib.rendezvous.membership import RendezvousSettings
 from elasticlib.testing.waiting import wait_until
 
 SECONDS = 60.0
@@ -18,12 +18,12 @@ Outcomes = queue.SimpleQueue[RendezvousInfo | Change | Exception]
 
 def joined(handler: RendezvousHandler) -> Outcomes:
     outcomes: Outcomes = queue.SimpleQueue()
-    assert handler.join(outcomes.put)
+    assert handler.start_join(outcomes.put)
     return outcomes
 
 
 def test_each_member_hears_of_its_generation_and_then_of_each_change(cluster: Cluster) -> None:
-    limits = Limits(1, 2, last_call=0.0)
+    limits = RendezvousSettings(1, 2, last_call_timeout=0.0)
     first, second = (cluster.node(name, limits) for name in "ab")
     of_first = joined(first)
     alone = of_first.get(timeout=SECONDS)
@@ -43,12 +43,12 @@ def test_each_member_hears_of_its_generation_and_then_of_each_change(cluster: Cl
 
 
 def test_a_drain_that_the_end_of_the_job_overtakes_is_told_as_both(cluster: Cluster) -> None:
-    limits = Limits(2, 2)
+    limits = RendezvousSettings(2, 2)
     first, second = (cluster.node(name, limits) for name in "ab")
     of_first, of_second = joined(first), joined(second)
     assert isinstance(of_first.get(timeout=SECONDS), RendezvousInfo)
     assert isinstance(of_second.get(timeout=SECONDS), RendezvousInfo)
-    second.report_draining("the test drains it")
+    second.report_drain("the test drains it")
     drain = of_first.get(timeout=SECONDS)
     assert isinstance(drain, Change)
     assert drain.kind is ChangeKind.RESIZE
@@ -59,7 +59,7 @@ def test_a_drain_that_the_end_of_the_job_overtakes_is_told_as_both(cluster: Clus
 
 
 def test_who_joins_a_handler_that_leaves_is_told_why(cluster: Cluster) -> None:
-    handler = cluster.node("a", Limits(2, 2))
+    handler = cluster.node("a", RendezvousSettings(2, 2))
     outcomes = joined(handler)
     handler.shutdown()
     with pytest.raises(RendezvousClosedError, match="left"):
@@ -68,10 +68,10 @@ def test_who_joins_a_handler_that_leaves_is_told_why(cluster: Cluster) -> None:
 
 
 def test_the_end_of_the_job_is_the_last_change(cluster: Cluster) -> None:
-    handler = cluster.node("a", Limits(1, 1))
+    handler = cluster.node("a", RendezvousSettings(1, 1))
     outcomes = joined(handler)
     assert isinstance(outcomes.get(timeout=SECONDS), RendezvousInfo)
-    handler.report_done()
+    handler.report_success()
     change = outcomes.get(timeout=SECONDS)
     assert isinstance(change, Change)
     assert change.kind is ChangeKind.SUCCEEDED
@@ -80,14 +80,14 @@ def test_the_end_of_the_job_is_the_last_change(cluster: Cluster) -> None:
 
 
 def test_who_comes_later_knows_whether_the_others_workers_are_kept(cluster: Cluster) -> None:
-    limits = Limits(1, 3, last_call=0.0)
+    limits = RendezvousSettings(1, 3, last_call_timeout=0.0)
     first, *others = (cluster.node(name, limits) for name in "abc")
-    assert not others[0].others_keep(), "there is nobody yet"
+    assert not others[0].peers_can_regroup(), "there is nobody yet"
     of_first = joined(first)
     assert isinstance(of_first.get(timeout=SECONDS), RendezvousInfo)
-    first.report_keeping()
-    wait_until("it to be known", others[0].others_keep, SECONDS)
-    assert others[1].others_keep(), "to whoever asks for the first time"
+    first.report_can_regroup()
+    wait_until("it to be known", others[0].peers_can_regroup, SECONDS)
+    assert others[1].peers_can_regroup(), "to whoever asks for the first time"
     assert others[1].report_slots(0)
     of_other = joined(others[1])
     assert of_first.empty()
@@ -98,10 +98,10 @@ def test_who_comes_later_knows_whether_the_others_workers_are_kept(cluster: Clus
     joined(first)
     info = of_other.get(timeout=SECONDS)
     assert isinstance(info, RendezvousInfo)
-    assert info.seat.slots == 2
+    assert info.assignment.local_world_size == 2
     first.set_closed()
     wait_until(
         "a job that is over to have nobody who goes on",
-        lambda: not others[0].others_keep(),
+        lambda: not others[0].peers_can_regroup(),
         SECONDS,
     )

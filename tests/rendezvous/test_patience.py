@@ -9,22 +9,28 @@ import pytest
 from counted import KEYS, LEASE, CountedStore, Crew, Member
 
 from elasticlib.errors import StoreConnectionError
-from elasticlib.rendezvous.document import Document, Limits, Node, Note, Timing
-from elasticlib.rendezvous.layout import encode_state
-from elasticlib.rendezvous.node import (
+from elasticlib.rendezvous.local_node import (
     LONGEST_PAUSE,
+    NO_STATUS_YET,
     NOTE_SECONDS,
-    UNANSWERED,
     LocalNode,
-    PatienceSpent,
+    StoreGraceExpired,
 )
+from elasticlib.rendezvous.membership import (
+    LeaderStatus,
+    Membership,
+    Node,
+    RendezvousSettings,
+    RendezvousTimeouts,
+)
+from elasticlib.rendezvous.store_layout import encode_state
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
 
 AWAY = StoreConnectionError("no route to host")
-TIMING = Timing(join=60.0, lease=LEASE, store_grace=30.0)
-BEGUN = Document(Limits(2, 2), "one")
-SECOND = attrs.evolve(BEGUN, generation=2, membership="2.m", nodes=2)
+TIMING = RendezvousTimeouts(join_timeout=60.0, lease_ttl=LEASE, store_grace=30.0)
+BEGUN = Membership(RendezvousSettings(2, 2), "one")
+SECOND = attrs.evolve(BEGUN, generation=2, membership_id="2.m", num_nodes=2)
 
 
 class Scattered(CountedStore):
@@ -42,10 +48,10 @@ class Scattered(CountedStore):
 
 def lone(store: Store) -> LocalNode:
     node = Node(id="a-1", host="a", address="127.0.0.1", slots=1)
-    return LocalNode(store, "run", node, Limits(2, 2), TIMING)
+    return LocalNode(store, "run", node, RendezvousSettings(2, 2), TIMING)
 
 
-def holding(state: Document | None) -> MemoryStore:
+def holding(state: Membership | None) -> MemoryStore:
     store = MemoryStore()
     if state is not None:
         store.set(KEYS.state, encode_state(state))
@@ -57,23 +63,25 @@ def holding(state: Document | None) -> MemoryStore:
 
 def test_who_never_reached_the_store_waits_for_as_long_as_a_join_may_take() -> None:
     part = lone(MemoryStore())
-    assert 0 < part.missed(AWAY, 100.0) <= LONGEST_PAUSE
-    assert 0 < part.missed(AWAY, 100.0 + TIMING.join - 0.1) <= LONGEST_PAUSE
-    assert part.note.reason == str(AWAY)
-    with pytest.raises(PatienceSpent, match=r"60 s \(join_timeout\): no route.*was never reached"):
-        part.missed(AWAY, 100.0 + TIMING.join)
+    assert 0 < part.on_store_error(AWAY, 100.0) <= LONGEST_PAUSE
+    assert 0 < part.on_store_error(AWAY, 100.0 + TIMING.join_timeout - 0.1) <= LONGEST_PAUSE
+    assert part.leader_status.reason == str(AWAY)
+    with pytest.raises(
+        StoreGraceExpired, match=r"60 s \(join_timeout\): no route.*was never reached"
+    ):
+        part.on_store_error(AWAY, 100.0 + TIMING.join_timeout)
 
 
 def test_who_has_reached_it_waits_for_the_grace_and_anew_after_each_answer() -> None:
     part = lone(MemoryStore())
     part.read(0.0)
     for came_back in (100.0, 200.0):
-        assert part.missed(AWAY, came_back) > 0
-        assert part.missed(AWAY, came_back + TIMING.store_grace - 0.1) > 0
-        part.answered(came_back + TIMING.store_grace)
-    part.missed(AWAY, 300.0)
-    with pytest.raises(PatienceSpent) as spent:
-        part.missed(AWAY, 300.0 + TIMING.store_grace)
+        assert part.on_store_error(AWAY, came_back) > 0
+        assert part.on_store_error(AWAY, came_back + TIMING.store_grace - 0.1) > 0
+        part.on_store_success(came_back + TIMING.store_grace)
+    part.on_store_error(AWAY, 300.0)
+    with pytest.raises(StoreGraceExpired) as spent:
+        part.on_store_error(AWAY, 300.0 + TIMING.store_grace)
     assert (
         str(spent.value)
         == f"the store was unreachable for 30 s (store_grace, --store-grace): {AWAY}"
@@ -83,7 +91,7 @@ def test_who_has_reached_it_waits_for_the_grace_and_anew_after_each_answer() -> 
 def test_the_pauses_between_tries_grow_up_to_a_bound() -> None:
     part = lone(MemoryStore())
     part.read(0.0)
-    pauses = [part.missed(AWAY, 1.0) for _ in range(20)]
+    pauses = [part.on_store_error(AWAY, 1.0) for _ in range(20)]
     assert pauses[0] <= 0.04
     assert all(LONGEST_PAUSE / 2 <= pause <= LONGEST_PAUSE for pause in pauses[10:])
 
@@ -95,9 +103,9 @@ def test_who_finds_no_job_looks_elsewhere_once_a_lease_has_passed_and_goes_where
     store = Scattered(holding(SECOND), earlier=False)
     part = lone(store)
     part.read(0.0)
-    assert not part.goes_elsewhere(LEASE - 0.1)
+    assert not part.try_other_store(LEASE - 0.1)
     assert store.asked == 0
-    assert part.goes_elsewhere(LEASE)
+    assert part.try_other_store(LEASE)
     assert store.asked == 1
 
 
@@ -107,7 +115,7 @@ def test_who_finds_its_job_stays() -> None:
     part = lone(store)
     part.read(0.0)
     for now in (LEASE, 9 * TIMING.store_grace):
-        assert not part.goes_elsewhere(now)
+        assert not part.try_other_store(now)
     assert store.asked == 0
 
 
@@ -115,7 +123,7 @@ def test_who_finds_its_job_stays() -> None:
 @pytest.mark.parametrize("state", [None, BEGUN], ids=["nothing", "no generation"])
 @pytest.mark.parametrize("there", [None, BEGUN], ids=["nothing there", "none there"])
 def test_where_neither_has_a_generation_all_go_to_the_first_place(
-    state: Document | None, there: Document | None, earlier: bool
+    state: Membership | None, there: Membership | None, earlier: bool
 ) -> None:
     assert goes(state, there, earlier=earlier) == earlier
 
@@ -124,46 +132,48 @@ def test_where_neither_has_a_generation_all_go_to_the_first_place(
 @pytest.mark.parametrize(
     ("there", "goes_there"),
     [
-        (attrs.evolve(SECOND, generation=3, membership="3.m"), True),
+        (attrs.evolve(SECOND, generation=3, membership_id="3.m"), True),
         (SECOND, False),
-        (attrs.evolve(SECOND, generation=1, membership="1.m"), False),
-        (attrs.evolve(SECOND, incarnation="two", generation=3, membership="3.m"), False),
+        (attrs.evolve(SECOND, generation=1, membership_id="1.m"), False),
+        (attrs.evolve(SECOND, incarnation="two", generation=3, membership_id="3.m"), False),
         (BEGUN, False),
         (None, False),
     ],
     ids=["a later one", "the same", "an earlier one", "another job's", "none", "nothing"],
 )
 def test_too_few_nodes_of_a_generation_go_only_where_their_job_is_further(
-    there: Document | None, goes_there: bool, earlier: bool
+    there: Membership | None, goes_there: bool, earlier: bool
 ) -> None:
     assert goes(SECOND, there, earlier=earlier) == goes_there
 
 
-def goes(here: Document | None, there: Document | None, *, earlier: bool) -> bool:
+def goes(here: Membership | None, there: Membership | None, *, earlier: bool) -> bool:
     """Whether a node goes elsewhere that has heard here that there are too few."""
     store = Scattered(holding(there), earlier=earlier)
     if here is not None:
         store.inner.set(KEYS.state, encode_state(here))
     part = lone(store)
     part.read(0.0)
-    part.note = attrs.evolve(part.note, stuck=True)
-    return part.goes_elsewhere(LEASE)
+    part.leader_status = attrs.evolve(part.leader_status, is_blocked=True)
+    return part.try_other_store(LEASE)
 
 
 def test_who_remembers_a_generation_gives_up_after_the_grace() -> None:
     crew = Crew()
-    crew.add(2, Limits(2, 2))
+    crew.add(2, RendezvousSettings(2, 2))
     crew.settle()
     member = crew.followers[0]
-    assert not member.part.goes_elsewhere(crew.now)
+    assert not member.part.try_other_store(crew.now)
     for entry in crew.memory.list("").entries:
         crew.memory.delete(entry.key)
     member.look()
-    assert not member.part.goes_elsewhere(crew.now)
-    grace = member.part.timing.store_grace
-    assert not member.part.goes_elsewhere(crew.now + grace - 0.1)
-    with pytest.raises(PatienceSpent, match=r"too few nodes of generation 1 came back to the sto"):
-        member.part.goes_elsewhere(crew.now + grace)
+    assert not member.part.try_other_store(crew.now)
+    grace = member.part.timeouts.store_grace
+    assert not member.part.try_other_store(crew.now + grace - 0.1)
+    with pytest.raises(
+        StoreGraceExpired, match=r"too few nodes of generation 1 came back to the sto"
+    ):
+        member.part.try_other_store(crew.now + grace)
 
 
 # -- what it hears meanwhile -----------------------------------------------------------------------
@@ -171,39 +181,42 @@ def test_who_remembers_a_generation_gives_up_after_the_grace() -> None:
 
 def explains(member: Member, now: float) -> float:
     """It acts on what it last read and says so; in how many seconds it may have more to say."""
-    decision, _ = member.part.act(member.seen)
-    return member.part.explain(decision, member.seen, now)
+    decision, _ = member.part.reconcile_and_write(member.seen)
+    return member.part.publish_status(decision, member.seen, now)
 
 
 def test_all_hear_from_the_node_that_leads_what_is_waited_for_and_who_is_there() -> None:
     crew = Crew()
-    crew.add(2, Limits(3, 3))
+    crew.add(2, RendezvousSettings(3, 3))
     crew.turns(2)
     explains(crew.leader, crew.now)
     (other,) = crew.followers
-    explains(other, other.part.note_at - 0.1)
-    assert other.part.note == UNANSWERED
-    explains(other, other.part.note_at)
-    assert other.part.note == crew.leader.part.note
-    note = other.part.note
-    assert (note.reason, note.here) == ("2 of at least 3 nodes are here", ("n0", "n1"))
-    assert other.part.note_at > crew.now + LEASE
+    explains(other, other.part.next_status_read_at - 0.1)
+    assert other.part.leader_status == NO_STATUS_YET
+    explains(other, other.part.next_status_read_at)
+    assert other.part.leader_status == crew.leader.part.leader_status
+    note = other.part.leader_status
+    assert (note.reason, note.present_hosts) == ("2 of at least 3 nodes are here", ("n0", "n1"))
+    assert other.part.next_status_read_at > crew.now + LEASE
 
 
 def test_no_more_than_one_note_a_second_is_written() -> None:
     crew = Crew()
-    crew.add(1, Limits(3, 3))
+    crew.add(1, RendezvousSettings(3, 3))
     crew.turns(3)
     explains(crew.leader, crew.now)
-    first = crew.memory.get(KEYS.note)
-    crew.add(1, Limits(3, 3))
+    first = crew.memory.get(KEYS.leader_status)
+    crew.add(1, RendezvousSettings(3, 3))
     crew.turns(2)
     assert explains(crew.leader, crew.now + 0.25) == pytest.approx(NOTE_SECONDS - 0.25)
-    assert crew.memory.get(KEYS.note) == first
+    assert crew.memory.get(KEYS.leader_status) == first
     explains(crew.leader, crew.now + NOTE_SECONDS)
-    assert crew.memory.get(KEYS.note) != first
+    assert crew.memory.get(KEYS.leader_status) != first
 
 
 def test_nodes_of_one_name_are_counted() -> None:
-    assert Note().names == "nobody"
-    assert Note(here=("a", "vm", "vm"), count=5).names == "a, vm (2 nodes) and 2 more"
+    assert LeaderStatus().present_names == "nobody"
+    assert (
+        LeaderStatus(present_hosts=("a", "vm", "vm"), num_present=5).present_names
+        == "a, vm (2 nodes) and 2 more"
+    )

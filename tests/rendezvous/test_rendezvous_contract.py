@@ -8,9 +8,9 @@ from pathlib import Path
 import attrs
 import pytest
 
-from elasticlib.rendezvous.document import Node, Timing
 from elasticlib.rendezvous.handler import StaticRendezvousHandler
 from elasticlib.rendezvous.interface import RendezvousHandler
+from elasticlib.rendezvous.membership import Node, RendezvousTimeouts
 from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
@@ -57,9 +57,14 @@ class TestStatic(StoreRendezvousContract):
         return StaticRendezvousHandler(
             store,
             request.run_id,
-            attrs.evolve(node, hint=rank),
+            attrs.evolve(node, rank_hint=rank),
             request.max_nodes,
             max_restarts=request.max_restarts,
-            timing=Timing(join=request.join_timeout, lease=2.0, refresh=0.2, close=5.0),
-            open_bootstrap=Listener,
+            timeouts=RendezvousTimeouts(
+                join_timeout=request.join_timeout,
+                lease_ttl=2.0,
+                keep_alive_interval=0.2,
+                close_timeout=5.0,
+            ),
+            open_bootstrap_store=Listener,
         )

@@ -11,14 +11,14 @@ import pytest
 from hypothesis.errors import FlakyFailure
 
 from elasticlib.errors import RendezvousClosedError, RendezvousTimeoutError
-from elasticlib.rendezvous.document import Limits, Node, Timing
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.interface import (
-    BootstrapStoreInfo,
     Change,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousStoreInfo,
 )
+from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing import HandlerRequest, StoreRendezvousContract
@@ -30,7 +30,7 @@ from elasticlib.testing.waiting import wait_until
 class GivesARankTwice(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         info = super().next_rendezvous()
-        return attrs.evolve(info, seat=attrs.evolve(info.seat, rank=0))
+        return attrs.evolve(info, assignment=attrs.evolve(info.assignment, group_rank=0))
 
 
 class UsesAGenerationAgain(DynamicRendezvousHandler):
@@ -41,7 +41,7 @@ class UsesAGenerationAgain(DynamicRendezvousHandler):
 class NamesItselfMaster(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         info = super().next_rendezvous()
-        here = BootstrapStoreInfo("127.0.0.1", 20_000 + info.rank)
+        here = RendezvousStoreInfo("127.0.0.1", 20_000 + info.rank)
         return attrs.evolve(info, bootstrap_store_info=here)
 
 
@@ -49,7 +49,7 @@ class NamesAMasterThatDoesNotServe(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         with socket.create_server(("127.0.0.1", 0)) as closed:
             port = closed.getsockname()[1]
-        nowhere = BootstrapStoreInfo("127.0.0.1", port)
+        nowhere = RendezvousStoreInfo("127.0.0.1", port)
         return attrs.evolve(super().next_rendezvous(), bootstrap_store_info=nowhere)
 
 
@@ -95,11 +95,11 @@ class CountsSpares(DynamicRendezvousHandler):
         return wait_until("a spare to be noticed", self._spares, 60.0)
 
     def _spares(self) -> int:
-        reading = self._loop.node.seen
-        if reading is None or reading.view is None or reading.view.document is None:
+        reading = self._loop.node.snapshot
+        if reading is None or reading.view is None or reading.view.membership is None:
             return 0
-        members = reading.view.document.member_ids
-        return sum(node.id not in members for node in reading.view.live)
+        members = reading.view.membership.member_ids
+        return sum(node.id not in members for node in reading.view.live_nodes)
 
 
 class WaitsForEver(DynamicRendezvousHandler):
@@ -128,7 +128,9 @@ class TakesUpNoFailure(DynamicRendezvousHandler):
 class NeedsNobodyElse(DynamicRendezvousHandler):
     """Settles below the minimum, and lets everyone in."""
 
-    def __init__(self, store: Store, run_id: str, node: Node, limits: Limits, **rest: object):
+    def __init__(
+        self, store: Store, run_id: str, node: Node, limits: RendezvousSettings, **rest: object
+    ):
         loose = attrs.evolve(limits, min_nodes=1, max_nodes=limits.max_nodes + 1)
         super().__init__(store, run_id, node, loose, **rest)
 
@@ -197,9 +199,16 @@ class Place:
             self._store.client(),
             request.run_id,
             Node(name, request.name, "127.0.0.1", 1),
-            Limits(request.min_nodes, request.max_nodes, request.max_restarts, last_call=0.0),
-            timing=Timing(join=request.join_timeout, lease=2.0, refresh=0.2, close=5.0),
-            open_bootstrap=Listener,
+            RendezvousSettings(
+                request.min_nodes, request.max_nodes, request.max_restarts, last_call_timeout=0.0
+            ),
+            timing=RendezvousTimeouts(
+                join_timeout=request.join_timeout,
+                lease_ttl=2.0,
+                keep_alive_interval=0.2,
+                close_timeout=5.0,
+            ),
+            open_bootstrap_store=Listener,
         )
         self.made.append(handler)
         return handler

@@ -11,8 +11,8 @@ import pytest
 from counted import KEYS, RUN, CountedStore, Crew, Member
 
 from elasticlib.clock import Clock, monotonic
-from elasticlib.rendezvous.document import Limits, Node, Timing
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
+from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.rendezvous_over_store import Listener
@@ -29,7 +29,7 @@ def crew_of(count: int) -> Crew:
     """So many nodes that have settled; they came in four waves."""
     crew = Crew()
     for _ in range(4):
-        crew.add(count // 4, Limits(1, count))
+        crew.add(count // 4, RendezvousSettings(1, count))
         crew.turns()
     assert len(crew.settle().members) == count
     return crew
@@ -51,12 +51,12 @@ def check_frugal(crew: Crew) -> None:
     # The node that leads writes the shards and sweeps up, a small part of an operation each.
     leader = crew.leader.store
     assert leader.operations <= 4 * OPERATIONS + len(crew.members) / 4
-    assert leader.listed[KEYS.job] <= LISTINGS
+    assert leader.listed[KEYS.job_prefix] <= LISTINGS
 
 
 def check_reads_its_own_alone(store: CountedStore) -> None:
     """Nothing that tells of all nodes: the watched part, and one shard of each roll."""
-    assert set(store.listed) <= {KEYS.watched}
+    assert set(store.listed) <= {KEYS.watched_prefix}
     rolls = [key.removeprefix(KEYS.shard()).partition("/")[0] for key in store.got]
     read = [
         roll for key, roll in zip(store.got, rolls, strict=True) if key.startswith(KEYS.shard())
@@ -148,7 +148,9 @@ class Handlers:
     def client(self) -> MemoryStore:
         return self._stack.enter_context(self._memory.client())
 
-    def settle(self, nodes: Sequence[tuple[CountedStore, Clock]], timing: Timing) -> None:
+    def settle(
+        self, nodes: Sequence[tuple[CountedStore, Clock]], timing: RendezvousTimeouts
+    ) -> None:
         """All come at once, each with its store and its clock."""
         count = len(nodes)
         handlers = [
@@ -156,9 +158,9 @@ class Handlers:
                 store,
                 RUN,
                 Node(id=f"n{number}-1", host=f"n{number}", address="127.0.0.1", slots=1),
-                Limits(count, count),
-                timing=timing,
-                open_bootstrap=Listener,
+                RendezvousSettings(count, count),
+                timeouts=timing,
+                open_bootstrap_store=Listener,
                 clock=clock,
             )
             for number, (store, clock) in enumerate(nodes)
@@ -180,27 +182,27 @@ def handlers() -> Iterator[Handlers]:
 def test_handlers_that_come_all_at_once_ask_no_more(handlers: Handlers, count: int) -> None:
     stores = [CountedStore(handlers.client()) for _ in range(count)]
     # Nothing that depends on how long this machine takes.
-    patient = Timing(join=60.0, lease=1000.0, refresh=100.0)
+    patient = RendezvousTimeouts(join_timeout=60.0, lease_ttl=1000.0, keep_alive_interval=100.0)
     handlers.settle([(store, monotonic) for store in stores], patient)
-    (leader,) = [store for store in stores if store.listed[KEYS.job]]
+    (leader,) = [store for store in stores if store.listed[KEYS.job_prefix]]
     for store in stores:
         if store is not leader:
             check_reads_its_own_alone(store)
             assert store.operations <= OPERATIONS
-    assert leader.listed[KEYS.job] <= 2 * count
+    assert leader.listed[KEYS.job_prefix] <= 2 * count
 
 
 def test_a_handler_that_has_settled_looks_once_a_lease(handlers: Handlers) -> None:
     step, rounds = 0.005, 8
     stores = [Ticking(handlers.client(), step) for _ in range(4)]
-    timing = Timing(join=1e6, lease=rounds * step, refresh=step)
+    timing = RendezvousTimeouts(join_timeout=1e6, lease_ttl=rounds * step, keep_alive_interval=step)
     handlers.settle([(store, store.clock) for store in stores], timing)
     go_on(stores, 2 * rounds)
     before = [(store.rounds, Counter(store.calls)) for store in stores]
     go_on(stores, 4 * rounds)
     for store, (first, calls) in zip(stores, before, strict=True):
         more, leases = store.calls - calls, 1 + 2 * (store.rounds - first) / rounds
-        leads = store.listed[KEYS.job] > 0
+        leads = store.listed[KEYS.job_prefix] > 0
         assert more["list"] <= leases
         assert more["get"] <= leases * (not leads)  # the note of the one that leads
         assert set(more) <= {"refresh", "list", "get"}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from simulation import Faults, Mark, Simulation
 
-from elasticlib.rendezvous.document import Limits, Phase
+from elasticlib.rendezvous.membership import JobPhase, RendezvousSettings
 
 SLICES = 20
 
@@ -17,7 +17,7 @@ def simulation(seed: int) -> Simulation:
     """The cluster of a seed: its size, limits and faults are all drawn from it."""
     draw = random.Random(seed)
     most = draw.randint(1, 7)
-    limits = Limits(draw.randint(1, most), most, max_restarts=100)
+    limits = RendezvousSettings(draw.randint(1, most), most, max_restarts=100)
     return Simulation(seed, limits, nodes=draw.randint(1, 8))
 
 
@@ -27,7 +27,7 @@ def harsh_simulation(seed: int) -> Simulation:
     most = draw.randint(1, 7)
     fixed = draw.random() < 0.2
     least = most if fixed else draw.randint(1, most)
-    limits = Limits(least, most, max_restarts=100, fixed_ranks=fixed)
+    limits = RendezvousSettings(least, most, max_restarts=100, has_fixed_ranks=fixed)
     faults = Faults(cuts=2, forgets=draw.randint(0, 2), echoes=3)
     return Simulation(seed, limits, nodes=draw.randint(1, 8), faults=faults)
 
@@ -46,7 +46,7 @@ def drained_simulation(seed: int) -> Simulation:
     """Played to its end, by which whoever drained has left."""
     draw = random.Random(seed)
     most = draw.randint(1, 7)
-    limits = Limits(draw.randint(1, most), most, max_restarts=100, quorum=False)
+    limits = RendezvousSettings(draw.randint(1, most), most, max_restarts=100, quorum=False)
     played = Simulation(seed, limits, nodes=draw.randint(1, 8), faults=Faults(drains=3)).run()
     drained = {m.node for m in played.story if m.mark is Mark.DRAINS}
     assert not drained & {node.name for node in played.living}
@@ -57,7 +57,7 @@ def test_every_promise_holds_where_nodes_are_drained(request: pytest.FixtureRequ
     planned = 0
     for seed in range(request.config.getoption("--seeds") // 10):
         documents = drained_simulation(seed).documents
-        planned += sum("drain" in d.cause and d.planned for d in documents)
+        planned += sum("drain" in d.reason and d.is_planned for d in documents)
     assert planned
 
 
@@ -65,7 +65,7 @@ def keeping_simulation(seed: int) -> Simulation:
     """Some nodes keep what is left of their workers and come with fewer, and others cannot."""
     draw = random.Random(seed)
     most = draw.randint(1, 5)
-    limits = Limits(draw.randint(1, most), most, max_restarts=100)
+    limits = RendezvousSettings(draw.randint(1, most), most, max_restarts=100)
     draws = {
         "cuts": draw.randint(0, 1),
         "forgets": draw.randint(0, 1),
@@ -82,9 +82,9 @@ def test_every_promise_holds_where_some_nodes_keep_their_workers(
     for seed in range(request.config.getoption("--seeds") // 5):
         played = keeping_simulation(seed).run()
         workers = {node.id: node.workers for node in played.nodes}
-        settled = [d for d in played.documents if d.phase is Phase.SETTLED]
+        settled = [d for d in played.documents if d.phase is JobPhase.ACTIVE]
         smaller += sum(any(m.slots < workers[m.id] for m in d.members) for d in settled)
-        let_in += sum("ready" in d.cause and d.planned for d in played.documents)
+        let_in += sum("ready" in d.reason and d.is_planned for d in played.documents)
         ahead += sum(moment.mark is Mark.AHEAD for moment in played.story)
     assert smaller
     assert let_in
@@ -129,13 +129,13 @@ def test_forgetting_alone_stops_no_workers_and_generation_1_stands_for_ever() ->
     stood = 0
     for seed in range(60):
         nodes = 1 + seed % 4
-        limits, faults = Limits(nodes, nodes), Faults(0, 0, 0, 0, 0, forgets=2)
+        limits, faults = RendezvousSettings(nodes, nodes), Faults(0, 0, 0, 0, 0, forgets=2)
         played = Simulation(seed, limits, nodes=nodes, faults=faults).run()
         marks = [moment.mark for moment in played.story]
         if Mark.STARTS in marks[marks.index(Mark.FORGETS) :]:
             continue  # Nobody can remember a generation that it had not heard of by then.
         settled = {
-            (d.generation, d.membership) for d in played.documents if d.phase is Phase.SETTLED
+            (d.generation, d.membership_id) for d in played.documents if d.phase is JobPhase.ACTIVE
         }
         assert [generation for generation, _ in settled] == [1]
         assert Mark.STOPS not in marks
@@ -147,9 +147,9 @@ def test_a_forgotten_job_goes_on_where_some_remember_it_and_begins_anew_where_no
     """A number alone says nothing then: a new incarnation counts from 1 again."""
     anew = 0
     for seed in range(100):
-        limits = Limits(1, 4, max_restarts=100)
+        limits = RendezvousSettings(1, 4, max_restarts=100)
         played = Simulation(seed, limits, nodes=3, faults=Faults(forgets=2)).run()
-        anew += len({d.incarnation for d in played.documents if d.phase is Phase.SETTLED}) > 1
+        anew += len({d.incarnation for d in played.documents if d.phase is JobPhase.ACTIVE}) > 1
     assert 0 < anew < 50
 
 
@@ -159,13 +159,13 @@ def test_the_same_seed_is_the_same_story() -> None:
 
 def test_without_faults_all_nodes_meet_once() -> None:
     quiet = Faults(crashes=0, arrivals=0, leaves=0, worker_failures=0, stalls=0, span=5.0)
-    played = Simulation(1, Limits(2, 4), nodes=4, faults=quiet).run()
-    assert [d.generation for d in played.documents if d.phase is Phase.SETTLED] == [1]
+    played = Simulation(1, RendezvousSettings(2, 4), nodes=4, faults=quiet).run()
+    assert [d.generation for d in played.documents if d.phase is JobPhase.ACTIVE] == [1]
 
 
 def test_failures_beyond_the_budget_end_the_job_for_all() -> None:
     faults = Faults(crashes=0, arrivals=0, leaves=0, worker_failures=6, stalls=0, span=60.0)
-    played = Simulation(3, Limits(3, 3, max_restarts=1), nodes=3, faults=faults).run()
-    assert played.documents[-1].phase is Phase.FAILED
+    played = Simulation(3, RendezvousSettings(3, 3, max_restarts=1), nodes=3, faults=faults).run()
+    assert played.documents[-1].phase is JobPhase.FAILED
     assert played.documents[-1].restarts == 1
     assert not played.living

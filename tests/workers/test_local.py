@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from elasticlib.errors import ConfigError, WorkerStartError
-from elasticlib.rendezvous.document import Node
-from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.rendezvous.membership import Node
+from elasticlib.rendezvous.rank_assignment import assign_ranks
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import cleanup, process_entry
 from elasticlib.workers.cleanup import CleanupProcess
@@ -61,7 +61,7 @@ class Run:
         member = Node("n-1", "n", "127.0.0.1", count)
         group = WorkerGroup(
             spec=WorkerSpec(entrypoint, count, "role"),
-            workers=assign_worker_ranks(deal_seats((member,))[0]),
+            workers=assign_worker_ranks(assign_ranks((member,))[0]),
             run_id="job",
             generation=1,
             group_rank=0,

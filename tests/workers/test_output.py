@@ -17,8 +17,8 @@ from test_local import Run, shell
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse, split_at_commas
-from elasticlib.rendezvous.document import Node
-from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.rendezvous.membership import Node
+from elasticlib.rendezvous.rank_assignment import assign_ranks
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.output import MAX_CONSOLE_BYTES, OutputThread, WorkerOutput
@@ -78,7 +78,7 @@ def test_of_ranks_that_are_not_shown_the_files_alone_are_written(
 def test_process_that_outlives_a_worker_with_its_stderr_open_is_not_waited_for(
     tmp_path: Path,
 ) -> None:
-    worker = assign_worker_ranks(deal_seats((Node("n-1", "n", "127.0.0.1", 1),))[0])[0]
+    worker = assign_worker_ranks(assign_ranks((Node("n-1", "n", "127.0.0.1", 1),))[0])[0]
     thread, files = OutputThread(), OutputFiles(str(tmp_path / "error.json"))
     output = WorkerOutput(OutputPlan(), worker, "role", files, thread)
     stays = "echo last words >&2; sleep 600 & echo $!"

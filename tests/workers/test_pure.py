@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.errors import ConfigError
-from elasticlib.rendezvous.document import Node
-from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.rendezvous.membership import Node
+from elasticlib.rendezvous.rank_assignment import assign_ranks
 from elasticlib.workers.error_file import (
     make_error_record,
     message_and_traceback,
@@ -46,7 +46,7 @@ def members(*slots: int, roles: str = "") -> tuple[Node, ...]:
 def test_ranks_count_all_workers_once_and_each_role_by_itself(nodes: list[tuple[int, str]]) -> None:
     slots, roles = [n for n, _ in nodes], "".join(role for _, role in nodes)
     job = members(*slots, roles=roles)
-    dealt = [assign_worker_ranks(seat) for seat in deal_seats(job)]
+    dealt = [assign_worker_ranks(seat) for seat in assign_ranks(job)]
     assert [w.rank for group in dealt for w in group] == list(range(sum(slots)))
     for role in "ab":
         of_role = [w for r, group in zip(roles, dealt, strict=True) for w in group if r == role]
@@ -57,7 +57,7 @@ def test_ranks_count_all_workers_once_and_each_role_by_itself(nodes: list[tuple[
 def group() -> WorkerGroup:
     return WorkerGroup(
         spec=WorkerSpec(Script("train.py"), 2, "trainer"),
-        workers=assign_worker_ranks(deal_seats(members(1, 2, roles="tt"))[1]),
+        workers=assign_worker_ranks(assign_ranks(members(1, 2, roles="tt"))[1]),
         run_id="job",
         generation=4,
         group_rank=1,

@@ -17,8 +17,8 @@ import attrs
 import pytest
 
 from elasticlib.errors import ConfigError
-from elasticlib.rendezvous.document import Node
-from elasticlib.rendezvous.ranks import deal_seats
+from elasticlib.rendezvous.membership import Node
+from elasticlib.rendezvous.rank_assignment import assign_ranks
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import fork_server, stack_dump
 from elasticlib.workers.local_workers import LocalWorkers
@@ -66,7 +66,7 @@ class Runner:
     def start(self, entrypoint: Entrypoint) -> int:
         """The pid of the worker."""
         self.attempt += 1
-        (seat,) = deal_seats((Node("n-1", "n", "127.0.0.1", 1),))
+        (seat,) = assign_ranks((Node("n-1", "n", "127.0.0.1", 1),))
         group = WorkerGroup(
             spec=WorkerSpec(entrypoint),
             workers=assign_worker_ranks(seat),

@@ -33,7 +33,7 @@ from ...launch.elastic_launch import run_node, shutdown_seconds
 from ...launch.launch_config import LaunchConfig
 from ...launch.launcher_process import raise_open_file_limit
 from ...launch.store_host import CONNECT_SECONDS, SPARE_DESCRIPTORS
-from ...rendezvous.layout import Keys, StoredJob
+from ...rendezvous.store_layout import JobListing, StoreKeys
 from ...signals import signal_name
 from ...stores.authentication import SECRET_ENV as SECRET
 from ...stores.tcp_client import TcpStore
@@ -368,7 +368,7 @@ class Driver:
             {name: amount for name, amount in resources.items() if amount},
             order.config.min_nodes,
             order.config.max_nodes,
-            join=order.config.timing.join,
+            join=order.config.timing.join_timeout,
         )
         self._agents: dict[int, _Agent] = {}
         self._count = 0
@@ -433,7 +433,7 @@ class Driver:
     def _end(self, seconds: float) -> None:
         """No agent is placed any more, and those that run have so long to come to their end."""
         if self._deadline is None:
-            self._deadline = monotonic() + seconds + self._config.timing.close + MARGIN
+            self._deadline = monotonic() + seconds + self._config.timing.close_timeout + MARGIN
         for number in [number for number, agent in self._agents.items() if not agent.runs]:
             self._drop(number)
 
@@ -539,10 +539,10 @@ class Driver:
 
     def _job_is_over(self) -> bool:
         """Whether its nodes have written down that it is."""
-        keys = Keys(self._config.run_id)
+        keys = StoreKeys(self._config.run_id)
         try:
-            state = StoredJob(keys, self._store.list(keys.job)).state
+            state = JobListing(keys, self._store.list(keys.job_prefix)).state
         except StoreError as error:
             log.warning("the driver cannot read its own store: %s", error)
             return False
-        return state is not None and state.phase.terminal
+        return state is not None and state.phase.is_terminal

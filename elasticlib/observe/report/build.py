@@ -18,7 +18,16 @@ import attrs
 
 from ...clock import date_of
 from ..event import Mark
-from ..history import PHASES, Generation, History, JobState, NodeStory, Pace, Stay, Why
+from ..history import (
+    PHASES,
+    Generation,
+    GenerationTrigger,
+    History,
+    JobState,
+    NodeStory,
+    Pace,
+    Stay,
+)
 from ..wording import (
     DAY,
     HOUR,
@@ -631,7 +640,7 @@ def _shaded_bands(history: History, over: str, axis: Axis) -> list[Bar]:
         span = gap.time if over == "time" else gap.steps
         if span is not None:
             made = gap.generation
-            title = f"Generation {made.number} {made.why.words}, {gap.text}"
+            title = f"Generation {made.number} {made.why.phrase}, {gap.text}"
             style = f"gap gap-{made.why.value}"
             bands.append(bar(axis, *span, style, title=title, label=str(made.number)))
     return bands
@@ -722,7 +731,7 @@ def recovery_section(history: History) -> dict[str, Any] | None:
     shown = [every[at] for at in sorted(by_cost[:MAX_RECOVERIES])]
     largest = max(made.cost.seconds for made in shown) or 1.0
     known, total = sum(made.cost.seconds for made in every), lost_seconds(history)
-    startups = sum(made.why is Why.START for made in every)
+    startups = sum(made.why is GenerationTrigger.START for made in every)
     return {
         "total": total,
         "other": total - known if total - known > 0.005 else 0.0,
@@ -752,7 +761,7 @@ def _recovery(made: Generation, largest: float) -> dict[str, Any]:
         bars.append(Bar(left, width, f"phase p-{name}", title=texts[name], label=name))
         left += width
     return {
-        "title": f"Generation {made.number}, {made.why.words}",
+        "title": f"Generation {made.number}, {made.why.phrase}",
         "total": made.cost.seconds,
         "cause": made.cause if len(made.cause) <= 160 else f"{made.cause[:159]}\u2026",
         "bars": bars,

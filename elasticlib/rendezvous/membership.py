@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..flag_values import STORE_GRACE
 
 
-class Why(enum.Enum):
+class GenerationTrigger(enum.Enum):
     """Why a generation was sought, or ended. Only FAILURE is charged to the budget of restarts.
 
     RESIZE: nodes came or left on purpose. LOSS: a node, or what the store held, is gone.
@@ -26,39 +26,39 @@ class Why(enum.Enum):
 
     START = "start"
     FAILURE = "failure"
-    LOSS = "loss"
+    NODE_LOSS = "loss"
     RESIZE = "resize"
 
     @property
-    def words(self) -> str:
+    def phrase(self) -> str:
         """For a sentence about the generation: it came `after a loss`."""
         return _WHY[self]
 
 
 _WHY = {
-    Why.START: "at the start",
-    Why.FAILURE: "after a failure",
-    Why.LOSS: "after a loss",
-    Why.RESIZE: "for a resize",
+    GenerationTrigger.START: "at the start",
+    GenerationTrigger.FAILURE: "after a failure",
+    GenerationTrigger.NODE_LOSS: "after a loss",
+    GenerationTrigger.RESIZE: "for a resize",
 }
 
 
-class Phase(enum.Enum):
+class JobPhase(enum.Enum):
     """Where a job's membership stands; all but the first two are the end of it."""
 
-    OPEN = "open"
-    SETTLED = "settled"
+    FORMING = "forming"
+    ACTIVE = "active"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ABORTED = "aborted"
 
     @property
-    def terminal(self) -> bool:
-        return self not in (Phase.OPEN, Phase.SETTLED)
+    def is_terminal(self) -> bool:
+        return self not in (JobPhase.FORMING, JobPhase.ACTIVE)
 
 
 @attrs.frozen
-class Timing:
+class RendezvousTimeouts:
     """How long a handler waits, in seconds, each measured on the waiting node's own clock.
 
     join: for a generation to settle. lease: how long a silent node counts as alive; refresh: how
@@ -66,25 +66,25 @@ class Timing:
     long an agent's loop may stand still before its node gives up its place among the others.
     """
 
-    join: float = 600.0
-    lease: float = 5.0
-    refresh: float = 1.0
+    join_timeout: float = 600.0
+    lease_ttl: float = 5.0
+    keep_alive_interval: float = 1.0
     store_grace: float = STORE_GRACE
-    close: float = 30.0
-    loop: float = 30.0
+    close_timeout: float = 30.0
+    loop_timeout: float = 30.0
 
     def __attrs_post_init__(self) -> None:
-        if not 0 < self.refresh < self.lease:
+        if not 0 < self.keep_alive_interval < self.lease_ttl:
             raise ConfigError(
                 f"a lease must be refreshed before it ends: need 0 < refresh < lease, "
-                f"got refresh={self.refresh:g} s and lease={self.lease:g} s"
+                f"got refresh={self.keep_alive_interval:g} s and lease={self.lease_ttl:g} s"
             )
-        if self.loop <= 0:
-            raise ConfigError(f"need loop > 0 seconds, got loop={self.loop:g}")
+        if self.loop_timeout <= 0:
+            raise ConfigError(f"need loop > 0 seconds, got loop={self.loop_timeout:g}")
 
 
 @attrs.frozen
-class Limits:
+class RendezvousSettings:
     """What a job allows; the same on each of its nodes.
 
     last_call: seconds without a new arrival, once min_nodes are there, before newcomers are
@@ -98,8 +98,8 @@ class Limits:
     min_nodes: int
     max_nodes: int
     max_restarts: int = 0
-    last_call: float = 2.0
-    fixed_ranks: bool = False
+    last_call_timeout: float = 2.0
+    has_fixed_ranks: bool = False
     spares: int | None = None
     quorum: bool = False
     restart_window: float = 0.0
@@ -114,7 +114,7 @@ class Limits:
             raise ConfigError(f"need max_restarts >= 0, got {self.max_restarts}")
         if self.spares is not None and self.spares < 0:
             raise ConfigError(f"need spares >= 0, got {self.spares}")
-        for name in ("last_call", "restart_window"):
+        for name in ("last_call_timeout", "restart_window"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
 
@@ -142,39 +142,39 @@ class Node:
     address: str
     slots: int
     role: str = "default"
-    hint: int | None = None
+    rank_hint: int | None = None
     topology: str = ""
-    membership: str = ""
-    rank: int = 0
-    runs: bool = False
-    stopped: str = ""
-    came_after: str = ""
-    claim: str | None = None
-    claim_membership: str = ""
-    claim_killed: bool = False
-    draining: str = ""
-    kept: bool = False
+    membership_id: str = ""
+    group_rank: int = 0
+    may_run_workers: bool = False
+    stopped_membership_id: str = ""
+    ended_incarnation: str = ""
+    failure_reason: str | None = None
+    failed_membership_id: str = ""
+    was_killed: bool = False
+    drain_reason: str = ""
+    has_retained_workers: bool = False
 
 
 @attrs.frozen
-class Failure:
+class NodeFailure:
     """The node whose workers failed first, and why; killed: as `claim_killed` of its `Node`."""
 
     node: str
     reason: str
-    killed: bool = False
+    was_killed: bool = False
 
 
 @attrs.frozen
-class Ending:
+class JobEnd:
     """Which node wrote down that the job is over, and when, by its own wall clock: for people."""
 
-    by: str
-    at: str
+    written_by: str
+    ended_at: str
 
 
 @attrs.frozen
-class State:
+class MembershipState:
     """What every node reads of a job: small, however many nodes there are.
 
     incarnation names this run of the job as against one that ended before it, or one that another
@@ -188,22 +188,22 @@ class State:
     quick: how many generations in a row have failed soon after they began.
     """
 
-    limits: Limits
+    settings: RendezvousSettings
     incarnation: str = ""
-    phase: Phase = Phase.OPEN
+    phase: JobPhase = JobPhase.FORMING
     generation: int = 0
-    membership: str = ""
-    nodes: int = 0
+    membership_id: str = ""
+    num_nodes: int = 0
     restarts: int = 0
-    cause: str = "the job starts"
-    failure: Failure | None = None
-    expelled: tuple[str, ...] = ()
-    surplus: tuple[str, ...] = ()
-    ending: Ending | None = None
+    reason: str = "the job starts"
+    failure: NodeFailure | None = None
+    evicted: tuple[str, ...] = ()
+    rejected_spares: tuple[str, ...] = ()
+    job_end: JobEnd | None = None
     supersedes: str = ""
-    planned: bool = False
-    quick: int = 0
-    why: Why = Why.START
+    is_planned: bool = False
+    quick_failure_count: int = 0
+    trigger: GenerationTrigger = GenerationTrigger.START
 
 
 @attrs.frozen
@@ -216,29 +216,29 @@ class Leader:
 
     id: str
     host: str
-    came_after: str = ""
-    keeps: bool = False
+    ended_incarnation: str = ""
+    can_regroup: bool = False
 
 
 @attrs.frozen
-class Note:
+class LeaderStatus:
     """What the node that leads lets the waiting ones know: why nothing happens yet, who is there
     (the first names of `count`), how many wait for the generation with that membership to end, and
     whether there are too few nodes to go on."""
 
     reason: str = ""
-    here: tuple[str, ...] = ()
-    count: int = 0
-    waiting: int = 0
-    membership: str = ""
-    stuck: bool = False
+    present_hosts: tuple[str, ...] = ()
+    num_present: int = 0
+    num_waiting: int = 0
+    membership_id: str = ""
+    is_blocked: bool = False
 
     @property
-    def names(self) -> str:
+    def present_names(self) -> str:
         """Who is there, in words; of nodes of one name, how many."""
-        found = Counter(self.here).items()
+        found = Counter(self.present_hosts).items()
         names = ", ".join(f"{name} ({n} nodes)" if n > 1 else name for name, n in found)
-        more = self.count - len(self.here)
+        more = self.num_present - len(self.present_hosts)
         return f"{names} and {more} more" if more > 0 else names or "nobody"
 
 
@@ -250,24 +250,24 @@ class ChangeKind(enum.Enum):
     the handler allows.
     """
 
-    REOPENED = "reopened"
+    GENERATION_ENDED = "generation_ended"
     RESIZE = "resize"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ABORTED = "aborted"
-    EXPELLED = "expelled"
-    SURPLUS = "surplus"
-    LOST = "lost"
+    EVICTED = "evicted"
+    NOT_NEEDED = "not_needed"
+    STORE_LOST = "store_lost"
 
     @property
-    def final(self) -> bool:
+    def is_final(self) -> bool:
         """Whether there is nothing left to rendezvous for."""
-        return self not in (ChangeKind.REOPENED, ChangeKind.RESIZE)
+        return self not in (ChangeKind.GENERATION_ENDED, ChangeKind.RESIZE)
 
     @property
-    def goes_on(self) -> bool:
+    def job_continues(self) -> bool:
         """Whether the job goes on without this node, whose end is not the job's."""
-        return self in (ChangeKind.EXPELLED, ChangeKind.SURPLUS)
+        return self in (ChangeKind.EVICTED, ChangeKind.NOT_NEEDED)
 
 
 @attrs.frozen
@@ -280,15 +280,17 @@ class Change:
 
 
 @attrs.frozen
-class Document(State):
+class Membership(MembershipState):
     """A job's state with its members. A member's index is its group rank."""
 
     members: tuple[Node, ...] = ()
 
     @property
-    def state(self) -> State:
+    def state(self) -> MembershipState:
         """The document without its members."""
-        return State(**{name: getattr(self, name) for name in attrs.fields_dict(State)})
+        return MembershipState(
+            **{name: getattr(self, name) for name in attrs.fields_dict(MembershipState)}
+        )
 
     @property
     def member_ids(self) -> frozenset[str]:
@@ -302,36 +304,52 @@ class Document(State):
         return None
 
 
-def of_members(state: State, members: Iterable[Node]) -> Document:
+def with_members(state: MembershipState, members: Iterable[Node]) -> Membership:
     """The whole document of which this is the state."""
-    fields = {name: getattr(state, name) for name in attrs.fields_dict(State)}
-    return Document(**fields, members=tuple(members))
+    fields = {name: getattr(state, name) for name in attrs.fields_dict(MembershipState)}
+    return Membership(**fields, members=tuple(members))
 
 
-def reopen(
-    document: Document, cause: str, failure: Failure | None = None, *, why: Why | None = None
-) -> Document:
+def end_generation(
+    document: Membership,
+    reason: str,
+    failure: NodeFailure | None = None,
+    *,
+    trigger: GenerationTrigger | None = None,
+) -> Membership:
     """The generation is over; its members keep their order for the next one.
 
-    why: left out, it is a failure where there is one, and else a loss.
+    trigger: left out, it is a failure where there is one, and else a loss.
     """
-    why = why or (Why.LOSS if failure is None else Why.FAILURE)
+    trigger = trigger or (
+        GenerationTrigger.NODE_LOSS if failure is None else GenerationTrigger.FAILURE
+    )
     return attrs.evolve(
-        document, phase=Phase.OPEN, cause=cause, why=why, failure=failure, planned=False
+        document,
+        phase=JobPhase.FORMING,
+        reason=reason,
+        trigger=trigger,
+        failure=failure,
+        is_planned=False,
     )
 
 
-def resize(document: Document, cause: str) -> Document:
+def begin_resize(document: Membership, reason: str) -> Membership:
     """The generation is to end where its workers agree to; nobody has failed or is lost."""
-    return attrs.evolve(reopen(document, cause, why=Why.RESIZE), planned=True)
+    return attrs.evolve(
+        end_generation(document, reason, trigger=GenerationTrigger.RESIZE), is_planned=True
+    )
 
 
-def settle(document: Document, members: Iterable[Node], *, charged: bool, nonce: str) -> Document:
+def form_generation(
+    document: Membership, members: Iterable[Node], *, charged: bool, nonce: str
+) -> Membership:
     """The next generation, of these members in this order; `nonce` is used for no other."""
     chosen = tuple(
-        attrs.evolve(node, claim=None, claim_membership="", claim_killed=False) for node in members
+        attrs.evolve(node, failure_reason=None, failed_membership_id="", was_killed=False)
+        for node in members
     )
-    limits = document.limits
+    limits = document.settings
     if not limits.min_nodes <= len(chosen) <= limits.max_nodes:
         raise ConfigError(
             f"a generation has {limits.min_nodes} to {limits.max_nodes} nodes, got {len(chosen)}"
@@ -339,45 +357,45 @@ def settle(document: Document, members: Iterable[Node], *, charged: bool, nonce:
     generation = document.generation + 1
     return attrs.evolve(
         document,
-        phase=Phase.SETTLED,
+        phase=JobPhase.ACTIVE,
         generation=generation,
-        membership=f"{generation}.{nonce}",
-        nodes=len(chosen),
+        membership_id=f"{generation}.{nonce}",
+        num_nodes=len(chosen),
         members=chosen,
         restarts=document.restarts + charged,
         failure=None,
-        planned=False,
+        is_planned=False,
     )
 
 
-def expel(document: Document, node_ids: Iterable[str], live: Container[str]) -> Document:
+def evict(document: Membership, node_ids: Iterable[str], live: Container[str]) -> Membership:
     """These nodes must leave; the others go on without being charged for it.
 
     Of those expelled before, only the living and the members are still named: an id is never
     used again.
     """
     members = document.member_ids
-    there = (n for n in document.expelled if n in live or n in members)
-    return attrs.evolve(document, expelled=(*there, *node_ids), failure=None)
+    there = (n for n in document.evicted if n in live or n in members)
+    return attrs.evolve(document, evicted=(*there, *node_ids), failure=None)
 
 
-def turn_away(document: Document, node_ids: Iterable[str]) -> Document:
+def reject_spares(document: Membership, node_ids: Iterable[str]) -> Membership:
     """These are too many to wait, and no others are."""
-    return attrs.evolve(document, surplus=tuple(node_ids))
+    return attrs.evolve(document, rejected_spares=tuple(node_ids))
 
 
-AnyState = TypeVar("AnyState", bound=State)
+AnyState = TypeVar("AnyState", bound=MembershipState)
 
 
-def end(
+def end_job(
     document: AnyState,
-    phase: Phase,
-    cause: str,
+    phase: JobPhase,
+    reason: str,
     *,
-    ending: Ending,
-    failure: Failure | None = None,
+    job_end: JobEnd,
+    failure: NodeFailure | None = None,
 ) -> AnyState:
     """The job is over, for as long as this incarnation lasts."""
-    if document.phase.terminal or not phase.terminal:
+    if document.phase.is_terminal or not phase.is_terminal:
         raise ConfigError(f"a job ends once, got {document.phase.value} -> {phase.value}")
-    return attrs.evolve(document, phase=phase, cause=cause, failure=failure, ending=ending)
+    return attrs.evolve(document, phase=phase, reason=reason, failure=failure, job_end=job_end)

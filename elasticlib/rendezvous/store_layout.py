@@ -23,8 +23,8 @@ import attrs
 
 from ..errors import ConfigError, RendezvousConfigError
 from ..stores.key_space import Entry, Listing
-from .document import Document, Leader, Node, Phase, State, of_members
-from .ranks import Row, Seat, shard_count
+from .membership import JobPhase, Leader, Membership, MembershipState, Node, with_members
+from .rank_assignment import AssignedNode, RankAssignment, num_shards
 
 FORMAT = 5
 REMEDY = "start all nodes with the same version of elasticlib"
@@ -40,7 +40,7 @@ SCALARS: dict[Any, tuple[type, ...]] = {
 Value = TypeVar("Value")
 
 
-class Keys:
+class StoreKeys:
     """The keys of one job; `run_id` may be any text.
 
     job: what all of them begin with. watched: what every node watches. leader: leased by the node
@@ -49,43 +49,47 @@ class Keys:
     """
 
     def __init__(self, run_id: str) -> None:
-        self.job = f"{quote(run_id, safe='')}/"
-        self.watched = f"{self.job}head/"
-        self.state = f"{self.watched}document"
-        self.leader = f"{self.watched}leader"
-        self.memory = f"{self.watched}memory"
-        self.note = f"{self.job}note"
+        self.job_prefix = f"{quote(run_id, safe='')}/"
+        self.watched_prefix = f"{self.job_prefix}head/"
+        self.state = f"{self.watched_prefix}membership"
+        self.leader = f"{self.watched_prefix}leader"
+        self.remembered_state = f"{self.watched_prefix}remembered"
+        self.leader_status = f"{self.job_prefix}leader_status"
 
     def master_endpoint(self, membership: str = "") -> str:
         """Stands for as long as the generation does; its value is where torch's store is."""
-        return f"{self.watched}gate/{membership}"
+        return f"{self.watched_prefix}store_endpoint/{membership}"
 
     def node(self, node_id: str = "") -> str:
-        return f"{self.job}node/{node_id}"
+        return f"{self.job_prefix}node/{node_id}"
 
     def shard(self, membership: str = "", number: int | str = "") -> str:
-        return self._of_generation("roll", membership, number)
+        return self._of_generation("members", membership, number)
 
     def finished(self, membership: str = "", node_id: str = "") -> str:
         """Written by a member whose workers have succeeded."""
-        return self._of_generation("done", membership, node_id)
+        return self._of_generation("finished", membership, node_id)
 
-    def departed(self, membership: str = "", node_id: str = "") -> str:
+    def left(self, membership: str = "", node_id: str = "") -> str:
         """Written by a node that leaves its generation and says so."""
-        return self._of_generation("gone", membership, node_id)
+        return self._of_generation("left", membership, node_id)
 
-    def board(self, membership: str = "") -> str:
+    def exchange_prefix(self, membership: str = "") -> str:
         """Begins the keys under which the nodes of a generation post things for one another."""
-        return self._of_generation("board", membership)
+        return self._of_generation("exchange", membership)
 
     def _of_generation(self, kind: str, membership: str, rest: int | str = "") -> str:
-        return f"{self.job}{kind}/{membership}/{rest}" if membership else f"{self.job}{kind}/"
+        return (
+            f"{self.job_prefix}{kind}/{membership}/{rest}"
+            if membership
+            else f"{self.job_prefix}{kind}/"
+        )
 
 
-class StoredJob:
+class JobListing:
     """One listing of a job, or of its watched part, as what it means."""
 
-    def __init__(self, keys: Keys, listing: Listing) -> None:
+    def __init__(self, keys: StoreKeys, listing: Listing) -> None:
         self._keys = keys
         self._entries = {entry.key: entry for entry in listing.entries}
         self.version = listing.version
@@ -95,16 +99,16 @@ class StoredJob:
         self.leader = None
         if self.leader_entry is not None:
             self.leader = decode(Leader, self.leader_entry.value, "the leader")
-        self.memory_entry = self._entries.get(keys.memory)
+        self.remembered_entry = self._entries.get(keys.remembered_state)
 
     @property
-    def memory(self) -> State | None:
-        return None if self.memory_entry is None else decode_state(self.memory_entry.value)
+    def remembered_state(self) -> MembershipState | None:
+        return None if self.remembered_entry is None else decode_state(self.remembered_entry.value)
 
     @property
-    def stage(self) -> tuple[str, Phase | None]:
+    def stage(self) -> tuple[str, JobPhase | None]:
         """The state's membership, empty for none, and how it stands."""
-        return ("", None) if self.state is None else (self.state.membership, self.state.phase)
+        return ("", None) if self.state is None else (self.state.membership_id, self.state.phase)
 
     @property
     def master_entry(self) -> Entry | None:
@@ -117,7 +121,7 @@ class StoredJob:
         entry = self.master_entry
         return entry.value.decode() if entry is not None and entry.value else None
 
-    def document(self, known: Document | None) -> tuple[Document | None, bool]:
+    def membership(self, known: Membership | None) -> tuple[Membership | None, bool]:
         """The whole document, and whether all shards of its members were there.
 
         `known` is one that was read before: of the same membership, the members are the same.
@@ -125,17 +129,19 @@ class StoredJob:
         state = self.state
         if state is None:
             return None, False
-        shards = [self._keys.shard(state.membership, n) for n in range(shard_count(state.nodes))]
+        shards = [
+            self._keys.shard(state.membership_id, n) for n in range(num_shards(state.num_nodes))
+        ]
         found = [self._entries[key] for key in shards if key in self._entries]
-        if not state.membership or len(found) < len(shards):
-            return of_members(state, ()), not state.membership
-        if known is not None and known.membership == state.membership:
-            return of_members(state, known.members), True
+        if not state.membership_id or len(found) < len(shards):
+            return with_members(state, ()), not state.membership_id
+        if known is not None and known.membership_id == state.membership_id:
+            return with_members(state, known.members), True
         rows = [row for entry in found for row in decode_shard(entry.value)]
-        members = (node for node, _ in sorted(rows, key=lambda row: row[1].rank))
-        return of_members(state, members), True
+        members = (node for node, _ in sorted(rows, key=lambda row: row[1].group_rank))
+        return with_members(state, members), True
 
-    def live(self) -> tuple[Node, ...]:
+    def live_nodes(self) -> tuple[Node, ...]:
         """Return the nodes whose lease is valid, the one that last wrote its record at the end."""
         return self.records()[0]
 
@@ -152,13 +158,13 @@ class StoredJob:
                 errors[entry.key] = str(error)
         return tuple(nodes), errors
 
-    def finished(self) -> frozenset[str]:
+    def finished_ids(self) -> frozenset[str]:
         """The members that have finished the state's generation."""
         return self._ids(self._keys.finished)
 
-    def departed(self) -> frozenset[str]:
+    def left_ids(self) -> frozenset[str]:
         """The members that have said that they leave the state's generation."""
-        return self._ids(self._keys.departed)
+        return self._ids(self._keys.left)
 
     def _ids(self, key: Callable[[str], str]) -> frozenset[str]:
         membership, _ = self.stage
@@ -171,14 +177,14 @@ class StoredJob:
         """Those of all generations that stand; of more than one, the newest is being written."""
         return tuple(entry.key for entry in self._under(self._keys.master_endpoint()))
 
-    def left_over(self, membership: str) -> tuple[str, ...]:
+    def stale_keys(self, membership: str) -> tuple[str, ...]:
         """What stands of other generations than that with this membership, and their memory."""
         keys = self._keys
-        kinds = (keys.master_endpoint, keys.finished, keys.departed, keys.board, keys.shard)
+        kinds = (keys.master_endpoint, keys.finished, keys.left, keys.exchange_prefix, keys.shard)
         old = [entry.key for kind in kinds for entry in self._under(kind(""))]
         ours = tuple(kind(membership) for kind in kinds[1:])
         kept = keys.master_endpoint(membership)
-        memory = () if self.memory_entry is None else (keys.memory,)
+        memory = () if self.remembered_entry is None else (keys.remembered_state,)
         return (*(k for k in old if k != kept and not k.startswith(ours)), *memory)
 
     def _under(self, prefix: str) -> Iterable[Entry]:
@@ -193,12 +199,12 @@ def encode(value: Any) -> bytes:
     return _ENCODER.encode(value).encode()
 
 
-def encode_state(state: State) -> bytes:
+def encode_state(state: MembershipState) -> bytes:
     """Of a document, its state alone."""
-    return encode({"format": FORMAT, **_fields(state, State)})
+    return encode({"format": FORMAT, **_fields(state, MembershipState)})
 
 
-def encode_shard(rows: Iterable[Row]) -> bytes:
+def encode_shard(rows: Iterable[AssignedNode]) -> bytes:
     """Some of a generation's members, each with its seat."""
     return encode(list(rows))
 
@@ -220,8 +226,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), sort_keys=True, default=_plai
 
 
 def decode(kind: type[Value], data: bytes, what: str) -> Value:
-    """The value, or RendezvousConfigError with the path of the field that is not as it should
-    be."""
+    """The value, or RendezvousConfigError with the path of the field that is invalid."""
     return typing.cast(Value, _read(kind, _parse(data, what), what))
 
 
@@ -239,7 +244,7 @@ def decode_node(data: bytes) -> Node:
 
 
 @lru_cache(maxsize=16)
-def decode_state(data: bytes) -> State:
+def decode_state(data: bytes) -> MembershipState:
     raw = _parse(data, "the document")
     found = raw.pop("format", None) if isinstance(raw, dict) else None
     if found != FORMAT:
@@ -247,14 +252,14 @@ def decode_state(data: bytes) -> State:
             f"the job's document has format {found!r:.80}, this elasticlib reads only format "
             f"{FORMAT}: {REMEDY}"
         )
-    return typing.cast(State, _read(State, raw, "the document"))
+    return typing.cast(MembershipState, _read(MembershipState, raw, "the document"))
 
 
-def decode_shard(data: bytes) -> tuple[Row, ...]:
+def decode_shard(data: bytes) -> tuple[AssignedNode, ...]:
     return tuple(_row(row) for row in _rows(data))
 
 
-def find_seat(data: bytes, node_id: str) -> Seat | None:
+def find_assignment(data: bytes, node_id: str) -> RankAssignment | None:
     """One node's seat on a shard, if it has one there; the rows of others are not looked at."""
     for row in _rows(data):
         if isinstance(row[0], dict) and row[0].get("id") == node_id:
@@ -269,8 +274,8 @@ def _rows(data: bytes) -> list[list[object]]:
     return rows
 
 
-def _row(row: list[object]) -> Row:
-    return _read(Node, row[0], "a member"), _read(Seat, row[1], "a seat")
+def _row(row: list[object]) -> AssignedNode:
+    return _read(Node, row[0], "a member"), _read(RankAssignment, row[1], "a seat")
 
 
 def _parse(data: bytes, what: str) -> Any:

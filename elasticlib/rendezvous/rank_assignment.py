@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from .document import Document, Node
+from .membership import Membership, Node
 
-SHARD_NODES = 64
+NODES_PER_SHARD = 64
 """Members on one shard, on average."""
 
 
 @attrs.frozen
-class Seat:
+class RankAssignment:
     """One node's place in a settled generation.
 
     rank: among its `nodes`. slots: workers of this node. first_rank: global rank of the first of
@@ -28,16 +28,16 @@ class Seat:
     all nodes with this one's role.
     """
 
-    rank: int
-    nodes: int
-    slots: int
+    group_rank: int
+    num_nodes: int
+    local_world_size: int
     first_rank: int
     world_size: int
     first_role_rank: int
     role_world_size: int
 
 
-def deal_seats(members: Iterable[Node]) -> tuple[Seat, ...]:
+def assign_ranks(members: Iterable[Node]) -> tuple[RankAssignment, ...]:
     """Global ranks node by node in the members' order, and role ranks likewise."""
     members = tuple(members)
     world = sum(node.slots for node in members)
@@ -50,41 +50,43 @@ def deal_seats(members: Iterable[Node]) -> tuple[Seat, ...]:
     for rank, node in enumerate(members):
         role = node.role
         seats.append(
-            Seat(rank, len(members), node.slots, first, world, first_of_role[role], of_role[role])
+            RankAssignment(
+                rank, len(members), node.slots, first, world, first_of_role[role], of_role[role]
+            )
         )
         first += node.slots
         first_of_role[role] += node.slots
     return tuple(seats)
 
 
-Row = tuple[Node, Seat]
+AssignedNode = tuple[Node, RankAssignment]
 
 
 def shard_of(node_id: str, nodes: int) -> int:
     """On which shard this one stands, in a generation of `nodes` members."""
-    return zlib.crc32(node_id.encode()) % shard_count(nodes)
+    return zlib.crc32(node_id.encode()) % num_shards(nodes)
 
 
-def shard_count(nodes: int) -> int:
-    return -(-nodes // SHARD_NODES) or 1
+def num_shards(nodes: int) -> int:
+    return -(-nodes // NODES_PER_SHARD) or 1
 
 
-def deal_shards(document: Document) -> Mapping[int, tuple[Row, ...]]:
+def shard_members(document: Membership) -> Mapping[int, tuple[AssignedNode, ...]]:
     """The members of the document's generation, cut up; every shard is there, if only empty."""
-    count = shard_count(document.nodes)
-    shards: dict[int, list[Row]] = {number: [] for number in range(count)}
-    for row in zip(document.members, deal_seats(document.members), strict=True):
-        shards[shard_of(row[0].id, document.nodes)].append(row)
+    count = num_shards(document.num_nodes)
+    shards: dict[int, list[AssignedNode]] = {number: [] for number in range(count)}
+    for row in zip(document.members, assign_ranks(document.members), strict=True):
+        shards[shard_of(row[0].id, document.num_nodes)].append(row)
     return {number: tuple(rows) for number, rows in shards.items()}
 
 
-def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+def natural_sort_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """A sort key that puts node2 before node10."""
     parts = re.split(r"(\d+)", name)
     return tuple((0, int(p), p) if p.isdecimal() else (1, 0, p) for p in parts if p)
 
 
-def in_rank_order(document: Document, candidates: Iterable[Node]) -> tuple[Node, ...]:
+def order_members(document: Membership, candidates: Iterable[Node]) -> tuple[Node, ...]:
     """Survivors in their order, then newcomers by hint and natural name; max_nodes of them.
 
     With fixed ranks each node stands at the rank it asked for, and of two that ask for the same
@@ -93,24 +95,24 @@ def in_rank_order(document: Document, candidates: Iterable[Node]) -> tuple[Node,
     """
 
     def newcomer(node: Node) -> tuple[object, ...]:
-        hint = (1, 0) if node.hint is None else (0, node.hint)
-        return (hint, natural(node.host), natural(node.id))
+        hint = (1, 0) if node.rank_hint is None else (0, node.rank_hint)
+        return (hint, natural_sort_key(node.host), natural_sort_key(node.id))
 
     nodes = {node.id: node for node in candidates}
     survivors = [nodes[m.id] for m in document.members if m.id in nodes]
     known = document.member_ids
     arrived = sorted((n for n in nodes.values() if n.id not in known), key=newcomer)
     ordered = [*survivors, *arrived]
-    if document.limits.fixed_ranks:
-        return _at_fixed_ranks(ordered, document.limits.max_nodes)
+    if document.settings.has_fixed_ranks:
+        return _at_fixed_ranks(ordered, document.settings.max_nodes)
     # Cut before they are put together: no survivor gives way to a newcomer of another's topology.
-    return _together(ordered[: document.limits.max_nodes])
+    return _together(ordered[: document.settings.max_nodes])
 
 
 def _at_fixed_ranks(ordered: Iterable[Node], nodes: int) -> tuple[Node, ...]:
     at_rank: dict[int, Node] = {}
     for node in ordered:
-        at_rank.setdefault(-1 if node.hint is None else node.hint, node)
+        at_rank.setdefault(-1 if node.rank_hint is None else node.rank_hint, node)
     return tuple(at_rank[rank] for rank in range(nodes) if rank in at_rank)
 
 

@@ -32,7 +32,7 @@ class BootstrapStore(Protocol):
     def close(self) -> None: ...
 
 
-class Front(Protocol):
+class StoreProxy(Protocol):
     """A port that scripts know before the job starts, and that leads to torch's store of now."""
 
     @property
@@ -41,9 +41,9 @@ class Front(Protocol):
     @property
     def port(self) -> int: ...
 
-    def lead_to(self, host: str, port: int) -> None: ...
+    def forward_to(self, host: str, port: int) -> None: ...
 
-    def lead_nowhere(self) -> None: ...
+    def stop_forwarding(self) -> None: ...
 
 
 class TorchBootstrapStore:
@@ -94,10 +94,10 @@ open_threaded_torch_store: Callable[[str], BootstrapStore] = functools.partial(
 )
 """The same, without libuv."""
 
-OF_TORCH = (open_torch_store, open_threaded_torch_store)
+TORCH_STORE_OPENERS = (open_torch_store, open_threaded_torch_store)
 
 
-def torch_store(use_libuv: bool) -> Callable[[str], BootstrapStore]:
+def torch_store_opener(use_libuv: bool) -> Callable[[str], BootstrapStore]:
     """What opens the one or the other."""
     return open_torch_store if use_libuv else open_threaded_torch_store
 
@@ -121,29 +121,29 @@ def import_torch() -> threading.Thread:
     return thread
 
 
-class Serving:
+class BootstrapStoreServer:
     """The bootstrap store of one generation, served at this node.
 
     endpoint: where workers find it; empty while it is not open. error: what opening it raised.
 
     Args:
         open_store: serves one at an address of this node.
-        find_front: the port of this node at which workers are to look for it, if there is one.
+        find_store_proxy: the port of this node at which workers look for it, if there is one.
     """
 
     def __init__(
         self,
         open_store: Callable[[str], BootstrapStore],
-        find_front: Callable[[], Front | None] | None,
+        find_store_proxy: Callable[[], StoreProxy | None] | None,
     ) -> None:
         self.endpoint = ""
         self.error: Exception | None = None
         self._open_store = open_store
-        self._find_front = find_front
+        self._find_store_proxy = find_store_proxy
         self._lock = threading.Lock()
         self._closed = False
         self._store: BootstrapStore | None = None
-        self._front: Front | None = None
+        self._proxy: StoreProxy | None = None
 
     def open(self, address: str) -> None:
         """Serve it at this address of this node. It may take long: at first torch is imported, and
@@ -154,8 +154,8 @@ class Serving:
             self.error = error
 
     def _open(self, address: str) -> None:
-        front = None if self._find_front is None else self._find_front()
-        address = address if front is None else "127.0.0.1"
+        proxy = None if self._find_store_proxy is None else self._find_store_proxy()
+        address = address if proxy is None else "127.0.0.1"
         try:
             store = self._open_store(address)
         except OSError as error:
@@ -167,10 +167,10 @@ class Serving:
             if self._closed:
                 store.close()
                 return
-            self._store, self._front = store, front
-            if front is not None:
-                front.lead_to(address, store.port)
-                self.endpoint = join_endpoint(front.address, front.port)
+            self._store, self._proxy = store, proxy
+            if proxy is not None:
+                proxy.forward_to(address, store.port)
+                self.endpoint = join_endpoint(proxy.address, proxy.port)
             else:
                 self.endpoint = join_endpoint(address, store.port)
 
@@ -181,6 +181,6 @@ class Serving:
             store, self._store = self._store, None
             if store is None:
                 return
-            if self._front is not None:
-                self._front.lead_nowhere()
+            if self._proxy is not None:
+                self._proxy.stop_forwarding()
             store.close()

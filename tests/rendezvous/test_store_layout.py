@@ -1,0 +1,160 @@
+"""What goes through the store comes back the same, and what does not belong is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticlib.errors import RendezvousConfigError
+from elasticlib.rendezvous.membership import (
+    GenerationTrigger,
+    JobEnd,
+    JobPhase,
+    Leader,
+    LeaderStatus,
+    MembershipState,
+    Node,
+    NodeFailure,
+    RendezvousSettings,
+)
+from elasticlib.rendezvous.rank_assignment import assign_ranks
+from elasticlib.rendezvous.store_layout import (
+    decode,
+    decode_node,
+    decode_shard,
+    decode_state,
+    encode,
+    encode_shard,
+    encode_state,
+)
+
+nodes = st.builds(
+    Node,
+    id=st.text(min_size=1),
+    host=st.text(),
+    address=st.text(),
+    slots=st.integers(1, 64),
+    role=st.text(),
+    rank_hint=st.none() | st.integers(0, 9),
+    topology=st.text(),
+    membership_id=st.text(),
+    group_rank=st.integers(0, 9),
+    may_run_workers=st.booleans(),
+    stopped_membership_id=st.text(),
+    ended_incarnation=st.text(),
+    failure_reason=st.none() | st.text(),
+    failed_membership_id=st.text(),
+    was_killed=st.booleans(),
+    drain_reason=st.text(),
+)
+LIMITS = RendezvousSettings(1, 9, 3, last_call_timeout=0.5, spares=2, quorum=True)
+states = st.builds(
+    MembershipState,
+    settings=st.just(LIMITS),
+    phase=st.sampled_from(JobPhase),
+    generation=st.integers(0, 1 << 40),
+    membership_id=st.text(),
+    num_nodes=st.integers(0, 9),
+    restarts=st.integers(0, 9),
+    reason=st.text(),
+    failure=st.none()
+    | st.builds(NodeFailure, node=st.text(), reason=st.text(), was_killed=st.booleans()),
+    evicted=st.lists(st.text(), max_size=2).map(tuple),
+    rejected_spares=st.lists(st.text(), max_size=2).map(tuple),
+    supersedes=st.text(),
+    is_planned=st.booleans(),
+    quick_failure_count=st.integers(0, 9),
+    trigger=st.sampled_from(GenerationTrigger),
+    job_end=st.none() | st.builds(JobEnd, written_by=st.text(), ended_at=st.text()),
+)
+
+
+@given(nodes)
+def test_a_node_comes_back_as_it_went(node: Node) -> None:
+    assert decode_node(encode(node)) == node
+
+
+@given(states)
+def test_a_head_comes_back_as_it_went(state: MembershipState) -> None:
+    assert decode_state(encode_state(state)) == state
+
+
+@given(st.lists(nodes, max_size=5, unique_by=lambda node: node.id))
+def test_a_shard_comes_back_with_everyones_seat(members: list[Node]) -> None:
+    rows = tuple(zip(members, assign_ranks(members), strict=True))
+    assert decode_shard(encode_shard(rows)) == rows
+
+
+@given(st.builds(Leader, id=st.text(), host=st.text(), ended_incarnation=st.text()))
+def test_a_leader_comes_back_as_it_went(leader: Leader) -> None:
+    assert decode(Leader, encode(leader), "the leader") == leader
+
+
+@given(
+    st.builds(
+        LeaderStatus,
+        reason=st.text(),
+        present_hosts=st.lists(st.text()).map(tuple),
+        num_present=st.just(3),
+    )
+)
+def test_a_note_comes_back_as_it_went(note: LeaderStatus) -> None:
+    assert decode(LeaderStatus, encode(note), "the note") == note
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(noise: bytes) -> None:
+    for kind in (Leader, LeaderStatus, Node):
+        with pytest.raises(RendezvousConfigError):
+            decode(kind, noise, "noise")
+    with pytest.raises(RendezvousConfigError):
+        decode_state(noise)
+
+
+@pytest.mark.parametrize("data", [b"{}", b"[1]", b"[[1,2]]", b'[[{},{"rank":0}]]', b"\xff"])
+def test_a_shard_that_is_none_is_refused(data: bytes) -> None:
+    with pytest.raises(RendezvousConfigError):
+        decode_shard(data)
+
+
+def spoilt(**fields: object) -> bytes:
+    raw = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2))))
+    raw.update(fields)
+    return json.dumps(raw).encode()
+
+
+LIMITS_SAID = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2))))["settings"]
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (
+            spoilt(format=1),
+            "has format 1, this elasticlib reads only format 5: start all nodes with",
+        ),
+        (spoilt(trigger=None), "field 'trigger' is None"),
+        (spoilt(generation="3"), "generation"),
+        (spoilt(generation=True), "generation"),
+        (spoilt(phase="odd"), "odd"),
+        (spoilt(failure={}), "failure"),
+        (spoilt(job_end=[]), "job_end"),
+        (spoilt(rejected_spares=[None]), "rejected_spares"),
+        (spoilt(evicted=[1]), "evicted"),
+        (spoilt(extra=1), "extra"),
+        (spoilt(settings={}), "settings"),
+        (
+            spoilt(failure={"node": 1, "reason": "", "was_killed": False}),
+            "the document: field 'failure': field 'node' is 1",
+        ),
+        (spoilt(generation=1 << 70), "generation"),
+        (spoilt(settings={**LIMITS_SAID, "last_call_timeout": float("nan")}), "last_call_timeout"),
+        (spoilt(settings={**LIMITS_SAID, "min_nodes": 0}), "need 1 <= min_nodes"),
+    ],
+)
+def test_an_error_names_the_field(data: bytes, named: str) -> None:
+    with pytest.raises(RendezvousConfigError, match=named):
+        decode_state(data)
