@@ -10,7 +10,7 @@ from elasticlib.testing.store_contract import Connect
 
 
 class OurStoreContract(StoreContract):
-    def test_what_is_refused_is_named(self, connect: Connect) -> None:
+    def test_errors_name_the_value_and_the_rule(self, connect: Connect) -> None:
         store, other = connect(), connect()
         with pytest.raises(ConfigError, match="a key is 1 to 1024 bytes"):
             store.get("")

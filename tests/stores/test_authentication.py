@@ -187,7 +187,7 @@ def test_the_name_of_the_job_is_not_told_without_the_secret() -> None:
             assert store.get("key") is None
 
 
-def test_a_server_that_refuses_the_clients_protocol_is_quoted_in_the_error() -> None:
+def test_the_error_quotes_a_server_that_rejects_the_protocol_version() -> None:
     error = {"kind": "refused", "message": f"speaks protocol 3, not {PROTOCOL}"}
     with (
         impostor([Frame("error", 0, error)]) as (port, _),
@@ -215,7 +215,7 @@ KEYS = st.binary(min_size=1, max_size=80)
 
 
 @given(st.tuples(KEYS, ROLES, EXCHANGES), st.tuples(KEYS, ROLES, EXCHANGES))
-def test_a_proof_is_good_for_its_own_secret_role_and_exchange_alone(
+def test_a_proof_is_only_valid_for_its_secret_role_and_transcript(
     one: tuple[bytes, Role, HandshakeTranscript], other: tuple[bytes, Role, HandshakeTranscript]
 ) -> None:
     assert verify_proof(compute_proof(*one), *one)

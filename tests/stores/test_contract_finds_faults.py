@@ -207,7 +207,7 @@ def test_the_contract_finds(fault: Callable[[], MemoryStore], claim: str) -> Non
         "test_close_ends_waits_with_an_error",
     ],
 )
-def test_words_of_its_own_are_no_fault(claim: str) -> None:
+def test_the_contract_accepts_other_error_messages(claim: str) -> None:
     play(Contract(), claim, SaysItInItsOwnWords, times=1)
 
 
@@ -217,5 +217,5 @@ def test_a_failed_assertion_shows_its_values() -> None:
 
 
 @pytest.mark.parametrize("claim", sorted({claim for _, claim in FAULTS}))
-def test_and_finds_none_in_a_store_that_has_none(claim: str) -> None:
+def test_the_contract_finds_no_fault_in_a_correct_store(claim: str) -> None:
     play(Contract(), claim, MemoryStore, times=1)

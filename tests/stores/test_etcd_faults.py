@@ -157,7 +157,7 @@ def test_a_killed_and_restarted_etcd_keeps_entries_and_leases(own_etcd: EtcdServ
         assert waiting.result(20.0) is True
 
 
-def test_a_wait_goes_on_when_only_its_connection_broke(etcd: EtcdServer, room: str) -> None:
+def test_a_wait_continues_after_its_connection_broke(etcd: EtcdServer, room: str) -> None:
     relay = Relay(etcd.endpoint)
     with EtcdStore(relay.endpoint, prefix=room, timeout=20.0) as store, ExitStack() as stack:
         stack.callback(relay.close)
@@ -173,7 +173,7 @@ def test_a_wait_goes_on_when_only_its_connection_broke(etcd: EtcdServer, room: s
 
 
 @pytest.mark.parametrize("dead", ["refusing", "silent", "unknown"])
-def test_the_next_endpoint_is_taken_when_the_first_is_dead(
+def test_the_next_member_is_used_if_the_first_is_dead(
     etcd: EtcdServer, room: str, dead: str
 ) -> None:
     with ExitStack() as stack:
@@ -199,7 +199,7 @@ def test_a_write_moves_to_the_next_endpoint_only_if_it_was_not_sent(etcd: EtcdSe
         store.set("key", b"")
 
 
-def test_silence_is_named_with_its_seconds() -> None:
+def test_the_error_of_an_etcd_that_does_not_answer_names_the_timeout() -> None:
     with listening() as endpoint, EtcdStore(endpoint, timeout=0.2) as store:
         with pytest.raises(
             StoreTimeoutError, match=rf"get 'key' within 0\.2 s: {endpoint} did not"
@@ -220,7 +220,7 @@ def test_silence_is_named_with_its_seconds() -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
     ],
 )
-def test_what_is_no_etcd_is_named(answer: bytes) -> None:
+def test_a_server_that_is_not_etcd_is_named(answer: bytes) -> None:
     with (
         listening(answer) as endpoint,
         EtcdStore(endpoint, timeout=5.0) as store,
@@ -229,7 +229,7 @@ def test_what_is_no_etcd_is_named(answer: bytes) -> None:
         store.get("key")
 
 
-def test_a_stopped_etcd_ends_no_lease_that_is_refreshed_when_it_goes_on(
+def test_a_stopped_etcd_expires_no_lease_that_is_refreshed_afterwards(
     own_etcd: EtcdServer,
 ) -> None:
     with EtcdStore(own_etcd.endpoint, timeout=2.0) as store:
@@ -260,7 +260,7 @@ def test_a_lease_of_a_killed_process_ends_after_its_ttl(etcd: EtcdServer, room: 
         assert watcher.list("l").entries == ()
 
 
-def test_user_and_password_are_shown_and_a_lost_token_is_replaced(tmp_path: Path) -> None:
+def test_a_user_signs_in_and_a_lost_token_is_replaced(tmp_path: Path) -> None:
     with EtcdServer(tmp_path / "auth", "--bcrypt-cost=4") as server, ExitStack() as stack:
         _ask_for_passwords(server)
 
@@ -302,7 +302,7 @@ def _ask_for_passwords(server: EtcdServer) -> None:
     server.post("auth/enable")
 
 
-def test_a_user_that_nobody_asks_for_is_refused(etcd: EtcdServer) -> None:
+def test_a_user_is_rejected_by_an_etcd_without_authentication(etcd: EtcdServer) -> None:
     with (
         EtcdStore(etcd.endpoint, user="trainer", password="secret") as store,
         pytest.raises(StoreRejectedError, match="authentication is not enabled"),

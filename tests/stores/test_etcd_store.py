@@ -39,14 +39,14 @@ class TestEtcdStore(OurStoreContract):
         return ClientRecipe("elasticlib.stores.etcd_store:EtcdStore", (etcd.endpoint,), options)
 
 
-def test_the_constructor_reaches_for_nothing() -> None:
+def test_the_constructor_does_not_connect() -> None:
     before = threading.active_count()
     store = EtcdStore("no.such.host.invalid:1")
     assert threading.active_count() <= before  # of another test, one may just have ended
     store.close()
 
 
-def test_endpoints_are_read_in_every_form() -> None:
+def test_endpoints_are_parsed_in_each_form() -> None:
     assert read_members("a, [::1]:7,https://b:1/") == (
         Member("http", "a", 2379),
         Member("http", "::1", 7),
@@ -69,14 +69,14 @@ def test_endpoints_are_read_in_every_form() -> None:
         ("a", {"prefix": "a\0"}, "a key is 1 to 1024 bytes"),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_invalid_arguments_are_rejected(
     endpoints: str, options: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         EtcdStore(endpoints, **options)
 
 
-def test_certificates_that_cannot_be_read_are_refused_at_once(tmp_path: Path) -> None:
+def test_certificates_that_cannot_be_read_are_rejected_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"the certificates of {tmp_path}/ca.pem: .*No such"):
         EtcdStore("a", ca_cert=f"{tmp_path}/ca.pem")
 
@@ -90,7 +90,9 @@ def test_stores_of_different_prefixes_do_not_see_each_other(etcd: EtcdServer, ro
         assert te.delete("st/key") is True
 
 
-def test_a_wait_knows_what_came_and_went_before_it(etcd: EtcdServer, room: str) -> None:
+def test_a_wait_notices_keys_that_were_created_and_deleted_before_it(
+    etcd: EtcdServer, room: str
+) -> None:
     with EtcdStore(etcd.endpoint, prefix=room) as store:
         before = store.set("other", b"").version
         assert store.wait("key", after=before, timeout=0.0) is False
@@ -101,7 +103,7 @@ def test_a_wait_knows_what_came_and_went_before_it(etcd: EtcdServer, room: str) 
         assert store.wait("", after=store.list("").version + 1000, timeout=0.0) is True
 
 
-def test_what_etcd_has_forgotten_counts_as_a_change(etcd: EtcdServer, room: str) -> None:
+def test_compacted_revisions_count_as_a_change(etcd: EtcdServer, room: str) -> None:
     with EtcdStore(etcd.endpoint, prefix=room) as store:
         before = store.set("other", b"").version
         last = [store.set("other", b"%d" % number).version for number in range(3)][-1]
@@ -114,7 +116,7 @@ def test_what_etcd_has_forgotten_counts_as_a_change(etcd: EtcdServer, room: str)
         assert store.wait("key", after=far, timeout=0.0) is False
 
 
-def test_many_ranges_are_watched_with_few_threads(etcd: EtcdServer, room: str) -> None:
+def test_many_watched_ranges_use_few_threads(etcd: EtcdServer, room: str) -> None:
     before = threading.active_count()
     with EtcdStore(etcd.endpoint, prefix=room) as store:
         version = store.set("key", b"").version
@@ -124,7 +126,7 @@ def test_many_ranges_are_watched_with_few_threads(etcd: EtcdServer, room: str) -
     wait_until("all watches to end", lambda: threading.active_count() <= before, 10.0)
 
 
-def test_a_replaced_lease_is_ended_in_etcd_too(own_etcd: EtcdServer) -> None:
+def test_a_replaced_lease_is_revoked_in_etcd(own_etcd: EtcdServer) -> None:
     def leases() -> int:
         return len(own_etcd.post("lease/leases").get("leases", ()))
 
@@ -145,7 +147,7 @@ def test_a_replaced_lease_is_ended_in_etcd_too(own_etcd: EtcdServer) -> None:
     assert leases() == 0
 
 
-def test_what_etcd_refuses_is_named(etcd: EtcdServer, room: str) -> None:
+def test_errors_of_etcd_are_quoted(etcd: EtcdServer, room: str) -> None:
     with EtcdStore(etcd.endpoint, prefix=room) as store:
         with pytest.raises(StoreRejectedError, match=r"refused to set 'key': .*too large"):
             store.set("key", b"x" * 2_000_000)
@@ -168,7 +170,9 @@ class StoodStill(EtcdStore):
         return lease
 
 
-def test_who_stood_still_for_longer_than_a_lease_writes_under_another(etcd: EtcdServer) -> None:
+def test_a_writer_that_was_stopped_for_longer_than_its_ttl_gets_a_new_lease(
+    etcd: EtcdServer,
+) -> None:
     with StoodStill(etcd.endpoint) as store:
         entry = store.set("a", b"1", ttl=5.0)
         store.refresh("a", entry.version)

@@ -52,12 +52,12 @@ class TestMovingStore(OurStoreContract):
 # -- when it moves -----------------------------------------------------------------------------
 
 
-def test_a_store_without_a_place_is_refused() -> None:
+def test_a_failover_store_needs_an_endpoint() -> None:
     with pytest.raises(ConfigError, match="at least one endpoint, got none"):
         FailoverStore([], failover_timeout=1.0)
 
 
-def test_it_goes_on_to_the_next_place_after_its_patience_and_not_before(world: World) -> None:
+def test_the_store_moves_after_the_failover_timeout_and_not_before(world: World) -> None:
     one, two, _ = world.spots
     first, _ = one.open(), two.open()
     store = world.store(one.theirs(), two.theirs())
@@ -72,7 +72,7 @@ def test_it_goes_on_to_the_next_place_after_its_patience_and_not_before(world: W
     assert all(is_closed(left) for left in one.reached)
 
 
-def test_every_answer_renews_its_patience(world: World) -> None:
+def test_each_reply_restarts_the_failover_timeout(world: World) -> None:
     one, two, _ = world.spots
     first, _ = one.open(), two.open()
     store = world.store(one.theirs(), two.theirs())
@@ -84,7 +84,7 @@ def test_every_answer_renews_its_patience(world: World) -> None:
     assert two.reached == []
 
 
-def test_a_new_place_is_given_the_same_patience_and_the_last_leads_to_the_first(
+def test_each_endpoint_has_the_same_timeout_and_the_first_follows_the_last(
     world: World,
 ) -> None:
     one, two, three = world.spots
@@ -102,7 +102,7 @@ def test_a_new_place_is_given_the_same_patience_and_the_last_leads_to_the_first(
     assert [len(spot.reached) for spot in world.spots] == [2, 1, 1]
 
 
-def test_a_place_that_another_job_has_is_passed_over_with_a_word(
+def test_an_endpoint_of_another_job_is_skipped_and_logged(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, two, _ = world.spots
@@ -113,7 +113,7 @@ def test_a_place_that_another_job_has_is_passed_over_with_a_word(
     assert len([r for r in caplog.records if "another" in r.message]) == 1
 
 
-def test_where_every_place_refuses_that_is_the_answer_at_once(world: World) -> None:
+def test_an_error_is_raised_at_once_if_all_endpoints_reject(world: World) -> None:
     one, two, _ = world.spots
     one.open(job="another")
     two.open(job="another")
@@ -122,7 +122,7 @@ def test_where_every_place_refuses_that_is_the_answer_at_once(world: World) -> N
         store.get("key")
 
 
-def test_a_place_that_another_job_has_taken_meanwhile_is_one_that_does_not_answer(
+def test_an_endpoint_that_another_job_has_taken_counts_as_not_answering(
     world: World,
 ) -> None:
     one, two, _ = world.spots
@@ -141,7 +141,7 @@ def test_a_place_that_another_job_has_taken_meanwhile_is_one_that_does_not_answe
 # -- where it is hosted ------------------------------------------------------------------------
 
 
-def test_the_first_node_hosts_where_its_place_is(world: World) -> None:
+def test_the_first_node_serves_at_its_own_endpoint(world: World) -> None:
     one, two, _ = world.spots
     store = world.store(one.ours(), two.ours())
     entry = store.set("key", b"value")
@@ -151,7 +151,7 @@ def test_the_first_node_hosts_where_its_place_is(world: World) -> None:
         assert other.get("key") == entry
 
 
-def test_at_first_it_goes_where_it_is_served_though_another_place_comes_before(
+def test_the_first_connection_prefers_an_endpoint_that_is_served(
     world: World,
 ) -> None:
     one, two, _ = world.spots
@@ -163,7 +163,7 @@ def test_at_first_it_goes_where_it_is_served_though_another_place_comes_before(
     assert (store.server, one.served, two.served) == (None, [], [])
 
 
-def test_whoever_owns_the_next_place_serves_there_unless_somebody_does(world: World) -> None:
+def test_the_owner_of_the_next_endpoint_serves_there_unless_it_is_served(world: World) -> None:
     one, two, _ = world.spots
     first = one.open()
     owner, other, twin = (
@@ -181,7 +181,7 @@ def test_whoever_owns_the_next_place_serves_there_unless_somebody_does(world: Wo
     assert [store.get("key") for store in stores] == [entry] * 3
 
 
-def test_who_moves_on_leaves_its_own_server(world: World) -> None:
+def test_a_node_that_moves_closes_its_own_server(world: World) -> None:
     one, two, _ = world.spots
     store = world.store(one.ours(), two.ours())
     store.get("key")
@@ -193,7 +193,7 @@ def test_who_moves_on_leaves_its_own_server(world: World) -> None:
     assert not two.served[0].is_serving
 
 
-def test_its_only_place_is_served_anew_by_its_owner_when_another_server_there_is_gone(
+def test_the_owner_of_the_only_endpoint_serves_there_when_another_server_is_gone(
     world: World,
 ) -> None:
     one, _, _ = world.spots
@@ -206,7 +206,7 @@ def test_its_only_place_is_served_anew_by_its_owner_when_another_server_there_is
     assert store.server is one.served[0]
 
 
-def test_no_place_serves_two_of_ours(world: World) -> None:
+def test_a_node_serves_at_one_endpoint_at_most(world: World) -> None:
     """Its own server lives and cannot be reached, as where an interface is gone."""
     one, two, _ = world.spots
     store = world.store(StoreEndpoint(one.endpoint, two.reach, one.serve))
@@ -222,7 +222,7 @@ def host_at(store: Store) -> str | None:
     return None if store.server is None else store.server.host
 
 
-def test_agents_host_by_the_addresses_of_a_list_and_move_by_it(world: World) -> None:
+def test_agents_host_and_move_in_the_order_of_the_endpoint_list(world: World) -> None:
     """As launched: the node that has the first address serves, and the next when it is gone."""
     endpoints = ",".join(spot.endpoint for spot in world.spots[:2])
     quick = {"keep_alive_interval": 0.1, "keep_alive_max_attempt": 2}
@@ -246,7 +246,9 @@ def test_agents_host_by_the_addresses_of_a_list_and_move_by_it(world: World) -> 
 # -- looking elsewhere -------------------------------------------------------------------------
 
 
-def test_elsewhere_is_every_place_but_this_and_what_is_not_taken_is_closed(world: World) -> None:
+def test_other_endpoints_are_tried_and_clients_that_are_not_accepted_are_closed(
+    world: World,
+) -> None:
     one, two, three = world.spots
     two.open()
     store = world.store(*(spot.theirs() for spot in world.spots))
@@ -273,7 +275,7 @@ def test_elsewhere_is_every_place_but_this_and_what_is_not_taken_is_closed(world
     assert store.get("key") == entry
 
 
-def test_who_looks_elsewhere_is_not_held_up_by_one_that_answers_no_question(world: World) -> None:
+def test_an_endpoint_that_answers_no_request_does_not_block_a_scan(world: World) -> None:
     one, two, three = world.spots
     two.open()
     store = world.store(*(spot.theirs() for spot in world.spots))
@@ -296,7 +298,7 @@ def test_who_looks_elsewhere_is_not_held_up_by_one_that_answers_no_question(worl
         assert other.get("key") == entry
 
 
-def test_a_place_where_nobody_serves_or_another_job_does_is_not_offered(world: World) -> None:
+def test_an_unserved_endpoint_or_one_of_another_job_is_not_offered(world: World) -> None:
     one, two, three = world.spots
     one.open()
     store = world.store(*(spot.theirs() for spot in world.spots))
@@ -308,7 +310,7 @@ def test_a_place_where_nobody_serves_or_another_job_does_is_not_offered(world: W
     assert not is_closed(one.reached[-1])
 
 
-def test_who_goes_elsewhere_takes_the_first_that_is_accepted_and_leaves_its_own_server(
+def test_the_store_moves_to_the_first_accepted_endpoint_and_closes_its_server(
     world: World,
 ) -> None:
     one, two, three = world.spots
@@ -329,7 +331,7 @@ def test_who_goes_elsewhere_takes_the_first_that_is_accepted_and_leaves_its_own_
         wait_until("it to be closed", partial(is_closed, left))
 
 
-def test_who_hosts_leaves_for_another_server_at_its_place_only_if_nobody_is_with_it(
+def test_a_host_yields_to_another_server_only_if_it_has_no_clients(
     world: World,
 ) -> None:
     """Its place has come to lead to the second spot."""
@@ -356,7 +358,7 @@ def test_who_hosts_leaves_for_another_server_at_its_place_only_if_nobody_is_with
         assert store.server is two.served[0]
 
 
-def test_who_hosts_stays_where_it_is_however_long_its_server_is_silent(world: World) -> None:
+def test_a_host_never_moves_away_from_its_own_server(world: World) -> None:
     one, two, _ = world.spots
     server = one.open()
     with FailoverStore(

@@ -67,7 +67,7 @@ def names(folder: Path) -> set[str]:
     return set(os.listdir(folder))
 
 
-def test_the_constructor_touches_nothing(tmp_path: Path) -> None:
+def test_the_constructor_creates_no_directory(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "a" / "b")
     assert names(tmp_path) == set()
     assert store.get("key") is None
@@ -135,7 +135,7 @@ def test_a_writer_killed_at_any_time_loses_nothing_that_it_was_told_is_written(
             assert names(tmp_path) == {"lock", "changes", "k.key", "k.other"}
 
 
-def test_a_lock_that_is_not_let_go_is_named_with_the_seconds(tmp_path: Path) -> None:
+def test_a_lock_that_is_not_released_raises_a_timeout_error(tmp_path: Path) -> None:
     with FileStore(tmp_path, timeout=0.1) as store:
         entry = store.set("key", b"")
         with filelock.FileLock(tmp_path / "lock"), ThreadPoolExecutor(1) as pool:
@@ -155,7 +155,7 @@ def test_a_lock_that_is_not_let_go_is_named_with_the_seconds(tmp_path: Path) -> 
         store.set("key", b"")
 
 
-def test_no_lease_ends_for_a_time_in_which_nobody_could_refresh(tmp_path: Path) -> None:
+def test_no_lease_expires_while_no_client_can_refresh(tmp_path: Path) -> None:
     ttl = 0.4
     with FileStore(tmp_path) as owner, FileStore(tmp_path) as reader:
         lease = owner.set("lease", b"", ttl=ttl)
@@ -189,7 +189,7 @@ def test_no_lease_ends_for_a_time_in_which_nobody_could_refresh(tmp_path: Path) 
         ("changes", lambda _: b""),
     ],
 )
-def test_a_file_that_is_not_whole_is_refused_by_name(
+def test_an_incomplete_file_is_rejected_by_name(
     tmp_path: Path, name: str, damage: Callable[[bytes], bytes]
 ) -> None:
     with FileStore(tmp_path) as store:
@@ -202,7 +202,7 @@ def test_a_file_that_is_not_whole_is_refused_by_name(
         assert store.get("key") is None or store.delete("key")
 
 
-def test_keys_without_the_file_of_versions_are_refused(tmp_path: Path) -> None:
+def test_keys_without_the_file_of_changes_are_rejected(tmp_path: Path) -> None:
     with FileStore(tmp_path) as store:
         store.set("key", b"value")
         (tmp_path / "changes").unlink()
@@ -213,7 +213,7 @@ def test_keys_without_the_file_of_versions_are_refused(tmp_path: Path) -> None:
         store.set("key", b"")
 
 
-def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
+def test_other_files_in_the_directory_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("mine")
     with FileStore(tmp_path) as store:
         entry = store.set("README", b"")
@@ -224,7 +224,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"), [("file/store", "Not a directory"), ("file", "File exists")]
 )
-def test_a_folder_that_cannot_be_made_is_refused_with_what_to_do(
+def test_a_directory_that_cannot_be_created_is_rejected_with_the_remedy(
     tmp_path: Path, name: str, why: str
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -236,7 +236,7 @@ def test_a_folder_that_cannot_be_made_is_refused_with_what_to_do(
             store.set("key", b"")
 
 
-def test_a_folder_that_was_written_to_may_come_back(tmp_path: Path) -> None:
+def test_errors_of_a_directory_that_was_written_to_are_temporary(tmp_path: Path) -> None:
     with FileStore(tmp_path / "store") as store:
         entry = store.set("key", b"")
         (tmp_path / "store").rename(tmp_path / "away")
@@ -249,7 +249,7 @@ def test_a_folder_that_was_written_to_may_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["get", "set", "list", "wait"])
-def test_a_store_that_was_deleted_is_not_taken_for_an_empty_one(tmp_path: Path, call: str) -> None:
+def test_a_deleted_store_is_not_an_empty_store(tmp_path: Path, call: str) -> None:
     with FileStore(tmp_path / "store") as store:
         version = store.set("key", b"").version
         shutil.rmtree(tmp_path / "store")
@@ -265,7 +265,7 @@ def test_a_store_that_was_deleted_is_not_taken_for_an_empty_one(tmp_path: Path, 
         assert anew.list("").entries == ()
 
 
-def test_what_was_written_outlives_its_writers(tmp_path: Path) -> None:
+def test_values_outlive_their_writers(tmp_path: Path) -> None:
     with FileStore(tmp_path) as store:
         entry = store.set("key", b"value")
         store.delete(store.set("gone", b"").key)
@@ -274,7 +274,7 @@ def test_what_was_written_outlives_its_writers(tmp_path: Path) -> None:
         assert store.set("key", b"").version == entry.version + 3
 
 
-def test_a_stopped_process_finds_its_lease_ended_and_says_so(tmp_path: Path) -> None:
+def test_a_process_that_was_stopped_gets_an_error_for_its_expired_lease(tmp_path: Path) -> None:
     holding = (
         "import sys\nfrom elasticlib.stores.file_store import FileStore\n"
         "from elasticlib.errors import LeaseLostError\n"
@@ -303,9 +303,7 @@ def test_a_stopped_process_finds_its_lease_ended_and_says_so(tmp_path: Path) -> 
 
 
 @given(st.text(max_size=300), st.text(max_size=100))
-def test_a_name_tells_that_a_key_is_not_under_a_prefix_and_is_never_wrong(
-    prefix: str, rest: str
-) -> None:
+def test_a_file_name_that_excludes_a_prefix_is_never_wrong(prefix: str, rest: str) -> None:
     key = (prefix + rest).encode(errors="ignore").decode()
     prefix = prefix.encode(errors="ignore").decode()
     name = file_name(key)
@@ -315,7 +313,7 @@ def test_a_name_tells_that_a_key_is_not_under_a_prefix_and_is_never_wrong(
     assert name == name.lower()
 
 
-def test_who_is_further_behind_than_is_remembered_is_woken(tmp_path: Path) -> None:
+def test_a_wait_for_a_forgotten_version_returns_true(tmp_path: Path) -> None:
     with FileStore(tmp_path) as writer, FileStore(tmp_path) as reader:
         rare = writer.set("rare", b"").version
         for _ in range(MAX_CHANGE_LOG):
@@ -326,7 +324,7 @@ def test_who_is_further_behind_than_is_remembered_is_woken(tmp_path: Path) -> No
         assert reader.wait("often", after=rare + MAX_CHANGE_LOG, timeout=0.0) is False
 
 
-def test_no_link_in_the_folder_is_written_or_read_through(tmp_path: Path) -> None:
+def test_symbolic_links_in_the_directory_are_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     for name in ("aside", "lock", "changes", "k.key"):
         victim.write_text("precious")
@@ -339,7 +337,7 @@ def test_no_link_in_the_folder_is_written_or_read_through(tmp_path: Path) -> Non
         assert victim.read_text() == "precious", name
 
 
-def test_a_pipe_in_the_place_of_a_file_is_refused_by_name_and_keeps_nobody_waiting(
+def test_a_named_pipe_instead_of_a_file_is_rejected_and_blocks_no_reader(
     tmp_path: Path,
 ) -> None:
     with FileStore(tmp_path, timeout=5.0) as store:
@@ -353,7 +351,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_by_name_and_keeps_nobody_waiti
             store.list("other")
 
 
-def test_what_a_crash_has_left_aside_is_taken_away(tmp_path: Path) -> None:
+def test_the_temporary_file_of_a_crashed_writer_is_removed(tmp_path: Path) -> None:
     (tmp_path / "aside").write_bytes(b"half a reco")
     with FileStore(tmp_path, timeout=5.0) as store:
         store.set("key", b"value")

@@ -85,7 +85,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_child_connects_for_itself_and_its_parents_connection_stands(
+def test_a_child_opens_its_own_connection_and_leaves_its_parents_open(
     server: TcpStoreServer,
 ) -> None:
     with (
@@ -120,7 +120,9 @@ os._exit(0)
 """
 
 
-def test_a_child_born_amid_its_parents_requests_is_served(server: TcpStoreServer) -> None:
+def test_a_child_forked_during_requests_of_its_parent_can_use_the_store(
+    server: TcpStoreServer,
+) -> None:
     with script(BUSY, server.host, server.port) as process:
         assert read_line(process) == "done"
 
@@ -134,7 +136,7 @@ print(sorted(set(sys.modules) - before), flush=True)
 """
 
 
-def test_no_request_imports_anything_which_a_child_would_wait_for(server: TcpStoreServer) -> None:
+def test_requests_import_no_module(server: TcpStoreServer) -> None:
     with script(IMPORTING, server.host, server.port) as process:
         assert read_line(process) == "[]"
 
@@ -149,7 +151,7 @@ os._exit(0)
 """
 
 
-def test_a_child_born_while_its_parent_connects_does_not_wait_for_that() -> None:
+def test_a_child_forked_while_its_parent_connects_is_not_blocked() -> None:
     welcome = Frame("welcome", 0, {"nonce": "0" * 64, "proof": None})
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(20.0)
@@ -175,7 +177,7 @@ sys.stdin.read()
 """
 
 
-def test_killed_parents_lease_ends_although_its_child_lives_on(server: TcpStoreServer) -> None:
+def test_the_lease_of_a_killed_parent_ends_while_its_child_runs(server: TcpStoreServer) -> None:
     with (
         TcpStore(server.host, server.port) as watcher,
         script(OUTLIVED, server.host, server.port) as process,
@@ -204,7 +206,7 @@ print("done", flush=True)
 """
 
 
-def test_child_that_closes_its_copy_of_a_server_leaves_its_parents_alone() -> None:
+def test_a_child_that_closes_its_copy_of_a_server_does_not_affect_its_parent() -> None:
     with script(SERVING, "127.0.0.1", 0) as process:
         assert read_line(process) == "done"
 
@@ -231,7 +233,7 @@ def test_a_closed_store_stays_closed_in_a_child(tmp_path: Path, kind: str) -> No
     assert "closed" in in_a_child(ask, 20.0)
 
 
-def test_a_child_does_not_wait_for_a_thread_that_its_parent_has_move_the_store() -> None:
+def test_a_child_forked_during_a_move_of_the_store_is_not_blocked() -> None:
     serving, enough = threading.Event(), threading.Event()
 
     def serve() -> None:

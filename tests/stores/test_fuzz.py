@@ -143,7 +143,7 @@ def descriptors() -> int:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(attacks=st.lists(st.lists(ATTACKS, min_size=1, max_size=4), min_size=1, max_size=8))
-def test_whatever_is_sent_the_server_serves_on_and_keeps_nothing_of_the_sender(
+def test_random_input_does_not_affect_other_clients_and_leaves_no_connection(
     attacks: list[list[bytes]], known: bool, secret: bytes | None
 ) -> None:
     with (
@@ -170,7 +170,7 @@ def test_whatever_is_sent_the_server_serves_on_and_keeps_nothing_of_the_sender(
 
 
 @pytest.mark.parametrize(("secret", "begun"), [(None, False), (SECRET, False), (SECRET, True)])
-def test_a_byte_now_and_then_does_not_prolong_the_handshake(
+def test_single_bytes_do_not_extend_the_handshake_timeout(
     secret: bytes | None, begun: bool
 ) -> None:
     # The server must have time to answer the hello.
@@ -197,7 +197,7 @@ def test_a_byte_now_and_then_does_not_prolong_the_handshake(
         assert server.clients == 1
 
 
-def test_a_known_clients_half_frame_is_not_held_against_it_nor_against_others() -> None:
+def test_an_incomplete_frame_of_an_authenticated_client_has_no_timeout() -> None:
     with (
         TcpStoreServer("127.0.0.1", 0, limits=LIMITS) as server,
         TcpStore(server.host, server.port, timeout=10.0) as good,
@@ -212,7 +212,7 @@ def test_a_known_clients_half_frame_is_not_held_against_it_nor_against_others() 
         assert answered(slow).op == "answer"
 
 
-def test_strangers_make_way_at_the_limit_of_connections() -> None:
+def test_unauthenticated_clients_are_disconnected_at_the_limit_of_connections() -> None:
     limits = ServerLimits(max_connections=4)
     with TcpStoreServer("127.0.0.1", 0, limits=limits) as server, ExitStack() as stack:
         strangers = [stack.enter_context(stranger(server, None, False)) for _ in range(8)]
@@ -224,7 +224,7 @@ def test_strangers_make_way_at_the_limit_of_connections() -> None:
         assert server.clients == 4
 
 
-def test_the_longest_prefix_to_wait_for_is_that_of_a_key() -> None:
+def test_a_prefix_longer_than_a_key_is_rejected() -> None:
     with (
         TcpStoreServer("127.0.0.1", 0) as server,
         stranger(server, None, known=True) as connection,
@@ -281,7 +281,7 @@ def peak(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_strangers_cost_the_server_no_memory_worth_speaking_of(tmp_path: Path) -> None:
+def test_unauthenticated_clients_use_little_memory(tmp_path: Path) -> None:
     part = struct.pack(">II", 4 * MIB, 4 * MIB - 4) + b" " * MIB
     with (
         served(tmp_path / "log", secret=SECRET.decode()) as (pid, port),
@@ -301,7 +301,7 @@ def test_strangers_cost_the_server_no_memory_worth_speaking_of(tmp_path: Path) -
         assert peak(pid) - before < 20 * MIB
 
 
-def test_a_server_out_of_descriptors_serves_whom_it_has_and_others_when_it_can(
+def test_a_server_without_descriptors_serves_its_clients_and_accepts_others_later(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "log"
@@ -327,7 +327,7 @@ def test_a_server_out_of_descriptors_serves_whom_it_has_and_others_when_it_can(
 
 
 @pytest.mark.parametrize("lowered", [False, True], ids=["from the start", "later"])
-def test_strangers_without_the_secret_leave_the_server_descriptors_and_clients_a_way_in(
+def test_unauthenticated_clients_leave_descriptors_for_other_clients(
     tmp_path: Path, lowered: bool
 ) -> None:
     limits = {"descriptors": 48} if lowered else {"before": 48}

@@ -12,7 +12,7 @@ from elasticlib.stores.key_space import ABSENT, KeySpace, KeySpaceLimits, Lease,
 SMALL = KeySpaceLimits(value_bytes=10, total_bytes=40, keys=4, change_log=5)
 
 
-def test_a_value_too_long_is_refused_and_changes_nothing() -> None:
+def test_a_value_that_is_too_long_is_rejected_and_changes_nothing() -> None:
     space = KeySpace(SMALL)
     space.put("key", b"x" * 10, None, 0.0)
     with pytest.raises(StoreRejectedError, match="at most 10 bytes, got 11 for key 'key'"):
@@ -22,7 +22,7 @@ def test_a_value_too_long_is_refused_and_changes_nothing() -> None:
     assert (entry.value, space.version) == (b"x" * 10, 1)
 
 
-def test_too_many_keys_are_refused_but_known_ones_are_written() -> None:
+def test_too_many_keys_are_rejected_and_existing_ones_can_be_written() -> None:
     space = KeySpace(SMALL)
     for key in "abcd":
         space.put(key, b"", None, 0.0)
@@ -33,7 +33,7 @@ def test_too_many_keys_are_refused_but_known_ones_are_written() -> None:
     space.put("e", b"", None, 0.0)
 
 
-def test_too_many_bytes_are_refused_and_deleting_makes_room() -> None:
+def test_too_many_bytes_are_rejected_until_a_key_is_deleted() -> None:
     space = KeySpace(SMALL)
     for key in "abc":
         space.put(key, b"x" * 10, None, 0.0)
@@ -99,7 +99,7 @@ def test_the_error_of_a_lost_lease_names_the_reason() -> None:
     space.refresh("key", lease.version, 1, 0.0)
 
 
-def test_an_ended_lease_leaves_an_absent_key() -> None:
+def test_an_expired_lease_is_an_absent_key() -> None:
     space = KeySpace()
     space.put("key", b"", Lease(1, 8.0), 0.0)
     for now in range(9):

@@ -16,7 +16,7 @@ from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.waiting import wait_until
 
 
-def test_who_is_asking_where_the_store_leaves_is_told_why_it_left(world: World) -> None:
+def test_an_operation_that_a_failover_interrupts_names_its_reason(world: World) -> None:
     """And not that the store is closed, which says nothing to whoever reads it in a log."""
     one, two, _ = world.spots
     asking: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -43,7 +43,7 @@ def test_who_is_asking_where_the_store_leaves_is_told_why_it_left(world: World) 
                 asked.result(20.0)
 
 
-def test_who_is_asking_where_the_store_leaves_for_a_better_place_is_told_it(world: World) -> None:
+def test_an_operation_that_a_move_interrupts_names_the_new_endpoint(world: World) -> None:
     one, two, _ = world.spots
     one.connect_timeout = 60.0
     store = world.store(one.theirs(), two.theirs())
@@ -63,7 +63,7 @@ def test_who_is_asking_where_the_store_leaves_for_a_better_place_is_told_it(worl
 
 
 @pytest.mark.parametrize("reaches", [1, 2], ids=["looking round", "connecting"])
-def test_closing_ends_a_thread_that_tries_to_connect(world: World, reaches: int) -> None:
+def test_close_ends_a_thread_that_tries_to_connect(world: World, reaches: int) -> None:
     one, two, _ = world.spots
     one.connect_timeout = two.connect_timeout = 60.0
     store = world.store(one.theirs(), two.ours())
@@ -77,7 +77,7 @@ def test_closing_ends_a_thread_that_tries_to_connect(world: World, reaches: int)
     assert all(is_closed(found) for found in one.reached)
 
 
-def test_closing_waits_for_nobody_and_what_is_served_after_it_is_closed_too(
+def test_close_does_not_block_and_also_closes_a_server_that_starts_later(
     world: World,
 ) -> None:
     one, _, _ = world.spots
@@ -101,7 +101,7 @@ def test_closing_waits_for_nobody_and_what_is_served_after_it_is_closed_too(
     assert [server.is_serving for server in one.served] == [False]
 
 
-def test_a_closed_store_goes_nowhere(world: World) -> None:
+def test_a_closed_store_does_not_move(world: World) -> None:
     one, two, _ = world.spots
     one.open()
     two.open()

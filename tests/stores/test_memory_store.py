@@ -18,7 +18,7 @@ class Clock:
         return self.now
 
 
-def test_leases_end_by_the_injected_clock_alone() -> None:
+def test_leases_expire_by_the_injected_clock() -> None:
     clock = Clock()
     store = MemoryStore(clock)
     lease = store.set("lease", b"", ttl=8.0)
@@ -33,7 +33,7 @@ def test_leases_end_by_the_injected_clock_alone() -> None:
         store.refresh("lease", lease.version)
 
 
-def test_a_clock_that_leaps_ends_no_lease_at_once() -> None:
+def test_a_jump_of_the_clock_does_not_expire_a_lease_at_once() -> None:
     clock = Clock()
     store = MemoryStore(clock)
     lease = store.set("lease", b"", ttl=8.0)
@@ -42,7 +42,7 @@ def test_a_clock_that_leaps_ends_no_lease_at_once() -> None:
     assert store.get("lease") == lease
 
 
-def test_a_simulated_owner_that_dies_takes_its_leases_along() -> None:
+def test_closing_a_simulated_client_ends_its_leases() -> None:
     store = MemoryStore(Clock())
     node = store.client()
     version = node.set("lease", b"", ttl=8.0).version
@@ -59,6 +59,6 @@ def test_the_constructor_starts_no_thread() -> None:
     assert threading.active_count() <= before  # of another test, one may just have ended
 
 
-def test_its_limits_are_kept() -> None:
+def test_a_memory_store_enforces_its_limits() -> None:
     with pytest.raises(StoreRejectedError, match="at most 3 bytes, got 4"):
         MemoryStore(limits=KeySpaceLimits(value_bytes=3)).set("key", b"1234")

@@ -69,7 +69,7 @@ def is_cut_off(client: socket.socket) -> bool:
         return True
 
 
-def test_what_is_said_arrives_whole_both_ways_however_slowly_it_is_read(
+def test_a_relay_transfers_all_bytes_in_both_directions(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
     server.forward_torch_clients_to(("127.0.0.1", upstream.port))
@@ -84,7 +84,7 @@ def test_what_is_said_arrives_whole_both_ways_however_slowly_it_is_read(
             assert not sending.is_alive()
 
 
-def test_the_end_of_one_side_is_the_others_after_its_last_words(
+def test_a_relay_ends_after_the_last_bytes_of_one_side(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
     server.forward_torch_clients_to(("127.0.0.1", upstream.port))
@@ -97,7 +97,7 @@ def test_the_end_of_one_side_is_the_others_after_its_last_words(
         assert is_cut_off(client)
 
 
-def test_who_comes_is_led_to_the_store_of_now_and_cut_off_where_there_is_none(
+def test_torch_clients_are_forwarded_to_the_latest_store_or_disconnected(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
     with come(server) as early:
@@ -113,7 +113,7 @@ def test_who_comes_is_led_to_the_store_of_now_and_cut_off_where_there_is_none(
     newer.close()
 
 
-def test_strangers_cost_links_up_to_a_bound_and_the_nodes_nothing(
+def test_relays_are_limited_and_do_not_affect_nodes(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
     server.forward_torch_clients_to(("127.0.0.1", upstream.port))
@@ -130,6 +130,6 @@ def test_strangers_cost_links_up_to_a_bound_and_the_nodes_nothing(
             one.close()
 
 
-def test_who_only_begins_as_torch_does_is_refused_where_no_relay_is() -> None:
+def test_torch_clients_are_disconnected_without_relays() -> None:
     with TcpStoreServer("127.0.0.1", 0) as server, come(server) as client:
         assert is_cut_off(client)

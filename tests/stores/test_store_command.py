@@ -21,7 +21,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_serves_where_it_says_until_a_signal_ends_it_well(number: signal.Signals) -> None:
+def test_the_store_command_serves_until_a_signal_and_exits_with_0(number: signal.Signals) -> None:
     with subprocess.Popen(
         [*COMMAND, "store", "--bind", "[::1]:0", "--job", "a"], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -40,7 +40,7 @@ def test_it_serves_where_it_says_until_a_signal_ends_it_well(number: signal.Sign
             process.kill()
 
 
-def test_an_address_in_use_is_a_sentence_and_exit_1() -> None:
+def test_an_address_in_use_exits_with_1_and_a_message() -> None:
     with TcpStoreServer("127.0.0.1", 0) as server:
         done = run("store", "--bind", server.address)
     assert (done.returncode, done.stdout) == (1, "")
@@ -49,7 +49,7 @@ def test_an_address_in_use_is_a_sentence_and_exit_1() -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("store",), ("store", "--bind", "a:b"), ("nothing",)])
-def test_a_command_line_that_makes_no_sense_exits_2(arguments: tuple[str, ...]) -> None:
+def test_an_invalid_command_line_exits_with_2(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert "usage: elasticlib" in done.stderr

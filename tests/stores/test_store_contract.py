@@ -1,4 +1,4 @@
-"""Every store here keeps the one contract."""
+"""Every store of elasticlib fulfills the contract, and so does one with the fewest methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from our_words import OurStoreContract
 
 from elasticlib.stores.file_store import FileStore
-from elasticlib.stores.interface import Store
+from elasticlib.stores.interface import CompareSetResult, Entry, Listing, Store
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
@@ -20,6 +20,40 @@ class TestMemoryStore(OurStoreContract):
     @pytest.fixture
     def make_store(self) -> Callable[[], Store]:
         return MemoryStore().client
+
+
+class FewestMethods(Store):
+    """A store that has only the abstract methods, and `close`."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        self._inner = inner
+
+    def get(self, key: str) -> Entry | None:
+        return self._inner.get(key)
+
+    def compare_set(
+        self, key: str, value: bytes, *, expected: int, ttl: float | None = None
+    ) -> CompareSetResult:
+        return self._inner.compare_set(key, value, expected=expected, ttl=ttl)
+
+    def delete(self, key: str, *, expected: int | None = None) -> bool:
+        return self._inner.delete(key, expected=expected)
+
+    def refresh(self, key: str, version: int) -> None:
+        self._inner.refresh(key, version)
+
+    def list(self, prefix: str) -> Listing:
+        return self._inner.list(prefix)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class TestFewestMethods(OurStoreContract):
+    @pytest.fixture
+    def make_store(self) -> Callable[[], Store]:
+        first = MemoryStore()
+        return lambda: FewestMethods(first.client())
 
 
 class TestFileStore(OurStoreContract):

@@ -178,7 +178,7 @@ def test_a_watch_is_answered_once_and_unwatch_tells_whether_it_was() -> None:
     assert decode_listing(reply) == talk.space.list("key")
 
 
-def test_a_client_with_much_unread_data_is_told_of_a_change_without_the_listing() -> None:
+def test_a_client_with_much_unread_data_is_notified_without_the_listing() -> None:
     talk = Conversation().shake_hands()
     listing = EncodedListing.of(talk.space.list(""))
     talk.server.notify(1, listing)

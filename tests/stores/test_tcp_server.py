@@ -157,7 +157,7 @@ def test_a_server_without_a_job_serves_any(server: TcpStoreServer) -> None:
         assert store.get("key") is None
 
 
-def test_an_address_in_use_is_the_systems_own_error(server: TcpStoreServer) -> None:
+def test_an_address_in_use_raises_the_error_of_the_system(server: TcpStoreServer) -> None:
     with pytest.raises(OSError, match="in use") as raised:
         TcpStoreServer(server.host, server.port).start()
     assert raised.value.errno == errno.EADDRINUSE
@@ -166,12 +166,12 @@ def test_an_address_in_use_is_the_systems_own_error(server: TcpStoreServer) -> N
     assert raised.value.errno == errno.EADDRNOTAVAIL
 
 
-def test_no_address_is_not_every_address() -> None:
+def test_an_empty_host_is_rejected() -> None:
     with pytest.raises(ConfigError, match="binds a named host"):
         TcpStoreServer("", 0)
 
 
-def test_it_serves_ipv6_and_its_port_is_free_again_at_once() -> None:
+def test_a_server_serves_ipv6_and_its_port_is_free_after_close() -> None:
     with TcpStoreServer("::1", 0) as server:
         assert server.address == f"[::1]:{server.port}"
         with TcpStore("::1", server.port) as store:
@@ -206,7 +206,7 @@ def test_a_closed_server_cannot_be_started_again(was_started: bool) -> None:
     assert not server.is_serving
 
 
-def test_closing_the_server_ends_the_waits_on_it(server: TcpStoreServer) -> None:
+def test_closing_the_server_ends_waits(server: TcpStoreServer) -> None:
     with TcpStore(server.host, server.port) as store, ThreadPoolExecutor(1) as pool:
         version = store.set("key", b"").version
         waiting = pool.submit(store.wait, "key", after=version, timeout=30.0)
@@ -228,7 +228,7 @@ def test_labels_are_those_of_the_connected_clients(server: TcpStoreServer) -> No
         assert server.clients == 1
 
 
-def test_a_killed_owners_lease_ends_at_once_however_long_its_ttl(server: TcpStoreServer) -> None:
+def test_the_lease_of_a_killed_owner_ends_at_once(server: TcpStoreServer) -> None:
     recipe = ClientRecipe("elasticlib.stores.tcp_client:TcpStore", (server.host, server.port))
     with (
         TcpStore(server.host, server.port) as watcher,

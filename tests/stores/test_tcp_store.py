@@ -63,7 +63,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_the_constructor_reaches_for_nothing() -> None:
+def test_the_constructor_does_not_connect() -> None:
     before = threading.active_count()
     store = TcpStore("no.such.host.invalid", 1)
     assert store.local_address is None
@@ -72,12 +72,12 @@ def test_the_constructor_reaches_for_nothing() -> None:
 
 
 @pytest.mark.parametrize(("host", "port"), [("", 1), ("a", 0), ("a", 65536)])
-def test_an_impossible_address_is_refused(host: str, port: int) -> None:
+def test_an_impossible_address_is_rejected(host: str, port: int) -> None:
     with pytest.raises(ConfigError, match=r"a host and a port 1\.\.65535"):
         TcpStore(host, port)
 
 
-def test_who_does_not_answer_is_named_with_the_seconds() -> None:
+def test_the_error_of_an_unreachable_server_names_the_timeout() -> None:
     port = free_port()
     with (
         TcpStore("127.0.0.1", port, connect_timeout=0.2) as store,
@@ -89,7 +89,7 @@ def test_who_does_not_answer_is_named_with_the_seconds() -> None:
         store.get("key")
 
 
-def test_a_host_that_has_no_address_is_named() -> None:
+def test_the_error_names_a_host_without_an_address() -> None:
     named = pytest.raises(
         StoreConnectionError, match=r"no\.such\.host\.invalid:1 could not be reached"
     )
@@ -97,7 +97,7 @@ def test_a_host_that_has_no_address_is_named() -> None:
         store.get("key")
 
 
-def test_a_server_that_comes_later_is_found() -> None:
+def test_a_client_connects_to_a_server_that_starts_later() -> None:
     server = TcpStoreServer("127.0.0.1", free_port())
     with TcpStore(server.host, server.port, timeout=20.0) as store, ThreadPoolExecutor(1) as pool:
         getting = pool.submit(store.get, "key")
@@ -116,7 +116,7 @@ def test_a_server_that_comes_later_is_found() -> None:
         encode(Frame("answer", 0, {"yes": True, "version": 0})),
     ],
 )
-def test_what_is_no_store_of_ours_is_named(answer: bytes) -> None:
+def test_a_server_that_is_not_an_elasticlib_store_is_named(answer: bytes) -> None:
     with (
         answering(answer) as port,
         TcpStore("127.0.0.1", port) as store,
@@ -128,14 +128,14 @@ def test_what_is_no_store_of_ours_is_named(answer: bytes) -> None:
         store.get("key")
 
 
-def test_what_takes_the_connection_and_says_nothing_is_named_with_the_seconds() -> None:
+def test_the_error_of_a_server_without_handshake_names_the_timeout() -> None:
     # The seconds are those that were left for it.
     named = pytest.raises(StoreTimeoutError, match=r"but no handshake, within 0\.[12]\d* s")
     with answering() as port, TcpStore("127.0.0.1", port, connect_timeout=0.2) as store, named:
         store.get("key")
 
 
-def test_an_operation_without_an_answer_is_named_with_the_seconds() -> None:
+def test_the_error_of_an_operation_without_reply_names_the_timeout() -> None:
     with (
         answering(WELCOME) as port,
         TcpStore("127.0.0.1", port, timeout=0.2, connect_timeout=20.0) as store,
@@ -157,7 +157,7 @@ def test_an_operation_without_an_answer_is_named_with_the_seconds() -> None:
         b"",
     ],
 )
-def test_a_store_that_answers_wrongly_is_not_believed(answer: bytes) -> None:
+def test_a_wrong_reply_raises_an_error(answer: bytes) -> None:
     named = pytest.raises((StoreRejectedError, StoreTimeoutError), match=r"127\.0\.0\.1:\d+")
     with (
         answering(WELCOME, answer) as port,
@@ -168,7 +168,7 @@ def test_a_store_that_answers_wrongly_is_not_believed(answer: bytes) -> None:
             store.get("key")
 
 
-def test_a_broken_connection_ends_what_is_in_flight_and_the_next_operation_connects() -> None:
+def test_a_broken_connection_ends_operations_in_flight_and_the_next_one_reconnects() -> None:
     server = TcpStoreServer("127.0.0.1", 0).start()
     with TcpStore(server.host, server.port, timeout=20.0) as store, ThreadPoolExecutor(4) as pool:
         lease = store.set("lease", b"", ttl=1000.0)
@@ -230,7 +230,7 @@ class SlowNameServer:
         return self._real("127.0.0.1", *rest, **more)
 
 
-def test_a_name_server_that_does_not_answer_ends_the_attempt_and_is_asked_once(
+def test_a_name_server_that_does_not_answer_is_queried_once_and_ends_the_attempt(
     server: TcpStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = SlowNameServer(monkeypatch)
@@ -250,7 +250,9 @@ def test_a_name_server_that_does_not_answer_ends_the_attempt_and_is_asked_once(
         assert names.asked == 1
 
 
-def test_so_does_a_call_of_an_etcd_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_server_that_does_not_answer_ends_a_call_of_an_etcd_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names = SlowNameServer(monkeypatch)
     with EtcdStore("slow.test:2379", timeout=0.3) as store:
         started = monotonic()
@@ -267,13 +269,13 @@ def reaches(store: TcpStore) -> bool:
     return False
 
 
-def test_a_host_name_will_do_and_the_literal_address_is_known(server: TcpStoreServer) -> None:
+def test_a_client_connects_to_a_host_name_and_knows_its_own_address(server: TcpStoreServer) -> None:
     with TcpStore("localhost", server.port) as store:
         assert store.get("key") is None
         assert store.local_address == "127.0.0.1"
 
 
-def test_what_no_frame_can_carry_is_refused_and_the_connection_stays(
+def test_a_request_that_is_too_long_is_rejected_and_the_connection_stays(
     server: TcpStoreServer,
 ) -> None:
     with TcpStore(server.host, server.port) as store:
@@ -291,7 +293,7 @@ def test_what_no_frame_can_carry_is_refused_and_the_connection_stays(
         store.refresh("lease", lease.version)
 
 
-def test_closing_ends_the_attempts_to_connect() -> None:
+def test_close_ends_attempts_to_connect() -> None:
     store = TcpStore("127.0.0.1", free_port(), timeout=60.0)
     with ThreadPoolExecutor(1) as pool:
         getting = pool.submit(store.get, "key")

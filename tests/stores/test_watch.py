@@ -48,7 +48,9 @@ def told(
 
 
 @pytest.mark.parametrize("listing", [False, True])
-def test_a_watch_tells_once_of_a_change_before_it_or_during_it(store: Store, listing: bool) -> None:
+def test_a_watch_is_notified_once_of_an_earlier_or_a_later_change(
+    store: Store, listing: bool
+) -> None:
     version = store.set("watched/a", b"1").version
     before = told(store, "watched/", 0, listing=listing)
     during = told(store, "watched/", version, listing=listing)
@@ -74,7 +76,7 @@ def test_a_watch_ends_with_the_connection(server: TcpStoreServer) -> None:
         client.watch("watched/", after=0, callback=heard[0].put)
 
 
-def test_a_long_listing_is_not_told_but_that_there_is_one_to_ask_for(
+def test_a_watch_does_not_get_a_long_listing(
     server: TcpStoreServer,
 ) -> None:
     with reached(server) as client:
@@ -88,7 +90,7 @@ def test_a_long_listing_is_not_told_but_that_there_is_one_to_ask_for(
         assert len(client.list("watched/").entries) == 19
 
 
-def test_who_lists_and_watches_misses_nothing(server: TcpStoreServer, store: Store) -> None:
+def test_list_and_watch_miss_no_change(server: TcpStoreServer, store: Store) -> None:
     with reached(server) as writer:
         seen = store.list("key")
         for number in range(40):
@@ -103,7 +105,7 @@ def test_who_lists_and_watches_misses_nothing(server: TcpStoreServer, store: Sto
             seen = watched
 
 
-def test_watch_tells_of_the_end_of_another_clients_leases(server: TcpStoreServer) -> None:
+def test_a_watch_is_notified_of_the_end_of_leases(server: TcpStoreServer) -> None:
     with reached(server) as here, reached(server) as there:
         kept = there.set("lease/there", b"", ttl=1000.0)
         gone = told(here, "lease/", kept.version)
@@ -114,5 +116,5 @@ def test_watch_tells_of_the_end_of_another_clients_leases(server: TcpStoreServer
         assert here.list("lease").entries == ()
 
 
-def test_a_store_that_can_only_wait_says_so() -> None:
+def test_watch_returns_false_if_a_store_has_only_wait() -> None:
     assert not MemoryStore().watch("key", after=0, callback=lambda _: None)
