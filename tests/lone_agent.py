@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from elasticlib import (
@@ -82,12 +82,10 @@ class OneWorker(Workers):
     def running(self) -> dict[int, str]:
         return {0: "the worker"} if self._running else {}
 
-    def terminate(self) -> None:
+    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+        del local_ranks, force
         if self._running:
             self.finish(-15)
-
-    def kill(self) -> None:
-        self.terminate()
 
     def close(self) -> None:
         self._running = False

@@ -27,7 +27,7 @@ ORDER = (
 )
 """Each folder imports those before it alone."""
 
-COMPAT_DOOR = "compat/launching.py"
+COMPAT_DOOR = "compat/torch_launch.py"
 """All that is imported of torch's shapes, and that by `launch` alone: see docs/design.md."""
 
 COMPOSERS = ("in_place", "compat", "launch", "integrations", "examples", "testing", "__init__.py")

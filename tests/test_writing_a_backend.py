@@ -28,7 +28,7 @@ from elasticlib import Store
 from elasticlib.errors import ConfigError, StoreConnectionError, StoreTimeoutError
 from elasticlib.launch.cli import main
 from elasticlib.launch.launch_config import LaunchConfig
-from elasticlib.launch.rendezvous_setup import open_meeting
+from elasticlib.launch.rendezvous_setup import open_rendezvous
 from elasticlib.testing.waiting import wait_until
 
 TEXT, BLOCKS = blocks_of("writing_a_backend.md")
@@ -169,9 +169,9 @@ def test_what_the_page_does_not_know_it_refuses(module: Any, tmp_path: Path) -> 
     secret.write_text("word\n")
     place = {"run_id": "job", "rdzv_backend": f"{MODULE}:open_redis", "rdzv_endpoint": "h:1"}
     good = LaunchConfig(**place, rdzv_configs={"password_file": str(secret)})
-    open_meeting(good).close()
+    open_rendezvous(good).close()
     with pytest.raises(ConfigError, match="takes password_file, not database"):
-        open_meeting(LaunchConfig(**place, rdzv_configs={"database": "1"}))
+        open_rendezvous(LaunchConfig(**place, rdzv_configs={"database": "1"}))
 
 
 # What the page says of failures, and no contract can ask for

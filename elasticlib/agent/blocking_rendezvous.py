@@ -50,7 +50,7 @@ class BlockingHandlerThread:
 
         Args:
             now: The time on the clock that `join` was given.
-            why: GenerationTrigger the generation is sought.
+            why: Why the generation is sought.
         """
         if now < self._remind_at:
             return

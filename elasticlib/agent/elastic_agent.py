@@ -406,7 +406,7 @@ class ElasticAgent:
         self._report_slots()
         self._report.report_steps()
 
-    def _at_work(self) -> dict[int, str]:
+    def _at_work(self) -> Mapping[int, str]:
         """The workers that have not stopped: where they are kept, those in a group."""
         running = self.workers.running()
         if self._stopping is not None and self._stopping.regroup_grace_s:
@@ -705,10 +705,10 @@ class ElasticAgent:
         )
         heard = self._notify(notice, keeps=keep > 0)
         if heard and not keep:
-            self.workers.stop_ranks(self.workers.standby_ranks())
+            self.workers.stop(self.workers.standby_ranks())
         if keep and not heard:
             # A member that is still starting has nothing to lose, and the others do not wait.
-            self.workers.stop_ranks({*self._at_work()} - {*self.workers.regroupable_ranks()})
+            self.workers.stop({*self._at_work()} - {*self.workers.regroupable_ranks()})
         self._stopping, commands = stopping.start(self._clock(), notice if heard else None)
         self._carry_out(commands)
 
@@ -725,7 +725,7 @@ class ElasticAgent:
 
     def _keep_none(self) -> None:
         if self._stopping is not None and self._stopping.regroup_grace_s:
-            self.workers.stop_ranks(self.workers.standby_ranks())
+            self.workers.stop(self.workers.standby_ranks())
             self._stopping = self._stopping.cancel_regroup(self._clock())
 
     def _hurry(self) -> None:
@@ -754,10 +754,7 @@ class ElasticAgent:
     def _end_workers(self, command: policy.SignalWorkers) -> None:
         if command.log_message:
             log.warning("%s", command.log_message)
-        if self._stopping is not None and self._stopping.regroup_grace_s:
-            self.workers.stop_ranks(self._at_work(), force=command.force)
-        else:
-            (self.workers.kill if command.force else self.workers.terminate)()
+        self.workers.stop(self._at_work(), force=command.force)
 
     def _group_stopped(self, command: policy.WorkersStopped) -> None:
         self._stopping = None
@@ -769,7 +766,9 @@ class ElasticAgent:
         attempt = self._attempt
 
         def dump() -> None:
-            self._tell_of(attempt, StacksDumped(self.workers.dump_stacks()))
+            self._tell_of(
+                attempt, StacksDumped(self.workers.dump_stacks(self.workers.running(), save=True))
+            )
 
         helper(dump, "agent-stacks", self._broke).start()
 

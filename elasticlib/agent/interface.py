@@ -1,8 +1,4 @@
-"""What an agent comes to: it supervises one node's workers to the end, and says how that was.
-
-`run` always returns a `RunResult`, be the end a success, a failure, a signal or a lost store. The
-agent itself is in `loop.py`, and what it needs of its workers in `workers/interface.py`.
-"""
+"""Result of an agent's run, and the service that stores snapshots for its workers."""
 
 from __future__ import annotations
 
@@ -22,9 +18,8 @@ from ..workers.spec import WorkerGroup, WorkerState
 class RootCause:
     """The first failure of a generation, over all nodes.
 
-    sentence: who, how and why. host: where. log: the folder there that holds the worker's files.
-    followed: global ranks of workers that failed afterwards, as far as is known. Where workers
-    could not be started, or hang, it is the failure of none: rank and local_rank are -1.
+    If workers could not be started, or hang, no single worker has failed: `rank` and `local_rank`
+    are then -1.
     """
 
     host: str
@@ -34,35 +29,28 @@ class RootCause:
     pid: int
     returncode: int
     signal: str
-    summary: str
+    summary: str  # one line: which worker, how it failed, and why
     message: str = ""
     traceback: str = ""
     stderr_tail: str = ""
-    log_dir: str = ""
-    subsequent_ranks: tuple[int, ...] = ()
+    log_dir: str = ""  # directory of the worker's files on `host`
+    subsequent_ranks: tuple[int, ...] = ()  # global ranks that are known to have failed later
 
 
 @attrs.frozen
 class RunResult:
-    """How a node's run ended.
-
-    state: SUCCEEDED, FAILED, STOPPED (by `signal`), or DRAINED: this node was asked by `signal`
-    to have its workers save, and to leave. reason: one sentence. values: what
-    functions returned, by global rank. failures: the ends of this node's workers in the last
-    generation, by global rank, where they did not succeed, the first one first. cause: the first
-    failure over all nodes, which is what ended the job. expelled: the job goes on without this
-    node, whose end is not the job's.
-    """
+    """The result of one agent's run."""
 
     state: WorkerState
-    reason: str
-    return_values: dict[int, Any] = attrs.field(factory=dict)
+    reason: str  # one line
+    return_values: dict[int, Any] = attrs.field(factory=dict)  # of functions, by global rank
+    # Failed workers of this node in the last generation by global rank, in order of their failure.
     failures: dict[int, WorkerExit] = attrs.field(factory=dict)
     generation: int = 0
     restarts: int = 0
-    signal: int = 0
-    root_cause: RootCause | None = None
-    evicted: bool = False
+    signal: int = 0  # the signal that stopped or drained the node, or 0
+    root_cause: RootCause | None = None  # the failure for which the job failed
+    evicted: bool = False  # the job continues without this node
 
     @property
     def exit_code(self) -> int:
@@ -75,36 +63,34 @@ class RunResult:
 
 
 class SnapshotService(abc.ABC):
-    """What an agent keeps for its workers over all generations, such as their snapshots.
+    """Stores the snapshots of an agent's workers over all generations.
 
-    All methods are called by the agent's own thread, and none of them waits for long, but for
-    `finish`.
+    The agent's thread calls all methods. Only `close` may block for long.
     """
 
     saved_step: int | None = None
-    """The step that `finish` put where it lasts, or another node did at the same time."""
+    """The step in durable storage that `close` or another node wrote, None if there is none."""
 
     @abc.abstractmethod
     def on_workers_starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
-        """The workers of this group are about to start; none of an earlier one is left.
+        """Prepare for the workers of a generation. No worker of an earlier one is running.
 
         Raises:
-            ConfigError: what it was asked to do cannot be done with this rendezvous.
+            ConfigError: this rendezvous does not support what the service needs.
         """
 
-    def on_workers_stopped(self) -> None:  # noqa: B027 - not all have something to do meanwhile
-        """No worker is left, and this node asks for the next generation, or for its first."""
+    def on_workers_stopped(self) -> None:  # noqa: B027 - optional
+        """Note that no worker is running, and the node waits for its next generation."""
 
     @abc.abstractmethod
     def close(self, *, flush: bool, cancel_reason: Callable[[], str] = str) -> str:
-        """Free everything: the run is over and no worker is left.
+        """Free everything at the end of the run.
 
         Args:
-            keep: the job ends before its work is done. What is only in memory is to be written to
-                where it lasts.
-            cancel_reason: returns why the writing must end now, or an empty text. It must be called
-                several times a second, in the thread that called `finish`.
+            flush: the job ends early, so write to durable storage what exists only in memory.
+            cancel_reason: returns why the writing must end now, or an empty string. The calling
+                thread must call it several times per second.
 
         Returns:
-            What could not be written, as a sentence; empty if nothing is lost.
+            What could not be written, in one line, or an empty string if nothing is lost.
         """

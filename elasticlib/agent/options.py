@@ -1,6 +1,6 @@
-"""Which signals an agent heeds and how, how it hears them, and how long it lets its workers save.
+"""Options of an agent: which signals it handles and how, and how long workers may save.
 
-Each default of these stands here and nowhere else.
+Each default is defined here only.
 """
 
 from __future__ import annotations
@@ -24,39 +24,36 @@ DRAIN_SIGNALS = (signal.SIGUSR2,)
 NOTICE_SIGNALS = (signal.SIGTERM,)
 RESIZE_MODES = IMMEDIATE, AT_STEP = ("immediate", "at-step")
 DEFAULT_REGROUP_GRACE_S = 10.0
+
+# Python runs a signal handler only after the main thread returns from its wait. The signal does not
+# interrupt the wait if it arrives just before it, or if another thread receives it. So waits of the
+# main thread are not longer than this.
 SIGNAL_POLL_INTERVAL_S = 0.2
-"""Whoever hears signals waits no longer than this without a look.
-
-Python runs a handler when the main thread comes back from what it waits in, and a signal does not
-end that wait if it comes just before it, or if the kernel gives it to another thread.
-"""
 
 
-def _numbers(signals: Iterable[int]) -> tuple[int, ...]:
+def _to_ints(signals: Iterable[int]) -> tuple[int, ...]:
     return tuple(int(number) for number in signals)
 
 
 @attrs.frozen(kw_only=True)
 class AgentOptions:
-    """How an agent behaves beside its workers.
+    """Options of an agent. Signals that are ignored when the agent starts stay ignored."""
 
-    signals: which end the run. drain_signals: which have this node save and leave. save_signals:
-    those of `signals` that do the same where the workers listen to notices. Of all of them, those
-    ignored on entry stay ignored. checkpoint_grace: seconds that listening workers have to
-    save and end when the job changes its size, or this node leaves. resize: how they stop for the
-    former: `at-step` (with a notice) or `immediate` (without one). hang: what silence of workers
-    that tell of their steps is a hang; None: they are not watched. regroup_grace: seconds for
-    workers that go on in another group to leave one that is over. snapshot_replicas: how many other
-    nodes keep the snapshots of this node's workers as well.
-    """
-
-    stop_signals: tuple[int, ...] = attrs.field(default=STOP_SIGNALS, converter=_numbers)
-    drain_signals: tuple[int, ...] = attrs.field(default=DRAIN_SIGNALS, converter=_numbers)
-    notice_signals: tuple[int, ...] = attrs.field(default=NOTICE_SIGNALS, converter=_numbers)
+    # Signals that end the run.
+    stop_signals: tuple[int, ...] = attrs.field(default=STOP_SIGNALS, converter=_to_ints)
+    # Signals on which the workers save and the node leaves the job.
+    drain_signals: tuple[int, ...] = attrs.field(default=DRAIN_SIGNALS, converter=_to_ints)
+    # Stop signals that are drain signals if the workers can receive a stop notice.
+    notice_signals: tuple[int, ...] = attrs.field(default=NOTICE_SIGNALS, converter=_to_ints)
+    # Seconds that notified workers have to save and exit on a resize, a drain or a preemption.
     checkpoint_grace: float = CHECKPOINT_GRACE
+    # How workers stop for a resize: after a notice ("at-step"), or without one ("immediate").
     resize_mode: str = AT_STEP
+    # When an inactive worker counts as hanging. None disables hang detection.
     hang_limits: HangLimits | None = None
+    # Seconds that workers have to leave a group that has ended, if they can regroup.
     regroup_grace: float = DEFAULT_REGROUP_GRACE_S
+    # Number of other nodes that store the snapshots of this node's workers too.
     snapshot_replicas: int = 0
 
     def __attrs_post_init__(self) -> None:
@@ -73,57 +70,58 @@ class AgentOptions:
         if self.snapshot_replicas < 0:
             raise ConfigError(f"need 0 <= snapshot_replicas, got {self.snapshot_replicas}")
         if self.resize_mode not in RESIZE_MODES:
-            raise ConfigError(
-                f"resize is one of {', '.join(RESIZE_MODES)}, got {self.resize_mode!r}"
-            )
+            modes = ", ".join(RESIZE_MODES)
+            raise ConfigError(f"resize_mode is one of {modes}, got {self.resize_mode!r}")
 
     @property
     def handled_signals(self) -> tuple[int, ...]:
-        """All signals that mean something to the agent."""
+        """All signals that the agent handles."""
         return tuple(dict.fromkeys((*self.stop_signals, *self.drain_signals)))
 
     @property
     def agent_only_signals(self) -> tuple[int, ...]:
-        """Those that workers ignore from the start: they ask an agent to have its workers save.
+        """Signals that workers ignore from their start, because only the agent reacts to them.
 
-        Slurm sends a signal to every process of a step, and one that ends a process by default
-        would end the workers, and the DataLoader workers of those who listen, before anything is
-        saved. Not SIGTERM and its like, by which workers are stopped.
+        Slurm sends a signal to every process of a step. By default it would kill the workers, and
+        their DataLoader workers, before anything is saved. Signals that stop workers, such as
+        SIGTERM, are not among them.
         """
-        return tuple(n for n in self.drain_signals if n not in STOP_SIGNALS)
+        return tuple(number for number in self.drain_signals if number not in STOP_SIGNALS)
 
     def make_notice(self, reason: str) -> StopNotice | None:
-        """What workers are told that are to save and end for this reason; None if they are not."""
+        """Return the notice that workers get for this reason, or None if they get none."""
         if reason == RESIZE and self.resize_mode == IMMEDIATE:
             return None
         return StopNotice(reason, self.checkpoint_grace)
 
     def drain_reason(self, number: int) -> str:
-        """The notice's reason when this signal has a node save and leave."""
+        """Return the reason of the notice that workers get on this signal."""
         return PREEMPTED if number in NOTICE_SIGNALS else DRAIN
 
 
 class SignalObserver:
-    """Turns signals into events, and leaves alone those that were ignored on entry."""
+    """Context manager that passes signals to a callback, except those ignored on entry.
 
-    def __init__(self, numbers: Iterable[int], arrived: Callable[[int], None]) -> None:
+    Outside the main thread it does nothing, because Python delivers signals only there.
+    """
+
+    def __init__(self, numbers: Iterable[int], on_signal: Callable[[int], None]) -> None:
         self._numbers = tuple(numbers)
-        self._arrived = arrived
-        self._before: dict[int, Any] = {}
+        self._on_signal = on_signal
+        self._previous: dict[int, Any] = {}  # handlers to restore, by signal
 
     def __enter__(self) -> SignalObserver:
-        # Python lets only the main thread hear signals; elsewhere they are the program's own.
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._hear)
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._arrived(number)
+        self._on_signal(number)
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._before.clear()
+        self._previous.clear()

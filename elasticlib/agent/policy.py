@@ -1,4 +1,4 @@
-"""What an agent does about each event in each state. Pure.
+"""Policy of the agent: the reaction to each event in each state. Pure.
 
 `TRANSITIONS` lists every transition. An event that has no entry for the current state raises
 InvalidTransitionError. `stop_procedure.py` describes how a group of workers is stopped.
@@ -24,57 +24,51 @@ Value = TypeVar("Value")
 
 
 class AgentState(enum.Enum):
-    """JOINING: no workers are at work, waiting for a generation. RUNNING: its workers run.
+    """State of an agent."""
 
-    STOPPING: workers are being stopped, to join the next one. FINISHED: all of ours succeeded,
-    others still run. ENDING: workers are being stopped, for good. ENDED: over.
-    """
-
-    JOINING = "joining"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    FINISHED = "finished"
-    ENDING = "ending"
+    JOINING = "joining"  # waits for a generation, no worker is in a group
+    RUNNING = "running"  # the workers of a generation run
+    STOPPING = "stopping"  # workers are being stopped, the node joins the next generation
+    FINISHED = "finished"  # all workers of this node succeeded, those of other nodes still run
+    ENDING = "ending"  # workers are being stopped, the run ends
     ENDED = "ended"
 
 
 @attrs.frozen
 class RunOutcome:
-    """How the agent's run ends, and why; `signal` is a number where one ended it. expelled: the job
-    goes on without this node."""
+    """The outcome of an agent's run, and the reason."""
 
     state: WorkerState
     reason: str
-    signal: int = 0
-    evicted: bool = False
+    signal: int = 0  # the signal that stopped the node, or 0
+    evicted: bool = False  # the job continues without this node
 
 
 @attrs.frozen
 class SupervisorState:
-    """The state, with what it must remember: whose end is awaited, and how it will all end.
-
-    spare: workers here that are in no group (by local rank), and wait for a place in the next:
-    those kept from the last one, and newcomers. ahead: there are only newcomers, and the other
-    nodes go on without this one until they are ready.
-    """
+    """The agent's state, and what it must remember for later transitions."""
 
     state: AgentState = AgentState.JOINING
-    running_ranks: frozenset[int] = frozenset()
-    outcome: RunOutcome | None = None
+    running_ranks: frozenset[int] = frozenset()  # local ranks in the group that have not exited
+    outcome: RunOutcome | None = None  # set once the run ends
+    # Local ranks that run in no group and wait for one: retained from the last group, or new.
     standby_ranks: frozenset[int] = frozenset()
+    # Standby workers start before this node joins, while the other nodes train.
     is_prestarting: bool = False
 
 
 class AgentEvent:
-    """Something has happened.
+    """Something that has happened.
 
-    keeps, of those that may end a generation: whether a worker here that is in its group can go on
-    in another.
+    The field `can_regroup` of some events is True if a worker of the group can join another one.
     """
 
 
 class AgentCommand:
-    """Something is to be done; the other machines of the agent have such, too."""
+    """Something that the agent shall do."""
+
+
+Transition = tuple[SupervisorState, tuple[AgentCommand, ...]]
 
 
 # Events.
@@ -82,31 +76,29 @@ class AgentCommand:
 
 @attrs.frozen
 class GenerationFormed(AgentEvent):
-    """This node is a member of a generation, with workers of these local ranks; newcomers: of
-    these there are others, which are to be let in once they are ready."""
+    """This node is a member of a generation."""
 
-    local_ranks: frozenset[int]
-    standby_ranks: frozenset[int] = frozenset()
+    local_ranks: frozenset[int]  # workers of the generation
+    standby_ranks: frozenset[int] = frozenset()  # workers that the generation has no place for
 
 
 @attrs.frozen
 class PeersStillTraining(AgentEvent):
-    """The job has workers that are kept, but none here: workers of these local ranks can be started
-    before this node is let in."""
+    """Other nodes train with workers that can regroup, so workers here can start before joining."""
 
     local_ranks: frozenset[int]
 
 
 @attrs.frozen
 class RendezvousEnded(AgentEvent):
-    """There will be no generation for this node."""
+    """This node takes part in no further generation."""
 
     outcome: RunOutcome
 
 
 @attrs.frozen
 class WorkerStartFailed(AgentEvent):
-    """The workers could not all be started."""
+    """Some workers could not be started."""
 
     reason: str
     can_regroup: bool = False
@@ -114,41 +106,35 @@ class WorkerStartFailed(AgentEvent):
 
 @attrs.frozen
 class WorkerExited(AgentEvent):
-    """A worker ended by itself, or because it was stopped.
-
-    unsaved: it failed, or was killed by others, when it was to save and end. alone: and the others
-    have not agreed yet where to stop, so that they will not.
-    """
+    """A worker has exited, by itself or because it was stopped."""
 
     exit: WorkerExit
-    exited_before_saving: bool = False
-    stop_call_undecided: bool = False
+    exited_before_saving: bool = False  # it failed or was killed after it had a stop notice
+    stop_call_undecided: bool = False  # the remaining workers cannot agree on a stop call any more
     can_regroup: bool = False
 
 
 @attrs.frozen
 class HangDetected(AgentEvent, AgentCommand):
-    """Workers have been silent for too long, since then; what can be known is in the reason.
-    stacks: where the slowest rank stands, if it is one of ours."""
+    """Workers make no progress."""
 
     reason: str
     inactive_since: float = 0.0
-    stacks: str = ""
+    stacks: str = ""  # of the slowest rank, if it is on this node
     can_regroup: bool = False
 
 
 @attrs.frozen
 class WorkersStopped(AgentEvent, AgentCommand):
-    """The stopping ladder has come to its end; `left` names what would not die, and `spare` the
-    workers that are in no group any more, but run."""
+    """The stop procedure has finished."""
 
-    unkillable: str = ""
-    standby_ranks: frozenset[int] = frozenset()
+    unkillable: str = ""  # names of workers that survived SIGKILL
+    standby_ranks: frozenset[int] = frozenset()  # workers that left their group and still run
 
 
 @attrs.frozen
 class MembershipChanged(AgentEvent):
-    """The generation that this node holds is over, or the job is."""
+    """The current generation is over, or the job is."""
 
     change: Change
     can_regroup: bool = False
@@ -156,17 +142,14 @@ class MembershipChanged(AgentEvent):
 
 @attrs.frozen
 class ComponentFailed(AgentEvent):
-    """This node cannot go on: a part of the agent has ended, or it can start no workers at all.
-
-    `reason` says which.
-    """
+    """This node cannot continue: a thread of the agent failed, or it cannot start any worker."""
 
     reason: str
 
 
 @attrs.frozen
 class SignalReceived(AgentEvent):
-    """The agent itself was asked to end."""
+    """The agent received a signal that ends its run."""
 
     number: int
     name: str
@@ -174,7 +157,7 @@ class SignalReceived(AgentEvent):
 
 @attrs.frozen
 class DrainRequested(AgentEvent):
-    """This node was asked to have its workers save, and to leave; `why` is for its workers."""
+    """The agent received a signal on which the workers save and the node leaves the job."""
 
     number: int
     name: str
@@ -186,102 +169,98 @@ class DrainRequested(AgentEvent):
 
 @attrs.frozen
 class StartRendezvous(AgentCommand):
-    """Ask for the next generation: no workers here are at work."""
+    """Join the next generation."""
 
 
 @attrs.frozen
 class ReportSlots(AgentCommand):
-    """Tell with how many workers this node comes to the next generation."""
+    """Report how many workers this node offers for the next generation."""
 
 
 @attrs.frozen
 class StartWorkers(AgentCommand):
-    """Start those of the generation that has just settled."""
+    """Start the workers of the generation that has just formed."""
 
 
 @attrs.frozen
 class PrestartWorkers(AgentCommand):
-    """Start workers that are in no group, while the other nodes go on."""
+    """Start workers in no group, while the other nodes train."""
 
 
 @attrs.frozen
 class StopWorkers(AgentCommand):
-    """Begin the stopping ladder; where there is a reason to save, by telling it to the workers."""
+    """Begin the stop procedure, with a notice of this reason if it is not empty."""
 
     notice: str = ""
 
 
 @attrs.frozen
 class Regroup(AgentCommand):
-    """Have the workers leave their group, which is over, and go on in another; whoever does not
-    leave it in time is sent up the stopping ladder."""
+    """Begin the stop procedure for workers that leave their group and wait for the next one."""
 
 
 @attrs.frozen
 class LeaveGroup(AgentCommand):
-    """Tell the workers that their group is over."""
+    """Make the workers leave their group, because the generation is over."""
 
 
 @attrs.frozen
 class CancelRegroup(AgentCommand):
-    """No worker will go on in another group: those that wait for a place are to end, too."""
+    """Stop the workers that wait for the next group too."""
 
 
 @attrs.frozen
 class EscalateStop(AgentCommand):
-    """Go on to the ladder's next rung now."""
+    """Continue with the next stage of the stop procedure now."""
 
 
 @attrs.frozen
 class ShortenNotice(AgentCommand):
-    """Of those who have been told to save and end: give them this notice instead, if it leaves
-    them less time; without one, do not wait for them any more."""
+    """Replace the workers' notice if this one leaves them less time. Empty: do not wait longer."""
 
     notice: str = ""
 
 
 @attrs.frozen
 class ReportFailure(AgentCommand):
-    """Tell that workers failed; killed: a signal from outside ended the worker."""
+    """Report a failure of workers to the rendezvous."""
 
     reason: str
-    killed: bool = False
+    killed: bool = False  # a signal from outside killed the worker
 
 
 @attrs.frozen
 class ReportDrain(AgentCommand):
-    """Tell the other nodes that this one leaves as soon as its workers have saved."""
+    """Report to the other nodes that this one leaves as soon as its workers have saved."""
 
     reason: str
 
 
 @attrs.frozen
 class ReportSuccess(AgentCommand):
-    """All workers here succeeded."""
+    """Report that all workers of this node succeeded."""
 
 
 @attrs.frozen
 class Publish(AgentCommand):
-    """Write a value on the generation's board, for the other nodes to find; first: unless something
-    stands there already. Of those under one name, each node has a key."""
+    """Publish a value for the other nodes of the generation. Each node has its own key."""
 
     topic: str
     key: str
     value: bytes
-    only_if_absent: bool = False
+    only_if_absent: bool = False  # keep a value that exists already
 
 
 @attrs.frozen
 class Subscribe(AgentCommand):
-    """Hear what all nodes have posted under this name, now and whenever that changes."""
+    """Receive what all nodes have published under this topic, now and after each change."""
 
     topic: str
 
 
 @attrs.frozen
 class StopAtCall(AgentCommand):
-    """Have all workers stop at this call; None: give them this notice in place of the one that they
-    have."""
+    """Make all workers stop at this call. None: replace their notice and wait for the call."""
 
     call: int | None
     notice: StopNotice
@@ -289,247 +268,248 @@ class StopAtCall(AgentCommand):
 
 @attrs.frozen
 class SignalWorkers(AgentCommand):
-    """Ask all workers to stop, or end them by force; `why` is for the log, if that need be told."""
+    """Send SIGTERM to all workers, or SIGKILL with `force`."""
 
     log_message: str = ""
     force: bool = False
 
 
-Transition = tuple[SupervisorState, tuple[AgentCommand, ...]]
+# Transitions.
 
 
 def outcome_of(
     event: RendezvousEnded | MembershipChanged | ComponentFailed | SignalReceived | DrainRequested,
 ) -> RunOutcome:
-    """How this node's run ends, where it ends by this."""
+    """Return how this node's run ends after an event that ends it."""
     if isinstance(event, RendezvousEnded):
         return event.outcome
     if isinstance(event, ComponentFailed):
         return RunOutcome(WorkerState.FAILED, event.reason)
     if isinstance(event, MembershipChanged):
         return end_of_job(event.change)
-    drained = isinstance(event, DrainRequested)
-    state = WorkerState.DRAINED if drained else WorkerState.STOPPED
+    is_drain = isinstance(event, DrainRequested)
+    state = WorkerState.DRAINED if is_drain else WorkerState.STOPPED
     return RunOutcome(state, f"received {event.name}", event.number)
 
 
 def end_of_job(change: Change) -> RunOutcome:
-    """What the end of a job means for this node's run."""
+    """Return the outcome of this node's run when the job ends with `change`."""
     if change.kind is ChangeKind.SUCCEEDED:
         return RunOutcome(WorkerState.SUCCEEDED, change.reason)
     return RunOutcome(WorkerState.FAILED, change.reason, evicted=change.kind.job_continues)
 
 
-def _stay(now: SupervisorState, _event: object) -> Transition:
+def _ignore(now: SupervisorState, _event: object) -> Transition:
     return now, ()
 
 
-def _start(_now: SupervisorState, event: GenerationFormed) -> Transition:
-    now = SupervisorState(
-        AgentState.RUNNING, running_ranks=event.local_ranks, standby_ranks=event.standby_ranks
-    )
-    return now, (StartWorkers(),)
-
-
-def _start_ahead(now: SupervisorState, event: PeersStillTraining) -> Transition:
-    return attrs.evolve(now, standby_ranks=event.local_ranks, is_prestarting=True), (
-        PrestartWorkers(),
-    )
-
-
-def _start_ahead_failed(now: SupervisorState, _event: WorkerStartFailed) -> Transition:
-    # Once this node is let in they are started again, and a failure is charged then.
-    return attrs.evolve(now, is_prestarting=False), (ReportSlots(),)
-
-
-def _finish(
-    now: SupervisorState, event: RendezvousEnded | ComponentFailed | SignalReceived | DrainRequested
-) -> Transition:
-    if now.standby_ranks:
-        return _end(now, event), (StopWorkers(),)
-    return SupervisorState(AgentState.ENDED, outcome=outcome_of(event)), ()
-
-
-def _spare_ended(now: SupervisorState, event: WorkerExited) -> Transition:
-    spare = now.standby_ranks - {event.exit.local_rank}
-    # Where none is left they are started once this node is let in.
-    now = attrs.evolve(now, standby_ranks=spare, is_prestarting=now.is_prestarting and bool(spare))
-    return now, (ReportSlots(),) if now.state is AgentState.JOINING else ()
-
-
-def _end(
+def _begin_ending(
     now: SupervisorState,
     event: RendezvousEnded | MembershipChanged | ComponentFailed | SignalReceived | DrainRequested,
 ) -> SupervisorState:
     return attrs.evolve(now, state=AgentState.ENDING, outcome=outcome_of(event))
 
 
+# While no worker is in a group.
+
+
+def _start_workers(_now: SupervisorState, event: GenerationFormed) -> Transition:
+    now = SupervisorState(
+        AgentState.RUNNING, running_ranks=event.local_ranks, standby_ranks=event.standby_ranks
+    )
+    return now, (StartWorkers(),)
+
+
+def _prestart(now: SupervisorState, event: PeersStillTraining) -> Transition:
+    now = attrs.evolve(now, standby_ranks=event.local_ranks, is_prestarting=True)
+    return now, (PrestartWorkers(),)
+
+
+def _prestart_failed(now: SupervisorState, _event: WorkerStartFailed) -> Transition:
+    # The workers are started again once this node is a member. Then a failure is charged.
+    return attrs.evolve(now, is_prestarting=False), (ReportSlots(),)
+
+
+def _end_without_group(
+    now: SupervisorState,
+    event: RendezvousEnded | ComponentFailed | SignalReceived | DrainRequested,
+) -> Transition:
+    if now.standby_ranks:
+        return _begin_ending(now, event), (StopWorkers(),)
+    return SupervisorState(AgentState.ENDED, outcome=outcome_of(event)), ()
+
+
+def _standby_worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
+    standby = now.standby_ranks - {event.exit.local_rank}
+    is_prestarting = now.is_prestarting and bool(standby)
+    now = attrs.evolve(now, standby_ranks=standby, is_prestarting=is_prestarting)
+    return now, (ReportSlots(),) if now.state is AgentState.JOINING else ()
+
+
 # While workers run.
 
 
-def _worker_ended(now: SupervisorState, event: WorkerExited) -> Transition:
-    gone = {event.exit.local_rank}
+def _worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
+    exited = {event.exit.local_rank}
     now = attrs.evolve(
-        now, running_ranks=now.running_ranks - gone, standby_ranks=now.standby_ranks - gone
+        now, running_ranks=now.running_ranks - exited, standby_ranks=now.standby_ranks - exited
     )
     if not event.exit.succeeded:
         failure = ReportFailure(event.exit.describe(), event.exit.was_killed)
-        return _fail(now, failure, keeps=event.can_regroup)
+        return _fail(now, failure, can_regroup=event.can_regroup)
     if now.running_ranks:
         return now, ()
-    return SupervisorState(AgentState.FINISHED, standby_ranks=now.standby_ranks), (ReportSuccess(),)
+    finished = SupervisorState(AgentState.FINISHED, standby_ranks=now.standby_ranks)
+    return finished, (ReportSuccess(),)
 
 
 def _failed(now: SupervisorState, event: WorkerStartFailed | HangDetected) -> Transition:
-    return _fail(now, ReportFailure(event.reason), keeps=event.can_regroup)
+    return _fail(now, ReportFailure(event.reason), can_regroup=event.can_regroup)
 
 
-def _fail(now: SupervisorState, failure: ReportFailure, *, keeps: bool) -> Transition:
-    # The claim goes out before the stop, so that the other nodes stop at the same time.
-    stopping = attrs.evolve(now, state=AgentState.STOPPING)
-    return stopping, (failure, Regroup() if keeps else StopWorkers())
+def _fail(now: SupervisorState, failure: ReportFailure, *, can_regroup: bool) -> Transition:
+    # The failure is reported before the stop, so that the other nodes stop at the same time.
+    stop = Regroup() if can_regroup else StopWorkers()
+    return attrs.evolve(now, state=AgentState.STOPPING), (failure, stop)
 
 
-def _running_changed(now: SupervisorState, event: MembershipChanged) -> Transition:
+def _membership_changed(now: SupervisorState, event: MembershipChanged) -> Transition:
     if event.change.kind.is_final:
-        return _end(now, event), (StopWorkers(),)
-    # Only a change that nobody was lost or failed for leaves all ranks able to agree.
-    resizes = event.change.kind is ChangeKind.RESIZE
-    stop = (
-        Regroup() if event.can_regroup and not resizes else StopWorkers(RESIZE if resizes else "")
-    )
+        return _begin_ending(now, event), (StopWorkers(),)
+    # All ranks can agree on a stop call only if no node was lost and no worker failed.
+    is_resize = event.change.kind is ChangeKind.RESIZE
+    notice = StopWorkers(RESIZE if is_resize else "")
+    stop = Regroup() if event.can_regroup and not is_resize else notice
     return attrs.evolve(now, state=AgentState.STOPPING), (stop,)
 
 
-def _ends(stop: type[StopWorkers | ShortenNotice]) -> Callable[..., Transition]:
-    """This node's run ends, once its workers have been stopped like this."""
+def _end_run(stop: type[StopWorkers | ShortenNotice]) -> Callable[..., Transition]:
+    """Return the transition that ends this node's run after its workers were stopped by `stop`."""
 
-    def ends(
+    def end_run(
         now: SupervisorState, event: SignalReceived | ComponentFailed | DrainRequested
     ) -> Transition:
-        kept = () if stop is StopWorkers else (CancelRegroup(),)
+        cancel = () if stop is StopWorkers else (CancelRegroup(),)
         if not isinstance(event, DrainRequested):
-            return _end(now, event), (*kept, stop())
-        # The others hear of it before our workers stop, so that all stop at one step.
-        return _end(now, event), (ReportDrain(event.name), *kept, stop(event.notice_reason))
+            return _begin_ending(now, event), (*cancel, stop())
+        # The other nodes are informed before the workers stop, so that all stop at one step.
+        commands = (ReportDrain(event.name), *cancel, stop(event.notice_reason))
+        return _begin_ending(now, event), commands
 
-    return ends
-
-
-# While they are being stopped.
+    return end_run
 
 
-def _stopping_ended(now: SupervisorState, event: WorkerExited) -> Transition:
+# While workers are being stopped.
+
+
+def _stopping_worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
     outcome = now.outcome
-    if event.exited_before_saving and outcome is not None and outcome.state is WorkerState.DRAINED:
-        # It is a drain all the same, but not one that saved everything.
-        reason = f"{outcome.reason}, but {event.exit.describe()} while it was to save"
+    is_drain = outcome is not None and outcome.state is WorkerState.DRAINED
+    if event.exited_before_saving and is_drain and outcome is not None:
+        # The run still counts as drained, but the reason mentions the worker that did not save.
+        reason = f"{outcome.reason}, but {event.exit.describe()} before it had saved"
         now = attrs.evolve(now, outcome=attrs.evolve(outcome, reason=reason))
     return now, (ShortenNotice(),) if event.stop_call_undecided else ()
 
 
-def _stopping_changed(now: SupervisorState, event: MembershipChanged) -> Transition:
-    return (_end(now, event), (CancelRegroup(),)) if event.change.kind.is_final else (now, ())
+def _changed_while_stopping(now: SupervisorState, event: MembershipChanged) -> Transition:
+    return (
+        (_begin_ending(now, event), (CancelRegroup(),)) if event.change.kind.is_final else (now, ())
+    )
 
 
-def _hurry(now: SupervisorState, _event: SignalReceived) -> Transition:
+def _escalate(now: SupervisorState, _event: SignalReceived) -> Transition:
     return now, (EscalateStop(),)
 
 
-def _stopped(now: SupervisorState, event: WorkersStopped) -> Transition:
+def _workers_stopped(now: SupervisorState, event: WorkersStopped) -> Transition:
     if event.unkillable:
-        # What would not die is the worse news, and nobody else tells it.
-        undying = f"these survived SIGKILL: {event.unkillable}"
-        return SupervisorState(
-            AgentState.ENDED, outcome=RunOutcome(WorkerState.FAILED, undying)
-        ), ()
+        # This hides the earlier reason, because nothing else reports processes that are left.
+        reason = f"these survived SIGKILL: {event.unkillable}"
+        failed = RunOutcome(WorkerState.FAILED, reason)
+        return SupervisorState(AgentState.ENDED, outcome=failed), ()
     if now.state is AgentState.STOPPING:
-        return SupervisorState(AgentState.JOINING, standby_ranks=event.standby_ranks), (
-            StartRendezvous(),
-        )
+        joining = SupervisorState(AgentState.JOINING, standby_ranks=event.standby_ranks)
+        return joining, (StartRendezvous(),)
     return SupervisorState(AgentState.ENDED, outcome=now.outcome), ()
 
 
-# When all of ours have succeeded.
+# After all workers of this node have succeeded.
 
 
-def _finished_changed(
+def _changed_after_success(
     now: SupervisorState, event: MembershipChanged | ComponentFailed
 ) -> Transition:
-    change = (
-        event.change
-        if isinstance(event, MembershipChanged)
-        else Change(ChangeKind.STORE_LOST, event.reason)
-    )
+    if isinstance(event, ComponentFailed):
+        change = Change(ChangeKind.STORE_LOST, event.reason)
+    else:
+        change = event.change
     if not change.kind.is_final:
         if now.standby_ranks:
             return attrs.evolve(now, state=AgentState.STOPPING), (Regroup(),)
         return SupervisorState(AgentState.JOINING), (StartRendezvous(),)
     outcome = end_of_job(change)
     if change.kind is ChangeKind.STORE_LOST:
-        said = f"this node's workers succeeded; the others' end is unknown: {change.reason}"
-        outcome = RunOutcome(WorkerState.SUCCEEDED, said)
+        reason = "this node's workers succeeded; the result of the other nodes is unknown: "
+        outcome = RunOutcome(WorkerState.SUCCEEDED, reason + change.reason)
     return SupervisorState(AgentState.ENDED, outcome=outcome), ()
 
 
 _S = AgentState
 TRANSITIONS: dict[tuple[AgentState, type], Callable[..., Transition]] = {
-    (_S.JOINING, GenerationFormed): _start,
-    (_S.JOINING, PeersStillTraining): _start_ahead,
-    (_S.JOINING, WorkerStartFailed): _start_ahead_failed,
-    (_S.JOINING, RendezvousEnded): _finish,
-    (_S.JOINING, SignalReceived): _finish,
-    (_S.JOINING, ComponentFailed): _finish,
-    (_S.JOINING, DrainRequested): _finish,
-    (_S.JOINING, WorkerExited): _spare_ended,
+    (_S.JOINING, GenerationFormed): _start_workers,
+    (_S.JOINING, PeersStillTraining): _prestart,
+    (_S.JOINING, WorkerStartFailed): _prestart_failed,
+    (_S.JOINING, RendezvousEnded): _end_without_group,
+    (_S.JOINING, SignalReceived): _end_without_group,
+    (_S.JOINING, ComponentFailed): _end_without_group,
+    (_S.JOINING, DrainRequested): _end_without_group,
+    (_S.JOINING, WorkerExited): _standby_worker_exited,
     (_S.RUNNING, WorkerStartFailed): _failed,
-    (_S.RUNNING, WorkerExited): _worker_ended,
+    (_S.RUNNING, WorkerExited): _worker_exited,
     (_S.RUNNING, HangDetected): _failed,
-    (_S.RUNNING, MembershipChanged): _running_changed,
-    (_S.RUNNING, SignalReceived): _ends(StopWorkers),
-    (_S.RUNNING, ComponentFailed): _ends(StopWorkers),
-    (_S.RUNNING, DrainRequested): _ends(StopWorkers),
-    (_S.STOPPING, WorkerExited): _stopping_ended,
-    (_S.STOPPING, WorkersStopped): _stopped,
-    (_S.STOPPING, MembershipChanged): _stopping_changed,
-    (_S.STOPPING, SignalReceived): _ends(ShortenNotice),
-    (_S.STOPPING, ComponentFailed): _ends(ShortenNotice),
-    (_S.STOPPING, DrainRequested): _ends(ShortenNotice),
-    (_S.FINISHED, WorkerExited): _spare_ended,
-    (_S.FINISHED, MembershipChanged): _finished_changed,
-    (_S.FINISHED, SignalReceived): _finish,
-    (_S.FINISHED, ComponentFailed): _finished_changed,
-    (_S.FINISHED, DrainRequested): _finish,
-    (_S.ENDING, GenerationFormed): _stay,
-    (_S.ENDING, WorkerExited): _stopping_ended,
-    (_S.ENDING, WorkersStopped): _stopped,
-    (_S.ENDING, MembershipChanged): _stay,
-    (_S.ENDING, SignalReceived): _hurry,
-    (_S.ENDING, ComponentFailed): _stay,
-    (_S.ENDING, DrainRequested): _stay,
+    (_S.RUNNING, MembershipChanged): _membership_changed,
+    (_S.RUNNING, SignalReceived): _end_run(StopWorkers),
+    (_S.RUNNING, ComponentFailed): _end_run(StopWorkers),
+    (_S.RUNNING, DrainRequested): _end_run(StopWorkers),
+    (_S.STOPPING, WorkerExited): _stopping_worker_exited,
+    (_S.STOPPING, WorkersStopped): _workers_stopped,
+    (_S.STOPPING, MembershipChanged): _changed_while_stopping,
+    (_S.STOPPING, SignalReceived): _end_run(ShortenNotice),
+    (_S.STOPPING, ComponentFailed): _end_run(ShortenNotice),
+    (_S.STOPPING, DrainRequested): _end_run(ShortenNotice),
+    (_S.FINISHED, WorkerExited): _standby_worker_exited,
+    (_S.FINISHED, MembershipChanged): _changed_after_success,
+    (_S.FINISHED, SignalReceived): _end_without_group,
+    (_S.FINISHED, ComponentFailed): _changed_after_success,
+    (_S.FINISHED, DrainRequested): _end_without_group,
+    (_S.ENDING, GenerationFormed): _ignore,
+    (_S.ENDING, WorkerExited): _stopping_worker_exited,
+    (_S.ENDING, WorkersStopped): _workers_stopped,
+    (_S.ENDING, MembershipChanged): _ignore,
+    (_S.ENDING, SignalReceived): _escalate,
+    (_S.ENDING, ComponentFailed): _ignore,
+    (_S.ENDING, DrainRequested): _ignore,
 }
 
 
 def transition(now: SupervisorState, event: AgentEvent) -> Transition:
-    """The next state and what to do.
+    """Return the next state, and the commands to execute.
 
     Raises:
         InvalidTransitionError: the table has no entry for this event in this state.
     """
-    transition = TRANSITIONS.get((now.state, type(event)))
-    if transition is None:
+    function = TRANSITIONS.get((now.state, type(event)))
+    if function is None:
         raise InvalidTransitionError(
             f"{type(event).__name__} cannot happen while {now.state.value}: {event}"
         )
-    return transition(now, event)
-
-
-# Nodes post values for one another as JSON, and trust no such value.
+    return function(now, event)
 
 
 def decode(kind: type[Value], data: bytes) -> Value | None:
-    """Return the value that a node has posted, or None if it is none of exactly this type."""
+    """Return the value of a published message, or None if it is not of exactly this type."""
     try:
-        return store_layout.decode(kind, data, "a post")
+        return store_layout.decode(kind, data, "a published value")
     except RendezvousConfigError:
         return None

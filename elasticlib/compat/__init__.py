@@ -1,4 +1,4 @@
-"""torch's names and shapes: the fields of its LaunchConfig, its failures, and torchrun's variables.
+"""torch's names and shapes: the fields of its LaunchConfig, its failures, torchrun's variables.
 
-Only `launch` imports this package, through `launching.py`.
+Only the package `launch` imports this one.
 """

@@ -1,8 +1,8 @@
-"""A launch's failure in torch's shapes, and torch's `record` for both kinds of launch errors.
+"""Failures of a launch in torch's shapes, and torch's `record`.
 
-Failures of this node's workers come first; another node's is shown only where none of these failed.
-The text of an error ends with the first cause, as people read that line. All are views of
-`WorkerExit`, and of the `RootCause` that another node reported.
+A failure is a view of a `WorkerExit` of this node. If no worker of this node failed, it is a view
+of the `RootCause` that another node reported. The message of an error ends with the root cause,
+which is the line that users read.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ NOT_AVAILABLE = "<N/A>"
 
 @attrs.frozen
 class ProcessFailure:
-    """One worker that failed.
+    """The failure of one worker.
 
-    exitcode: negative for a signal. error_file: its error.json, or `<N/A>` if it left none, or one
-    that went with the run (see `log_dir`). error_file_data: what that held, in either case;
-    `{"message": "<NONE>"}` if there was none. message: what stands there under that name, which
-    is a dict with `message` and `extraInfo` or a text; else a sentence on how it ended.
-    timestamp: when it failed, in whole seconds since 1970 by its own machine's clock. tail: the
-    last lines of its stderr. host: where, if that was another node.
-
-    What is left out besides the first four is read from the error file, as torch does.
+    Fields after the first four that are not given are read from the error file, as torch does.
 
     Raises:
-        OSError, ValueError, KeyError: it is left out, and the error file cannot be read.
+        OSError: the error file cannot be read.
+        ValueError: the error file is invalid.
+        KeyError: the error file lacks a field.
     """
 
     local_rank: int
     pid: int
-    exitcode: int
+    exitcode: int  # negative for a signal
+    # The worker's error.json, or `<N/A>` if there is none or if it was removed with the run.
     error_file: str
+    # The content of the error file; `{"message": "<NONE>"}` if the worker wrote none.
     error_file_data: dict[str, Any] = attrs.field(kw_only=True)
+    # The message of the error file: text, or a dict with `message` and `extraInfo`. Without an
+    # error file, a description of the exit.
     message: Any = attrs.field(kw_only=True)
+    # Time of the failure in seconds since the epoch, by the clock of the worker's machine.
     timestamp: int = attrs.field(kw_only=True)
-    tail: str = attrs.field(default="", kw_only=True)
-    host: str = attrs.field(default="", kw_only=True)
+    tail: str = attrs.field(default="", kw_only=True)  # the last lines of stderr
+    host: str = attrs.field(default="", kw_only=True)  # the host, if it is another node
 
     @error_file_data.default
-    def _read(self) -> dict[str, Any]:
+    def _read_error_file(self) -> dict[str, Any]:
         path = Path(self.error_file)
         return (
             read_object(read_file(path, MAX_ERROR_FILE_BYTES))
@@ -78,15 +78,15 @@ class ProcessFailure:
         )
 
     @message.default
-    def _said(self) -> Any:
+    def _default_message(self) -> Any:
         if self.error_file_data != EMPTY_ERROR_RECORD:
             return self.error_file_data["message"]
         if self.exitcode < 0:
             return f"was killed by {self.signal_name()}"
-        return f"exited with code {self.exitcode}, and left no error file"
+        return f"exited with code {self.exitcode} and wrote no error file"
 
     @timestamp.default
-    def _when(self) -> int:
+    def _default_timestamp(self) -> int:
         if self.error_file_data == EMPTY_ERROR_RECORD:
             return int(wall())
         message = self.error_file_data["message"]
@@ -95,55 +95,61 @@ class ProcessFailure:
         return int(self.error_file_data.get("timestamp", 0))
 
     def signal_name(self) -> str:
-        """As `SIGKILL`; `<N/A>` if no signal ended it, or one without a name."""
+        """Return the signal's name, such as `SIGKILL`, or `<N/A>` if there is none."""
         return SIGNAL_NAMES.get(-self.exitcode, NOT_AVAILABLE)
 
     def timestamp_isoformat(self) -> str:
-        """As `2026-01-31_23:59:59`, in this machine's time zone."""
+        """Return the time as `2026-01-31_23:59:59` in this machine's time zone."""
         return local_date_of(self.timestamp)
 
     @property
     def text(self) -> str:
-        """The message in one text, without its traceback."""
+        """The message as text, without the traceback."""
         if isinstance(self.message, dict):
             return str(self.message.get("message", ""))
         return str(self.message)
 
     @property
     def traceback(self) -> str:
-        """As the worker wrote it, or an empty text."""
+        """The traceback that the worker wrote, or an empty string."""
         return message_and_traceback(self.error_file_data)[1]
 
 
-def failure_of(exit_: WorkerExit) -> ProcessFailure:
-    """The end of a worker of this node in torch's shape."""
+def to_process_failure(exit_: WorkerExit) -> ProcessFailure:
+    """Return the exit of a worker of this node in torch's shape."""
     data = dict(exit_.error_data) or dict(EMPTY_ERROR_RECORD)
-    why = find_error_line(exit_.stderr_tail, exit_.returncode)
-    how = f"{exit_.exit_description}: {why}" if why else exit_.exit_description
+    description = exit_.exit_description
+    error_line = find_error_line(exit_.stderr_tail, exit_.returncode)
+    if error_line:
+        description = f"{description}: {error_line}"
     return ProcessFailure(
         exit_.local_rank,
         exit_.pid,
         exit_.returncode,
         exit_.error_file or NOT_AVAILABLE,
         error_file_data=data,
-        message=data["message"] if exit_.error_data else how,
+        message=data["message"] if exit_.error_data else description,
         timestamp=int(exit_.failed_at),
         tail=exit_.stderr_tail,
     )
 
 
-def failures_of(exits: Mapping[int, WorkerExit]) -> dict[int, ProcessFailure]:
-    """By global rank, the first one first; exits: those that failed, in the order of their ends."""
-    found = dict(exits)
+def to_process_failures(exits: Mapping[int, WorkerExit]) -> dict[int, ProcessFailure]:
+    """Return the failures by global rank, the first failure first.
+
+    Args:
+        exits: the failed exits by global rank, in the order in which the workers exited.
+    """
+    ordered = dict(exits)
     root = next(iter(exits.values())).root_failure if exits else None
     if root is not None:
-        # It had failed before, and ended later, if it has.
-        found = {root.rank: found.get(root.rank, root), **found}
-    return {rank: failure_of(exit_) for rank, exit_ in found.items()}
+        # The root failure comes first, although its process may exit later than others.
+        ordered = {root.rank: ordered.get(root.rank, root), **ordered}
+    return {rank: to_process_failure(exit_) for rank, exit_ in ordered.items()}
 
 
-def failure_elsewhere(cause: RootCause) -> ProcessFailure:
-    """What another node reported of its worker; pid and local rank are that node's."""
+def remote_failure(cause: RootCause) -> ProcessFailure:
+    """Return a failure that another node reported. Pid and local rank are of that node."""
     data: dict[str, Any] = dict(EMPTY_ERROR_RECORD)
     if cause.message or cause.traceback:
         trace = {"py_callstack": cause.traceback}
@@ -164,9 +170,11 @@ def failure_elsewhere(cause: RootCause) -> ProcessFailure:
 class ChildFailedError(ElasticError):
     """The job failed.
 
-    name: of what ran. failures: the workers of this node that failed, by global rank, the first
-    one first; empty where another node's did, or where the job failed without one. result: how
-    this node's run ended; cause: the first failure over all nodes. Both may be None.
+    Args:
+        name: the name of the entry point.
+        failures: the failed workers of this node by global rank, the first failure first. Empty if
+            only workers of other nodes failed, or if the job failed without a worker's failure.
+        result: the result of this node's run, or None. Its root cause is the attribute `cause`.
     """
 
     def __init__(
@@ -185,26 +193,31 @@ class ChildFailedError(ElasticError):
         return type(self), (self.name, self.failures, self.result)
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """Global rank and failure of the first worker of this node that failed; if none did, of the
-        first of another node, as far as that node reported it.
+        """Return the global rank and the failure of the worker that failed first.
+
+        If no worker of this node failed, this is the failure that another node reported.
 
         Raises:
-            NoFailureError: no worker's failure is known; the message says why the job failed.
+            NoFailureError: no failure of a worker is known. The message has the job's reason.
         """
         if self.failures:
-            # By time, as a caller may have put them together; else the first one is the first.
+            # A caller may have merged the failures of several jobs, so the times are compared.
             return min(self.failures.items(), key=lambda item: item[1].timestamp)
         if self.cause is not None and self.cause.rank >= 0:
-            return self.cause.rank, failure_elsewhere(self.cause)
-        raise NoFailureError(f"{self.name}: no worker is known to have failed: {self._reason}")
+            return self.cause.rank, remote_failure(self.cause)
+        raise NoFailureError(f"{self.name}: no failure of a worker is known: {self._reason}")
 
     @property
     def _reason(self) -> str:
         return "workers failed" if self.result is None else self.result.reason
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
-        """What stands in the error: why, all that failed, and the first failure with its traceback
-        at the end. The delimiters are those of torch's, and make up the lines between."""
+        """Return the message: the reason, other failures, and the root cause with its traceback.
+
+        Args:
+            boarder_delim: the character of the line below the reason; the name is torch's.
+            section_delim: the character of the line between the sections.
+        """
         lines = [f"{self.name}: {self._reason}"]
         try:
             rank, first = self.get_first_failure()
@@ -217,19 +230,19 @@ class ChildFailedError(ElasticError):
             lines += [f"  {_headline(rank, failure)}" for rank, failure in others.items()]
             lines.append(section_delim * 60)
         lines.append("Root cause (first failure):")
-        lines += [f"  {line}" for line in _explained(rank, first)]
+        lines += [f"  {line}" for line in _describe(rank, first)]
         return visible("\n".join(lines))
 
 
 def _headline(rank: int, failure: ProcessFailure) -> str:
-    who = f"rank {rank} (local rank {failure.local_rank}, pid {failure.pid})"
-    how = f"exit code {failure.exitcode}"
+    worker = f"rank {rank} (local rank {failure.local_rank}, pid {failure.pid})"
+    end = f"exit code {failure.exitcode}"
     if failure.exitcode < 0:
-        how = f"signal {-failure.exitcode} ({failure.signal_name()})"
-    return f"{who}, {how}: {failure.text.strip().partition(chr(10))[0]}"
+        end = f"signal {-failure.exitcode} ({failure.signal_name()})"
+    return f"{worker}, {end}: {failure.text.strip().partition(chr(10))[0]}"
 
 
-def _explained(rank: int, failure: ProcessFailure) -> list[str]:
+def _describe(rank: int, failure: ProcessFailure) -> list[str]:
     lines = [_headline(rank, failure)]
     if failure.host:
         lines.append(f"host: {failure.host}")
@@ -244,10 +257,12 @@ def _explained(rank: int, failure: ProcessFailure) -> list[str]:
 
 
 class SignalException(ElasticError):
-    """A signal ended this node's part: it was stopped, or it was drained and has saved.
+    """A signal stopped or drained this node.
 
-    sigval: which; a number where Python has no name for it. result: how the run ended, with its
-    state STOPPED or DRAINED; may be None.
+    Args:
+        msg: the message.
+        sigval: the signal; an integer if Python has no name for it.
+        result: the result of the run, whose state is STOPPED or DRAINED, or None.
     """
 
     def __init__(
@@ -263,16 +278,17 @@ class SignalException(ElasticError):
 
 # -- record ----------------------------------------------------------------------------------------
 
-VARIABLE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class ErrorHandler(Protocol):
-    """What torch's `ErrorHandler` is to its `record`: its own fits, and whatever has its methods.
+    """The methods of torch's `ErrorHandler` that `record` calls.
 
-    `initialize` is called before the function; then `record_exception` with what the function
-    raised or, where that is a launch's error and the worker that failed first has left an error
-    file, `dump_error_file` with that and the worker's exit code, negative for a signal.
+    `initialize` is called before the function. If the function raises a launch's error and the
+    worker that failed first has written an error file, `dump_error_file` is called with that file
+    and the worker's exit code, which is negative for a signal. Otherwise `record_exception` is
+    called with the exception.
     """
 
     def initialize(self) -> None: ...
@@ -281,18 +297,18 @@ class ErrorHandler(Protocol):
 
 
 class _ErrorFile:
-    """Writes torch's error.json; what it raised is shown by whatever catches that."""
+    """Writes torch's error.json, and prints nothing."""
 
     def initialize(self) -> None:
         install_exception_hooks("")
 
     def record_exception(self, e: BaseException) -> None:
-        error_file = os.environ.get(VARIABLE)
+        error_file = os.environ.get(ERROR_FILE_ENV)
         if error_file:
             write_error_file(error_file, e, format_exception(e))
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        error_file = os.environ.get(VARIABLE)
+        error_file = os.environ.get(ERROR_FILE_ENV)
         if not error_file:
             return
         with open(rootcause_error_file, "rb") as file:
@@ -300,7 +316,7 @@ class _ErrorFile:
         record = parse_error_record(data)
         message = record.get("message")
         if error_code and isinstance(message, dict):
-            # A worker cannot know by which code, or signal, it ended in the end.
+            # A worker that writes its error file does not know its exit code yet.
             message["errorCode"] = error_code
             data = json.dumps(record).encode()
         with contextlib.suppress(OSError):
@@ -308,9 +324,14 @@ class _ErrorFile:
 
 
 def record(fn: Decorated, error_handler: ErrorHandler | None = None) -> Decorated:
-    """Decorates a process's main function, once; `error_handler` may be torch's or like it.
+    """Decorate the main function of a process to write its exception to the error file.
 
-    What the function raises goes on, but for an exit with code 0, after which None is returned.
+    Exceptions propagate, except for an exit with code 0, which returns None.
+
+    Args:
+        fn: the main function.
+        error_handler: torch's `ErrorHandler` or an object with its methods; by default the error is
+            written to the file that TORCHELASTIC_ERROR_FILE names.
     """
     handler = error_handler or _ErrorFile()
 
@@ -324,20 +345,20 @@ def record(fn: Decorated, error_handler: ErrorHandler | None = None) -> Decorate
                 raise
             return None
         except Exception as error:
-            _pass_on(error, handler)
+            _record_error(error, handler)
             raise
 
     return cast(Decorated, wrapper)
 
 
-def _pass_on(error: Exception, handler: ErrorHandler) -> None:
-    """Have the handler record an exception, or the failure of a worker that it tells of."""
-    # By its name: torch's ChildFailedError is another class, of which this holds as well.
-    ask = getattr(error, "get_first_failure", None)
-    if ask is not None:
+def _record_error(error: Exception, handler: ErrorHandler) -> None:
+    """Have the handler record an exception, or the failure of a worker that caused it."""
+    # The method is looked up by name, because torch's ChildFailedError is another class.
+    get_first_failure = getattr(error, "get_first_failure", None)
+    if get_first_failure is not None:
         with contextlib.suppress(NoFailureError):
-            _, failure = ask()
-            with _record_of(failure) as path:
+            _, failure = get_first_failure()
+            with _error_file_of(failure) as path:
                 if path is not None:
                     handler.dump_error_file(path, failure.exitcode)
                     return
@@ -345,13 +366,13 @@ def _pass_on(error: Exception, handler: ErrorHandler) -> None:
 
 
 @contextlib.contextmanager
-def _record_of(failure: Any) -> Iterator[str | None]:
-    """The file in which a worker has left its failure, for as long as this lasts; None if none."""
+def _error_file_of(failure: Any) -> Iterator[str | None]:
+    """Yield the path of the error file of a worker, or None if it wrote none."""
     data: Mapping[str, Any] = failure.error_file_data
     if os.path.isfile(failure.error_file):
         yield failure.error_file
     elif data.get("message") not in (None, EMPTY_ERROR_RECORD["message"]):
-        # The file went with the run, or is another node's.
+        # The file was removed with the run, or is on another node.
         with tempfile.NamedTemporaryFile("w", prefix="elasticlib_error_", suffix=".json") as file:
             json.dump(data, file)
             file.flush()

@@ -1,4 +1,4 @@
-"""What names mean on this machine, and what can be reached or served at their addresses."""
+"""Name resolution on this machine, and which addresses it can reach or bind."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 
 from ..stores.connection import NAME_LOOKUP, numeric_address
 
-LOOKUP_TIMEOUT_S = 5.0  # a node that finds no store asks again, so that a slow answer is not lost
-NOT_OURS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
-"""What binding says of an address that this machine does not have, or can have none of."""
+LOOKUP_TIMEOUT_S = 5.0  # callers retry, so a slower answer is used the next time
+# Errors of bind for an address that this machine does not have or cannot have.
+NOT_LOCAL_ERRNOS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a host, each once.
+    """Return the addresses of a host without duplicates, or an empty list if it has none.
 
-    Debian lets a machine's own name mean 127.0.1.1, where no other machine can reach it: such a
-    name stands for the address that the others know it by.
+    Debian resolves a machine's own name to 127.0.1.1, where no other machine can reach it. Such a
+    name is replaced by the address of the default route.
     """
     addresses = addresses_of(host, port)
     if not addresses or is_literal(host) or is_localhost(host):
@@ -27,26 +27,26 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 def addresses_of(host: str, port: int = 0) -> list[str]:
-    """As the resolver tells them."""
+    """Return the addresses that the resolver gives, or an empty list."""
     try:
-        found = NAME_LOOKUP.addresses(host, port, LOOKUP_TIMEOUT_S)
+        results = NAME_LOOKUP.addresses(host, port, LOOKUP_TIMEOUT_S)
     except OSError:
         return []
-    return list(dict.fromkeys(numeric_address(info[4]) for info in found))
+    return list(dict.fromkeys(numeric_address(result[4]) for result in results))
 
 
 def outward_address() -> str:
-    """The address of the default route's interface; loopback on a machine without one."""
+    """Return this machine's address on the default route, or loopback if there is no route."""
     return source_address(("192.0.2.1", "2001:db8::1"), 9) or "127.0.0.1"
 
 
 def source_address(targets: Iterable[str], port: int) -> str | None:
-    """This machine's address on the route to the first of these to which there is one."""
+    """Return this machine's address on the route to the first reachable target, or None."""
     for target in targets:
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # Connecting a datagram socket chooses a route and sends nothing.
+                # Connecting a datagram socket selects a route and sends nothing.
                 probe.connect((target, port or 9))
                 return str(probe.getsockname()[0])
         except OSError:
@@ -54,24 +54,28 @@ def source_address(targets: Iterable[str], port: int) -> str | None:
     return None
 
 
-def of_several_machines(endpoint: str, addresses: Sequence[str]) -> str:
-    """Why nobody can tell who hosts, where some of a name's addresses are this machine's and others
-    of the same family are not; empty if that is not so. Loopback is every machine's."""
-    for six in (False, True):
-        family = [a for a in addresses if (":" in a) is six and not is_loopback(a)]
-        ours = [address for address in family if is_ours(address)]
-        others = [address for address in family if address not in ours]
-        if ours and others:
+def ambiguous_host_error(endpoint: str, addresses: Sequence[str]) -> str:
+    """Return an error message if a name means this machine and others, or an empty string.
+
+    Each of these machines would host the store. Addresses are compared within one family, and
+    loopback addresses are ignored.
+    """
+    for is_ipv6 in (False, True):
+        family = [a for a in addresses if (":" in a) is is_ipv6 and not is_loopback(a)]
+        local = [address for address in family if is_local_address(address)]
+        others = [address for address in family if address not in local]
+        if local and others:
             return (
-                f"the name in {endpoint} means several machines, this one ({', '.join(ours)}) and "
-                f"others ({', '.join(others)}), and each would host a job of its own: name one of "
-                "them, or give --rdzv-conf is_host=true to one and is_host=false to the others"
+                f"the host in {endpoint} resolves to several machines, this one "
+                f"({', '.join(local)}) and others ({', '.join(others)}); each would host a "
+                "separate job. Use the name of one machine, or set --rdzv-conf is_host=true on one "
+                "node and is_host=false on the others"
             )
     return ""
 
 
-def is_ours(address: str) -> bool:
-    return why_not_served([address], 0) is None
+def is_local_address(address: str) -> bool:
+    return bind_error([address], 0) is None
 
 
 def is_localhost(host: str) -> bool:
@@ -79,6 +83,7 @@ def is_localhost(host: str) -> bool:
 
 
 def is_literal(host: str) -> bool:
+    """Return True for an IP address, False for a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -90,21 +95,21 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def why_not_served(addresses: Iterable[str], port: int) -> str | None:
-    """Why none of these can be served here, or None if one can; it is free again on return."""
-    why = "no address"
+def bind_error(addresses: Iterable[str], port: int) -> str | None:
+    """Return why none of the addresses can be bound, or None if one can. It is free on return."""
+    reason = "no address"
     for address in addresses:
         try:
-            # By its name as a socket has it: of a link-local one, the scope is a part of that.
-            found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-            family, kind, proto, _, name = found[0]
+            # getaddrinfo adds the scope of a link-local address to the socket's name.
+            results = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+            family, kind, proto, _, name = results[0]
             with socket.socket(family, kind, proto) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(name)
         except OSError as error:
-            why = f"{address}: {error.strerror}"
-            if error.errno not in (errno.EADDRINUSE, *NOT_OURS):
-                return why
+            reason = f"{address}: {error.strerror}"
+            if error.errno not in (errno.EADDRINUSE, *NOT_LOCAL_ERRNOS):
+                return reason
         else:
             return None
-    return why
+    return reason

@@ -16,7 +16,7 @@ import attrs
 
 from ..agent.hang_detector import HangLimits
 from ..agent.options import DRAIN_SIGNALS, NOTICE_SIGNALS, STOP_SIGNALS, AgentOptions
-from ..compat.launching import TorchrunOptions, read_torchrun_variables
+from ..compat.torch_launch import TorchrunOptions, read_torchrun_variables
 from ..errors import ConfigError
 from ..signals import read_signals, signal_name
 from ..workers.node_resources import count_usable_cpus

@@ -44,8 +44,8 @@ class BackendParameters:
     timeout: float  # seconds within which a call of the store must end
     # The arguments of a rendezvous handler.
     node: Node
-    limits: RendezvousSettings
-    timing: RendezvousTimeouts
+    settings: RendezvousSettings
+    timeouts: RendezvousTimeouts
 
 
 _PLUGIN_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")

@@ -16,8 +16,8 @@ from ..workers.node_resources import count_usable_cpus
 from ..workers.spec import WorkerGroup, assign_worker_ranks, worker_environment
 from .arguments import LaunchRequest
 from .cli_output import Table, show
-from .own_workers import spec_of
 from .settings import Source
+from .worker_setup import worker_spec
 
 _MET = "settled when the nodes meet"
 _PLACE = {"MASTER_ADDR": "the first node's address", "MASTER_PORT": "a free port there"}
@@ -118,7 +118,7 @@ def _environments(launch: LaunchRequest, inherited: Mapping[str, str]) -> list[d
     """By local rank; what only a rendezvous can tell is said so."""
     config = launch.config
     fixed = config.is_single_node or config.rdzv_backend == "static"
-    spec = spec_of(config, launch.entrypoint)
+    spec = worker_spec(config, launch.entrypoint)
     nodes = [
         Node(id=str(n), host="", address="", slots=config.nproc_per_node, role=config.role)
         for n in range(config.max_nodes)

@@ -1,6 +1,7 @@
-"""Runs one node's part of a job from Python: compose the parts, run the agent, hand back values.
+"""Runs one node's part of a job from Python.
 
-This is where the library's own parts meet. A launcher of your own does the same with others.
+`run_node` composes the parts of the library. A custom launcher composes its own parts in the same
+way.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ..agent.elastic_agent import ElasticAgent
 from ..agent.interface import RunResult, SnapshotService
 from ..agent.options import AgentOptions, SignalObserver
 from ..checkpoint.snapshot_service import NodeSnapshotService
-from ..compat.launching import TorchrunOptions, ours, read_torchrun_variables
-from ..compat.launching import values_of as values_of
+from ..compat.torch_launch import TorchrunOptions, read_torchrun_variables, to_launch_config
+from ..compat.torch_launch import values_of as values_of
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError
 from ..workers.interface import Workers
@@ -37,27 +38,33 @@ from ..workers.spec import (
 from .addresses import is_literal, is_localhost, is_loopback
 from .endpoints import read_secret
 from .exit_report import summary, write_failure
-from .flags import FLAGS
+from .flags import FLAGS, SettingError
 from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .launcher_process import DEFERRED_SIGNALS, SignalBuffer
 from .observed import Observed, answering, kept_logs, open_journal
-from .own_workers import check_machine, local_workers, spec_of
-from .rendezvous_setup import Meeting, open_meeting
+from .rendezvous_setup import RendezvousSetup, open_rendezvous
+from .worker_setup import check_local_resources, create_local_workers, worker_spec
 
 log = logging.getLogger("elasticlib.launch")
 
 
 class elastic_launch:
-    """`elastic_launch(config, entrypoint)(*args)` returns `{global rank: value}` of this node.
+    """Runs this node's part of a job: `elastic_launch(config, entrypoint)(*args)`.
 
-    config: a `LaunchConfig`, torch's too. entrypoint is a picklable function (args are its
-    arguments, and it may return a value), the name of a program, or an entry point of
-    `elasticlib.workers.spec` (args are strings).
+    Args:
+        config: a `LaunchConfig`, elasticlib's or torch's.
+        entrypoint: a picklable function, which gets `args` and may return a value; the name of a
+            program; or an entry point of `elasticlib.workers.spec`. The arguments of the last two
+            are strings.
+        health_check_server: not supported; use the config's `observe_port`.
+
+    Returns:
+        A call returns the values of this node's workers by global rank.
 
     Raises:
-        ChildFailedError: the job failed; it carries the first failure.
+        ChildFailedError: the job failed; the error carries the first failure.
         SignalException: a signal stopped or drained this node.
-        ConfigError: the config cannot work.
+        ConfigError: the configuration cannot work.
     """
 
     def __init__(
@@ -68,10 +75,10 @@ class elastic_launch:
     ) -> None:
         if health_check_server is not None:
             raise ConfigError(
-                "health_check_server is torch's, for its own agent, which is not here: leave it "
-                "out, and use observe_port of the config or TORCHELASTIC_HEALTH_CHECK_PORT"
+                "health_check_server must be None, because it works only with torch's agent: use "
+                "observe_port of the config or TORCHELASTIC_HEALTH_CHECK_PORT"
             )
-        self._config = ours(config, LaunchConfig)
+        self._config = to_launch_config(config, LaunchConfig)
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
@@ -86,10 +93,10 @@ class elastic_launch:
 def with_args(
     entrypoint: Callable[..., Any] | str | Entrypoint, args: tuple[Any, ...]
 ) -> Entrypoint:
-    """What is run, with these as its last arguments.
+    """Return an entry point with these arguments after its own.
 
     Raises:
-        ConfigError: it is nothing that can be run.
+        ConfigError: the entry point is neither a function nor a program.
     """
     if not isinstance(entrypoint, Entrypoint | str) and not callable(entrypoint):
         raise ConfigError(f"the entrypoint must be a function or a program, got {entrypoint!r}")
@@ -105,111 +112,137 @@ def run_node(
     entrypoint: Entrypoint,
     workers: Workers | None = None,
     *,
-    began: Callable[[ElasticAgent], object] = lambda _: None,
-    summed: Callable[[str], object] = lambda _: None,
+    on_start: Callable[[ElasticAgent], object] = lambda _: None,
+    on_summary: Callable[[str], object] = lambda _: None,
 ) -> RunResult:
-    """Run this node's agent to its end; the result tells what that was, whatever it was.
+    """Run this node's agent until the job ends, and return the result, whatever it is.
 
-    workers: what runs them, if not processes of this machine as the config has them. began:
-    called with the agent before it runs, for a thread that sends it something later.
-    summed: called with the lines on what the run lost and where to read more.
+    Args:
+        config: the configuration of this node.
+        entrypoint: the program of the workers.
+        workers: the workers to supervise; by default processes of this machine.
+        on_start: receives the agent before it runs, for a thread that sends requests to it later.
+        on_summary: receives the summary of what the run lost and where its logs are.
+
+    Raises:
+        ConfigError: the configuration cannot work.
     """
-    config = heeding(config, os.environ)
+    config = with_torch_environment(config, os.environ)
     options = config.supervision.agent
     with contextlib.ExitStack() as stack:
-        # From here to the end: a node that drains often gets the signal again.
-        held = (
-            DEFERRED_SIGNALS
-            if DEFERRED_SIGNALS.is_active
-            else stack.enter_context(SignalBuffer(options.drain_signals))
-        )
-        check_machine(config, entrypoint, os.environ)
+        # Signals are buffered until the end, because a draining node often gets a second one.
+        signals = DEFERRED_SIGNALS
+        if not signals.is_active:
+            signals = stack.enter_context(SignalBuffer(options.drain_signals))
+        check_local_resources(config, entrypoint, os.environ)
         secret = read_secret(os.environ, config.options.secret_file, "--rdzv-conf secret_file")
-        runners = workers or local_workers(config, os.environ)
-        memory = _memory(config, runners, secret)
-        meeting = open_meeting(config, secret)
-        stack.callback(meeting.close)
+        workers = workers or create_local_workers(config, os.environ)
+        snapshot_service = _snapshot_service(config, workers, secret)
+        rendezvous = open_rendezvous(config, secret)
+        stack.callback(rendezvous.close)
         observed = stack.enter_context(contextlib.closing(Observed(config, os.environ)))
         journal = stack.enter_context(
-            open_journal(config, runners, meeting.me, endpoint=meeting.serves_at)
+            open_journal(config, workers, rendezvous.node_id, endpoint=rendezvous.serves_at)
         )
-        shown = f": elasticlib status {shlex.quote(journal.found_by)} shows it{_elsewhere(config)}"
-        log.info("run %s begins%s", config.run_id, shown if journal.found_by else "")
+        _log_start(config, journal.found_by)
         agent = ElasticAgent(
-            spec_of(config, entrypoint),
-            meeting.handler,
-            runners,
+            worker_spec(config, entrypoint),
+            rendezvous.handler,
+            workers,
             max_restarts=config.max_restarts,
-            stop_timeouts=StopTimeouts(shutdown_timeout=shutdown_seconds(config)),
+            stop_timeouts=StopTimeouts(shutdown_timeout=shutdown_timeout_of(config)),
             monitor_interval=config.monitor_interval,
             options=options,
-            snapshot_service=memory,
+            snapshot_service=snapshot_service,
             journal=journal,
         )
         observed.begin(agent, journal)
-        held.forward_to(agent.handle_signal)
-        began(agent)
-        stack.enter_context(answering(meeting, journal, agent))
+        signals.forward_to(agent.handle_signal)
+        on_start(agent)
+        stack.enter_context(answering(rendezvous, journal, agent))
         result = agent.run()
-        write_failure(runners, result)
-        _depart(meeting, config, result)
-    summed(summary(journal, kept_logs(runners)))
+        write_failure(workers, result)
+        _leave_job(rendezvous, config, result)
+    on_summary(summary(journal, kept_logs(workers)))
     return result
 
 
-def _elsewhere(config: LaunchConfig) -> str:
-    """How it is seen from a machine that has no record of it, such as a login node."""
-    if config.max_nodes == 1 or config.is_single_node or config.rdzv_backend not in TCP_BACKENDS:
+def _log_start(config: LaunchConfig, found_by: str) -> None:
+    hint = ""
+    if found_by:
+        hint = f'; status: "elasticlib status {shlex.quote(found_by)}"{_remote_status_hint(config)}'
+    log.info("run %s started%s", config.run_id, hint)
+
+
+def _remote_status_hint(config: LaunchConfig) -> str:
+    """Return how to ask for the status on a machine that has no record of the run."""
+    is_tcp = config.rdzv_backend in TCP_BACKENDS
+    if config.max_nodes == 1 or config.is_single_node or not is_tcp:
         return ""
     host, port = split_endpoint(config.endpoints[0], STORE_PORT)
     if is_localhost(host) or (is_literal(host) and is_loopback(host)):
         return ""
-    where = shlex.quote(join_endpoint(host, port))
-    return f" (on other machines: elasticlib status {where})"
+    endpoint = shlex.quote(join_endpoint(host, port))
+    return f' (from other machines: "elasticlib status {endpoint}")'
 
 
-def heeding(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:
-    """The same, with what torch's agent takes from variables, where the config does not say it.
+def with_torch_environment(config: LaunchConfig, environment: Mapping[str, str]) -> LaunchConfig:
+    """Return the configuration with what torch's agent reads from variables, where it is not set.
 
     Raises:
-        ConfigError: one of them cannot work.
+        ConfigError: a variable has an invalid value.
     """
-    # Which interpreter workers have is torchrun's affair, and not its agent's.
-    said, _ = read_torchrun_variables(environment, python=False)
-    plain, found = TorchrunOptions(), config.torchrun
-    heard = {n: v for n, v in said.items() if getattr(found, n) == getattr(plain, n)}
-    return attrs.evolve(config, torchrun=attrs.evolve(found, **heard))
+    # The interpreter of the workers is read by torchrun, and not by its agent.
+    variables, _ = read_torchrun_variables(environment, python=False)
+    defaults, options = TorchrunOptions(), config.torchrun
+    unset = {
+        name: value
+        for name, value in variables.items()
+        if getattr(options, name) == getattr(defaults, name)
+    }
+    return attrs.evolve(config, torchrun=attrs.evolve(options, **unset))
 
 
-def _depart(meeting: Meeting, config: LaunchConfig, result: RunResult) -> None:
-    """Stay for as long as the others need this node, or the store that it serves."""
+def _leave_job(rendezvous: RendezvousSetup, config: LaunchConfig, result: RunResult) -> None:
+    """Serve the store for as long as the other nodes need it from this node."""
     options = config.supervision.agent
-    ladder = StopTimeouts(shutdown_timeout=shutdown_seconds(config))
-    with _signals(options) as stopped:
+    timeouts = StopTimeouts(shutdown_timeout=shutdown_timeout_of(config))
+    with _signal_check(options) as is_interrupted:
         if result.state in (WorkerState.DRAINED, WorkerState.STOPPED):
-            # Of several places the others find the next, however few they are.
-            needed = 1 if len(config.endpoints) > 1 else config.min_nodes
-            stopping = options.checkpoint_grace + ladder.shutdown_timeout + ladder.kill_timeout
-            meeting.hand_over(stopped, config.timing, needed=needed, stopping=stopping)
+            # With several endpoints, even a single other node finds the next store.
+            min_nodes = 1 if len(config.endpoints) > 1 else config.min_nodes
+            stop_timeout = (
+                options.checkpoint_grace + timeouts.shutdown_timeout + timeouts.kill_timeout
+            )
+            rendezvous.serve_until_handover(
+                is_interrupted,
+                config.rendezvous_timeouts,
+                min_remaining_nodes=min_nodes,
+                stop_timeout=stop_timeout,
+            )
         else:
-            meeting.serve_others(stopped)
+            rendezvous.serve_until_nodes_left(is_interrupted)
 
 
-def _memory(config: LaunchConfig, runners: Workers, secret: bytes | None) -> SnapshotService | None:
-    """What the agent keeps of its workers' snapshots, where these are processes of its machine."""
+def _snapshot_service(
+    config: LaunchConfig, workers: Workers, secret: bytes | None
+) -> SnapshotService | None:
+    """Return the service that holds the snapshots of workers on this machine, or None."""
     replicas = config.supervision.agent.snapshot_replicas
-    if not isinstance(runners, LocalWorkers):
+    if not isinstance(workers, LocalWorkers):
         if replicas:
-            raise ConfigError(
-                "snapshot_replicas needs workers that are processes of this machine, got "
-                f"{type(runners).__name__}"
+            raise SettingError(
+                "{snapshot_replicas} requires workers that are processes of this machine, got {0}",
+                type(workers).__name__,
             )
         return None
-    # Only nodes that meet in a TCP store have shown each other that they know the secret.
-    asked = config.rdzv_backend in TCP_BACKENDS
-    address = config.local_addr or ""
+    # Only nodes that use a TCP store have proved to each other that they know the secret.
+    is_authenticated = config.rdzv_backend in TCP_BACKENDS
     return keep_snapshots(
-        runners, replicas=replicas, secret=secret if asked else None, address=address
+        workers,
+        replicas=replicas,
+        secret=secret if is_authenticated else None,
+        address=config.local_addr or "",
     )
 
 
@@ -233,8 +266,14 @@ def keep_snapshots(
     )
 
 
-def shutdown_seconds(config: LaunchConfig) -> float:
-    """Seconds; torch's variable counts where the config says nothing."""
+def shutdown_timeout_of(config: LaunchConfig) -> float:
+    """Return the seconds between SIGTERM and SIGKILL.
+
+    torch's variable is used if the configuration does not set the timeout.
+
+    Raises:
+        ConfigError: the variable has an invalid value.
+    """
     if config.shutdown_timeout is not None:
         return config.shutdown_timeout
     flag = FLAGS["shutdown_timeout"]
@@ -246,8 +285,8 @@ def shutdown_seconds(config: LaunchConfig) -> float:
 
 
 @contextlib.contextmanager
-def _signals(options: AgentOptions) -> Iterator[Callable[[], bool]]:
-    """Whether a signal has asked us to end since."""
-    heard: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with SignalObserver(options.stop_signals, heard.put):
-        yield lambda: not heard.empty()
+def _signal_check(options: AgentOptions) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True once a signal has asked this process to end."""
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with SignalObserver(options.stop_signals, signals.put):
+        yield lambda: not signals.empty()

@@ -103,9 +103,9 @@ def _run(argv: Sequence[str]) -> _CommandResult:
     start_logging(level, "%(asctime)s elasticrun: %(message)s")
     for warning in request.settings.warnings:
         log.warning("%s", warning)
-    from .own_workers import begun
+    from .worker_setup import prepared_local_workers
 
-    with begun(config, request.entrypoint, os.environ) as workers:
+    with prepared_local_workers(config, request.entrypoint, os.environ) as workers:
         return _run_node(request, workers)
 
 
@@ -117,7 +117,7 @@ def _run_node(request: LaunchRequest, workers: Workers) -> _CommandResult:
 
     config = request.config
     summary: list[str] = []
-    result = run_node(config, request.entrypoint, workers, summed=summary.append)
+    result = run_node(config, request.entrypoint, workers, on_summary=summary.append)
     # The reason comes last, where users look first.
     _print_to_stderr("".join(summary) + result_text(result))
     if result.state in (WorkerState.FAILED, WorkerState.STOPPED):

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from ..agent.options import AgentOptions
-from ..compat.launching import TorchrunOptions, plain_values, texts
+from ..compat.torch_launch import TorchrunOptions, plain_values, texts
 from ..endpoint import port_of, split_endpoint
 from ..errors import ConfigError
 from ..flag_values import NUMA_BINDINGS
@@ -244,7 +244,13 @@ class LaunchConfig:
             )
         yield from self._rendezvous_errors()
         # Computed for their errors, so that an invalid value is found before anything starts.
-        _ = (self.options, self.limits, self.timing, self.observe_address, self.etcd_config)
+        _ = (
+            self.options,
+            self.rendezvous_settings,
+            self.rendezvous_timeouts,
+            self.observe_address,
+            self.etcd_config,
+        )
         if not self.is_plugin_backend:
             check_etcd_keys(self.rdzv_backend, self.rdzv_configs)
         if self.rdzv_backend in TCP_BACKENDS and not self.is_single_node:
@@ -411,7 +417,7 @@ class LaunchConfig:
         return read_options({k: v for k, v in self.rdzv_configs.items() if k not in others})
 
     @property
-    def limits(self) -> RendezvousSettings:
+    def rendezvous_settings(self) -> RendezvousSettings:
         """The settings of the job, as a rendezvous handler takes them."""
         has_several = self.rdzv_backend in TCP_BACKENDS and len(self.endpoints) > 1
         is_static = self.rdzv_backend == "static"
@@ -427,7 +433,7 @@ class LaunchConfig:
         )
 
     @property
-    def timing(self) -> RendezvousTimeouts:
+    def rendezvous_timeouts(self) -> RendezvousTimeouts:
         """The timeouts of the rendezvous, as a handler takes them."""
         options = self.options
         return RendezvousTimeouts(
@@ -445,4 +451,6 @@ class LaunchConfig:
         A store that does not answer is noticed within a lease. How long workers run without the
         store is up to `store_grace`.
         """
-        return min(self.options.read_timeout, max(self.timing.lease_ttl, MIN_STORE_TIMEOUT_S))
+        return min(
+            self.options.read_timeout, max(self.rendezvous_timeouts.lease_ttl, MIN_STORE_TIMEOUT_S)
+        )

@@ -231,7 +231,7 @@ def _open(target: Target, chosen: argparse.Namespace) -> Store:
         named = "--secret-file" if chosen.secret_file else "secret_file of the run's --rdzv-conf"
         return _open_tcp(target, read_secret(os.environ, path, named), chosen.timeout)
     # Imported here: most stores are ours.
-    from .rendezvous_setup import open_to_look
+    from .rendezvous_setup import open_store_for_reading
 
     config = LaunchConfig(
         run_id=target.run_id or "none",
@@ -239,7 +239,7 @@ def _open(target: Target, chosen: argparse.Namespace) -> Store:
         rdzv_endpoint=target.endpoint,
         rdzv_configs=target.conf,
     )
-    return open_to_look(config, chosen.timeout)
+    return open_store_for_reading(config, chosen.timeout)
 
 
 def _open_tcp(target: Target, secret: bytes | None, timeout: float) -> Store:

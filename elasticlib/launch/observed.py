@@ -42,7 +42,7 @@ from .launch_config import (
     LaunchConfig,
     health_port,
 )
-from .rendezvous_setup import Meeting
+from .rendezvous_setup import RendezvousSetup
 
 log = logging.getLogger("elasticlib.launch")
 
@@ -82,7 +82,7 @@ def open_journal(
             slots=config.nproc_per_node,
             settings=_settings(config),
             logs=logs,
-            lease=config.timing.lease_ttl,
+            lease=config.rendezvous_timeouts.lease_ttl,
             endpoint=endpoint,
             versions=versions(),
         )
@@ -182,10 +182,12 @@ def observed(
 
 
 @contextlib.contextmanager
-def answering(meeting: Meeting, journal: NodeJournal, agent: ElasticAgent) -> Iterator[None]:
+def answering(
+    rendezvous: RendezvousSetup, journal: NodeJournal, agent: ElasticAgent
+) -> Iterator[None]:
     """Lets `elasticlib status` and `stacks` see this node, from `with` to its end; not where the
     nodes meet in a store that is not ours to speak to."""
-    store, handler = meeting.store, meeting.handler
+    store, handler = rendezvous.store, rendezvous.handler
     if store is None:
         yield
         return
@@ -201,8 +203,8 @@ def answering(meeting: Meeting, journal: NodeJournal, agent: ElasticAgent) -> It
 
     poll = POLL_SECONDS if isinstance(store, FileStore) else 0.0
     with (
-        Publisher(store, meeting.run_id, meeting.me, look) as publisher,
-        Answerer(store, meeting.run_id, meeting.me, stacks_of(agent), look_every=poll),
+        Publisher(store, rendezvous.run_id, rendezvous.node_id, look) as publisher,
+        Answerer(store, rendezvous.run_id, rendezvous.node_id, stacks_of(agent), look_every=poll),
     ):
         journal.on_event = publisher.wake
         yield
@@ -223,7 +225,7 @@ def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:
         }
         if not running:
             return Stacks({})
-        texts, beats = agent.workers.dump_stacks_of(running), agent.workers.heartbeats()
+        texts, beats = agent.workers.dump_stacks(running), agent.workers.heartbeats()
         silent = [local for local in running if local not in texts]
         asked = [local for local in silent if local in beats and beats[local].can_dump_stacks]
         return Stacks(

@@ -1,4 +1,4 @@
-"""Opens what a launch needs to meet its other nodes: a store, perhaps its server, a handler."""
+"""Opens what a launch needs for its rendezvous: a store, perhaps its server, and a handler."""
 
 from __future__ import annotations
 
@@ -25,85 +25,90 @@ from ..stores.tcp_server import TcpStoreServer
 from .addresses import outward_address
 from .backends import BackendParameters, open_backend
 from .launch_config import TCP_BACKENDS, LaunchConfig
-from .store_host import TcpMeetingPlace, TorchFront, address_towards, served_here
+from .store_host import TcpStoreHost, TorchStoreProxy, local_address_for, local_server
 
 log = logging.getLogger("elasticlib.launch")
 
 
 @attrs.frozen
-class Meeting:
-    """What is open while the node `me` takes part in a job.
-
-    store: None where a backend of the user's own opened a handler, which has its own store.
-    """
+class RendezvousSetup:
+    """The open parts of this node's rendezvous. `close` closes the store and its server."""
 
     handler: RendezvousHandler
-    store: Store | None
+    store: Store | None  # None if a plug-in opened the handler, which has its own store
     own_server: TcpStoreServer | None
     run_id: str
-    me: str
+    node_id: str
 
     @property
     def server(self) -> TcpStoreServer | None:
-        """What this node serves just now."""
-        return served_here(self.store, self.own_server)
+        """The store server that this node runs now."""
+        return local_server(self.store, self.own_server)
 
     @property
     def serves_at(self) -> str:
-        """`host:port` of what it serves; empty if that is nothing."""
+        """`host:port` of the store server that this node runs, or an empty string."""
         return "" if self.server is None else self.server.address
 
-    def serve_others(self, stopped: Callable[[], bool]) -> None:
-        """Keep serving the store while other nodes of the job live, or until told to stop.
+    def serve_until_nodes_left(self, is_interrupted: Callable[[], bool]) -> None:
+        """Serve the store until no other node of the job is alive.
 
-        A node that stands still is waited for until its lease ends, and no longer.
+        A node that is suspended is waited for until its lease ends.
+
+        Args:
+            is_interrupted: returns True to stop serving at once.
         """
         if self.server is None or self.store is None:
             return
-        nodes, said = StoreKeys(self.run_id).node(), False
+        prefix, is_logged = StoreKeys(self.run_id).node(), False
         try:
-            while not stopped() and (living := self.store.list(nodes)).entries:
-                if not said:
-                    said = True
-                    served = plural(len(living.entries), "node")
-                    log.info("still serving the store to %s", served)
-                self.store.wait(nodes, after=living.version, timeout=0.5)
+            while not is_interrupted() and (nodes := self.store.list(prefix)).entries:
+                if not is_logged:
+                    is_logged = True
+                    log.info("still serving the store to %s", plural(len(nodes.entries), "node"))
+                self.store.wait(prefix, after=nodes.version, timeout=0.5)
         except StoreError as error:
-            # How this node's run ended is known by now, and a broken server takes nothing of it.
+            # The result of this node's run is known by now, and does not depend on the server.
             log.warning("no longer serving the store: %s", error)
 
-    def hand_over(
+    def serve_until_handover(
         self,
-        stopped: Callable[[], bool],
-        timing: RendezvousTimeouts,
+        is_interrupted: Callable[[], bool],
+        timeouts: RendezvousTimeouts,
         *,
-        needed: int,
-        stopping: float,
+        min_remaining_nodes: int,
+        stop_timeout: float,
     ) -> None:
-        """Having left: serve the store until the others have gone on without us, if they can.
+        """After this node has left, serve the store until the others have formed a generation.
 
-        What they know of our leaving is in that store, and they need to know it to go on.
-        needed: fewer others than this can do nothing before somebody comes. stopping: seconds
-        that the others may take to stop their workers, before they can meet.
+        The others read in this store that the node has left, and need that to continue.
+
+        Args:
+            is_interrupted: returns True to stop serving at once.
+            timeouts: the timeouts of the rendezvous.
+            min_remaining_nodes: fewer nodes than this cannot continue without a new node.
+            stop_timeout: seconds that the others may take to stop their workers first.
         """
         if self.server is None or self.store is None:
             return
-        keys, deadline = StoreKeys(self.run_id), monotonic() + stopping + timing.close_timeout
+        keys = StoreKeys(self.run_id)
+        deadline = monotonic() + stop_timeout + timeouts.close_timeout
         try:
-            while not stopped() and monotonic() < deadline:
-                read = JobListing(keys, self.store.list(keys.job_prefix))
-                if len(read.live_nodes()) < needed:
+            while not is_interrupted() and monotonic() < deadline:
+                job = JobListing(keys, self.store.list(keys.job_prefix))
+                if len(job.live_nodes()) < min_remaining_nodes:
                     return
-                if goes_on_without(self.me, read):
-                    # They have met; whoever has not read so yet does within a refresh.
-                    deadline = min(deadline, monotonic() + timing.keep_alive_interval)
-                elif not has_workers(read):
-                    deadline = min(deadline, monotonic() + timing.close_timeout)
-                self.store.wait(keys.job_prefix, after=read.version, timeout=0.2)
+                if job_continues_without(self.node_id, job):
+                    # A node that has not read the new generation yet does so within a refresh.
+                    deadline = min(deadline, monotonic() + timeouts.keep_alive_interval)
+                elif not has_running_workers(job):
+                    deadline = min(deadline, monotonic() + timeouts.close_timeout)
+                self.store.wait(keys.job_prefix, after=job.version, timeout=0.2)
         except ElasticError as error:
             log.warning("no longer serving the store: %s", error)
 
     def close(self) -> None:
+        """Close the store and its server. A failure is logged."""
         try:
             if self.store is not None:
                 self.store.close()
@@ -113,45 +118,49 @@ class Meeting:
             self.own_server.close()
 
 
-def goes_on_without(node_id: str, read: JobListing) -> bool:
-    """Whether the job is over, or a generation without this node has met."""
-    document, _ = read.membership(None)
-    if document is None or document.phase is JobPhase.FORMING:
+def job_continues_without(node_id: str, job: JobListing) -> bool:
+    """Return True if the job has ended, or if a generation without this node is active."""
+    membership, _ = job.membership(None)
+    if membership is None or membership.phase is JobPhase.FORMING:
         return False
-    met = read.master_entry is not None and bool(read.master_entry.value)
-    return document.phase.is_terminal or (met and document.rank_of(node_id) is None)
+    has_formed = job.master_entry is not None and bool(job.master_entry.value)
+    return membership.phase.is_terminal or (has_formed and membership.rank_of(node_id) is None)
 
 
-def has_workers(read: JobListing) -> bool:
-    """Whether a member of the last generation has yet to stop its workers of it."""
-    document, _ = read.membership(None)
-    if document is None:
+def has_running_workers(job: JobListing) -> bool:
+    """Return True if a member of the last generation has not stopped its workers yet."""
+    membership, _ = job.membership(None)
+    if membership is None:
         return False
-    members = document.member_ids
+    members = membership.member_ids
     return any(
-        node.id in members and node.stopped_membership_id != document.membership_id
-        for node in read.live_nodes()
+        node.id in members and node.stopped_membership_id != membership.membership_id
+        for node in job.live_nodes()
     )
 
 
-def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
-    """Bind or find the store, and make the handler; no other node is waited for.
+def open_rendezvous(config: LaunchConfig, secret: bytes | None = None) -> RendezvousSetup:
+    """Open the store, which this node may host, and create the handler.
 
-    secret: what the nodes must prove to know to meet in a TCP store.
+    No other node is waited for.
+
+    Args:
+        config: the configuration of this node.
+        secret: the secret that nodes must prove in order to use a TCP store.
 
     Raises:
-        ConfigError: the endpoint cannot be what the flags say, or the backend cannot be opened.
+        ConfigError: the endpoint contradicts the settings, or the backend cannot be opened.
     """
     server: TcpStoreServer | None = None
-    find_front: Callable[[], TorchFront | None] | None = None
+    find_store_proxy: Callable[[], TorchStoreProxy | None] | None = None
     node = _node(config, config.local_addr or "")
     if secret is not None and config.rdzv_backend not in TCP_BACKENDS:
-        log.warning("the secret is not used: it is not for %s", config.rdzv_backend)
+        log.warning("ignoring the secret: the %s backend does not use it", config.rdzv_backend)
     if config.is_plugin_backend:
-        opened = open_backend(config.rdzv_backend, _request(config, node))
-        if isinstance(opened, RendezvousHandler):
-            return Meeting(opened, None, None, config.run_id, node.id)
-        store, find_address = opened, outward_address
+        backend = open_backend(config.rdzv_backend, _parameters(config, node))
+        if isinstance(backend, RendezvousHandler):
+            return RendezvousSetup(backend, None, None, config.run_id, node.id)
+        store, find_address = backend, outward_address
     elif config.rdzv_backend == "file":
         store = FileStore(config.rdzv_endpoint, timeout=config.options.read_timeout)
         find_address = outward_address
@@ -159,53 +168,55 @@ def open_meeting(config: LaunchConfig, secret: bytes | None = None) -> Meeting:
         store = etcd.open(config.store_timeout_s)
         find_address = etcd.find_address
     else:
-        place = TcpMeetingPlace(config, secret)
-        server, tcp = place.open()
-        store, find_address = tcp, partial(address_towards, tcp)
-        find_front = place.front_finder(server, tcp)
+        host = TcpStoreHost(config, secret)
+        server, tcp_store = host.open()
+        store, find_address = tcp_store, partial(local_address_for, tcp_store)
+        find_store_proxy = host.proxy_finder(server, tcp_store)
 
     handler = DynamicRendezvousHandler(
         store,
         config.run_id,
         node,
-        config.limits,
-        timeouts=config.timing,
+        config.rendezvous_settings,
+        timeouts=config.rendezvous_timeouts,
         backend=config.rdzv_backend,
         find_address=find_address,
-        find_store_proxy=find_front,
+        find_store_proxy=find_store_proxy,
         open_bootstrap_store=torch_store_opener(config.torchrun.use_libuv),
     )
-    return Meeting(handler, store, server, config.run_id, node.id)
+    return RendezvousSetup(handler, store, server, config.run_id, node.id)
 
 
-def open_to_look(config: LaunchConfig, timeout: float) -> Store:
-    """The store of a user's own backend, for a reader that is no node of the job.
+def open_store_for_reading(config: LaunchConfig, timeout: float) -> Store:
+    """Return the store of a plug-in for a reader that is no node of the job.
 
-    timeout: seconds within which a call ends.
+    Args:
+        config: the configuration of the job.
+        timeout: seconds within which a call of the store ends.
 
     Raises:
-        ConfigError: there is none, or it cannot be opened.
-        StoreConnectionError: the backend keeps its store to itself.
+        ConfigError: the plug-in cannot be opened.
+        StoreConnectionError: the plug-in opens a handler and no store.
     """
-    request = attrs.evolve(_request(config, _node(config, "")), timeout=timeout)
-    opened = open_backend(config.rdzv_backend, request)
-    if isinstance(opened, Store):
-        return opened
+    parameters = attrs.evolve(_parameters(config, _node(config, "")), timeout=timeout)
+    backend = open_backend(config.rdzv_backend, parameters)
+    if isinstance(backend, Store):
+        return backend
     raise StoreConnectionError(
-        f"--rdzv-backend {config.rdzv_backend} keeps its store to itself, so its nodes cannot be "
-        "asked: only their events can be read, on their machines"
+        f"--rdzv-backend {config.rdzv_backend} has no store that can be read: use the events on "
+        "the machines of its nodes"
     )
 
 
-def _request(config: LaunchConfig, node: Node) -> BackendParameters:
+def _parameters(config: LaunchConfig, node: Node) -> BackendParameters:
     return BackendParameters(
         endpoint=config.rdzv_endpoint,
         run_id=config.run_id,
         options=config.plugin_options,
         timeout=config.store_timeout_s,
         node=attrs.evolve(node, address=node.address or outward_address()),
-        limits=config.limits,
-        timing=config.timing,
+        settings=config.rendezvous_settings,
+        timeouts=config.rendezvous_timeouts,
     )
 
 

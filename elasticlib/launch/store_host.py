@@ -1,8 +1,8 @@
-"""Where the TCP store of a launch is served, and by whom: decided by addresses, not by names.
+"""Decides whether this node hosts the job's TCP store, by addresses and not by names.
 
-Whoever can bind an endpoint hosts it, at that address alone. The decision explains itself in one
-line, and is taken again where a name may yet come to mean this machine: a container's does so some
-time after it starts. A name of several machines decides nothing, and is refused.
+The node that can bind an endpoint hosts the store there. The decision is logged in one line. It is
+repeated while a name may still come to mean this machine, as a container's name does some time
+after its start. A name of several machines is rejected.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..stores.tcp_client import TcpStore
 from ..stores.tcp_server import ServerLimits, TcpStoreServer
 from ..threads import helper
 from .addresses import (
-    NOT_OURS,
+    NOT_LOCAL_ERRNOS,
     addresses_of,
+    ambiguous_host_error,
     is_literal,
+    is_local_address,
     is_localhost,
     is_loopback,
-    is_ours,
-    of_several_machines,
     outward_address,
     resolve,
 )
@@ -38,269 +38,319 @@ from .launcher_process import raise_open_file_limit
 
 log = logging.getLogger("elasticlib.launch")
 
-CONNECT_SECONDS = 1.0
-"""For one attempt: the handler goes on trying, and can be told to stop in between."""
-SPARE_DESCRIPTORS = 256
-LINKS_PER_WORKER = 4
-"""To torch's store, at the port of ours: a group has one, its watchdog another, a library more."""
-LOOK_AGAIN_LEASES = 3
-"""Leases after which a host looks again whether the name still means it."""
+CONNECT_TIMEOUT_S = 1.0  # of one attempt; the handler retries, and can be stopped in between
+RESERVED_DESCRIPTORS = 256
+# Connections of a worker to torch's store behind our port: its group, its watchdog and two spare.
+TORCH_CONNECTIONS_PER_WORKER = 4
+NAME_CHECK_INTERVAL_LEASES = 3  # leases between two checks that the name still means this machine
 
-_PASSED_ON = (
-    "; if a Service or a router passes it on to this machine, give this node --rdzv-conf "
-    "is_host=true as well, and it serves at all of its addresses"
+_FORWARDING_HINT = (
+    "; if a Service or a router forwards the endpoint to this machine, set --rdzv-conf "
+    "is_host=true on this node as well, and it serves on all of its addresses"
 )
 
 
 @attrs.frozen
-class TorchFront:
-    """The port of a static job, at which scripts find torch's store as they do with torchrun."""
+class TorchStoreProxy:
+    """The port of a static job, at which scripts find torch's store as they do under torchrun."""
 
     address: str
     port: int
     _server: TcpStoreServer
 
     def forward_to(self, host: str, port: int) -> None:
+        """Forward torch's clients to the store at this address from now on."""
         self._server.forward_torch_clients_to((host, port))
 
     def stop_forwarding(self) -> None:
+        """Reject torch's clients from now on."""
         self._server.forward_torch_clients_to(None)
 
 
-def served_here(store: Store | None, own: TcpStoreServer | None) -> TcpStoreServer | None:
-    """The server of this store, if that is in this process just now: it may have moved here."""
+def local_server(store: Store | None, own: TcpStoreServer | None) -> TcpStoreServer | None:
+    """Return the server that this process runs now: a failover store may have moved here."""
     return store.server if isinstance(store, FailoverStore) else own
 
 
-def must_host(config: LaunchConfig) -> bool | None:
-    """Whether this node is to host the store, or must not; None where addresses decide."""
-    must = config.options.is_host
-    if config.rdzv_backend == "static" and must is None:
+def is_designated_host(config: LaunchConfig) -> bool | None:
+    """Return whether this node must or must not host the store; None if addresses decide."""
+    designated = config.options.is_host
+    if config.rdzv_backend == "static" and designated is None:
         return config.node_rank == 0
-    return must
+    return designated
 
 
-class TcpMeetingPlace:
-    """The store of a launch, and what it takes to serve it here."""
+class TcpStoreHost:
+    """Opens the TCP store of a launch, and serves it if this node is the host."""
 
     def __init__(self, config: LaunchConfig, secret: bytes | None) -> None:
         self._config = config
         self._secret = secret
-        self._hosts = must_host(config)
-        self._said, self._taken = "", False
-        self._looked: set[str] = set()
-        self._everywhere = False
-        workers = config.max_nodes * config.nproc_per_node
-        static = config.rdzv_backend == "static"
-        self._links = SPARE_DESCRIPTORS + LINKS_PER_WORKER * workers if static else 0
+        self._is_designated = is_designated_host(config)
+        self._last_message = ""  # the last logged decision
+        self._is_address_in_use = False  # by another process of this machine
+        self._checked_endpoints: set[str] = set()
+        self._serves_all_addresses = False
+        num_workers = config.max_nodes * config.nproc_per_node
+        self._torch_connections = 0  # for which descriptors are reserved; static jobs only
+        if config.rdzv_backend == "static":
+            per_worker = TORCH_CONNECTIONS_PER_WORKER
+            self._torch_connections = RESERVED_DESCRIPTORS + per_worker * num_workers
 
     def open(self) -> tuple[TcpStoreServer | None, TcpStore | FailoverStore]:
-        """The server, if this node is the host, and a client.
+        """Return the server, if this node is the only possible host, and a client.
 
         Raises:
-            ConfigError: the endpoint cannot be what the flags say.
+            ConfigError: the endpoint contradicts the settings.
         """
         config = self._config
         if config.is_single_node:
-            server = self._serve("127.0.0.1", 0)
-            return server, self._reach(server.host, server.port)
-        endpoints = [split_endpoint(name, STORE_PORT) for name in config.endpoints]
-        places = [
+            server = self._start_server("127.0.0.1", 0)
+            return server, self._client(server.host, server.port)
+        addresses = [split_endpoint(name, STORE_PORT) for name in config.endpoints]
+        endpoints = [
             StoreEndpoint(
                 join_endpoint(host, port),
-                partial(self._reach_at, host, port),
-                partial(self._host_if_ours, host, port),
+                partial(self._client_for, host, port),
+                partial(self._host_if_local, host, port),
             )
-            for host, port in endpoints
+            for host, port in addresses
         ]
-        patience = config.timing.lease_ttl
-        if len(places) > 1:
-            return None, FailoverStore(places, failover_timeout=patience)
-        ((host, port),) = endpoints
-        hosted = self._host_if_ours(host, port)
+        failover_timeout = config.rendezvous_timeouts.lease_ttl
+        if len(endpoints) > 1:
+            return None, FailoverStore(endpoints, failover_timeout=failover_timeout)
+        ((host, port),) = addresses
+        hosted = self._host_if_local(host, port)
         if hosted is not None:
-            own = self._reach(self._own_address or hosted.host, hosted.port)
-            if self._hosts or is_literal(host) or is_localhost(host):
-                return hosted, own
-            store = FailoverStore(places, failover_timeout=patience, hosted=(hosted, own))
+            client = self._client(self._own_address or hosted.host, hosted.port)
+            if self._is_designated or is_literal(host) or is_localhost(host):
+                return hosted, client
+            store = FailoverStore(
+                endpoints, failover_timeout=failover_timeout, hosted=(hosted, client)
+            )
             helper(lambda: self._watch_name(store, hosted, host), "endpoint-name").start()
             return None, store
-        if self._hosts is False or self._taken or is_literal(host):
-            return None, places[0].connect()
-        # The name may come to mean this machine. (Where it does, and another of its processes
-        # serves there, that is for whoever started the two of them to look after.)
-        return None, FailoverStore(places, failover_timeout=patience)
+        if self._is_designated is False or self._is_address_in_use or is_literal(host):
+            return None, endpoints[0].connect()
+        # The name may still come to mean this machine.
+        return None, FailoverStore(endpoints, failover_timeout=failover_timeout)
 
-    def front_finder(
+    def proxy_finder(
         self, server: TcpStoreServer | None, store: Store
-    ) -> Callable[[], TorchFront | None] | None:
-        """What finds where workers meet, if this node serves the one port that all of a job know
-        just now; None where the job is not static, and has no such port."""
+    ) -> Callable[[], TorchStoreProxy | None] | None:
+        """Return a function that finds the proxy of torch's store if this node serves it now.
 
-        def find() -> TorchFront | None:
-            served = served_here(store, server)
-            if served is None:
+        Returns:
+            The function, or None if the job is not static and so has no fixed port.
+        """
+
+        def find() -> TorchStoreProxy | None:
+            current = local_server(store, server)
+            if current is None:
                 return None
-            return TorchFront(self._own_address or served.host, served.port, served)
+            return TorchStoreProxy(self._own_address or current.host, current.port, current)
 
-        return find if self._links else None
+        return find if self._torch_connections else None
 
     def _watch_name(self, store: FailoverStore, hosted: TcpStoreServer, host: str) -> None:
-        """While it is hosted here: DNS may have said something old of a name, an address that was
-        another's before it was ours. Who is alone then goes where the name leads."""
-        endpoint, said = join_endpoint(host, hosted.port), ""
-        while not hosted.wait_closed(LOOK_AGAIN_LEASES * self._config.timing.lease_ttl):
+        """Move to the store elsewhere if the name comes to mean another machine.
+
+        DNS may give an old address that belonged to another machine before. A node that has peers
+        stays, because they use the store that it serves.
+        """
+        endpoint, last_message = join_endpoint(host, hosted.port), ""
+        interval = NAME_CHECK_INTERVAL_LEASES * self._config.rendezvous_timeouts.lease_ttl
+        while not hosted.wait_closed(interval):
             addresses = resolve(host, hosted.port)
-            if not addresses or any(map(is_ours, addresses)):
-                said = ""
+            if not addresses or any(map(is_local_address, addresses)):
+                last_message = ""
                 continue
-            there = f"{endpoint} has come to mean another machine ({', '.join(addresses)})"
+            message = f"{endpoint} now resolves to another machine ({', '.join(addresses)})"
             if store.yield_to_other_server():
-                log.warning("%s: this node, which was alone, goes to the store there", there)
-            elif there != said:
+                log.warning("%s: this node has no peers and joins the store there", message)
+            elif message != last_message:
                 log.warning(
-                    "%s: this node goes on serving the store at %s to the nodes that are in it, or "
-                    "until one is served there; nodes that start now do not find it",
-                    there,
+                    "%s: this node keeps serving the store at %s to its nodes, until a store is "
+                    "served there; nodes that start now do not find it",
+                    message,
                     hosted.address,
                 )
-            said = there
+            last_message = message
 
     @property
     def _own_address(self) -> str | None:
-        """Where this node reaches what it serves at all of its addresses; the others are to be
-        told one at which they reach its workers."""
-        return outward_address() if self._everywhere else None
+        """The address for this node's own client if the server listens on all addresses.
 
-    def _serve(self, address: str, port: int, more: Sequence[str] = ()) -> TcpStoreServer:
-        nodes = self._config.max_nodes
-        # Torch's own store, which each worker connects to, may be this process's too.
-        own = SPARE_DESCRIPTORS + nodes * self._config.nproc_per_node
-        own += 3 * self._links  # a client's, its other half, and that one's in torch's server
-        raise_open_file_limit(nodes + SPARE_DESCRIPTORS + own)
-        limits = ServerLimits(reserved_descriptors=own, max_torch_relays=self._links)
-        job, secret = self._config.run_id, self._secret
+        The other nodes learn the address of the workers from this connection, so it must be one
+        that they can reach.
+        """
+        return outward_address() if self._serves_all_addresses else None
+
+    def _start_server(
+        self, address: str, port: int, extra_hosts: Sequence[str] = ()
+    ) -> TcpStoreServer:
+        num_nodes = self._config.max_nodes
+        # Torch's own store, to which each worker connects, may be in this process, too.
+        reserved = RESERVED_DESCRIPTORS + num_nodes * self._config.nproc_per_node
+        # A relayed connection of a client takes two descriptors here and one in torch's server.
+        reserved += 3 * self._torch_connections
+        raise_open_file_limit(num_nodes + RESERVED_DESCRIPTORS + reserved)
+        limits = ServerLimits(
+            reserved_descriptors=reserved, max_torch_relays=self._torch_connections
+        )
         return TcpStoreServer(
-            address, port, job=job, limits=limits, secret=secret, extra_hosts=more
+            address,
+            port,
+            job=self._config.run_id,
+            limits=limits,
+            secret=self._secret,
+            extra_hosts=extra_hosts,
         ).start()
 
-    def _reach(self, host: str, port: int) -> TcpStore:
+    def _client(self, host: str, port: int) -> TcpStore:
         return TcpStore(
             host,
             port,
             job=self._config.run_id,
             timeout=self._config.store_timeout_s,
-            connect_timeout=CONNECT_SECONDS,
+            connect_timeout=CONNECT_TIMEOUT_S,
             secret=self._secret,
         )
 
-    def _reach_at(self, host: str, port: int) -> TcpStore:
+    def _client_for(self, host: str, port: int) -> TcpStore:
         if self._own_address is not None:
-            return self._reach(self._own_address, port)
-        found = resolve(host, port)
-        # A name that means this machine, where another of its processes serves at its address.
-        own = len(found) == 1 and not is_literal(host) and found[0] == outward_address()
-        return self._reach(found[0] if own else host, port)
+            return self._client(self._own_address, port)
+        addresses = resolve(host, port)
+        # A name of this machine, on which another process serves at the address of the name.
+        is_own_name = (
+            len(addresses) == 1 and not is_literal(host) and addresses[0] == outward_address()
+        )
+        return self._client(addresses[0] if is_own_name else host, port)
 
-    def _host_if_ours(self, host: str, port: int) -> TcpStoreServer | None:
-        """The server, if the endpoint is an address of this machine that nobody serves yet."""
-        if self._hosts is False:
+    def _host_if_local(self, host: str, port: int) -> TcpStoreServer | None:
+        """Start the server if the endpoint is a free address of this machine, else return None."""
+        if self._is_designated is False:
             return None
         endpoint = join_endpoint(host, port)
-        tried: list[str] = []
+        failures: list[str] = []
         addresses = resolve(host, port)
-        if self._is_of_several(host, endpoint, addresses):
+        if self._is_ambiguous(host, endpoint, addresses):
             return None
-        self._taken = self._everywhere = False
+        self._is_address_in_use = self._serves_all_addresses = False
         for address in addresses:
             try:
-                server = self._serve(address, port, self._loopbacks_of(host, address))
+                server = self._start_server(address, port, self._loopbacks_for(host, address))
             except OSError as error:
-                tried.append(f"{address}: {error.strerror}")
-                self._taken |= error.errno == errno.EADDRINUSE
-                if error.errno not in (errno.EADDRINUSE, *NOT_OURS):
+                failures.append(f"{address}: {error.strerror}")
+                self._is_address_in_use |= error.errno == errno.EADDRINUSE
+                if error.errno not in (errno.EADDRINUSE, *NOT_LOCAL_ERRNOS):
                     raise ConfigError(f"cannot serve the store at {endpoint}: {error}") from error
                 continue
             log.info("this node hosts the store at %s", server.address)
             return server
-        if self._config.options.is_host and addresses and not self._taken:
-            return self._host_everywhere(endpoint, addresses, port)
-        self._explain(host, endpoint, tried)
+        if self._config.options.is_host and addresses and not self._is_address_in_use:
+            return self._host_on_all_addresses(endpoint, addresses, port)
+        self._log_decision(host, endpoint, failures)
         return None
 
-    def _loopbacks_of(self, host: str, address: str) -> Sequence[str]:
-        """torchrun serves torch's store at all addresses, so that scripts may say localhost, or a
-        name that means 127.0.1.1 on its own machine: where else this one is served."""
-        if not self._links or is_loopback(address):
+    def _loopbacks_for(self, host: str, address: str) -> Sequence[str]:
+        """Return the loopback addresses on which a static job's store is served, too.
+
+        torchrun serves torch's store on all addresses, so scripts may use localhost, or a name
+        that means 127.0.1.1 on its own machine.
+        """
+        if not self._torch_connections or is_loopback(address):
             return ()
-        own = {"127.0.0.1", *filter(is_loopback, addresses_of(host))}
-        return ("127.0.0.1", *sorted(own - {"127.0.0.1"}))
+        loopbacks = {"127.0.0.1", *filter(is_loopback, addresses_of(host))}
+        return ("127.0.0.1", *sorted(loopbacks - {"127.0.0.1"}))
 
-    def _is_of_several(self, host: str, endpoint: str, addresses: list[str]) -> bool:
-        """Whether each of several machines would find itself meant; at first that is an error.
-        Later it may be a name that is about to change, and has nobody host meanwhile."""
-        first = endpoint not in self._looked
-        self._looked.add(endpoint)
-        why = "" if self._hosts or is_literal(host) else of_several_machines(endpoint, addresses)
-        if why and first:
-            raise ConfigError(why)
-        if why and why != self._said:
-            log.warning("%s", why)
-        self._said = why or self._said
-        return bool(why)
+    def _is_ambiguous(self, host: str, endpoint: str, addresses: list[str]) -> bool:
+        """Return True if the name means several machines, of which each would host the store.
 
-    def _host_everywhere(self, endpoint: str, addresses: list[str], port: int) -> TcpStoreServer:
-        """Told to host at an address that is another's: of a router, or of a Service."""
-        wildcards = ["::", "0.0.0.0"] if any(":" in one for one in addresses) else ["0.0.0.0"]
-        server, why = None, ""
-        while server is None and wildcards:
-            wildcard = wildcards.pop(0)
+        Raises:
+            ConfigError: this is the first check of the endpoint. Later, the name may be about to
+                change, and no node hosts meanwhile.
+        """
+        is_first = endpoint not in self._checked_endpoints
+        self._checked_endpoints.add(endpoint)
+        error = ""
+        if not self._is_designated and not is_literal(host):
+            error = ambiguous_host_error(endpoint, addresses)
+        if error and is_first:
+            raise ConfigError(error)
+        if error and error != self._last_message:
+            log.warning("%s", error)
+        self._last_message = error or self._last_message
+        return bool(error)
+
+    def _host_on_all_addresses(
+        self, endpoint: str, addresses: list[str], port: int
+    ) -> TcpStoreServer:
+        """Serve on all addresses, because the endpoint is one of a router or of a Service."""
+        has_ipv6 = any(":" in address for address in addresses)
+        server, error_text = None, ""
+        for wildcard in ("::", "0.0.0.0") if has_ipv6 else ("0.0.0.0",):
             try:
-                server = self._serve(wildcard, port)
+                server = self._start_server(wildcard, port)
+                break
             except OSError as error:
-                why = f"{wildcard}: {error.strerror}"
+                error_text = f"{wildcard}: {error.strerror}"
         if server is None:
-            raise ConfigError(f"cannot serve the store at port {port}: {why}")
-        self._everywhere = True
+            raise ConfigError(f"cannot serve the store at port {port}: {error_text}")
+        self._serves_all_addresses = True
         log.warning(
-            "this node hosts the store at all of its addresses, port %d, as --rdzv-conf "
-            "is_host=true says, and %s (%s) is none of them: forward that to this machine",
+            "this node hosts the store on all of its addresses, port %d, because of --rdzv-conf "
+            "is_host=true; %s (%s) is none of them, so it must be forwarded to this machine",
             port,
             endpoint,
             ", ".join(addresses),
         )
         return server
 
-    def _explain(self, host: str, endpoint: str, tried: list[str]) -> None:
-        why = "; ".join(tried)
-        if self._hosts and tried and (self._taken or not _is_hostname(host)):
-            hint = "" if self._taken else _PASSED_ON
+    def _log_decision(self, host: str, endpoint: str, failures: list[str]) -> None:
+        """Log why this node does not host the store now.
+
+        Raises:
+            ConfigError: this node must host the store, and cannot.
+        """
+        reasons = "; ".join(failures)
+        is_final = self._is_address_in_use or not _is_own_hostname(host)
+        if self._is_designated and failures and is_final:
+            hint = "" if self._is_address_in_use else _FORWARDING_HINT
             raise ConfigError(
-                f"this node must host the store at {endpoint}, but cannot: {why}{hint}"
+                f"this node must host the store at {endpoint}, but cannot: {reasons}{hint}"
             )
-        found = ", ".join(one.rpartition(": ")[0] for one in tried)
-        where = host if found == host else f"{host} ({found})"
-        said = f"waiting for {where}, which serves the store"
-        if self._taken:
-            said = f"joining the store that another process serves at {endpoint}"
-        if not tried:
-            said = f"cannot resolve the host of {endpoint} yet, retrying"
-        elif self._hosts:
-            said = f"this node hosts the store at {endpoint} once the name means it ({why})"
-        if said != self._said:
-            log.info("%s", said)
-        self._said = said
+        addresses = ", ".join(failure.rpartition(": ")[0] for failure in failures)
+        if self._is_address_in_use:
+            message = f"joining the store that another process serves at {endpoint}"
+        else:
+            suffix = "" if addresses == host else f" ({addresses})"
+            message = f"waiting for the store at {endpoint}{suffix}"
+        if not failures:
+            message = f"cannot resolve the host of {endpoint}, retrying"
+        elif self._is_designated:
+            message = (
+                f"this node will host the store at {endpoint} once that name resolves to one of "
+                f"its addresses ({reasons})"
+            )
+        if message != self._last_message:
+            log.info("%s", message)
+        self._last_message = message
 
 
-def address_towards(store: TcpStore | FailoverStore) -> str:
-    """This node's literal address, learnt from the socket that reached the store."""
+def local_address_for(store: TcpStore | FailoverStore) -> str:
+    """Return this node's address on the connection to the store.
+
+    Raises:
+        StoreError: the store cannot be reached.
+    """
     store.connect()
     address = store.local_address
     if address is None:
-        raise StoreConnectionError("the connection to the store was lost as it was made")
+        raise StoreConnectionError("lost the connection to the store right after connecting")
     return address
 
 
-def _is_hostname(host: str) -> bool:
-    """Whether the first label is this machine's name, of which DNS may say something old."""
+def _is_own_hostname(host: str) -> bool:
+    """Return True if the first label is this machine's name, for which DNS may be out of date."""
     return host.partition(".")[0].lower() == socket.gethostname().partition(".")[0].lower()

@@ -1,8 +1,8 @@
-"""What an agent needs of whatever runs its workers: start, observe, stop.
+"""Interface between an agent and the object that runs its workers: start, observe, stop.
 
-Workers may be local processes, or containers or actors on other machines; an agent only starts a
-group, is told of each end once, and sends the group up the stopping ladder. What a worker and its
-agent tell each other meanwhile are values: a heartbeat and a notice.
+Workers can be local processes, or containers or actors on other machines. `Workers` is the class
+that an implementation subclasses. `Heartbeat` and `StopNotice` are the values that a worker and
+its agent exchange while the worker runs.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import attrs
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    # Workers import this as well, and have no use for these.
+    # Workers import this module too, and do not need these.
     from .exits import WorkerExit
     from .spec import WorkerGroup, WorkerSpec
 
-NO_STEP = -1
-"""In place of a step that was not reported."""
-RESTORE_SOURCES = ("memory", "peer", "disk")
-"""Where a worker's state came from: its own node's memory, another node's, or a disk; the
-quickest first."""
+NO_STEP = -1  # a step that was not reported
+RESTORE_SOURCES = ("memory", "peer", "disk")  # where restored state was read from, fastest first
+PREEMPTED, RESIZE, DRAIN = "preempted", "resize", "drain"
+STOP_REASONS = (PREEMPTED, RESIZE, DRAIN)
 
 
 @attrs.frozen
@@ -32,179 +31,183 @@ class RestoreReport:
     """The state that a worker restored last. Times are on this machine's monotonic clock."""
 
     step: int
-    source: str
+    source: str  # one of RESTORE_SOURCES
     started_at: float
     finished_at: float
 
 
 @attrs.frozen
 class Heartbeat:
-    """What a worker has reported of its steps.
+    """The progress that a worker has reported. Times are on this machine's monotonic clock."""
 
-    step: the last, or NOTHING. steps: how many it reported. at: when, on this machine's monotonic
-    clock; alive: when it last reported a step or a save, or asked whether to stop. durations:
-    seconds of the last few, in no order. saved: the last step saved, or NOTHING; saves: how many.
-    dumps: whether it writes its stacks where it is asked to. attached: whether it has asked for
-    its context at all. first_step, first_at: the first step that it reported, and when; NOTHING
-    and 0.0 before. restored: the state that it took up last; restores: how many it did. snapshot:
-    the step of the last one kept, or NOTHING; snapshots: how many. loss: the last reported.
-    num_samples: the sum of all reports.
-    """
-
-    step: int = NO_STEP
-    num_steps: int = 0
+    step: int = NO_STEP  # last reported step
+    num_steps: int = 0  # number of reported steps
     last_step_at: float = 0.0
-    last_activity_at: float = 0.0
-    step_durations: tuple[float, ...] = ()
+    last_activity_at: float = 0.0  # last step, save, or call of should_stop()
+    step_durations: tuple[float, ...] = ()  # seconds of the last few steps, unordered
     last_saved_step: int = NO_STEP
     num_saves: int = 0
-    can_dump_stacks: bool = False
-    is_attached: bool = False
+    can_dump_stacks: bool = False  # the worker writes its stacks on request
+    is_attached: bool = False  # the worker has called context()
     first_step: int = NO_STEP
-    first_at: float = 0.0
+    first_at: float = 0.0  # time of the first step, 0 before
     last_restore: RestoreReport | None = None
     num_restores: int = 0
     last_snapshot_step: int = NO_STEP
     num_snapshots: int = 0
-    loss: float | None = None
-    num_samples: float = 0.0
-
-
-PREEMPTED, RESIZE, DRAIN = "preempted", "resize", "drain"
-STOP_REASONS = (PREEMPTED, RESIZE, DRAIN)
+    loss: float | None = None  # last reported loss
+    num_samples: float = 0.0  # samples of all steps
 
 
 @attrs.frozen
 class StopNotice:
-    """What workers are told when they are asked to end by themselves, before any signal.
+    """A request to the workers to save and exit by themselves, before any signal is sent."""
 
-    reason: `preempted` (the machine is taken away), `resize` (the job goes on with other
-    nodes), or `drain` (a node was asked to leave). seconds: in which the workers may save and
-    end by themselves.
-    """
-
-    reason: str
-    grace_s: float
+    reason: str  # preempted: the machine is reclaimed; resize: nodes change; drain: a node leaves
+    grace_s: float  # time that the workers have
 
     def __attrs_post_init__(self) -> None:
         if self.reason not in STOP_REASONS or self.grace_s < 0:
             raise ConfigError(
-                f"a notice has a reason ({', '.join(STOP_REASONS)}) and seconds >= 0, "
+                f"a stop notice has a reason ({', '.join(STOP_REASONS)}) and grace_s >= 0, "
                 f"got {self.reason!r} and {self.grace_s}"
             )
 
 
 class Workers(abc.ABC):
-    """Runs one group at a time."""
+    """Runs the workers of one node, one group at a time.
 
-    def prepare(self, spec: WorkerSpec) -> None:  # noqa: B027
-        """Begin preparations for the first start, and return; called at most once in a run."""
+    The agent calls the methods from one thread, one at a time, except where a method states
+    otherwise, and handles no signal during a call. So no method waits for a worker to exit,
+    except `kill_and_wait` and `close`.
 
-    def wait_until_prepared(self) -> None:  # noqa: B027
-        """Block until these preparations are done; `close` ends it. For any thread."""
+    A subclass must implement `start`, `reap`, `running`, `stop` and `close`. The other methods
+    have defaults for workers that do not support the feature.
+    """
+
+    supports_coordinated_stop = False
+    """True if notified workers stop at the call of `should_stop` that `stop_at_call` gives them, so
+    that all ranks of the job stop at the same step."""
+
+    reports_heartbeats = False
+    """True if `heartbeats` returns values. Hang detection needs them."""
+
+    def prepare(self, spec: WorkerSpec) -> None:  # noqa: B027 - optional
+        """Begin preparations for the first start, and return. Called at most once."""
+
+    def wait_until_prepared(self) -> None:  # noqa: B027 - optional
+        """Block until the preparations are done, or `close` is called. Thread-safe."""
 
     @abc.abstractmethod
     def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
-        """Start all workers of the group, and its newcomers.
+        """Start all workers of the group, and its standby workers.
 
-        Those that run already go on: they are given their place in the group, and newcomers wait
-        for theirs. `ended(local_rank)` is called from any thread, once for each worker that ends,
-        with which it was started; it only enqueues.
+        Workers that are already running keep running, and get their assignment in the group.
+        Standby workers start without one.
+
+        Args:
+            group: the workers of this node.
+            on_exit: receives the local rank of each worker that exits. It only puts a message into
+                a queue, so any thread may call it, before `start` returns too.
 
         Raises:
-            ConfigError: this node cannot run these workers at all; the agent ends its run.
-            WorkerStartError: one could not be started; those that were are still running. The agent
+            ConfigError: this node cannot run such workers. The agent ends its run.
+            WorkerStartError: a worker could not be started, and others may be running. The agent
                 counts a failure, and starts the workers again if restarts are left.
         """
 
     @abc.abstractmethod
     def reap(self, local_rank: int) -> WorkerExit:
-        """After `ended`: how it ended, with all that it left behind cleared away."""
+        """Return how a worker exited, and free its resources. Called once, after `on_exit`.
+
+        No process that the worker started is left when this returns.
+        """
 
     @abc.abstractmethod
-    def running(self) -> dict[int, str]:
-        """Those not yet collected, by local rank, each with a name for people ("pid 123")."""
+    def running(self) -> Mapping[int, str]:
+        """Return the workers that were started and not reaped, as {local rank: name for logs}."""
+
+    @abc.abstractmethod
+    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+        """Ask these workers to stop, all at the same time, and return without waiting.
+
+        Args:
+            local_ranks: the workers to stop. Those that have exited are ignored.
+            force: kill them (SIGKILL) instead of asking (SIGTERM).
+        """
+
+    def kill_and_wait(self) -> None:  # noqa: B027 - optional, `close` does it as well
+        """Kill all workers and wait for their exits, for a bounded time.
+
+        No worker is started afterwards. What the workers stored in memory exists until `close`.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free everything, and leave no process running. A second call does nothing."""
+
+    # Stop notices
 
     def notify(self, notice: StopNotice) -> bool:
-        """Ask the workers to save and end at a step they all agree on.
+        """Ask the workers to save and exit by themselves.
 
-        True: they have `notice.seconds` to end by themselves, with any exit code. False (the
-        default): no worker listens, and all are stopped by a signal at once.
+        Returns:
+            True if they have `notice.grace_s` for it; any exit code is accepted. False, the
+            default, if no worker can receive a notice. The agent then stops all of them at once.
         """
         del notice
         return False
 
-    supports_coordinated_stop = False
-    """Whether those who were notified wait to be told at which call of `should_stop` to end, so
-    that all ranks of the job end at the same; then there are the next two."""
-
     def earliest_stop_call(self) -> int | None:
-        """Return the first call at which all workers here can stop; None while one is in a call.
+        """Return the first call of `should_stop` at which all workers here can still stop.
 
-        Called from any thread, after `notify` returned True.
+        Returns:
+            The number of the call, counted from 1, or None while a worker is inside a call.
         """
         return None
 
-    def stop_at_call(self, call: int, notice: StopNotice) -> None:  # noqa: B027 - not all agree
-        """Have all workers stop at this call, for the reason and in the time of this notice."""
+    def stop_at_call(self, call: int, notice: StopNotice) -> None:  # noqa: B027 - optional
+        """Make all workers stop at this call of `should_stop`, for the reason of `notice`."""
 
-    reports_heartbeats = False
-    """Whether `beats` returns anything; hangs are found by that."""
+    # Progress
 
     def heartbeats(self) -> Mapping[int, Heartbeat]:
-        """The workers' heartbeats, by local rank. For any thread."""
+        """Return the heartbeats of the running workers by local rank. Thread-safe."""
         return {}
 
     def final_heartbeats(self) -> Mapping[int, Heartbeat]:
-        """The same, and the last heartbeats of the workers of the group that have ended; until the
-        next start, and after `close`."""
+        """Return `heartbeats`, and the last one of each worker of the group that has exited.
+
+        The values exist until the next start, and after `close`.
+        """
         return self.heartbeats()
 
-    def dump_stacks(self) -> Mapping[int, str]:
-        """Have the workers write down what each of their threads is doing; the texts, by local
-        rank, of those who did so within a second, or cannot be asked, which is said then. What is
-        kept for people is added to."""
+    def dump_stacks(self, local_ranks: Collection[int], *, save: bool = False) -> Mapping[int, str]:
+        """Return the Python stacks of all threads of these workers. Thread-safe.
+
+        Args:
+            local_ranks: the workers to ask.
+            save: append the stacks to the workers' log directories too.
+
+        Returns:
+            A text by local rank. A worker that does not answer within about a second is missing.
+        """
+        del local_ranks, save
         return {}
 
-    def dump_stacks_of(self, local_ranks: Collection[int]) -> Mapping[int, str]:
-        """The same of these alone, for an observer: nothing is kept."""
-        return {n: text for n, text in self.dump_stacks().items() if n in local_ranks}
+    # Workers that outlive their group: they are moved to the next group instead of restarted
 
     def regroupable_ranks(self) -> Collection[int]:
-        """Those of the running workers, by local rank, that can go on in another group, also if
-        theirs breaks; the next four are for these."""
+        """Return the local ranks of running workers that can join another group."""
         return ()
 
-    def leave_group(self) -> None:  # noqa: B027
-        """Tell all that are in a group that it is over, so that they leave it as soon as they can,
-        and wait for a place in the next."""
-
-    def has_group_failure(self) -> bool:
-        """Whether one of them has said that something has failed in its group."""
-        return False
-
     def standby_ranks(self) -> Mapping[int, bool]:
-        """Those that are in no group, by local rank, each with whether it waits for a place by now:
-        those that have left theirs, and newcomers."""
+        """Return the running workers that are in no group, as {local rank: ready for a group}."""
         return {}
 
-    def stop_ranks(  # noqa: B027
-        self, local_ranks: Collection[int], *, force: bool = False
-    ) -> None:
-        """Ask these alone to stop, or end them by force."""
+    def leave_group(self) -> None:  # noqa: B027 - optional
+        """Make the workers of a group leave it as soon as they can, and wait for the next."""
 
-    @abc.abstractmethod
-    def terminate(self) -> None:
-        """Ask all running workers to stop, in parallel."""
-
-    @abc.abstractmethod
-    def kill(self) -> None:
-        """End all running workers by force."""
-
-    def kill_and_wait(self) -> None:  # noqa: B027 - `close` does it as well
-        """End all workers by force, and wait for it within bounds; what they kept stays until
-        `close`. No others will be started."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Free everything, and leave no process behind. A second call does nothing."""
+    def has_group_failure(self) -> bool:
+        """Return True if a worker has reported that a collective of its group failed."""
+        return False

@@ -449,21 +449,18 @@ class LocalWorkers(Workers):
     def final_heartbeats(self) -> Mapping[int, Heartbeat]:
         return self._channels.final_heartbeats()
 
-    def dump_stacks(self) -> Mapping[int, str]:
-        processes = dict(self._processes)
-        found = self.dump_stacks_of(processes)
-        for local, text in found.items():
-            stack_dump.append_to_stack_file(processes[local].error_file.parent, text)
-        return found
-
-    def dump_stacks_of(self, local_ranks: Collection[int]) -> Mapping[int, str]:
+    def dump_stacks(self, local_ranks: Collection[int], *, save: bool = False) -> Mapping[int, str]:
         asked, processes = self._channels.stack_dumpers(), dict(self._processes)
         ours = {n: processes[n].pid for n in asked if n in processes and n in local_ranks}
-        return stack_dump.collect_stacks(
+        stacks = stack_dump.collect_stacks(
             {local: (pid, *asked[local]) for local, pid in ours.items()}
         )
+        if save:
+            for local, text in stacks.items():
+                stack_dump.append_to_stack_file(processes[local].error_file.parent, text)
+        return stacks
 
-    def stop_ranks(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
         self._stopped = self._stopped or bool(local_ranks)
         # A worker that stands still (SIGSTOP, a debugger) would not hear of SIGTERM alone.
         for number in (signal.SIGKILL,) if force else (signal.SIGTERM, signal.SIGCONT):
@@ -472,14 +469,8 @@ class LocalWorkers(Workers):
                     self._sent.add((local_rank, number))
                     cleanup.signal_group(self._processes[local_rank].pid, number)
 
-    def terminate(self) -> None:
-        self.stop_ranks(self._processes)
-
-    def kill(self) -> None:
-        self.stop_ranks(self._processes, force=True)
-
     def kill_and_wait(self) -> None:
-        self.kill()
+        self.stop(list(self._processes), force=True)
         deadline = monotonic() + REAP_SECONDS
         for local_rank, process in list(self._processes.items()):
             if cleanup.wait_for_exit(process.pid, max(0.0, deadline - monotonic())):

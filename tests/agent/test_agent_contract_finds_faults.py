@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
@@ -80,24 +80,26 @@ class DoesNotForgetTheCollected(LocalWorkers):
 
 class ForgetsWhomItHasAsked(ElasticAgent):
     def start(self, group: WorkerGroup, ended: Ended) -> None:
-        ask = self.workers.terminate
+        ask = self.workers.stop
 
-        def ask_and_forget() -> None:
-            ask()
+        def ask_and_forget(local_ranks: Collection[int], *, force: bool = False) -> None:
+            ask(local_ranks, force=force)
             self.workers = make_workers()
 
-        self.workers.terminate = ask_and_forget  # type: ignore[method-assign]
+        self.workers.stop = ask_and_forget  # type: ignore[method-assign]
         super().start(group, ended)
 
 
 class KillsWithoutAsking(LocalWorkers):
-    def terminate(self) -> None:
-        self.kill()
+    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+        del force
+        super().stop(local_ranks, force=True)
 
 
 class NeverKills(LocalWorkers):
-    def kill(self) -> None:
-        self.terminate()
+    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+        del force
+        super().stop(local_ranks)
 
     def kill_and_wait(self) -> None:
         self.__class__ = LocalWorkers  # type: ignore[assignment]

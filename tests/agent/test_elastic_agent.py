@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -462,9 +462,9 @@ class Listens(OneWorker):
         self.told.set()
         return True
 
-    def terminate(self) -> None:
+    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
         self.terminated += 1
-        super().terminate()
+        super().stop(local_ranks, force=force)
 
 
 class Grows(LoneNode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import pytest
 from lone_agent import OneWorker, Run, running
@@ -39,9 +39,9 @@ class Recorded(OneWorker):
         super().start(group, on_exit)
         self.groups.append((group.generation, group.group_world_size))
 
-    def terminate(self) -> None:
+    def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
         self.history.append("stop")
-        super().terminate()
+        super().stop(local_ranks, force=force)
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:

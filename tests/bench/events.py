@@ -128,7 +128,7 @@ def run_agent(folder: Path, events: bool, rest: float, rests: int, told: Connect
         (folder / "finish").touch()
 
     watcher = threading.Thread(target=watch, daemon=True)
-    result = run_node(config, entrypoint, began=lambda _: watcher.start())
+    result = run_node(config, entrypoint, on_start=lambda _: watcher.start())
     assert result.exit_code == 0, result.reason
     # In the logs and, as a link, in the record of the run.
     assert len([*folder.rglob(FILE)]) == 2 * events

@@ -81,7 +81,7 @@ def test_a_name_that_comes_to_mean_a_host_only_after_its_agent_started_is_hosted
     flags = ("--nnodes", "2", "--rdzv-endpoint", f"train-0.train:{PORT}", *SHORT_LEASE)
     nodes = [host.run(*flags) for host in hosts]
     for node in nodes:
-        node.says("waiting for .*, which serves the store")
+        node.says("waiting for the store at ")
         node.says("the store is unreachable, retrying for 600 s")
     for host in hosts:
         host.know({"train-0.train": hosts[0].address})
@@ -100,7 +100,7 @@ def test_the_first_of_fixed_ranks_waits_for_its_own_name_to_mean_it(cluster: Clu
         host.know({"train-0.train": f"{NETWORK}.99"})
     place = ("--master-addr", "train-0.train", "--rdzv-conf", "keep_alive_interval=0.2")
     nodes = [host.run("--nnodes=2", f"--node-rank={n}", *place) for n, host in enumerate(hosts)]
-    nodes[0].says("hosts the store at train-0.train:29500 once the name means it")
+    nodes[0].says("will host the store at train-0.train:29500 once that name resolves")
     for host in hosts:
         host.know({"train-0.train": hosts[0].address})
     check_one_world(cluster.job.settled(2, seconds=30.0))

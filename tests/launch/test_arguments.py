@@ -43,7 +43,7 @@ def test_elastic_flags_are_read(script: str) -> None:
     config, _ = parse([*flags.split(), "--rdzv-conf", "join_timeout=9,last_call_timeout=0", script])
     assert (config.min_nodes, config.max_nodes, config.max_restarts) == (1, 4, 2)
     assert (config.run_id, config.rdzv_endpoint, config.node_rank) == ("j", "[::1]:29401", 3)
-    assert (config.options.join_timeout, config.limits.last_call_timeout) == (9.0, 0.0)
+    assert (config.options.join_timeout, config.rendezvous_settings.last_call_timeout) == (9.0, 0.0)
     assert config.rdzv_backend == "tcp"
 
 
@@ -273,8 +273,8 @@ def test_one_nodes_own_address_may_be_the_wildcard(script: str) -> None:
 def test_what_a_job_may_lose_is_read(script: str) -> None:
     flags = "--nnodes 1:4 --spares 2 --topology rack7 --store-grace 9 --rdzv-endpoint h,g:7"
     config, _ = parse([*flags.split(), "--rdzv-conf", "is_host=false", script])
-    assert (config.limits.spares, config.limits.quorum) == (2, True)
-    assert (config.topology, config.timing.store_grace) == ("rack7", 9.0)
+    assert (config.rendezvous_settings.spares, config.rendezvous_settings.quorum) == (2, True)
+    assert (config.topology, config.rendezvous_timeouts.store_grace) == ("rack7", 9.0)
     assert (config.endpoints, config.options.is_host) == (("h", "g:7"), False)
 
 
@@ -291,7 +291,7 @@ def test_a_quorum_counts_where_the_store_may_move(
     endpoint: str, conf: str, counts: bool, script: str
 ) -> None:
     config, _ = parse(["--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", conf, script])
-    assert config.limits.quorum is counts
+    assert config.rendezvous_settings.quorum is counts
 
 
 def test_an_unknown_backend_is_refused_by_the_config_too() -> None:
@@ -338,14 +338,14 @@ def test_a_password_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_of_two_words_for_the_time_to_join_torchs_newer_one_counts(script: str) -> None:
     line = ["--rdzv-conf", "timeout=900,join_timeout=600", script]
     told = parse_launch(line, {})
-    assert told.config.timing.join == 600
+    assert told.config.rendezvous_timeouts.join_timeout == 600
     (note,) = told.settings.warnings
     assert note == "ignoring --rdzv-conf timeout=900: join_timeout=600 takes precedence"
 
 
 def test_conf_values_may_be_numbers_or_text() -> None:
     conf = {"keep_alive_interval": 0.5, "keep_alive_max_attempt": "4"}
-    timing = LaunchConfig(rdzv_configs=conf, store_grace=7.0).timing
+    timing = LaunchConfig(rdzv_configs=conf, store_grace=7.0).rendezvous_timeouts
     assert (timing.keep_alive_interval, timing.lease_ttl, timing.store_grace) == (0.5, 2.0, 7.0)
 
 

@@ -16,7 +16,7 @@ from elasticlib.launch.arguments import parse
 from elasticlib.launch.cli import main
 from elasticlib.launch.flags import BUILTIN_BACKENDS
 from elasticlib.launch.launch_config import LaunchConfig
-from elasticlib.launch.rendezvous_setup import open_meeting
+from elasticlib.launch.rendezvous_setup import open_rendezvous
 
 CODE = """
 from elasticlib import DynamicRendezvousHandler, FileStore
@@ -34,7 +34,12 @@ def open_store(request):
 def open_handler(request):
     store = FileStore(request.endpoint, timeout=request.timeout)
     return DynamicRendezvousHandler(
-        store, request.run_id, request.node, request.limits, timing=request.timing, backend="whole"
+        store,
+        request.run_id,
+        request.node,
+        request.settings,
+        timeouts=request.timeouts,
+        backend="whole",
     )
 
 def open_nothing(request):
@@ -83,19 +88,23 @@ def test_a_users_backend_is_named_by_its_function_and_not_imported_before_it_is_
 
 def test_a_backend_is_told_all_that_it_may_need(shelf: Path) -> None:
     given = {"join_timeout": "7", "keep_alive_interval": 0.5, "colour": "red", "user": 5}
-    meeting = open_meeting(config("shelf:open_store", shelf, **given))
+    meeting = open_rendezvous(config("shelf:open_store", shelf, **given))
     (request,) = sys.modules["shelf"].asked
     meeting.close()
     assert (request.endpoint, request.run_id) == (str(shelf / "meeting"), "job")
     assert request.options == {"colour": "red", "user": "5"}
-    assert (request.timing.join, request.timing.refresh, request.timeout) == (7.0, 0.5, 5.0)
-    assert (request.limits.min_nodes, request.node.slots) == (1, 3)
+    assert (
+        request.timeouts.join_timeout,
+        request.timeouts.keep_alive_interval,
+        request.timeout,
+    ) == (7.0, 0.5, 5.0)
+    assert (request.settings.min_nodes, request.node.slots) == (1, 3)
     assert request.node.address
     assert meeting.handler.get_backend() == "shelf:open_store"
 
 
 def test_a_whole_handler_is_used_as_it_is(shelf: Path) -> None:
-    meeting = open_meeting(config("shelf:open_handler", shelf))
+    meeting = open_rendezvous(config("shelf:open_handler", shelf))
     assert meeting.store is None
     assert meeting.handler.get_backend() == "whole"
     assert meeting.handler.shutdown()
@@ -106,7 +115,11 @@ def test_a_whole_handler_is_used_as_it_is(shelf: Path) -> None:
     ("backend", "code", "sentence"),
     [
         ("shelf:open_store", 4, "no job 'job' is there (yet)"),
-        ("shelf:open_handler", 4, "--rdzv-backend shelf:open_handler keeps its store to itself"),
+        (
+            "shelf:open_handler",
+            4,
+            "shelf:open_handler has no store that can be read",
+        ),
         ("zk", 2, "--rdzv-backend must be one of tcp,"),
     ],
 )
@@ -129,12 +142,12 @@ def test_a_job_in_anothers_store_is_asked_by_the_same_name(
 )
 def test_a_backend_that_breaks_is_named(shelf: Path, backend: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=f"rdzv_backend {backend} {sentence}"):
-        open_meeting(config(backend, shelf))
+        open_rendezvous(config(backend, shelf))
 
 
 def test_what_a_backend_refuses_is_refused_in_its_words(shelf: Path) -> None:
     with pytest.raises(ConfigError, match=r"^shelf has no option size$"):
-        open_meeting(config("shelf:open_store", shelf, size="7"))
+        open_rendezvous(config("shelf:open_store", shelf, size="7"))
 
 
 REFUSED: list[tuple[Callable[[LaunchConfig], LaunchConfig], str]] = [

@@ -11,7 +11,7 @@ import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job
 from modules import path_with
 
-from elasticlib.launch.elastic_launch import _elsewhere
+from elasticlib.launch.elastic_launch import _remote_status_hint
 from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.observe.history import GenerationTrigger
 from elasticlib.observe.reading import read_history
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.faults
 
 @pytest.mark.parametrize(
     ("endpoint", "more"),
-    [("n1", " (on other machines: elasticlib status n1:29400)"), ("127.0.0.1:7", "")],
+    [("n1", ' (from other machines: "elasticlib status n1:29400")'), ("127.0.0.1:7", "")],
 )
 def test_a_run_of_several_nodes_says_how_to_see_it_from_a_login_node(
     endpoint: str, more: str
 ) -> None:
     config = LaunchConfig(min_nodes=2, max_nodes=2, run_id="j", rdzv_endpoint=endpoint)
-    assert _elsewhere(config) == more
-    assert _elsewhere(LaunchConfig()) == ""
+    assert _remote_status_hint(config) == more
+    assert _remote_status_hint(LaunchConfig()) == ""
 
 
 def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job: Job) -> None:
@@ -41,7 +41,7 @@ def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job
     assert agent.exit_code() == 0
     (folder,) = logs.iterdir()
     begun = agent.text.splitlines()[0]
-    assert begun.endswith("elasticrun: run a b begins: elasticlib status 'a b' shows it")
+    assert begun.endswith("elasticrun: run a b started; status: \"elasticlib status 'a b'\"")
     *_, first, generation, lost, places, last = agent.text.splitlines()
     assert "s in 2 generations" in first
     assert generation.startswith("  generation 2 after a failure, ")

@@ -8,7 +8,7 @@ from typing import Any
 
 from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.observed import answering, stacks_of
-from elasticlib.launch.rendezvous_setup import open_meeting
+from elasticlib.launch.rendezvous_setup import open_rendezvous
 from elasticlib.observe.journal import NodeJournal
 from elasticlib.observe.published import StatusReader
 from elasticlib.testing.waiting import wait_until
@@ -27,8 +27,8 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
         get_worker_group=lambda: SimpleNamespace(workers=workers),
         workers=SimpleNamespace(
             running=lambda: {local: f"pid {local}" for local in range(4)},
-            dump_stacks_of=dump,
-            beats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
+            dump_stacks=dump,
+            heartbeats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
         ),
     )
     found = stacks_of(agent)(frozenset({5, 6, 9}))
@@ -37,11 +37,13 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
 
 
 def test_a_node_says_since_when_the_store_has_its_word() -> None:
-    agent: Any = SimpleNamespace(workers=SimpleNamespace(beats=dict), silent=lambda: 0.0)
+    agent: Any = SimpleNamespace(workers=SimpleNamespace(heartbeats=dict), stalled_s=lambda: 0.0)
     with contextlib.ExitStack() as stack:
-        meeting = open_meeting(LaunchConfig())
+        meeting = open_rendezvous(LaunchConfig())
         stack.callback(meeting.close)
-        journal = stack.enter_context(contextlib.closing(NodeJournal(meeting.run_id, meeting.me)))
+        journal = stack.enter_context(
+            contextlib.closing(NodeJournal(meeting.run_id, meeting.node_id))
+        )
         meeting.handler.next_rendezvous()
         stack.callback(meeting.handler.shutdown)
         stack.enter_context(answering(meeting, journal, agent))

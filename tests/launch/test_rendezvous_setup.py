@@ -16,7 +16,7 @@ from elasticlib import (
     RendezvousTimeouts,
     TcpStoreServer,
 )
-from elasticlib.launch.rendezvous_setup import Meeting
+from elasticlib.launch.rendezvous_setup import RendezvousSetup
 from elasticlib.rendezvous.interface import RendezvousInfo
 from elasticlib.testing.waiting import wait_until
 
@@ -59,7 +59,7 @@ class Departure:
         wait_until("the other hears of it", lambda: self.other.wait_for_change(0.1))
         self.next: Future[RendezvousInfo] | None = None
 
-    def serve(self, *, stop_after: float | None, stopping: float) -> float:
+    def serve(self, *, stop_after: float | None, stop_timeout: float) -> float:
         """How long the host serves, where the other stops its workers after so many seconds."""
         began = time.monotonic()
 
@@ -71,8 +71,10 @@ class Departure:
             return False
 
         with TcpStoreServer("127.0.0.1", 0) as server:
-            meeting = Meeting(self.host, self.store, server, "job", "host")
-            meeting.hand_over(go_on, TIMING, needed=1, stopping=stopping)
+            meeting = RendezvousSetup(self.host, self.store, server, "job", "host")
+            meeting.serve_until_handover(
+                go_on, TIMING, min_remaining_nodes=1, stop_timeout=stop_timeout
+            )
         assert (self.next is not None) == (stop_after is not None), "the store was gone by then"
         return time.monotonic() - began
 
@@ -91,7 +93,7 @@ def departure(request: pytest.FixtureRequest) -> Iterator[Departure]:
 def test_a_host_serves_for_as_long_as_the_others_may_take_to_stop_their_workers_and_meet(
     departure: Departure,
 ) -> None:
-    assert 3 * CLOSE <= departure.serve(stop_after=3 * CLOSE, stopping=60.0) < 30.0
+    assert 3 * CLOSE <= departure.serve(stop_after=3 * CLOSE, stop_timeout=60.0) < 30.0
     assert departure.next is not None
     assert departure.next.result(60).world_size == 1
 
@@ -100,10 +102,10 @@ def test_a_host_serves_for_as_long_as_the_others_may_take_to_stop_their_workers_
 def test_others_who_have_stopped_but_do_not_meet_are_served_for_the_close_timeout(
     departure: Departure,
 ) -> None:
-    assert CLOSE < departure.serve(stop_after=0.1, stopping=60.0) < 30.0
+    assert CLOSE < departure.serve(stop_after=0.1, stop_timeout=60.0) < 30.0
 
 
 def test_others_who_never_stop_their_workers_are_served_for_as_long_as_a_stop_may_take(
     departure: Departure,
 ) -> None:
-    assert 3 * CLOSE <= departure.serve(stop_after=None, stopping=2 * CLOSE) < 30.0
+    assert 3 * CLOSE <= departure.serve(stop_after=None, stop_timeout=2 * CLOSE) < 30.0

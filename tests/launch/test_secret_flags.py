@@ -16,7 +16,7 @@ from test_elasticrun import DUMP, RUN
 from elasticlib.errors import ConfigError
 from elasticlib.launch.endpoints import read_secret
 from elasticlib.launch.launch_config import LaunchConfig
-from elasticlib.launch.rendezvous_setup import open_meeting
+from elasticlib.launch.rendezvous_setup import open_rendezvous
 
 VARIABLE = "ELASTICLIB_SECRET"
 S = b"sixteen or more bytes"
@@ -75,8 +75,8 @@ def test_a_secret_that_nobody_is_asked_for_is_mentioned(
 ) -> None:
     place = str(tmp_path / "meeting")
     config = LaunchConfig(rdzv_backend="file", rdzv_endpoint=place, run_id="job")
-    open_meeting(config, b"open sesame, please").close()
-    assert "the secret is not used: it is not for file" in caplog.text
+    open_rendezvous(config, b"open sesame, please").close()
+    assert "ignoring the secret: the file backend does not use it" in caplog.text
 
 
 @pytest.mark.faults

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from elasticlib import LaunchConfig, TcpStore, TcpStoreServer
-from elasticlib.launch.addresses import is_ours, outward_address, resolve
-from elasticlib.launch.store_host import TcpMeetingPlace
+from elasticlib.launch.addresses import is_local_address, outward_address, resolve
+from elasticlib.launch.store_host import TcpStoreHost
 
 
 class WithoutIPv6(socket.socket):
@@ -37,7 +37,7 @@ def test_a_kernel_without_ipv6_hosts_and_dials_at_the_other_addresses_of_a_name(
     monkeypatch.setattr(socket, "socket", WithoutIPv6)
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     config = LaunchConfig(max_nodes=2, run_id="job", rdzv_endpoint=f"localhost:{port}")
-    server, store = TcpMeetingPlace(config, None).open()
+    server, store = TcpStoreHost(config, None).open()
     assert server is not None
     with server, store, TcpStore("localhost", port, job="job", connect_timeout=5.0) as other:
         assert other.set("key", b"value") == store.get("key")
@@ -50,7 +50,7 @@ def test_a_link_local_address_keeps_the_scope_without_which_it_means_nothing() -
         pytest.skip("no interface here has a link-local address")
     address = f"{link_local(link)}%{link}"
     assert resolve(address, 1) == [address]
-    assert is_ours(address)
+    assert is_local_address(address)
     with TcpStoreServer(address, 0, job="job") as server:
         assert server.host == address
         with TcpStore(server.host, server.port, job="job") as store:

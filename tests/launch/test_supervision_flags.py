@@ -56,7 +56,7 @@ def test_workers_ignore_what_drains_but_never_what_stops_them() -> None:
 def test_the_seconds_reach_the_agent_and_the_job(script: str) -> None:
     config, _ = parse(["--checkpoint-grace=60", "--restart-window=3600", script])
     assert config.supervision.agent.checkpoint_grace == 60.0
-    assert config.limits.restart_window == 3600
+    assert config.rendezvous_settings.restart_window == 3600
 
 
 def test_the_help_tells_the_exit_codes_and_the_true_defaults() -> None:
@@ -111,7 +111,7 @@ def test_a_notice_of_a_resize_says_when_and_an_immediate_one_is_none() -> None:
     assert AgentOptions(resize_mode="immediate").make_notice("resize") is None
     assert AgentOptions(resize_mode="at-step").make_notice("resize") == StopNotice("resize", 30.0)
     assert AgentOptions(resize_mode="immediate").make_notice("drain") == StopNotice("drain", 30.0)
-    with pytest.raises(ConfigError, match="resize is one of immediate, at-step, got"):
+    with pytest.raises(ConfigError, match="resize_mode is one of immediate, at-step, got"):
         AgentOptions(resize_mode="later")
 
 

@@ -20,11 +20,11 @@ from torch.distributed.launcher import elastic_launch as torch_launch
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from elasticlib import AgentOptions, LaunchConfig, LocalWorkers, SupervisionOptions, elastic_launch
-from elasticlib.compat.launching import ours
+from elasticlib.compat.torch_launch import to_launch_config
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse_launch
-from elasticlib.launch.elastic_launch import shutdown_seconds
-from elasticlib.launch.own_workers import local_workers
+from elasticlib.launch.elastic_launch import shutdown_timeout_of
+from elasticlib.launch.worker_setup import create_local_workers
 from elasticlib.workers.spec import Function, Module, Script, WorkerSpec
 
 # On this machine no worker could be bound, so these never go further than the config.
@@ -55,7 +55,7 @@ def test_the_defaults_are_torchs_but_for_those_that_are_named_here() -> None:
         if field.name not in other:
             drawn = field.default is dataclasses.MISSING
             assert getattr(mine, field.name) == ({} if drawn else field.default), field.name
-    assert ours(theirs, LaunchConfig).supervision == mine.supervision
+    assert to_launch_config(theirs, LaunchConfig).supervision == mine.supervision
 
 
 def test_a_config_of_torch_is_read_field_by_field(tmp_path: Path) -> None:
@@ -76,14 +76,16 @@ def test_a_config_of_torch_is_read_field_by_field(tmp_path: Path) -> None:
         shutdown_timeout=4,
         numa_options=NODE,
     )
-    mine = ours(theirs, LaunchConfig)
+    mine = to_launch_config(theirs, LaunchConfig)
     assert (mine.min_nodes, mine.max_nodes, mine.nproc_per_node) == (2, 4, 8)
     assert (mine.run_id, mine.role, mine.max_restarts) == ("job", "trainer", 9)
     said = "--nproc-per-node 2 --redirects 1:1 --tee 3"
     flags = parse_launch([*said.split(), __file__], {}).config
     assert (mine.log_dir, mine.redirects, mine.tee) == (str(tmp_path), flags.redirects, flags.tee)
     assert mine.local_ranks_filter == frozenset({0, 1})
-    assert mine.timing.join == 7  # torch has added a timeout of 900, which its c10d does not read
+    assert (
+        mine.rendezvous_timeouts.join_timeout == 7
+    )  # torch has added a timeout of 900, which its c10d does not read
     assert mine.supervision.agent.stop_signals == (signal.SIGTERM, signal.SIGUSR2)
     assert mine.supervision.agent.drain_signals == ()
     assert (mine.start_method, mine.numa_binding) == ("forkserver", "node")
@@ -97,9 +99,9 @@ def test_a_field_that_a_newer_torch_has_is_refused_where_it_says_something() -> 
         cooling: str = "none"
 
     place = {"logs_specs": DefaultLogsSpecs(os.devnull), "rdzv_backend": "c10d"}
-    assert ours(Newer(1, 1, 6, **place), LaunchConfig).nproc_per_node == 6
+    assert to_launch_config(Newer(1, 1, 6, **place), LaunchConfig).nproc_per_node == 6
     with pytest.raises(ConfigError, match="the field cooling of torch's LaunchConfig"):
-        ours(Newer(1, 1, 1, cooling="water", **place), LaunchConfig)
+        to_launch_config(Newer(1, 1, 1, cooling="water", **place), LaunchConfig)
 
 
 def test_one_node_at_port_0_of_its_own_meets_nobody() -> None:
@@ -141,17 +143,17 @@ def test_a_static_rank_and_a_timeout_are_had_by_torchs_names() -> None:
         rdzv_configs={"rank": 1},
         rdzv_timeout=5,
     )
-    assert (config.node_rank, config.timing.join_timeout) == (1, 5)
+    assert (config.node_rank, config.rendezvous_timeouts.join_timeout) == (1, 5)
 
 
 def test_torchs_variable_says_how_long_a_stop_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shutdown_seconds(LaunchConfig()) == 30
+    assert shutdown_timeout_of(LaunchConfig()) == 30
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
-    assert shutdown_seconds(LaunchConfig()) == 7
-    assert shutdown_seconds(LaunchConfig(shutdown_timeout=3)) == 3
+    assert shutdown_timeout_of(LaunchConfig()) == 7
+    assert shutdown_timeout_of(LaunchConfig(shutdown_timeout=3)) == 3
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon")
     with pytest.raises(ConfigError, match=r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT .*'soon'"):
-        shutdown_seconds(LaunchConfig())
+        shutdown_timeout_of(LaunchConfig())
 
 
 def test_workers_that_cannot_be_bound_run_all_the_same_where_that_is_asked_for(
@@ -160,10 +162,10 @@ def test_workers_that_cannot_be_bound_run_all_the_same_where_that_is_asked_for(
     # The stub of torch has no torch.numa.
     environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
     with pytest.raises(ConfigError, match=r"node: torch\.numa cannot bind 1 workers"):
-        local_workers(LaunchConfig(numa_options=NODE), environment)
+        create_local_workers(LaunchConfig(numa_options=NODE), environment)
     anywhere = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
-    local_workers(LaunchConfig(numa_options=anywhere), environment).close()
-    assert "workers run on any processors: --numa-binding node" in caplog.text
+    create_local_workers(LaunchConfig(numa_options=anywhere), environment).close()
+    assert "workers are not bound to CPUs: --numa-binding node" in caplog.text
 
 
 class CustomLogsSpecs(DefaultLogsSpecs):
@@ -176,7 +178,7 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(stop_signals=(signal.SIGUSR
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"metrics_cfg": {"a": "b"}}, "metrics_cfg has no effect in torch either"),
+        ({"metrics_cfg": {"a": "b"}}, "metrics_cfg must be empty"),
         ({"event_log_handler": "console"}, "event_log_handler must be 'null', got 'console': "),
         ({"logs_specs": 3}, "logs_specs must be torch's DefaultLogsSpecs or None, got 3: "),
         (
@@ -185,22 +187,22 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(stop_signals=(signal.SIGUSR
         ),
         (
             {"logs_specs": DefaultLogsSpecs(os.devnull, tee=Std.ALL)},
-            "logs_specs sends output to files, and its log_dir is /dev/null",
+            "logs_specs writes output to files, so its log_dir must not be /dev/null",
         ),
         (
             {
                 "logs_specs": DefaultLogsSpecs("/", redirects=Std.OUT),
                 "redirects": parse_launch(["--redirects", "2", __file__], {}).config.redirects,
             },
-            "logs_specs says redirects=.*: say it in one of them",
+            "logs_specs has redirects=.*: give only one of them",
         ),
-        ({"numa_options": "node"}, "numa_options is torch's NumaOptions"),
-        ({"numa_options": NODE, "numa_binding": "socket"}, "numa_options says numa_binding='node'"),
+        ({"numa_options": "node"}, "numa_options must be torch's NumaOptions"),
+        ({"numa_options": NODE, "numa_binding": "socket"}, "numa_options has numa_binding='node'"),
         ({"signals_to_handle": "SIGWHAT"}, "signals_to_handle is names of signals"),
         ({"signals_to_handle": "SIGKILL"}, "signals_to_handle: SIGKILL cannot mean that"),
         (
             {"signals_to_handle": "SIGHUP", "supervision": SIGUSR1_ENDS},
-            "signals_to_handle says SIGHUP, and supervision something else",
+            "signals_to_handle .SIGHUP. and supervision disagree",
         ),
         ({"rdzv_timeout": 0}, "timeout must be a positive number of seconds"),
         (
@@ -208,14 +210,17 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(stop_signals=(signal.SIGUSR
             r"start_method .* must be one of forkserver, spawn, fork, got",
         ),
         ({"shutdown_timeout": -1}, "shutdown_timeout must be seconds from 0"),
-        ({"duplicate_stdout_filters": "loss"}, "filters are a list of texts, got the text 'loss'"),
+        (
+            {"duplicate_stdout_filters": "loss"},
+            "filters must be a list of strings",
+        ),
         (
             {
                 "rdzv_backend": "static",
                 "rdzv_endpoint": "node0:29500",
                 "rdzv_configs": {"rank": "first"},
             },
-            "rdzv_configs rank is a whole number, got 'first'",
+            "rdzv_configs rank must be an integer, got 'first'",
         ),
         (
             {"rdzv_configs": {"rank": 1, "store_type": "file", "colour": "red", "hue": "x"}},

@@ -18,7 +18,7 @@ from elasticlib.errors import (
     StoreRejectedError,
 )
 from elasticlib.launch.launch_config import LaunchConfig
-from elasticlib.launch.store_host import TcpMeetingPlace
+from elasticlib.launch.store_host import TcpStoreHost
 from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
@@ -231,7 +231,7 @@ def test_agents_host_and_move_in_the_order_of_the_endpoint_list(world: World) ->
         for conf in (quick, quick, {**quick, "is_host": "false"})
     ]
     with ExitStack() as stack:
-        stores = [TcpMeetingPlace(config, None).open()[1] for config in configs]
+        stores = [TcpStoreHost(config, None).open()[1] for config in configs]
         for store in stores:
             stack.enter_context(store)
             store.get("key")

@@ -16,7 +16,7 @@ from test_local import Run, shell
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import process_entry
 from elasticlib.workers.cleanup import CleanupProcess
-from elasticlib.workers.interface import DRAIN, StopNotice
+from elasticlib.workers.interface import DRAIN, StopNotice, Workers
 from elasticlib.workers.spec import Script
 
 TRAINS = """
@@ -41,6 +41,10 @@ def training(run: Run) -> Run:
     return run.start(Script(str(script)), count=2)
 
 
+def have_stepped(workers: Workers) -> bool:
+    return all(beat.num_steps for beat in workers.heartbeats().values())
+
+
 def test_what_workers_report_is_known_while_they_run_and_after_they_have_ended(run: Run) -> None:
     workers = training(run).workers
     wait_until(
@@ -48,7 +52,7 @@ def test_what_workers_report_is_known_while_they_run_and_after_they_have_ended(r
         lambda: all(workers.heartbeats()[local].num_steps > 2 for local in (0, 1)),
     )
     assert all(beat.is_attached and beat.num_saves for beat in workers.heartbeats().values())
-    workers.kill()
+    workers.stop(workers.running(), force=True)
     ended = {run.end().local_rank, run.end().local_rank}
     assert workers.heartbeats() == {}
     workers.close()
@@ -64,11 +68,13 @@ def test_the_stacks_of_workers_are_told_and_those_for_people_are_kept(run: Run) 
     )
     assert all(beat.can_dump_stacks for beat in workers.heartbeats().values())
     wait_until(
-        "the stack of worker 1", lambda: " in train\n" in workers.dump_stacks_of((1,)).get(1, "")
+        "the stack of worker 1", lambda: " in train\n" in workers.dump_stacks((1,)).get(1, "")
     )
-    assert set(workers.dump_stacks_of((1,))) <= {1}
+    assert set(workers.dump_stacks((1,))) <= {1}
     assert not [*run.folder.glob("*/attempt_0/*/stacks.txt")]
-    wait_until("the stacks of both workers", lambda: [*workers.dump_stacks()] == [0, 1])
+    wait_until(
+        "the stacks of both workers", lambda: [*workers.dump_stacks((0, 1), save=True)] == [0, 1]
+    )
     assert all(" in train\n" in run.file("stacks.txt", local) for local in (0, 1))
     assert run.file("stacks.txt").startswith("Stack (most recent call first):")
 

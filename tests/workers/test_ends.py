@@ -63,7 +63,7 @@ def test_a_worker_whose_exit_code_somebody_else_took_has_not_succeeded(run: Run)
     os.waitpid(int(name.removeprefix("pid ")), 0)
     exit_ = run.end()
     assert (exit_.succeeded, exit_.has_failed, exit_.returncode) == (False, True, 1)
-    assert "ended, but other code in the agent's process took its exit code" in exit_.describe()
+    assert "exited, but other code in the agent's process took its exit code" in exit_.describe()
 
 
 @pytest.mark.parametrize("prefix", ["workers-loop", "workers-output"])
@@ -229,7 +229,7 @@ def test_who_collects_workers_reads_nothing_of_other_processes(
     )
     reads.listings.clear()
     reads.files.clear()
-    run.workers.kill()
+    run.workers.stop(run.workers.running(), force=True)
     assert {run.end().signal for _ in pids} == {"SIGKILL"}
     assert threading.current_thread().name not in reads.listings
     assert "workers-loop" not in reads.listings

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import errors as torchs
 
 from elasticlib import ChildFailedError, RunResult, WorkerState, record
 from elasticlib.agent.interface import RootCause
-from elasticlib.compat.failures import ProcessFailure, failure_of, failures_of
+from elasticlib.compat.failures import ProcessFailure, to_process_failure, to_process_failures
 from elasticlib.errors import NoFailureError
 from elasticlib.workers.exits import WorkerExit
 
@@ -61,14 +61,14 @@ def test_a_failure_made_of_an_error_file_is_what_torchs_is(
 
 
 def test_a_worker_that_left_no_error_file_is_told_by_its_end() -> None:
-    killed = failure_of(WorkerExit(0, 3, 77, -9, failed_at=5.5))
+    killed = to_process_failure(WorkerExit(0, 3, 77, -9, failed_at=5.5))
     assert killed.error_file == torchs.ProcessFailure(0, 77, -9, "").error_file == "<N/A>"
     assert (killed.message, killed.timestamp) == (
         "was killed by SIGKILL (not sent by this agent)",
         5,
     )
-    assert failure_of(WorkerExit(0, 3, 77, -40)).signal_name() == "<N/A>"
-    assert ProcessFailure(0, 77, 3, "").text == "exited with code 3, and left no error file"
+    assert to_process_failure(WorkerExit(0, 3, 77, -40)).signal_name() == "<N/A>"
+    assert ProcessFailure(0, 77, 3, "").text == "exited with code 3 and wrote no error file"
 
 
 def exit_of(rank: int, returncode: int = 1, **more: Any) -> WorkerExit:
@@ -80,15 +80,15 @@ def test_the_first_failure_is_the_one_that_others_followed() -> None:
     first = exit_of(1, is_still_exiting=True, **wrote)
     follower = exit_of(0, -6, failed_at=5.0, preceding_failure=first)
     ended = exit_of(1, 7, **wrote)
-    failures = failures_of({0: follower, 1: ended})
+    failures = to_process_failures({0: follower, 1: ended})
     assert list(failures) == [1, 0]
     assert ChildFailedError("train", failures).get_first_failure() == (1, failures[1])
     assert failures[1].exitcode == 7
-    assert list(failures_of({0: follower})) == [1, 0]
+    assert list(to_process_failures({0: follower})) == [1, 0]
 
 
 def test_an_error_names_all_failures_and_ends_with_the_first_ones_traceback(tmp_path: Path) -> None:
-    others = failure_of(exit_of(0, -6, failed_at=1700000001.0))
+    others = to_process_failure(exit_of(0, -6, failed_at=1700000001.0))
     error = ChildFailedError("train", {0: others, 1: ProcessFailure(1, 71, 1, written(tmp_path))})
     lines = str(error).splitlines()
     assert lines[0] == "train: workers failed"
@@ -123,7 +123,7 @@ def test_where_no_worker_of_this_node_failed_the_first_one_of_another_is_told() 
 )
 def test_where_nobody_is_known_to_have_failed_that_is_said(result: RunResult | None) -> None:
     error = ChildFailedError("train", {}, result)
-    with pytest.raises(NoFailureError, match="train: no worker is known to have failed: "):
+    with pytest.raises(NoFailureError, match="train: no failure of a worker is known: "):
         error.get_first_failure()
     assert str(error).startswith("train: ")
 
@@ -163,7 +163,7 @@ def test_a_record_that_went_with_its_run_is_passed_on_and_the_temporary_one_remo
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    failure = failure_of(exit_of(0, error_data=RECORD))
+    failure = to_process_failure(exit_of(0, error_data=RECORD))
     assert failure.error_file == "<N/A>"
     error = ChildFailedError("train", {0: failure})
     for handler in (None, torchs.get_error_handler()):
@@ -175,7 +175,9 @@ def test_a_record_that_went_with_its_run_is_passed_on_and_the_temporary_one_remo
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("failures", [{}, {0: failure_of(exit_of(0, -9))}], ids=["none", "killed"])
+@pytest.mark.parametrize(
+    "failures", [{}, {0: to_process_failure(exit_of(0, -9))}], ids=["none", "killed"]
+)
 def test_a_launch_without_a_record_of_its_failure_is_recorded_itself(
     failures: dict[int, ProcessFailure], error_file: Path
 ) -> None:

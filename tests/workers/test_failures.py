@@ -379,7 +379,7 @@ def test_a_terminal_is_handed_on_to_the_worker(run: Run) -> None:
 
 def test_what_died_of_our_own_stop_is_not_told_as_somebody_elses_deed(run: Run) -> None:
     run.start(shell("while :; do sleep 1; done"), count=2)
-    run.workers.kill()
+    run.workers.stop(run.workers.running(), force=True)
     for exit_ in (run.end(), run.end()):
         assert exit_.describe().endswith("was killed by SIGKILL (sent by this agent)")
         assert not exit_.has_failed
@@ -389,7 +389,7 @@ def test_a_signal_that_somebody_else_sent_is_not_told_as_ours_after_a_stop(run: 
     # As scancel's, which reaches the workers while their agent has only asked them to save.
     run.writing("1", "0").start(shell("trap '' TERM; echo ready; while :; do sleep 1; done"))
     wait_until("the worker to ignore SIGTERM", lambda: "ready" in run.file("stdout.log"))
-    run.workers.terminate()
+    run.workers.stop(run.workers.running())
     os.kill(int(run.workers.running()[0].removeprefix("pid ")), signal.SIGKILL)
     exit_ = run.end()
     assert exit_.describe().endswith("was killed by SIGKILL (not sent by this agent)")

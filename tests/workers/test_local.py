@@ -205,9 +205,9 @@ def test_all_workers_are_asked_at_once_and_killed_together(run: Run) -> None:
         len(file.read_text()) > 0 for file in run.folder.glob("*/attempt_0/*/stdout.log")
     )
     wait_until("three workers to start", lambda: lines() == 3)
-    run.workers.terminate()
+    run.workers.stop(run.workers.running())
     assert run.ends.empty()
-    run.workers.kill()
+    run.workers.stop(run.workers.running(), force=True)
     assert {run.end().signal for _ in range(3)} == {"SIGKILL"}
 
 
@@ -219,7 +219,7 @@ def test_a_worker_that_stands_still_hears_that_it_is_to_stop(run: Run) -> None:
     )
     stat = Path(f"/proc/{int(run.file('stdout.log'))}/stat")
     wait_until("the worker to be stopped", lambda: ") T " in stat.read_text())
-    run.workers.terminate()
+    run.workers.stop(run.workers.running())
     assert run.end().returncode == 5
     assert run.file("stdout.log").endswith("heard\n")
 

@@ -29,10 +29,10 @@ from ...agent.options import SignalObserver
 from ...clock import monotonic
 from ...errors import ConfigError, ElasticError, StoreError
 from ...launch.console import start_logging
-from ...launch.elastic_launch import run_node, shutdown_seconds
+from ...launch.elastic_launch import run_node, shutdown_timeout_of
 from ...launch.launch_config import LaunchConfig
 from ...launch.launcher_process import raise_open_file_limit
-from ...launch.store_host import CONNECT_SECONDS, SPARE_DESCRIPTORS
+from ...launch.store_host import CONNECT_TIMEOUT_S, RESERVED_DESCRIPTORS
 from ...rendezvous.store_layout import JobListing, StoreKeys
 from ...signals import signal_name
 from ...stores.authentication import SECRET_ENV as SECRET
@@ -231,7 +231,7 @@ class NodeAgent:
         start_logging(self._order.level, "%(asctime)s elasticlib: %(message)s")
         self._be_like_the_driver()
         try:
-            return run_node(self._order.config, self._order.entrypoint, began=self._began)
+            return run_node(self._order.config, self._order.entrypoint, on_start=self._began)
         except ElasticError as error:
             return error
 
@@ -291,7 +291,7 @@ def run_on(
     run_id = str(uuid.uuid4()) if config.run_id == "none" else config.run_id
     secret = secrets.token_hex(32)
     # As many again are the server's to spare, for all else that this process does.
-    raise_open_file_limit(config.max_nodes + 2 * SPARE_DESCRIPTORS)
+    raise_open_file_limit(config.max_nodes + 2 * RESERVED_DESCRIPTORS)
     address = ray.util.get_node_ip_address()
     with TcpStoreServer(address, 0, job=run_id, secret=secret.encode()) as server:
         order = Order(
@@ -359,7 +359,7 @@ class Driver:
             server.host,
             server.port,
             job=order.config.run_id,
-            connect_timeout=CONNECT_SECONDS,
+            connect_timeout=CONNECT_TIMEOUT_S,
             secret=order.secret.encode(),
         )
         self._new_agent = ray.remote(NodeAgent).options
@@ -368,7 +368,7 @@ class Driver:
             {name: amount for name, amount in resources.items() if amount},
             order.config.min_nodes,
             order.config.max_nodes,
-            join=order.config.timing.join_timeout,
+            join=order.config.rendezvous_timeouts.join_timeout,
         )
         self._agents: dict[int, _Agent] = {}
         self._count = 0
@@ -433,7 +433,9 @@ class Driver:
     def _end(self, seconds: float) -> None:
         """No agent is placed any more, and those that run have so long to come to their end."""
         if self._deadline is None:
-            self._deadline = monotonic() + seconds + self._config.timing.close_timeout + MARGIN
+            self._deadline = (
+                monotonic() + seconds + self._config.rendezvous_timeouts.close_timeout + MARGIN
+            )
         for number in [number for number, agent in self._agents.items() if not agent.runs]:
             self._drop(number)
 
@@ -446,7 +448,9 @@ class Driver:
         """A signal goes to all agents that run; those that wait are not waited for."""
         log.warning("%s: passed on to all agents", signal_name(number))
         self._asked = number
-        self._end(self._config.supervision.agent.checkpoint_grace + shutdown_seconds(self._config))
+        self._end(
+            self._config.supervision.agent.checkpoint_grace + shutdown_timeout_of(self._config)
+        )
         for agent in self._agents.values():
             agent.actor.heed.remote(number)
 
@@ -519,7 +523,7 @@ class Driver:
         else:
             self._results.append(value)
             self._drop(number)
-            self._end(shutdown_seconds(self._config))
+            self._end(shutdown_timeout_of(self._config))
 
     def _goes_on(self) -> bool:
         """Whether the job does, although one of its agents has failed."""
@@ -535,7 +539,7 @@ class Driver:
         self._drop(number)
         log.warning("agent %d on Ray node %s is lost: %s", number, agent.node[:8], reason)
         if self._deadline is None and self._job_is_over():
-            self._end(shutdown_seconds(self._config))
+            self._end(shutdown_timeout_of(self._config))
 
     def _job_is_over(self) -> bool:
         """Whether its nodes have written down that it is."""

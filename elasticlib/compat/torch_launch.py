@@ -1,8 +1,8 @@
-"""What a launch has of torch: its `LaunchConfig` fields, torchrun's variables, and its shapes.
+"""torch's part of a launch: the fields of its `LaunchConfig`, and torchrun's variables.
 
-Each field and variable means what it means there, or is refused with the reason. What a field says
-is found in ours afterwards, so that everything else reads those alone; saying one thing twice is no
-mistake, and saying two things is one. torch itself is not imported here.
+Each field and variable has torch's meaning, or is rejected with a reason. The value of a torch
+field is copied into elasticlib's field, so that other code reads only that one. Both may be given
+if they agree. torch itself is not imported here.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ TORCH_DEFAULT_TIMEOUT_S = 900  # torch writes it into rdzv_configs as `timeout` 
 
 # -- fields of LaunchConfig -----------------------------------------------------------------------
 
-LOGS_SPECS = ("torch.distributed.elastic.multiprocessing.api", "DefaultLogsSpecs")
+_DEFAULT_LOGS_SPECS = ("torch.distributed.elastic.multiprocessing.api", "DefaultLogsSpecs")
 
 
 def texts(value: Iterable[str] | None) -> tuple[str, ...]:
-    """A list of texts, which torch lets be None."""
+    """Return a tuple of strings. torch allows None for none."""
     if isinstance(value, str):
-        raise ConfigError(f"filters are a list of texts, got the text {value!r}")
+        raise ConfigError(f"filters must be a list of strings, got the string {value!r}")
     return tuple(value or ())
 
 
 def plain_values(config: LaunchConfig) -> dict[str, Any]:
-    """What torch's fields of a config say, as values of the fields that are read.
+    """Return the values of torch's fields as values of elasticlib's fields.
 
     Raises:
-        ConfigError: one of them cannot be heeded, or contradicts a field of ours.
+        ConfigError: a field is not supported, or contradicts a field of elasticlib.
     """
     if config.metrics_cfg:
         raise ConfigError(
-            "metrics_cfg has no effect in torch either, and is refused here: leave it empty and "
-            f"give an observe_port; got {dict(config.metrics_cfg)!r}"
+            "metrics_cfg must be empty, because it has no effect, in torch either: use "
+            f"observe_port; got {dict(config.metrics_cfg)!r}"
         )
     if config.event_log_handler != "null":
         raise ConfigError(
             f"event_log_handler must be 'null', got {config.event_log_handler!r}: "
             f"{TORCHRUN_ONLY['event_log_handler']}"
         )
-    return {**_meeting(config), **_logs(config), **_binding(config), **_signals(config)}
+    return {**_rendezvous(config), **_logs(config), **_binding(config), **_signals(config)}
 
 
-def _meeting(config: LaunchConfig) -> dict[str, Any]:
-    """Where and as whom, with torch's ways to say that nobody else will come."""
+def _rendezvous(config: LaunchConfig) -> dict[str, Any]:
+    """Return endpoint, backend, rank and run id, with torch's forms of a single-node job."""
     found: dict[str, Any] = {}
     tcp = config.rdzv_backend in ("tcp", "c10d", "static")
     if config.max_nodes == 1 and tcp and is_any_port_here(config.rdzv_endpoint):
@@ -85,7 +85,7 @@ def _rank(value: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"rdzv_configs rank is a whole number, got {value!r}") from None
+        raise ConfigError(f"rdzv_configs rank must be an integer, got {value!r}") from None
 
 
 def _logs(config: LaunchConfig) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _logs(config: LaunchConfig) -> dict[str, Any]:
     if specs is None:
         return {}
     # The class is compared by name, because torch is not imported for this.
-    if (type(specs).__module__, type(specs).__qualname__) != LOGS_SPECS:
+    if (type(specs).__module__, type(specs).__qualname__) != _DEFAULT_LOGS_SPECS:
         raise ConfigError(
             f"logs_specs must be torch's DefaultLogsSpecs or None, got {specs!r}: set log_dir, "
             "redirects, tee and local_ranks_filter instead"
@@ -106,9 +106,11 @@ def _logs(config: LaunchConfig) -> dict[str, Any]:
     }
     if found["log_dir"] == os.devnull:
         if found["redirects"].any or found["tee"].any:
-            raise ConfigError(f"logs_specs sends output to files, and its log_dir is {os.devnull}")
+            raise ConfigError(
+                f"logs_specs writes output to files, so its log_dir must not be {os.devnull}"
+            )
         found["log_dir"] = None
-    return {"logs_specs": None, **_once(config, "logs_specs", found)}
+    return {"logs_specs": None, **_without_conflict(config, "logs_specs", found)}
 
 
 def _choice(streams: int | Mapping[int, int]) -> StreamChoice:
@@ -124,135 +126,141 @@ def _binding(config: LaunchConfig) -> dict[str, Any]:
     name = getattr(mode, "value", mode)
     if name not in NUMA_BINDINGS:
         raise ConfigError(
-            "numa_options is torch's NumaOptions with an affinity_mode of "
+            "numa_options must be torch's NumaOptions with an affinity_mode of "
             f"{', '.join(NUMA_BINDINGS)}, got {config.numa_options!r}"
         )
-    return _once(config, "numa_options", {"numa_binding": name})
+    return _without_conflict(config, "numa_options", {"numa_binding": name})
 
 
-def may_go_unbound(config: LaunchConfig) -> bool:
-    """Whether workers are to run anywhere, if they cannot be bound."""
+def allows_unbound_workers(config: LaunchConfig) -> bool:
+    """Return True if workers that cannot be bound to CPUs run on all CPUs."""
     return bool(getattr(config.numa_options, "should_fall_back_if_binding_fails", False))
 
 
 def _signals(config: LaunchConfig) -> dict[str, Any]:
     if config.signals_to_handle is None:
         return {}
-    ends = read_signals(config.signals_to_handle, "signals_to_handle") or ()
+    stop = read_signals(config.signals_to_handle, "signals_to_handle") or ()
     agent = config.supervision.agent
-    both = sorted({*ends} & {*agent.drain_signals})
-    if agent.stop_signals not in (STOP_SIGNALS, ends) or (
+    both = sorted({*stop} & {*agent.drain_signals})
+    if agent.stop_signals not in (STOP_SIGNALS, stop) or (
         both and agent.drain_signals != DRAIN_SIGNALS
     ):
         raise ConfigError(
-            f"signals_to_handle says {config.signals_to_handle}, and supervision something else: "
-            "say it in one of them"
+            f"signals_to_handle ({config.signals_to_handle}) and supervision disagree: give only "
+            "one of them"
         )
-    # torch's jobs name SIGUSR2 among those that end the run.
-    drains = tuple(n for n in agent.drain_signals if n not in ends)
-    agent = attrs.evolve(agent, stop_signals=ends, drain_signals=drains)
+    # torch's jobs name SIGUSR2 among the signals that end the run.
+    drains = tuple(n for n in agent.drain_signals if n not in stop)
+    agent = attrs.evolve(agent, stop_signals=stop, drain_signals=drains)
     return {"supervision": attrs.evolve(config.supervision, agent=agent)}
 
 
-def _once(config: LaunchConfig, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """These values, if the fields that they are for say nothing else."""
-    for field, value in found.items():
+def _without_conflict(config: LaunchConfig, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a torch field if elasticlib's fields are unset or agree."""
+    for field, value in values.items():
         if getattr(config, field) not in (None, StreamChoice(), value):
             raise ConfigError(
-                f"{name} says {field}={value!r}, and {field} is {getattr(config, field)!r}: "
-                "say it in one of them"
+                f"{name} has {field}={value!r}, but {field} is {getattr(config, field)!r}: give "
+                "only one of them"
             )
-    return dict(found)
+    return dict(values)
 
 
-def ours(config: Any, kind: type[LaunchConfig]) -> LaunchConfig:
-    """A config of our kind; torch's own is read field by field.
+def to_launch_config(config: Any, kind: type[LaunchConfig]) -> LaunchConfig:
+    """Return a config as elasticlib's class; torch's is read field by field.
 
     Raises:
-        ConfigError: it is neither, or says what cannot be done here.
+        ConfigError: the config is of another class, or has a setting that is not supported.
     """
     if isinstance(config, kind):
         return config
     names = getattr(type(config), "__dataclass_fields__", {})
     if not {"min_nodes", "max_nodes", "nproc_per_node", "rdzv_backend"} <= set(names):
-        raise ConfigError(f"config is a LaunchConfig, got {config!r}")
+        raise ConfigError(f"config must be a LaunchConfig, got {config!r}")
     values = {name: getattr(config, name) for name in names}
     known = attrs.fields_dict(kind)
     for name in set(values) - set(known):
         if values.pop(name) != names[name].default:
-            raise ConfigError(f"elasticlib does not know the field {name} of torch's LaunchConfig")
+            raise ConfigError(
+                f"elasticlib does not support the field {name} of torch's LaunchConfig"
+            )
     conf = dict(values["rdzv_configs"])
     if "join_timeout" in conf and conf.get("timeout") == TORCH_DEFAULT_TIMEOUT_S:
-        del conf["timeout"]  # torch has put it there, and its c10d does not read it
+        del conf["timeout"]  # torch has added it, and its c10d backend does not read it
     values["rdzv_configs"] = conf
     return kind(**values)
 
 
 # -- variables of torchrun ------------------------------------------------------------------------
 
-WITHOUT_EFFECT: Mapping[str, str] = {
-    "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "workers in the kernel's uninterruptible sleep "
-    "are not looked for; --hang-timeout finds those that make no steps",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "workers never share a store with the rendezvous, and "
-    "theirs is served by their agent",
+# Variables of torchrun without effect here, and the reason. None of them is an error.
+UNSUPPORTED_VARIABLES: Mapping[str, str] = {
+    "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "elasticlib does not watch for workers in the "
+    "kernel's uninterruptible sleep; --hang-timeout finds workers that make no steps",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "workers never share a store with the rendezvous; their "
+    "agent serves the workers' store",
     "TORCHELASTIC_ENABLE_FILE_TIMER": "elasticlib does not watch torch's file timers; "
     "--hang-timeout finds workers that make no steps",
 }
-"""Variables that torchrun heeds and elasticrun does not, and why; none of them is an error."""
 
 
 @attrs.frozen(kw_only=True)
 class TorchrunOptions:
-    """python: the interpreter of scripts and modules, None for the agent's own. use_libuv: which of
-    torch's two servers the workers' store is.
-    """
+    """Settings that torchrun reads from variables without an option."""
 
-    python: str | None = None
-    use_libuv: bool = True
+    python: str | None = None  # interpreter of scripts and modules; None for the agent's own
+    use_libuv: bool = True  # which of torch's two store servers the workers use
 
 
 def read_torchrun_variables(
     environment: Mapping[str, str], *, python: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Fields of a `TorchrunOptions`, and a sentence for each variable that has no effect.
+    """Return fields of a `TorchrunOptions`, and a warning for each variable without effect.
 
-    python: whether the workers are started by an interpreter, and so might be by another one.
+    Args:
+        environment: the environment of the launcher.
+        python: False if the workers are started without an interpreter of their own.
 
     Raises:
-        ConfigError: one of them cannot work.
+        ConfigError: a variable has an invalid value.
     """
     found: dict[str, Any] = {}
-    notes = tuple(
-        f"{name}={environment[name]} has no effect: {why}"
-        for name, why in WITHOUT_EFFECT.items()
+    warnings = tuple(
+        f"{name}={environment[name]} has no effect: {reason}"
+        for name, reason in UNSUPPORTED_VARIABLES.items()
         if environment.get(name, "") not in ("", "0")
     )
     name = environment.get("PYTHON_EXEC")
     if name and python:
         found["python"] = shutil.which(name)
         if found["python"] is None:
-            raise ConfigError(
-                f"PYTHON_EXEC is the interpreter of the workers, and {name!r} is no program here"
-            )
-    # As torch reads it: whatever is not 1 asks for the other server.
+            raise ConfigError(f"PYTHON_EXEC must be an interpreter on this machine, got {name!r}")
+    # As in torch, any other value than 1 selects the other server.
     found["use_libuv"] = environment.get("USE_LIBUV", "1") == "1"
-    return found, notes
+    return found, warnings
 
 
-# -- shapes of a run, each imported when it is needed ----------------------------------------------
+# -- results of a run ------------------------------------------------------------------------------
 
 
 def values_of(name: str, result: RunResult) -> dict[int, Any]:
-    """What the workers of a run that succeeded returned.
+    """Return the values that the workers of a successful run returned, by global rank.
+
+    Args:
+        name: the name of the entry point, for error messages.
+        result: the result of the run.
 
     Raises:
-        ChildFailedError: it failed. SignalException: it was stopped or drained.
+        ChildFailedError: the run failed.
+        SignalException: the run was stopped or drained.
     """
     if result.state is WorkerState.SUCCEEDED:
         return result.return_values
-    from .failures import ChildFailedError, SignalException, failures_of
+    # Imported here, because most runs do not fail.
+    from .failures import ChildFailedError, SignalException, to_process_failures
 
     if result.state in (WorkerState.STOPPED, WorkerState.DRAINED):
-        said = f"{name}: {result.state.value}: {result.reason}"
-        raise SignalException(said, as_signal(result.signal), result)
-    raise ChildFailedError(name, failures_of(result.failures), result)
+        message = f"{name}: {result.state.value}: {result.reason}"
+        raise SignalException(message, as_signal(result.signal), result)
+    raise ChildFailedError(name, to_process_failures(result.failures), result)

@@ -1,7 +1,7 @@
-"""The workers of a launch as processes of this machine, as its config has them.
+"""The local workers of a launch, as its configuration describes them.
 
-Kept apart from `elastic_launch`, so that the process that they are forked from is begun before the
-rest of a launch is imported: it takes longer than all that.
+This module is separate from `elastic_launch`, so that the fork server can start before the rest of
+a launch is imported. Its start takes longer than these imports.
 """
 
 from __future__ import annotations
@@ -12,75 +12,81 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..compat.launching import may_go_unbound
+from ..compat.torch_launch import allows_unbound_workers
 from ..errors import ConfigError, ElasticError
 from ..workers.local_workers import LocalWorkers
 from ..workers.node_resources import numa_cpu_sets
 from ..workers.spec import Entrypoint, WorkerSpec, check_preload, visible_device_for
+from .flags import SettingError
 from .launch_config import LaunchConfig
 
 log = logging.getLogger("elasticlib.launch")
 
 
 @contextlib.contextmanager
-def begun(
+def prepared_local_workers(
     config: LaunchConfig, entrypoint: Entrypoint, environment: Mapping[str, str]
 ) -> Iterator[LocalWorkers]:
-    """They are prepared already, and closed at the end if nobody else has.
+    """Yield workers whose fork server is starting, and close them at the end.
 
     Raises:
-        ConfigError: this machine cannot give what the config asks for.
+        ConfigError: this machine lacks a resource that the configuration asks for.
     """
-    check_machine(config, entrypoint, environment)
-    found = local_workers(config, environment)
+    check_local_resources(config, entrypoint, environment)
+    workers = create_local_workers(config, environment)
     try:
-        # What cannot work is said by the start, to which it belongs.
+        # The start of the workers reports the same error.
         with contextlib.suppress(ElasticError, OSError):
-            found.prepare(spec_of(config, entrypoint))
-        yield found
+            workers.prepare(worker_spec(config, entrypoint))
+        yield workers
     finally:
-        found.close()
+        workers.close()
 
 
-def spec_of(config: LaunchConfig, entrypoint: Entrypoint) -> WorkerSpec:
+def worker_spec(config: LaunchConfig, entrypoint: Entrypoint) -> WorkerSpec:
+    """Return the worker spec of a configuration."""
     return WorkerSpec(entrypoint, config.nproc_per_node, config.role, config.virtual_local_rank)
 
 
-def check_machine(
+def check_local_resources(
     config: LaunchConfig, entrypoint: Entrypoint, environment: Mapping[str, str]
 ) -> None:
-    """Raises ConfigError for what this machine cannot give."""
+    """Check that this machine has the resources that the configuration asks for.
+
+    Raises:
+        ConfigError: a resource is missing.
+    """
     _check_log_dir(config.log_dir)
     if config.virtual_local_rank:
-        # Asked for the last one before anything starts, so that too few GPUs are refused at once.
+        # The last worker's device, so that too few GPUs are found before a worker starts.
         visible_device_for(config.nproc_per_node - 1, environment)
     check_preload(config.preload, entrypoint)
 
 
-def local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> LocalWorkers:
-    """Processes of this machine, as a launch has them."""
+def create_local_workers(config: LaunchConfig, environment: Mapping[str, str]) -> LocalWorkers:
+    """Return workers that are processes of this machine."""
     return LocalWorkers(
         environment,
         output=config.output,
         log_dir=config.log_dir,
         run_id=config.run_id,
         python=config.torchrun.python or sys.executable,
-        cpu_sets=_processors(config, environment),
+        cpu_sets=_cpu_sets(config, environment),
         ignored_signals=config.supervision.agent.agent_only_signals,
         start_method=config.start_method,
         preload=config.preload,
     )
 
 
-def _processors(config: LaunchConfig, environment: Mapping[str, str]) -> Sequence[frozenset[int]]:
+def _cpu_sets(config: LaunchConfig, environment: Mapping[str, str]) -> Sequence[frozenset[int]]:
     if config.numa_binding is None:
         return ()
     try:
         return numa_cpu_sets(config.numa_binding, config.nproc_per_node, environment)
     except ConfigError as error:
-        if not may_go_unbound(config):
+        if not allows_unbound_workers(config):
             raise
-        log.warning("workers run on any processors: %s", error)
+        log.warning("workers are not bound to CPUs: %s", error)
         return ()
 
 
@@ -90,6 +96,8 @@ def _check_log_dir(path: str | None) -> None:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--log-dir {path!r} cannot be made: {error.strerror}") from error
+        raise SettingError(
+            "{log_dir} {0!r} cannot be created: {1}", path, error.strerror
+        ) from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"--log-dir {path!r} cannot be written to")
+        raise SettingError("{log_dir} {0!r} is not writable", path)
