@@ -1,4 +1,4 @@
-"""Etcds for tests that change nothing of theirs, and for those that do; and places of stores."""
+"""Fixtures: etcd servers, and endpoints at which stores can be served."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from endpoint_cluster import EndpointCluster
 from etcd_server import EtcdServer
-from places import World
 
 from elasticlib.testing.waiting import wait_until
 
@@ -26,24 +26,24 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def room() -> str:
-    """A prefix of the test's own in the etcd that all share."""
+    """Return a prefix for this test in the etcd that all tests share."""
     return next(ROOMS)
 
 
 @pytest.fixture
 def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    """One that the test may kill."""
+    """An etcd server that the test may kill."""
     with EtcdServer(tmp_path / "own") as server:
         yield server
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    """Of which no thread and no descriptor is left."""
+def cluster() -> Iterator[EndpointCluster]:
+    """Three endpoints. The test must leave no thread and no descriptor."""
     before = _left()
     with ExitStack() as stack:
-        yield World(stack)
-    # A receiver ends a moment after its last connection: this test's, and maybe the one before's.
+        yield EndpointCluster(stack)
+    # The reader thread of a test ends shortly after its last connection.
     wait_until("threads and descriptors to be gone", lambda: not _beyond(before), 20.0)
 
 

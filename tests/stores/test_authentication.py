@@ -175,7 +175,7 @@ def test_a_proof_of_the_wrong_role_or_of_another_connection_is_rejected(
         assert reply_to_proof(connection, greet(connection)).op == "answer"
 
 
-def test_the_name_of_the_job_is_not_told_without_the_secret() -> None:
+def test_the_name_of_the_job_needs_the_secret() -> None:
     with TcpStoreServer("127.0.0.1", 0, job="private", secret=SECRET) as server:
         with dial(server) as connection:
             error = reply_to_proof(connection, greet(connection), b"guess")
@@ -265,9 +265,9 @@ def test_a_store_without_a_secret_that_other_machines_can_reach_warns_once(
 ) -> None:
     with TcpStoreServer(host, 0, secret=secret) as server:
         server.start()
-        said = [record.getMessage() for record in caplog.records]
-        assert len(said) == warnings
-        assert all(server.address in line and "set ELASTICLIB_SECRET" in line for line in said)
+        messages = [record.getMessage() for record in caplog.records]
+        assert len(messages) == warnings
+        assert all(server.address in line and "set ELASTICLIB_SECRET" in line for line in messages)
 
 
 def test_threads_that_connect_at_once_are_all_authenticated(server: TcpStoreServer) -> None:

@@ -126,21 +126,21 @@ class UsesVersionsAgain(MemoryStore):
         return entry if there else Entry(key, value, 1)
 
 
-class SaysItInItsOwnWords(MemoryStore):
-    """No fault: what a store says of an error is its own affair."""
+class OtherMessages(MemoryStore):
+    """A correct store with other error messages."""
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
         if name not in ("get", "set", "compare_set", "delete", "refresh", "list", "wait"):
             return found
 
-        def said(*args: Any, **kwargs: Any) -> Any:
+        def translated(*args: Any, **kwargs: Any) -> Any:
             try:
                 return found(*args, **kwargs)
             except ElasticError as error:
                 raise type(error)("nein") from None
 
-        return said
+        return translated
 
 
 FAULTS = [
@@ -194,7 +194,7 @@ def play(contract: StoreContract, claim: str, make: Callable[[], MemoryStore], t
 )
 def test_the_contract_finds(fault: Callable[[], MemoryStore], claim: str) -> None:
     with pytest.raises((AssertionError, FutureTimeout, pytest.fail.Exception)):
-        # On a busy machine, what is to come in between may come too late to do so.
+        # On a busy machine, a change may not happen between the two steps of a faulty store.
         play(Hasty(), claim, fault, times=3)
 
 
@@ -208,7 +208,7 @@ def test_the_contract_finds(fault: Callable[[], MemoryStore], claim: str) -> Non
     ],
 )
 def test_the_contract_accepts_other_error_messages(claim: str) -> None:
-    play(Contract(), claim, SaysItInItsOwnWords, times=1)
+    play(Contract(), claim, OtherMessages, times=1)
 
 
 def test_a_failed_assertion_shows_its_values() -> None:

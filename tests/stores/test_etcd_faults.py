@@ -1,4 +1,4 @@
-"""An etcd that dies, is silent, is cut off or asks for proof: what its clients see of that."""
+"""Clients of an etcd that dies, does not answer, is cut off or requires authentication."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Relay:
         self._start(self._accept)
 
     def cut(self) -> int:
-        """End all connections that stand; new ones are taken."""
+        """Close all connections. New ones are accepted."""
         cut, self._sockets = self._sockets, []
         for connection in cut:
             try:

@@ -1,4 +1,4 @@
-"""The store in a real etcd: the contract, and what happens when etcd dies, refuses or is silent."""
+"""The store in a real etcd: the contract, arguments, watches and leases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from our_words import OurStoreContract
+from own_store_contract import OwnStoreContract
 
 from elasticlib.errors import (
     ConfigError,
@@ -25,7 +25,7 @@ from elasticlib.testing.waiting import wait_until
 pytestmark = needs_etcd
 
 
-class TestEtcdStore(OurStoreContract):
+class TestEtcdStore(OwnStoreContract):
     ttl = 1.0  # the least that etcd grants
     examples = 15
 

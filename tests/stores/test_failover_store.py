@@ -1,4 +1,4 @@
-"""A store with several places: when it goes from one to the next, and what it leaves behind."""
+"""A store with several endpoints: when it moves to the next one, and what it closes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
-from our_words import OurStoreContract
-from places import JOB, PATIENCE, Spot, World, is_closed, reaching, until_answered
+from endpoint_cluster import (
+    JOB,
+    PATIENCE,
+    EndpointCluster,
+    LocalEndpoint,
+    is_closed,
+    reaching,
+    until_answered,
+)
+from own_store_contract import OwnStoreContract
 
 from elasticlib.errors import (
     ConfigError,
@@ -30,13 +38,13 @@ from elasticlib.testing.waiting import wait_until
 
 
 @pytest.mark.parametrize("before", [1], ids=["two places, first empty"])
-class TestMovingStore(OurStoreContract):
+class TestMovingStore(OwnStoreContract):
     examples = 8
 
     @pytest.fixture
     def endpoints(self, before: int) -> Iterator[list[tuple[str, int]]]:
         with ExitStack() as stack:
-            empty = [Spot(stack, "127.0.0.2") for _ in range(before)]
+            empty = [LocalEndpoint(stack, "127.0.0.2") for _ in range(before)]
             server = stack.enter_context(TcpStoreServer("127.0.0.3", 0, job=JOB))
             yield [*((spot.host, spot.port) for spot in empty), (server.host, server.port)]
 
@@ -46,7 +54,7 @@ class TestMovingStore(OurStoreContract):
 
     @pytest.fixture
     def client_recipe(self, endpoints: list[tuple[str, int]]) -> ClientRecipe:
-        return ClientRecipe("places:reaching", (endpoints, self.patience))
+        return ClientRecipe("endpoint_cluster:reaching", (endpoints, self.patience))
 
 
 # -- when it moves -----------------------------------------------------------------------------
@@ -57,82 +65,84 @@ def test_a_failover_store_needs_an_endpoint() -> None:
         FailoverStore([], failover_timeout=1.0)
 
 
-def test_the_store_moves_after_the_failover_timeout_and_not_before(world: World) -> None:
-    one, two, _ = world.spots
+def test_the_store_moves_after_the_failover_timeout_and_not_before(
+    cluster: EndpointCluster,
+) -> None:
+    one, two, _ = cluster.endpoints
     first, _ = one.open(), two.open()
-    store = world.store(one.theirs(), two.theirs())
-    world.now = 10.0
+    store = cluster.store(one.theirs(), two.theirs())
+    cluster.now = 10.0
     store.set("key", b"at the first")
     first.close()
-    world.misses(store, 10.0 + PATIENCE - 0.01)
+    cluster.misses(store, 10.0 + PATIENCE - 0.01)
     assert two.reached == []
-    world.misses(store, 10.0 + PATIENCE)
+    cluster.misses(store, 10.0 + PATIENCE)
     # What was written at one place counts for nothing at another.
     assert store.get("key") is None
     assert all(is_closed(left) for left in one.reached)
 
 
-def test_each_reply_restarts_the_failover_timeout(world: World) -> None:
-    one, two, _ = world.spots
+def test_each_reply_restarts_the_failover_timeout(cluster: EndpointCluster) -> None:
+    one, two, _ = cluster.endpoints
     first, _ = one.open(), two.open()
-    store = world.store(one.theirs(), two.theirs())
+    store = cluster.store(one.theirs(), two.theirs())
     for now in (0.0, 2.0, 4.0, 6.0):
-        world.now = now
+        cluster.now = now
         store.get("key")
     first.close()
-    world.misses(store, 6.0 + PATIENCE - 0.01)
+    cluster.misses(store, 6.0 + PATIENCE - 0.01)
     assert two.reached == []
 
 
 def test_each_endpoint_has_the_same_timeout_and_the_first_follows_the_last(
-    world: World,
+    cluster: EndpointCluster,
 ) -> None:
-    one, two, three = world.spots
+    one, two, three = cluster.endpoints
     first = one.open()
-    store = world.store(*(spot.theirs() for spot in world.spots))
+    store = cluster.store(*(spot.theirs() for spot in cluster.endpoints))
     store.get("key")
     first.close()
-    world.misses(store, PATIENCE)
-    world.misses(store, 2 * PATIENCE - 0.01)
+    cluster.misses(store, PATIENCE)
+    cluster.misses(store, 2 * PATIENCE - 0.01)
     assert (len(two.reached), len(three.reached)) == (1, 0)
-    world.misses(store, 2 * PATIENCE)
-    world.misses(store, 3 * PATIENCE)
+    cluster.misses(store, 2 * PATIENCE)
+    cluster.misses(store, 3 * PATIENCE)
     one.open()
     assert store.get("key") is None
-    assert [len(spot.reached) for spot in world.spots] == [2, 1, 1]
+    assert [len(spot.reached) for spot in cluster.endpoints] == [2, 1, 1]
 
 
 def test_an_endpoint_of_another_job_is_skipped_and_logged(
-    world: World, caplog: pytest.LogCaptureFixture
+    cluster: EndpointCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, two, _ = world.spots
+    one, two, _ = cluster.endpoints
     one.open(job="another")
     two.open()
-    store = world.store(one.theirs(), two.theirs())
+    store = cluster.store(one.theirs(), two.theirs())
     assert store.get("key") is None
     assert len([r for r in caplog.records if "another" in r.message]) == 1
 
 
-def test_an_error_is_raised_at_once_if_all_endpoints_reject(world: World) -> None:
-    one, two, _ = world.spots
+def test_an_error_is_raised_at_once_if_all_endpoints_reject(cluster: EndpointCluster) -> None:
+    one, two, _ = cluster.endpoints
     one.open(job="another")
     two.open(job="another")
-    store = world.store(one.theirs(), two.theirs())
+    store = cluster.store(one.theirs(), two.theirs())
     with pytest.raises(StoreRejectedError, match="another"):
         store.get("key")
 
 
 def test_an_endpoint_that_another_job_has_taken_counts_as_not_answering(
-    world: World,
+    cluster: EndpointCluster,
 ) -> None:
-    one, two, _ = world.spots
+    one, two, _ = cluster.endpoints
     first, _ = one.open(), two.open()
-    store = world.store(one.theirs(), two.theirs())
+    store = cluster.store(one.theirs(), two.theirs())
     store.get("key")
     first.close()
-    world.misses(store, 0.0)
+    cluster.misses(store, 0.0)
     one.open(job="another")
-    world.now = 10 * PATIENCE
+    cluster.now = 10 * PATIENCE
     with pytest.raises(StoreConnectionError, match="another"):
         store.get("key")
     assert store.get("key") is None
@@ -141,9 +151,9 @@ def test_an_endpoint_that_another_job_has_taken_counts_as_not_answering(
 # -- where it is hosted ------------------------------------------------------------------------
 
 
-def test_the_first_node_serves_at_its_own_endpoint(world: World) -> None:
-    one, two, _ = world.spots
-    store = world.store(one.ours(), two.ours())
+def test_the_first_node_serves_at_its_own_endpoint(cluster: EndpointCluster) -> None:
+    one, two, _ = cluster.endpoints
+    store = cluster.store(one.ours(), two.ours())
     entry = store.set("key", b"value")
     assert [server.address for server in one.served] == [one.endpoint]
     assert (store.server, two.served) == (one.served[0], [])
@@ -152,41 +162,43 @@ def test_the_first_node_serves_at_its_own_endpoint(world: World) -> None:
 
 
 def test_the_first_connection_prefers_an_endpoint_that_is_served(
-    world: World,
+    cluster: EndpointCluster,
 ) -> None:
-    one, two, _ = world.spots
+    one, two, _ = cluster.endpoints
     two.open()
     with two.joined() as writer:
         written = writer.set("key", b"value")
-    store = world.store(one.ours(), two.ours())
+    store = cluster.store(one.ours(), two.ours())
     assert store.get("key") == written
     assert (store.server, one.served, two.served) == (None, [], [])
 
 
-def test_the_owner_of_the_next_endpoint_serves_there_unless_it_is_served(world: World) -> None:
-    one, two, _ = world.spots
+def test_the_owner_of_the_next_endpoint_serves_there_unless_it_is_served(
+    cluster: EndpointCluster,
+) -> None:
+    one, two, _ = cluster.endpoints
     first = one.open()
     owner, other, twin = (
-        world.store(one.theirs(), place) for place in (two.ours(), two.theirs(), two.ours())
+        cluster.store(one.theirs(), place) for place in (two.ours(), two.theirs(), two.ours())
     )
     stores = (owner, other, twin)
     for store in stores:
         store.get("key")
     first.close()
     for store in stores:
-        world.misses(store, PATIENCE)
+        cluster.misses(store, PATIENCE)
     assert owner.server is two.served[0]
     assert (other.server, twin.server, len(two.served)) == (None, None, 1)
     entry = owner.set("key", b"value")
     assert [store.get("key") for store in stores] == [entry] * 3
 
 
-def test_a_node_that_moves_closes_its_own_server(world: World) -> None:
-    one, two, _ = world.spots
-    store = world.store(one.ours(), two.ours())
+def test_a_node_that_moves_closes_its_own_server(cluster: EndpointCluster) -> None:
+    one, two, _ = cluster.endpoints
+    store = cluster.store(one.ours(), two.ours())
     store.get("key")
     one.served[0].close()  # as where its thread broke
-    world.misses(store, PATIENCE)
+    cluster.misses(store, PATIENCE)
     assert store.server is two.served[0]
     assert not one.served[0].is_serving
     store.close()
@@ -194,24 +206,24 @@ def test_a_node_that_moves_closes_its_own_server(world: World) -> None:
 
 
 def test_the_owner_of_the_only_endpoint_serves_there_when_another_server_is_gone(
-    world: World,
+    cluster: EndpointCluster,
 ) -> None:
-    one, _, _ = world.spots
+    one, _, _ = cluster.endpoints
     first = one.open()
-    store = world.store(one.ours())
+    store = cluster.store(one.ours())
     store.get("key")
     first.close()
-    world.misses(store, PATIENCE)
+    cluster.misses(store, PATIENCE)
     store.get("key")
     assert store.server is one.served[0]
 
 
-def test_a_node_serves_at_one_endpoint_at_most(world: World) -> None:
+def test_a_node_serves_at_one_endpoint_at_most(cluster: EndpointCluster) -> None:
     """Its own server lives and cannot be reached, as where an interface is gone."""
-    one, two, _ = world.spots
-    store = world.store(StoreEndpoint(one.endpoint, two.reach, one.serve))
-    world.misses(store, 0.0)
-    world.misses(store, PATIENCE)
+    one, two, _ = cluster.endpoints
+    store = cluster.store(StoreEndpoint(one.endpoint, two.reach, one.serve))
+    cluster.misses(store, 0.0)
+    cluster.misses(store, PATIENCE)
     assert [server.is_serving for server in one.served] == [False, True]
     assert store.server is one.served[1]
 
@@ -222,9 +234,8 @@ def host_at(store: Store) -> str | None:
     return None if store.server is None else store.server.host
 
 
-def test_agents_host_and_move_in_the_order_of_the_endpoint_list(world: World) -> None:
-    """As launched: the node that has the first address serves, and the next when it is gone."""
-    endpoints = ",".join(spot.endpoint for spot in world.spots[:2])
+def test_agents_host_and_move_in_the_order_of_the_endpoint_list(cluster: EndpointCluster) -> None:
+    endpoints = ",".join(spot.endpoint for spot in cluster.endpoints[:2])
     quick = {"keep_alive_interval": 0.1, "keep_alive_max_attempt": 2}
     configs = [
         LaunchConfig(max_nodes=2, run_id=JOB, rdzv_endpoint=endpoints, rdzv_configs=conf)
@@ -247,11 +258,11 @@ def test_agents_host_and_move_in_the_order_of_the_endpoint_list(world: World) ->
 
 
 def test_other_endpoints_are_tried_and_clients_that_are_not_accepted_are_closed(
-    world: World,
+    cluster: EndpointCluster,
 ) -> None:
-    one, two, three = world.spots
+    one, two, three = cluster.endpoints
     two.open()
-    store = world.store(*(spot.theirs() for spot in world.spots))
+    store = cluster.store(*(spot.theirs() for spot in cluster.endpoints))
     entry = store.set("key", b"value")
     one.open()
     three.open()
@@ -275,10 +286,12 @@ def test_other_endpoints_are_tried_and_clients_that_are_not_accepted_are_closed(
     assert store.get("key") == entry
 
 
-def test_an_endpoint_that_answers_no_request_does_not_block_a_scan(world: World) -> None:
-    one, two, three = world.spots
+def test_an_endpoint_that_answers_no_request_does_not_block_a_scan(
+    cluster: EndpointCluster,
+) -> None:
+    one, two, three = cluster.endpoints
     two.open()
-    store = world.store(*(spot.theirs() for spot in world.spots))
+    store = cluster.store(*(spot.theirs() for spot in cluster.endpoints))
     entry = store.set("key", b"value")
     one.open()
     three.open()
@@ -298,10 +311,12 @@ def test_an_endpoint_that_answers_no_request_does_not_block_a_scan(world: World)
         assert other.get("key") == entry
 
 
-def test_an_unserved_endpoint_or_one_of_another_job_is_not_offered(world: World) -> None:
-    one, two, three = world.spots
+def test_an_unserved_endpoint_or_one_of_another_job_is_not_offered(
+    cluster: EndpointCluster,
+) -> None:
+    one, two, three = cluster.endpoints
     one.open()
-    store = world.store(*(spot.theirs() for spot in world.spots))
+    store = cluster.store(*(spot.theirs() for spot in cluster.endpoints))
     store.get("key")
     three.open(job="another")
     assert not store.try_other_endpoints(lambda _found, _earlier: True)
@@ -311,10 +326,10 @@ def test_an_unserved_endpoint_or_one_of_another_job_is_not_offered(world: World)
 
 
 def test_the_store_moves_to_the_first_accepted_endpoint_and_closes_its_server(
-    world: World,
+    cluster: EndpointCluster,
 ) -> None:
-    one, two, three = world.spots
-    store = world.store(one.ours(), two.theirs(), three.theirs())
+    one, two, three = cluster.endpoints
+    store = cluster.store(one.ours(), two.theirs(), three.theirs())
     store.get("key")
     two.open()
     three.open()
@@ -332,18 +347,18 @@ def test_the_store_moves_to_the_first_accepted_endpoint_and_closes_its_server(
 
 
 def test_a_host_yields_to_another_server_only_if_it_has_no_clients(
-    world: World,
+    cluster: EndpointCluster,
 ) -> None:
-    """Its place has come to lead to the second spot."""
-    one, two, _ = world.spots
+    # The name of the only endpoint now resolves to the second one.
+    one, two, _ = cluster.endpoints
     server = one.open()
     place = StoreEndpoint("name:1", two.reach, two.serve)
     hosted = (server, one.reach())
     with FailoverStore(
-        [place], failover_timeout=PATIENCE, clock=lambda: world.now, hosted=hosted
+        [place], failover_timeout=PATIENCE, clock=lambda: cluster.now, hosted=hosted
     ) as store:
         entry = store.set("key", b"value")
-        assert not store.yield_to_other_server()  # nobody serves there
+        assert not store.yield_to_other_server()  # no server is there
         other_server = two.open()
         with one.joined() as other:
             assert not store.yield_to_other_server()
@@ -352,21 +367,21 @@ def test_a_host_yields_to_another_server_only_if_it_has_no_clients(
         assert store.yield_to_other_server()
         assert (store.get("key"), store.server, server.is_serving) == (None, None, False)
         assert not store.yield_to_other_server()
-        # What holds for who hosts does no more: where it is not answered, it goes on.
+        # The node is not the host any more, so it moves after the failover timeout.
         other_server.close()
-        world.misses(store, world.now + PATIENCE)
+        cluster.misses(store, cluster.now + PATIENCE)
         assert store.server is two.served[0]
 
 
-def test_a_host_never_moves_away_from_its_own_server(world: World) -> None:
-    one, two, _ = world.spots
+def test_a_host_never_moves_away_from_its_own_server(cluster: EndpointCluster) -> None:
+    one, two, _ = cluster.endpoints
     server = one.open()
     with FailoverStore(
         [StoreEndpoint(one.endpoint, two.reach, one.serve)],
         failover_timeout=PATIENCE,
-        clock=lambda: world.now,
+        clock=lambda: cluster.now,
         hosted=(server, two.reach()),
     ) as store:
-        world.misses(store, 0.0)
-        world.misses(store, 10 * PATIENCE)
+        cluster.misses(store, 0.0)
+        cluster.misses(store, 10 * PATIENCE)
         assert (store.server, server.is_serving, one.served) == (server, True, [])

@@ -1,4 +1,4 @@
-"""The store in a folder: what crashes, foreign files and a lock that is not let go do to it."""
+"""The store in a directory: crashes, other files, and a lock that is not released."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_crash_at_any_file_operation_leaves_the_old_value_or_the_new(
     assert outcomes[-1]
 
 
-def test_a_writer_killed_at_any_time_loses_nothing_that_it_was_told_is_written(
+def test_a_killed_writer_loses_no_confirmed_write(
     tmp_path: Path,
 ) -> None:
     with FileStore(tmp_path) as store:
@@ -125,11 +125,11 @@ def test_a_writer_killed_at_any_time_loses_nothing_that_it_was_told_is_written(
                 lines = [writer.stdout.readline() for _ in range(1 + 3 * turn)]
                 writer.kill()
                 lines += writer.stdout.readlines()
-            told = [int(line) for line in lines if line.endswith(b"\n")]
+            confirmed = [int(line) for line in lines if line.endswith(b"\n")]
             entry = store.get("key")
             assert entry is not None
             number = int(entry.value.split()[0])
-            assert number in (told[-1], told[-1] + 1)
+            assert number in (confirmed[-1], confirmed[-1] + 1)
             assert entry.value == b"%d " % number * 2000
             assert store.set("other", b"").version > entry.version
             assert names(tmp_path) == {"lock", "changes", "k.key", "k.other"}
@@ -261,8 +261,8 @@ def test_a_deleted_store_is_not_an_empty_store(tmp_path: Path, call: str) -> Non
         }
         with pytest.raises((StoreRejectedError, StoreConnectionError), match=f"{tmp_path}/store"):
             calls[call]()
-    with FileStore(tmp_path / "store") as anew:
-        assert anew.list("").entries == ()
+    with FileStore(tmp_path / "store") as again:
+        assert again.list("").entries == ()
 
 
 def test_values_outlive_their_writers(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_a_child_forked_while_its_parent_connects_is_not_blocked() -> None:
         with script(CONNECTING, *listener.getsockname()) as process:
             parents, _ = listener.accept()
             parents.settimeout(20.0)
-            # It has said hello and waits for the answer, holding the lock on connecting.
+            # The parent has sent hello, and waits for the reply while it owns the lock.
             parents.recv(4096)
             assert process.stdin is not None
             process.stdin.write("\n")

@@ -1,4 +1,4 @@
-"""The server serves other clients, whatever a client sends before its handshake or after it."""
+"""The server serves other clients while one sends random data."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ ATTACKS = st.one_of(
 
 @contextmanager
 def stranger(server: TcpStoreServer, secret: bytes | None, known: bool) -> Iterator[socket.socket]:
-    """A connection that nobody checks before it is sent; with `known`, past its handshake."""
+    """Open a raw connection, with a completed handshake if `known`."""
     for _ in range(20):
         with socket.create_connection((server.host, server.port), timeout=10.0) as connection:
             try:
@@ -169,12 +169,12 @@ def test_random_input_does_not_affect_other_clients_and_leaves_no_connection(
             another.set("key", b"value")
 
 
-@pytest.mark.parametrize(("secret", "begun"), [(None, False), (SECRET, False), (SECRET, True)])
+@pytest.mark.parametrize(("secret", "is_greeted"), [(None, False), (SECRET, False), (SECRET, True)])
 def test_single_bytes_do_not_extend_the_handshake_timeout(
-    secret: bytes | None, begun: bool
+    secret: bytes | None, is_greeted: bool
 ) -> None:
     # The server must have time to answer the hello.
-    limits = attrs.evolve(LIMITS, handshake_timeout_s=2.0) if begun else LIMITS
+    limits = attrs.evolve(LIMITS, handshake_timeout_s=2.0) if is_greeted else LIMITS
     with (
         TcpStoreServer("127.0.0.1", 0, limits=limits, secret=secret) as server,
         TcpStore(server.host, server.port, secret=secret, timeout=10.0) as good,
@@ -183,7 +183,7 @@ def test_single_bytes_do_not_extend_the_handshake_timeout(
         good.connect()
         start = monotonic()
         slow = stack.enter_context(stranger(server, secret, known=False))
-        if begun:
+        if is_greeted:
             slow.sendall(HELLO)
             assert answered(slow).op == "welcome"
         # A length that leaves room for bytes without end.

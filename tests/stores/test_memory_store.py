@@ -1,4 +1,4 @@
-"""The store of the simulator: driven by an injected clock, with no thread and no real waiting."""
+"""The store of the simulator: an injected clock controls it, and it has no thread."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_closing_a_simulated_client_ends_its_leases() -> None:
 def test_the_constructor_starts_no_thread() -> None:
     before = threading.active_count()
     MemoryStore().set("lease", b"", ttl=1.0)
-    assert threading.active_count() <= before  # of another test, one may just have ended
+    assert threading.active_count() <= before  # a thread of another test may just have stopped
 
 
 def test_a_memory_store_enforces_its_limits() -> None:

@@ -1,4 +1,4 @@
-"""Clients of torch's store at our port: passed on whole, to the store that is named last."""
+"""Clients of torch's store that connect to this server are forwarded to torch's store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECRET = b"sixteen bytes are the least"
 
 
 class Upstream:
-    """What stands for torch's store: it takes one client at a time, and can be asked for it."""
+    """A replacement of torch's store that accepts one client at a time."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -49,7 +49,7 @@ def upstream() -> Iterator[Upstream]:
     upstream.close()
 
 
-def come(server: TcpStoreServer, *more: bytes) -> socket.socket:
+def torch_client(server: TcpStoreServer, *more: bytes) -> socket.socket:
     client = socket.create_connection((server.host, server.port), BOUND)
     client.sendall(b"".join((HELLO, *more)))
     return client
@@ -74,7 +74,7 @@ def test_a_relay_transfers_all_bytes_in_both_directions(
 ) -> None:
     server.forward_torch_clients_to(("127.0.0.1", upstream.port))
     sent = hashlib.sha256(b"x").digest() * 250_000
-    with come(server) as client, upstream.client() as other:
+    with torch_client(server) as client, upstream.client() as other:
         assert read(other, len(HELLO)) == HELLO
         for one, two in ((client, other), (other, client)):
             sending = threading.Thread(target=one.sendall, args=(sent,), daemon=True)
@@ -88,11 +88,11 @@ def test_a_relay_ends_after_the_last_bytes_of_one_side(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
     server.forward_torch_clients_to(("127.0.0.1", upstream.port))
-    client = come(server, b"last words")
+    client = torch_client(server, b"last words")
     client.close()
     with upstream.client() as other:
         assert read(other, 1000) == HELLO + b"last words"
-    with come(server) as client:
+    with torch_client(server) as client:
         upstream.client().close()
         assert is_cut_off(client)
 
@@ -100,15 +100,15 @@ def test_a_relay_ends_after_the_last_bytes_of_one_side(
 def test_torch_clients_are_forwarded_to_the_latest_store_or_disconnected(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
-    with come(server) as early:
+    with torch_client(server) as early:
         assert is_cut_off(early)
     newer = Upstream()
     server.forward_torch_clients_to(("127.0.0.1", upstream.port))
     server.forward_torch_clients_to(("127.0.0.1", newer.port))
-    with come(server), newer.client() as other:
+    with torch_client(server), newer.client() as other:
         assert read(other, len(HELLO)) == HELLO
     server.forward_torch_clients_to(None)
-    with come(server) as late:
+    with torch_client(server) as late:
         assert is_cut_off(late)
     newer.close()
 
@@ -117,19 +117,19 @@ def test_relays_are_limited_and_do_not_affect_nodes(
     server: TcpStoreServer, upstream: Upstream
 ) -> None:
     server.forward_torch_clients_to(("127.0.0.1", upstream.port))
-    held = [(come(server), upstream.client()) for _ in range(2)]
-    with come(server) as third:
+    pairs = [(torch_client(server), upstream.client()) for _ in range(2)]
+    with torch_client(server) as third:
         assert is_cut_off(third)
     with TcpStore(server.host, server.port, secret=SECRET) as store:
         store.set("a", b"1")
         entry = store.get("a")
         assert entry is not None
         assert entry.value == b"1"
-    for pair in held:
+    for pair in pairs:
         for one in pair:
             one.close()
 
 
 def test_torch_clients_are_disconnected_without_relays() -> None:
-    with TcpStoreServer("127.0.0.1", 0) as server, come(server) as client:
+    with TcpStoreServer("127.0.0.1", 0) as server, torch_client(server) as client:
         assert is_cut_off(client)

@@ -20,8 +20,7 @@ from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import Frame, FrameReader, encode
 from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
 
-BOUND = 400 * MIB
-"""Of the whole process, whatever is asked of it and left unread."""
+BOUND = 400 * MIB  # memory of the process of the server
 PORT = int
 Attack = Callable[[PORT, ExitStack], None]
 
@@ -133,15 +132,15 @@ def test_watchers_that_read_nothing_are_notified_without_the_listing(
         for _ in range(3):
             good.set("quiet", b"")
         with TcpStore("127.0.0.1", port, timeout=60.0) as watcher:
-            told = threading.Event()
+            notified = threading.Event()
             watcher.watch(
                 "big",
                 after=version,
-                callback=lambda news: told.set() if news else None,
+                callback=lambda news: notified.set() if news else None,
                 with_listing=True,
             )
             good.set("big/0", b"x" * 4 * MIB)
-            assert told.wait(60.0)
+            assert notified.wait(60.0)
         assert peak(pid) < BOUND
 
 
@@ -158,7 +157,7 @@ def test_a_wait_beyond_the_limit_of_all_clients_is_rejected() -> None:
         for _ in range(3):
             last = attacker(server.port, stack)
             last.sendall(waits)
-            # Answered behind them: they are there.
+            # The server has executed the requests before this one.
             good.get("key")
         refused = answered(last)
         assert refused.op == "error"
@@ -184,8 +183,8 @@ def test_a_client_that_reads_late_gets_each_reply_once() -> None:
     with small(ServerLimits()) as (server, good), ExitStack() as stack:
         connection = attacker(server.port, stack)
         count = 500
-        asked = b"".join(encode(Frame("get", n, {"key": "key"})) for n in range(count))
-        connection.sendall(asked)
+        requests = b"".join(encode(Frame("get", n, {"key": "key"})) for n in range(count))
+        connection.sendall(requests)
         for number in range(100):
             good.set("other", b"%d" % number)
         got = [frame for frame in _read(connection, count) if len(frame.value) == 60_000]

@@ -1,4 +1,4 @@
-"""`elasticlib store` serves until it is told to stop, and says what it cannot do."""
+"""`elasticlib store` serves until a signal, and reports errors."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_an_address_in_use_exits_with_1_and_a_message() -> None:
     with TcpStoreServer("127.0.0.1", 0) as server:
         done = run("store", "--bind", server.address)
     assert (done.returncode, done.stdout) == (1, "")
-    said_once = f"elasticlib store: cannot serve on {server.address}: Address already in use\n"
-    assert done.stderr == said_once
+    message = f"elasticlib store: cannot serve on {server.address}: Address already in use\n"
+    assert done.stderr == message
 
 
 @pytest.mark.parametrize("arguments", [(), ("store",), ("store", "--bind", "a:b"), ("nothing",)])

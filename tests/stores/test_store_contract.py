@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from our_words import OurStoreContract
+from own_store_contract import OwnStoreContract
 
 from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import CompareSetResult, Entry, Listing, Store
@@ -16,7 +16,7 @@ from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing import ClientRecipe
 
 
-class TestMemoryStore(OurStoreContract):
+class TestMemoryStore(OwnStoreContract):
     @pytest.fixture
     def make_store(self) -> Callable[[], Store]:
         return MemoryStore().client
@@ -49,14 +49,14 @@ class FewestMethods(Store):
         self._inner.close()
 
 
-class TestFewestMethods(OurStoreContract):
+class TestFewestMethods(OwnStoreContract):
     @pytest.fixture
     def make_store(self) -> Callable[[], Store]:
         first = MemoryStore()
         return lambda: FewestMethods(first.client())
 
 
-class TestFileStore(OurStoreContract):
+class TestFileStore(OwnStoreContract):
     examples = 8
 
     @pytest.fixture
@@ -71,7 +71,7 @@ class TestFileStore(OurStoreContract):
         )
 
 
-class TestTcpStore(OurStoreContract):
+class TestTcpStore(OwnStoreContract):
     host = "127.0.0.1"
 
     @pytest.fixture

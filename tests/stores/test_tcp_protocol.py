@@ -78,7 +78,7 @@ class Conversation:
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 @given(piece=st.integers(1, 300))
-def test_a_client_is_authenticated_whatever_the_pieces_are(
+def test_a_client_is_authenticated_with_pieces_of_any_size(
     secret: bytes | None, piece: int
 ) -> None:
     talk = Conversation(secret).shake_hands(piece)
@@ -166,13 +166,13 @@ def test_a_listing_is_one_frame_or_an_error_that_names_the_limit(sizes: list[int
         assert f"a listing is at most {FRAME_BYTES} bytes" in reply.fields["message"]
 
 
-def test_a_watch_is_answered_once_and_unwatch_tells_whether_it_was() -> None:
+def test_a_watch_gets_one_reply_and_unwatch_returns_whether_it_did() -> None:
     talk = Conversation().shake_hands()
     assert talk.ask("watch", prefix="key", after=0, listing=False) == []
-    (ended,) = talk.ask("unwatch", number=2)  # there is no such watch
-    assert ended.fields["yes"] is True
-    (ended,) = talk.ask("unwatch", number=1)
-    assert ended.fields["yes"] is False
+    (reply,) = talk.ask("unwatch", number=2)  # there is no such watch
+    assert reply.fields["yes"] is True
+    (reply,) = talk.ask("unwatch", number=1)
+    assert reply.fields["yes"] is False
     talk.write("key", b"")
     (reply,) = talk.ask("watch", prefix="key", after=0, listing=True)
     assert decode_listing(reply) == talk.space.list("key")

@@ -1,4 +1,4 @@
-"""The server serves on whatever one client sends, and expires leases in time and not before."""
+"""The server survives any input of a client, and expires leases in time and not before."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def test_a_bad_frame_gets_an_error_and_ends_only_its_own_connection(
         assert entry.value == b"value"
 
 
-@pytest.mark.parametrize("begun", [b"", encode(HELLO)[:-1], struct.pack(">I", 1000)])
-def test_a_client_that_does_not_finish_its_handshake_is_disconnected(begun: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", encode(HELLO)[:-1], struct.pack(">I", 1000)])
+def test_a_client_that_does_not_finish_its_handshake_is_disconnected(data: bytes) -> None:
     limits = ServerLimits(handshake_timeout_s=0.3)
     with (
         TcpStoreServer("127.0.0.1", 0, limits=limits) as server,
         dial(server) as connection,
     ):
-        connection.sendall(begun)
+        connection.sendall(data)
         assert until_closed(connection) == []
         assert server.clients == 0
 
@@ -301,20 +301,20 @@ def spend(seconds: float) -> None:
 def test_closing_a_server_whose_thread_is_blocked_returns_and_logs_where_it_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    held, free = threading.Event(), threading.Event()
+    blocked, free = threading.Event(), threading.Event()
 
     class Limits(ServerLimits):
-        """Whose server's thread waits when somebody connects, as before a log that nobody reads."""
+        """Limits that block the thread of the server when a client connects."""
 
         def __getattribute__(self, name: str) -> object:
             if name == "keepalive_timeout_s":
-                held.set()
+                blocked.set()
                 free.wait(60)
             return super().__getattribute__(name)
 
     server = TcpStoreServer("127.0.0.1", 0, limits=Limits(close_timeout_s=0.2)).start()
     with dial(server):
-        assert held.wait(60)
+        assert blocked.wait(60)
         server.close()
         assert "has not ended within 0.2 s; it is in" in caplog.text
         assert server.is_serving

@@ -67,7 +67,7 @@ def test_the_constructor_does_not_connect() -> None:
     before = threading.active_count()
     store = TcpStore("no.such.host.invalid", 1)
     assert store.local_address is None
-    assert threading.active_count() <= before  # of another test, one may just have ended
+    assert threading.active_count() <= before  # a thread of another test may just have stopped
     store.close()
 
 
@@ -183,7 +183,7 @@ def test_a_broken_connection_ends_operations_in_flight_and_the_next_one_reconnec
         with TcpStoreServer(server.host, server.port):
             with pytest.raises(LeaseLostError, match="the key is gone"):
                 store.refresh("lease", lease.version)
-            # Its versions begin anew; what was last seen of the old store counts as changed.
+            # Its versions start again, and a version of the old store counts as changed.
             assert store.wait("", after=lease.version, timeout=0.0) is True
             assert store.set("key", b"").version == 1
 
@@ -213,10 +213,10 @@ def test_every_address_of_a_name_is_tried(server: TcpStoreServer) -> None:
 
 
 class SlowNameServer:
-    """Answers a look-up of `slow.test` with 127.0.0.1, not before it is told to."""
+    """A name server that resolves `slow.test` when the test allows it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.answers, self.asked = threading.Event(), 0
+        self.answers, self.num_queries = threading.Event(), 0
         self._real = socket.getaddrinfo
         monkeypatch.setattr(socket, "getaddrinfo", self._resolve)
 
@@ -225,7 +225,7 @@ class SlowNameServer:
             return self._real(host, *rest, **more)
         if more.get("flags", 0) & socket.AI_NUMERICHOST:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        self.asked += 1
+        self.num_queries += 1
         assert self.answers.wait(60)
         return self._real("127.0.0.1", *rest, **more)
 
@@ -243,11 +243,11 @@ def test_a_name_server_that_does_not_answer_is_queried_once_and_ends_the_attempt
                 store.get("key")
             # The name server is silent for a minute.
             assert monotonic() - started < 30
-        assert names.asked == 1
+        assert names.num_queries == 1
         # A name that takes longer than one attempt is found by a later one.
         names.answers.set()
         wait_until("the answer to be taken", lambda: reaches(store))
-        assert names.asked == 1
+        assert names.num_queries == 1
 
 
 def test_a_name_server_that_does_not_answer_ends_a_call_of_an_etcd_store(

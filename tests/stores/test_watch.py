@@ -1,5 +1,4 @@
-"""What a store promises that can watch without a thread: one call for each watch, and no change
-is missed."""
+"""A watch calls its callback once, and misses no change."""
 
 from __future__ import annotations
 
@@ -39,12 +38,12 @@ def reached(server: TcpStoreServer) -> TcpStore:
     return TcpStore(server.host, server.port, timeout=PATIENCE)
 
 
-def told(
+def start_watch(
     store: Store, prefix: str, after: int, *, listing: bool = False
 ) -> queue.Queue[WatchResult]:
-    heard: queue.Queue[WatchResult] = queue.Queue()
-    assert store.watch(prefix, after=after, callback=heard.put, with_listing=listing)
-    return heard
+    results: queue.Queue[WatchResult] = queue.Queue()
+    assert store.watch(prefix, after=after, callback=results.put, with_listing=listing)
+    return results
 
 
 @pytest.mark.parametrize("listing", [False, True])
@@ -52,8 +51,8 @@ def test_a_watch_is_notified_once_of_an_earlier_or_a_later_change(
     store: Store, listing: bool
 ) -> None:
     version = store.set("watched/a", b"1").version
-    before = told(store, "watched/", 0, listing=listing)
-    during = told(store, "watched/", version, listing=listing)
+    before = start_watch(store, "watched/", 0, listing=listing)
+    during = start_watch(store, "watched/", version, listing=listing)
     now = store.list("watched/")
     assert before.get(timeout=PATIENCE) == (now if listing else True)
     store.set("other", b"")
@@ -61,7 +60,7 @@ def test_a_watch_is_notified_once_of_an_earlier_or_a_later_change(
     store.set("watched/b", b"2")
     assert during.get(timeout=PATIENCE) == (store.list("watched/") if listing else True)
     store.delete("watched/a")
-    store.list("watched/")  # whatever had been told before this answer would be here
+    store.list("watched/")  # an earlier notification would have arrived before this reply
     assert before.empty()
     assert during.empty()
 
@@ -69,11 +68,13 @@ def test_a_watch_is_notified_once_of_an_earlier_or_a_later_change(
 def test_a_watch_ends_with_the_connection(server: TcpStoreServer) -> None:
     client = reached(server)
     version = client.set("key", b"").version
-    heard = [told(client, "watched/", version, listing=listing) for listing in (False, True)]
+    results = [
+        start_watch(client, "watched/", version, listing=listing) for listing in (False, True)
+    ]
     client.close()
-    assert [one.get(timeout=PATIENCE) for one in heard] == [False, False]
+    assert [one.get(timeout=PATIENCE) for one in results] == [False, False]
     with pytest.raises(StoreConnectionError):
-        client.watch("watched/", after=0, callback=heard[0].put)
+        client.watch("watched/", after=0, callback=results[0].put)
 
 
 def test_a_watch_does_not_get_a_long_listing(
@@ -82,9 +83,9 @@ def test_a_watch_does_not_get_a_long_listing(
     with reached(server) as client:
         for number in range(20):
             version = client.set(f"watched/{number}", b"x" * 10**5).version
-        before = told(client, "watched/", 0, listing=True)
+        before = start_watch(client, "watched/", 0, listing=True)
         assert before.get(timeout=PATIENCE) is True
-        during = told(client, "watched/", version, listing=True)
+        during = start_watch(client, "watched/", version, listing=True)
         client.delete("watched/0")
         assert during.get(timeout=PATIENCE) is True
         assert len(client.list("watched/").entries) == 19
@@ -98,8 +99,8 @@ def test_list_and_watch_miss_no_change(server: TcpStoreServer, store: Store) -> 
             writer.set("other", b"")
         writer.set("key", b"last")
         while not (seen.entries and seen.entries[0].value == b"last"):
-            # A missed change shows as a watch that nobody answers.
-            watched = told(store, "key", seen.version, listing=True).get(timeout=PATIENCE)
+            # After a missed change, this would time out.
+            watched = start_watch(store, "key", seen.version, listing=True).get(timeout=PATIENCE)
             assert isinstance(watched, Listing)
             assert watched.version > seen.version
             seen = watched
@@ -108,11 +109,11 @@ def test_list_and_watch_miss_no_change(server: TcpStoreServer, store: Store) -> 
 def test_a_watch_is_notified_of_the_end_of_leases(server: TcpStoreServer) -> None:
     with reached(server) as here, reached(server) as there:
         kept = there.set("lease/there", b"", ttl=1000.0)
-        gone = told(here, "lease/", kept.version)
+        gone = start_watch(here, "lease/", kept.version)
         there.close()
         assert gone.get(timeout=PATIENCE) is True
         version = here.set("lease/silent", b"", ttl=0.2).version
-        assert told(here, "lease/silent", version).get(timeout=PATIENCE) is True
+        assert start_watch(here, "lease/silent", version).get(timeout=PATIENCE) is True
         assert here.list("lease").entries == ()
 
 

@@ -1,4 +1,4 @@
-"""Places where a store may be served, each at a port that nobody else gets."""
+"""Endpoints at which a store can be served, each with a port of its own."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ PATIENCE = 3.0
 
 
 class _Client(TcpStore):
-    """Gives up soon where nobody serves; where somebody does, not because the machine is busy."""
+    """A client that gives up soon if its endpoint is not served, and waits if it is."""
 
-    def __init__(self, spot: Spot) -> None:
-        self._spot, patience = spot, spot.connect_timeout
-        super().__init__(spot.host, spot.port, job=JOB, timeout=5.0, connect_timeout=patience)
+    def __init__(self, endpoint: LocalEndpoint) -> None:
+        self._endpoint, patience = endpoint, endpoint.connect_timeout
+        super().__init__(
+            endpoint.host, endpoint.port, job=JOB, timeout=5.0, connect_timeout=patience
+        )
 
     def connect(self, timeout: float | None = None) -> None:
-        super().connect(10.0 if self._spot.is_served else timeout)
+        super().connect(10.0 if self._endpoint.is_served else timeout)
 
 
-class Spot:
-    """A place at a port that nobody else gets, and the clients that reached for it."""
+class LocalEndpoint:
+    """An endpoint with a reserved port, and the clients that were created for it."""
 
     def __init__(self, stack: ExitStack, address: str) -> None:
         self._stack = stack
-        # Bound and never listened at: a server can bind beside it, and who connects is refused.
+        # This socket never listens. A server can bind the port too; without one, it is refused.
         holder = stack.enter_context(socket.socket())
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((address, 0))
@@ -55,7 +57,7 @@ class Spot:
         return f"{self.host}:{self.port}"
 
     def open(self, job: str = JOB) -> TcpStoreServer:
-        """Another node serves here."""
+        """Start the server of another node."""
         server = self._stack.enter_context(TcpStoreServer(self.host, self.port, job=job))
         self._opened.append(server)
         return server
@@ -73,7 +75,7 @@ class Spot:
         return store
 
     def joined(self) -> TcpStore:
-        """A client of what is served here, which has connected."""
+        """Return a connected client of the server at this endpoint."""
         store = self.reach()
         store.connect()
         return store
@@ -87,27 +89,27 @@ class Spot:
         return server
 
 
-class World:
-    """Three places, and a clock that stands still until it is told."""
+class EndpointCluster:
+    """Three endpoints, and a clock that the test sets."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self.now = 0.0
-        self.spots = tuple(Spot(stack, f"127.0.0.{number}") for number in (2, 3, 4))
+        self.endpoints = tuple(LocalEndpoint(stack, f"127.0.0.{number}") for number in (2, 3, 4))
 
     def store(self, *places: StoreEndpoint) -> FailoverStore:
         store = FailoverStore(places, failover_timeout=PATIENCE, clock=lambda: self.now)
         return self._stack.enter_context(store)
 
     def misses(self, store: Store, at: float) -> None:
-        """At this time the store is asked, and does not answer."""
+        """Set the clock, and check that the store does not answer."""
         self.now = at
         with pytest.raises(StoreConnectionError):
             store.get("key")
 
 
 def reaching(endpoints: Sequence[tuple[str, int]], timeout: float) -> Store:
-    """A client of the store that is served at one of these endpoints, none of them ours."""
+    """Return a client of the store that is served at one of these endpoints by another process."""
 
     def place(host: str, port: int) -> StoreEndpoint:
         def reach() -> TcpStore:
@@ -115,13 +117,13 @@ def reaching(endpoints: Sequence[tuple[str, int]], timeout: float) -> Store:
 
         return StoreEndpoint(host, reach, lambda: None)
 
-    # A busy machine may pass over the place at first, and comes back to it.
+    # On a busy machine, the client can skip the endpoint at first, and tries it again later.
     places = [place(host, port) for host, port in endpoints]
     return until_answered(FailoverStore(places, failover_timeout=1.0))
 
 
 def until_answered(store: Store) -> Store:
-    """The store, once it answers; connecting takes its own time between two attempts."""
+    """Return the store when it answers. Each attempt waits for the connection."""
     for _ in range(100):
         try:
             store.get("key")

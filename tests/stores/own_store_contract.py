@@ -1,4 +1,4 @@
-"""What our own stores say of what they refuse, in the same words, beside the contract of all."""
+"""The contract of all stores, and error messages that the stores of elasticlib share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elasticlib.testing import StoreContract
 from elasticlib.testing.store_contract import Connect
 
 
-class OurStoreContract(StoreContract):
+class OwnStoreContract(StoreContract):
     def test_errors_name_the_value_and_the_rule(self, connect: Connect) -> None:
         store, other = connect(), connect()
         with pytest.raises(ConfigError, match="a key is 1 to 1024 bytes"):
