@@ -17,7 +17,7 @@ from pages import blocks_of, by_name, check_suite_passes
 
 from elasticlib import ElasticAgent, FileStore, WorkerState, read_history
 from elasticlib.observe.history import JobState
-from elasticlib.observe.status import read_job
+from elasticlib.observe.job_status import read_job
 from elasticlib.testing import AgentRequest
 from elasticlib.testing.agent_acts import Act
 from elasticlib.testing.agent_job import Job

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from ..errors import ConfigError
-from ..observe.wording import grouped, ranks_of
+from ..observe.formatting import format_ranks, group_stacks
 from ..workers.interface import NO_STEP, Heartbeat
 from .policy import AgentCommand, HangDetected, Publish, Subscribe, decode, encode
 
@@ -299,9 +299,9 @@ class HangDetector:
         at = "before the first step" if least == NO_STEP else f"at step {least}"
         behind = {pulse.rank for pulse in known if pulse.step == least}
         texts = {self.ranks[local]: text for local, text in (self.stacks or {}).items()}
-        shown = grouped({rank: text for rank, text in texts.items() if rank in behind})
+        shown = group_stacks({rank: text for rank, text in texts.items() if rank in behind})
         return "\n\n".join(
-            f"the stacks of {ranks_of(one.ranks)}, {at}:\n{one.text}" for one in shown
+            f"the stacks of {format_ranks(one.ranks)}, {at}:\n{one.text}" for one in shown
         )
 
     @property

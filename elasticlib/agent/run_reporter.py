@@ -13,9 +13,9 @@ from functools import partial
 import attrs
 
 from ..clock import Clock
-from ..observe.journal import Guard, Journal
-from ..observe.step_watch import EVERY_SECONDS, StepWatch
-from ..observe.wording import ranks_of
+from ..observe.formatting import format_ranks
+from ..observe.journal import Journal, SafeCaller
+from ..observe.step_monitor import MAX_INTERVAL_S, StepMonitor
 from ..rendezvous.interface import RendezvousInfo
 from ..rendezvous.membership import Change, ChangeKind
 from ..visible import shorten
@@ -112,9 +112,9 @@ class RunReporter:
         self._host = host
         self._workers = workers
         self._journal = journal
-        self._guard = Guard(journal)
+        self._guard = SafeCaller(journal)
         self._clock = clock
-        self._steps: StepWatch | None = None
+        self._steps: StepMonitor | None = None
         self._idle_since = self._began_at = self._stopping_at = self._prepared_at = clock()
         self._why, self._planned = "the first generation of this node", False
         self._silent_since: float | None = None
@@ -153,7 +153,7 @@ class RunReporter:
 
     def on_rendezvous_started(self) -> None:
         self._report_last_steps()
-        self._record("rendezvous.began", why=self._why, planned=self._planned)
+        self._record("rendezvous.started", reason=self._why, is_planned=self._planned)
 
     def on_prepared(self) -> None:
         """All imports that workers need are done, and the node asks for its first place."""
@@ -174,7 +174,7 @@ class RunReporter:
         waited = self._began_at - self._idle_since
         imports = max(0.0, self._prepared_at - self._idle_since)
         first, last = group.workers[0], group.workers[-1]
-        ranks = ranks_of(range(first.rank, last.rank + 1))
+        ranks = format_ranks(range(first.rank, last.rank + 1))
         importing = f"{imports:.2f} s of imports and " if imports else ""
         # A handler of the user's may give no cause.
         cause = info.reason or self._why
@@ -185,19 +185,20 @@ class RunReporter:
             f"{group.restarts} of {group.max_restarts} restarts; {cause}",
         )
         self._record(
-            "generation.began",
-            seconds=round(waited, 6),
-            imports=round(imports, 6),
+            "generation.started",
+            duration_seconds=round(waited, 6),
+            import_seconds=round(imports, 6),
             attempt=group.attempt,
             node_rank=info.rank,
-            nodes=info.world_size,
+            node_count=info.world_size,
             ranks=[first.rank, last.rank],
-            world=first.world_size,
+            world_size=first.world_size,
             role=[first.role_rank, first.role_world_size],
             restarts=group.restarts,
             max_restarts=group.max_restarts,
-            cause=cause,
-            why=None if info.trigger is None else info.trigger.value,
+            reason=cause,
+            trigger=None if info.trigger is None else info.trigger.value,
+            incarnation=info.incarnation,
         )
 
     def on_workers_started(
@@ -208,25 +209,25 @@ class RunReporter:
             local = worker.local_rank
             if local in names:
                 facts = {"local_rank": local, "name": names[local], "attempt": started_in[local]}
-                self._record("worker.began", worker.rank, **facts)
+                self._record("worker.started", worker.rank, **facts)
         if names and self._workers.reports_heartbeats and self._journal is not None:
-            self._steps = StepWatch(self._began_at)
+            self._steps = StepMonitor(self._began_at)
 
     def report_steps(self, *, final: bool = False) -> None:
         """Tell of the workers' steps, if that is due. Of those that have ended something is known
         for as long as no others are started."""
         watch, now = self._steps, self._clock()
-        if watch is None or not (final or now >= watch.due):
+        if watch is None or not (final or now >= watch.due_at):
             return
         try:
             beats = self._workers.heartbeats()
             final = final or not beats
             beats = self._workers.final_heartbeats() if final else beats
-            self._steps, found = watch.look(now, beats, final=final)
+            self._steps, found = watch.read(now, beats, is_final=final)
         except Exception:
             # What is seen is never worth the end of the training.
             log.exception("cannot read the workers' steps")
-            self._steps, found = attrs.evolve(watch, due=now + EVERY_SECONDS), []
+            self._steps, found = attrs.evolve(watch, due_at=now + MAX_INTERVAL_S), []
         for kind, facts in found:
             self._record(kind, **facts)
 
@@ -239,16 +240,16 @@ class RunReporter:
         """A worker ended; supervised: while nothing was being stopped. The cause to be told, if
         this is one."""
         self._record(
-            "worker.ended",
+            "worker.exited",
             exit_.rank,
             local_rank=exit_.local_rank,
-            code=exit_.returncode,
-            ok=exit_.succeeded,
+            exit_code=exit_.returncode,
+            succeeded=exit_.succeeded,
             stopped=exit_.stop_was_requested,
-            how=exit_.describe(),
+            description=exit_.describe(),
             error="" if exit_.succeeded else exit_.message or exit_.exit_description,
             traceback="" if exit_.succeeded else shorten(exit_.traceback, LONGEST_TRACE),
-            uptime=round(self._clock() - self._began_at, 6),
+            uptime_seconds=round(self._clock() - self._began_at, 6),
         )
         # What ends while it is being stopped did what it was told, and failed at nothing; unless
         # it had said before that it failed.
@@ -281,20 +282,25 @@ class RunReporter:
         since = self._silent_since
         word = "hang" if since is not None else "killed" if failure.killed else "ordinary"
         silent = None if since is None else round(self._clock() - since, 3)
-        self._record("failure", reason=failure.reason, failure=word, silent=silent)
+        self._record(
+            "failure",
+            reason=failure.reason,
+            failure_kind=word,
+            seconds_since_heartbeat=silent,
+        )
 
     def on_drain(self, signal: str, why: str) -> None:
-        self._record("drain.asked", signal=signal, why=why)
+        self._record("drain.requested", signal=signal, reason=why)
 
     def on_stop_started(self, notice: StopNotice | None) -> None:
         self._stopping_at = self._clock()
         why, seconds = ("", 0.0) if notice is None else (notice.reason, notice.grace_s)
-        self._record("stopping", why=why, seconds=seconds, because=self._why)
+        self._record("stopping", notice=why, grace_seconds=seconds, reason=self._why)
 
     def on_stop_finished(self, end: policy.WorkersStopped) -> None:
         self._idle_since = self._clock()
         seconds = round(self._idle_since - self._stopping_at, 6)
-        self._record("stopped", seconds=seconds, left=end.unkillable)
+        self._record("stopped", duration_seconds=seconds, survivors=end.unkillable)
 
     def on_change(self, change: Change) -> None:
         """The generation is over, or the job is."""
@@ -337,17 +343,17 @@ class RunReporter:
         )
         self._report_last_steps()
         if self.saved_step is not None:
-            self._record("saved", step=self.saved_step, count=1)
+            self._record("checkpoint.saved", step=self.saved_step, count=1)
         self._record(
-            "run.ended",
+            "run.finished",
             state=result.state.value,
             reason=result.reason,
             exit_code=result.exit_code,
             expelled=result.evicted,
-            cause=None if cause is None else _in_short(cause),
+            root_cause=None if cause is None else _in_short(cause),
         )
         # What was told has been heard, unless that takes too long.
-        self._guard.settle()
+        self._guard.flush()
         return result
 
     @property
@@ -356,9 +362,9 @@ class RunReporter:
 
     def _record(self, kind: str, rank: int | None = None, **facts: object) -> None:
         if self._journal is not None:
-            tell, generation = self._journal.tell, self._generation
+            tell, generation = self._journal.record, self._generation
             told = partial(tell, kind, generation=generation, rank=rank, **facts)
-            self._guard.call(told, prompt=self._journal.prompt)
+            self._guard.call(told, is_nonblocking=self._journal.is_nonblocking)
 
 
 def _in_short(cause: RootCause) -> dict[str, object]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from ..observe.wording import plural
+from ..observe.formatting import plural
 from ..rendezvous.membership import Node
 from ..rendezvous.rank_assignment import assign_ranks
 from ..signals import signal_name

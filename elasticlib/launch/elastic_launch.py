@@ -144,7 +144,7 @@ def run_node(
         journal = stack.enter_context(
             open_journal(config, workers, rendezvous.node_id, endpoint=rendezvous.serves_at)
         )
-        _log_start(config, journal.found_by)
+        _log_start(config, journal.run_selector)
         agent = ElasticAgent(
             worker_spec(config, entrypoint),
             rendezvous.handler,

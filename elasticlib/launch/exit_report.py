@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import attrs
 
 from ..agent.interface import RootCause, RunResult
-from ..observe.history import Cost, Generation, GenerationTrigger
+from ..observe.formatting import NO_STEPS_TEXT, format_duration, format_percent, plural
+from ..observe.history import Generation, GenerationTrigger, RecoveryCost
 from ..observe.journal import NodeJournal
-from ..observe.story import DEAREST, Sums
-from ..observe.wording import STEPLESS, duration, percentage, plural
+from ..observe.totals import MAX_LISTED_GENERATIONS, NodeTotals, totals_of
 from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
 from ..workers.spec import WorkerState
@@ -37,65 +37,66 @@ LONGEST_CAUSE = 100
 def summary(journal: NodeJournal, logs: str) -> str:
     """All lines, once the run is over; none where no workers were run here. logs: where these are
     kept."""
-    sums = journal.story.sums()
-    if not sums.generations:
+    totals = totals_of(journal.aggregate)
+    if not totals.num_generations:
         return ""
     events = journal.path if os.path.exists(journal.path) else ""
     return "".join(
-        f"{line}\n" for line in (*summary_lines(sums), *_places(journal.found_by, logs, events))
+        f"{line}\n"
+        for line in (*summary_lines(totals), *_places(journal.run_selector, logs, events))
     )
 
 
-def summary_lines(sums: Sums) -> Iterator[str]:
+def summary_lines(totals: NodeTotals) -> Iterator[str]:
     """What a run came to on this node: one line, and some more if there was anything to lose."""
-    count = sums.generations
-    said = [f"{duration(sums.seconds)} in {plural(count, 'generation')}"]
-    launch = sums.launch
-    if sums.first_step is not None:
+    count = totals.num_generations
+    said = [f"{format_duration(totals.seconds)} in {plural(count, 'generation')}"]
+    launch = totals.startup
+    if totals.first_step_seconds is not None:
         parts = f" ({_phases(launch)})" if launch.phases else ""
-        said.append(f"the first step done after {duration(sums.first_step)}{parts}")
+        said.append(f"first step after {format_duration(totals.first_step_seconds)}{parts}")
     elif launch.rendezvous is not None:
-        waited = Cost(imports=launch.imports, rendezvous=launch.rendezvous)
-        said.append(f"the first workers started after {_phases(waited)}")
-    if sums.goodput is not None:
-        said.append(f"goodput {percentage(sums.goodput)} on this node")
-    if sums.saved is not None:
-        said.append(f"last checkpoint of step {sums.saved}")
-    if sums.snapshot is not None:
-        said.append(f"last snapshot of step {sums.snapshot}")
+        waited = RecoveryCost(imports=launch.imports, rendezvous=launch.rendezvous)
+        said.append(f"first workers started after {_phases(waited)}")
+    if totals.goodput is not None:
+        said.append(f"goodput {format_percent(totals.goodput)} (this node)")
+    if totals.checkpoint_step is not None:
+        said.append(f"last checkpoint: step {totals.checkpoint_step}")
+    if totals.snapshot_step is not None:
+        said.append(f"last snapshot: step {totals.snapshot_step}")
     yield ", ".join(said)
-    if count > 1 + DEAREST:
+    if count > 1 + MAX_LISTED_GENERATIONS:
         counts = (
             f"{n} {why.phrase}"
-            for why, n in sums.counts.items()
+            for why, n in totals.triggers.items()
             if why is not GenerationTrigger.START
         )
-        yield f"  {', '.join(counts)}; those that cost most:"
-    stepless = sums.trained is None
-    yield from (_generation(made, stepless=stepless) for made in sums.dearest)
-    if count > 1 or sums.lost.seconds:
-        unknown = f"; {STEPLESS}" if stepless else ""
-        yield f"  lost on this node: {_phases(sums.lost)}{unknown}"
+        yield f"  {', '.join(counts)}; most expensive:"
+    stepless = totals.productive_seconds is None
+    yield from (_generation(made, stepless=stepless) for made in totals.most_expensive)
+    if count > 1 or totals.lost.seconds:
+        unknown = f"; {NO_STEPS_TEXT}" if stepless else ""
+        yield f"  time lost on this node: {_phases(totals.lost)}{unknown}"
 
 
 def _generation(made: Generation, *, stepless: bool) -> str:
-    cause = " ".join(made.cause.split())
+    cause = " ".join(made.reason.split())
     if len(cause) > LONGEST_CAUSE:
         cause = f"{cause[:LONGEST_CAUSE]}..."
-    cost = f"{duration(made.cost.seconds)} lost"
+    cost = f"{format_duration(made.cost.seconds)} lost"
     if stepless:
-        phases = (made.cost.stop, made.cost.imports, made.cost.rendezvous)
+        phases = (made.cost.shutdown, made.cost.imports, made.cost.rendezvous)
         waited = sum(seconds or 0.0 for seconds in phases)
-        cost = f"workers started after {duration(waited)}"
-    return f"  generation {made.number} {made.why.phrase}, {cost}{cause and ': '}{cause}"
+        cost = f"workers started after {format_duration(waited)}"
+    return f"  generation {made.number} {made.trigger.phrase}, {cost}{cause and ': '}{cause}"
 
 
-def _phases(lost: Cost) -> str:
-    said = {name: f"{name} {duration(seconds)}" for name, seconds in lost.phases.items()}
-    if "redone" in said:
-        steps = plural(lost.redone, "step")
-        said["redone"] = f"{steps} redone in {duration(lost.redone_seconds)}"
-    return ", ".join(said.values()) or "nothing that is known"
+def _phases(lost: RecoveryCost) -> str:
+    said = {name: f"{name} {format_duration(seconds)}" for name, seconds in lost.phases.items()}
+    if "repeated" in said:
+        steps = plural(lost.repeated_steps, "step")
+        said["repeated"] = f"{steps} repeated in {format_duration(lost.repeated or 0.0)}"
+    return ", ".join(said.values()) or "none recorded"
 
 
 def _places(name: str, logs: str, events: str) -> Iterator[str]:
@@ -163,10 +164,11 @@ def _with_code(data: dict[str, object], code: int) -> dict[str, object]:
 
 
 def _explained(cause: RootCause) -> str:
-    head = f"{NAME}: first failure of generation {cause.generation}, on {cause.host}"
+    head = f"{NAME}: root cause in generation {cause.generation}, on {cause.host}"
     if cause.subsequent_ranks:
         ranks = ", ".join(str(rank) for rank in cause.subsequent_ranks)
-        head += f" (rank{'s' * (len(cause.subsequent_ranks) > 1)} {ranks} failed after it)"
+        noun = "failures of ranks" if len(cause.subsequent_ranks) > 1 else "failure of rank"
+        head += f" (followed by {noun} {ranks})"
     lines = [f"{head}:", f"  {cause.summary}"]
     if cause.log_dir:
         lines.append(f"  logs: {cause.log_dir} on {cause.host}")

@@ -13,7 +13,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import ElasticError, StoreConnectionError, StoreError
-from ..observe.wording import plural
+from ..observe.formatting import plural
 from ..rendezvous.bootstrap_store import torch_store_opener
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
