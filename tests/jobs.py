@@ -283,7 +283,7 @@ class Job:
         for node in self.nodes:
             if node.process.poll() is None:
                 node.kill()
-        # A failed test is one failure: the guardians may first remove what the agents had.
+        # A failed test is one failure: the supervisors may first remove what the agents had.
         with contextlib.suppress(AssertionError):
             self.gone(seconds=5.0)
         for pid in self.processes():

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..errors import ConfigError, describe
 from ..foreign import opened
 from . import stack_dump
+from .cleanup import stat_fields
 from .error_file import install_exception_hooks, record_exception
-from .process_entry import stat_fields
 
 if TYPE_CHECKING:
     from .spec import Function

@@ -128,7 +128,7 @@ def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_sav
         assert in_mask(pid, "SigIgn", signal.SIGUSR2)
         # Whoever wants the signal for itself takes it: it is not held back.
         assert not in_mask(pid, "SigBlk", signal.SIGUSR2)
-    # As Slurm does: to the agent, its guardian and fork server, the workers and their children.
+    # Slurm signals the agent, its supervisor and fork server, the workers and their children.
     reached = job.processes()
     assert len(reached) == 7
     slow = job.folder / "slow"

@@ -24,8 +24,8 @@ from elasticlib.agent.stop_procedure import (
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError
 from elasticlib.held_folder import is_held
-from elasticlib.workers.cleanup import CleanupProcess
 from elasticlib.workers.context import WorkerContext
+from elasticlib.workers.event_loop import EventLoop
 from elasticlib.workers.interface import (
     DRAIN,
     PREEMPTED,
@@ -34,6 +34,7 @@ from elasticlib.workers.interface import (
     StopNotice,
 )
 from elasticlib.workers.run_dirs import SnapshotDir
+from elasticlib.workers.supervisor_client import SupervisorClient
 from elasticlib.workers.worker_channel import (
     CHANNEL_ENV,
     FIRST_POLL_TIMEOUT_S,
@@ -339,13 +340,15 @@ def channels() -> Iterator[WorkerChannels]:
 
 
 def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
-    memory = SnapshotDir(guardian := CleanupProcess())
+    loop = EventLoop()
+    memory = SnapshotDir(supervisor := SupervisorClient(loop))
     made = memory.attempt_dir(0)
     assert made is not None
     folder = made.parent
     assert is_held(folder)
     memory.remove()
-    guardian.close()
+    supervisor.close()
+    loop.close()
     assert not folder.exists()
 
 
