@@ -32,14 +32,14 @@ _STATE_KINDS = (
 _KINDS_WITHOUT_GENERATION = ("run.started", "generation.started", "events.dropped")
 
 
-def finished_state(word: str) -> JobState:
-    """Return the state that a `run.finished` event reports; FAILED for an unknown word."""
+def finished_state(name: str) -> JobState:
+    """Return the state that a `run.finished` event reports; FAILED for an unknown name."""
     states = {
         "succeeded": JobState.SUCCEEDED,
         "stopped": JobState.STOPPED,
         "drained": JobState.DRAINED,
     }
-    return states.get(word, JobState.FAILED)
+    return states.get(name, JobState.FAILED)
 
 
 # -- status of a node ------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class NodeStatus:
     snapshot_step: int | None = None
     step: int | None = None  # of the slowest worker
     steps_per_second: float | None = None
-    expelled: bool = False  # it has ended, and the job continues without it
+    expelled: bool = False  # the job continues without it
     workers: tuple[WorkerStatus, ...] = ()
 
 
@@ -430,7 +430,7 @@ class NodeAggregate:
 
     def _start_generation(self, event: Event) -> None:
         if self.generations and self.generations[-1].stopped_at is None:
-            # No event reports how the previous generation ended; it has ended by now.
+            # No event reports how the previous generation finished, but it must have.
             last = self.generations[-1]
             end = attrs.evolve(event, kind="rendezvous.started", facts={})
             self.generations[-1] = update_generation(last, end)

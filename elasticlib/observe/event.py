@@ -144,7 +144,7 @@ class TimelineEvent:
     at: float  # seconds
     kind: str
     node: str
-    text: str  # a sentence, or the step
+    text: str  # description, or the step
     rank: int | None = None
     step: int | None = None
     traceback: str = ""  # of a worker that failed, if it left one
@@ -152,7 +152,7 @@ class TimelineEvent:
 
 @attrs.frozen
 class Event:
-    """One line of `events.jsonl`.
+    """An event of one node: a line of `events.jsonl`.
 
     Facts hold JSON values. A file may have been written by anyone, so facts are read by type: a
     fact that is missing or of another type than in `KINDS` is unknown.
@@ -191,7 +191,7 @@ class Event:
 
     @property
     def is_expected_exit(self) -> bool:
-        """True if a worker succeeded or was asked to stop (`worker.exited`)."""
+        """True if a worker succeeded or was told to stop (`worker.exited`)."""
         return self.is_true("succeeded") or self.is_true("stopped")
 
     def number(self, name: str) -> float | None:
