@@ -6,15 +6,15 @@ import logging
 
 import pytest
 
-from elasticlib.launch.observed import RestoreHint
+from elasticlib.launch.observability import MissingRestoreWarning
 from elasticlib.observe.event import Event
 
 
-def hear(hint: RestoreHint, kind: str, generation: int, **facts: object) -> None:
+def hear(hint: MissingRestoreWarning, kind: str, generation: int, **facts: object) -> None:
     hint.hear(Event(kind, "run", "node", generation, 0.0, 0.0, None, facts))
 
 
-def begin(hint: RestoreHint, generation: int, *started_in: int) -> None:
+def begin(hint: MissingRestoreWarning, generation: int, *started_in: int) -> None:
     """Let a generation begin, with workers that were started in these attempts."""
     hear(hint, "generation.began", generation, attempt=generation)
     for attempt in started_in:
@@ -22,7 +22,7 @@ def begin(hint: RestoreHint, generation: int, *started_in: int) -> None:
 
 
 def test_script_that_does_not_restore_is_warned(caplog: pytest.LogCaptureFixture) -> None:
-    hint = RestoreHint()
+    hint = MissingRestoreWarning()
     begin(hint, 1, 1, 1)
     hear(hint, "training.began", 1, step=1)
     hear(hint, "saved", 1, step=5, count=1)
@@ -36,7 +36,7 @@ def test_workers_that_are_kept_need_not_restore(
     caplog: pytest.LogCaptureFixture, is_restored: bool
 ) -> None:
     caplog.set_level(logging.WARNING)
-    hint = RestoreHint()
+    hint = MissingRestoreWarning()
     begin(hint, 1, 1, 1)
     hear(hint, "training.began", 1, step=106)
     hear(hint, "snapshot", 1, step=108, count=3)
