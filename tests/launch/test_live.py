@@ -27,8 +27,8 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
         get_worker_group=lambda: SimpleNamespace(workers=workers),
         workers=SimpleNamespace(
             running=lambda: {local: f"pid {local}" for local in range(4)},
-            dump_stacks_of=dump,
-            heartheartbeats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
+            dump_stacks=dump,
+            heartbeats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
         ),
     )
     found = stacks_of(agent)(frozenset({5, 6, 9}))
