@@ -485,7 +485,7 @@ def test_restore_of_a_given_step(tmp_path: Path) -> None:
         (path,) = (tmp_path / "step-0000000003").glob("state.*")
         path.write_bytes(b"\1")
         with pytest.raises(
-            CheckpointError, match=r"step 3 cannot be restored.*step-0000000003 is dam"
+            CheckpointError, match=r"step 3 cannot be restored.*step-0000000003 is cor"
         ):
             manager.restore(found, step=3)
         assert (found["step"], found["w"].tolist()) == (6, [6, 6, 6])
