@@ -187,7 +187,7 @@ class LocalWorkers(Workers):
         self._processes = {n: one for n, one in self._processes.items() if n in stay}
         self._stopped = False
         self._sent.clear()
-        self._channels.begin()
+        self._channels.start_group()
         self._kills = read_oom_kill_count()
         try:
             for worker in group.workers:
@@ -234,8 +234,8 @@ class LocalWorkers(Workers):
         self, group: WorkerGroup, worker: Worker, folder: Path, on_exit: Callable[[int], None]
     ) -> None:
         local = worker.local_rank
-        newcomer = worker in group.standby_workers
-        channel = self._channels.open(local, newcomer=newcomer)
+        is_standby = worker in group.standby_workers
+        channel = self._channels.open(local, is_standby=is_standby)
         try:
             self._start_process(group, worker, folder, channel, on_exit)
         except BaseException:
@@ -265,7 +265,7 @@ class LocalWorkers(Workers):
             output.abandon()
             raise
         if what[0] != "command":
-            self._channels.assign(local, started.pid)
+            self._channels.set_worker_pid(local, started.pid)
         process = _Process(worker, started, output, folder, Path(files.error_file))
         if not isinstance(group.spec.entrypoint, Function):
             process.result = (None, "")
@@ -318,7 +318,7 @@ class LocalWorkers(Workers):
 
     def _explained(self, found: WorkerExit, process: _Process, said: FailureReport) -> WorkerExit:
         """With all that is known of why it failed."""
-        at = min(said.at, process.ended_at)
+        at = min(said.failed_at, process.ended_at)
         return attrs.evolve(
             self._with_message(found, process, said),
             stderr_tail=process.output.tail(),
@@ -336,10 +336,13 @@ class LocalWorkers(Workers):
         found = []
         for local_rank, process in self._processes.items():
             said = read_failure_report(process.error_file)
-            if said.ends_process and said.at < before:
+            if said.ends_process and said.failed_at < before:
                 who = (local_rank, process.worker.rank, process.pid)
                 exit_ = WorkerExit(
-                    *who, returncode=said.code or 1, failed_at=said.at, is_still_exiting=True
+                    *who,
+                    returncode=said.exit_code or 1,
+                    failed_at=said.failed_at,
+                    is_still_exiting=True,
                 )
                 found.append(self._with_message(exit_, process, said))
         return min(found, key=lambda exit_: exit_.failed_at, default=None)
@@ -347,7 +350,7 @@ class LocalWorkers(Workers):
     def _with_message(
         self, found: WorkerExit, process: _Process, said: FailureReport
     ) -> WorkerExit:
-        message, traceback = said.texts
+        message, traceback = said.message_and_traceback
         # People find what is left of it there, unless that goes with us.
         stays = self._run_dir.kept or process.error_file.parent != process.folder
         return attrs.evolve(
@@ -355,7 +358,7 @@ class LocalWorkers(Workers):
             message=message,
             traceback=traceback,
             log_dir=str(process.error_file.parent) if stays else "",
-            error_file=str(process.error_file) if stays and said.wrote else "",
+            error_file=str(process.error_file) if stays and said.has_error_file else "",
             error_data=said.record,
         )
 
@@ -367,16 +370,16 @@ class LocalWorkers(Workers):
     supports_coordinated_stop = reports_heartbeats = True
 
     def regroupable_ranks(self) -> Collection[int]:
-        return self._channels.keepers()
+        return self._channels.regroupable_ranks()
 
     def leave_group(self) -> None:
-        self._channels.leave()
+        self._channels.leave_group()
 
     def has_group_failure(self) -> bool:
-        return self._channels.broken()
+        return self._channels.has_group_failure()
 
     def standby_ranks(self) -> Mapping[int, bool]:
-        return self._channels.spare()
+        return self._channels.standby_ranks()
 
     def notify(self, notice: StopNotice) -> bool:
         heard = self._channels.notify(notice)
@@ -384,19 +387,19 @@ class LocalWorkers(Workers):
         return heard
 
     def earliest_stop_call(self) -> int | None:
-        return self._channels.earliest_stop()
+        return self._channels.earliest_stop_call()
 
     def stop_at_call(self, call: int, notice: StopNotice) -> None:
-        self._channels.stop_at(call, notice)
+        self._channels.stop_at_call(call, notice)
 
     def heartbeats(self) -> Mapping[int, Heartbeat]:
-        return self._channels.beats()
+        return self._channels.heartbeats()
 
     def final_heartbeats(self) -> Mapping[int, Heartbeat]:
-        return self._channels.last_beats()
+        return self._channels.final_heartbeats()
 
     def dump_stacks(self, local_ranks: Collection[int], *, save: bool = False) -> Mapping[int, str]:
-        asked, processes = self._channels.dumpers(), dict(self._processes)
+        asked, processes = self._channels.stack_dumpers(), dict(self._processes)
         ours = {n: processes[n].pid for n in asked if n in processes and n in local_ranks}
         stacks = stack_dump.collect_stacks(
             {local: (pid, *asked[local]) for local, pid in ours.items()}
