@@ -30,7 +30,7 @@ _HOMES = {
     "launch.elastic_launch": ("elastic_launch", "keep_snapshots"),
     "launch.observed": ("observed",),
     "observe.report": ("report",),
-    "observe.reading": ("read_history",),
+    "observe.history_reader": ("read_history",),
     # Parts of a launcher of your own.
     "agent.elastic_agent": ("ElasticAgent",),
     "agent.options": ("AgentOptions",),
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from .launch.launch_config import SupervisionOptions as SupervisionOptions
     from .launch.observed import observed as observed
     from .logical.logical_workers import LogicalWorkers as LogicalWorkers
-    from .observe.reading import read_history as read_history
+    from .observe.history_reader import read_history as read_history
     from .observe.report import report as report
     from .rendezvous.handler import DynamicRendezvousHandler as DynamicRendezvousHandler
     from .rendezvous.handler import StaticRendezvousHandler as StaticRendezvousHandler

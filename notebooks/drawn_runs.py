@@ -31,8 +31,8 @@ def draw_steps(history: History) -> Figure:
     _name_bands(nodes, history)
     _draw_line(steps, history)
     # What came before is Python that starts, and would press the rest together.
-    began = min((one.began for one in history.generations), default=0.0)
-    steps.set_xlim(began - 0.02 * (history.until - began), history.until)
+    began = min((one.started_at for one in history.generations), default=0.0)
+    steps.set_xlim(began - 0.02 * (history.duration_seconds - began), history.duration_seconds)
     steps.set_ylim(0)
     steps.set_ylabel("step")
     steps.set_xlabel("seconds since the job was started")
@@ -50,7 +50,7 @@ def draw_crashes(histories: Mapping[str, History]) -> Figure:
     figure = _figure(1.9 * len(histories))
     rows = figure.subplots(len(histories), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (name, history) in zip(rows, histories.items(), strict=True):
-        started = history.generations[0].trained or 0.0
+        started = history.generations[0].first_step_at or 0.0
         _draw_line(axes, history, started, HUES[0])
         axes.set_title(name, loc="left", fontsize=11, fontweight="bold")
         axes.text(0.99, 0.08, cost_of(history), transform=axes.transAxes, ha="right", fontsize=11)
@@ -64,7 +64,7 @@ def draw_crashes(histories: Mapping[str, History]) -> Figure:
 def cost_of(history: History) -> str:
     """What all crashes and resizes of a run have cost it, in words."""
     later = [generation.cost for generation in history.generations[1:]]
-    redone = sum(cost.redone for cost in later)
+    redone = sum(cost.repeated_steps for cost in later)
     steps = "no step" if not redone else f"{redone} step{'s' * (redone != 1)}"
     return f"{steps} done again, {sum(cost.seconds for cost in later):.1f} s lost"
 
@@ -84,18 +84,18 @@ def _plainly(axes: Axes) -> None:
 def _draw_bands(axes: Axes, history: History) -> None:
     for one in history.generations:
         axes.axvspan(
-            one.began, _end(one, history), color=_hue(one.number), alpha=PALE, lw=0, zorder=0
+            one.started_at, _end(one, history), color=_hue(one.number), alpha=PALE, lw=0, zorder=0
         )
 
 
 def _name_bands(axes: Axes, history: History) -> None:
     """Above each: its number, why it was sought and how many workers it has."""
     for one in history.generations:
-        words = f"{one.why.value}\n{one.world} worker{'s' * (one.world != 1)}"
+        words = f"{one.trigger.value}\n{one.world_size} worker{'s' * (one.world_size != 1)}"
         for text, up, weight in ((str(one.number), 30, "bold"), (words, 4, "normal")):
             axes.annotate(
                 text,
-                (one.began, 1),
+                (one.started_at, 1),
                 (0, up),
                 xycoords=("data", "axes fraction"),
                 textcoords="offset points",
@@ -109,15 +109,15 @@ def _name_bands(axes: Axes, history: History) -> None:
 def _draw_nodes(axes: Axes, history: History) -> None:
     rows = {story.node: row for row, story in enumerate(history.nodes)}
     for story in history.nodes:
-        end = story.seen if story.end is None else story.end.at
+        end = story.last_event_at if story.exit is None else story.exit.at
         row = rows[story.node]
-        axes.plot([story.began, end], [row, row], color=QUIET, lw=1.2, zorder=1)
-    for stay in history.stays:
-        end = history.until if stay.ended is None else stay.ended
+        axes.plot([story.started_at, end], [row, row], color=QUIET, lw=1.2, zorder=1)
+    for stay in history.memberships:
+        end = history.duration_seconds if stay.finished_at is None else stay.finished_at
         axes.barh(
             rows[stay.node],
-            end - stay.began,
-            left=stay.began,
+            end - stay.started_at,
+            left=stay.started_at,
             height=BAND,
             color=_hue(stay.generation),
             zorder=2,
@@ -134,13 +134,13 @@ def _draw_line(axes: Axes, history: History, zero: float = 0.0, hue: str = "") -
     cross where something was lost. hue: of all generations, by default each has its own."""
     before: tuple[float, int] | None = None
     for one in history.generations:
-        if one.trained is None or one.first_step is None or one.last_step is None:
+        if one.first_step_at is None or one.first_step is None or one.last_step is None:
             continue
-        start, end = one.trained - zero, _end(one, history) - zero
+        start, end = one.first_step_at - zero, _end(one, history) - zero
         first, last = one.first_step, one.last_step
         if before is not None:
             axes.plot([before[0], start], [before[1], first], ":", color=QUIET, lw=1.5, zorder=2)
-        if before is not None and one.why in (
+        if before is not None and one.trigger in (
             GenerationTrigger.FAILURE,
             GenerationTrigger.NODE_LOSS,
         ):
@@ -155,4 +155,4 @@ def _draw_line(axes: Axes, history: History, zero: float = 0.0, hue: str = "") -
 
 
 def _end(one: Generation, history: History) -> float:
-    return history.until if one.ended is None else one.ended
+    return history.duration_seconds if one.finished_at is None else one.finished_at

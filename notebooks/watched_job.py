@@ -18,18 +18,18 @@ from pathlib import Path
 
 from elasticlib.clock import Clock, monotonic
 from elasticlib.errors import ConfigError, ElasticError
+from elasticlib.observe.formatting import format_table
 from elasticlib.observe.history import History
-from elasticlib.observe.reading import read_history
-from elasticlib.observe.report import Report
-from elasticlib.observe.runs import runs_folder
-from elasticlib.observe.status import (
+from elasticlib.observe.history_reader import read_history
+from elasticlib.observe.job_status import (
     JobStatus,
     headline,
     node_table,
     read_job,
     status_of,
 )
-from elasticlib.observe.wording import table
+from elasticlib.observe.report import Report
+from elasticlib.observe.runs import runs_dir
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 
@@ -96,7 +96,7 @@ class WatchedJob:
         """Print the status as `elasticlib status` does, without its table of ranks."""
         status = self.status()
         if status is not None:
-            parts = (headline(status), table(*node_table(status)))
+            parts = (headline(status), format_table(*node_table(status)))
             print("\n\n".join("\n".join(part) for part in parts if part))
 
     def until(self, there: Callable[[JobStatus], bool], seconds: float = BOUND_SECONDS) -> None:
@@ -157,7 +157,7 @@ class WatchedJob:
 
     def history(self) -> History:
         """What the job's events tell of it, by now."""
-        return read_history(self.folder / runs_folder().name)
+        return read_history(self.folder / runs_dir().name)
 
     def report(self) -> Report:
         """What `elasticlib report` writes, by now."""

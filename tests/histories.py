@@ -8,17 +8,17 @@ from collections.abc import Sequence
 
 import attrs
 
-from elasticlib.observe.event import Mark
+from elasticlib.observe.event import TimelineEvent
 from elasticlib.observe.history import (
-    Cost,
     Generation,
     GenerationTrigger,
     History,
     JobState,
-    NodeEnd,
-    NodeStory,
-    Pace,
-    Stay,
+    NodeExit,
+    NodeHistory,
+    NodeMembership,
+    ProgressSample,
+    RecoveryCost,
 )
 
 WALL = 1_790_000_000.0
@@ -28,17 +28,17 @@ LONG = "RuntimeError: " + "a_word_of_forty_letters_without_any_space " * 30 + "x
 
 def uneventful() -> History:
     """One node, one generation, one worker that tells of nothing."""
-    node = NodeStory(
-        "n0", "laptop", 0.0, 42.5, 1, NodeEnd(42.5, JobState.SUCCEEDED, "all workers succeeded", 0)
+    node = NodeHistory(
+        "n0", "laptop", 0.0, 42.5, 1, NodeExit(42.5, JobState.SUCCEEDED, "all workers succeeded", 0)
     )
     generation = Generation(1, GenerationTrigger.START, "the first generation", 0.4, 42.4, 1, 1, 0)
-    stay = Stay("n0", 1, 0, (0, 0), 0.4, 42.4)
+    stay = NodeMembership("n0", 1, 0, (0, 0), 0.4, 42.4)
     return History("train", WALL, 42.5, JobState.SUCCEEDED, (node,), (stay,), (generation,))
 
 
 def unborn() -> History:
     """An agent that waits for others since it has told its first event."""
-    return History("job", WALL, 0.0, JobState.WAITING, (NodeStory("n0", "a", 0.0, 0.0, 8),))
+    return History("job", WALL, 0.0, JobState.WAITING, (NodeHistory("n0", "a", 0.0, 0.0, 8),))
 
 
 class Script:
@@ -49,21 +49,21 @@ class Script:
         self.run, self.workers, self.speed = run, workers, speed
         self.at, self.step, self.done, self.restarts = 0.0, 0, 0, 0
         self.generations: list[Generation] = []
-        self.stays: list[Stay] = []
-        self.marks: list[Mark] = []
-        self.paces: list[Pace] = []
-        self.nodes: dict[str, NodeStory] = {}
+        self.memberships: list[NodeMembership] = []
+        self.timeline: list[TimelineEvent] = []
+        self.progress: list[ProgressSample] = []
+        self.nodes: dict[str, NodeHistory] = {}
 
     def appear(self, *names: str) -> None:
         for name in names:
-            self.nodes[name] = NodeStory(
+            self.nodes[name] = NodeHistory(
                 f"{name}_4711_a1b2c3d4",
                 name,
                 self.at,
                 self.at,
                 self.workers,
                 pid=4711,
-                folder=f"/scratch/logs/{self.run}_k2j3h4g5",
+                log_dir=f"/scratch/logs/{self.run}_k2j3h4g5",
                 settings={
                     "min_nodes": "1",
                     "max_nodes": "4",
@@ -91,26 +91,28 @@ class Script:
         redone = redone if lost else 0
         self.restarts += why is GenerationTrigger.FAILURE
         self.step -= redone
-        cost = Cost(
-            detect=(draw(2, 9) if why is GenerationTrigger.NODE_LOSS else draw(0.01, 0.1))
+        cost = RecoveryCost(
+            detection=(draw(2, 9) if why is GenerationTrigger.NODE_LOSS else draw(0.01, 0.1))
             if not first
             else None,
-            stop=None if first else draw(0.2, 2.5),
+            shutdown=None if first else draw(0.2, 2.5),
             rendezvous=draw(0.4, 3.0),
-            start=draw(0.5, 2.5),
+            startup=draw(0.5, 2.5),
             restore=None if first else draw(0.1, 1.2),
-            redone=redone,
-            redone_seconds=redone / self.speed,
+            repeated_steps=redone,
+            repeated=redone / self.speed,
         )
-        began = self.at + (cost.detect or 0) + (cost.stop or 0) + (cost.rendezvous or 0)
-        trained = began + (cost.start or 0) + (cost.restore or 0)
+        began = self.at + (cost.detection or 0) + (cost.shutdown or 0) + (cost.rendezvous or 0)
+        trained = began + (cost.startup or 0) + (cost.restore or 0)
         ended = trained + seconds
         number = len(self.generations) + 1
         world = len(names) * self.workers
         start = self.step
         for place, name in enumerate(names):
             ranks = (place * self.workers, (place + 1) * self.workers - 1)
-            self.stays.append(Stay(self.id(name), number, place, ranks, began, ended))
+            self.memberships.append(
+                NodeMembership(self.id(name), number, place, ranks, began, ended)
+            )
         self.tell(number, names, trained, ended, paces)
         made = Generation(
             number, why, cause, began, ended, len(names), world, self.restarts, trained, start
@@ -131,14 +133,16 @@ class Script:
                 samples = 64.0 * self.workers * speed
                 told = loss if place == 0 else None
                 node = self.id(name)
-                self.paces.append(Pace(at, node, number, self.step, speed, told, samples))
+                self.progress.append(
+                    ProgressSample(at, node, number, self.step, speed, told, samples)
+                )
             if self.step // 100 != self.done // 100:
                 self.done = self.step
                 saved = self.step // 100 * 100
                 for name in names:
-                    self.mark("saved", name, f"step {saved}", at=at, step=saved)
+                    self.mark("checkpoint.saved", name, f"step {saved}", at=at, step=saved)
             elif self.random.random() < 0.3:
-                self.mark("snapshot", names[0], f"step {self.step}", at=at, step=self.step)
+                self.mark("snapshot.taken", names[0], f"step {self.step}", at=at, step=self.step)
 
     def id(self, name: str) -> str:
         return self.nodes[name].node
@@ -154,16 +158,16 @@ class Script:
         step: int | None = None,
     ) -> None:
         when = self.at if at is None else at
-        self.marks.append(Mark(when, kind, self.id(name), words, rank, step))
+        self.timeline.append(TimelineEvent(when, kind, self.id(name), words, rank, step))
 
     def end(self, name: str, state: JobState, reason: str, code: int) -> None:
         story = attrs.evolve(
-            self.nodes[name], seen=self.at, end=NodeEnd(self.at, state, reason, code)
+            self.nodes[name], last_event_at=self.at, exit=NodeExit(self.at, state, reason, code)
         )
         self.nodes[name] = story
 
     def vanish(self, name: str) -> None:
-        self.nodes[name] = attrs.evolve(self.nodes[name], seen=self.at, lost=True)
+        self.nodes[name] = attrs.evolve(self.nodes[name], last_event_at=self.at, is_lost=True)
 
     def history(self, state: JobState, reason: str) -> History:
         until = self.at + 0.5
@@ -173,16 +177,20 @@ class Script:
             until,
             state,
             nodes=tuple(self.nodes.values()),
-            stays=tuple(self.stays),
+            memberships=tuple(self.memberships),
             generations=tuple(self.generations),
-            marks=tuple(sorted(self.marks, key=lambda mark: mark.at)),
-            paces=tuple(self.paces),
+            timeline=tuple(sorted(self.timeline, key=lambda mark: mark.at)),
+            progress=tuple(self.progress),
             restarts=self.restarts,
             max_restarts=20,
             reason=reason,
-            saved=max((m.step for m in self.marks if m.kind == "saved" and m.step), default=None),
-            snapshot=max(
-                (m.step for m in self.marks if m.kind == "snapshot" and m.step), default=None
+            checkpoint_step=max(
+                (m.step for m in self.timeline if m.kind == "checkpoint.saved" and m.step),
+                default=None,
+            ),
+            snapshot_step=max(
+                (m.step for m in self.timeline if m.kind == "snapshot.taken" and m.step),
+                default=None,
             ),
         )
 
@@ -203,7 +211,7 @@ def eventful() -> History:
     run(80, trio, GenerationTrigger.FAILURE, "rank 4 on gpu-b failed: signal 11 (SIGSEGV)")
     fail("failure", "gpu-a", LONG, rank=0)
     run(310, trio, GenerationTrigger.FAILURE, "rank 0 on gpu-a failed: RuntimeError")
-    fail("drain.asked", "gpu-c", "SIGTERM: preemption in 120 s")
+    fail("drain.requested", "gpu-c", "SIGTERM: preemption in 120 s")
     script.end("gpu-c", JobState.DRAINED, "drained after SIGTERM", 75)
     run(200, pair, GenerationTrigger.RESIZE, "gpu-c drained")
     script.vanish("gpu-b")
@@ -214,7 +222,7 @@ def eventful() -> History:
     for rank in (3, 1, 6):
         fail("failure", late[rank > 3], f"rank {rank}: no step for 30 s, a hang", rank=rank)
         run(90, late, GenerationTrigger.FAILURE, f"rank {rank} hung")
-    fail("lost", "gpu-a", "17 events could not be written")
+    fail("events.dropped", "gpu-a", "17 events could not be written")
     run(420, late, GenerationTrigger.RESIZE, "a spare was let in")
     for name in late:
         script.end(name, JobState.SUCCEEDED, "all workers succeeded", 0)
@@ -240,7 +248,7 @@ def vast(nodes: int = 500, generations: int = 200) -> History:
             script.vanish(who)
             why, cause = GenerationTrigger.NODE_LOSS, f"{who} was lost"
         else:
-            script.mark("drain.asked", who, "SIGUSR1")
+            script.mark("drain.requested", who, "SIGUSR1")
             here.remove(who)
             script.end(who, JobState.DRAINED, "drained after SIGUSR1", 75)
             why, cause = GenerationTrigger.RESIZE, f"{who} drained"

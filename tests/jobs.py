@@ -26,7 +26,7 @@ from processes import alive, described, marked
 from elasticlib.held_folder import LOCK
 from elasticlib.launch.cli import main
 from elasticlib.observe.event import KINDS, Event, decode
-from elasticlib.observe.runs import find_runs, runs_folder
+from elasticlib.observe.runs import find_runs, runs_dir
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
 PROGRAMS = Path(__file__).with_name("programs")
@@ -45,7 +45,7 @@ def left_in(folder: Path) -> list[Path]:
     """What is there, but for the records that agents leave of their runs, and the folder that torch
     makes when what it compiles with is imported, as an optimizer's first step does."""
     found = folder.iterdir() if folder.exists() else ()
-    stays = {runs_folder().name, f"torchinductor_{getuser()}"}
+    stays = {runs_dir().name, f"torchinductor_{getuser()}"}
     return [path for path in found if path.name not in stays]
 
 
@@ -60,7 +60,7 @@ def forget_own_records(folder: Path, since: float) -> None:
 @pytest.fixture(autouse=True)
 def _records() -> Iterator[None]:
     """A launch in this process leaves a record, where only the records of people's runs belong."""
-    folder = runs_folder()
+    folder = runs_dir()
     before, since = _changed(folder), time.time()
     yield
     if _changed(folder) != before:
@@ -222,12 +222,14 @@ class Job:
         """What each agent of the run with this id, or of the newest, has told, the one that began
         first in front; every line of it."""
         found = []
-        for path in find_runs(run, folder=self.temporary / runs_folder().name):
+        for path in find_runs(run, directory=self.temporary / runs_dir().name):
             lines = path.read_bytes().splitlines()
             events = [decode(line) for line in lines]
             for event in events:
                 assert set(event.facts) == set(KINDS[event.kind]), event
-            assert [event.at for event in events] == sorted(event.at for event in events)
+            assert [event.monotonic for event in events] == sorted(
+                event.monotonic for event in events
+            )
             found.append(events)
         return found
 
@@ -281,7 +283,7 @@ class Job:
         for node in self.nodes:
             if node.process.poll() is None:
                 node.kill()
-        # A failed test is one failure: the guardians may first remove what the agents had.
+        # A failed test is one failure: the supervisors may first remove what the agents had.
         with contextlib.suppress(AssertionError):
             self.gone(seconds=5.0)
         for pid in self.processes():

@@ -77,13 +77,21 @@ def described(pid: int) -> str:
 def workers_of(agent: int) -> list[int]:
     """The pids of the workers of an agent that its fork servers have forked, in the order in which
     each of them has; none while it has none."""
-    return [worker for pid in _children(agent) if _is_server(pid) for worker in _forked_by(pid)]
+    return [worker for pid in _servers(agent) for worker in _forked_by(pid)]
 
 
 def second_servers(agent: int) -> list[int]:
     """The pids of the fork servers that an agent's fork servers have forked."""
-    servers = filter(_is_server, _children(agent))
-    return [pid for server in servers for pid in _children(server) if _is_server(pid)]
+    return [pid for server in _servers(agent) for pid in _children(server) if _is_server(pid)]
+
+
+def supervisor_of(agent: int) -> int:
+    """Return the pid of an agent's supervisor process, or 0."""
+    return next((pid for pid in _children(agent) if name_of(pid) == "supervisor"), 0)
+
+
+def _servers(agent: int) -> list[int]:
+    return [pid for pid in _children(supervisor_of(agent)) if _is_server(pid)]
 
 
 def _forked_by(server: int) -> list[int]:
@@ -136,9 +144,9 @@ def _one(pid: int) -> Counter[str]:
 
 
 def footprint(agent: int) -> Counter[str]:
-    """Counts of all kinds, for the agent (0) and its children: the guardian and the fork server."""
+    """Counts of all kinds for the agent (0), its supervisor process and its fork servers."""
     held: Counter[str] = Counter()
-    for place, pid in enumerate((agent, *sorted(children(agent)))):
+    for place, pid in enumerate((agent, supervisor_of(agent), *_servers(agent))):
         try:
             found = _one(pid)
         except OSError:

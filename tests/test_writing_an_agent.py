@@ -17,7 +17,7 @@ from pages import blocks_of, by_name, check_suite_passes
 
 from elasticlib import ElasticAgent, FileStore, WorkerState, read_history
 from elasticlib.observe.history import JobState
-from elasticlib.observe.status import read_job
+from elasticlib.observe.job_status import read_job
 from elasticlib.testing import AgentRequest
 from elasticlib.testing.agent_acts import Act
 from elasticlib.testing.agent_job import Job
@@ -142,8 +142,8 @@ def test_the_pages_observable_launcher_has_a_status_and_a_report(site: Path) -> 
     assert out.splitlines()[-1].startswith("WorkerState.SUCCEEDED")
     history = read_history(site / "events.jsonl")
     assert (history.run, history.state) == ("job7", JobState.SUCCEEDED)
-    assert [pace.step for pace in history.paces][-1] == 3
-    (node,) = read_job(FileStore(str(site / "meeting")), "job7").published.values()
+    assert [pace.step for pace in history.progress][-1] == 3
+    (node,) = read_job(FileStore(str(site / "meeting")), "job7").reports.values()
     assert node.status.host == "here"
 
 

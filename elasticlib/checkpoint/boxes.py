@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import attrs
 
-from ..errors import CheckpointCorruptError
+from ..errors import CheckpointCorruptError, StateMismatchError
 
 _Holder = TypeVar("_Holder")
 _MAX_DIMENSIONS = 64
@@ -321,6 +321,8 @@ def plan_reads(
     holders: Mapping[int, Sequence[int]],
     rank: int,
     own_part: int | None,
+    *,
+    meshes: Mapping[str, str] | None = None,
 ) -> list[BoxRead]:
     """Plan how a rank gets the elements that it needs, each element once.
 
@@ -333,7 +335,12 @@ def plan_reads(
         holders: the ranks that can read each part, in ascending order.
         rank: the rank that needs the boxes.
         own_part: the part that the rank itself has saved, or None if the number of ranks differs.
+        meshes: the only mesh from which a tensor may be read, by the name of the tensor.
+
+    Raises:
+        StateMismatchError: a mesh in `meshes` does not have all elements that the rank needs.
     """
+    meshes = meshes or {}
     num_parts = max(parts) + 1
     sources, preference = {}, {}
     for part in parts:
@@ -344,7 +351,15 @@ def plan_reads(
     tensors = shards_by_tensor(parts)
     reads = []
     for name, need in needs.items():
-        rows = sorted(tensors[name], key=lambda row: (preference[row[0]], row[1]))
-        covered, _ = cover_box(need, (((part, index), shard.box) for part, index, shard in rows))
+        mesh = meshes.get(name)
+        rows = [row for row in tensors[name] if mesh in (None, row[2].mesh)]
+        rows.sort(key=lambda row: (preference[row[0]], row[1]))
+        boxes = (((part, index), shard.box) for part, index, shard in rows)
+        covered, missing = cover_box(need, boxes)
+        if missing and mesh is not None:
+            raise StateMismatchError(
+                f"{name} was saved on several meshes, possibly as different tensors, and none of "
+                f"them has the ranks {mesh}, on which it is now"
+            )
         reads += [BoxRead(sources[part], part, index, box) for (part, index), box in covered]
     return reads

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import mmap
 import os
 import secrets
 import socket
@@ -18,10 +17,9 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import attrs
-import torch
 import torch.distributed as dist
 
 from ..clock import monotonic
@@ -31,8 +29,7 @@ from ..workers.context import context
 from .catalog import CheckpointCatalog, Retention, Selection, check_step
 from .collectives import PeerGroup
 from .commit import Committer, NotWritableError, RankWriters, WriterIdentity
-from .pack import LayoutCache, PackImage, PackLayout
-from .page_lock import is_page_lockable, lock_pages, unlock_pages
+from .pack import LayoutCache, PackImage
 from .reshard import plan_part_layout
 from .restore import (
     MEMORY,
@@ -45,15 +42,19 @@ from .restore import (
 )
 from .restore_plan import check_names
 from .save_handle import LocalSave, RemoteSave, SaveHandle, SaveResults, SkippedSave
+from .snapshot_slots import MappedSlot, SnapshotSlots
 from .snapshot_source import SnapshotSource, snapshot_location
-from .state_tree import flatten, reject_state_dicts
-from .storage import CheckpointStorage, FsspecStorage, LocalStorage, new_memory, open_storage
+from .state_tree import FlatState, flatten, reject_state_dicts
+from .storage import CheckpointStorage, FsspecStorage, LocalStorage, open_storage
 from .tensor_layout import MapLocation
 
 log = logging.getLogger("elasticlib.checkpoint")
 
 IfBusy: TypeAlias = Literal["wait", "skip"]
 
+Result = TypeVar("Result")
+
+MAX_REDUNDANT_BYTES = 1 << 20  # A save may write so much more than it must, to copy only once.
 MAX_REMOTE_SAVES = 100  # The results of older saves of rank 0 that nothing waited for are dropped.
 
 
@@ -98,53 +99,6 @@ class RankInfo:
         return cls(rank, local_rank, world_size, host, writer)
 
 
-class HostBuffer:
-    """Host memory for the copy of one state, reused by all saves. Not thread-safe.
-
-    It is page-locked if tensors are on a GPU, so that copies have the full speed of the bus. A
-    signal handler's exception may interrupt `copy_state`, which can then be called again.
-    """
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-        # The layout of the last state, and the views of the memory that belong to it.
-        self._views: tuple[PackLayout, list[torch.Tensor]] | None = None
-        self._is_locked = False
-        # Devices whose copies may still arrive, because `copy_state` was interrupted.
-        self._copying: set[torch.device] = set()
-
-    def copy_state(self, image: PackImage) -> memoryview:
-        """Copy a state into the memory, wait for the devices, and return its bytes."""
-        self._synchronize()
-        memory = self._memory
-        if memory is None or len(memory) < image.size:
-            self.close()
-            memory = self._memory = new_memory(image.size)
-        if self._views is None or self._views[0] is not image.layout:
-            self._views = (image.layout, image.layout.views(memoryview(memory)))
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        self._copying = {*image.layout.devices}
-        if not self._is_locked and is_page_lockable(self._copying):
-            self._is_locked = lock_pages(buffer.data_ptr(), buffer.numel())
-        view = memoryview(memory)
-        image.copy_to(view, self._views[1])
-        self._copying = set()
-        return view[: image.size]
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._synchronize()
-        if self._is_locked and self._memory is not None:
-            unlock_pages(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())
-        self._is_locked = False
-        self._memory = self._views = None
-
-    def _synchronize(self) -> None:
-        for device in self._copying:
-            torch.accelerator.synchronize(device)
-        self._copying = set()
-
-
 @attrs.frozen
 class _SaveCall:
     """The arguments of one call of `save`."""
@@ -154,6 +108,7 @@ class _SaveCall:
     started_at: float  # by `monotonic`
     is_pinned: bool
     may_skip: bool
+    is_snapshot: bool
 
 
 class CheckpointManager:
@@ -196,11 +151,11 @@ class CheckpointManager:
         self._folder, self._group = folder, group
         self._name = folder.name if isinstance(folder, CheckpointStorage) else os.fspath(folder)
         self._retention = Retention(keep_last, keep_every)
-        self._buffer = HostBuffer()
         self._layouts = LayoutCache()
+        self._private_slots = SnapshotSlots(None)  # of saves, where no agent has memory for them
         self._save_group: dist.ProcessGroup | None = None  # of the writer threads
-        self._save_call = ExclusiveCall()
-        # The writer of this save reads `_buffer` until it has finished. It is set before it starts.
+        self._copying = ExclusiveCall()  # a call that copies a state, or frees memory of copies
+        # The writer of this save reads its slot until it has finished. It is set before it starts.
         self._last_save: LocalSave | None = None
         self._remote_saves: deque[RemoteSave] = deque(maxlen=MAX_REMOTE_SAVES)
         self._remove_stop_callback: Callable[[], None] | None = None
@@ -212,7 +167,13 @@ class CheckpointManager:
     # -- saving -------------------------------------------------------------------------------
 
     def save(
-        self, step: int, state: object, *, pin: bool = False, if_busy: IfBusy = "wait"
+        self,
+        step: int,
+        state: object,
+        *,
+        pin: bool = False,
+        if_busy: IfBusy = "wait",
+        snapshot: bool = False,
     ) -> SaveHandle:
         """Save the state after a step. Return once it is copied and may be changed again.
 
@@ -236,15 +197,20 @@ class CheckpointManager:
                 "skip" saves nothing and returns at once a handle whose `is_skipped` is true. Rank 0
                 decides for all ranks, through the store of the process group. All ranks give the
                 same value.
+            snapshot: also keep the state as `snapshot` does, before the call waits for a previous
+                save, and even if this save is skipped. A rank that does both copies the state once.
+                (The part of a sharded state is copied twice if a snapshot of it is larger, because
+                other ranks save elements that it also has.)
 
         Returns:
             A handle that waits for the save and reports its failure.
 
         Raises:
             CheckpointError: the state cannot be saved; the previous save failed, no caller has
-                checked it, and this one was not started; another call of `save` is still copying a
-                state, in another thread or in code that a signal handler has interrupted; or
-                `if_busy` is "skip" and the ranks have no process group.
+                checked it, and this one was not started; another call of `save` or `snapshot` is
+                still copying a state, in another thread or in code that a signal handler has
+                interrupted; `if_busy` is "skip" and the ranks have no process group; or there is
+                no memory for the snapshot.
             CheckpointFencedError: a newer generation or launch writes to the directory.
             ConfigError: `if_busy` has another value.
         """
@@ -253,23 +219,29 @@ class CheckpointManager:
         if if_busy not in get_args(IfBusy):
             raise ConfigError(f'if_busy must be "wait" or "skip", got {if_busy!r}')
         self._check_open()
-        call = _SaveCall(step, state, started_at, bool(pin), if_busy == "skip")
+        call = _SaveCall(step, state, started_at, bool(pin), if_busy == "skip", bool(snapshot))
         try:
-            return self._save_call.run(partial(self._save, call))
+            return self._copying.run(partial(self._save, call))
         except CallRejected:
-            raise self._rejected(step) from None
+            error = self._rejection(f"step {step} was not saved")
+            self._results.publish(self._results.next_number(), step, error)
+            raise error from None
         finally:
             self.last_stall_s = monotonic() - started_at
 
-    def _rejected(self, step: int) -> CheckpointError:
-        """Return the error of a call during another call, and publish it to the other ranks."""
-        error = CheckpointError(
-            f"step {step} was not saved: another call of save() of the CheckpointManager of "
-            f"{self._name} is still copying a state. From a signal handler, set a flag and save "
+    def _rejection(self, what: str) -> CheckpointError:
+        """Return the error of a call during another call."""
+        return CheckpointError(
+            f"{what}: another call of save() or snapshot() of the CheckpointManager of "
+            f"{self._name} is still copying a state. From a signal handler, set a flag, and save "
             "when the step has ended; let several threads save under a lock"
         )
-        self._results.publish(self._results.next_number(), step, error)
-        return error
+
+    def _run_exclusively(self, what: str, act: Callable[[], Result]) -> Result:
+        try:
+            return self._copying.run(act)
+        except CallRejected:
+            raise self._rejection(what) from None
 
     def _save(self, call: _SaveCall) -> SaveHandle:
         results, last_save, number = self._results, self._last_save, 0
@@ -277,6 +249,8 @@ class CheckpointManager:
             # All ranks count each call, even if it fails on one of them.
             number = results.next_number()
             if call.may_skip and self._is_skip_agreed(number, call.step):
+                if call.is_snapshot:
+                    self._keep(call.step, flatten(call.state, reject_state_dicts=True))
                 return SkippedSave(call.step)
             return self._start_save(call, number)
         except BaseException as error:
@@ -299,36 +273,62 @@ class CheckpointManager:
     def _start_save(self, call: _SaveCall, number: int) -> SaveHandle:
         """Copy the state and start to write the copy, if this rank writes."""
         step = call.step
-        self._check_last_save()
-        if snapshots := vars(self).get("_snapshots"):
-            snapshots.free_unused()
+        if not call.is_snapshot:
+            self._check_last_save()
         flat = flatten(call.state, reject_state_dicts=True)
+        kept = self._keep(step, flat) if call.is_snapshot else None
+        self._check_last_save()
         if not flat.shards and not self.is_writer:
             remote = RemoteSave(step, number, self._results, self._catalog)
             self._remote_saves.append(remote)
             return remote
         writers = self._all_ranks if flat.shards else self._this_rank
-        if flat.shards:
-            has_rest = writers.rank == 0
-            image = plan_part_layout(self._layouts, step, flat, has_rest=has_rest, has_copies=False)
-        else:
-            image = self._layouts.plan(flat, {"step": step})
         if self._remove_stop_callback is None:
             atexit.register(self._log_unseen_failure)
             self._remove_stop_callback = context().on_stop(self._wait_for_write)
-        data = self._buffer.copy_state(image)
-        world_size = self._rank_info.world_size
+        image, slot = self._copy_for_save(step, flat, writers, kept)
+        data, world_size = slot.view(image.size), self._rank_info.world_size
         write = partial(writers.write, step, data, world_size, is_pinned=call.is_pinned)
         publish = partial(self._results.publish, number, step)
         write_and_publish = partial(
             self._write, write, publish, self._committer, (step, call.started_at)
         )
         save = LocalSave(step, write_and_publish)
-        self._last_save = save
+        # One line, because an exception of a signal handler may arrive before each line. A save
+        # that reserves a slot is always started.
+        self._last_save = slot.save = save
         save.start()
+        if self._snapshots is not None:
+            self._snapshots.prepare_next()
         if not save.in_background:
             save.wait()  # No other call may follow that could raise its failure.
         return save
+
+    def _copy_for_save(
+        self,
+        step: int,
+        flat: FlatState,
+        writers: RankWriters,
+        kept: tuple[PackImage, MappedSlot] | None,
+    ) -> tuple[PackImage, MappedSlot]:
+        """Return the pack for the disk and the slot of its copy, which is the snapshot's if it can.
+
+        Args:
+            step: the step.
+            flat: the state.
+            writers: the ranks that write it.
+            kept: the pack and the slot of the snapshot of this step, if there is one.
+        """
+        if flat.shards:
+            has_rest = writers.rank == 0
+            image = plan_part_layout(self._layouts, step, flat, has_rest=has_rest, has_copies=False)
+        else:
+            image = self._layouts.plan(flat, {"step": step})
+        if kept is not None and kept[0].size - image.size <= MAX_REDUNDANT_BYTES:
+            return kept
+        if self._snapshots is not None:
+            return image, self._snapshots.copy_for_save(image)
+        return image, self._private_slots.copy(image)
 
     def _write(
         self,
@@ -375,16 +375,27 @@ class CheckpointManager:
                 of `snapshot` is still copying a state, in another thread or in code that a signal
                 handler has interrupted. Earlier snapshots remain.
         """
+        started_at = monotonic()
         check_step(step)
         self._check_open()
         if self._snapshots is None:
             reject_state_dicts(state)  # as where an agent keeps snapshots
             return False
-        cost = self._snapshots.snapshot(step, state)
-        if cost is not None:
-            self.last_stall_s = cost.seconds
+
+        def keep() -> bool:
+            return self._keep(step, flatten(state, reject_state_dicts=True)) is not None
+
+        is_kept = self._run_exclusively(f"step {step} is not kept", keep)
+        if is_kept:
+            self.last_stall_s = monotonic() - started_at
+        return is_kept
+
+    def _keep(self, step: int, flat: FlatState) -> tuple[PackImage, MappedSlot] | None:
+        """Keep a snapshot. Return its pack and its slot, or None if this rank keeps none."""
+        kept = None if self._snapshots is None else self._snapshots.keep_state(step, flat)
+        if kept is not None:
             context().report_snapshot(step)
-        return cost is not None
+        return kept
 
     def on_group_changed(self, local_rank: int) -> None:
         """Adapt to a process group with other members, of another generation.
@@ -400,7 +411,7 @@ class CheckpointManager:
         for name in ("_rank_info", "_committer", "_this_rank", "_all_ranks", "_results"):
             vars(self).pop(name, None)
         if snapshots is not None:
-            snapshots.close()
+            self._run_exclusively("the memory of snapshots is not freed", snapshots.close)
         if self._save_group is not None:
             # A save of all ranks may have lost some of them.
             self._log_unseen_failure()
@@ -423,7 +434,10 @@ class CheckpointManager:
         """
         if (snapshots := self._snapshots) is not None:
             agreed = RestoreAgreement(step, MEMORY, source, self._rank_info.rank)
-            snapshots.adopt_restored_step(agreed, state)
+            self._run_exclusively(
+                f"step {step} is not kept",
+                partial(snapshots.adopt_restored_step, agreed, state),
+            )
 
     @property
     def is_writer(self) -> bool:
@@ -497,13 +511,16 @@ class CheckpointManager:
         atexit.unregister(self._log_unseen_failure)
         if self._remove_stop_callback is not None:
             self._remove_stop_callback()
-        self._buffer.close()
-        if (snapshots := vars(self).get("_snapshots")) is not None:
-            snapshots.close()
+        self._run_exclusively("the memory of copies is not freed", self._free_slots)
         group, self._save_group = self._save_group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
         self._is_released = True
+
+    def _free_slots(self) -> None:
+        self._private_slots.close()
+        if (snapshots := vars(self).get("_snapshots")) is not None:
+            snapshots.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -596,7 +613,10 @@ class CheckpointManager:
         if step is not None and not result:
             raise self._not_restored(step, result, sources)
         if snapshots is not None:
-            snapshots.adopt_restored_step(agreed, names)
+            self._run_exclusively(
+                f"step {agreed.step} is not kept",
+                partial(snapshots.adopt_restored_step, agreed, names),
+            )
         if result:
             seconds = monotonic() - started_at
             context().report_restored(result.step, source=result.source, seconds=seconds)
@@ -760,6 +780,7 @@ class CheckpointManager:
             writes=self._group is not None or rank_info.local_rank == 0,
             # An agent cannot write to a storage that the caller has defined.
             folder=storage.name if isinstance(storage, LocalStorage | FsspecStorage) else "",
+            layouts=self._layouts,
         )
 
     @property

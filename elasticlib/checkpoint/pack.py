@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import torch
 
 from ..errors import CheckpointCorruptError, CheckpointError, present
+from .page_lock import copy_from_devices, lock_pages
 from .safetensors_header import (
     ARRAY_DTYPES,
     DTYPES,
@@ -55,6 +56,9 @@ from .tensor_layout import (
     relocated,
     strided_view,
 )
+
+if TYPE_CHECKING:
+    from .snapshot_slots import MappedSlot
 
 _TensorKey: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device]
 _ENTRY_DTYPES = {dtype_from_name(name): entry for entry, name in DTYPES.items()}
@@ -110,6 +114,18 @@ class PackImage:
         """The size of the pack in bytes."""
         return self.layout.size
 
+    def copy_to_slot(self, slot: MappedSlot) -> None:
+        """Copy the pack to a slot, whose views are reused if the layout is that of the last copy.
+
+        The pages of the slot are locked if tensors are on a GPU.
+        """
+        layout, memory = self.layout, slot.view(self.size)
+        if layout.devices and slot.page_lock is None:
+            lock_pages(slot)
+        if slot.views is None or slot.views[0] is not layout:
+            slot.views = (layout, layout.views(memory))
+        self.copy_to(memory, slot.views[1])
+
     def copy_to(
         self, buffer: memoryview | bytearray, views: list[torch.Tensor] | None = None
     ) -> None:
@@ -123,24 +139,22 @@ class PackImage:
         if not self.sources:
             return
         targets = self.layout.views(buffer) if views is None else views
-        devices = self.layout.devices
-        try:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, self.sources, bool(devices))
-        finally:
-            # Copies from a device into page-locked memory may still be running.
-            for device in devices:
-                torch.accelerator.synchronize(device)
+        with torch.no_grad():
+            if self.layout.devices:
+                copy_from_devices(targets, self.sources, self.layout.devices)
+            else:
+                torch._foreach_copy_(targets, self.sources)
 
 
 class LayoutCache:
-    """The layout of the last state, which is reused while the structure of the state is the same.
+    """The last two layouts, which are reused while the structure of the state is the same.
 
-    Not thread-safe. An exception of a signal handler may interrupt a method at any line.
+    Two, because a save of a rank's part may need another layout than a snapshot of it. Not
+    thread-safe. An exception of a signal handler may interrupt a method at any line.
     """
 
     def __init__(self) -> None:
-        self._last: PackLayout | None = None
+        self._last: list[PackLayout] = []  # the newest one first
 
     def plan(
         self, flat: FlatState, meta: Mapping[str, Any] | None = None, shards: Shards | None = None
@@ -170,15 +184,15 @@ class LayoutCache:
         parts = None if shards is None else (has_rest, tuple(shards.tensors), tuple(shards.paths))
         key = (structure, forms, groups, parts)
         text = encode_values(meta or {}, values)
-        layout = self._last
-        if layout is not None and _are_equal(layout.key, key):
-            header = encode_header(text, layout.tree, layout.start, layout.size - layout.start)
-            if header is not None:
-                return PackImage(layout, header, [tensors[at] for at in layout.stored])
+        for layout in self._last:
+            if _are_equal(layout.key, key):
+                header = encode_header(text, layout.tree, layout.start, layout.size - layout.start)
+                if header is not None:
+                    return PackImage(layout, header, [tensors[at] for at in layout.stored])
         layout = _plan(tensors, key, text, shards)
         header = encode_header(text, layout.tree, layout.start, layout.size - layout.start)
         header = present(header, "room for the values")
-        self._last = layout
+        self._last = [layout, *self._last[:1]]
         return PackImage(layout, header, [tensors[at] for at in layout.stored])
 
 

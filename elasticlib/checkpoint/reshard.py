@@ -29,6 +29,7 @@ from .boxes import (
     TensorShard,
     describe_missing,
     format_ranks,
+    has_rank,
     multi_mesh_tensors,
     plan_reads,
     read_shards,
@@ -91,8 +92,9 @@ def plan_part_layout(
         layouts: the cache that has the layout of the last part.
         step: the step after which the state was taken.
         flat: the state.
-        has_rest: include what is not sharded. On disk only the first rank's part does, in memory
-            every part does, because any rank may be lost.
+        has_rest: include what is not sharded. On disk only the first rank's part does, and those of
+            ranks that share no mesh with it: other stages of a pipeline have other tensors. In
+            memory every part does, because any rank may be lost.
         has_copies: include elements that several ranks have alike, even if this rank is not the
             first of them.
 
@@ -117,6 +119,9 @@ def plan_part_layout(
             )
             rows.append(shard.to_row())
     meta = {"step": step, "shards": rows}
+    meshes = {dtensor.device_mesh for dtensor in flat.shards.values()}
+    if meshes and not any(has_rank(_mesh_ranks(mesh), 0) for mesh in meshes):
+        has_rest = True
     return layouts.plan(flat, meta, PackShards(tensors, list(boxes), has_rest))
 
 
@@ -192,7 +197,8 @@ def load_parts(
         map_location: devices of the tensors that are not sharded in the result.
 
     Raises:
-        StateMismatchError: `like` has other sharded tensors than the checkpoint.
+        StateMismatchError: `like` has other sharded tensors than the checkpoint, or ranks may have
+            saved different tensors.
         CheckpointCorruptError: a part is corrupt or incomplete.
     """
     shards = {part: read_shards(read_meta(header)) for part, header in enumerate(headers)}
@@ -202,6 +208,7 @@ def load_parts(
     if not rest.has_rest:
         raise CheckpointCorruptError("its first part lacks the values that are not sharded")
     saved = _saved_tensors(rest.paths, shards)
+    _reject_stages(saved, shards)
     tensors: dict[StatePath, Any]
     if like is None:
         tensors = {path: _allocate_full(shard) for path, shard in saved.items()}
@@ -240,6 +247,16 @@ def _saved_tensors(paths: Iterable[StatePath], shards: Shards) -> dict[StatePath
             raise CheckpointCorruptError(f"{format_path(path)} is in none of its parts")
         saved[path] = tensors[path_name(path)]
     return saved
+
+
+def _reject_stages(saved: Mapping[StatePath, TensorShard], shards: Shards) -> None:
+    """Raise StateMismatchError if the ranks may have saved different tensors."""
+    others = shards_by_tensor(shards).keys() - {path_name(path) for path in saved}
+    if ambiguous := others | multi_mesh_tensors(shards):
+        raise StateMismatchError(
+            f"{min(ambiguous)} is not the same tensor on all ranks, as in pipeline stages: only"
+            f" `restore` on {len(shards)} ranks can read it"
+        )
 
 
 def _targets(dtensors: DTensors) -> dict[str, _Target]:
@@ -479,16 +496,14 @@ class ShardedRestore:
     def _find_mesh_ambiguity(self) -> str:
         """Return why tensors of one name could be confused, or "" if they cannot be.
 
-        On disk, the parts of several meshes are copies of each other, because tensors that differ
-        between the ranks under one name are not saved completely there.
+        The same number of ranks reads each tensor from the mesh on which the rank has it now.
         """
-        self._multi_mesh = set() if self._plan.key.disk_name else multi_mesh_tensors(self._shards)
-        has_all_own = self._own_part is not None and len(self._shards) == self._num_parts
-        if not self._multi_mesh or has_all_own:
+        self._multi_mesh = multi_mesh_tensors(self._shards)
+        if not self._multi_mesh or self._own_part is not None:
             return ""
         return (
             f"has {min(self._multi_mesh)} on several meshes, possibly as different tensors: only "
-            f"{self._num_parts} ranks with all parts can restore it"
+            f"{self._num_parts} ranks can restore it"
         )
 
     def _view(self, part: int) -> memoryview:
@@ -549,14 +564,11 @@ class ShardedRestore:
         put = plan_restore(state, insert_shards(saved, matched), strict=strict)
         targets = _targets(matched)
         needs = {name: target.box for name, target in targets.items()}
-        reads = plan_reads(needs, self._shards, self._holders, self._rank, self._own_part)
-        for read in reads:
-            name = self._shards[read.part][read.index].name
-            if name in self._multi_mesh and read.part != self._own_part:
-                raise StateMismatchError(
-                    f"{name} was on several meshes, possibly as different tensors, and this rank "
-                    "needs elements of it that it did not have"
-                )
+        meshes = {path_name(path): _mesh_ranks(d.device_mesh) for path, d in matched.items()}
+        meshes = {name: mesh for name, mesh in meshes.items() if name in self._multi_mesh}
+        reads = plan_reads(
+            needs, self._shards, self._holders, self._rank, self._own_part, meshes=meshes
+        )
         return put, targets, reads
 
     def _transfers(

@@ -126,7 +126,7 @@ class LocalSave(SaveHandle):
     def __init__(self, step: int, write: Callable[[], None]) -> None:
         super().__init__(step)
         self.in_background = True  # False if no thread could be started, so that `start` writes
-        self._write: Callable[[], None] | None = write  # None once the save has finished
+        self._write: Callable[[], None] | None = write  # None once it has returned or raised
         self._call = ExclusiveCall()
         self._finished = Latch()
 
@@ -193,7 +193,8 @@ class LocalSave(SaveHandle):
 
     def _write_once(self, started: Latch) -> None:
         started.set()
-        if self._finished.is_set or self._write is None:
+        if self._write is None:
+            self._finished.set()
             return
         try:
             self._write()
@@ -204,8 +205,13 @@ class LocalSave(SaveHandle):
             self._failure = CheckpointError(f"step {self.step} was not saved: {reason}")
             raise
         finally:
+            self._write = None  # It refers to the memory of the copy, which may be freed now.
             self._finished.set()
-            self._write = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the writer has finished, so that the memory of the copy can be used again."""
+        return self._finished.is_set
 
     def settle(self) -> None:
         """Wait until the writer has finished. A failure is kept for `wait`."""

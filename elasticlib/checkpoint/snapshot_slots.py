@@ -1,9 +1,13 @@
-"""Slots for snapshots in an agent's shared memory: their format, and how they are written and read.
+"""Slots: memory for copies of a state, which snapshots and saves of one worker share.
 
-Each writer has files of its own, its slots. The first page of a slot is the header of the snapshot
-that follows. The header is cleared before the bytes after it are changed, and is written last. So a
-reader sees a complete snapshot or none, whenever a writer is killed. Writer and reader lock the
-slot that they use, and neither waits for the other.
+Each writer has files of its own in its agent's shared memory, its slots. The first page of a slot
+is the header of the snapshot that follows. The header is cleared before the bytes after it are
+changed, and is written last. So a reader sees a complete snapshot or none, whenever a writer is
+killed. Writer and reader lock the slot that they use, and neither waits for the other.
+
+A save copies the state into a slot, too, and reserves it until it is written to the disk. The slot
+has no header unless the copy is also a snapshot. Without an agent, or if its memory is full, the
+slot of a save is private memory of the process.
 
 A worker's snapshots outlive it in the directory of its attempt (one start of an agent's workers).
 Bytes in this memory have no checksum: they get one when they are sent or written to a disk.
@@ -14,6 +18,7 @@ Agents import this module, so it does not import torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -27,12 +32,14 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import attrs
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, present
 from ..foreign import opened, read_fields, read_json
+from .safetensors_header import round_up
+from .storage import new_memory
 
 log = logging.getLogger("elasticlib.checkpoint")
 
@@ -43,10 +50,14 @@ WAKEUP_PIPE = "news"  # A worker writes here to wake the agent that looks after 
 HEADER_BYTES = 4096  # One page, so that the tensors in the snapshot are aligned.
 MAX_OVERSIZE_FACTOR = 2  # A slot is at most so many times as large as the snapshot in it.
 CHUNK_BYTES = 4 << 20  # Memory is populated in chunks, so that a snapshot waits for one at most.
+# A slot has room for a state that grows by this fraction. The room takes no memory until then.
+SPARE_FRACTION = 16
 
 _MAGIC = b"ELSLOT2\n"
 _HEAD = struct.Struct("<8sII")  # magic, size of the JSON text, its CRC-32
 _compact = json.JSONEncoder(separators=(",", ":")).encode
+_madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 # -- headers: pure ---------------------------------------------------------------------------------
@@ -135,6 +146,22 @@ class Slot:
 
     capacity: int  # bytes after the header
     header: SnapshotHeader | None = None  # None if the slot contains no complete snapshot
+    save: Save | None = None  # the last save that was written to the disk from this slot
+
+    @property
+    def is_reserved(self) -> bool:
+        """True while a save is being written to the disk from this slot."""
+        return self.save is not None and not self.save.is_finished
+
+
+class Save(Protocol):
+    """A save that is written from a slot, see `save_handle.LocalSave`."""
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def settle(self) -> None:
+        """Wait until it is finished."""
 
 
 SlotT = TypeVar("SlotT", bound=Slot)
@@ -147,11 +174,11 @@ def choose_slots(
 
     Returns:
         The slots that can hold it, the best one first, and the slots that are of no more use. The
-        newest `num_retained` complete snapshots are in neither list.
+        newest `num_retained` complete snapshots and reserved slots are in neither list.
     """
     order = sorted(slots, key=_sequence)
     retained = [slot for slot in order if slot.header][-num_retained:]
-    free = [slot for slot in order if slot not in retained]
+    free = [slot for slot in order if slot not in retained and not slot.is_reserved]
     usable = [slot for slot in free if size <= slot.capacity <= size * MAX_OVERSIZE_FACTOR]
     return usable, [slot for slot in free if slot not in usable]
 
@@ -246,61 +273,97 @@ def abandoned_snapshots(
 
 
 @attrs.define(eq=False, kw_only=True)
-class SlotFile(Slot):
+class MappedSlot(Slot):
     """A slot that this process writes."""
 
-    path: Path
-    handle: int
     memory: mmap.mmap
+    path: Path | None = None  # None for private memory of this process
+    handle: int = -1
     # The first bytes of the file that have memory. Writing after them could raise SIGBUS.
-    reserved: int = 0
-    is_unused: bool = True  # whether no snapshot was written here yet
-    num_writes: int = 0
+    allocated: int = 0
+    is_used: bool = False  # whether a state was copied here
     is_dropped: bool = False  # whether this process is freeing it
-    # The layout of the last snapshot here, and the views of the memory that belong to it.
+    # The layout of the last state here, and the views of the memory that belong to it.
     views: tuple[Any, list[Any]] | None = None
+    page_lock: PageLock | None = None  # set if tensors are copied here from a GPU
 
     def view(self, size: int) -> memoryview:
         """Return the memory of a pack of this size."""
         return memoryview(self.memory)[HEADER_BYTES : HEADER_BYTES + size]
 
-    def reserve(self, end: int) -> None:
+    def try_lock(self) -> bool:
+        """Lock the file for writing. Return False if it is being read."""
+        return self.path is None or _try_lock(self.handle, fcntl.LOCK_EX)
+
+    def unlock(self) -> None:
+        """Allow others to read the file."""
+        if self.path is not None:
+            fcntl.flock(self.handle, fcntl.LOCK_UN)
+
+    def allocate(self, end: int) -> None:
         """Allocate memory up to this byte of the file.
 
         Raises:
             OSError: There is not enough memory.
         """
-        if end > self.reserved:
-            os.posix_fallocate(self.handle, self.reserved, end - self.reserved)
-            self.reserved = end
+        if end > self.allocated and self.path is not None:
+            os.posix_fallocate(self.handle, self.allocated, end - self.allocated)
+            self.allocated = end
+
+    def populate(self, start: int, end: int) -> None:
+        """Map the pages of a range of allocated memory, which takes longer than writing to them."""
+        end = min(end, len(self.memory))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory, start))
+        size = ctypes.c_size_t(end - start)
+        if _madvise is None or _madvise(ctypes.c_void_p(address), size, _MADV_POPULATE_WRITE):
+            self.memory[start:end] = bytes(end - start)  # an older kernel
 
     def close(self) -> None:
-        """Unmap the file. It stays where it is. Another call does nothing more."""
-        self.is_unused = False
+        """Unmap the memory. A file stays where it is. Another call does nothing more."""
+        self.is_used = True
         self.views = None
+        lock, self.page_lock = self.page_lock, None
+        if lock is not None:
+            lock.release()
         handle, self.handle = self.handle, -1
         if handle >= 0:
             os.close(handle)
-        # A tensor that is a view of the memory keeps it until the tensor is deleted.
+        # A view of the memory, as a save that is being written has it, keeps the memory.
         with contextlib.suppress(BufferError):
             self.memory.close()
 
 
+class PageLock(Protocol):
+    """The lock of the pages of a slot, see `pack.lock_pages`."""
+
+    def release(self) -> None: ...
+
+
+class Image(Protocol):
+    """A state that is copied to a slot, see `pack.PackImage`."""
+
+    @property
+    def size(self) -> int: ...
+
+    def copy_to_slot(self, slot: MappedSlot) -> None: ...
+
+
 class SlotWrite:
-    """A context manager in which a snapshot is written: see `SnapshotSlots.open_for_writing`.
+    """A context manager in which a slot is written: see `SnapshotSlots.open_for_writing`.
 
     It is not a generator: Python closes a generator that an exception of a signal handler has left
     in its caller whenever the traceback is deleted, and another snapshot may use the slot by then.
     """
 
-    def __init__(self, slots: SnapshotSlots, header: SnapshotHeader) -> None:
-        self._slots, self._header, self._text = slots, header, encode_header(header)
-        self.slot: SlotFile | None = None  # within the block
+    def __init__(self, slots: SnapshotSlots, size: int, header: SnapshotHeader | None) -> None:
+        self._slots, self._size, self._header = slots, size, header
+        self._text = bytes(_HEAD.size) if header is None else encode_header(header)
+        self.slot: MappedSlot | None = None  # within the block
 
     def __enter__(self) -> memoryview:
-        slot = self.slot = self._slots._acquire(self._header)
+        slot = self.slot = self._slots._acquire(self._size, self._header)
         slot.memory[: len(self._text)] = bytes(len(self._text))
-        return slot.view(self._header.size)
+        return slot.view(self._size)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         slot = self.slot
@@ -308,8 +371,8 @@ class SlotWrite:
             return
         # In this order a complete snapshot is never left locked, whichever line an exception
         # interrupts. In between, the slot contains no snapshot, and readers skip it.
-        fcntl.flock(slot.handle, fcntl.LOCK_UN)
-        if kind is None:
+        slot.unlock()
+        if kind is None and self._header is not None:
             slot.memory[: len(self._text)] = self._text
             slot.header = self._header
 
@@ -319,19 +382,20 @@ class SnapshotSlots:
 
     An exception of a signal handler may interrupt a method at any line: its complete snapshots stay
     as they are, and all methods can be called again. No method may be called by a signal handler
-    while another one runs in its thread: `SnapshotSource` prevents that.
+    while another one runs in its thread: `CheckpointManager` prevents that.
 
     Args:
-        folder: The directory of the attempt.
+        folder: The directory of the attempt. Without it, the slots are private memory of this
+            process and only saves use them.
         owner: The node that sends the snapshots; empty for a worker's own.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], owner: str = "") -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str] | None, owner: str = "") -> None:
+        self._folder = None if folder is None else Path(folder)
         kind = f"{REPLICA_PREFIX}.{owner}" if owner else LOCAL_PREFIX
         self._prefix = f"{kind}.{secrets.token_hex(4)}"
         self._num_created = 0
-        self._files: list[SlotFile] = []
+        self._slots: list[MappedSlot] = []
         self._lock = threading.Lock()  # One thread writes, and another one allocates memory.
 
     def open_for_writing(self, header: SnapshotHeader) -> SlotWrite:
@@ -344,9 +408,36 @@ class SnapshotSlots:
         Raises:
             CheckpointError: There is not enough memory.
         """
-        return SlotWrite(self, header)
+        return SlotWrite(self, header.size, header)
 
-    def preallocate(self, header: SnapshotHeader, may_continue: Callable[[], bool]) -> None:
+    def copy(self, image: Image, header: SnapshotHeader | None = None) -> MappedSlot:
+        """Copy a state to a slot.
+
+        Args:
+            image: The state.
+            header: Makes the copy a snapshot. Without it, the copy is for a save: the caller sets
+                `save` of the slot, which reserves it.
+
+        Raises:
+            CheckpointError: There is not enough memory.
+        """
+        write = SlotWrite(self, image.size, header)
+        with write:
+            slot = present(write.slot, "the slot")
+            image.copy_to_slot(slot)
+        return slot
+
+    def has_free_slot(self, size: int, num_retained: int) -> bool:
+        """Return whether the next snapshot of this size needs no new slot."""
+        files = [slot for slot in self._slots if slot.path is not None]
+        return bool(choose_slots(files, size, num_retained)[0])
+
+    def preallocate(
+        self,
+        header: SnapshotHeader,
+        may_continue: Callable[[], bool],
+        lock_pages: Callable[[MappedSlot], None] | None = None,
+    ) -> None:
         """Create a slot for the snapshot after this one, unless there is one or memory is short.
 
         Its pages are populated, too, which takes several times as long as writing into them. This
@@ -356,125 +447,167 @@ class SnapshotSlots:
             header: The header of a snapshot of the same size.
             may_continue: Called before each chunk. It waits while the training must not be
                 disturbed, and returns whether to go on.
+            lock_pages: Called with the populated slot.
         """
-        if not may_continue():
+        folder, end = self._folder, HEADER_BYTES + header.size
+        if folder is None or not may_continue():
             return
         with self._lock:
-            if choose_slots(self._files, header.size, header.num_retained)[0]:
+            if self.has_free_slot(header.size, header.num_retained):
                 return
             try:
-                if shutil.disk_usage(self._folder).free < header.size * MAX_OVERSIZE_FACTOR:
+                if shutil.disk_usage(folder).free < header.size * MAX_OVERSIZE_FACTOR:
                     return
-                file = self._create(header.size)
+                slot = self._create_file(folder, header.size)
             except (CheckpointError, OSError):
                 return  # The next snapshot raises the error.
-            fcntl.flock(file.handle, fcntl.LOCK_UN)
-        with open("/dev/zero", "rb", buffering=0) as zeros:
-            for at in range(0, HEADER_BYTES + header.size, CHUNK_BYTES):
-                if not may_continue():
+            slot.unlock()
+        for start in range(0, end, CHUNK_BYTES):
+            if not may_continue():
+                return
+            with self._lock:
+                if slot.is_used:
                     return
-                with self._lock:
-                    if not file.is_unused:
-                        return
-                    with memoryview(file.memory)[at : at + CHUNK_BYTES] as chunk:
-                        try:
-                            file.reserve(at + len(chunk))
-                        except OSError:
-                            self._drop([file])
-                            return
-                        zeros.readinto(chunk)
+                try:
+                    slot.allocate(min(start + CHUNK_BYTES, end))
+                except OSError:
+                    self._drop([slot])
+                    return
+                slot.populate(start, min(start + CHUNK_BYTES, end))
+        if lock_pages is not None and may_continue():
+            with self._lock:
+                if not slot.is_used:
+                    lock_pages(slot)
 
     def make_folder(self) -> None:
         """Create the directory if another program removed it. A failure shows when it is used."""
-        for folder in (self._folder.parent, self._folder):
-            with contextlib.suppress(OSError):
-                folder.mkdir(0o700)
-
-    def free_unused(self) -> None:
-        """Free the slots that were preallocated and not used yet."""
-        with self._lock:
-            self._drop([file for file in self._files if file.is_unused])
+        if self._folder is not None:
+            for folder in (self._folder.parent, self._folder):
+                with contextlib.suppress(OSError):
+                    folder.mkdir(0o700)
 
     def close(self) -> None:
-        """Unmap all slots. Complete snapshots stay where they are."""
-        self.free_unused()
+        """Unmap all slots. Complete snapshots stay where they are, all other slots are freed."""
         with self._lock:
-            for file in self._files:
-                file.close()
-            self._files.clear()
+            self._drop([slot for slot in self._slots if slot.header is None])
+            for slot in self._slots:
+                slot.close()
+            self._slots.clear()
 
-    def _acquire(self, header: SnapshotHeader) -> SlotFile:
+    def _acquire(self, size: int, header: SnapshotHeader | None) -> MappedSlot:
         with self._lock:
-            file = self._lock_slot(header.size, header.num_retained)
-            file.header = None
-        return file
+            slot = self._find_slot(size, header)
+            slot.header = None
+            slot.is_used = True
+        return slot
 
-    def _lock_slot(self, size: int, num_retained: int) -> SlotFile:
-        self._drop([file for file in self._files if file.is_dropped])
+    def _find_slot(self, size: int, header: SnapshotHeader | None) -> MappedSlot:
+        self._drop_removed()
+        try:
+            return self._lock_slot(size, header)
+        except CheckpointError:
+            # A save does not need the agent's memory. A snapshot can wait for the slot of a save.
+            if header is None and self._folder is not None:
+                return self._create_private(size)
+            saves = [slot.save for slot in self._slots if slot.save and slot.is_reserved]
+            if not saves:
+                raise
+            for save in saves:
+                save.settle()
+            return self._lock_slot(size, header)
+
+    def _lock_slot(self, size: int, header: SnapshotHeader | None) -> MappedSlot:
+        slots = self._slots
+        if header is not None:
+            slots, num_retained = [s for s in slots if s.path is not None], header.num_retained
+        else:
+            num_retained = max((s.header.num_retained for s in slots if s.header), default=1)
+        usable, useless = choose_slots(slots, size, num_retained)
+        # These are freed first, so that a larger state needs no memory in addition to them.
+        self._drop(useless)
+        slot = next((slot for slot in usable if slot.try_lock()), None)
+        if self._folder is None:
+            return slot or self._create_private(size)
+        slot = slot or self._create_file(self._folder, size)
+        try:
+            slot.allocate(HEADER_BYTES + size)  # fails here, not while the memory is written
+        except OSError as error:
+            self._drop([slot])
+            raise self._out_of_memory(size, error) from error
+        return slot
+
+    def _drop_removed(self) -> None:
+        self._drop([slot for slot in self._slots if slot.is_dropped])
         # No reader would find a snapshot in a file that was removed.
-        removed = [file for file in self._files if not os.fstat(file.handle).st_nlink]
+        files = (slot for slot in self._slots if slot.path is not None)
+        removed = [slot for slot in files if not os.fstat(slot.handle).st_nlink]
         if removed:
             self._drop(removed)
             what = "snapshots in %s were removed by another program; the next steps are kept again"
             log.warning(what, self._folder)
-        usable, useless = choose_slots(self._files, size, num_retained)
-        # These are freed first, so that a larger state needs no memory in addition to them.
-        self._drop(useless)
-        free = (file for file in usable if _try_lock(file.handle, fcntl.LOCK_EX))
-        file = next(free, None) or self._create(size)
-        try:
-            file.reserve(HEADER_BYTES + size)  # fails here, not while the memory is written
-        except OSError as error:
-            self._drop([file])
-            raise self._out_of_memory(size, error) from error
-        file.is_unused = False
-        file.num_writes += 1
-        return file
 
-    def _drop(self, files: list[SlotFile]) -> None:
-        for file in files:
-            # If an exception interrupts this before the file is removed from the list,
-            # `_lock_slot` drops it again. An open file that is not in the list would keep its
+    def _drop(self, slots: list[MappedSlot]) -> None:
+        for slot in slots:
+            # If an exception interrupts this before the slot is removed from the list,
+            # `_drop_removed` drops it again. An open file that is not in the list would keep its
             # memory.
-            file.is_dropped = True
-            file.path.unlink(missing_ok=True)
-            file.close()
-            self._files.remove(file)
+            slot.is_dropped = True
+            if slot.path is not None:
+                slot.path.unlink(missing_ok=True)
+            slot.close()
+            self._slots.remove(slot)
 
-    def _create(self, size: int) -> SlotFile:
+    def _create_private(self, size: int) -> MappedSlot:
+        """Create a slot for saves in the memory of this process."""
+        try:
+            memory = new_memory(HEADER_BYTES + _capacity(size))
+        except OSError as error:
+            raise CheckpointError(
+                f"no memory for a copy of {size} bytes: {error.strerror}"
+            ) from error
+        slot = MappedSlot(_capacity(size), memory=memory)
+        self._slots.append(slot)
+        return slot
+
+    def _create_file(self, folder: Path, size: int) -> MappedSlot:
         """Create a slot, locked, without memory yet."""
         self._num_created += 1
-        path = self._folder / f"{self._prefix}.{self._num_created}"
+        path = folder / f"{self._prefix}.{self._num_created}"
         self.make_folder()
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise CheckpointError(
-                f"the agent's memory at {self._folder} cannot hold snapshots: {error.strerror}"
+                f"the agent's memory at {folder} cannot hold snapshots: {error.strerror}"
             ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            os.ftruncate(handle, HEADER_BYTES + size)
+            os.ftruncate(handle, HEADER_BYTES + _capacity(size))
             # Pages are mapped when they are first written, which is faster here than MAP_POPULATE.
-            mapped = mmap.mmap(handle, HEADER_BYTES + size)
-            file = SlotFile(size, path=path, handle=handle, memory=mapped)
-            self._files.append(file)
+            mapped = mmap.mmap(handle, HEADER_BYTES + _capacity(size))
+            slot = MappedSlot(_capacity(size), path=path, handle=handle, memory=mapped)
+            self._slots.append(slot)
         except BaseException as error:
-            # An exception of a signal handler can arrive when the file is in the list already.
-            self._files[:] = [file for file in self._files if file.handle != handle]
+            # An exception of a signal handler can arrive when the slot is in the list already.
+            self._slots[:] = [slot for slot in self._slots if slot.handle != handle]
             os.close(handle)
             path.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise self._out_of_memory(size, error) from error
             raise
-        return file
+        return slot
 
     def _out_of_memory(self, size: int, error: OSError) -> CheckpointError:
         text = f"no memory for a snapshot of {size} bytes at {self._folder}: {error.strerror}"
-        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        if error.errno in (errno.ENOSPC, errno.ENOMEM) and self._folder is not None:
             free = shutil.disk_usage(self._folder).free
             text += f", {free} bytes are free; give /dev/shm more (docker: --shm-size)"
         return CheckpointError(text)
+
+
+def _capacity(size: int) -> int:
+    """Return the capacity of a new slot for a pack of this size."""
+    return round_up(size + size // SPARE_FRACTION, HEADER_BYTES)
 
 
 def _try_lock(handle: int, how: int) -> bool:

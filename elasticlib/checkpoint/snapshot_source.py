@@ -11,25 +11,25 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 
 from ..clock import monotonic
-from ..errors import CheckpointCorruptError, CheckpointError, present
+from ..errors import CheckpointCorruptError, CheckpointError
 from ..threads import CallRejected, ExclusiveCall, Latch, helper
 from ..workers.spec import SNAPSHOTS_ENV
 from .pack import LayoutCache, PackImage
+from .page_lock import lock_pages
 from .reshard import plan_part_layout
 from .restore import MEMORY, RestoreAgreement, StateSource, StoredState
 from .safetensors_header import read_header
 from .snapshot_slots import (
     AgentWaker,
-    SlotFile,
+    MappedSlot,
     SnapshotHeader,
     SnapshotRef,
     SnapshotSlots,
@@ -41,11 +41,9 @@ from .snapshot_slots import (
     remove_superseded,
     valid_snapshots,
 )
-from .state_tree import flatten, is_dtensor
+from .state_tree import FlatState, flatten, is_dtensor
 
 log = logging.getLogger("elasticlib.checkpoint")
-
-Result = TypeVar("Result")
 
 _STOP_POLL_INTERVAL_S = 0.005  # between checks whether the background thread has exited
 
@@ -91,8 +89,7 @@ class SnapshotSource(StateSource):
     All ranks snapshot the same steps, with a collective (such as that of the gradients) in between.
     Then there is a step of a sharded state that all ranks have, whenever they are killed.
 
-    One call at a time may allocate or free memory. Another call, from a signal handler that
-    interrupted it or from another thread, raises CheckpointError. An exception of a signal handler
+    Not thread-safe: `CheckpointManager` makes one call at a time. An exception of a signal handler
     may interrupt `snapshot` at any line: the snapshot is then complete or absent, the ones before
     it stay, and the next call works.
 
@@ -105,6 +102,7 @@ class SnapshotSource(StateSource):
             node has to. Each worker keeps its part of a sharded state.
         folder: Where the agent writes the newest snapshot when the job drains or fails for good;
             empty for nowhere.
+        layouts: The layouts of the last states.
     """
 
     def __init__(
@@ -116,6 +114,7 @@ class SnapshotSource(StateSource):
         world_size: int = 1,
         writes: bool = True,
         folder: str = "",
+        layouts: LayoutCache | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise CheckpointError(f"need 0 <= rank < world_size, got {rank} of {world_size}")
@@ -123,8 +122,7 @@ class SnapshotSource(StateSource):
         self._folder = Path(location.folder)
         self._era, self._memory = int(self._folder.name), self._folder.parent
         self._writes = writes
-        self._exclusive = ExclusiveCall()
-        self._layouts = LayoutCache()
+        self._layouts = layouts or LayoutCache()
         self._sequence = 0  # the last number given to a snapshot, even to one that failed
         self._slots = SnapshotSlots(location.folder)
         self._waker = AgentWaker(location.folder)
@@ -164,22 +162,12 @@ class SnapshotSource(StateSource):
             CheckpointError: The state cannot be saved, there is not enough memory, or another call
                 is still copying. The earlier snapshots stay.
         """
-        call = f"step {step} is not kept"
-        return self._run_exclusively(call, partial(self._snapshot, step, state))
-
-    def _run_exclusively(self, call: str, act: Callable[[], Result]) -> Result:
-        try:
-            return self._exclusive.run(act)
-        except CallRejected:
-            raise CheckpointError(
-                f"{call}: another call is still copying a state to this memory. In a signal"
-                " handler, set a flag, and call snapshot() when the step has ended; let several"
-                " threads call it under a lock"
-            ) from None
-
-    def _snapshot(self, step: int, state: object) -> SnapshotCost | None:
         started_at = monotonic()
-        flat = flatten(state, reject_state_dicts=True)
+        kept = self.keep_state(step, flatten(state, reject_state_dicts=True))
+        return None if kept is None else SnapshotCost(step, monotonic() - started_at)
+
+    def keep_state(self, step: int, flat: FlatState) -> tuple[PackImage, MappedSlot] | None:
+        """Keep a state that was flattened, see `snapshot`. Return its pack and the slot."""
         shards, layouts = flat.shards, self._layouts
         if not self._writes and not any(map(is_sharded, shards.values())):
             return None
@@ -188,12 +176,11 @@ class SnapshotSource(StateSource):
             part, parts = self._rank, self._world_size
         else:
             image, part, parts = layouts.plan(flat, {"step": step}), 0, 1
-        self.keep(step, image, part=part, parts=parts, sharded=bool(shards))
-        return SnapshotCost(step, monotonic() - started_at)
+        return image, self.keep(step, image, part=part, parts=parts, sharded=bool(shards))
 
     def keep(
         self, step: int, image: PackImage, *, part: int = 0, parts: int = 1, sharded: bool = False
-    ) -> None:
+    ) -> MappedSlot:
         """Write a snapshot that was planned. The arguments are fields of its header."""
         self._sequence = (self._sequence or self._last_sequence(part)) + 1
         last = self._header  # `attrs.evolve` would take as long as the rest of this method
@@ -210,21 +197,30 @@ class SnapshotSource(StateSource):
             incarnation=last.incarnation,
             sharded=sharded,
         )
+        slot = self._copy(image, header)
+        self._header = header
+        # Snapshots that are not needed any more are freed before memory is allocated.
+        is_due = self._has_earlier and header.sequence >= header.num_retained
+        if not self._waker.wake() and is_due:
+            self._has_earlier = not remove_superseded(self._memory, self._list(), self._era)
+        self.prepare_next()
+        return slot
+
+    def copy_for_save(self, image: PackImage) -> MappedSlot:
+        """Copy a state to a slot that is no snapshot. The caller sets `save` of the slot."""
+        return self._copy(image, None)
+
+    def _copy(self, image: PackImage, header: SnapshotHeader | None) -> MappedSlot:
         try:
             self._allocator.pause()
-            write = self._slots.open_for_writing(header)
-            with write as view:
-                slot = present(write.slot, "the slot")
-                _copy(image, slot, view)
-            self._header = header
-            # Snapshots that are not needed any more are freed before memory is allocated.
-            is_due = self._has_earlier and header.sequence >= header.num_retained
-            if not self._waker.wake() and is_due:
-                self._has_earlier = not remove_superseded(self._memory, self._list(), self._era)
+            return self._slots.copy(image, header)
         finally:
             self._allocator.resume()
-        if slot.num_writes == 1:
-            # The next snapshot uses the slot of an earlier one if this one did not need a new slot.
+
+    def prepare_next(self) -> None:
+        """Allocate memory in the background if the next snapshot would need a new slot."""
+        header = self._header
+        if header.sequence and not self._slots.has_free_slot(header.size, header.num_retained):
             self._allocator.begin(header)
 
     def list_states(self) -> Sequence[StoredState]:
@@ -277,14 +273,6 @@ class SnapshotSource(StateSource):
         if size and (self._writes or parts > 1):
             self._allocator.begin(attrs.evolve(self._header, size=size, part=part, parts=parts))
 
-    def free_unused(self) -> None:
-        """Free the memory for the first snapshot, because the job saves without snapshots."""
-        if not self._header.sequence:
-            self._allocator.forget()
-            # A call that is running makes the first snapshot, which needs the memory.
-            with contextlib.suppress(CallRejected):
-                self._exclusive.run(self._slots.free_unused)
-
     def adopt_restored_step(self, found: RestoreAgreement, state: object) -> None:
         """Prepare for snapshots after all ranks have restored a step.
 
@@ -306,14 +294,7 @@ class SnapshotSource(StateSource):
             self._preallocate(found)
 
     def close(self) -> None:
-        """Unmap the memory. Its snapshots stay.
-
-        Raises:
-            CheckpointError: Another call is running.
-        """
-        self._run_exclusively("the memory of the snapshots is not closed", self._close)
-
-    def _close(self) -> None:
+        """Unmap the memory. Its snapshots stay."""
         self.release()
         self._allocator.close()
         self._slots.close()
@@ -332,13 +313,6 @@ class SnapshotSource(StateSource):
         headers = (ref.header for ref in newest_local_snapshots(self._folder))
         name = self._header.name
         return max((h.sequence for h in headers if (h.name, h.part) == (name, part)), default=0)
-
-
-def _copy(image: PackImage, slot: SlotFile, view: memoryview) -> None:
-    """Copy a state into the memory of a slot."""
-    if slot.views is None or slot.views[0] is not image.layout:
-        slot.views = (image.layout, image.layout.views(view))
-    image.copy_to(view, slot.views[1])
 
 
 def _stored_state(ref: SnapshotRef) -> StoredState:
@@ -382,10 +356,6 @@ class _Preallocation:
             # exception of one of them in `Thread.start` can leave a lock of `threading` locked.
             _thread.start_new_thread(helper(self._run, "elasticlib-snapshot-memory").start, ())
 
-    def forget(self) -> None:
-        """Discard the request, unless its memory is being allocated."""
-        self._next.clear()
-
     def close(self) -> None:
         """Stop the thread, and wait until it has exited."""
         self._is_closed = True
@@ -400,10 +370,10 @@ class _Preallocation:
     def _work(self) -> None:
         while not self._is_closed:
             try:
-                header = self._next.popleft()  # `forget` may take it
+                header = self._next.popleft()
             except IndexError:
                 return
-            self._slots.preallocate(header, self._may_continue)
+            self._slots.preallocate(header, self._may_continue, lock_pages)
 
     def _may_continue(self) -> bool:
         while self._is_paused and not self._is_closed:

@@ -132,24 +132,25 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def is_fork_server(pid: int) -> bool:
-    return Path(f"/proc/{pid}/comm").read_text().strip() == "fork-server"
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def forked_by(server: int) -> list[int]:
     """Return the workers of a fork server, and of the second one that it has forked."""
     found = []
     for child in children(server):
-        found += forked_by(child) if is_fork_server(child) else [child]
+        found += forked_by(child) if name_of(child) == "fork-server" else [child]
     return found
 
 
 def worker_of(node: subprocess.Popen[str], local_rank: int) -> int:
-    """Return the pid of a node's worker, found as an operator would find it: the agent's fork
-    server has forked them in the order of their ranks."""
-    for child in filter(is_fork_server, children(node.pid)):
-        return forked_by(child)[local_rank]
-    raise DemoFailed(f"no fork server among the children of {node.pid}")
+    """Return the pid of a node's worker. Fork servers fork workers in the order of their ranks."""
+    for supervisor in children(node.pid):
+        for child in children(supervisor):
+            if name_of(child) == "fork-server":
+                return forked_by(child)[local_rank]
+    raise DemoFailed(f"process {node.pid} has no fork server")
 
 
 def training(folder: Path, name: str, args: argparse.Namespace, epochs: int) -> list[str]:

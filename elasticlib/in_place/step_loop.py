@@ -323,21 +323,22 @@ class StepLoop:
         """Count and report the step, and take a snapshot and save if they are due."""
         self._finish_last_attempt()
         context().step(self.step, **attempt._reported_fields)
-        if self._manager is not None and _is_due(self.step, self._snapshot_every):
-            self._read_values()
-            self._manager.snapshot(self.step, self._parts)
+        is_snapshot_due = _is_due(self.step, self._snapshot_every)
         if attempt._is_pinned or _is_due(self.step, self._save_every):
             try:
-                self._save(pin=attempt._is_pinned)
+                self._save(pin=attempt._is_pinned, snapshot=is_snapshot_due)
             except Exception as error:
                 # All ranks take part in saving a sharded state, so a lost member is an error here.
                 if not self._is_group_failure(error):
                     raise
+        elif self._manager is not None and is_snapshot_due:
+            self._read_values()
+            self._manager.snapshot(self.step, self._parts)
 
-    def _save(self, *, pin: bool = False) -> None:
+    def _save(self, *, pin: bool = False, snapshot: bool = False) -> None:
         if self._manager is not None:
             self._read_values()
-            self._manager.save(self.step, self._parts, pin=pin)
+            self._manager.save(self.step, self._parts, pin=pin, snapshot=snapshot)
             self._saved_step = self.step
 
     def _should_leave_for_resize(self) -> bool:

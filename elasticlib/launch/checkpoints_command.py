@@ -16,7 +16,7 @@ from ..checkpoint.catalog import CheckpointCatalog, CheckpointEntry
 from ..checkpoint.storage import open_storage
 from ..clock import date_of, monotonic, wall
 from ..errors import CheckpointError, ConfigError
-from ..observe.wording import duration, size
+from ..observe.formatting import format_bytes, format_duration
 from .cli_output import Table, print_error, show
 
 PROGRESS_LINE_INTERVAL_S = 5.0  # without a terminal
@@ -140,8 +140,8 @@ class Progress:
         if now - self._reported_at < self._interval_s:
             return
         self._reported_at, self._has_output = now, True
-        speed = size(self._done / max(now - self._started_at, 1e-9))
-        line = f"{self._verb} {size(self._done)} of {size(self._total)}, {speed}/s"
+        speed = format_bytes(self._done / max(now - self._started_at, 1e-9))
+        line = f"{self._verb} {format_bytes(self._done)} of {format_bytes(self._total)}, {speed}/s"
         text = f"\r{line}\x1b[K" if self._is_terminal else f"{line}\n"
         print(text, end="", file=self._stream, flush=True)
 
@@ -174,9 +174,9 @@ def _row(entry: CheckpointEntry, intact: str) -> tuple[str, ...]:
     run = f"{manifest.run_id} generation {manifest.generation}" if manifest.run_id else "-"
     return (
         str(entry.step),
-        size(manifest.size) + parts,
+        format_bytes(manifest.size) + parts,
         date_of(manifest.saved_at),
-        duration(max(0.0, wall() - manifest.saved_at)),
+        format_duration(max(0.0, wall() - manifest.saved_at)),
         str(manifest.world_size or "-"),
         "pinned" if manifest.is_pinned else "-",
         run,

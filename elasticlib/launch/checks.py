@@ -26,7 +26,7 @@ import attrs
 from .._version import versions
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, StoreError, StoreRejectedError
-from ..observe.wording import size
+from ..observe.formatting import format_bytes
 from ..stores.tcp_client import TcpStore
 from ..visible import visible_line
 from ..workers.run_dirs import SHARED_MEMORY
@@ -250,7 +250,7 @@ def check_shared_memory(path: str = SHARED_MEMORY) -> CheckResult:
             "with workers, snapshots and NCCL need it: in Docker use --shm-size or --ipc=host, in "
             "Kubernetes mount an emptyDir of medium Memory",
         )
-    sizes = f"{size(usage.free)} of {size(usage.total)} are free in {path}"
+    sizes = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} are free in {path}"
     if usage.total <= DOCKER_SHARED_MEMORY_BYTES:
         hint = "that is Docker's default, too little for data loaders with workers: use --shm-size"
         return _warning(check, f"{sizes}; {hint}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from ..errors import ConfigError
-from ..observe.wording import table
+from ..observe.formatting import format_table
 from ..visible import visible, visible_line
 from .flags import flag_message
 
@@ -49,7 +49,9 @@ def print_error(command: str, error: object, status: int) -> int:
 
 def table_lines(content: Table) -> list[str]:
     """Return the lines of a table, or no lines if it has no row."""
-    lines = table(content.head, [[visible_line(cell) for cell in row] for row in content.rows])
+    lines = format_table(
+        content.head, [[visible_line(cell) for cell in row] for row in content.rows]
+    )
     return [content.title, *(f"  {line}" for line in lines)] if content.title and lines else lines
 
 

@@ -29,17 +29,13 @@ from ..errors import (
 )
 from ..observe.event import Event
 from ..observe.history import JobState
-from ..observe.journal import EventsFile
-from ..observe.published import AGAIN_SECONDS, StatusReader
-from ..observe.runs import Living, find_runs, last_event
-from ..observe.stacks import Asker, JobStacks, stack_lines
-from ..observe.status import (
+from ..observe.job_status import (
     EXIT_CODES,
+    EXIT_UNKNOWN,
     FIELDS,
-    NOBODY,
     NODE_FIELDS,
+    JobReading,
     JobStatus,
-    JobView,
     as_document,
     exit_code,
     headline,
@@ -50,6 +46,10 @@ from ..observe.status import (
     result_of,
     status_of,
 )
+from ..observe.journal import EventFile
+from ..observe.node_status import REFRESH_INTERVAL_S, StatusReader
+from ..observe.runs import AliveAgents, find_runs, last_event
+from ..observe.stack_query import JobStacks, StackClient, stack_lines
 from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
@@ -69,7 +69,7 @@ EVERY_SECONDS = 1.0
 STATUS_TIMEOUT = 2.0
 STACKS_TIMEOUT = 5.0
 """Seconds: a worker that writes nothing is waited for on its node."""
-PROOF_SECONDS, PROOF_PAUSE = AGAIN_SECONDS + 2.0, 0.5
+PROOF_SECONDS, PROOF_PAUSE = REFRESH_INTERVAL_S + 2.0, 0.5
 """In which each node that lives renews its status, and between two looks for that."""
 GONE_SECONDS = 30.0
 """Of silence, for --watch to take a run for gone: a store that moves is away for some seconds."""
@@ -173,17 +173,17 @@ def _is_endpoint(text: str) -> bool:
 def _recorded_target(records: tuple[Path, ...], conf: Mapping[str, str]) -> Target:
     """As the first event of each record tells it."""
     run_id = backend = endpoint = ""
-    living = Living()
+    living = AliveAgents()
     for path in records:
         event = _first_event(path)
         if event is None:
             continue
         run_id = event.run
         settings = event.facts.get("settings")
-        if event.kind == "run.began" and isinstance(settings, dict):
+        if event.kind == "run.started" and isinstance(settings, dict):
             backend = str(settings.get("rdzv_backend", ""))
             # What an agent itself serves is gone with it.
-            served = event.facts.get("endpoint") if living.has(path) else ""
+            served = event.facts.get("endpoint") if living.is_known_alive(path) else ""
             endpoint = str(served or settings.get("rdzv_endpoint", ""))
             conf = {**read_pairs(str(settings.get("rdzv_conf", ""))), **conf}
             if endpoint:
@@ -194,7 +194,7 @@ def _recorded_target(records: tuple[Path, ...], conf: Mapping[str, str]) -> Targ
 def _first_event(path: Path) -> Event | None:
     """Return the first event of a file that can be read, or None."""
     with contextlib.suppress(OSError):
-        return next((event for event in EventsFile(path) if event.possible), None)
+        return next((event for event in EventFile(path) if event.is_plausible), None)
     return None
 
 
@@ -283,8 +283,8 @@ def result(target: Target) -> JobStatus | None:
 
     None if it has no events here, or one of its agents is alive.
     """
-    living = Living()
-    if any(living.has(path) for path in target.records):
+    living = AliveAgents()
+    if any(living.is_known_alive(path) for path in target.records):
         return None
     last = [event for path in target.records if (event := last_event(path)) is not None]
     return result_of(target.run_id or last[0].run, last, wall()) if last else None
@@ -348,7 +348,7 @@ def _status(chosen: argparse.Namespace) -> int:
     except ConfigError as error:
         return print_error("status", error, 2)
     except ElasticError as error:
-        return print_error("status", error, NOBODY)
+        return print_error("status", error, EXIT_UNKNOWN)
     except KeyboardInterrupt:
         return 0 if chosen.watch else 130
 
@@ -368,7 +368,7 @@ def looking(target: Target, chosen: argparse.Namespace) -> Iterator[Look]:
             if found is None or wrong:
                 raise
             if found.state is None:
-                print_error("status", error, NOBODY)
+                print_error("status", error, EXIT_UNKNOWN)
             yield lambda: found
             return
 
@@ -403,16 +403,16 @@ class JobReader:
         self._statuses = StatusReader(store, run_id)
         self._left = PROOF_SECONDS if isinstance(store, FileStore) else 0.0
 
-    def read(self) -> JobView:
+    def read(self) -> JobReading:
         """Raises StoreError."""
         view, pause = self._look(), threading.Event()
-        while self._left > 0 and view.looks_old:
+        while self._left > 0 and view.looks_stale:
             self._left -= PROOF_PAUSE
             pause.wait(PROOF_PAUSE)
             view = self._look()
-        return attrs.evolve(view, still=isinstance(self._store, FileStore) and view.looks_old)
+        return attrs.evolve(view, is_final=isinstance(self._store, FileStore) and view.looks_stale)
 
-    def _look(self) -> JobView:
+    def _look(self) -> JobReading:
         return read_job(self._store, self._run_id, self._statuses)
 
 
@@ -423,7 +423,7 @@ def _print_document(status: JobStatus) -> None:
 def _parts(status: JobStatus, chosen: argparse.Namespace) -> tuple[Block, ...]:
     tables = (Table(*rows) for rows in (node_table(status), rank_table(status)))
     lines = headline(status)
-    if status.recorded:
+    if status.is_recorded:
         name = shlex.quote(visible_line(chosen.named or status.run))
         lines.append(f"  more: elasticlib report {name}")
     return "\n".join(lines), *tables
@@ -438,7 +438,7 @@ def _watch(look: Look, chosen: argparse.Namespace) -> int:
             _print_document(status)
         else:
             redraw(*_parts(status, chosen))
-        if status.recorded or (status.state is not None and status.state.over):
+        if status.is_recorded or (status.state is not None and status.state.is_finished):
             return exit_code(status)
         if status.state is not None:
             heard = monotonic()
@@ -456,7 +456,9 @@ def _looked(look: Look, last: JobStatus | None) -> tuple[JobStatus, StoreError |
     except StoreError as error:
         if last is None:
             raise
-        return attrs.evolve(last, state=None, since=None, nodes=(), reason=str(error)), error
+        return attrs.evolve(
+            last, state=None, state_seconds=None, nodes=(), reason=str(error)
+        ), error
 
 
 # -- stacks ----------------------------------------------------------------------------------------
@@ -490,12 +492,12 @@ def _stacks(chosen: argparse.Namespace) -> int:
     except ConfigError as error:
         return print_error("stacks", error, 2)
     except ElasticError as error:
-        return print_error("stacks", error, NOBODY)
+        return print_error("stacks", error, EXIT_UNKNOWN)
     except KeyboardInterrupt:
         return 130
     if not view.stacks:
-        return NOBODY
-    return int(len(view.stacks) < len(view.live))
+        return EXIT_UNKNOWN
+    return int(len(view.stacks) < len(view.alive_nodes))
 
 
 def _asked(target: Target, chosen: argparse.Namespace) -> JobStacks:
@@ -505,14 +507,14 @@ def _asked(target: Target, chosen: argparse.Namespace) -> JobStacks:
         RunNotFoundError: none of them lives. StoreError: they could not be asked.
     """
     try:
-        with reached(target, chosen) as (store, run_id), Asker(store, run_id) as asker:
-            view = asker.ask(chosen.timeout, chosen.ranks)
+        with reached(target, chosen) as (store, run_id), StackClient(store, run_id) as asker:
+            view = asker.query(chosen.timeout, chosen.ranks)
     except StoreError as error:
         last = result(target)
         if last is None or last.state is None:
             raise
         over = f"{target.run_id!r} is over ({last.state.value}): no worker of it is left"
         raise RunNotFoundError(over) from error
-    if not view.live:
+    if not view.alive_nodes:
         raise RunNotFoundError(f"no node of {run_id!r} is alive")
     return view

@@ -11,7 +11,9 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -21,15 +23,16 @@ from .._version import versions
 from ..agent.elastic_agent import ElasticAgent
 from ..clock import monotonic
 from ..errors import ConfigError
+from ..observe.aggregate import NodeStatus
 from ..observe.event import Event
 from ..observe.http_server import HttpResponse, HttpServer, Pages, text_response
-from ..observe.journal import FILE, NodeJournal, View
-from ..observe.metrics import CONTENT, Exposition, Moment
-from ..observe.published import Published, Publisher
-from ..observe.runs import RunRecord, remove_old
-from ..observe.stacks import Answerer, Stacks
-from ..observe.status import Health, document_of_node, judge
-from ..observe.story import NodeStatus
+from ..observe.job_status import Health, check_health, document_of_node
+from ..observe.journal import EVENTS_FILE, EventListener, NodeJournal
+from ..observe.metrics import CONTENT_TYPE, MetricsFormatter, MetricsSnapshot
+from ..observe.node_status import NodeReport, StatusPublisher
+from ..observe.runs import RunRegistration, remove_old_records
+from ..observe.stack_query import NodeStacks, StackResponder
+from ..observe.totals import totals_of
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.membership import Node
 from ..stores.file_store import FileStore
@@ -73,18 +76,21 @@ def open_journal(
         path, found_by = None, ""
         if config.events:
             path, found_by = _place(stack, config.run_id, logs)
-        journal = NodeJournal(config.run_id, node, path, views=[RestoreHint()], found_by=found_by)
+        journal = NodeJournal(
+            config.run_id, node, path, listeners=[RestoreHint()], run_selector=found_by
+        )
         stack.callback(journal.close)
-        journal.tell(
-            "run.began",
+        journal.record(
+            "run.started",
             host=socket.gethostname(),
             pid=os.getpid(),
             slots=config.nproc_per_node,
             settings=_settings(config),
-            logs=logs,
-            lease=config.rendezvous_timeouts.lease_ttl,
+            log_dir=logs,
+            lease_ttl_seconds=config.rendezvous_timeouts.lease_ttl,
             endpoint=endpoint,
             versions=versions(),
+            command=shlex.join(sys.argv),
         )
         yield journal
 
@@ -99,16 +105,16 @@ def kept_logs(workers: Workers) -> str:
 def _place(stack: contextlib.ExitStack, run: str, logs: str) -> tuple[Path | None, str]:
     """The file, and what it is found by: the run's id if that has a record, which is closed with
     the stack, else its path."""
-    events = Path(logs) / FILE if logs else None
+    events = Path(logs) / EVENTS_FILE if logs else None
     try:
-        record = RunRecord(run, events)
+        record = RunRegistration(run, events)
     except OSError as error:
         kept = "; no events of it are kept" * (events is None)
         log.warning("this run cannot be found by its name%s: %s", kept, error)
         return events, str(events or "")
     stack.callback(record.close)
     try:
-        remove_old(record.path.parent)
+        remove_old_records(record.path.parent)
     except OSError as error:
         log.info("cannot remove the records of earlier runs: %s", error)
     return record.events, run
@@ -129,7 +135,7 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
     return {name: str(value) for name, value in found.items()}
 
 
-class RestoreHint(View):
+class RestoreHint(EventListener):
     """Warns if workers train from the start although a step was saved.
 
     Workers that are kept from an earlier generation have a state, and need not restore one.
@@ -140,20 +146,20 @@ class RestoreHint(View):
         self._restored = -1  # the last generation whose workers have a state
         self._attempt = 0  # in which the new workers of the generation are started
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         step = int(event.number("step") or 0)
         anew = step <= self._kept and self._restored != event.generation
-        if event.kind == "generation.began":
+        if event.kind == "generation.started":
             self._attempt = int(event.number("attempt") or 0)
-        is_kept = event.kind == "worker.began" and event.number("attempt") != self._attempt
-        if event.kind == "restored" or is_kept:
+        is_kept = event.kind == "worker.started" and event.number("attempt") != self._attempt
+        if event.kind == "state.restored" or is_kept:
             self._restored = event.generation
-        elif event.kind in ("saved", "snapshot"):
+        elif event.kind in ("checkpoint.saved", "snapshot.taken"):
             self._kept = max(self._kept, step)
-        elif event.kind == "training.began" and anew:
+        elif event.kind == "training.started" and anew:
             log.warning(
-                "training began again at step %d, and step %d had been saved: does the script call "
-                "CheckpointManager.restore?",
+                "training restarted at step %d although step %d was saved; does the script call "
+                "CheckpointManager.restore()?",
                 *(step, self._kept),
             )
 
@@ -171,13 +177,13 @@ def observed(
     `elasticlib status` finds the node in the store in which the job meets.
     """
     with contextlib.closing(NodeJournal(run_id, node.id, path)) as journal:
-        journal.tell("run.began", host=node.host, pid=os.getpid(), slots=node.slots)
+        journal.record("run.started", host=node.host, pid=os.getpid(), slots=node.slots)
 
-        def look() -> Published:
-            return Published.at(monotonic(), journal.status(workers.heartbeats()))
+        def look() -> NodeReport:
+            return NodeReport.at(monotonic(), journal.status(workers.heartbeats()))
 
-        with Publisher(store, run_id, node.id, look) as publisher:
-            journal.on_event = publisher.wake
+        with StatusPublisher(store, run_id, node.id, look) as publisher:
+            journal.on_recorded = publisher.wake
             yield journal
 
 
@@ -192,31 +198,38 @@ def answering(
         yield
         return
 
-    def look() -> Published:
+    def look() -> NodeReport:
         heard = (
             handler.seconds_since_refresh()
             if isinstance(handler, DynamicRendezvousHandler)
             else None
         )
         status = journal.status(agent.workers.heartbeats())
-        return Published.at(monotonic(), status, heard=heard, loop_silent=agent.stalled_s())
+        return NodeReport.at(
+            monotonic(),
+            status,
+            store_contact_age_seconds=heard,
+            loop_blocked_seconds=agent.stalled_s(),
+        )
 
     poll = POLL_SECONDS if isinstance(store, FileStore) else 0.0
     with (
-        Publisher(store, rendezvous.run_id, rendezvous.node_id, look) as publisher,
-        Answerer(store, rendezvous.run_id, rendezvous.node_id, stacks_of(agent), look_every=poll),
+        StatusPublisher(store, rendezvous.run_id, rendezvous.node_id, look) as publisher,
+        StackResponder(
+            store, rendezvous.run_id, rendezvous.node_id, stacks_of(agent), poll_interval=poll
+        ),
     ):
-        journal.on_event = publisher.wake
+        journal.on_recorded = publisher.wake
         yield
 
 
-def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:
+def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], NodeStacks]:
     """What gathers the stacks of this node's workers, all of them or those of some ranks."""
 
-    def gathered(ranks: frozenset[int] | None) -> Stacks:
+    def gathered(ranks: frozenset[int] | None) -> NodeStacks:
         group = agent.get_worker_group()
         if group is None:
-            return Stacks({})
+            return NodeStacks({})
         ranked = {worker.local_rank: worker.rank for worker in group.workers}
         running = {
             local: name
@@ -224,14 +237,14 @@ def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], Stacks]:
             if local in ranked and (ranks is None or ranked[local] in ranks)
         }
         if not running:
-            return Stacks({})
+            return NodeStacks({})
         texts, beats = agent.workers.dump_stacks(running), agent.workers.heartbeats()
         silent = [local for local in running if local not in texts]
         asked = [local for local in silent if local in beats and beats[local].can_dump_stacks]
-        return Stacks(
+        return NodeStacks(
             {ranked[local]: texts[local] for local in running if local in texts},
-            silent=tuple(sorted(ranked[local] for local in asked)),
-            mute={ranked[local]: running[local] for local in silent if local not in asked},
+            unresponsive_ranks=tuple(sorted(ranked[local] for local in asked)),
+            unsupported={ranked[local]: running[local] for local in silent if local not in asked},
         )
 
     return gathered
@@ -292,32 +305,32 @@ def _pages(agent: ElasticAgent, journal: NodeJournal) -> Pages:
 
     def now() -> tuple[NodeStatus, Health]:
         status = journal.status(agent.workers.heartbeats())
-        return status, judge(status.state, status.reason, agent.stalled_s())
+        return status, check_health(status.state, status.reason, agent.stalled_s())
 
     def health() -> HttpResponse:
         _, found = now()
-        return text_response(200 if found.good else 503, found.sentence)
+        return text_response(200 if found.is_healthy else 503, found.message)
 
     def status() -> HttpResponse:
-        published = Published.at(monotonic(), now()[0], loop_silent=agent.stalled_s())
+        published = NodeReport.at(monotonic(), now()[0], loop_blocked_seconds=agent.stalled_s())
         text = json.dumps(document_of_node(published), indent=2)
         return HttpResponse(200, "application/json", text.encode() + b"\n")
 
-    def moment() -> Moment:
+    def moment() -> MetricsSnapshot:
         status, found = now()
-        return Moment(
+        return MetricsSnapshot(
             status,
-            journal.story.sums(),
-            journal.story.pace,
-            alive=found.good,
-            silent=agent.stalled_s(),
-            events_lost=journal.lost,
+            totals_of(journal.aggregate),
+            journal.aggregate.last_progress,
+            is_healthy=found.is_healthy,
+            loop_blocked_seconds=agent.stalled_s(),
+            dropped_events=journal.num_dropped,
             versions=known,
         )
 
-    exposition = Exposition(moment)
+    exposition = MetricsFormatter(moment)
 
     def metrics() -> HttpResponse:
-        return HttpResponse(200, CONTENT, exposition.text().encode(errors="backslashreplace"))
+        return HttpResponse(200, CONTENT_TYPE, exposition.text().encode(errors="backslashreplace"))
 
     return {"/": health, HEALTH: health, STATUS: status, METRICS: metrics}

@@ -1,138 +1,150 @@
-"""What happened on one node, as one value and one line of JSON: the schema of `events.jsonl`.
+"""Event: one thing that happened on one node, as a value and as one line of JSON (`events.jsonl`).
 
-A line is an object. These keys are in each: v, the version of this schema; kind; run, the job's
-id; node, this node's id; generation, 0 before the first; wall, seconds since 1970 by the node's
-clock, to show to people; at, seconds by its monotonic clock, for differences within one node's
-file. rank is there where it is about one worker. All other keys are facts of the kind, in `KINDS`.
-Readers skip kinds and keys that they do not know: a new version only ever adds, or has another v.
+Readers skip kinds and facts that they do not know. A change of the format that is not only an
+addition raises `VERSION`, and readers reject other versions.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-VERSION = 1
-LONGEST = 64 * 1024
-"""Bytes of a line, at most; longer texts in it are cut."""
-LARGEST = 2**62
-"""Larger numbers than this are nobody's steps, seconds or generations."""
+VERSION = 2
+MAX_EVENT_BYTES = 64 * 1024  # longer texts in an event are truncated
+MAX_NUMBER = 2**62  # no plausible step, time or generation is larger
 
 KINDS: Mapping[str, Mapping[str, str]] = {
-    "run.began": {
-        "host": "the node's name",
-        "pid": "the agent's process",
-        "slots": "workers on this node",
-        "settings": "those that somebody gave, by name, as text",
-        "endpoint": "where this node serves the job's store, empty if it does not",
-        "logs": "the folder of the workers' logs, empty if none is kept",
-        "lease": "seconds of silence after which the others take a node for lost",
-        "versions": "of elasticlib, torch and Python, by name",
+    "run.started": {
+        "host": "name of the node",
+        "pid": "process id of the agent",
+        "slots": "number of workers on this node",
+        "settings": "settings that were given, as text by name",
+        "endpoint": "where this node serves the store of the job, empty if it does not",
+        "log_dir": "directory of the workers' logs, empty if they are not kept",
+        "lease_ttl_seconds": "time without a lease renewal after which other nodes consider this "
+        "node lost",
+        "versions": "versions of elasticlib, torch and Python, by name",
+        "command": "command line of the workers, as text",
     },
-    "rendezvous.began": {
-        "why": "what ended the generation before, or that the node is new",
-        "planned": "whether nodes come or go on purpose, and nothing has failed or was lost",
+    "rendezvous.started": {
+        "reason": "why the previous generation ended, or that the node is new",
+        "is_planned": "true if nodes join or leave on purpose and nothing has failed or was lost",
     },
-    "generation.began": {
-        "seconds": "from the end of the last workers, or from the run's beginning",
-        "imports": "seconds of these until the node had imported torch and what else it needs to "
-        "start workers, and asked for a place; 0 after its first rendezvous",
+    "generation.started": {
+        "duration_seconds": "time since the last worker exited, or since the start of the run",
+        "import_seconds": "part of this time until the node had imported torch and other modules "
+        "that workers need; 0 after its first rendezvous",
         "attempt": "how often this agent had started its workers before, as in attempt_N",
-        "node_rank": "this node's, among the nodes",
-        "nodes": "how many there are",
+        "node_rank": "rank of this node",
+        "node_count": "number of nodes",
         "ranks": "first and last global rank of this node's workers",
-        "world": "workers in the job",
-        "role": "first rank of this node's workers among those of their role; and how many in all",
-        "restarts": "of the job so far",
-        "max_restarts": "its budget",
-        "cause": "why this generation was sought, in words",
-        "why": "start, failure, loss or resize; null where the rendezvous does not say",
+        "world_size": "number of workers in the job",
+        "role": "first role rank of this node's workers, and number of workers of this role",
+        "restarts": "restarts of the job so far",
+        "max_restarts": "restart budget of the job",
+        "reason": "why the rendezvous for this generation took place",
+        "trigger": "start, failure, loss or resize; null if the rendezvous does not report it",
+        "incarnation": "name of this start of the job: its generations count from 1; empty if the "
+        "rendezvous does not report it",
     },
-    "worker.began": {
-        "local_rank": "its place on the node",
-        "name": "such as pid 123",
-        "attempt": "in which it was started, an earlier one where it was kept",
+    "worker.started": {
+        "local_rank": "local rank of the worker",
+        "name": "name of the process, such as pid 123",
+        "attempt": "attempt in which the process was started; an earlier one if it regrouped",
     },
-    "worker.ended": {
-        "local_rank": "its place on the node",
-        "code": "exit code; negative for a signal",
-        "ok": "whether it succeeded",
-        "stopped": "whether this agent had asked it to end",
-        "how": "in words",
-        "error": "what it wrote of its failure, else how it ended; empty if it succeeded",
-        "traceback": "of its failure, empty if it left none",
-        "uptime": "seconds since its generation's start",
+    "worker.exited": {
+        "local_rank": "local rank of the worker",
+        "exit_code": "exit code; negative for a signal",
+        "succeeded": "true if the worker succeeded",
+        "stopped": "true if this agent had asked the worker to stop",
+        "description": "how the worker exited, as text",
+        "error": "message of its failure, or else how it exited; empty if it succeeded",
+        "traceback": "traceback of its failure, empty if there is none",
+        "uptime_seconds": "time since the start of its generation",
     },
     "failure": {
-        "reason": "in words",
-        "failure": "its kind: ordinary, killed or hang",
-        "silent": "of a hang, seconds for which a worker here had given no sign of life; else null",
+        "reason": "the failure, as text",
+        "failure_kind": "ordinary, killed or hang",
+        "seconds_since_heartbeat": "of a hang: time since the last sign of life; otherwise null",
     },
     "stopping": {
-        "why": "in words, empty if the workers are not asked to save",
-        "seconds": "for the workers to save, 0 if not asked",
-        "because": "of what they are stopped, in words",
+        "notice": "reason that the workers are given; empty if they are not asked to save",
+        "grace_seconds": "time that the workers have to save; 0 if they are not asked to",
+        "reason": "why the workers are stopped",
     },
-    "stopped": {"seconds": "that it took", "left": "what would not die, empty if nothing"},
-    "drain.asked": {"signal": "its name", "why": "for the workers"},
-    "restored": {
-        "step": "of the state that the workers took up",
-        "source": "memory (this node's), peer (another node's) or disk",
-        "seconds": "that it took, from when the last of this node's workers asked for it",
-        "after": "seconds from the start of the workers until then",
+    "stopped": {
+        "duration_seconds": "time that stopping took",
+        "survivors": "processes that could not be killed, empty if there are none",
     },
-    "training.began": {
-        "step": "the first of this node's workers in their generation, the smallest",
-        "seconds": "from the start of the workers to the end of that step, of the slowest",
+    "drain.requested": {"signal": "name of the signal", "reason": "reason given to the workers"},
+    "state.restored": {
+        "step": "step of the state that the workers restored",
+        "source": "memory (of this node), peer (memory of another node) or disk",
+        "duration_seconds": "time that the restore took, after the last worker asked for it",
+        "delay_seconds": "time from the start of the workers until the last one asked for it",
     },
-    "steps": {
-        "step": "the last of this node's workers, the smallest of them",
-        "per_second": "since the line before, or the first step; null if not known",
-        "silent": "seconds since the quietest worker made one",
-        "loss": "the lowest rank's last, null if it names none; text where it is no number",
-        "losses": "evenly chosen ones of this rank since the line before, each a list: step, "
-        "seconds before this line, and the loss; text where it is no number",
-        "samples_per_second": "of this node's workers together, since the line before; null if "
-        "not known",
+    "training.started": {
+        "step": "smallest first step of this node's workers in this generation",
+        "duration_seconds": "time from the start of the workers until the slowest one had "
+        "completed its first step",
     },
-    "snapshot": {
-        "step": "the newest that this node's workers keep whole in its memory",
-        "count": "snapshots since the line before, this one included",
+    "progress": {
+        "step": "smallest last step of this node's workers",
+        "steps_per_second": "rate since the previous event, or the first step; null if unknown",
+        "seconds_since_heartbeat": "largest time since a worker's last sign of life",
+        "loss": "last loss of the lowest rank that reports one, else null; text if not finite",
+        "samples_per_second": "rate of all workers of this node together; null if unknown",
     },
-    "saved": {
-        "step": "of the newest checkpoint that became durable",
-        "count": "checkpoints since the line before, this one included",
+    "snapshot.taken": {
+        "step": "newest step of which this node's workers have a complete snapshot in memory",
+        "count": "snapshots since the previous event, this one included",
     },
-    "run.ended": {
+    "checkpoint.saved": {
+        "step": "step of the newest durable checkpoint",
+        "count": "checkpoints since the previous event, this one included",
+    },
+    "run.finished": {
         "state": "succeeded, failed, stopped or drained",
-        "reason": "in words",
-        "exit_code": "of the launcher; 75 after a drain, whatever --drain-exit-code says",
-        "cause": "the first failure over all nodes: host, rank, what; null without",
-        "expelled": "whether the job goes on without this node, whose end is not the job's",
+        "reason": "why, as text",
+        "exit_code": "exit code of the launcher; 75 after a drain, whatever --drain-exit-code is",
+        "root_cause": "first failure on any node: host, rank, what; null if there is none",
+        "expelled": "true if the job continues without this node",
     },
-    "lost": {"events": "how many could not be written here, as the disk was full or too slow"},
+    "events.dropped": {"count": "events that could not be written: disk full or too slow"},
 }
-"""Kind by kind the facts it comes with, and what each means."""
+"""Each kind of event with its facts and their meaning."""
 
-COMMON = ("v", "kind", "run", "node", "generation", "wall", "at", "rank")
+COMMON_KEYS = {
+    "version": "version of this format",
+    "kind": "one of KINDS",
+    "run": "id of the job",
+    "node": "id of the node",
+    "generation": "0 before the first generation",
+    "timestamp": "seconds since 1970 by the node's clock, for people",
+    "monotonic": "seconds by the node's monotonic clock, for differences within one file",
+    "rank": "global rank, if the event is about one worker",
+}
+"""Keys of every event."""
 
-
-_WORDS: Mapping[str, str] = {"failure": "reason", "worker.ended": "how", "drain.asked": "why"}
+_TEXT_FACTS: Mapping[str, str] = {
+    "failure": "reason",
+    "worker.exited": "description",
+    "drain.requested": "reason",
+}
 
 
 @attrs.frozen
-class Mark:
-    """Something at one moment. kind: of the event (`failure`, `worker.ended`, `saved`, `snapshot`,
-    `restored`, `drain.asked`, `lost`). words: a sentence, or the step."""
+class TimelineEvent:
+    """An event as reports show it."""
 
-    at: float
+    at: float  # seconds
     kind: str
     node: str
-    words: str
+    text: str  # description, or the step
     rank: int | None = None
     step: int | None = None
     traceback: str = ""  # of a worker that failed, if it left one
@@ -140,104 +152,93 @@ class Mark:
 
 @attrs.frozen
 class Event:
-    """One line; facts hold text, numbers, truth values, null, and lists and objects of these.
+    """An event of one node: a line of `events.jsonl`.
 
-    Files may have been written by anybody, so a fact is read by its type: one that is missing, or
-    of another type than the schema has it, is not known.
+    Facts hold JSON values. A file may have been written by anyone, so facts are read by type: a
+    fact that is missing or of another type than in `KINDS` is unknown.
     """
 
     kind: str
     run: str
     node: str
     generation: int
-    wall: float
-    at: float
+    timestamp: float
+    monotonic: float
     rank: int | None = None
     facts: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
-    def possible(self) -> bool:
-        """Whether it has a time and a generation that can be."""
-        times = max(abs(self.at), abs(self.wall))
-        return 0 <= self.generation < LARGEST and times < LARGEST
+    def is_plausible(self) -> bool:
+        """True if the times and the generation are within sensible bounds."""
+        times = max(abs(self.monotonic), abs(self.timestamp))
+        return 0 <= self.generation < MAX_NUMBER and times < MAX_NUMBER
 
     @property
-    def mark(self) -> Mark | None:
-        """What a reader is shown of it; None where that is nothing, as it did what it was to do."""
+    def on_timeline(self) -> TimelineEvent | None:
+        """The event as reports show it; None for kinds, and expected exits, that they omit."""
         kind, step = self.kind, self.count("step")
-        words = self.text(_WORDS.get(kind, ""))
-        if kind in ("saved", "snapshot") and step is not None:
-            words = f"step {step}"
-        elif kind == "restored":
-            words = f"step {step} from {self.text('source') or 'an unknown place'}"
-        elif kind == "lost":
-            words = f"{self.count('events') or 0} events could not be written"
-        elif kind not in _WORDS or (kind == "worker.ended" and self.as_it_should):
+        text = self.text(_TEXT_FACTS.get(kind, ""))
+        if kind in ("checkpoint.saved", "snapshot.taken") and step is not None:
+            text = f"step {step}"
+        elif kind == "state.restored":
+            text = f"step {step} from {self.text('source') or 'an unknown source'}"
+        elif kind == "events.dropped":
+            text = f"{self.count('count') or 0} events could not be written"
+        elif kind not in _TEXT_FACTS or (kind == "worker.exited" and self.is_expected_exit):
             return None
-        traceback = self.text("traceback")
-        return Mark(self.at, kind, self.node, words, self.rank, step, traceback)
+        at, traceback = self.monotonic, self.text("traceback")
+        return TimelineEvent(at, kind, self.node, text, self.rank, step, traceback)
 
     @property
-    def as_it_should(self) -> bool:
-        """Of `worker.ended`: whether it succeeded, or had been asked to end."""
-        return self.says("ok") or self.says("stopped")
+    def is_expected_exit(self) -> bool:
+        """True if a worker succeeded or was told to stop (`worker.exited`)."""
+        return self.is_true("succeeded") or self.is_true("stopped")
 
     def number(self, name: str) -> float | None:
-        """A finite number, or None."""
+        """Return a fact that is a finite number, else None."""
         return _as_number(self.facts.get(name))
 
     def value(self, name: str) -> float | None:
-        """A number of whatever size, or one that is none: JSON has no word for these, so they are
-        written as text. None where it is neither."""
+        """Return a number that may be infinite or NaN, which are written as text, else None."""
         return _as_value(self.facts.get(name))
 
-    def losses(self) -> Iterator[tuple[int, float, float]]:
-        """Of `steps`: step, time and value of each loss."""
-        listed = self.facts.get("losses")
-        for one in listed if isinstance(listed, list) else ():
-            if isinstance(one, list) and len(one) == 3:
-                step, before, value = _as_count(one[0]), _as_number(one[1]), _as_value(one[2])
-                if step is not None and before is not None and before >= 0 and value is not None:
-                    yield step, self.at - before, value
-
     def seconds(self, name: str) -> float | None:
-        """A number that is not negative, or None."""
-        found = self.number(name)
-        return None if found is None or found < 0 else found
+        """Return a number that is not negative, else None."""
+        number = self.number(name)
+        return None if number is None or number < 0 else number
 
     def count(self, name: str) -> int | None:
-        """A whole number that is not negative, or None."""
+        """Return an integer that is not negative, else None."""
         return _as_count(self.facts.get(name))
 
     def text(self, name: str) -> str:
-        """A text, empty where there is none."""
+        """Return a text, empty if there is none."""
         value = self.facts.get(name)
         return value if isinstance(value, str) else ""
 
     def texts(self, name: str) -> dict[str, str]:
-        """Texts by name, empty where there are none."""
+        """Return texts by name, empty if there are none."""
         value = self.facts.get(name)
         if not isinstance(value, Mapping):
             return {}
         return {str(key): str(item) for key, item in value.items()}
 
     def pair(self, name: str) -> tuple[int, int] | None:
-        """Two whole numbers, or None."""
+        """Return two integers that are not negative, else None."""
         value = self.facts.get(name)
         if not isinstance(value, (list, tuple)) or len(value) != 2:
             return None
         first, last = map(_as_count, value)
         return None if first is None or last is None else (first, last)
 
-    def says(self, name: str) -> bool:
-        """Whether this is said to be true."""
+    def is_true(self, name: str) -> bool:
         return self.facts.get(name) is True
 
 
 def _as_number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if -LARGEST < value < LARGEST else None
+    return float(value) if -MAX_NUMBER < value < MAX_NUMBER else None
 
 
 def _as_value(value: object) -> float | None:
@@ -247,83 +248,88 @@ def _as_value(value: object) -> float | None:
 
 
 def _as_count(value: object) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_NUMBER:
         return None
     return value
 
 
 def encode(event: Event) -> bytes:
-    """The event's line, with its end; long texts are cut so that it stays within bounds."""
+    """Return the line of an event; long texts are truncated to keep it within the limit."""
     head = {
-        "v": VERSION,
+        "version": VERSION,
         "kind": event.kind,
         "run": event.run,
         "node": event.node,
         "generation": event.generation,
-        "wall": round(event.wall, 6),
-        "at": round(event.at, 6),
+        "timestamp": round(event.timestamp, 6),
+        "monotonic": round(event.monotonic, 6),
     }
     if event.rank is not None:
         head["rank"] = event.rank
-    room = LONGEST
+    limit = MAX_EVENT_BYTES
     while True:
-        facts = {name: cut(value, room) for name, value in event.facts.items()}
+        facts = {name: truncate(value, limit) for name, value in event.facts.items()}
         line = json.dumps({**head, **facts}, separators=(",", ":"), default=str).encode() + b"\n"
-        if len(line) <= LONGEST or room == 0:
+        if len(line) <= MAX_EVENT_BYTES or limit == 0:
             return line
-        room //= 4
+        limit //= 4
 
 
-def cut(value: Any, room: int) -> Any:
-    """With texts of so many characters at most, and lists and objects of about so many items."""
-    if isinstance(value, str) and len(value) > room:
-        return value[:room] + "..."
+def truncate(value: Any, limit: int) -> Any:
+    """Return a JSON value with texts of `limit` characters and about `limit` items at most."""
+    if isinstance(value, str) and len(value) > limit:
+        return value[:limit] + "..."
     if isinstance(value, Mapping):
-        return {str(key): cut(item, room) for key, item in list(value.items())[: room + 1]}
+        return {str(key): truncate(item, limit) for key, item in list(value.items())[: limit + 1]}
     if isinstance(value, (list, tuple)):
-        return [cut(item, room) for item in value[: room + 1]]
+        return [truncate(item, limit) for item in value[: limit + 1]]
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no word for it
+        return str(value)  # JSON cannot express it as a number
     return value
 
 
 def decode(line: bytes | str) -> Event:
-    """The event of one line.
+    """Return the event of one line.
 
     Raises:
-        ValueError: it is none, or is of a version that this code does not read.
+        ValueError: the line is no event, or one of another version.
     """
-    found = read_object(line, "an event", VERSION)
-    types = {"kind": str, "run": str, "node": str, "generation": int, "wall": float, "at": float}
+    fields = read_versioned_object(line, "an event", VERSION)
+    types = {"kind": str, "run": str, "node": str, "generation": int}
+    types |= {"timestamp": float, "monotonic": float}
     common: dict[str, Any] = {}
     for name, wanted in types.items():
-        value = found.get(name)
+        value = fields.get(name)
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             value = _as_float(name, value)
         if not isinstance(value, wanted) or isinstance(value, bool):
-            raise ValueError(f"an event's {name} is a {wanted.__name__}, got {value!r}")
+            raise ValueError(f"{name} of an event must be a {wanted.__name__}, got {value!r}")
         common[name] = value
-    rank = found.get("rank")
+    rank = fields.get("rank")
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool)):
-        raise ValueError(f"an event's rank is a number, got {rank!r}")
-    facts = {name: value for name, value in found.items() if name not in COMMON}
+        raise ValueError(f"rank of an event must be an integer, got {rank!r}")
+    facts = {name: value for name, value in fields.items() if name not in COMMON_KEYS}
     return Event(**common, rank=rank, facts=facts)
 
 
-def read_object(data: bytes | str, what: str, version: int) -> dict[str, Any]:
-    """A JSON object of this version; ValueError for anything else."""
+def read_versioned_object(data: bytes | str, label: str, version: int) -> dict[str, Any]:
+    """Parse a JSON object that has this version.
+
+    Raises:
+        ValueError: the data is something else.
+    """
     try:
-        found = json.loads(data)
+        fields = json.loads(data)
     except (ValueError, RecursionError) as error:  # brackets can be nested too deep
-        raise ValueError(f"{what} is an object of JSON, got {data[:60]!r}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} is an object of JSON, got {data[:60]!r}")
-    if found.get("v") != version:
+        raise ValueError(f"{label} must be a JSON object, got {data[:60]!r}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{label} must be a JSON object, got {data[:60]!r}")
+    if fields.get("version") != version:
         raise ValueError(
-            f"{what} of version {version} is read here, got {found.get('v')!r:.20}: use the "
+            f"{label} must have version {version}, got {fields.get('version')!r:.20}: use the "
             "version of elasticlib that wrote it"
         )
-    return found
+    return fields
 
 
 def _as_float(name: str, value: int) -> float:
@@ -331,4 +337,4 @@ def _as_float(name: str, value: int) -> float:
         return float(value)
     except OverflowError as error:
         size = f"a number of {value.bit_length()} bits"
-        raise ValueError(f"an event's {name} is a float, got {size}") from error
+        raise ValueError(f"{name} of an event must be a float, got {size}") from error

@@ -1,7 +1,7 @@
-"""A job as its events show it: which nodes ran when, what was lost and why, and what that cost.
+"""History of a job: values that its events add up to, and the cost of each recovery. Pure.
 
-All times here are job seconds: 0 is the first event of all, and nodes whose clocks differ are
-laid on one axis by the generations that they began together.
+Times are job seconds: 0 is the first event of the run, and nodes whose clocks differ are placed on
+one axis by the generations that they started together.
 """
 
 from __future__ import annotations
@@ -13,546 +13,566 @@ from typing import Any
 import attrs
 
 from ..rendezvous.membership import GenerationTrigger as GenerationTrigger
-from .event import Mark
+from .event import TimelineEvent
 
 
 class JobState(enum.Enum):
-    """What a job, or a node's part in it, is doing; the words that status, metrics and reports use.
+    """State of a job, or of a node in its job, as status, metrics and reports show it."""
 
-    WAITING: for nodes, below the minimum. RENDEZVOUS: the first generation is being settled, or
-    one after a loss. RESTARTING: after a failure. RESIZING: nodes come or go on purpose.
-    DRAINED: the end of a node that had time to save; STOPPED: of one that a signal ended.
-    """
-
-    WAITING = "WAITING"
-    RENDEZVOUS = "RENDEZVOUS"
+    WAITING = "WAITING"  # fewer nodes than the minimum
+    RENDEZVOUS = "RENDEZVOUS"  # for the first generation, or for one after a loss
     RUNNING = "RUNNING"
-    RESTARTING = "RESTARTING"
-    RESIZING = "RESIZING"
+    RESTARTING = "RESTARTING"  # after a failure
+    RESIZING = "RESIZING"  # nodes join or leave on purpose
     DRAINING = "DRAINING"
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
-    DRAINED = "DRAINED"
-    STOPPED = "STOPPED"
+    DRAINED = "DRAINED"  # a node that had time to save before it left
+    STOPPED = "STOPPED"  # stopped by a signal
 
     @property
-    def over(self) -> bool:
-        """Whether it is an end."""
-        return self in (
-            JobState.SUCCEEDED,
-            JobState.FAILED,
-            JobState.DRAINED,
-            JobState.STOPPED,
-        )
+    def is_finished(self) -> bool:
+        return self in FINISHED_STATES
 
 
-BUSY = (
+FINISHED_STATES = (JobState.SUCCEEDED, JobState.FAILED, JobState.DRAINED, JobState.STOPPED)
+ACTIVE_STATES = (
     *(JobState.DRAINING, JobState.RESTARTING, JobState.RESIZING),
     *(JobState.RENDEZVOUS, JobState.WAITING, JobState.RUNNING),
 )
-"""Of nodes that differ, the first of these says what the job is doing."""
+"""States in order of priority: the state of a job is the first one that a node is in."""
 
 
 @attrs.frozen
-class Part:
-    """A node's in its job: its last known state; whether its agent lives, as far as is known; and
-    whether it was expelled, so that its end is not the job's."""
+class NodeParticipation:
+    """The last known state of a node in its job."""
 
     state: JobState
-    lives: bool
-    expelled: bool = False
+    is_alive: bool  # as far as is known
+    expelled: bool = False  # the job continues without this node
 
 
-def job_state(members: Sequence[Part]) -> JobState | None:
-    """What a job is doing, by what nodes wrote down; None where agents are gone that did not say
-    how it ended. members: of its last generation; there is one at least."""
+def job_state(members: Sequence[NodeParticipation]) -> JobState | None:
+    """Return the state of a job from those of its nodes.
+
+    Args:
+        members: the nodes of the last generation; at least one.
+
+    Returns:
+        The state, or None if the agents are gone and did not report how the job finished.
+    """
     for final in (JobState.SUCCEEDED, JobState.FAILED):
-        # Each ends the job for all, but for the node that is expelled.
-        if any(one.state is final and not one.expelled for one in members):
+        # Each ends the job for all nodes, unless the node was expelled.
+        if any(member.state is final and not member.expelled for member in members):
             return final
-    living = {one.state for one in members if one.lives and not one.state.over}
-    if living:
-        return next(state for state in BUSY if state in living)
-    states = {one.state for one in members}
-    ends = (JobState.FAILED, JobState.DRAINED, JobState.STOPPED)
-    return next(s for s in ends if s in states) if all(s.over for s in states) else None
+    active = {m.state for m in members if m.is_alive and not m.state.is_finished}
+    if active:
+        return next(state for state in ACTIVE_STATES if state in active)
+    states = {member.state for member in members}
+    if not all(state.is_finished for state in states):
+        return None
+    return next(
+        (s for s in (JobState.FAILED, JobState.DRAINED, JobState.STOPPED) if s in states), None
+    )
 
 
 PHASES: Mapping[str, str] = {
-    "detect": "until an agent knew of it",
-    "stop": "until no worker was left",
-    "imports": "until the node had imported torch and what else it needs to start workers",
+    "detection": "from the fault until an agent noticed it",
+    "shutdown": "until all workers had exited",
+    "imports": "until the node had imported torch and other modules that workers need",
     "rendezvous": "until the next generation was settled",
-    "start": "until the script asked for its state, made a step, or ended without one",
+    "startup": "until the script restored its state, completed a step, or finished without one",
     "restore": "until the state was restored",
-    "stalled": "later, without a step for much longer than steps take",
-    "redone": "repeating steps that were done before",
+    "stalled": "later pauses between steps, far longer than the usual step time",
+    "repeated": "repeating steps that had been completed before",
 }
-"""Of the time that does not go into steps that count, in order."""
+"""Phases of the time that is not spent on productive steps, in order, and what each is."""
 
 
 @attrs.frozen
-class Cost:
-    """Seconds from a fault to training that goes on, by phase, and what is lost after it; None
-    where it is not known. Steps that are done after a notice are no part of it.
+class RecoveryCost:
+    """Seconds from a fault until training continues, by phase, and what is lost later.
 
-    PHASES says what each is until. detect is known where an agent can tell: the silence before a
-    hang, and the time since the last step of those who go on without a lost node. redone: steps
-    done again, and redone_seconds what they took.
+    A phase is None if it is not known. `detection` is known for a hang, and where the survivors
+    of a lost node completed no step until they noticed the loss.
     """
 
-    detect: float | None = None
-    stop: float | None = None
+    detection: float | None = None
+    shutdown: float | None = None
     imports: float | None = None
     rendezvous: float | None = None
-    start: float | None = None
+    startup: float | None = None
     restore: float | None = None
     stalled: float | None = None
-    redone: int = 0
-    redone_seconds: float = 0.0
+    repeated: float | None = None
+    repeated_steps: int = 0
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, in order, of those that are known."""
+        """Seconds of each known phase, in order."""
         known = {name: getattr(self, name) for name in PHASES}
-        known["redone"] = self.redone_seconds if self.redone else None
+        if not self.repeated_steps:
+            known["repeated"] = None
         return {name: max(0.0, value) for name, value in known.items() if value is not None}
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return sum(self.phases.values())
 
     @property
-    def wasted(self) -> float:
-        """Of this, what was lost after the first step."""
-        return (self.stalled or 0.0) + self.redone_seconds
+    def lost_after_first_step(self) -> float:
+        return (self.stalled or 0.0) + (self.repeated or 0.0)
+
+    def plus(self, other: RecoveryCost) -> RecoveryCost:
+        """Return the sum of two costs; a phase is known if it is known in one of them."""
+
+        def total(name: str) -> float | None:
+            values = [getattr(cost, name) for cost in (self, other)]
+            known = [value for value in values if value is not None]
+            return sum(known) if known else None
+
+        sums: dict[str, Any] = {name: total(name) for name in PHASES}
+        return RecoveryCost(**sums, repeated_steps=self.repeated_steps + other.repeated_steps)
 
 
 @attrs.frozen
 class NodeGeneration:
-    """One generation as one node lived it, by the node's own times or on an axis of many nodes.
-
-    began: its workers were started. sought: the rendezvous for it began, or None. why: it was
-    sought, None where that is not known.
-
-    trouble: the first sign that it would not last, None if it ended well. over: nobody works any
-    more, for whatever reason. gone: no worker was left. left: the last worker's end. silent:
-    seconds before `trouble` in which something was wrong and nobody knew. failed: workers of this
-    node failed; asked: it ends on purpose. trained: the end of the first step, as exactly as
-    it is known; last_at: that of the last. stalled: seconds between steps that were far more than
-    these take. saved, snapshot: how many steps were kept so.
-    """
+    """A generation as one node saw it; times are those of the node, or job seconds."""
 
     node: str
     number: int
-    began: float
-    wall: float
-    nodes: int = 1
-    world: int = 1
+    started_at: float  # the workers were started
+    timestamp: float  # the same, in seconds since 1970
+    incarnation: str = ""
+    node_count: int = 1
+    world_size: int = 1
     restarts: int = 0
     max_restarts: int | None = None
     node_rank: int = 0
     ranks: tuple[int, int] = (0, 0)
-    cause: str = ""
-    why: GenerationTrigger | None = None
-    sought: float | None = None
-    imports: float = 0.0  # seconds of imports between `sought` and `began`
-    trouble: float | None = None
-    over: float | None = None
-    gone: float | None = None
-    silent: float | None = None
-    failed: bool = False
-    asked: bool = False
-    left: float | None = None
-    restored: float | None = None
+    reason: str = ""
+    trigger: GenerationTrigger | None = None  # None if it is not known
+    rendezvous_started_at: float | None = None
+    import_seconds: float = 0.0  # between `rendezvous_started_at` and `started_at`
+    disrupted_at: float | None = None  # first sign of its end, unless it finished normally
+    stopped_at: float | None = None  # no worker works any more
+    all_exited_at: float | None = None
+    last_exit_at: float | None = None
+    undetected_seconds: float | None = (
+        None  # before `disrupted_at`, during which a fault was not noticed
+    )
+    has_failed: bool = False  # workers of this node failed
+    is_planned: bool = False  # it ends on purpose
+    restored_at: float | None = None
     restore_seconds: float | None = None
     restored_step: int | None = None
-    trained: float | None = None
+    first_step_at: float | None = None
     first_step: int | None = None
     last_step: int | None = None
-    last_at: float | None = None
-    stalled: float = 0.0
-    saved: int = 0
-    snapshot: int = 0
+    last_step_at: float | None = None
+    stalled_seconds: float = 0.0  # between steps, far more than these usually take
+    num_saves: int = 0
+    num_snapshots: int = 0
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The pace of all of it but for stalls; None where too little is known."""
-        if self.trained is None or self.last_at is None:
+        """Average without stalls; None if too little is known."""
+        if self.first_step_at is None or self.last_step_at is None:
             return None
         if self.first_step is None or self.last_step is None:
             return None
         steps = self.last_step - self.first_step
-        took = self.last_at - self.trained - self.stalled
-        return took / steps if steps > 0 and took > 0 else None
+        seconds = self.last_step_at - self.first_step_at - self.stalled_seconds
+        return seconds / steps if steps > 0 and seconds > 0 else None
 
 
 @attrs.frozen
-class Stay:
-    """A node in one generation: its place there, from `began` to `ended` (None: it is there)."""
+class NodeMembership:
+    """The time that a node spent in one generation."""
 
     node: str
     generation: int
     node_rank: int
     ranks: tuple[int, int]
-    began: float
-    ended: float | None = None
+    started_at: float
+    finished_at: float | None = None  # None while it lasts
 
 
 @attrs.frozen
 class Generation:
-    """cause: the sentence that stands in the log. trained: the first step's end, or None.
-    first_step and last_step: the first and last that are known, or None. cost: of getting to it."""
+    """A generation of a job."""
 
     number: int
-    why: GenerationTrigger
-    cause: str
-    began: float
-    ended: float | None
-    nodes: int
-    world: int
+    trigger: GenerationTrigger
+    reason: str  # as the log has it
+    started_at: float
+    finished_at: float | None
+    node_count: int
+    world_size: int
     restarts: int
-    trained: float | None = None
+    first_step_at: float | None = None  # end of the first step
     first_step: int | None = None
     last_step: int | None = None
-    cost: Cost = attrs.field(factory=Cost)
+    cost: RecoveryCost = attrs.field(factory=RecoveryCost)  # of the way to this generation
 
 
 @attrs.frozen
-class Pace:
-    """Where one node's workers were at one moment: an event of `steps`, or one of its `losses`. A
-    loss may be no number."""
+class ProgressSample:
+    """Progress of one node's workers at one time: a `progress` event, or one of its losses."""
 
     at: float
     node: str
     generation: int
     step: int
-    per_second: float | None = None
-    loss: float | None = None
+    steps_per_second: float | None = None
+    loss: float | None = None  # may be infinite or NaN
     samples_per_second: float | None = None
 
 
 @attrs.frozen
-class NodeEnd:
-    """How a node's part ended; state is an end of `JobState`."""
+class NodeExit:
+    """The end of a node's part in its job."""
 
     at: float
-    state: JobState
+    state: JobState  # one of FINISHED_STATES
     reason: str
     exit_code: int
 
 
 @attrs.frozen
-class NodeStory:
-    """What is known of a node. began, seen: its first and last event. lost: whether it went
-    without a word, as others tell, or its machine does. folder: of its logs, empty if none is
-    kept. failures: how many it reported, those too whose marks were left out."""
+class NodeHistory:
+    """History of a node."""
 
     node: str
     host: str
-    began: float
-    seen: float
+    started_at: float  # first event
+    last_event_at: float
     slots: int
-    end: NodeEnd | None = None
+    exit: NodeExit | None = None
     pid: int | None = None
-    folder: str = ""
+    log_dir: str = ""  # empty if logs are not kept
+    command: str = ""
     settings: Mapping[str, str] = attrs.field(factory=dict)
     versions: Mapping[str, str] = attrs.field(factory=dict)
-    events_lost: int = 0
-    lost: bool = False
-    failures: int = 0
+    dropped_events: int = 0
+    is_lost: bool = False  # it left without reporting an end
+    num_failures: int = 0  # including those omitted from the timeline
 
 
 @attrs.frozen
 class History:
-    """All that the events of a run tell, in order of time.
-
-    wall: seconds since 1970 at 0. until: the last event of all. state: of the job: its end, or
-    what it was doing last; None where its agents ended without a word. unread: lines of the files
-    that could not be read; left_out: marks and paces that are not here, as there were so many that
-    evenly spread ones stand for them. kept: how many checkpoints were `saved` and how many times a
-    `snapshot` was taken; the marks are a sample of them.
-    """
+    """History of a run, in order of time."""
 
     run: str
-    wall: float
-    until: float
-    state: JobState | None
-    nodes: tuple[NodeStory, ...] = ()
-    stays: tuple[Stay, ...] = ()
+    start_timestamp: float  # seconds since 1970 at job second 0
+    duration_seconds: float  # until the last event
+    state: JobState | None  # None if its agents are gone and did not report its end
+    nodes: tuple[NodeHistory, ...] = ()
+    memberships: tuple[NodeMembership, ...] = ()
     generations: tuple[Generation, ...] = ()
-    marks: tuple[Mark, ...] = ()
-    paces: tuple[Pace, ...] = ()
+    timeline: tuple[TimelineEvent, ...] = ()
+    progress: tuple[ProgressSample, ...] = ()
     restarts: int = 0
     max_restarts: int | None = None
     reason: str = ""
-    cause: Mapping[str, Any] | None = None
-    saved: int | None = None
-    snapshot: int | None = None
-    unread: int = 0
-    left_out: int = 0
-    kept: Mapping[str, int] = attrs.field(factory=dict)
+    root_cause: Mapping[str, Any] | None = None
+    checkpoint_step: int | None = None
+    snapshot_step: int | None = None
+    invalid_lines: int = 0  # lines of the files that could not be read
+    omitted_events: int = 0  # not in `timeline` and `progress`, which hold evenly spaced ones
+    save_counts: Mapping[str, int] = attrs.field(factory=dict)  # checkpoints, snapshots by kind
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more is to come."""
-        return self.state is None or self.state.over
+    def is_finished(self) -> bool:
+        return self.state is None or self.state.is_finished
 
     @property
-    def failures(self) -> int:
-        """How many there were, those too that were left out of the marks."""
-        marks = sum(mark.kind == "failure" for mark in self.marks)
-        return max(marks, sum(node.failures for node in self.nodes))
+    def num_failures(self) -> int:
+        """Number of failures, including those omitted from the timeline."""
+        shown = sum(event.kind == "failure" for event in self.timeline)
+        return max(shown, sum(node.num_failures for node in self.nodes))
+
+    @property
+    def productive_seconds(self) -> float | None:
+        """Time spent on steps that were kept; None if workers report no steps."""
+        trained = [made for made in self.generations if made.first_step_at is not None]
+        if not trained:
+            return None
+        total = 0.0
+        for made in trained:
+            end = self.duration_seconds if made.finished_at is None else made.finished_at
+            total += max(0.0, end - (made.first_step_at or 0.0)) - made.cost.lost_after_first_step
+        return total
 
     @property
     def goodput(self) -> float | None:
-        """The part of all time in which steps were made that count: neither waiting, nor stalled,
-        nor done again. None where workers report no steps."""
-        trained = 0.0
-        for generation in self.generations:
-            if generation.trained is not None:
-                end = self.until if generation.ended is None else generation.ended
-                trained += max(0.0, end - generation.trained) - generation.cost.wasted
-        known = any(generation.trained is not None for generation in self.generations)
-        return max(0.0, trained / self.until) if known and self.until > 0 else None
+        """Share of all time spent on steps that were kept; None if workers report no steps."""
+        productive = self.productive_seconds
+        if productive is None or self.duration_seconds <= 0:
+            return None
+        return max(0.0, min(1.0, productive / self.duration_seconds))
 
     @property
-    def lost(self) -> float | None:
-        """Seconds of all the other time; None where workers report no steps."""
-        return None if self.goodput is None else self.until * max(0.0, 1.0 - self.goodput)
+    def lost_seconds(self) -> float | None:
+        """All other time; None if workers report no steps."""
+        return None if self.goodput is None else self.duration_seconds * (1.0 - self.goodput)
 
 
-# -- what each generation cost ---------------------------------------------------------------------
-#
-# Why it was sought and what it cost to get to it, from the lives that nodes had in it and in the
-# one before: times on one axis, phases that follow one another without gap or overlap.
+# -- cost of recoveries ----------------------------------------------------------------------------
 
 
 @attrs.frozen
-class _End:
-    """Of a generation: when it went wrong, or made its last step as it was to end; when that was
-    known; and when no worker was left. silent: whether it could go wrong before that was known."""
+class _GenerationEnd:
+    """The end of a generation, on the axis of the job."""
 
-    fault: float
-    known: float
-    gone: float
-    silent: bool
+    fault_at: float  # first fault, or the last step if it was stopped on purpose
+    detected_at: float
+    all_exited_at: float
+    may_be_undetected: bool  # it could go wrong before an agent noticed
 
 
-class Ledger:
-    """Takes a job's generations in their order, and makes of each what a reader is to know."""
+class RecoveryCostCalculator:
+    """Combines what nodes saw of each generation, in order, and calculates the recovery costs."""
 
     def __init__(self) -> None:
-        self._before: Sequence[NodeGeneration] = ()
-        self._end: _End | None = None
-        self._floor = 0.0
-        self._newest: int | None = None
-        self._pace: float | None = None
+        self._before: Sequence[NodeGeneration] = ()  # the previous generation
+        self._end: _GenerationEnd | None = None  # its end
+        self._min_start = 0.0  # the next generation starts no earlier
+        self._newest_step: int | None = None
+        self._seconds_per_step: float | None = None  # last known
 
     def add(
         self,
         number: int,
-        lives: Sequence[NodeGeneration],
+        parts: Sequence[NodeGeneration],
         *,
-        launched: float | None = None,
-        following: Sequence[NodeGeneration] = (),
-        until: float,
+        job_started_at: float | None = None,
+        next_parts: Sequence[NodeGeneration] = (),
+        last_event_at: float,
     ) -> Generation:
-        """The generation that nodes had these lives in, one of them at least.
+        """Return the next generation.
 
-        launched: when the job was begun that this is the first generation of; None if it is not.
-        following: the lives in the next one, none if it is the last. until: the last event of all.
+        Args:
+            number: its number.
+            parts: what each node saw of it; at least one.
+            job_started_at: for the first generation of an incarnation, when the job started.
+            next_parts: what nodes saw of the generation after it.
+            last_event_at: time of the last event of the run.
         """
-        if launched is not None:
+        if job_started_at is not None:
             self._before, self._end = (), None
-        # Of two that are in order no clock can say that they are not.
-        began = max(self._floor, min(life.began for life in lives))
-        end = _end_of(lives, began, following)
-        trained = _latest(life.trained for life in lives)
-        trained = None if trained is None else max(began, trained)
-        steps = _steps(lives)
-        pace = _middle(life.seconds_per_step for life in lives)
-        ended = max(began, until) if end is None else end.fault
-        cost = self._way_here(lives, began, trained, launched)
-        redone = self._redone(steps)
-        took = max(0, redone - 1) * (self._pace or pace or 0.0)
-        worked = 0.0 if trained is None else max(0.0, ended - trained)
-        took = min(took, worked)
-        stalled = min(_stalled(lives, end, ended, pace or self._pace), worked - took)
+        # The order of generations is known, even if clocks disagree.
+        started_at = max(self._min_start, min(part.started_at for part in parts))
+        end = _generation_end(parts, started_at, next_parts)
+        first_step_at = _latest(part.first_step_at for part in parts)
+        first_step_at = None if first_step_at is None else max(started_at, first_step_at)
+        first_step, last_step = _steps(parts)
+        pace = _median(part.seconds_per_step for part in parts)
+        finished_at = max(started_at, last_event_at) if end is None else end.fault_at
+        cost = self._recovery_cost(parts, started_at, first_step_at, job_started_at)
+        num_repeated = self._repeated_steps(first_step, last_step)
+        worked = 0.0 if first_step_at is None else max(0.0, finished_at - first_step_at)
+        repeated = min(max(0, num_repeated - 1) * (self._seconds_per_step or pace or 0.0), worked)
+        stalled = _stalled_seconds(parts, end, finished_at, pace or self._seconds_per_step)
+        cost = attrs.evolve(
+            cost,
+            stalled=min(stalled, worked - repeated) or None,
+            repeated=repeated,
+            repeated_steps=num_repeated,
+        )
         generation = Generation(
             number=number,
-            why=why_of(self._before, lives),
-            cause=next((life.cause for life in lives if life.cause), ""),
-            began=began,
-            ended=None if end is None else end.fault,
-            nodes=max(life.nodes for life in lives),
-            world=max(life.world for life in lives),
-            restarts=max(life.restarts for life in lives),
-            trained=None if trained is None else min(trained, ended),
-            first_step=steps[0],
-            last_step=steps[1],
-            cost=attrs.evolve(cost, stalled=stalled or None, redone=redone, redone_seconds=took),
+            trigger=find_trigger(self._before, parts),
+            reason=next((part.reason for part in parts if part.reason), ""),
+            started_at=started_at,
+            finished_at=None if end is None else end.fault_at,
+            node_count=max(part.node_count for part in parts),
+            world_size=max(part.world_size for part in parts),
+            restarts=max(part.restarts for part in parts),
+            first_step_at=None if first_step_at is None else min(first_step_at, finished_at),
+            first_step=first_step,
+            last_step=last_step,
+            cost=cost,
         )
-        self._before, self._end = lives, end
-        self._floor = began if end is None else end.fault
-        self._newest = max((s for s in (self._newest, steps[1]) if s is not None), default=None)
-        self._pace = pace or self._pace
+        self._before, self._end = parts, end
+        self._min_start = started_at if end is None else end.fault_at
+        known = (step for step in (self._newest_step, last_step) if step is not None)
+        self._newest_step = max(known, default=None)
+        self._seconds_per_step = pace or self._seconds_per_step
         return generation
 
-    def _way_here(
+    def _recovery_cost(
         self,
-        lives: Sequence[NodeGeneration],
-        began: float,
-        trained: float | None,
-        launched: float | None,
-    ) -> Cost:
-        restore = _latest(life.restore_seconds for life in lives)
-        asked = _latest(
-            life.restored - (life.restore_seconds or 0.0)
-            for life in lives
-            if life.restored is not None
+        parts: Sequence[NodeGeneration],
+        started_at: float,
+        first_step_at: float | None,
+        job_started_at: float | None,
+    ) -> RecoveryCost:
+        restore = _latest(part.restore_seconds for part in parts)
+        restore_started_at = _latest(
+            part.restored_at - (part.restore_seconds or 0.0)
+            for part in parts
+            if part.restored_at is not None
         )
-        start = None
-        if trained is not None:
-            restore = None if restore is None else min(restore, trained - began)
-            start = trained - began - (restore or 0.0)
-        elif asked is not None:
-            start = max(0.0, asked - began)
+        startup = None
+        if first_step_at is not None:
+            restore = None if restore is None else min(restore, first_step_at - started_at)
+            startup = first_step_at - started_at - (restore or 0.0)
+        elif restore_started_at is not None:
+            startup = max(0.0, restore_started_at - started_at)
         end = self._end
         if end is None:
-            sought = launched
-            if sought is None:
-                sought = min((x.sought for x in lives if x.sought is not None), default=None)
-            waited = 0.0 if sought is None else max(0.0, began - sought)
-            imports = min(waited, max(life.imports for life in lives))
-            return Cost(
+            since = job_started_at
+            if since is None:
+                since = _earliest(part.rendezvous_started_at for part in parts)
+            waited = 0.0 if since is None else max(0.0, started_at - since)
+            imports = min(waited, max(part.import_seconds for part in parts))
+            return RecoveryCost(
                 imports=imports or None,
-                rendezvous=None if sought is None else waited - imports,
-                start=start,
+                rendezvous=None if since is None else waited - imports,
+                startup=startup,
                 restore=restore,
             )
-        known, gone = min(end.known, began), min(end.gone, began)
-        return Cost(
-            detect=known - min(end.fault, known) if end.silent else None,
-            stop=gone - known,
-            rendezvous=began - gone,
-            start=start,
+        detected_at = min(end.detected_at, started_at)
+        exited_at = min(end.all_exited_at, started_at)
+        detection = detected_at - min(end.fault_at, detected_at)
+        return RecoveryCost(
+            detection=detection if end.may_be_undetected else None,
+            shutdown=exited_at - detected_at,
+            rendezvous=started_at - exited_at,
+            startup=startup,
             restore=restore,
         )
 
-    def _redone(self, steps: tuple[int | None, int | None]) -> int:
-        """How many of these were done before; a step n follows n - 1."""
-        first, last = steps
-        if first is None or last is None or self._newest is None:
+    def _repeated_steps(self, first: int | None, last: int | None) -> int:
+        if first is None or last is None or self._newest_step is None:
             return 0
-        return max(0, min(self._newest, last) - first + 1)
+        return max(0, min(self._newest_step, last) - first + 1)
 
 
-def as_start(made: Generation, until: float) -> Generation:
-    """The same, of a job whose workers report steps: one that made none was a start in all."""
-    if made.trained is not None:
+def count_as_startup(made: Generation, last_event_at: float) -> Generation:
+    """Count all time of a generation without a step as startup, if workers report steps."""
+    if made.first_step_at is not None:
         return made
-    lasted = max(0.0, (until if made.ended is None else made.ended) - made.began)
-    restore = None if made.cost.restore is None else min(made.cost.restore, lasted)
-    cost = attrs.evolve(made.cost, start=lasted - (restore or 0.0), restore=restore)
+    end = last_event_at if made.finished_at is None else made.finished_at
+    duration = max(0.0, end - made.started_at)
+    restore = None if made.cost.restore is None else min(made.cost.restore, duration)
+    cost = attrs.evolve(made.cost, startup=duration - (restore or 0.0), restore=restore)
     return attrs.evolve(made, cost=cost)
 
 
-def why_of(before: Sequence[NodeGeneration], lives: Sequence[NodeGeneration]) -> GenerationTrigger:
-    """Why it was sought, as the rendezvous said; where it did not, by what the nodes did in the one
-    before."""
-    said = next((life.why for life in lives if life.why is not None), None)
-    if said is GenerationTrigger.START and before:
-        return GenerationTrigger.NODE_LOSS  # begun anew, as what the store held is gone
-    if said is not None:
-        return said
-    charged = max(x.restarts for x in lives) > max((x.restarts for x in before), default=0)
-    if charged or any(life.failed for life in before):
+def find_trigger(
+    before: Sequence[NodeGeneration], parts: Sequence[NodeGeneration]
+) -> GenerationTrigger:
+    """Return the trigger of a generation: as reported, or else by what happened before it."""
+    reported = next((part.trigger for part in parts if part.trigger is not None), None)
+    if reported is GenerationTrigger.START and before:
+        return (
+            GenerationTrigger.NODE_LOSS
+        )  # the job started again because the content of the store was lost
+    if reported is not None:
+        return reported
+    restarts_before = max((part.restarts for part in before), default=0)
+    has_restarted = max(part.restarts for part in parts) > restarts_before
+    if has_restarted or any(part.has_failed for part in before):
         return GenerationTrigger.FAILURE
     if not before:
         return GenerationTrigger.START
     return (
         GenerationTrigger.RESIZE
-        if any(life.asked for life in before)
+        if any(part.is_planned for part in before)
         else GenerationTrigger.NODE_LOSS
     )
 
 
-def _end_of(
-    lives: Sequence[NodeGeneration], began: float, following: Sequence[NodeGeneration]
-) -> _End | None:
-    """None while it stands."""
-    troubles = [life.trouble for life in lives if life.trouble is not None]
-    overs = [life.over for life in lives if life.over is not None]
-    next_began = min((life.began for life in following), default=None)
-    if not troubles and next_began is None and len(overs) < len(lives):
+def _generation_end(
+    parts: Sequence[NodeGeneration], started_at: float, next_parts: Sequence[NodeGeneration]
+) -> _GenerationEnd | None:
+    """Return the end of a generation, or None while it is active."""
+    disrupted = [part.disrupted_at for part in parts if part.disrupted_at is not None]
+    stopped = [part.stopped_at for part in parts if part.stopped_at is not None]
+    next_start = _earliest(part.started_at for part in next_parts)
+    if not disrupted and next_start is None and len(stopped) < len(parts):
         return None
-    known = min(troubles) if troubles else max(overs, default=next_began or began)
-    # Of nodes that were lost nothing is known, and nothing is awaited.
-    gone = max((life.gone for life in lives if life.gone is not None), default=known)
-    if next_began is not None:
-        known, gone = min(known, next_began), min(gone, next_began)
-    known = max(began, known)
-    gone = max(known, gone)
-    silent = _latest((*(life.silent for life in lives), _unnoticed(lives, known, following)))
-    fault = max(began, known - (silent or 0.0))
-    # Workers go on after a notice: what they did since then is lost only where it is repeated.
-    worked = _latest(life.last_at for life in lives if life.asked)
-    if worked is not None:
-        fault = max(fault, min(worked, gone))
-    return _End(fault=fault, known=max(known, fault), gone=gone, silent=silent is not None)
+    detected_at = min(disrupted) if disrupted else max(stopped, default=next_start or started_at)
+    # Lost nodes report no exit.
+    exited_at = _latest(part.all_exited_at for part in parts)
+    exited_at = detected_at if exited_at is None else exited_at
+    if next_start is not None:
+        detected_at, exited_at = min(detected_at, next_start), min(exited_at, next_start)
+    detected_at = max(started_at, detected_at)
+    exited_at = max(detected_at, exited_at)
+    reported = (part.undetected_seconds for part in parts)
+    undetected = _latest((*reported, _undetected_loss(parts, detected_at, next_parts)))
+    fault_at = max(started_at, detected_at - (undetected or 0.0))
+    # Workers continue after a notice; what they do until they stop is lost only if repeated.
+    worked_until = _latest(part.last_step_at for part in parts if part.is_planned)
+    if worked_until is not None:
+        fault_at = max(fault_at, min(worked_until, exited_at))
+    return _GenerationEnd(
+        fault_at, max(detected_at, fault_at), exited_at, may_be_undetected=undetected is not None
+    )
 
 
-def _unnoticed(
-    lives: Sequence[NodeGeneration], known: float, following: Sequence[NodeGeneration]
+def _undetected_loss(
+    parts: Sequence[NodeGeneration], detected_at: float, next_parts: Sequence[NodeGeneration]
 ) -> float | None:
-    """Seconds for which nobody knew of a loss: those without whom nothing went on made no step
-    since. What the lost node wrote last is older, so that each survivor tells the same alone."""
-    if not following or why_of(lives, following) is not GenerationTrigger.NODE_LOSS:
+    """Return the time between the survivors' last step and the detection of a lost node."""
+    if not next_parts or find_trigger(parts, next_parts) is not GenerationTrigger.NODE_LOSS:
         return None
-    went_on = {life.node for life in following}
-    worked = _latest(life.last_at for life in lives if life.node in went_on)
-    return None if worked is None or worked >= known else known - worked
+    survivors = {part.node for part in next_parts}
+    worked_until = _latest(part.last_step_at for part in parts if part.node in survivors)
+    if worked_until is None or worked_until >= detected_at:
+        return None
+    return detected_at - worked_until
 
 
-STALL_SECONDS, STALL_STEPS = 30.0, 20
-"""Without a step, beyond the usual time of those that came: more than both of these is a stall."""
+MIN_STALL_S, MIN_STALL_STEPS = 30.0, 20  # a pause must exceed both to count as a stall
 
 
-def stall(seconds: float, steps: int, pace: float | None) -> float:
-    """Of the seconds in which so many steps were made, those in which nothing moved. pace: seconds
-    that a step takes; where that is not known, nothing is claimed."""
-    if pace is None:
+def stall_seconds(seconds: float, steps: int, seconds_per_step: float | None) -> float:
+    """Return the part of a time that is a stall, given the steps that were completed in it."""
+    if seconds_per_step is None:
         return 0.0
-    more = seconds - steps * pace
-    return more if more > max(STALL_SECONDS, STALL_STEPS * pace) else 0.0
+    excess = seconds - steps * seconds_per_step
+    return excess if excess > max(MIN_STALL_S, MIN_STALL_STEPS * seconds_per_step) else 0.0
 
 
-def _stalled(
-    lives: Sequence[NodeGeneration], end: _End | None, ended: float, pace: float | None
+def _stalled_seconds(
+    parts: Sequence[NodeGeneration],
+    end: _GenerationEnd | None,
+    finished_at: float,
+    seconds_per_step: float | None,
 ) -> float:
-    """The nodes of a job go in step, so what one of them worked all did. Behind its last step
-    a generation that ended well may have had something else to do."""
-    stalled = min((life.stalled for life in lives if life.last_at is not None), default=0.0)
-    last = _latest(life.last_at for life in lives)
-    troubled = end is None or any(life.trouble is not None for life in lives)
-    return stalled + (stall(ended - last, 0, pace) if last is not None and troubled else 0.0)
+    # Nodes of a job advance together, so a step on one of them is a step on all.
+    stalled = min(
+        (part.stalled_seconds for part in parts if part.last_step_at is not None), default=0.0
+    )
+    last_step_at = _latest(part.last_step_at for part in parts)
+    # A generation without a fault may have had other work after its last step.
+    was_disrupted = end is None or any(part.disrupted_at is not None for part in parts)
+    if last_step_at is not None and was_disrupted:
+        stalled += stall_seconds(finished_at - last_step_at, 0, seconds_per_step)
+    return stalled
 
 
-def _steps(lives: Iterable[NodeGeneration]) -> tuple[int | None, int | None]:
+def _steps(parts: Iterable[NodeGeneration]) -> tuple[int | None, int | None]:
     firsts, lasts = [], []
-    for life in lives:
-        if life.first_step is not None and life.last_step is not None:
-            firsts.append(life.first_step)
-            lasts.append(max(life.first_step, life.last_step))
+    for part in parts:
+        if part.first_step is not None and part.last_step is not None:
+            firsts.append(part.first_step)
+            lasts.append(max(part.first_step, part.last_step))
     return min(firsts, default=None), max(lasts, default=None)
 
 
-def _latest(found: Iterable[float | None]) -> float | None:
-    return max((value for value in found if value is not None), default=None)
+def _latest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
-def _middle(found: Iterable[float | None]) -> float | None:
-    values = sorted(value for value in found if value is not None)
-    return values[len(values) // 2] if values else None
+def _earliest(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else None

@@ -1,9 +1,8 @@
-"""What happens on one node, as events: each is made here, once and with one time.
+"""Journal: records the events of one node, and reads them back from a file.
 
-An event is folded into the node's story, off which status, metrics and the exit summary are read;
-it is written to the node's file by a thread of its own, so that neither a full nor a slow disk is
-felt; and it is passed on to whoever else looks on. What cannot be kept is counted, and the count is
-written when writing works again. What was written is read back here, too.
+Each event is created here, once, with one time. It is folded into the node's aggregate, from which
+status, metrics and exit summary are read; written to a file by a thread of its own, so that a full
+or slow disk never delays the agent; and passed to listeners.
 """
 
 from __future__ import annotations
@@ -21,99 +20,108 @@ from ..clock import monotonic, wall
 from ..errors import describe
 from ..threads import Aside
 from ..workers.interface import Heartbeat
-from .event import LONGEST, Event, decode, encode
-from .story import NodeStatus, Story, with_heartbeats
+from .aggregate import NodeAggregate, NodeStatus, with_heartbeats
+from .event import MAX_EVENT_BYTES, Event, decode, encode
 
 log = logging.getLogger("elasticlib.observe")
 
-FILE = "events.jsonl"
-CLOSE_SECONDS = 2.0
+EVENTS_FILE = "events.jsonl"
+CLOSE_TIMEOUT_S = 2.0
+MAX_PENDING = 10_000  # events that may wait for the disk, or for a slow listener
 
 
 class Journal(abc.ABC):
-    """Takes what happens, while it happens, from the agent's loop.
+    """Receives the events of a node from the agent's event loop.
 
-    Nothing of it is worth a stop of the training: a journal that raises is called no more, and one
-    that is not `prompt` is called in a thread of its own, in order.
+    A journal never affects the training: one that raises is disabled, and one that is not
+    `is_nonblocking` is called in a thread of its own, in order.
     """
 
-    prompt = False
-    """Whether `tell` never waits, whatever becomes of the disk or the network behind it."""
+    is_nonblocking = False  # True if `record` never waits for a disk or a network
 
     @abc.abstractmethod
-    def tell(
+    def record(
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
-        """One event; its kinds and their facts are in `elasticlib.observe.event.KINDS`."""
+        """Record an event.
+
+        Args:
+            kind: one of `elasticlib.observe.event.KINDS`.
+            generation: number of the generation, 0 before the first.
+            rank: global rank, if the event is about one worker.
+            **facts: facts of the kind.
+        """
 
 
-class View(abc.ABC):
-    """Hears the events of a node, in a thread of its own; one that raises is called no more."""
+class EventListener(abc.ABC):
+    """Receives the events of a node, in a thread of its own. One that raises is disabled."""
 
     @abc.abstractmethod
-    def hear(self, event: Event) -> None:
-        """This has happened."""
+    def on_event(self, event: Event) -> None:
+        """Handle an event."""
 
 
-class Guard:
-    """Calls a part whose failures must not be felt: one that raises is named once in the log, and
-    is called no more. Events that a slow part has no room for are counted, and the log says how
-    many they were.
+class SafeCaller:
+    """Calls a component whose failures must not affect the job.
+
+    A component that raises is named once in the log and not called again. Events for which a slow
+    component has no room are counted, and the log reports how many there were.
 
     Args:
-        part: receives the events; the log names its type.
-        waiting: limit on the events that wait for a part that is not prompt.
+        component: receives the events; the log names its type.
+        max_pending: limit on the events that wait for a component that may block.
     """
 
-    def __init__(self, part: object, *, waiting: int = 10_000) -> None:
-        self._name = type(part).__name__
-        self._broken = False
-        self._dropped = 0
-        self._aside = Aside("agent-view", self._broke, waiting=waiting)
+    def __init__(self, component: object, *, max_pending: int = MAX_PENDING) -> None:
+        self._name = type(component).__name__
+        self._has_failed = False
+        self._num_dropped = 0  # calls for which there was no room
+        self._queue = Aside("event-listener", self._on_error, waiting=max_pending)
 
-    def call(self, work: Callable[[], object], *, prompt: bool) -> None:
-        """prompt: now, else in a thread of its own, as it may wait."""
-        if self._broken:
+    def call(self, work: Callable[[], object], *, is_nonblocking: bool) -> None:
+        """Call `work` in this thread if it never blocks, else in a thread of its own."""
+        if self._has_failed:
             return
-        if not prompt:
-            if not self._aside.call(work):
-                self._dropped += 1
+        if not is_nonblocking:
+            if not self._queue.call(work):
+                self._num_dropped += 1
             return
         try:
             work()
         except Exception as error:
-            self._broke(error)
+            self._on_error(error)
 
-    def _broke(self, error: BaseException) -> None:
-        self._broken = True
-        why = describe(error)
-        log.warning("no more events are passed to %s: %s", self._name, why, exc_info=error)
+    def flush(self) -> None:
+        """Wait for pending calls, up to CLOSE_TIMEOUT_S, and accept no more."""
+        if not self._queue.close(CLOSE_TIMEOUT_S):
+            log.warning("%s did not handle all events within %g s", self._name, CLOSE_TIMEOUT_S)
+        if self._num_dropped:
+            log.warning("%s was too slow: it missed %d events", self._name, self._num_dropped)
 
-    def settle(self) -> None:
-        """Nothing more will be called; returns when all has been, or after some seconds."""
-        if not self._aside.close(CLOSE_SECONDS):
-            log.warning("%s did not take all events within %g s", self._name, CLOSE_SECONDS)
-        if self._dropped:
-            log.warning("%s was too slow for %d events, which it lacks", self._name, self._dropped)
+    def _on_error(self, error: BaseException) -> None:
+        self._has_failed = True
+        reason = describe(error)
+        log.warning("%s failed and gets no more events: %s", self._name, reason, exc_info=error)
 
 
 class NodeJournal(Journal):
-    """One node's events.
+    """Records the events of one node.
 
     Args:
-        run, node: whose events these are.
-        path: the file that they are appended to, a line each; its folder is there, and the file is
-            made with the first line. None: they are not kept.
-        views: hear each event as well.
-        found_by: what `elasticlib report` finds the file by.
-        waiting: so many may wait to be written; more of them are lost, and counted.
-        retry: seconds before another try where a disk takes nothing.
+        run: id of the job.
+        node: id of the node.
+        path: file that events are appended to, in an existing directory; None to write none.
+        listeners: receive each event.
+        run_selector: argument with which `elasticlib report` finds the file.
+        max_pending: limit on events that wait to be written; more are dropped and counted.
+        retry_interval: seconds between tries to write to a full disk.
 
     Attributes:
-        on_event: is called after each event has been folded, and must not wait.
+        aggregate: the state of the node, by its events.
+        on_recorded: called after each event, in the thread that records it; must not block.
     """
 
-    prompt = True
+    is_nonblocking = True
 
     def __init__(
         self,
@@ -121,143 +129,147 @@ class NodeJournal(Journal):
         node: str,
         path: str | os.PathLike[str] | None = None,
         *,
-        views: Iterable[View] = (),
-        found_by: str = "",
-        waiting: int = 10_000,
-        retry: float = 1.0,
+        listeners: Iterable[EventListener] = (),
+        run_selector: str = "",
+        max_pending: int = MAX_PENDING,
+        retry_interval: float = 1.0,
     ) -> None:
-        self.story = Story()
-        self.on_event: Callable[[], object] = lambda: None
+        self.aggregate = NodeAggregate()
+        self.on_recorded: Callable[[], object] = lambda: None
         self.path = "" if path is None else os.fspath(path)
-        self.found_by = found_by
+        self.run_selector = run_selector
         self._run = run
         self._node = node
-        self._fold = Guard(self.story)
-        self._views = [(view, Guard(view)) for view in views]
-        self._file = Aside("journal", _broke, waiting=waiting)
-        self._retry = retry
-        # The thread that tells events owns the first two counts, the one that writes the others.
-        self._told = self._dropped = 0
-        self._kept = self._failed = self._counted = 0
+        self._aggregate_caller = SafeCaller(self.aggregate)
+        self._listeners = [(listener, SafeCaller(listener)) for listener in listeners]
+        self._file_queue = Aside("journal", _on_write_error, waiting=max_pending)
+        self._retry_interval = retry_interval
+        # Owned by the thread that records events:
+        self._num_recorded = 0
+        self._num_unqueued = 0  # there was no room in the queue
+        # Owned by the thread that writes the file:
+        self._num_written = 0
+        self._num_failed = 0  # given up because the queue was full
+        self._num_reported = 0  # dropped events that the file mentions
         self._last: Event | None = None
 
     @property
-    def lost(self) -> int:
-        """How many events could not be written so far."""
-        return self._dropped + self._failed
+    def num_dropped(self) -> int:
+        """Number of events that could not be written so far."""
+        return self._num_unqueued + self._num_failed
 
-    def tell(
+    def record(
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
         event = Event(kind, self._run, self._node, generation, wall(), monotonic(), rank, facts)
-        self._fold.call(partial(self.story.fold, event), prompt=True)
-        self.on_event()
-        for view, guard in self._views:
-            guard.call(partial(view.hear, event), prompt=False)
+        self._aggregate_caller.call(partial(self.aggregate.apply, event), is_nonblocking=True)
+        self.on_recorded()
+        for listener, caller in self._listeners:
+            caller.call(partial(listener.on_event, event), is_nonblocking=False)
         if not self.path:
             return
-        self._told += 1
-        if not self._file.call(partial(self._write, event)):
-            self._dropped += 1
+        self._num_recorded += 1
+        if not self._file_queue.call(partial(self._write, event)):
+            self._num_unqueued += 1
 
     def status(self, heartbeats: Mapping[int, Heartbeat]) -> NodeStatus:
-        """The node's status now; heartbeats: of its workers, by local rank. For any thread."""
-        return with_heartbeats(self.story.status, heartbeats, monotonic())
+        """Return the current status of the node. Thread-safe.
+
+        Args:
+            heartbeats: heartbeats of the workers by local rank.
+        """
+        return with_heartbeats(self.aggregate.status, heartbeats, monotonic())
 
     def close(self) -> None:
-        """Nothing more will happen; what did is put where it belongs, within some seconds."""
-        for _, guard in self._views:
-            guard.settle()
+        """Wait for pending writes and listeners, up to CLOSE_TIMEOUT_S for each."""
+        for _, caller in self._listeners:
+            caller.flush()
         if self._last is not None:
-            self._file.call(partial(self._written, b"", self._last))
-        self._file.close(CLOSE_SECONDS)
-        if self._kept < self._told:
+            self._file_queue.call(partial(self._append, b"", self._last))
+        self._file_queue.close(CLOSE_TIMEOUT_S)
+        if self._num_written < self._num_recorded:
             log.warning(
-                "%d of %d events of this run are missing from %s: its disk was full or too slow",
-                *(self._told - self._kept, self._told, self.path),
+                "%d of %d events of this run are missing in %s: the disk was full or too slow",
+                *(self._num_recorded - self._num_written, self._num_recorded, self.path),
             )
 
     def _write(self, event: Event) -> None:
         self._last = event
-        while not self._written(encode(event), event):
-            # An event is worth the wait, as long as there is room for those behind it.
-            if not self._file.rest(self._retry):
-                self._failed += 1
+        while not self._append(encode(event), event):
+            # Retry for as long as there is room for the events that follow.
+            if not self._file_queue.rest(self._retry_interval):
+                self._num_failed += 1
                 return
-        self._kept += 1
+        self._num_written += 1
 
-    def _written(self, line: bytes, at: Event) -> bool:
-        """Whether the line is in the file, behind the number of the events lost before it."""
-        lost = self.lost
-        if lost > self._counted:
-            facts = {"events": lost - self._counted}
-            line = encode(attrs.evolve(at, kind="lost", rank=None, facts=facts)) + line
-        if line and not appended(self.path, line):
+    def _append(self, line: bytes, template: Event) -> bool:
+        """Append a line, after an event that contains how many were dropped since the last one."""
+        dropped = self.num_dropped
+        if dropped > self._num_reported:
+            facts = {"count": dropped - self._num_reported}
+            notice = attrs.evolve(template, kind="events.dropped", rank=None, facts=facts)
+            line = encode(notice) + line
+        if line and not append_line(self.path, line):
             return False
-        self._counted = lost
+        self._num_reported = dropped
         return True
 
 
-def _broke(error: BaseException) -> None:
-    log.error("events are no longer written: %s", describe(error), exc_info=error)
+def _on_write_error(error: BaseException) -> None:
+    log.error("events are no longer written to the file: %s", describe(error), exc_info=error)
 
 
-def appended(path: str, line: bytes) -> bool:
-    """Whether all of it is in the file; a part of it is taken out again."""
+def append_line(path: str, line: bytes) -> bool:
+    """Append to a file; a line that is written in part is removed. Return True on success."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError:
         return False
     try:
-        before = os.fstat(file).st_size
-        done = os.write(file, line)
-        if done < len(line):
-            os.ftruncate(file, before)
+        size = os.fstat(file).st_size
+        written = os.write(file, line)
+        if written < len(line):
+            os.ftruncate(file, size)
     except OSError:
         return False
     finally:
         os.close(file)
-    return done == len(line)
+    return written == len(line)
 
 
-# -- read back -------------------------------------------------------------------------------------
+class EventFile:
+    """Reads what a journal wrote. Iterating yields the events that the file holds at that time.
 
-
-class EventsFile:
-    """What a journal wrote. Iterated over, it gives the file's events in their order, as many as
-    are there by then.
-
-    unread: lines so far that were none: damaged, longer than an event can be, or of another
-    version. cut: whether the file ends within a line, as it does when its writer was killed; that
-    line is not counted.
+    Attributes:
+        invalid_lines: lines of the last iteration that were no events of this version.
+        is_truncated: the file ends within a line, because its writer is writing or was killed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self.unread = 0
-        self.cut = False
+        self.invalid_lines = 0
+        self.is_truncated = False
 
     def __iter__(self) -> Iterator[Event]:
-        self.unread, self.cut = 0, False
+        self.invalid_lines, self.is_truncated = 0, False
         with open(self.path, "rb") as file:
-            while line := file.readline(LONGEST + 1):
+            while line := file.readline(MAX_EVENT_BYTES + 1):
                 if not line.endswith(b"\n"):
-                    if len(line) <= LONGEST:
-                        # Its writer is at it, or was killed; the rest would pass for a line.
-                        self.cut = True
+                    if len(line) <= MAX_EVENT_BYTES:
+                        self.is_truncated = True
                         return
-                    self.cut = not _passed_over(file)
-                    self.unread += not self.cut
+                    self.is_truncated = not _skip_line(file)
+                    self.invalid_lines += not self.is_truncated
                     continue
                 try:
                     yield decode(line)
                 except ValueError:
-                    self.unread += 1
+                    self.invalid_lines += 1
 
 
-def _passed_over(file: BinaryIO) -> bool:
-    """Whether the line that this file is in ends; it is too long to be an event."""
-    while line := file.readline(LONGEST + 1):
+def _skip_line(file: BinaryIO) -> bool:
+    """Read up to the end of a line that is too long; return False at the end of the file."""
+    while line := file.readline(MAX_EVENT_BYTES + 1):
         if line.endswith(b"\n"):
             return True
     return False

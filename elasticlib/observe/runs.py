@@ -1,9 +1,8 @@
-"""Where the runs of this machine and user are found: one folder of records, bounded in number.
+"""Registry of the runs of this machine and user: a bounded number of records in one directory.
 
-Each agent has a record here, a folder `<run id>_<random>` that names itself by its first line of
-events: `events.jsonl` lies in it, or is a link to the one beside the logs that are kept. It becomes
-visible in one move, with its agent's lock held, and the agent holds that for as long as it lives:
-so records of runs that are over are removed, and never one of an agent that lives.
+Each agent has a record, a directory `<run id>_<random>`, which contains its `events.jsonl` or a
+link to it. The record appears by one rename, with its lock taken, and the agent keeps the lock
+until it exits. Records of finished runs can therefore be removed, and never one of a live agent.
 """
 
 from __future__ import annotations
@@ -25,335 +24,333 @@ import attrs
 from ..clock import wall
 from ..errors import RunNotFoundError
 from ..held_folder import LOCK, FolderLock, is_held
-from .event import LONGEST, Event, decode
-from .wording import some
+from .event import MAX_EVENT_BYTES, Event, decode
+from .formatting import format_list
 
 log = logging.getLogger("elasticlib.observe")
 
-NEW = ".new-"
-NEW_SECONDS = 3600.0
-"""After which a record that never became visible is of an agent that was killed meanwhile."""
-LONGEST_NAME = 200
-KEPT = 50
-"""So many records of runs that are over stay."""
-EVENTS = "events.jsonl"
-SHOWN = 10
-NO_ID = "none"
-"""The id of each job that was given none, so it alone does not say which job it is."""
+EVENTS_FILE = "events.jsonl"
+UNFINISHED_PREFIX = ".new-"
+UNFINISHED_TTL_S = 3600.0  # an unfinished record that is older belongs to a killed agent
+MAX_NAME_LENGTH = 200
+MAX_FINISHED_RECORDS = 50
+MAX_LISTED_RUNS = 10
+NO_ID = "none"  # id of every job that was given none, so it does not identify a job
 
 
-def runs_folder() -> Path:
-    """The one of this user, below the folder for temporary files (TMPDIR)."""
+def runs_dir() -> Path:
+    """Return the directory of this user's records, below the temporary directory (TMPDIR)."""
     return Path(tempfile.gettempdir()) / f"elasticlib-runs-{os.geteuid()}"
 
 
-def check_own(folder: Path) -> None:
-    """Raises PermissionError where somebody else has made the folder, or put a link in its place:
-    what is read there would be theirs, and what is written, too."""
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise PermissionError(f"{folder} is no folder of this user's own: remove it, or set TMPDIR")
-
-
-# -- made ----------------------------------------------------------------------------------------
-
-
-class RunRecord:
-    """One agent's, from its beginning to its end.
-
-    Args:
-        run_id: of the job.
-        events: where they are written, if not in the record, which gets a link to them then.
-        folder: of all records; this user's by default.
+def check_ownership(directory: Path) -> None:
+    """Check that no other user has created the directory or put a link in its place.
 
     Raises:
-        OSError: there is no place for it, or the place is somebody else's.
+        PermissionError: it belongs to another user, or is no directory.
+    """
+    found = os.lstat(directory)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(
+            f"{directory} is not a directory of this user: remove it, or set TMPDIR"
+        )
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+class RunRegistration:
+    """The record of one agent while it runs.
+
+    Args:
+        run_id: id of the job.
+        events: the event file, if it is not in the record; the record gets a link to it.
+        directory: directory of all records; this user's by default.
+
+    Raises:
+        OSError: the record cannot be created, or its directory belongs to another user.
     """
 
     def __init__(
-        self, run_id: str, events: Path | None = None, *, folder: Path | None = None
+        self, run_id: str, events: Path | None = None, *, directory: Path | None = None
     ) -> None:
-        folder = folder or runs_folder()
+        directory = directory or runs_dir()
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(0o700)
-        check_own(folder)
-        folder.chmod(0o700)
-        new = Path(tempfile.mkdtemp(prefix=NEW, dir=folder))
+            directory.mkdir(0o700)
+        check_ownership(directory)
+        directory.chmod(0o700)
+        new = Path(tempfile.mkdtemp(prefix=UNFINISHED_PREFIX, dir=directory))
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, new, ignore_errors=True)
             self._lock = undo.enter_context(contextlib.closing(FolderLock(new)))
             if events is not None:
-                (new / EVENTS).symlink_to(events.absolute())
-            self.path = folder / f"{_safe(run_id)}_{new.name.removeprefix(NEW)}"
+                (new / EVENTS_FILE).symlink_to(events.absolute())
+            self.path = directory / f"{_safe_name(run_id)}_{new.name[len(UNFINISHED_PREFIX) :]}"
             new.rename(self.path)
             undo.pop_all()
-        self.events = events or self.path / EVENTS
+        self.events = events or self.path / EVENTS_FILE
 
     def close(self) -> None:
-        """The run is over; its record stays until there are many newer ones."""
+        """Mark the run as finished. Its record remains until there are many newer ones."""
         self._lock.close()
 
 
-def remove_old(folder: Path, kept: int = KEPT) -> None:
-    """Of the runs that are over all but the newest go. Nobody takes a lock again that was let go,
-    so what is over stays so. Raises OSError where the folder cannot be read."""
-    paths = list(folder.iterdir())
+def remove_old_records(directory: Path, max_finished: int = MAX_FINISHED_RECORDS) -> None:
+    """Remove the oldest records of finished runs.
+
+    A lock that was released is never taken again, so a finished record remains finished.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    paths = list(directory.iterdir())
     records = [path for path in paths if not path.name.startswith(".")]
-    if len(records) > kept:
-        over = [path for path in records if not is_living(path)]
-        for path in sorted(over, key=_began, reverse=True)[kept:]:
+    if len(records) > max_finished:
+        finished = [path for path in records if not is_alive(path)]
+        for path in sorted(finished, key=_created_at, reverse=True)[max_finished:]:
             shutil.rmtree(path, ignore_errors=True)
     for path in paths:
-        unfinished = path.name.startswith(NEW) and _began(path) < wall() - NEW_SECONDS
-        if unfinished and not is_living(path):
+        is_unfinished = path.name.startswith(UNFINISHED_PREFIX)
+        if is_unfinished and _created_at(path) < wall() - UNFINISHED_TTL_S and not is_alive(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _began(path: Path) -> float:
-    for place in (path / LOCK, path):
+def _created_at(path: Path) -> float:
+    for candidate in (path / LOCK, path):
         with contextlib.suppress(OSError):
-            return place.lstat().st_mtime
+            return candidate.lstat().st_mtime
     return 0.0
 
 
-def _safe(run_id: str) -> str:
-    return re.sub(r"[^\w.-]", "_", run_id, flags=re.ASCII)[:LONGEST_NAME].lstrip(".") or "_"
+def _safe_name(run_id: str) -> str:
+    name = re.sub(r"[^\w.-]", "_", run_id, flags=re.ASCII)[:MAX_NAME_LENGTH].lstrip(".")
+    return name or "_"
 
 
-# -- found ---------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 @attrs.frozen
-class Record:
-    """One agent's events.
-
-    run: the job's id; empty if nothing says so. began, until: seconds since 1970, of its first and
-    its last event; infinite while it lives. endpoint: where the job's nodes meet, if that is known.
-    """
+class RunRecord:
+    """The event file of one agent, and the facts of its first event."""
 
     events: Path
-    run: str
-    began: float
-    until: float
-    endpoint: str = ""
+    run: str  # empty if it is not known
+    started_at: float  # seconds since 1970
+    finished_at: float  # infinite while the agent is alive
+    endpoint: str = ""  # rendezvous endpoint, if it is known
 
     @property
-    def living(self) -> bool:
-        """Whether its agent is there."""
-        return self.until == math.inf
+    def is_alive(self) -> bool:
+        return self.finished_at == math.inf
 
 
-def find_runs(name: str | os.PathLike[str] = "", *, folder: Path | None = None) -> list[Path]:
-    """The files of events of one run, a file an agent, the one that began first in front.
+def find_runs(name: str | os.PathLike[str] = "", *, directory: Path | None = None) -> list[Path]:
+    """Return the event files of one run, one per agent, in order of their start.
 
-    Of several launches the newest that runs is meant, or where none does the newest: those of one
-    id whose times touch, one after the other, are of one launch; of jobs that were given no id,
-    those that meet at one endpoint. A warning tells of others at the same time, and of all that run
-    where none was named.
+    Of several launches with one id, the newest running one is chosen, or else the newest one.
+    Records belong to one launch if their times overlap and, for jobs without an id, if they have
+    the same endpoint. A warning names other jobs that could be meant.
 
     Args:
-        name: a run's id or the name of its record; a record, a folder of logs (of one run or of
-            several), or a file of events; empty for all runs there are. An id comes first.
-        folder: of the records; this user's by default.
+        name: id of a run, or the name of a record; a record, a log directory of one or several
+            runs, or an event file; empty for any run. An id takes precedence.
+        directory: directory of the records; this user's by default.
 
     Raises:
-        RunNotFoundError: there is none; the error lists what there is.
+        RunNotFoundError: there is no such run; the error lists the runs that exist.
     """
-    folder, text = folder or _own_folder(), os.fspath(name)
-    known = known_runs(folder)
+    directory, text = directory or _own_directory(), os.fspath(name)
+    known = known_runs(directory)
     found = [record for record in known if text in ("", record.run)]
     if not found and text:
         is_path = os.sep in text or text in (os.curdir, os.pardir)
-        found = ([] if is_path else _at(folder / text)) or _at(Path(text))
+        found = ([] if is_path else _records_at(directory / text)) or _records_at(Path(text))
     if not found:
-        raise RunNotFoundError(_nothing(text, folder, known))
+        raise RunNotFoundError(_not_found_message(text, directory, known))
     launch = _newest_launch(found)
-    _tell_of_others(launch, found, named=bool(text))
+    _warn_of_others(launch, found, is_named=bool(text))
     return [record.events for record in launch]
 
 
-def earlier_launches(name: str | os.PathLike[str], *, folder: Path | None = None) -> list[Path]:
-    """The files of the launches before the one that `find_runs` takes for this run's id, as before
-    a requeue; none for what is no id of a job."""
+def earlier_launches(name: str | os.PathLike[str], *, directory: Path | None = None) -> list[Path]:
+    """Return the event files of launches of this run id before the one `find_runs` chooses."""
     run = os.fspath(name)
-    found = [record for record in known_runs(folder) if record.run == run != NO_ID and run]
+    found = [record for record in known_runs(directory) if record.run == run != NO_ID and run]
     launch = _newest_launch(found) if found else []
-    older = [one for one in found if one not in launch and of_one_job(one, launch[0])]
-    return [one.events for one in sorted(older, key=lambda one: one.began)]
+    older = [r for r in found if r not in launch and is_same_job(r, launch[0])]
+    return [record.events for record in sorted(older, key=lambda record: record.started_at)]
 
 
-class Living:
-    """Which agents live, by the locks of their records here, and by the processes of this machine;
-    of other machines' agents nothing is known."""
+class AliveAgents:
+    """Determines which agents are alive, by the locks of their records and by process ids.
+
+    Nothing is known of agents on other machines.
+    """
 
     def __init__(self) -> None:
-        known: list[Record] = []
+        records: list[RunRecord] = []
         with contextlib.suppress(RunNotFoundError):
-            known = known_runs()
-        self._living = {os.path.realpath(one.events): one.living for one in known}
+            records = known_runs()
+        self._is_alive = {os.path.realpath(r.events): r.is_alive for r in records}
 
-    def has(self, events: str | os.PathLike[str]) -> bool:
-        """Whether the agent that writes this file holds its record."""
-        return self._living.get(os.path.realpath(events), False)
+    def is_known_alive(self, events: str | os.PathLike[str]) -> bool:
+        """Return True if the agent that writes this file holds the lock of its record."""
+        return self._is_alive.get(os.path.realpath(events), False)
 
-    def lacks(self, events: str | os.PathLike[str], launch: Event) -> bool:
-        """Whether the agent that this launch of the file was of is known to be gone."""
-        known = self._living.get(os.path.realpath(events))
-        pid = launch.count("pid") or 0
-        here = launch.text("host") == socket.gethostname() and pid > 0
-        return not known if known is not None else here and not os.path.exists(f"/proc/{pid}")
-
-
-def _own_folder() -> Path:
-    try:
-        return runs_folder()
-    except OSError as error:
-        raise RunNotFoundError(
-            f"there is no folder for temporary files: {error.strerror}"
-        ) from error
+    def is_known_dead(self, events: str | os.PathLike[str], start: Event) -> bool:
+        """Return True if the agent that wrote this `run.started` event is known to be gone."""
+        alive = self._is_alive.get(os.path.realpath(events))
+        if alive is not None:
+            return not alive
+        pid = start.count("pid") or 0
+        is_local = start.text("host") == socket.gethostname() and pid > 0
+        return is_local and not os.path.exists(f"/proc/{pid}")
 
 
-def is_living(record: Path) -> bool:
-    """Whether the agent of this record is there."""
+def is_alive(record: Path) -> bool:
+    """Return True if the agent of a record holds its lock, or if this cannot be determined."""
     try:
         return bool(is_held(record))
-    except OSError:  # who cannot look does not say that it is over
+    except OSError:
         return True
 
 
-def known_runs(folder: Path | None = None) -> list[Record]:
-    """All records that hold events, the newest first. folder: of them; this user's by default.
+def known_runs(directory: Path | None = None) -> list[RunRecord]:
+    """Return all records that hold events, the newest first.
 
     Raises:
-        RunNotFoundError: their folder is somebody else's.
+        RunNotFoundError: the directory belongs to another user.
     """
-    folder = folder or _own_folder()
+    directory = directory or _own_directory()
     try:
-        check_own(folder)
-        return _below(folder)
+        check_ownership(directory)
+        return _records_below(directory)
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise RunNotFoundError(f"runs cannot be looked for: {error}") from error
+        raise RunNotFoundError(f"cannot read the recorded runs: {error}") from error
 
 
-def _at(path: Path) -> list[Record]:
-    """What a path means: a file, a folder with one, or a folder of such folders."""
-    if os.path.isdir(path):  # whatever the text is, it does not raise
-        record = _read_record(path / EVENTS)
+def last_event(events: Path) -> Event | None:
+    """Return the last readable event of a file, or None; damaged lines are skipped."""
+    try:
+        with events.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * MAX_EVENT_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    decoded = filter(None, map(_decode, reversed(lines)))
+    return next((event for event in decoded if event.is_plausible), None)
+
+
+def _own_directory() -> Path:
+    try:
+        return runs_dir()
+    except OSError as error:
+        raise RunNotFoundError(f"there is no temporary directory: {error.strerror}") from error
+
+
+def _records_at(path: Path) -> list[RunRecord]:
+    """Return the records of a path: an event file, or a directory with one or several records."""
+    if os.path.isdir(path):  # does not raise for any text
+        record = _read_record(path / EVENTS_FILE)
         try:
-            return [record] if record else _below(path)
+            return [record] if record else _records_below(path)
         except OSError as error:
-            raise RunNotFoundError(f"{path} cannot be read: {error.strerror}") from error
+            raise RunNotFoundError(f"cannot read {path}: {error.strerror}") from error
     record = _read_record(path)
     return [record] if record else []
 
 
-def _below(folder: Path) -> list[Record]:
-    paths = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    found = [record for path in paths if (record := _read_record(path / EVENTS))]
-    return sorted(found, key=lambda record: record.began, reverse=True)
+def _records_below(directory: Path) -> list[RunRecord]:
+    paths = [path for path in directory.iterdir() if not path.name.startswith(".")]
+    found = [record for path in paths if (record := _read_record(path / EVENTS_FILE))]
+    return sorted(found, key=lambda record: record.started_at, reverse=True)
 
 
-def _read_record(events: Path) -> Record | None:
-    """By its first line alone. None where there are no events, or something else of that name."""
+def _read_record(events: Path) -> RunRecord | None:
+    """Read a record by the first line of its events; None if there are none."""
     try:
-        if not events.is_file():  # opening a pipe would wait
+        if not events.is_file():  # opening a pipe would block
             return None
-        last = events.stat().st_mtime
+        modified_at = events.stat().st_mtime
         with events.open("rb") as file:
-            first = _event(file.readline(LONGEST + 1))
+            first = _decode(file.readline(MAX_EVENT_BYTES + 1))
     except OSError:
         return None
-    run, began = ("", last) if first is None else (first.run, first.wall)
-    until = math.inf if is_living(events.parent) else max(began, last)
-    return Record(events, run, began, until, _endpoint(first))
+    run, started_at = ("", modified_at) if first is None else (first.run, first.timestamp)
+    finished_at = math.inf if is_alive(events.parent) else max(started_at, modified_at)
+    endpoint = ""
+    if first is not None and first.kind == "run.started":
+        endpoint = first.texts("settings").get("rdzv_endpoint", "")
+    return RunRecord(events, run, started_at, finished_at, endpoint)
 
 
-def last_event(events: Path) -> Event | None:
-    """Return the last event of a file that can be read, or None. Lines that are damaged, as where
-    the machine lost its power, are skipped."""
-    try:
-        with events.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * LONGEST))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    found = filter(None, map(_event, reversed(lines)))
-    return next((event for event in found if event.possible), None)
-
-
-def _event(line: bytes) -> Event | None:
+def _decode(line: bytes) -> Event | None:
     try:
         return decode(line)
     except ValueError:
         return None
 
 
-def _endpoint(first: Event | None) -> str:
-    if first is None or first.kind != "run.began":
-        return ""
-    return first.texts("settings").get("rdzv_endpoint", "")
-
-
-def _newest_launch(found: Iterable[Record]) -> list[Record]:
-    rest = sorted(found, key=lambda record: (record.living, record.began))
+def _newest_launch(found: Iterable[RunRecord]) -> list[RunRecord]:
+    rest = sorted(found, key=lambda record: (record.is_alive, record.started_at))
     launch = [rest.pop()]
-    rest = [record for record in rest if of_one_job(record, launch[0])]
-    while touching := [r for r in rest if any(_touch(r, one) for one in launch)]:
-        launch += touching
-        rest = [record for record in rest if record not in touching]
-    return sorted(launch, key=lambda record: (record.began, record.events))
+    rest = [record for record in rest if is_same_job(record, launch[0])]
+    while overlapping := [r for r in rest if any(_overlaps(r, other) for other in launch)]:
+        launch += overlapping
+        rest = [record for record in rest if record not in overlapping]
+    return sorted(launch, key=lambda record: (record.started_at, record.events))
 
 
-def of_one_job(one: Record, other: Record) -> bool:
-    """Whether both can be of one: jobs that were given no id differ by their endpoints."""
-    return one.run == other.run and (one.run != NO_ID or one.endpoint == other.endpoint)
+def is_same_job(record: RunRecord, other: RunRecord) -> bool:
+    """Return True if both can belong to one job; jobs without an id differ by their endpoint."""
+    return record.run == other.run and (record.run != NO_ID or record.endpoint == other.endpoint)
 
 
-def _tell_of_others(launch: list[Record], found: Iterable[Record], *, named: bool) -> None:
-    """Of jobs that have the same id as this one, for want of any, and ran at the same time; where
-    no run was named, of all that run."""
-    same, living = list[str](), list[str]()
+def _overlaps(record: RunRecord, other: RunRecord) -> bool:
+    return record.started_at <= other.finished_at and other.started_at <= record.finished_at
+
+
+def _warn_of_others(launch: list[RunRecord], found: Iterable[RunRecord], *, is_named: bool) -> None:
+    """Warn of jobs with the same missing id and, if no run was named, of other running jobs."""
+    same, alive = list[str](), list[str]()
     for record in found:
-        if of_one_job(record, launch[0]):
+        if is_same_job(record, launch[0]):
             continue
-        if record.run == launch[0].run and any(_touch(record, one) for one in launch):
+        if record.run == launch[0].run and any(_overlaps(record, other) for other in launch):
             same.append(record.events.parent.name)
-        elif record.living:
-            living.append(record.events.parent.name if record.run == NO_ID else record.run)
+        elif record.is_alive:
+            alive.append(record.events.parent.name if record.run == NO_ID else record.run)
     if same:
         log.warning(
-            "several jobs of the id %r ran at the same time: the newest%s is taken, which meets "
-            "at %s; the others are found as %s; --rdzv-id tells them apart",
+            "several jobs with the id %r ran at the same time; using the newest%s, with endpoint "
+            "%s; the others are %s; give each job its own --rdzv-id",
             launch[0].run,
-            " that runs" if any(record.living for record in launch) else "",
-            launch[0].endpoint or "no endpoint",
-            ", ".join(sorted(same)[:SHOWN]),
+            " running one" if any(record.is_alive for record in launch) else "",
+            launch[0].endpoint or "unknown",
+            ", ".join(sorted(same)[:MAX_LISTED_RUNS]),
         )
-    if living and not named:
-        others = some(list(dict.fromkeys(living)), SHOWN)
+    if alive and not is_named:
+        others = format_list(list(dict.fromkeys(alive)), MAX_LISTED_RUNS)
         log.warning(
-            "several jobs are running here; showing the newest, %s; to name another: %s",
+            "several jobs are running here; showing the newest, %s; to show another, name it: %s",
             launch[0].run,
             others,
         )
 
 
-def _touch(one: Record, other: Record) -> bool:
-    return one.began <= other.until and other.began <= one.until
-
-
-def _nothing(name: str, folder: Path, known: list[Record]) -> str:
+def _not_found_message(name: str, directory: Path, known: list[RunRecord]) -> str:
     runs = list(dict.fromkeys(record.run for record in known if record.run))
-    living = {record.run for record in known if record.living}
-    shown = [f"{run} (running)" if run in living else run for run in runs]
+    alive = {record.run for record in known if record.is_alive}
+    shown = [f"{run} (running)" if run in alive else run for run in runs]
+    recorded = f"recorded in {directory}: {format_list(shown, MAX_LISTED_RUNS)}"
     if not runs:
-        have = f"no run of this user is known in {folder}, where elasticrun keeps a record of each"
-        have += " run; with another TMPDIR it is another folder"
-    else:
-        have = f"known in {folder} are {some(shown, SHOWN)}"
+        recorded = f"no run of this user is recorded in {directory} (the directory follows TMPDIR)"
     if not name:
-        return have
-    elsewhere = "; of a run on other machines name its store: elasticlib status HOST:PORT"
-    return f"there are no events of a run {name!r}: {have}{elsewhere}"
+        return recorded
+    return (
+        f"no recorded run {name!r} on this machine ({recorded}); for a run on other machines use: "
+        "elasticlib status HOST:PORT"
+    )

@@ -1,47 +1,50 @@
-"""What goes with an agent, however that ends: the sessions of its workers, and its folders.
+"""Sessions: find and kill the processes that a worker has started.
 
-Each worker leads a session of its own, so whatever it started and did not move out of there is
-known by that session's number; nothing outside it is ever signalled. The guardian is a small
-process that outlives its agent by one act: once that has finished, or was killed, it reads a list
-of the sessions of workers and of the temporary folders that there are, which go with the agent.
-Workers enter themselves into it, before they start anything
-(`process_entry.register_session`). A guardian that ends before its agent is replaced. It
-runs without site-packages: what is imported here is the standard library's.
+Each worker leads a session of its own. A process that the worker starts belongs to that session,
+unless the process calls setsid. No process outside the session is ever signalled. The supervisor
+process imports this module, so it uses the standard library alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import os
 import select
-import shutil
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 from ..clock import monotonic
-from ..errors import describe
-from ..threads import helper
-from .process_entry import process_start_ticks, stat_fields
 
-log = logging.getLogger("elasticlib.workers")
-
-ROUNDS = 5
 KILL_TIMEOUT_S = 2.0  # limit for the end of all processes of the sessions that are killed
-LOOK_SECONDS = 0.1
-THREADS = 17
-"""Where their number stands, of the fields behind the command."""
+MAX_ROUNDS = 5
+POLL_INTERVAL_S = 0.1  # for processes that can only be polled, because there is no pidfd
+# Positions in /proc/PID/stat, counted from the first field after the command.
+_SESSION, _NUM_THREADS, _START_TICKS = 3, 17, 19
+
+
+def stat_fields(pid: int) -> list[bytes]:
+    """Return the fields of /proc/PID/stat that follow the command. Raises OSError."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # The command may contain spaces and brackets; the fields begin after the last bracket.
+        return file.read().rpartition(b")")[2].split()
+
+
+def process_start_ticks(pid: int) -> int:
+    """Return when a process was started, in clock ticks since boot, or 0 if there is none.
+
+    Together with the pid, this identifies a process: a later one of the same pid has another time.
+    """
+    try:
+        return int(stat_fields(pid)[_START_TICKS])
+    except OSError:
+        return 0
 
 
 def session_processes(sessions: Collection[int]) -> list[tuple[int, int]]:
     """Return the pid and the session of each living process of some sessions, leaders included.
 
-    All processes of the machine are listed once. Only for those of these sessions a file is read,
-    as that takes twenty times as long as to ask for a process's session.
+    All processes of the machine are listed once. Files in /proc are read only for the processes of
+    these sessions, because reading one takes twenty times as long as getsid.
     """
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
@@ -69,12 +72,12 @@ def _session_of(pid: int) -> int | None:
         fields = stat_fields(pid)
     except OSError:
         return None
-    return None if _all_have_ended(fields) else int(fields[3])
+    return None if _all_have_ended(fields) else int(fields[_SESSION])
 
 
 def _all_have_ended(fields: list[bytes]) -> bool:
     """Whether all threads of a process have ended. Its first thread may end before the others."""
-    return fields[0] in (b"Z", b"X") and int(fields[THREADS]) <= 1
+    return fields[0] in (b"Z", b"X") and int(fields[_NUM_THREADS]) <= 1
 
 
 def signal_group(leader: int, number: int) -> None:
@@ -84,13 +87,13 @@ def signal_group(leader: int, number: int) -> None:
 
 
 def signal_member(session: int, pid: int, number: int) -> bool:
-    """Send a signal to one process of a session, and to no other; whether it was there."""
+    """Send a signal to a process if it belongs to the session; return whether it did."""
     with contextlib.ExitStack() as stack:
         try:
             handle = open_pidfd(pid)
             if handle is not None:
                 stack.callback(os.close, handle)
-            # Looked at through the handle's eyes: the number may have a new owner since.
+            # Check again now that the pidfd is open: the pid may have been reused.
             if _session_of(pid) != session:
                 return False
             if handle is None:
@@ -103,8 +106,12 @@ def signal_member(session: int, pid: int, number: int) -> bool:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """One that stays this process's; None where none is to be had: kernels before 5.3 have none,
-    a container may forbid them, and this process may have too many files open."""
+    """Return a pidfd, or None if there is none: kernels before 5.3 have none, a container may
+    forbid them, and this process may have too many open files.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -114,14 +121,10 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def wait_for_exit(pid: int, seconds: float) -> bool:
-    """Whether a process, which must not be reaped meanwhile, ends in time.
-
-    It is not reaped here: the zombie keeps the pid, and with it the session's number.
-    """
+    """Wait for the end of a process; return whether it has ended in time. It is not reaped here."""
     try:
         handle = open_pidfd(pid)
     except ProcessLookupError:
-        # Its fork server ended, and the worker with it.
         return True
     if handle is not None:
         try:
@@ -133,15 +136,14 @@ def wait_for_exit(pid: int, seconds: float) -> bool:
     while not has_exited(pid):
         if seconds <= 0:
             return False
-        # Without a handle it can only be looked at, now and again.
-        pause = min(LOOK_SECONDS, seconds)
+        pause = min(POLL_INTERVAL_S, seconds)
         select.select((), (), (), pause)
         seconds -= pause
     return True
 
 
 def has_exited(pid: int) -> bool:
-    """Whether all threads of a process have ended; what cannot be looked at now may still run."""
+    """Return whether all threads of a process have ended. Return False if that cannot be read."""
     try:
         fields = stat_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -152,244 +154,25 @@ def has_exited(pid: int) -> bool:
 
 
 def kill_sessions(sessions: Mapping[int, int]) -> list[int]:
-    """Kill all processes of some sessions, and wait until they are gone.
+    """Kill all processes of some sessions, and wait for their end.
 
     Args:
-        sessions: the number of each session, with its leader's `process_start_ticks`. A
-            session whose number has passed to another is left alone. 0 stands for a leader that is
-            known to be unreaped.
+        sessions: `process_start_ticks` of each session's leader by the number of the session. A
+            session whose number has been reused is left alone. 0 means that the leader is known
+            not to have been reaped.
 
     Returns:
-        The pids of the processes that are not gone.
+        The pids of the processes that still exist.
     """
     deadline = monotonic() + KILL_TIMEOUT_S
     ours = {n for n, began in sessions.items() if not began or process_start_ticks(n) in (0, began)}
     for leader in ours:
         signal_group(leader, signal.SIGKILL)
-    for _ in range(ROUNDS):
-        # A process may fork while it is looked for: look until none is found.
+    for _ in range(MAX_ROUNDS):
+        # A process may fork while processes are listed, so list them until none is found.
         left = session_processes(ours)
         if not left:
             return []
         for pid in [pid for pid, n in left if signal_member(n, pid, signal.SIGKILL)]:
             wait_for_exit(pid, max(0.0, deadline - monotonic()))
     return [pid for pid, _ in session_processes(ours)]
-
-
-class SessionCleaner:
-    """Kills what exited workers have left in their sessions, in a thread that ends when it is done.
-
-    Sessions that are added while others are dealt with are dealt with together, so that many
-    workers that exit at once cost few looks at all processes. For any thread.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[int, int, Callable[[], object]]] = []
-        self._is_running = False
-
-    def clean(self, leader: int, began: int, then: Callable[[], object]) -> None:
-        """Kill all of this leader's session, and call `then` once it is gone or 2 s have passed.
-
-        The leader has exited and is unreaped, or began at this time: see `kill_sessions`.
-        """
-        with self._lock:
-            self._waiting.append((leader, began, then))
-            if self._is_running:
-                return
-            self._is_running = True
-        try:
-            helper(self._run, "workers-cleaner").start()
-        except RuntimeError:
-            log.warning(
-                "cannot start a thread to end what workers have left: their agent waits for it"
-            )
-            self._run()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                sessions, self._waiting = self._waiting, []
-                if not sessions:
-                    self._is_running = False
-                    return
-            try:
-                kill_sessions({leader: began for leader, began, _ in sessions})
-            except Exception as error:
-                log.error("ending what workers have left failed: %s", error, exc_info=error)
-            for _, _, then in sessions:
-                try:
-                    then()
-                except Exception as error:
-                    log.error("what follows a worker's end failed: %s", error, exc_info=error)
-
-
-# -- the guardian --------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def signals_blocked(signals: Iterable[int]) -> Iterator[None]:
-    """What is started here begins with these blocked, and so lives to ignore them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-# Run with -S: neither site-packages nor their start-up cost.
-_BOOT = "import sys; sys.path.insert(0, {root!r}); import elasticlib.workers.cleanup as cleanup; "
-_CALL = "cleanup.run_cleanup_process({agent}, {registry_fd})"
-# Slurm sends a signal to every process of a step, whichever it was meant for.
-_IGNORED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
-GUARD_SECONDS = 1.0
-"""Between two looks at whether the agent is still there."""
-
-
-class CleanupProcess:
-    """The agent's end; for any thread. What is listed is written to a file in memory, line by line,
-    which each guardian inherits and reads once its agent is over: so one that stands still holds
-    up nobody, and one that takes the place of another has to be told nothing.
-
-    patience: seconds that its end may take. began: told of the process of each one that is started,
-    to have `replace` called once that has ended; without, that is looked at now and again.
-    """
-
-    def __init__(
-        self, patience: float = 5.0, began: Callable[[int], object] = lambda _: None
-    ) -> None:
-        self._patience = patience
-        self._began = began
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._file = -1
-
-    def add(self, what: int | str) -> None:
-        """From now on this ends with the agent: the session of this leader, which is unreaped, or
-        the folder of this absolute path. Raises OSError."""
-        # The number of a session may pass to a stranger once all of it have ended.
-        began = process_start_ticks(what) if isinstance(what, int) else 0
-        with self._lock:
-            self._write("+", what, began)
-            self._ensure_running()
-
-    def remove(self, what: int | str) -> None:
-        """It has been dealt with."""
-        with self._lock:
-            if self._file >= 0:
-                self._write("-", what, 0)
-
-    def open(self) -> int:
-        """Be there; the descriptor of the list, into which who is started next enters itself.
-        Raises OSError."""
-        with self._lock:
-            self._ensure_running()
-            return self._file
-
-    def replace(self) -> None:
-        """Have another where the one that there was has ended, and not by us."""
-        with self._lock:
-            if self._process is None or self._process.poll() is None:
-                return
-            log.info("the guardian that clears up after this process has ended: starting another")
-            try:
-                self._ensure_running()
-            except OSError as error:
-                log.warning(
-                    "cannot start a guardian, so nothing clears up if this process is killed: %s",
-                    describe(error),
-                )
-
-    def close(self) -> None:
-        """The agent is done. A guardian that does not end by itself in time is killed."""
-        with self._lock:
-            if self._file < 0:
-                return
-            if _listed_in(self._file):
-                self._ensure_running()
-            self._end()
-            file, self._file = self._file, -1
-            os.close(file)
-
-    def _write(self, sign: str, what: int | str, began: int) -> None:
-        os.write(self._list(), json.dumps([sign, str(what), began]).encode() + b"\n")
-
-    def _list(self) -> int:
-        if self._file < 0:
-            self._file = os.memfd_create("listed")
-        return self._file
-
-    def _ensure_running(self) -> None:
-        if self._process is None or self._process.poll() is not None:
-            self._end()
-            self._process = _spawn(self._list())
-            self._began(self._process.pid)
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None or process.stdin is None:
-            return
-        with contextlib.suppress(BrokenPipeError), process.stdin:
-            # Said in words: a process that was forked from this one may hold the pipe open.
-            process.stdin.write(b"end")
-        process.send_signal(signal.SIGCONT)  # it may have been stopped
-        try:
-            process.wait(self._patience)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _spawn(registry_fd: int) -> subprocess.Popen[bytes]:
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    call = _BOOT.format(root=root) + _CALL.format(agent=os.getpid(), registry_fd=registry_fd)
-    with signals_blocked(_IGNORED):
-        return subprocess.Popen(
-            [*(sys.executable, "-S", "-E", "-c"), call],
-            pass_fds=[registry_fd],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            bufsize=0,
-        )
-
-
-def run_cleanup_process(agent: int, registry_fd: int) -> None:
-    """The guardian's whole life, beginning as a child of this process; listed: the descriptor of
-    its list."""
-    for number in _IGNORED:
-        with contextlib.suppress(OSError):
-            signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    news = select.poll()
-    news.register(0, select.POLLIN)
-    with contextlib.suppress(OSError):  # without one, its child's parent is asked now and again
-        news.register(os.pidfd_open(agent), select.POLLIN)
-    while os.getppid() == agent and not news.poll(GUARD_SECONDS * 1000):
-        pass
-    ended: set[tuple[str, int]] = set()
-    # Until nothing is new: a worker may have been forked, and entered itself, a moment ago.
-    while left := _listed_in(registry_fd).items() - ended:
-        # Sessions first: their processes may still write into the folders.
-        kill_sessions({int(name): began for name, began in left if name.isdigit()})
-        for name, _ in left:
-            if not name.isdigit():
-                shutil.rmtree(name, ignore_errors=True)
-        ended |= left
-
-
-def _listed_in(file: int) -> dict[str, int]:
-    """What was added and not removed: a folder, or a session with when its leader began."""
-    found: dict[str, int] = {}
-    # Opened anew, as a place in the file is shared by all who inherited it.
-    with open(f"/proc/self/fd/{file}", "rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                break  # the agent was killed as it wrote this
-            sign, name, began = json.loads(line)
-            if sign == "+":
-                found[name] = began
-            else:
-                found.pop(name, None)
-    return found

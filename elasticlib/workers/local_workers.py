@@ -1,19 +1,15 @@
-"""Workers as processes of this machine, each in a session of its own.
+"""Workers as processes of this machine, each the leader of a session.
 
-An end is noticed by a loop that leaves the process unreaped, so that its number cannot pass to
-another before its session has been swept. Whether a worker is forked from a process that has torch
-imported or started from nothing, it gets the same environment, the same place in a session of its
-own and the same end with the agent, and runs the same code up to the user's own.
+The supervisor process starts the workers, reports their exits and kills what they leave behind; see
+`supervisor`. Whether a worker is forked from a process that has imported torch or is started as a
+new interpreter, it gets the same environment, and runs the same code up to the user's own.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,17 +20,15 @@ import attrs
 from ..clock import monotonic, wall
 from ..errors import WorkerStartError
 from ..threads import helper
-from . import cleanup, stack_dump
-from .cleanup import CleanupProcess, SessionCleaner
+from . import stack_dump
+from .cleanup import signal_group
 from .error_file import FailureReport, read_failure_report, remove_exit_file
 from .event_loop import EventLoop
 from .exits import UNKNOWN_RETURNCODE, WorkerExit
-from .fork_server import ForkedWorker
 from .interface import Heartbeat, StopNotice, Workers
 from .node_resources import CpuSet, count_usable_cpus, oom_kill_count_rose, read_oom_kill_count
 from .output import OutputThread, WorkerOutput
 from .output_plan import OutputPlan
-from .process_entry import process_start_ticks
 from .process_launcher import ProcessLauncher
 from .run_dirs import RunDir, SnapshotDir
 from .run_program import read_result, write_payload
@@ -52,58 +46,38 @@ from .spec import (
     substitute_local_rank,
     worker_environment,
 )
+from .supervisor_client import SupervisedProcess, SupervisorClient
 from .worker_channel import CHANNEL_ENV, WorkerChannels
 
 log = logging.getLogger("elasticlib.workers")
 
-FIRST_SECONDS = 120.0
-REAP_SECONDS = 5.0
-# More than the cleaner takes for a worker's session, and for those before it.
-CLEAN_SECONDS = 10.0
-REPLACE_SECONDS = 0.2
-"""Between two guardians, so that where each is killed at once that costs little."""
+KILL_TIMEOUT_S = 5.0  # limit for the exits of workers after SIGKILL
+# Limit for killing what exited workers have left, before others are started. The supervisor needs
+# up to 2 s for workers that exited together, and as long for those that exited before.
+CLEAN_TIMEOUT_S = 10.0
 RESULT = "result.pickle"
-_PROCESS_ENTRY = str(Path(__file__).with_name("process_entry.py"))
 
 
 @attrs.define
 class _Process:
     worker: Worker
-    popen: subprocess.Popen[bytes] | ForkedWorker
+    process: SupervisedProcess
     output: WorkerOutput
     folder: Path
     error_file: Path
-    # When it began, as `process_entry.process_start_ticks` says it.
-    began: int
     ended_at: float = float("inf")
-    # Set once nothing is left of its session.
-    cleaned: threading.Event = attrs.field(factory=threading.Event)
     result: tuple[Any, str] | None = None
     """What its function returned, and why that is unreadable; None until it was read."""
 
     @property
     def pid(self) -> int:
-        return self.popen.pid
+        return self.process.pid
 
     def read_result(self) -> tuple[Any, str]:
         """A value's own code runs here."""
         if self.result is None:
             self.result = read_result(self.folder / RESULT)
         return self.result
-
-    def reap(self) -> int | None:
-        """Its returncode, once it has ended; None where that went to somebody else."""
-        if isinstance(self.popen, ForkedWorker):
-            return self.popen.wait()
-        try:
-            # Popen takes one that somebody else has reaped for one that succeeded.
-            seen = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:
-            seen = None
-        self.popen.wait()
-        if seen is None:
-            return None
-        return seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
 
 
 def program(entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str, ...]:
@@ -156,12 +130,11 @@ class LocalWorkers(Workers):
         self._output = output or OutputPlan()
         self._loop = EventLoop()
         self._output_thread = OutputThread()
-        self._cleanup_process = CleanupProcess(began=self._watch_cleanup_process)
+        self._supervisor = SupervisorClient(self._loop)
         kept = log_dir is not None or self._output.any
-        self._run_dir = RunDir(self._cleanup_process, log_dir, run_id, kept=kept)
+        self._run_dir = RunDir(self._supervisor, log_dir, run_id, kept=kept)
         self._launcher = ProcessLauncher(
-            self._cleanup_process,
-            self._loop,
+            self._supervisor,
             python=python,
             start_method=start_method,
             preload=preload,
@@ -169,20 +142,13 @@ class LocalWorkers(Workers):
             cpu_sets=cpu_sets,
         )
         self._channels = WorkerChannels()
-        self._cleaner = SessionCleaner()
-        self.snapshot_dir = SnapshotDir(self._cleanup_process)
+        self.snapshot_dir = SnapshotDir(self._supervisor)
         """Where the workers keep what outlives them, and not their agent."""
         self._processes: dict[int, _Process] = {}
         self._stopped = False
         self._sent: set[tuple[int, int]] = set()
         """The signals that stopped workers were sent: a local rank, a number."""
         self._kills: int | None = None
-
-    def _watch_cleanup_process(self, pid: int) -> None:
-        replace = self._cleanup_process.replace
-        self._loop.watch_process(
-            pid, lambda: self._loop.call_at(monotonic() + REPLACE_SECONDS, replace)
-        )
 
     @property
     def run_dir(self) -> Path:
@@ -206,21 +172,22 @@ class LocalWorkers(Workers):
         self._launcher.prepare(spec, self._environment, count_usable_cpus())
 
     def wait_until_prepared(self) -> None:
-        self._launcher.await_prepared()
+        self._launcher.wait_prepared()
 
     def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
-        _heed_children()
         try:
             self.prepare(group.spec)
         except OSError as error:
             raise WorkerStartError(f"cannot begin to start workers: {error}") from error
         self.wait_until_prepared()
+        if not self._supervisor.wait_until_clean(CLEAN_TIMEOUT_S):
+            log.error("processes that exited workers have started survived SIGKILL")
         everyone = (*group.workers, *group.standby_workers)
         stay = {worker.local_rank for worker in everyone}
         self._processes = {n: one for n, one in self._processes.items() if n in stay}
         self._stopped = False
         self._sent.clear()
-        self._channels.begin()
+        self._channels.start_group()
         self._kills = read_oom_kill_count()
         try:
             for worker in group.workers:
@@ -267,8 +234,8 @@ class LocalWorkers(Workers):
         self, group: WorkerGroup, worker: Worker, folder: Path, on_exit: Callable[[int], None]
     ) -> None:
         local = worker.local_rank
-        newcomer = worker in group.standby_workers
-        channel = self._channels.open(local, newcomer=newcomer)
+        is_standby = worker in group.standby_workers
+        channel = self._channels.open(local, is_standby=is_standby)
         try:
             self._start_process(group, worker, folder, channel, on_exit)
         except BaseException:
@@ -293,41 +260,27 @@ class LocalWorkers(Workers):
         what = program(group.spec.entrypoint, local, folder)
         output = WorkerOutput(self._output, worker, group.spec.role, files, self._output_thread)
         try:
-            popen = self._launcher.start(what, environment, output.targets, local)
+            started = self._launcher.start(what, environment, output.targets, local)
         except BaseException:
             output.abandon()
             raise
         if what[0] != "command":
-            self._channels.assign(local, popen.pid)
-        error_file = Path(files.error_file)
-        process = _Process(
-            worker, popen, output, folder, error_file, process_start_ticks(popen.pid)
-        )
+            self._channels.set_worker_pid(local, started.pid)
+        process = _Process(worker, started, output, folder, Path(files.error_file))
         if not isinstance(group.spec.entrypoint, Function):
             process.result = (None, "")
         self._processes[local] = process
         output.attach()
-        self._loop.watch_process(popen.pid, partial(self._ended, process, on_exit))
+        self._supervisor.call_on_exit(started, partial(self._on_exit, process, on_exit))
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def _ended(self, process: _Process, on_exit: Callable[[int], None]) -> None:
-        """Report a worker's exit once nothing is left of its session; called in the loop's thread.
+    def _on_exit(self, process: _Process, on_exit: Callable[[int], None]) -> None:
+        """Report a worker's exit; called in the event loop's thread.
 
-        Neither are processes looked for there, nor does a value's own code run there, because both
-        take their time.
+        The result of a function is read in another thread, because its own code runs then.
         """
         process.ended_at = wall()
-        self._clean(process, partial(self._report_end, process, on_exit))
-
-    def _clean(self, process: _Process, then: Callable[[], object] = lambda: None) -> None:
-        def cleaned() -> None:
-            process.cleaned.set()
-            then()
-
-        self._cleaner.clean(process.pid, process.began, cleaned)
-
-    def _report_end(self, process: _Process, on_exit: Callable[[int], None]) -> None:
         local = process.worker.local_rank
 
         def read() -> None:
@@ -344,12 +297,8 @@ class LocalWorkers(Workers):
     def reap(self, local_rank: int) -> WorkerExit:
         process = self._processes.pop(local_rank)
         self._channels.close(local_rank)
-        if not process.cleaned.is_set():
-            # Its exit has not been reported: see `end`.
-            self._clean(process)
-            process.cleaned.wait(CLEAN_SECONDS)
-        returncode = process.reap()
-        self._cleanup_process.remove(process.pid)
+        returncode = process.process.returncode
+        self._supervisor.release(process.process)
         process.output.finish()
         said = read_failure_report(process.error_file)
         remove_exit_file(process.error_file)
@@ -369,7 +318,7 @@ class LocalWorkers(Workers):
 
     def _explained(self, found: WorkerExit, process: _Process, said: FailureReport) -> WorkerExit:
         """With all that is known of why it failed."""
-        at = min(said.at, process.ended_at)
+        at = min(said.failed_at, process.ended_at)
         return attrs.evolve(
             self._with_message(found, process, said),
             stderr_tail=process.output.tail(),
@@ -387,10 +336,13 @@ class LocalWorkers(Workers):
         found = []
         for local_rank, process in self._processes.items():
             said = read_failure_report(process.error_file)
-            if said.ends_process and said.at < before:
+            if said.ends_process and said.failed_at < before:
                 who = (local_rank, process.worker.rank, process.pid)
                 exit_ = WorkerExit(
-                    *who, returncode=said.code or 1, failed_at=said.at, is_still_exiting=True
+                    *who,
+                    returncode=said.exit_code or 1,
+                    failed_at=said.failed_at,
+                    is_still_exiting=True,
                 )
                 found.append(self._with_message(exit_, process, said))
         return min(found, key=lambda exit_: exit_.failed_at, default=None)
@@ -398,7 +350,7 @@ class LocalWorkers(Workers):
     def _with_message(
         self, found: WorkerExit, process: _Process, said: FailureReport
     ) -> WorkerExit:
-        message, traceback = said.texts
+        message, traceback = said.message_and_traceback
         # People find what is left of it there, unless that goes with us.
         stays = self._run_dir.kept or process.error_file.parent != process.folder
         return attrs.evolve(
@@ -406,7 +358,7 @@ class LocalWorkers(Workers):
             message=message,
             traceback=traceback,
             log_dir=str(process.error_file.parent) if stays else "",
-            error_file=str(process.error_file) if stays and said.wrote else "",
+            error_file=str(process.error_file) if stays and said.has_error_file else "",
             error_data=said.record,
         )
 
@@ -418,16 +370,16 @@ class LocalWorkers(Workers):
     supports_coordinated_stop = reports_heartbeats = True
 
     def regroupable_ranks(self) -> Collection[int]:
-        return self._channels.keepers()
+        return self._channels.regroupable_ranks()
 
     def leave_group(self) -> None:
-        self._channels.leave()
+        self._channels.leave_group()
 
     def has_group_failure(self) -> bool:
-        return self._channels.broken()
+        return self._channels.has_group_failure()
 
     def standby_ranks(self) -> Mapping[int, bool]:
-        return self._channels.spare()
+        return self._channels.standby_ranks()
 
     def notify(self, notice: StopNotice) -> bool:
         heard = self._channels.notify(notice)
@@ -435,19 +387,19 @@ class LocalWorkers(Workers):
         return heard
 
     def earliest_stop_call(self) -> int | None:
-        return self._channels.earliest_stop()
+        return self._channels.earliest_stop_call()
 
     def stop_at_call(self, call: int, notice: StopNotice) -> None:
-        self._channels.stop_at(call, notice)
+        self._channels.stop_at_call(call, notice)
 
     def heartbeats(self) -> Mapping[int, Heartbeat]:
-        return self._channels.beats()
+        return self._channels.heartbeats()
 
     def final_heartbeats(self) -> Mapping[int, Heartbeat]:
-        return self._channels.last_beats()
+        return self._channels.final_heartbeats()
 
     def dump_stacks(self, local_ranks: Collection[int], *, save: bool = False) -> Mapping[int, str]:
-        asked, processes = self._channels.dumpers(), dict(self._processes)
+        asked, processes = self._channels.stack_dumpers(), dict(self._processes)
         ours = {n: processes[n].pid for n in asked if n in processes and n in local_ranks}
         stacks = stack_dump.collect_stacks(
             {local: (pid, *asked[local]) for local, pid in ours.items()}
@@ -464,16 +416,16 @@ class LocalWorkers(Workers):
             for local_rank in local_ranks:
                 if local_rank in self._processes:
                     self._sent.add((local_rank, number))
-                    cleanup.signal_group(self._processes[local_rank].pid, number)
+                    signal_group(self._processes[local_rank].pid, number)
 
     def kill_and_wait(self) -> None:
         self.stop(list(self._processes), force=True)
-        deadline = monotonic() + REAP_SECONDS
+        deadline = monotonic() + KILL_TIMEOUT_S
         for local_rank, process in list(self._processes.items()):
-            if cleanup.wait_for_exit(process.pid, max(0.0, deadline - monotonic())):
+            if process.process.exited.wait(max(0.0, deadline - monotonic())):
                 self.reap(local_rank)
             else:
-                # The guardian has it listed, and goes on trying when we are gone.
+                # The supervisor continues to kill it when the agent has ended.
                 log.error("pid %d survived SIGKILL", process.pid)
                 del self._processes[local_rank]
 
@@ -482,20 +434,6 @@ class LocalWorkers(Workers):
         self._output_thread.close()
         self._channels.close_all()
         self.snapshot_dir.remove()
-        self._launcher.close()
         self._run_dir.remove()
-        self._cleanup_process.close()
-        self._loop.close(lambda: None)
-
-
-def _heed_children() -> None:
-    """Where SIGCHLD is ignored, which is inherited, the kernel tells nobody how a child ended."""
-    if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
-        return
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    except ValueError as error:
-        raise WorkerStartError(
-            "SIGCHLD is ignored in this process, so it cannot see its workers end, and only the "
-            "main thread can change that: set SIGCHLD to SIG_DFL there"
-        ) from error
+        self._supervisor.close()
+        self._loop.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, describe
 from ..held_folder import FolderLock, try_to_hold
-from .cleanup import CleanupProcess
+from .supervisor_client import SupervisorClient
 
 log = logging.getLogger("elasticlib.workers")
 
@@ -25,9 +25,9 @@ class RunDir:
     """
 
     def __init__(
-        self, cleanup_process: CleanupProcess, log_dir: str | None, run_id: str, *, kept: bool
+        self, supervisor: SupervisorClient, log_dir: str | None, run_id: str, *, kept: bool
     ) -> None:
-        self._cleanup_process = cleanup_process
+        self._supervisor = supervisor
         # The workers are told of it, and may go elsewhere.
         self._log_dir = None if log_dir is None else os.path.abspath(log_dir)
         self._run_id = run_id
@@ -41,7 +41,7 @@ class RunDir:
             made = self._make()
             self._path = Path(made)
             if not self.kept:
-                self._cleanup_process.add(made)
+                self._supervisor.add_directory(made)
         return self._path
 
     def _make(self) -> str:
@@ -81,7 +81,7 @@ class RunDir:
         """The run is over."""
         if self._path is not None and not self.kept:
             shutil.rmtree(self._path, ignore_errors=True)
-            self._cleanup_process.remove(str(self._path))
+            self._supervisor.remove_directory(str(self._path))
             self._path = None
 
 
@@ -97,8 +97,8 @@ class SnapshotDir:
     is removed meanwhile, as by a system that clears up after its users, it is made anew.
     """
 
-    def __init__(self, cleanup_process: CleanupProcess) -> None:
-        self._cleanup_process = cleanup_process
+    def __init__(self, supervisor: SupervisorClient) -> None:
+        self._supervisor = supervisor
         self._path: Path | None = None
         self._inode = 0
         self._lock: FolderLock | None = None
@@ -142,7 +142,7 @@ class SnapshotDir:
         if path is not None:
             shutil.rmtree(path, ignore_errors=True)
             self._let_go()
-            self._cleanup_process.remove(str(path))
+            self._supervisor.remove_directory(str(path))
 
     def _make(self, path: Path | None) -> Path:
         """At this path, where it was before, unless somebody else is there."""
@@ -155,12 +155,12 @@ class SnapshotDir:
             with contextlib.suppress(OSError):  # workers may make it anew as well
                 path.mkdir(0o700)
             if not _inode_of(path):
-                self._cleanup_process.remove(str(path))
+                self._supervisor.remove_directory(str(path))
                 path = None
         path = path or _made_in_memory()
         self._let_go()
         self._path, self._inode, self._lock = path, _inode_of(path), try_to_hold(path)
-        self._cleanup_process.add(str(path))
+        self._supervisor.add_directory(str(path))
         return path
 
     def _let_go(self) -> None:

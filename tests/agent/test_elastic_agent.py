@@ -30,7 +30,7 @@ from elasticlib.agent.options import AgentOptions
 from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.observe.event import Event
-from elasticlib.observe.journal import Journal, NodeJournal, View
+from elasticlib.observe.journal import EventListener, Journal, NodeJournal
 from elasticlib.rendezvous.interface import assign_ranks
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit
@@ -131,7 +131,7 @@ class Raises(Journal):
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def tell(
+    def record(
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
         del generation, rank, facts
@@ -147,7 +147,7 @@ class Keeps(Raises):
         super().__init__()
         self.facts: list[tuple[str, dict[str, Any]]] = []
 
-    def tell(
+    def record(
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
         del generation, rank
@@ -162,11 +162,11 @@ class StandsStill(Keeps):
         super().__init__()
         self.free = threading.Event()
 
-    def tell(
+    def record(
         self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
     ) -> None:
         self.free.wait(60)
-        super().tell(kind, generation=generation, rank=rank, **facts)
+        super().record(kind, generation=generation, rank=rank, **facts)
 
 
 def test_a_view_of_the_events_that_breaks_is_told_of_once_and_the_run_goes_on(
@@ -186,7 +186,7 @@ def test_all_that_a_view_is_to_hear_it_has_heard_when_the_run_is_over() -> None:
     with running(workers, journal=view) as run:
         workers.finish()
         run.result()
-        assert (view.told[0], view.told[-1]) == ("rendezvous.began", "run.ended")
+        assert (view.told[0], view.told[-1]) == ("rendezvous.started", "run.finished")
 
 
 def test_a_view_that_stands_still_holds_up_nothing() -> None:
@@ -232,7 +232,7 @@ def test_a_thread_that_a_handler_ends_ends_the_run_with_its_words() -> None:
     assert "SystemExit: the handler leaves" in result.reason
 
 
-class FaultyView(View):
+class FaultyView(EventListener):
     """Raises on the first event, or blocks until it is released."""
 
     def __init__(self, raises: bool) -> None:
@@ -240,7 +240,7 @@ class FaultyView(View):
         self.events: list[Event] = []
         self.released = threading.Event()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self.events.append(event)
         if self.raises:
             raise ZeroDivisionError("a view of mine")
@@ -252,7 +252,7 @@ def test_a_view_of_a_journal_that_raises_or_blocks_does_not_hold_up_the_run(
     raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers, view = OneWorker(), FaultyView(raises)
-    journal = NodeJournal("run", "n-1", views=[view])
+    journal = NodeJournal("run", "n-1", listeners=[view])
     with running(workers, journal=journal) as run:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
@@ -293,11 +293,11 @@ def test_the_last_step_of_each_generation_is_told_before_the_next() -> None:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
     told = [(kind, facts["step"]) for kind, facts in view.facts if "step" in facts]
-    begun, steps = "training.began", "steps"
+    begun, steps = "training.started", "progress"
     assert told == [(begun, 1), (steps, 10), (begun, 11), (steps, 20)]
-    joins = [n for n, kind in enumerate(view.told) if kind == "rendezvous.began"]
-    assert view.told.index("steps") < joins[1], "of the first generation, before its end is told"
-    assert view.told[-2:] == ["steps", "run.ended"]
+    joins = [n for n, kind in enumerate(view.told) if kind == "rendezvous.started"]
+    assert view.told.index("progress") < joins[1], "of the first generation, before its end is told"
+    assert view.told[-2:] == ["progress", "run.finished"]
 
 
 @pytest.mark.parametrize("attached", [False, True])
@@ -341,7 +341,7 @@ def test_steps_that_cannot_be_looked_at_are_told_of_and_end_nothing(
     with running(workers, journal=view) as run:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
-    assert view.told[-1] == "run.ended"
+    assert view.told[-1] == "run.finished"
     assert "cannot read the workers" in caplog.text
 
 
@@ -498,7 +498,9 @@ def test_a_node_that_is_told_to_leave_while_the_job_changes_its_size_drains() ->
         result = run.result()
     assert result.state is WorkerState.DRAINED
     assert workers.notices == ["resize", "preempted"]
-    assert [facts["seconds"] < 300 for kind, facts in view.facts if kind == "stopped"] == [True]
+    assert [facts["duration_seconds"] < 300 for kind, facts in view.facts if kind == "stopped"] == [
+        True
+    ]
 
 
 def test_that_nodes_come_on_purpose_is_told_apart_from_a_failure() -> None:
@@ -513,7 +515,7 @@ def test_that_nodes_come_on_purpose_is_told_apart_from_a_failure() -> None:
         wait_until("the third", lambda: workers.starts == 3)
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
-    planned = [facts["planned"] for kind, facts in view.facts if kind == "rendezvous.began"]
+    planned = [facts["is_planned"] for kind, facts in view.facts if kind == "rendezvous.started"]
     assert planned == [False, True, False]
 
 

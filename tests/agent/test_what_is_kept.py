@@ -54,7 +54,7 @@ def test_what_is_in_memory_is_kept_unless_the_job_is_done(state: WorkerState, ke
             workers.finish(int(state is WorkerState.FAILED))
         assert run.result().state is state
     assert memory.told == [1, keep]
-    assert journal.story.sums().saved == (7 if keep else None), "it is in the summary"
+    assert journal.aggregate.status.checkpoint_step == (7 if keep else None), "it is in the summary"
 
 
 class Hangs(Kept):

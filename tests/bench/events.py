@@ -31,7 +31,7 @@ from pathlib import Path
 import attrs
 from figures import Row, Samples, run
 
-from elasticlib.observe.journal import FILE, NodeJournal
+from elasticlib.observe.journal import EVENTS_FILE, NodeJournal
 from elasticlib.testing.waiting import wait_until
 
 ROUND = 1000
@@ -53,7 +53,7 @@ while not (folder / "finish").exists():
 
 def one_tell(journal: NodeJournal) -> float:
     began = time.perf_counter()
-    journal.tell("worker.began", generation=1, rank=0, local_rank=0, name="pid 12345")
+    journal.record("worker.started", generation=1, rank=0, local_rank=0, name="pid 12345")
     return time.perf_counter() - began
 
 
@@ -65,14 +65,16 @@ def telling(repeat: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(repeat):
             cpu = time.process_time()
-            with contextlib.closing(NodeJournal("job", "node", Path(folder) / FILE)) as journal:
+            with contextlib.closing(
+                NodeJournal("job", "node", Path(folder) / EVENTS_FILE)
+            ) as journal:
                 mine.append(sum(one_tell(journal) for _ in range(ROUND)) / ROUND)
             used.append((time.process_time() - cpu) / ROUND)
             began = time.perf_counter()
             for _ in range(ROUND):
-                record(Event("worker.began", EventSource.AGENT, int(time.time()), facts))
+                record(Event("worker.started", EventSource.AGENT, int(time.time()), facts))
             theirs.append((time.perf_counter() - began) / ROUND)
-        kept = (Path(folder) / FILE).read_bytes().count(b"\n")
+        kept = (Path(folder) / EVENTS_FILE).read_bytes().count(b"\n")
     assert kept == ROUND * repeat, f"{kept} events are in the file"
     both = (Samples("s", mine), Samples("s", theirs))
     yield Row("tell", "one `tell`", *both, "torch's `record`, which writes nothing")
@@ -100,7 +102,7 @@ def held(repeat: int, tells: int) -> Iterator[Row]:
         fifo = folder / "fifo"
         os.mkfifo(fifo)
         for key, path, where in (
-            ("works", folder / FILE, "the disk works"),
+            ("works", folder / EVENTS_FILE, "the disk works"),
             ("hangs", fifo, "the file never answers"),
             ("full", Path("/dev/full"), "the device is full"),
         ):
@@ -131,7 +133,7 @@ def run_agent(folder: Path, events: bool, rest: float, rests: int, told: Connect
     result = run_node(config, entrypoint, on_start=lambda _: watcher.start())
     assert result.exit_code == 0, result.reason
     # In the logs and, as a link, in the record of the run.
-    assert len([*folder.rglob(FILE)]) == 2 * events
+    assert len([*folder.rglob(EVENTS_FILE)]) == 2 * events
 
 
 def shares_of_rest(folder: Path, rest: float, rests: int) -> list[list[float]]:

@@ -123,20 +123,20 @@ class Job:
     @staticmethod
     def lose(agent: subprocess.Popen[bytes]) -> None:
         """SIGKILL to an agent and its workers, and to whatever else descends from it but our
-        guardian, which removes the files of a killed agent."""
+        supervisor process, which removes the files of a killed agent."""
         below = [agent.pid]
         for pid in below:
             with suppress(OSError):
-                below += [child for child in children(pid) if not _is_guardian(child)]
-        for pid in below:
+                below += children(pid)
+        for pid in [pid for pid in below if not _is_supervisor(pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         agent.wait()
 
 
-def _is_guardian(pid: int) -> bool:
+def _is_supervisor(pid: int) -> bool:
     try:
-        return b"elasticlib.workers.cleanup" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"elasticlib.workers.supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -112,7 +112,9 @@ def at_rest(times: Times, seconds: float, launcher: str) -> None:
         running.start("--standalone", "--nproc-per-node=2", args=("once",))
         workers = {place["pid"] for place in running.up(2)}
         agent = running.agents[0].pid
-        serving = [agent, *(pid for pid in children(agent) if pid not in workers)]
+        serving = [agent]
+        for pid in serving:
+            serving += [child for child in children(pid) if child not in workers]
         # What a start leaves to do is over by then: the fork server has begun to rest, and imported
         # what it keeps for later workers.
         time.sleep(6.0)

@@ -26,7 +26,7 @@ from processes import marked
 
 PATIENCE = 20.0
 """Seconds for a program that is interrupted, which kills its jobs and removes their files, and for
-the guardians of jobs that were killed."""
+the supervisor processes of jobs that were killed."""
 BUILD = HERE.parent.parent / "build"
 """On the disk of this checkout, which the system's temporary folder need not be on."""
 TAG = "ELASTICLIB_BENCH_TAG"

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.restore import DiskSource, restore_from
+from elasticlib.errors import CheckpointError, StateMismatchError
 
 MeshSizes = tuple[int, ...]
 """Sizes of a mesh. If there are two, the first dimension replicates and the second shards."""
@@ -98,9 +99,34 @@ def snapshot_stages(folder: Path) -> None:
         assert manager.snapshot(4, make_stage(float(dist.get_rank() // 2)))
 
 
-def make_stage(value: float) -> dict[str, Any]:
+def make_stage(value: float, *, has_own_name: bool = False) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("pp", "dp"))
-    return {"w": distribute_tensor(torch.full((4,), value), mesh["dp"], [Shard(0)])}
+    name = f"w{dist.get_rank() // 2}" if has_own_name else "w"
+    return {"w": {name: distribute_tensor(torch.full((4,), value), mesh["dp"], [Shard(0)])}}
+
+
+def save_stages(folder: Path, has_own_name: bool) -> str:
+    """Save the stages of a pipeline on disk, and return the error of loading them."""
+    state = make_stage(float(dist.get_rank() // 2), has_own_name=has_own_name)
+    with CheckpointManager(folder) as manager:
+        manager.save(1, state).wait()
+        try:
+            manager.load()
+        except StateMismatchError as error:
+            return str(error)
+    return ""
+
+
+def restore_saved_stages(folder: Path, has_own_name: bool) -> tuple[list[float], str]:
+    """Return the values of this rank, and the error of restoring them."""
+    state, message = make_stage(-1.0, has_own_name=has_own_name), ""
+    with CheckpointManager(folder) as manager:
+        try:
+            manager.restore(state)
+        except (CheckpointError, StateMismatchError) as error:
+            message = str(error)
+    [tensor] = state["w"].values()
+    return tensor.to_local().tolist(), message
 
 
 def restore_stages(folder: Path, nodes: list[int], attempt: int) -> dict[str, Any]:
@@ -110,7 +136,7 @@ def restore_stages(folder: Path, nodes: list[int], attempt: int) -> dict[str, An
     return {
         "step": result.step,
         "skipped": result.skipped,
-        "values": state["w"].to_local().tolist(),
+        "values": state["w"]["w"].to_local().tolist(),
     }
 
 

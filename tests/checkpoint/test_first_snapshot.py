@@ -104,9 +104,8 @@ def test_restore_from_memory_prepares_the_next_snapshot(
 
 
 def idle(manager: CheckpointManager) -> bool:
-    """Whether what is done behind the training is done, as far as pages go."""
-    (slots,) = [manager._snapshots._slots._files] if manager._snapshots else [[]]
-    return all(one.reserved == len(one.memory) for one in slots)
+    """Return whether no memory is being prepared."""
+    return manager._snapshots is None or not manager._snapshots._allocator._working.is_running
 
 
 def test_restore_from_a_disk_prepares_the_next_snapshot(
@@ -116,7 +115,7 @@ def test_restore_from_a_disk_prepares_the_next_snapshot(
     with CheckpointManager(tmp_path / "disk") as manager:
         train(state, 1)
         manager.save(1, state).wait()
-        assert resident(generation_memory) == {}
+    assert resident(generation_memory) == {}
     state = made()
     with CheckpointManager(tmp_path / "disk") as manager:
         assert manager.restore(state).source == "disk"
@@ -132,18 +131,21 @@ def saved(folder: Path) -> dict[str, Any]:
     return state
 
 
-def test_a_job_that_saves_without_snapshots_gets_the_memory_back(
+def test_a_save_after_a_restore_is_copied_to_the_memory_that_was_prepared(
     tmp_path: Path, generation_memory: Path
 ) -> None:
     state = saved(tmp_path / "disk")
     with CheckpointManager(tmp_path / "disk") as manager:
         manager.restore(state)
-        wait_until("its slot", lambda: resident(generation_memory))
-        manager.save(2, state).wait()
-        assert [*generation_memory.iterdir()] == []
-        assert manager.snapshot(3, state), "it may change its mind"
-        manager.save(3, state).wait()
-        assert len(snapshot_slots.list_snapshots(generation_memory.parent)) == 1
+        wait_until("its slot", lambda: resident(generation_memory) and idle(manager))
+        before = resident(generation_memory)
+        for step in (2, 3):
+            manager.save(step, state).wait()
+        assert resident(generation_memory) == before, "no other memory was used"
+        assert not snapshot_slots.list_snapshots(generation_memory.parent)
+        assert manager.snapshot(4, state)
+        assert size_of_the_newest(generation_memory)[0] in before
+    assert len([*generation_memory.iterdir()]) == 1, "only the snapshot stays"
 
 
 def test_a_manager_that_is_closed_or_dies_before_its_first_snapshot_leaves_no_memory(

@@ -29,7 +29,7 @@ SNAPSHOTS = (
     "checkpoint/snapshot_source.py",
     "checkpoint/snapshot_slots.py",
 )
-REJECTED = "another call is still copying"
+REJECTED = "is still copying a state"
 
 
 def state_of(step: int, size: int = 100) -> dict[str, Any]:
@@ -120,10 +120,10 @@ def open_slots(folder: Path) -> list[str]:
 
 def test_slot_whose_creation_was_interrupted_at_its_end_is_not_used_again(kept: Path) -> None:
     slots = snapshot_slots.SnapshotSlots(kept / "1")
-    slots._files = _InterruptedList()
+    slots._slots = _InterruptedList()
     with pytest.raises(KeyboardInterrupt):
         write_slot(slots, 1)
-    slots._files = [*slots._files]
+    slots._slots = [*slots._slots]
     write_slot(slots, 2)
     assert [ref.header.step for ref in snapshot_slots.list_snapshots(kept)] == [2]
     slots.close()
@@ -133,11 +133,11 @@ def test_slot_that_was_dropped_when_a_signal_arrived_keeps_no_memory(kept: Path)
     slots = snapshot_slots.SnapshotSlots(kept / "1")
     write_slot(slots, 1)
     write_slot(slots, 2)
-    slots._files = _InterruptedList(slots._files)
+    slots._slots = _InterruptedList(slots._slots)
     with pytest.raises(KeyboardInterrupt):
         write_slot(slots, 3, size=10_000)
     assert not [name for name in open_slots(kept) if name.endswith("(deleted)")]
-    slots._files = [*slots._files]
+    slots._slots = [*slots._slots]
     write_slot(slots, 4, size=10_000)
     slots.close()
     assert not open_slots(kept)
@@ -194,7 +194,7 @@ def test_a_signal_handler_at_any_line_gets_an_error_at_worst(
         snapshot_slots.remove_snapshots(kept, snapshot_slots.list_snapshots(kept))
     assert len(interrupter.where) > 50
     assert all(REJECTED in error for error in errors)
-    assert bool(errors) == (act is not save)
+    assert errors
 
 
 def keep_unless_closed(manager: CheckpointManager) -> None:
@@ -227,9 +227,11 @@ def test_a_second_thread_is_rejected_while_one_copies(tmp_path: Path, kept: Path
         thread = threading.Thread(target=lambda: manager.snapshot(1, state))
         thread.start()
         assert part.asked.wait(60)
-        with pytest.raises(CheckpointError, match=f"step 2 is not kept: {REJECTED}"):
-            manager.snapshot(2, state_of(2))
-        manager.save(2, state_of(2)).wait()
+        for call, result in ((manager.snapshot, "kept"), (manager.save, "saved")):
+            with pytest.raises(
+                CheckpointError, match=f"step 2 (is|was) not {result}: .*{REJECTED}"
+            ):
+                call(2, state_of(2))
         part.gate.set()
         thread.join(60)
         assert newest_step(kept) == 1

@@ -12,7 +12,9 @@ from sharded_memory import (
     LARGE_STATE_BYTES,
     restore,
     restore_large,
+    restore_saved_stages,
     restore_stages,
+    save_stages,
     snapshot,
     snapshot_stages,
     store_large,
@@ -88,9 +90,22 @@ def test_tensors_of_one_name_in_two_pipeline_stages_are_never_confused(
     assert (common(results, "step"), results[0]["values"]) == (0, [-1.0] * 2)
     [reason] = common(results, "skipped")
     assert reason == (
-        "step 4 (memory) has w on several meshes, possibly as different tensors: only 4 ranks with "
-        "all parts can restore it"
+        "step 4 (memory) has w/w on several meshes, possibly as different tensors: only 4 ranks "
+        "can restore it"
     )
+
+
+@pytest.mark.parametrize("has_own_name", [False, True])
+def test_pipeline_stages_on_disk_are_restored_or_rejected(
+    ranks: Ranks, tmp_path: Path, has_own_name: bool
+) -> None:
+    errors = ranks.run(save_stages, 4, tmp_path, has_own_name)
+    assert all("not the same tensor on all ranks" in error for error in errors)
+    results = ranks.run(restore_saved_stages, 4, tmp_path, has_own_name)
+    assert results == [([0.0] * 2, ""), ([0.0] * 2, ""), ([1.0] * 2, ""), ([1.0] * 2, "")]
+    # Another number of ranks cannot know which stage a tensor belongs to.
+    results = ranks.run(restore_saved_stages, 6, tmp_path, has_own_name)
+    assert all(error for _, error in results)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from jobs import WITHOUT_TORCH, Job, Node, alive, generation_of
-from processes import children
+from processes import supervisor_of
 
 from elasticlib.testing.waiting import wait_until
 
@@ -144,17 +143,18 @@ def test_workers_restart_without_snapshots_where_shared_memory_is_full(job: Job)
 
 ASKS_FOR_MEMORY = """
 import logging, tempfile
-from elasticlib.workers.cleanup import CleanupProcess
+from elasticlib.workers.event_loop import EventLoop
 from elasticlib.workers.run_dirs import SnapshotDir
+from elasticlib.workers.supervisor_client import SupervisorClient
 
 logging.basicConfig()
 tempfile.tempdir = "/nowhere"
-memory = SnapshotDir(guardian := CleanupProcess())
+memory = SnapshotDir(supervisor := SupervisorClient(EventLoop()))
 for path in range(31):
     open(f"/dev/shm/{path}", "w").close()
 print([memory.attempt_dir(0), memory.attempt_dir(1)])
 memory.remove()
-guardian.close()
+supervisor.close()
 """
 
 
@@ -168,34 +168,19 @@ def test_there_is_no_memory_for_snapshots_where_no_folder_can_be_made() -> None:
     assert done.stderr.count("workers keep no snapshots") == 1
 
 
-def guardian_of(agent: int, worker: int) -> int:
-    """The agent's other child, which clears up after it; 0 while it has none that has begun."""
-    for pid in children(agent):
-        if pid != worker and alive(pid) and command_of(pid) not in (b"", command_of(agent)):
-            return pid
-    return 0
-
-
-def command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def test_a_killed_guardian_is_replaced_and_the_next_clears_up_after_its_agent(job: Job) -> None:
-    flags = ("--standalone", "--max-restarts", "1")
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_killed_supervisor_is_a_failure_of_its_workers_and_the_next_one_cleans_up(
+    job: Job, method: str
+) -> None:
+    flags = ("--standalone", "--max-restarts", "3", f"--start-method={method}")
     node = job.run("a", *flags, worker=("child",), PYTHONPATH=WITHOUT_TORCH)
     (place,) = job.settled(1)
     for _ in range(3):
-        killed = wait_until("a guardian", lambda: guardian_of(node.pid, place["pid"]))
-        os.kill(killed, signal.SIGKILL)
-        wait_until(
-            "another", lambda old=killed: guardian_of(node.pid, place["pid"]) not in (0, old)
-        )
-    # The next worker is started when the last guardian has been told of all before it.
-    os.kill(place["pid"], signal.SIGKILL)
-    (place,) = job.settled(1, after=generation_of([place]))
+        os.kill(supervisor_of(node.pid), signal.SIGKILL)
+        earlier = place
+        (place,) = job.settled(1, after=generation_of([place]))
+        assert not alive(earlier["pid"])
+        assert not alive(earlier["child"])
     node.kill()
     # And nothing of it is left in the folder for temporary files, or in shared memory.
     job.gone()
@@ -220,7 +205,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("end", ["closes", "is killed"])
-def test_a_fork_that_holds_the_pipe_keeps_no_guardian_waiting(job: Job, end: str) -> None:
+def test_a_fork_that_holds_the_pipe_keeps_no_supervisor_waiting(job: Job, end: str) -> None:
     folder = job.folder / "a folder\nof two lines"
     folder.mkdir()
     host = job.start("host", sys.executable, "-c", HOST, end, TMPDIR=str(folder))

@@ -220,7 +220,7 @@ def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) ->
     again = job.start("again", *LAUNCH, *place, *run.script)
     assert again.exit_code() == 0, again.text
     weights_of(again, run.steps)
-    ((state,),) = [[e for e in events if e.kind == "restored"] for events in job.events()]
+    ((state,),) = [[e for e in events if e.kind == "state.restored"] for events in job.events()]
     assert (state.facts["source"], state.facts["step"]) == ("disk", kept)
     told = survey(run.trace)  # of both launches, in each of which generations count from 1
     assert told.exactly_once(SAMPLES)
@@ -229,7 +229,12 @@ def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) ->
 
 def sources(job: Job) -> set[str]:
     """Whence the nodes of the disturbed run say that they took up a state."""
-    told = [event for events in job.events("storm") for event in events if event.kind == "restored"]
+    told = [
+        event
+        for events in job.events("storm")
+        for event in events
+        if event.kind == "state.restored"
+    ]
     return {event.facts["source"] for event in told}
 
 

@@ -28,7 +28,7 @@ def at_work(job: Job, *arguments: str) -> dict[str, Any]:
     def look() -> dict[str, Any] | None:
         found = job.status(*arguments)
         begun = sum(len(node["workers"]) for node in found["nodes"])
-        return found if begun == found["world"] else None
+        return found if begun == found["world_size"] else None
 
     return wait_until("all workers in the status", look)
 
@@ -52,7 +52,7 @@ def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
     place = ("--rdzv-backend", backend, endpoint)
     found = at_work(job, *place)
     assert (found["run"], found["state"], found["source"]) == ("the job", "RUNNING", "nodes")
-    assert (found["generation"], found["world"], found["max_restarts"]) == (1, 2, 2)
+    assert (found["generation"], found["world_size"], found["max_restarts"]) == (1, 2, 2)
     assert [node["rank"] for node in found["nodes"]] == [0, 1]
     assert {node["pid"] for node in found["nodes"]} == {node.pid for node in nodes}
     assert {w["name"] for n in found["nodes"] for w in n["workers"]} == {
@@ -60,13 +60,13 @@ def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
     }
     # By the job's name, as this machine remembers it, and its steps go on.
     again = wait_until("steps", lambda: _past(found["step"] or 0, job.status("the job")))
-    assert again["per_second"] > 0
+    assert again["steps_per_second"] > 0
     if backend == "tcp":
         # Nobody is asked: its last status is there, and grows old.
         os.kill(nodes[1].pid, signal.SIGSTOP)
         still = wait_until("its status to be old", lambda: _older_than(3.0, nodes[1].pid, job))
         assert still["state"] == "RUNNING"
-        assert all(node["answers"] and node["workers"] for node in still["nodes"])
+        assert all(node["reporting"] and node["workers"] for node in still["nodes"])
         os.kill(nodes[1].pid, signal.SIGCONT)
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
@@ -76,12 +76,12 @@ def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
 
 def _older_than(seconds: float, pid: int, job: Job) -> dict[str, Any] | None:
     found = job.status("the job")
-    (age,) = (node["age"] for node in found["nodes"] if node["pid"] == pid)
+    (age,) = (node["age_seconds"] for node in found["nodes"] if node["pid"] == pid)
     return found if age > seconds else None
 
 
 def _past(step: int, found: dict[str, Any]) -> dict[str, Any] | None:
-    return found if (found["step"] or 0) > step and found["per_second"] else None
+    return found if (found["step"] or 0) > step and found["steps_per_second"] else None
 
 
 def test_a_job_is_seen_waiting_restarting_and_failed(job: Job) -> None:
@@ -169,7 +169,7 @@ def test_stacks_of_ranks_that_sleep_in_python_and_in_c_and_of_one_that_is_stoppe
     )
     worker = int(at_work(job)["nodes"][0]["workers"][3]["name"].split()[1])
     os.kill(worker, signal.SIGSTOP)
-    silent = "rank 3 wrote nothing within a second"
+    silent = "rank 3 returned no stack within 1 s"
     absent = "no node that answered has a worker of rank 9"
     shown = stacks(job, "rank 2:", silent, absent, ranks=("-r", "2-3,9"))
     assert "in deep" not in shown

@@ -30,8 +30,8 @@ def test_a2_a_second_node_joins_and_both_are_one_world(job: Job) -> None:
     job.finish()
     assert (first.exit_code(), second.exit_code()) == (0, 0)
     # The first was left to train until the last call was over.
-    told = [{event.kind: event.at for event in events} for events in job.events()]
-    assert told[0]["stopping"] - told[1]["rendezvous.began"] >= 0.5
+    told = [{event.kind: event.monotonic for event in events} for events in job.events()]
+    assert told[0]["stopping"] - told[1]["rendezvous.started"] >= 0.5
 
 
 def test_a3_survivors_of_rank_0_share_one_generation_and_master(job: Job) -> None:

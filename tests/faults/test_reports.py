@@ -50,7 +50,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
 def test_a13_every_node_ends_with_the_traceback_of_the_one_that_failed(told: Told) -> None:
     for node in told.nodes:
         lines = node.text.splitlines()
-        (begin,) = (i for i, line in enumerate(lines) if "elasticrun: first failure of" in line)
+        (begin,) = (i for i, line in enumerate(lines) if "elasticrun: root cause in" in line)
         shown = "\n".join(lines[begin:])
         assert "worker of rank 2" in lines[begin + 1]
         assert 'train(float("nan"))' in shown
@@ -88,7 +88,7 @@ def test_the_last_words_of_a_program_that_is_not_pythons_are_its_cause(job: Job)
     assert end[0].endswith("terminate called after: boom: what():  no room")
     assert "was killed by SIGABRT (not sent by this agent)" in end[0]
     ((*_, over),) = job.events()
-    assert over.facts["cause"]["what"] in end[0]
+    assert over.facts["root_cause"]["what"] in end[0]
     assert end[1:4] == [
         "  the last lines of its stderr:",
         "    terminate called after: boom",

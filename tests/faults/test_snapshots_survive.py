@@ -65,7 +65,7 @@ def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drai
     manager = CheckpointManager(job.folder / "disk")
     (written,) = manager.steps()
     assert written in {begun, done}
-    agent.says(f"last checkpoint of step {written}")
+    agent.says(f"last checkpoint: step {written}")
     state = manager.load()
     assert (state["step"], set(state["numbers"].tolist())) == (written, {float(written)})
     assert len(state["numbers"]) == 1 << 21

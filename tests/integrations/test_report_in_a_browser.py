@@ -209,9 +209,9 @@ def test_what_others_wrote_does_nothing(browser: Browser, tmp_path: Path) -> Non
     """Text that would be a script, a link, an end of an element or a direction is only text."""
     evil = "</title></style><img src=x onerror='window.done=1'><script>window.done=1</script>\u202e"
     history = histories.eventful()
-    marks = tuple(attrs.evolve(mark, words=evil) for mark in history.marks)
+    marks = tuple(attrs.evolve(mark, text=evil) for mark in history.timeline)
     nodes = tuple(
-        attrs.evolve(node, host=evil, folder=evil, settings={evil: evil}, versions={evil: evil})
+        attrs.evolve(node, host=evil, log_dir=evil, settings={evil: evil}, versions={evil: evil})
         for node in history.nodes
     )
     made = tuple(attrs.evolve(one, cause=evil) for one in history.generations)
@@ -219,7 +219,7 @@ def test_what_others_wrote_does_nothing(browser: Browser, tmp_path: Path) -> Non
         history,
         run=evil,
         reason=evil,
-        marks=marks,
+        timeline=marks,
         nodes=nodes,
         generations=made,
         cause={"x": evil},

@@ -139,7 +139,7 @@ def test_a_script_that_saves_and_does_not_restore_is_told_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, restores: bool
 ) -> None:
     elastic_launch(LaunchConfig(max_restarts=1), save_two_steps)(str(tmp_path), restores)
-    hint = "training began again at step 1, and step 2 had been saved: does the script call"
+    hint = "training restarted at step 1 although step 2 was saved; does the script call"
     assert (hint in caplog.text) is not restores
 
 

@@ -11,14 +11,14 @@ import pytest
 
 from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.observed import open_journal
-from elasticlib.observe.runs import NEW, runs_folder
+from elasticlib.observe.runs import UNFINISHED_PREFIX, runs_dir
 
 
 def test_a_launch_clears_up_what_an_earlier_one_left_unfinished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = runs_folder() / f"{NEW}left"
+    left = runs_dir() / f"{UNFINISHED_PREFIX}left"
     left.mkdir(parents=True)
     left.parent.chmod(0o700)
     os.utime(left, (0, 0))

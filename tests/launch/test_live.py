@@ -10,7 +10,7 @@ from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.launch.observed import answering, stacks_of
 from elasticlib.launch.rendezvous_setup import open_rendezvous
 from elasticlib.observe.journal import NodeJournal
-from elasticlib.observe.published import StatusReader
+from elasticlib.observe.node_status import StatusReader
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.interface import Heartbeat
 
@@ -27,13 +27,13 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
         get_worker_group=lambda: SimpleNamespace(workers=workers),
         workers=SimpleNamespace(
             running=lambda: {local: f"pid {local}" for local in range(4)},
-            dump_stacks=dump,
-            heartbeats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
+            dump_stacks_of=dump,
+            heartheartbeats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
         ),
     )
     found = stacks_of(agent)(frozenset({5, 6, 9}))
     assert asked == [{1, 2}]
-    assert (found.texts, found.silent, found.mute) == ({5: "of 1"}, (6,), {})
+    assert (found.texts, found.unresponsive_ranks, found.unsupported) == ({5: "of 1"}, (6,), {})
 
 
 def test_a_node_says_since_when_the_store_has_its_word() -> None:
@@ -51,4 +51,4 @@ def test_a_node_says_since_when_the_store_has_its_word() -> None:
         store, run_id = meeting.store, meeting.run_id
         wait_until("its status", lambda: StatusReader(store, run_id).read())
         (published,) = StatusReader(store, run_id).read().values()
-    assert published.heard is not None
+    assert published.store_contact_age_seconds is not None

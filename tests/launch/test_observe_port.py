@@ -22,7 +22,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.launch_config import health_port
 from elasticlib.launch.observed import Observed
-from elasticlib.observe.status import FIELDS
+from elasticlib.observe.job_status import FIELDS
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
@@ -79,14 +79,15 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
     wait_until("steps to be shown", lambda: shows("elasticlib_worker_step", 5, 'rank="1"'))
     # It has grown smaller by more than nothing only if the agent's loop has answered.
     wait_until(
-        "the loop to be seen turning", lambda: not shows("elasticlib_loop_silent_seconds", 0.3)
+        "the loop to be seen turning",
+        lambda: not shows("elasticlib_agent_loop_blocked_seconds", 0.3),
     )
     assert get(address, "/healthz") == (200, "RUNNING\n")
     (job.folder / "fail.1").touch()
     wait_until("the restart to be shown", lambda: shows("elasticlib_restarts_total", 1))
     _, text = get(address, "/metrics")
     assert metric(text, "elasticlib_failures_total", 'kind="ordinary"') == 1
-    assert metric(text, "elasticlib_restarts_left") == 0
+    assert metric(text, "elasticlib_restarts_remaining") == 0
     assert metric(text, "elasticlib_recovery_seconds_count", 'until="started"') == 1
     assert metric(text, "elasticlib_generation") == 2
 
@@ -101,9 +102,9 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
     )
     said = status()
     assert said.keys() == FIELDS.keys()
-    assert (said["v"], said["state"]) == (2, "RUNNING")
+    assert (said["version"], said["state"]) == (3, "RUNNING")
     (node,) = said["nodes"]
-    assert (node["healthy"], node["health"], node["pid"]) == (True, "RUNNING", agent.pid)
+    assert (node["healthy"], node["health_message"], node["pid"]) == (True, "RUNNING", agent.pid)
     job.finish()
     assert agent.exit_code() == 0
 
@@ -123,7 +124,7 @@ def test_an_agent_whose_loop_is_stuck_is_not_well_until_it_turns_again(job: Job)
     wait_until("the workers", lambda: get(address, "/healthz") == (200, "RUNNING\n"))
     (job.folder / "fail.1").touch()
     wait_until("a probe to fail", lambda: get(address, "/healthz")[0] == 503)
-    assert "the agent's loop has not turned for" in get(address, "/healthz")[1]
+    assert "the agent's event loop has been blocked for" in get(address, "/healthz")[1]
     gate.write_text("go on")
     wait_until("the restarted workers", lambda: get(address, "/healthz") == (200, "RUNNING\n"))
     job.finish()
@@ -178,7 +179,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize("text", ["65536", "x", "a:b", ":80", "1.2.3.4", "-1", "٣"])
 def test_what_is_no_port_is_refused_by_name(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^observe_port is \[HOST:\]PORT"):
+    with pytest.raises(ConfigError, match=r"--observe-port must be \[HOST:\]PORT"):
         LaunchConfig(observe_port=text)
     with pytest.raises(ConfigError, match=r"TORCHELASTIC_HEALTH_CHECK_PORT is \[HOST:\]PORT"):
         health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": text})

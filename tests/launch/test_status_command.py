@@ -21,13 +21,10 @@ from elasticlib.launch import live_commands
 from elasticlib.launch.cli import main
 from elasticlib.launch.cli_output import CLEAR_SCREEN
 from elasticlib.launch.live_commands import JobReader, _watch
+from elasticlib.observe.aggregate import NodeStatus
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.history import JobState
-from elasticlib.observe.published import Published, beside
-from elasticlib.observe.published import encode as encode_status
-from elasticlib.observe.runs import RunRecord
-from elasticlib.observe.stacks import LONGEST_QUESTION, Question, encode_question
-from elasticlib.observe.status import (
+from elasticlib.observe.job_status import (
     EXIT_CODES,
     FIELDS,
     NODE_FIELDS,
@@ -35,14 +32,17 @@ from elasticlib.observe.status import (
     NodeEntry,
     status_of,
 )
-from elasticlib.observe.story import NodeStatus
+from elasticlib.observe.node_status import NodeReport, observer_prefix
+from elasticlib.observe.node_status import encode as encode_status
+from elasticlib.observe.runs import RunRegistration
+from elasticlib.observe.stack_query import MAX_QUERY_BYTES, StackQuery, encode_query
 from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.rendezvous.store_layout import encode as encode_node
 from elasticlib.stores.file_store import FileStore
 from elasticlib.workers.output_plan import MAX_NAMED_RANKS, parse_ranks
 
-GENERATION = {"node_rank": 0, "nodes": 1, "world": 1, "restarts": 0, "max_restarts": 2}
+GENERATION = {"node_rank": 0, "node_count": 1, "world_size": 1, "restarts": 0, "max_restarts": 2}
 
 
 def written(folder: Path, *more: tuple[str, dict[str, Any]], **settings: str) -> str:
@@ -50,10 +50,10 @@ def written(folder: Path, *more: tuple[str, dict[str, Any]], **settings: str) ->
     settings = {"rdzv_backend": "tcp", **settings}
     began = {"host": "h", "pid": 1, "slots": 1, "settings": settings}
     kinds = (
-        ("run.began", began),
-        ("generation.began", {**GENERATION, "cause": "the job starts"}),
-        ("worker.began", {"rank": 0, "local_rank": 0, "name": "pid 2"}),
-        ("saved", {"step": 40}),
+        ("run.started", began),
+        ("generation.started", {**GENERATION, "reason": "the job starts"}),
+        ("worker.started", {"rank": 0, "local_rank": 0, "name": "pid 2"}),
+        ("checkpoint.saved", {"step": 40}),
         *more,
     )
     lines = []
@@ -62,12 +62,12 @@ def written(folder: Path, *more: tuple[str, dict[str, Any]], **settings: str) ->
         number = int(at > 0)
         event = Event(kind, "job", "n1", number, wall() - 60, float(at), facts.get("rank"), rest)
         lines.append(encode(event))
-    (folder / "events.jsonl").write_bytes(b"".join(lines) + b'{"v":1,"kin')
+    (folder / "events.jsonl").write_bytes(b"".join(lines) + b'{"version":2,"kin')
     return str(folder)
 
 
 TOLD = r"job: FAILED, 1 min( \d+ s)? ago"
-ENDED = ("run.ended", {"state": "failed", "reason": "rank 0 raised", "exit_code": 1})
+ENDED = ("run.finished", {"state": "failed", "reason": "rank 0 raised", "exit_code": 1})
 
 
 @pytest.mark.parametrize("watch", [[], ["--watch"]])
@@ -78,7 +78,7 @@ def test_result_of_a_run_that_is_over_is_told_with_the_way_to_its_report(
     said = capsys.readouterr()
     assert said.err == ""
     assert re.search(TOLD, said.out)
-    assert "why: rank 0 raised" in said.out
+    assert "reason: rank 0 raised" in said.out
     assert f"more: elasticlib report {tmp_path}\n" in said.out
 
 
@@ -98,7 +98,9 @@ def test_events_that_cannot_be_are_passed_over(
     folder = Path(written(tmp_path, ENDED))
     path, text = folder / "events.jsonl", (folder / "events.jsonl").read_bytes()
     line = text.splitlines()[0] + b"\n"
-    far = line.replace(b'"at":0.0', b'"at":-1e999').replace(b'"wall":', b'"wall":-1e999, "w":')
+    far = line.replace(b'"monotonic":0.0', b'"monotonic":-1e999').replace(
+        b'"timestamp":', b'"timestamp":-1e999, "w":'
+    )
     path.write_bytes(far + text.rpartition(b"\n")[0] + b"\n" + far)
     assert main(["status", str(folder)]) == 1
     assert re.search(TOLD, capsys.readouterr().out)
@@ -110,7 +112,7 @@ def test_text_that_no_terminal_can_show_is_written_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = "cannot tokenise 'half \ud83d a pair' of donn\udce9es.bin"
-    ended = ("run.ended", {"state": "failed", "reason": reason, "exit_code": 1})
+    ended = ("run.finished", {"state": "failed", "reason": reason, "exit_code": 1})
     folder, shown = written(tmp_path, ended), io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="utf-8"))
     assert main(["status", folder]) == 1
@@ -121,7 +123,7 @@ def test_no_word_of_a_run_reaches_the_terminal_as_a_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "\x1b]0;title\x07\x1b[2J\x9b31m"
-    ended = ("run.ended", {"state": "failed", "reason": f"why{evil}", "exit_code": 1})
+    ended = ("run.finished", {"state": "failed", "reason": f"why{evil}", "exit_code": 1})
     main(["status", written(tmp_path, ended)])
     main(["status", f"{tmp_path}/{evil}"])
     said = capsys.readouterr()
@@ -150,17 +152,17 @@ def test_a_run_whose_node_has_not_joined_yet_is_starting(
     (tmp_path / "store").mkdir()
     settings = {"rdzv_backend": "file", "rdzv_endpoint": str(tmp_path / "store")}
     facts = {"host": "h", "pid": 1, "slots": 1, "settings": settings}
-    with contextlib.closing(RunRecord("job")) as record:
+    with contextlib.closing(RunRegistration("job")) as record:
         record.events.write_bytes(
-            encode(Event("run.began", "job", "n", 0, wall(), 1.0, None, facts))
+            encode(Event("run.started", "job", "n", 0, wall(), 1.0, None, facts))
         )
         assert main(["status"]) == 3
         said = capsys.readouterr()
         assert said.err == ""
         assert "job: RENDEZVOUS" in said.out
-        assert "why: its agents are starting" in said.out
+        assert "reason: its agents are starting" in said.out
     assert main(["status"]) == 4
-    assert "job: ended without a word (killed?)" in capsys.readouterr().out
+    assert "job: terminated unexpectedly (killed?)" in capsys.readouterr().out
 
 
 def test_state_of_a_run_whose_agents_were_killed_is_unknown(
@@ -169,7 +171,7 @@ def test_state_of_a_run_whose_agents_were_killed_is_unknown(
     assert main(["status", "--json", written(tmp_path)]) == 4
     said = json.loads(capsys.readouterr().out)
     assert (said["state"], said["source"], said["exit_code"]) == (None, "events", 4)
-    assert said["since"] >= 60
+    assert said["state_seconds"] >= 60
     assert said["nodes"] == []
 
 
@@ -182,14 +184,14 @@ def test_a_folder_of_old_statuses_is_looked_at_until_a_node_renews_its_own_or_it
     def publish(generation: int) -> None:
         """With a clock that is an hour behind."""
         status = NodeStatus("job", "n1", state=JobState.RUNNING, generation=generation)
-        data = encode_status(Published(status, 1.0, 2.0), wall() - 3600.0)
-        theirs.set(f"{beside('job', 'status')}n1", data, ttl=60.0)
+        data = encode_status(NodeReport(status, 1.0, 2.0), wall() - 3600.0)
+        theirs.set(f"{observer_prefix('job', 'status')}n1", data, ttl=60.0)
 
     def look(lease: float) -> list[bool]:
         theirs.set(keys.node("n1"), encode_node(node), ttl=lease)
         publish(1)
         status = status_of(JobReader(ours, "job").read())
-        return [] if status is None else [one.answers for one in status.nodes]
+        return [] if status is None else [one.reporting for one in status.nodes]
 
     renews = threading.Timer(0.7, publish, (2,))
     renews.start()
@@ -264,7 +266,7 @@ def test_watch_clears_a_terminal_and_prints(
     said = watched(written(tmp_path, ENDED), monkeypatch)
     assert said.startswith(CLEAR_SCREEN)
     assert "\x1b" not in said.removeprefix(CLEAR_SCREEN)
-    assert "why: rank 0 raised" in said
+    assert "reason: rank 0 raised" in said
 
 
 def test_watch_prints_plain_text_with_no_color(
@@ -272,7 +274,7 @@ def test_watch_prints_plain_text_with_no_color(
 ) -> None:
     said = watched(written(tmp_path, ENDED), monkeypatch, NO_COLOR="1")
     assert "\x1b" not in said
-    assert "why: rank 0 raised" in said
+    assert "reason: rank 0 raised" in said
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -280,9 +282,9 @@ def test_who_is_watched_may_be_away_for_a_while(
     returns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(live_commands, "GONE_SECONDS", 60.0 if returns else 0.1)
-    node = NodeEntry("n1", "h", 0, 1, lives=True)
+    node = NodeEntry("n1", "h", 0, 1, alive=True)
     runs = JobStatus("job", JobState.RUNNING, nodes=(node,))
-    gone = JobStatus("job", None, "no node lives any more")
+    gone = JobStatus("job", None, "no node is alive")
     away = StoreConnectionError("the store is away")
     ends = JobStatus("job", JobState.SUCCEEDED)
     looks = iter([runs, gone, away, away, runs, ends] if returns else [runs, *[away] * 1000])
@@ -300,8 +302,8 @@ def test_who_is_watched_may_be_away_for_a_while(
         with pytest.raises(StoreConnectionError):
             _watch(look, chosen)
     said = capsys.readouterr().out
-    assert "job: not answering, or no longer there" in said
-    assert "why: the store is away" in said
+    assert "job: unreachable or terminated" in said
+    assert "reason: the store is away" in said
 
 
 @pytest.mark.parametrize(
@@ -326,7 +328,7 @@ def test_ranks_that_make_no_sense_are_refused(
 def test_as_many_ranks_as_can_be_named_fit_into_a_question() -> None:
     ranks = parse_ranks("90000-99999")
     assert len(ranks) == MAX_NAMED_RANKS
-    assert len(encode_question(Question(10**9, ranks))) <= LONGEST_QUESTION
+    assert len(encode_query(StackQuery(10**9, ranks))) <= MAX_QUERY_BYTES
 
 
 def test_the_help_describes_every_exit_code_and_every_key(

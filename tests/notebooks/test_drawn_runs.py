@@ -8,27 +8,27 @@ from drawn_runs import HUES, LOST, cost_of, draw_crashes, draw_steps
 from matplotlib.axes import Axes
 
 from elasticlib.observe.history import (
-    Cost,
     Generation,
     GenerationTrigger,
     History,
     JobState,
-    NodeStory,
-    Stay,
+    NodeHistory,
+    NodeMembership,
+    RecoveryCost,
 )
 
 FIRST = Generation(1, GenerationTrigger.START, "the job starts", 2.0, 10.0, 1, 2, 0, 3.0, 1, 55)
-AGAIN = Cost(stop=0.5, rendezvous=0.5, start=1.0, redone=15, redone_seconds=2.0)
+AGAIN = RecoveryCost(shutdown=0.5, rendezvous=0.5, startup=1.0, repeated_steps=15, repeated=2.0)
 SECOND = Generation(
     2, GenerationTrigger.FAILURE, "killed", 11.0, 20.0, 1, 2, 1, 12.0, 41, 70, AGAIN
 )
 THIRD = Generation(3, GenerationTrigger.RESIZE, "node 2 joined", 21.0, None, 2, 3, 1, 22.0, 71, 90)
-NODES = (NodeStory("a", "a", 0.0, 30.0, 2), NodeStory("b", "b", 9.0, 30.0, 1))
+NODES = (NodeHistory("a", "a", 0.0, 30.0, 2), NodeHistory("b", "b", 9.0, 30.0, 1))
 STAYS = (
-    Stay("a", 1, 0, (0, 1), 2.0, 10.0),
-    Stay("a", 2, 0, (0, 1), 11.0, 20.0),
-    Stay("a", 3, 0, (0, 1), 21.0),
-    Stay("b", 3, 1, (2, 2), 21.0),
+    NodeMembership("a", 1, 0, (0, 1), 2.0, 10.0),
+    NodeMembership("a", 2, 0, (0, 1), 11.0, 20.0),
+    NodeMembership("a", 3, 0, (0, 1), 21.0),
+    NodeMembership("b", 3, 1, (2, 2), 21.0),
 )
 RUN = History("job", 0.0, 30.0, JobState.RUNNING, NODES, STAYS, (FIRST, SECOND, THIRD))
 
@@ -71,7 +71,7 @@ def test_each_node_has_a_row_and_each_generation_its_words() -> None:
     bars = [patch for patch in nodes.patches if patch.get_zorder() == 2]
     rows = [round(bar.get_y() + bar.get_height() / 2) for bar in bars]
     assert rows == [0, 0, 0, 1]
-    assert bars[3].get_x() + bars[3].get_width() == RUN.until
+    assert bars[3].get_x() + bars[3].get_width() == RUN.duration_seconds
 
 
 def test_crashes_begin_with_the_first_step_and_say_what_they_cost() -> None:
@@ -83,7 +83,10 @@ def test_crashes_begin_with_the_first_step_and_say_what_they_cost() -> None:
 
 def test_a_cost_of_no_or_one_step_is_said_so() -> None:
     one, calm = (
-        attrs.evolve(RUN, generations=(FIRST, attrs.evolve(SECOND, cost=Cost(0.5, redone=count))))
+        attrs.evolve(
+            RUN,
+            generations=(FIRST, attrs.evolve(SECOND, cost=RecoveryCost(0.5, repeated_steps=count))),
+        )
         for count in (1, 0)
     )
     assert cost_of(one) == "1 step done again, 0.5 s lost"
@@ -92,9 +95,10 @@ def test_a_cost_of_no_or_one_step_is_said_so() -> None:
 
 def test_a_run_that_told_of_no_steps_has_bands_and_no_line() -> None:
     silent = [
-        attrs.evolve(one, trained=None, first_step=None, last_step=None) for one in RUN.generations
+        attrs.evolve(one, first_step_at=None, first_step=None, last_step=None)
+        for one in RUN.generations
     ]
     nodes, steps = draw_steps(attrs.evolve(RUN, generations=tuple(silent))).axes
     assert not steps.lines
     assert len(nodes.texts) == 6
-    draw_steps(attrs.evolve(RUN, generations=(), stays=()))
+    draw_steps(attrs.evolve(RUN, generations=(), memberships=()))

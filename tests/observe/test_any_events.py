@@ -11,7 +11,7 @@ from told_runs import Agent
 
 from elasticlib.observe.event import KINDS, Event, decode, encode
 from elasticlib.observe.history import History
-from elasticlib.observe.reading import history_of
+from elasticlib.observe.history_reader import history_of
 
 NUMERIC = ("seconds", "step", "nodes", "world", "restarts", "node_rank", "silent", "per_second")
 TRUTHS = ("ok", "stopped", "planned")
@@ -50,20 +50,25 @@ def holds(history: History) -> None:
     assert numbers == sorted(set(numbers))
     before = 0.0
     for generation in history.generations:
-        assert before <= generation.began + 1e-6
-        ended = history.until if generation.ended is None else generation.ended
-        assert generation.began <= ended + 1e-6 <= history.until + 2e-6
-        if generation.trained is not None:
-            assert generation.began <= generation.trained <= ended + 1e-6
+        assert before <= generation.started_at + 1e-6
+        ended = (
+            history.duration_seconds if generation.finished_at is None else generation.finished_at
+        )
+        assert generation.started_at <= ended + 1e-6 <= history.duration_seconds + 2e-6
+        if generation.first_step_at is not None:
+            assert generation.started_at <= generation.first_step_at <= ended + 1e-6
         before = ended
         cost = generation.cost
-        phases = (cost.detect, cost.stop, cost.rendezvous, cost.start, cost.restore)
+        phases = (cost.detection, cost.shutdown, cost.rendezvous, cost.startup, cost.restore)
         told = [phase for phase in phases if phase is not None]
-        assert min((*told, cost.redone_seconds, cost.redone)) >= 0
+        assert min((*told, cost.repeated, cost.repeated_steps)) >= 0
     assert history.goodput is None or 0 <= history.goodput <= 1 + 1e-9
-    assert all(stay.ended is None or stay.ended >= stay.began for stay in history.stays)
-    assert {stay.node for stay in history.stays} <= {node.node for node in history.nodes}
-    assert {stay.generation for stay in history.stays} == set(numbers)
+    assert all(
+        stay.finished_at is None or stay.finished_at >= stay.started_at
+        for stay in history.memberships
+    )
+    assert {stay.node for stay in history.memberships} <= {node.node for node in history.nodes}
+    assert {stay.generation for stay in history.memberships} == set(numbers)
 
 
 @given(st.integers(0, 2**32), st.booleans())
@@ -71,8 +76,8 @@ def test_any_events_make_a_history(seed: int, ordered: bool) -> None:
     random = Random(seed)
     one, other = any_events(random), any_events(random)
     if ordered:
-        one.sort(key=lambda event: event.at)
-        other.sort(key=lambda event: event.at)
+        one.sort(key=lambda event: event.monotonic)
+        other.sort(key=lambda event: event.monotonic)
     holds(history_of({"one": one, "other": other}))
 
 
@@ -80,7 +85,7 @@ def tell(agent: Agent, rank: int, ahead: float) -> list[bytes]:
     agent.launch(0.0).begin(2.0, 1, rank=rank, nodes=2).train(3.0, 1).steps(9.0, 61)
     agent.fail(10.0, "it fell").stop(10.0, 12.0 + ahead)
     agent.begin(13.0, 2, rank=rank, nodes=2, restarts=1, cause="n1: it fell").restore(14.0, 30, 0.5)
-    agent.train(15.0, 31).tell(16.0, "saved", step=60).stop(17.0, 18.0, "resize")
+    agent.train(15.0, 31).tell(16.0, "checkpoint.saved", step=60).stop(17.0, 18.0, "resize")
     agent.begin(19.0, 3, rank=rank, nodes=2, restarts=1, cause="n3 joined").succeed(20.0)
     return [encode(event) for event in agent.events]
 

@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import StoreRejectedError
-from elasticlib.observe.stacks import (
-    LONGEST_STACKS,
-    LONGEST_TEXTS,
-    Answerer,
-    Asker,
-    Question,
-    QuestionKeys,
-    Stacks,
-    decode_question,
+from elasticlib.observe.job_status import jobs_in
+from elasticlib.observe.stack_query import (
+    MAX_STACK_LENGTH,
+    MAX_STACKS_BYTES,
+    NodeStacks,
+    StackClient,
+    StackKeys,
+    StackQuery,
+    StackResponder,
+    decode_query,
     decode_stacks,
-    encode_question,
+    encode_query,
     encode_stacks,
 )
-from elasticlib.observe.status import jobs_in
 from elasticlib.rendezvous.membership import Membership, Node, RendezvousSettings, form_generation
 from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode, encode_shard, encode_state
@@ -39,8 +39,8 @@ from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.waiting import wait_until
 
 NODES = tuple(Node(f"id{n}", f"h{n}", "", 1) for n in range(3))
-KEYS, ASKED = StoreKeys("job"), QuestionKeys("job")
-TOLD = Stacks({0: "here"}, silent=(1,))
+KEYS, ASKED = StoreKeys("job"), StackKeys("job")
+TOLD = NodeStacks({0: "here"}, unresponsive_ranks=(1,))
 
 
 def settled(store: Store) -> None:
@@ -56,13 +56,17 @@ def settled(store: Store) -> None:
 
 
 @contextlib.contextmanager
-def answering(store: Store, *nodes: Node, look_every: float = 0.0) -> Iterator[list[Answerer]]:
-    def stacks(ranks: frozenset[int] | None) -> Stacks:
-        return TOLD if ranks is None else Stacks({})
+def answering(
+    store: Store, *nodes: Node, look_every: float = 0.0
+) -> Iterator[list[StackResponder]]:
+    def stacks(ranks: frozenset[int] | None) -> NodeStacks:
+        return TOLD if ranks is None else NodeStacks({})
 
     with contextlib.ExitStack() as stack:
         yield [
-            stack.enter_context(Answerer(store, "job", node.id, stacks, look_every=look_every))
+            stack.enter_context(
+                StackResponder(store, "job", node.id, stacks, poll_interval=look_every)
+            )
             for node in nodes
         ]
 
@@ -71,12 +75,12 @@ def test_all_who_live_answer_at_once_and_again(stores: tuple[Store, Store]) -> N
     theirs, ours = stores
     settled(theirs)
     with answering(theirs, *NODES, look_every=0.05 if isinstance(ours, FileStore) else 0.0):
-        with Asker(ours, "job") as asker:
+        with StackClient(ours, "job") as asker:
             began = monotonic()
             for _ in range(3):
-                view = asker.ask(20.0)
+                view = asker.query(20.0)
                 assert view.stacks == {node.id: TOLD for node in NODES}
-                assert [node.id for node in view.live] == ["id0", "id1", "id2"]
+                assert [node.id for node in view.alive_nodes] == ["id0", "id1", "id2"]
             assert monotonic() - began < 10.0
         # The answers go with the question.
         wait_until("no answer", lambda: not ours.list("?").entries, 10.0)
@@ -88,11 +92,11 @@ def test_who_does_not_answer_is_named_and_not_waited_for_longer(
     theirs, ours = stores
     settled(theirs)
     with answering(theirs, *NODES[:2], look_every=0.05):
-        asker = Asker(ours, "job")
+        asker = StackClient(ours, "job")
 
         def silent() -> list[str]:
-            view = asker.ask(0.5)
-            return [node.host for node in view.live if node.id not in view.stacks]
+            view = asker.query(0.5)
+            return [node.host for node in view.alive_nodes if node.id not in view.stacks]
 
         # A busy machine may need more than one question.
         wait_until("all others to answer", lambda: silent() == ["h2"])
@@ -116,7 +120,7 @@ def test_who_dies_while_it_is_asked_is_waited_for_no_more(
         ending = threading.Timer(0.2, store.delete, (KEYS.node("id2"),))
         ending.start()
         began = monotonic()
-        assert len(Asker(store, "job").ask(30.0).stacks) == 2
+        assert len(StackClient(store, "job").query(30.0).stacks) == 2
         assert monotonic() - began < 15.0
         ending.join()
 
@@ -125,13 +129,13 @@ def test_those_of_some_ranks_can_be_asked_for(served: tuple[TcpStoreServer, TcpS
     _, store = served
     settled(store)
     with answering(store, *NODES):
-        asker = Asker(store, "job")
-        some = asker.ask(20.0, frozenset({5}))
-        assert some.stacks == {node.id: Stacks({}) for node in NODES}
+        asker = StackClient(store, "job")
+        some = asker.query(20.0, frozenset({5}))
+        assert some.stacks == {node.id: NodeStacks({}) for node in NODES}
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"{", b"[]", b'{"v":2,"number":1,"ranks":null}', b"x" * 70_000]
+    "value", [b"", b"{", b"[]", b'{"version":3,"number":1,"ranks":null}', b"x" * 70_000]
 )
 def test_what_is_no_question_is_passed_over(
     value: bytes, served: tuple[TcpStoreServer, TcpStore]
@@ -139,9 +143,9 @@ def test_what_is_no_question_is_passed_over(
     _, store = served
     settled(store)
     with answering(store, *NODES):
-        store.set(f"{ASKED.questions}wrong", value)
-        store.set(f"{ASKED.questions}{'long' * 99}", b'{"v":1,"number":1,"ranks":null}')
-        assert len(Asker(store, "job").ask(20.0).stacks) == 3
+        store.set(f"{ASKED.queries}wrong", value)
+        store.set(f"{ASKED.queries}{'long' * 99}", b'{"version":2,"number":1,"ranks":null}')
+        assert len(StackClient(store, "job").query(20.0).stacks) == 3
         assert not store.list(f"{ASKED.answers}wrong").entries
         assert not store.list(f"{ASKED.answers}long").entries
 
@@ -150,12 +154,14 @@ def test_a_wrong_answer_is_none(served: tuple[TcpStoreServer, TcpStore]) -> None
     _, store = served
     settled(store)
     with answering(store, *NODES[:2]):
-        asker = Asker(store, "job")
-        asker.ask(0.3)
-        (question,) = store.list(ASKED.questions).entries
-        asked = question.key.removeprefix(ASKED.questions)
-        store.set(f"{ASKED.answers}{asked}/id2", json.dumps({"v": 1}).encode())
-        wait_until("the others' answers alone", lambda: {*asker.ask(0.3).stacks} == {"id0", "id1"})
+        asker = StackClient(store, "job")
+        asker.query(0.3)
+        (question,) = store.list(ASKED.queries).entries
+        asked = question.key.removeprefix(ASKED.queries)
+        store.set(f"{ASKED.answers}{asked}/id2", json.dumps({"version": 2}).encode())
+        wait_until(
+            "the others' answers alone", lambda: {*asker.query(0.3).stacks} == {"id0", "id1"}
+        )
 
 
 def test_the_node_that_leads_is_not_woken_by_what_people_ask(
@@ -165,7 +171,7 @@ def test_the_node_that_leads_is_not_woken_by_what_people_ask(
     settled(store)
     version = store.list(KEYS.job_prefix).version
     with answering(store, *NODES):
-        Asker(store, "job").ask(20.0)
+        StackClient(store, "job").query(20.0)
     assert not store.wait(KEYS.job_prefix, after=version, timeout=0.0)
 
 
@@ -178,7 +184,7 @@ def test_who_does_not_know_the_secret_is_told_nothing(
             TcpStore(server.host, server.port, secret=secret) as store,
             pytest.raises(StoreRejectedError, match="secret"),
         ):
-            Asker(store, "job").ask(1.0)
+            StackClient(store, "job").query(1.0)
 
 
 def test_the_jobs_of_a_store_are_found_without_their_names(
@@ -188,7 +194,7 @@ def test_the_jobs_of_a_store_are_found_without_their_names(
     settled(store)
     other = StoreKeys("an/other job")
     store.set(other.state, encode_state(Membership(RendezvousSettings(1, 1))))
-    Asker(store, "job").ask(0.1)
+    StackClient(store, "job").query(0.1)
     with TcpStore(server.host, server.port, secret=b"known to both sides") as nameless:
         assert jobs_in(nameless) == (["an/other job", "job"], ["job"])
 
@@ -198,7 +204,7 @@ def test_an_answerer_lives_through_a_store_that_goes_away() -> None:
         port = server.port
         with TcpStore("127.0.0.1", port, connect_timeout=20.0) as store, answering(store, *NODES):
             settled(store)
-            assert len(Asker(store, "job").ask(20.0).stacks) == 3
+            assert len(StackClient(store, "job").query(20.0).stacks) == 3
             server.close()
             # Asked through a client of its own: a write of the answerers' client that is on its
             # way as the server goes is refused, for nobody knows whether it was done.
@@ -207,23 +213,23 @@ def test_an_answerer_lives_through_a_store_that_goes_away() -> None:
                 TcpStore("127.0.0.1", again.port) as fresh,
             ):
                 settled(fresh)
-                assert len(Asker(fresh, "job").ask(20.0).stacks) == 3
+                assert len(StackClient(fresh, "job").query(20.0).stacks) == 3
                 store.close()
 
 
 COUNTS = st.integers(0, 10**6)
-QUESTIONS = st.builds(Question, COUNTS, st.none() | st.frozensets(COUNTS))
+QUESTIONS = st.builds(StackQuery, COUNTS, st.none() | st.frozensets(COUNTS))
 TEXTS = st.dictionaries(COUNTS, st.text(max_size=50), max_size=4)
-STACKS = st.builds(Stacks, TEXTS, st.lists(COUNTS, max_size=3).map(tuple), TEXTS)
+STACKS = st.builds(NodeStacks, TEXTS, st.lists(COUNTS, max_size=3).map(tuple), TEXTS)
 
 
 @given(QUESTIONS)
-def test_a_question_is_read_as_it_was_asked(question: Question) -> None:
-    assert decode_question(encode_question(question)) == question
+def test_a_question_is_read_as_it_was_asked(question: StackQuery) -> None:
+    assert decode_query(encode_query(question)) == question
 
 
 @given(STACKS)
-def test_stacks_are_read_as_they_were_written(stacks: Stacks) -> None:
+def test_stacks_are_read_as_they_were_written(stacks: NodeStacks) -> None:
     assert decode_stacks(encode_stacks(stacks)) == stacks
 
 
@@ -234,10 +240,10 @@ WRONG = st.sampled_from(
 
 @given(STACKS, QUESTIONS, st.data())
 def test_what_is_not_whole_is_refused_and_nothing_else_happens(
-    stacks: Stacks, question: Question, data: st.DataObject
+    stacks: NodeStacks, question: StackQuery, data: st.DataObject
 ) -> None:
     kinds = (
-        (decode_question, encode_question(question), False),
+        (decode_query, encode_query(question), False),
         (decode_stacks, zlib.decompress(encode_stacks(stacks)), True),
     )
     for decode, whole, pack in kinds:
@@ -250,18 +256,20 @@ def test_what_is_not_whole_is_refused_and_nothing_else_happens(
 
 
 def test_what_would_fill_the_memory_is_refused_before_it_does() -> None:
-    with pytest.raises(ValueError, match="cut short, or more than"):
+    with pytest.raises(ValueError, match="truncated, or exceed"):
         decode_stacks(zlib.compress(b" " * (64 * 1024 * 1024 + 1)))
-    with pytest.raises(ValueError, match="a question is at most"):
-        decode_question(b"[" * 70_000)
+    with pytest.raises(ValueError, match="a query must have at most"):
+        decode_query(b"[" * 70_000)
 
 
 def test_long_stacks_are_cut_and_many_are_cut_more() -> None:
-    (text,) = decode_stacks(encode_stacks(Stacks({0: "x" * 2 * LONGEST_STACKS}))).texts.values()
-    assert len(text) == LONGEST_STACKS + len("...\n")
+    (text,) = decode_stacks(
+        encode_stacks(NodeStacks({0: "x" * 2 * MAX_STACK_LENGTH}))
+    ).texts.values()
+    assert len(text) == MAX_STACK_LENGTH + len("...\n")
     # Text that hardly packs, of more ranks than there is room for.
     pieces = [f"{zlib.crc32(str(n).encode()):08x}" for n in range(8192)]
     noise = {
         rank: "".join(pieces[rank:] + pieces[:rank])[:: 1 + rank % 3] * 3 for rank in range(64)
     }
-    assert len(encode_stacks(Stacks(noise))) <= LONGEST_TEXTS
+    assert len(encode_stacks(NodeStacks(noise))) <= MAX_STACKS_BYTES

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticlib.observe.event import COMMON, KINDS, LONGEST, Event, decode, encode
+from elasticlib.observe.event import COMMON_KEYS, KINDS, MAX_EVENT_BYTES, Event, decode, encode
 
 seconds = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
 plain = st.none() | st.booleans() | st.integers() | st.text(max_size=20)
-names = st.text(min_size=1, max_size=9).filter(lambda name: name not in COMMON)
+names = st.text(min_size=1, max_size=9).filter(lambda name: name not in COMMON_KEYS)
 facts = st.dictionaries(names, plain | st.lists(plain, max_size=3), max_size=4)
 events = st.builds(
     Event,
@@ -21,8 +21,8 @@ events = st.builds(
     run=st.text(max_size=9),
     node=st.text(max_size=9),
     generation=st.integers(0, 10**9),
-    wall=seconds,
-    at=seconds,
+    timestamp=seconds,
+    monotonic=seconds,
     rank=st.none() | st.integers(0, 10**6),
     facts=facts,
 )
@@ -41,7 +41,7 @@ def test_what_is_written_is_what_is_read(event: Event) -> None:
 )
 def test_a_line_stays_within_bounds_and_is_still_one(value: Any) -> None:
     line = encode(Event("failure", "j", "n", 1, 0.0, 0.0, None, {"reason": value}))
-    assert len(line) <= LONGEST
+    assert len(line) <= MAX_EVENT_BYTES
     assert decode(line).kind == "failure"
 
 
@@ -52,7 +52,7 @@ def test_what_json_cannot_hold_is_told_in_words() -> None:
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
 def test_a_number_that_json_does_not_know_is_told_in_words(loss: float) -> None:
-    line = encode(Event("steps", "j", "n", 1, 0.0, 0.0, None, {"loss": loss}))
+    line = encode(Event("progress", "j", "n", 1, 0.0, 0.0, None, {"loss": loss}))
 
     def refuse(word: str) -> None:
         raise AssertionError(word)
@@ -63,12 +63,15 @@ def test_a_number_that_json_does_not_know_is_told_in_words(loss: float) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"v": 2}, "an event of version 1 is read here, got 2"),
-        ({"kind": 3}, "an event's kind is a str, got 3"),
-        ({"generation": True}, "an event's generation is a int"),
-        ({"rank": "0"}, "an event's rank is a number"),
-        ({"at": None}, "an event's at is a float"),
-        ({"wall": 10**400}, "an event's wall is a float, got a number of 1329 bits"),
+        ({"version": 3}, "an event must have version 2, got 3"),
+        ({"kind": 3}, "kind of an event must be a str, got 3"),
+        ({"generation": True}, "generation of an event must be a int"),
+        ({"rank": "0"}, "rank of an event must be an integer"),
+        ({"monotonic": None}, "monotonic of an event must be a float"),
+        (
+            {"timestamp": 10**400},
+            "timestamp of an event must be a float, got a number of 1329 bits",
+        ),
     ],
 )
 def test_a_line_that_is_no_event_is_refused(change: dict[str, Any], sentence: str) -> None:
@@ -79,5 +82,5 @@ def test_a_line_that_is_no_event_is_refused(change: dict[str, Any], sentence: st
 
 @pytest.mark.parametrize("line", ["", "{", "[]", "null", b"\xff\xfe", "1", "[" * 9999])
 def test_noise_is_refused(line: str | bytes) -> None:
-    with pytest.raises(ValueError, match="an event is a"):
+    with pytest.raises(ValueError, match="an event must be a"):
         decode(line)

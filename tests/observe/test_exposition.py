@@ -10,12 +10,13 @@ from typing import Any
 import attrs
 import pytest
 
-from elasticlib.observe.history import Cost, GenerationTrigger, JobState, Pace
-from elasticlib.observe.metrics import FAMILIES, Exposition, Moment
-from elasticlib.observe.story import Durations, NodeStatus, Sums, WorkerStatus
+from elasticlib.observe.aggregate import NodeStatus, WorkerStatus
+from elasticlib.observe.history import GenerationTrigger, JobState, ProgressSample, RecoveryCost
+from elasticlib.observe.metrics import FAMILIES, MetricsFormatter, MetricsSnapshot
+from elasticlib.observe.totals import DurationHistogram, NodeTotals
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
-FULL = Moment(
+FULL = MetricsSnapshot(
     NodeStatus(
         "job",
         "n1",
@@ -23,38 +24,38 @@ FULL = Moment(
         state=JobState.RUNNING,
         generation=2,
         node_rank=0,
-        nodes=2,
-        world=4,
+        node_count=2,
+        world_size=4,
         restarts=1,
         max_restarts=3,
-        saved=40,
-        snapshot=49,
+        checkpoint_step=40,
+        snapshot_step=49,
         workers=(
-            WorkerStatus(0, 0, "pid 1", step=52, per_second=9.5, silent=0.1),
+            WorkerStatus(0, 0, "pid 1", step=52, steps_per_second=9.5, seconds_since_heartbeat=0.1),
             WorkerStatus(1, 1, "pid 2"),
         ),
     ),
-    Sums(
+    NodeTotals(
         failures={"killed": 1},
         restarts=1,
-        counts={GenerationTrigger.START: 1, GenerationTrigger.FAILURE: 1},
-        lost=Cost(stop=1.5, redone=3),
-        started=Durations().plus(0.7).plus(3.0),
+        triggers={GenerationTrigger.START: 1, GenerationTrigger.FAILURE: 1},
+        lost=RecoveryCost(shutdown=1.5, repeated_steps=3),
+        restart_times=DurationHistogram().add(0.7).add(3.0),
     ),
-    Pace(1.0, "n1", 2, 52, per_second=9.0, loss=0.25, samples_per_second=300.0),
-    silent=0.5,
-    events_lost=2,
+    ProgressSample(1.0, "n1", 2, 52, steps_per_second=9.0, loss=0.25, samples_per_second=300.0),
+    loop_blocked_seconds=0.5,
+    dropped_events=2,
     versions={"elasticlib": "1", "torch": "2", "python": "3"},
 )
 
 
-def shown(moment: Moment) -> dict[str, dict[tuple[str, ...], float]]:
+def shown(moment: MetricsSnapshot) -> dict[str, dict[tuple[str, ...], float]]:
     """Values by the names and the further labels of their samples."""
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, dict[tuple[str, ...], float]] = {}
-    for family in text_string_to_metric_families(Exposition(lambda: moment).text()):
+    for family in text_string_to_metric_families(MetricsFormatter(lambda: moment).text()):
         assert family.documentation
         for sample in family.samples:
             labels = dict(sample.labels)
@@ -68,14 +69,14 @@ def test_each_value_is_told_under_its_name() -> None:
     assert found["elasticlib_up"] == {(): 1}
     assert found["elasticlib_state"][("RUNNING",)] == 1
     assert sum(found["elasticlib_state"].values()) == 1
-    assert found["elasticlib_restarts_left"] == {(): 2}
+    assert found["elasticlib_restarts_remaining"] == {(): 2}
     assert found["elasticlib_worker_step"] == {("0",): 52}
     assert found["elasticlib_worker_up"] == {("0",): 1, ("1",): 1}
     assert found["elasticlib_failures_total"][("killed",)] == 1
     assert found["elasticlib_failures_total"][("ordinary",)] == 0
-    assert found["elasticlib_lost_seconds_total"][("stop",)] == 1.5
+    assert found["elasticlib_lost_seconds_total"][("shutdown",)] == 1.5
     assert found["elasticlib_last_checkpoint_step"] == {(): 40}
-    assert found["elasticlib_events_lost_total"] == {(): 2}
+    assert found["elasticlib_events_dropped_total"] == {(): 2}
     buckets = found["elasticlib_recovery_seconds_bucket"]
     told = {labels for labels in buckets if "started" in labels}
     assert {labels: buckets[labels] for labels in told if "1.0" in labels or "5.0" in labels} == {
@@ -87,23 +88,30 @@ def test_each_value_is_told_under_its_name() -> None:
 def test_every_family_is_shown_where_all_is_known() -> None:
     found = shown(FULL)
     for name, family in FAMILIES.items():
-        assert (f"{name}_count" if family.shape == "histogram" else name) in found
+        assert (f"{name}_count" if family.type == "histogram" else name) in found
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    found = shown(Moment(NodeStatus("job", "n1"), Sums()))
-    for name in ("last_checkpoint_step", "loss", "restarts_left", "worker_step"):
+    found = shown(MetricsSnapshot(NodeStatus("job", "n1"), NodeTotals()))
+    for name in ("last_checkpoint_step", "loss", "restarts_remaining", "worker_step"):
         assert f"elasticlib_{name}" not in found
     assert found["elasticlib_restarts_total"] == {(): 0}
 
 
 def test_a_counter_does_not_fall_where_a_later_event_says_that_less_was_lost() -> None:
-    moments = iter([FULL, attrs.evolve(FULL, sums=Sums(lost=Cost(stop=1.0)), silent=0.1)])
-    exposition = Exposition(lambda: next(moments))
+    moments = iter(
+        [
+            FULL,
+            attrs.evolve(
+                FULL, totals=NodeTotals(lost=RecoveryCost(shutdown=1.0)), loop_blocked_seconds=0.1
+            ),
+        ]
+    )
+    exposition = MetricsFormatter(lambda: next(moments))
     for silent in ("0.5", "0.1"):
         text = exposition.text()
-        assert re.search(r'lost_seconds_total\{.*phase="stop".*\} 1.5', text)
-        assert re.search(rf"loop_silent_seconds\{{.*\}} {silent}", text)
+        assert re.search(r'lost_seconds_total\{.*phase="shutdown".*\} 1.5', text)
+        assert re.search(rf"loop_blocked_seconds\{{.*\}} {silent}", text)
 
 
 def test_what_nodes_are_called_breaks_no_line() -> None:
@@ -112,7 +120,7 @@ def test_what_nodes_are_called_breaks_no_line() -> None:
 
     odd = 'a"b\\c\nd{e="f"} 1'
     status = attrs.evolve(FULL.status, run=odd, host=odd)
-    text = Exposition(lambda: attrs.evolve(FULL, status=status)).text()
+    text = MetricsFormatter(lambda: attrs.evolve(FULL, status=status)).text()
     families = {f.name: f for f in text_string_to_metric_families(text)}
     (info,) = families["elasticlib_info"].samples
     assert (info.labels["run"], info.labels["host"]) == (odd, odd)
@@ -131,7 +139,7 @@ def test_the_dashboard_asks_for_nothing_that_is_not_told_and_for_all_that_is() -
     found = shown(FULL)
     assert asked - found.keys() == set()
     told = {
-        f"{name}_bucket" if family.shape == "histogram" else name
+        f"{name}_bucket" if family.type == "histogram" else name
         for name, family in FAMILIES.items()
     }
     assert told - asked == set()

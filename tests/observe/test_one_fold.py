@@ -13,80 +13,81 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from told_runs import Agent, files
 
+from elasticlib.observe.aggregate import NodeAggregate
 from elasticlib.observe.event import KINDS, Event, decode, encode
-from elasticlib.observe.history import Cost
-from elasticlib.observe.metrics import FAMILIES, Exposition, Moment, samples
-from elasticlib.observe.published import Published
-from elasticlib.observe.published import decode as decode_status
-from elasticlib.observe.published import encode as encode_status
-from elasticlib.observe.reading import history_of
-from elasticlib.observe.status import document_of_node
-from elasticlib.observe.story import BUCKETS, AgentLog, Durations, Story, Sums
+from elasticlib.observe.history import RecoveryCost
+from elasticlib.observe.history_reader import history_of
+from elasticlib.observe.job_status import document_of_node
+from elasticlib.observe.metrics import FAMILIES, MetricsFormatter, MetricsSnapshot, samples
+from elasticlib.observe.node_status import NodeReport
+from elasticlib.observe.node_status import decode as decode_status
+from elasticlib.observe.node_status import encode as encode_status
+from elasticlib.observe.totals import BUCKETS_S, DurationHistogram, NodeTotals, totals_of
 
 Told = tuple[float, str, dict[str, Any]]
 PHASES = (
-    "detect",
-    "stop",
+    "detection",
+    "shutdown",
     "imports",
     "rendezvous",
-    "start",
+    "startup",
     "restore",
     "stalled",
-    "redone_seconds",
+    "repeated",
 )
 
 
-def folded(*events: Told) -> Sums:
+def folded(*events: Told) -> NodeTotals:
     """Of a node whose agent began at 0."""
-    story, number = Story(), 0
-    for at, kind, facts in ((0.0, "run.began", {}), *events):
-        number += kind == "generation.began"
-        story.fold(Event(kind, "job", "n1", number, 1e9 + at, at, None, facts))
-    return story.sums()
+    story, number = NodeAggregate(), 0
+    for at, kind, facts in ((0.0, "run.started", {}), *events):
+        number += kind == "generation.started"
+        story.apply(Event(kind, "job", "n1", number, 1e9 + at, at, None, facts))
+    return totals_of(story)
 
 
-def phases(cost: Cost) -> dict[str, float]:
+def phases(cost: RecoveryCost) -> dict[str, float]:
     return {name: getattr(cost, name) for name in PHASES if getattr(cost, name)}
 
 
 def began(at: float, restarts: int) -> Told:
-    return (at, "generation.began", {"restarts": restarts})
+    return (at, "generation.started", {"restarts": restarts})
 
 
 FAULT = (
     began(1.0, 0),
-    (3.0, "training.began", {"step": 0, "seconds": 2.0}),
-    (10.0, "steps", {"step": 70, "per_second": 10.0, "loss": 0.5}),
-    (20.0, "worker.ended", {"ok": False, "stopped": False}),
-    (20.5, "failure", {"failure": "killed", "silent": 0.25}),
-    (20.6, "stopping", {"why": ""}),
-    (21.6, "stopped", {"seconds": 1.0}),
-    (21.7, "rendezvous.began", {"why": "killed"}),
+    (3.0, "training.started", {"step": 0, "duration_seconds": 2.0}),
+    (10.0, "progress", {"step": 70, "steps_per_second": 10.0, "loss": 0.5}),
+    (20.0, "worker.exited", {"succeeded": False, "stopped": False}),
+    (20.5, "failure", {"failure_kind": "killed", "seconds_since_heartbeat": 0.25}),
+    (20.6, "stopping", {"notice": ""}),
+    (21.6, "stopped", {"duration_seconds": 1.0}),
+    (21.7, "rendezvous.started", {"reason": "killed"}),
     began(22.0, 1),
-    (24.0, "restored", {"step": 50, "seconds": 0.5}),
-    (25.0, "training.began", {"step": 51, "seconds": 3.0}),
+    (24.0, "state.restored", {"step": 50, "duration_seconds": 0.5}),
+    (25.0, "training.started", {"step": 51, "duration_seconds": 3.0}),
 )
 
 
 def test_a_fault_costs_what_its_phases_took_and_the_steps_that_are_made_again() -> None:
-    sums = folded(*FAULT, (29.0, "steps", {"step": 100}))
+    sums = folded(*FAULT, (29.0, "progress", {"step": 100}))
     assert sums.failures == {"killed": 1}
-    assert (sums.restarts, sums.generations, sums.cost.redone) == (1, 2, 20)
-    lost = {"detect": 0.25, "stop": 1.6, "rendezvous": 0.4, "start": 2.5, "restore": 0.5}
-    assert phases(sums.lost) == pytest.approx({**lost, "redone_seconds": 19 * 0.1})
-    assert phases(sums.launch) == pytest.approx({"rendezvous": 1.0, "start": 2.0})
+    assert (sums.restarts, sums.num_generations, sums.cost.repeated_steps) == (1, 2, 20)
+    lost = {"detection": 0.25, "shutdown": 1.6, "rendezvous": 0.4, "startup": 2.5, "restore": 0.5}
+    assert phases(sums.lost) == pytest.approx({**lost, "repeated": 19 * 0.1})
+    assert phases(sums.startup) == pytest.approx({"rendezvous": 1.0, "startup": 2.0})
     assert sums.cost.seconds == pytest.approx(sums.lost.seconds + 3.0)
 
 
 def test_a_recovery_is_counted_from_its_first_sign_until_started_and_until_trained() -> None:
     sums = folded(*FAULT)
-    assert (sums.started.count, sums.started.seconds) == (1, 2.0)
-    assert (sums.resumed.count, sums.resumed.seconds) == (1, 5.0)
+    assert (sums.restart_times.count, sums.restart_times.seconds) == (1, 2.0)
+    assert (sums.recovery_times.count, sums.recovery_times.seconds) == (1, 5.0)
 
 
 def test_a_first_start_and_an_end_are_no_recoveries() -> None:
-    sums = folded(began(1.0, 0), (9.0, "worker.ended", {"ok": True}))
-    assert (sums.started.count, sums.resumed.count) == (0, 0)
+    sums = folded(began(1.0, 0), (9.0, "worker.exited", {"succeeded": True}))
+    assert (sums.restart_times.count, sums.recovery_times.count) == (0, 0)
 
 
 def test_restarts_that_are_earned_back_stay_counted() -> None:
@@ -98,25 +99,29 @@ def test_restarts_that_are_earned_back_stay_counted() -> None:
 def test_a_histogram_holds_each_duration_in_all_buckets_that_are_wide_enough(
     seconds: list[float],
 ) -> None:
-    durations = Durations()
+    durations = DurationHistogram()
     for one in seconds:
-        durations = durations.plus(one)
+        durations = durations.add(one)
     assert durations.count == len(seconds)
-    want = tuple(sum(one <= most for one in seconds) for most in BUCKETS)
-    assert durations.within == want
+    want = tuple(sum(one <= most for one in seconds) for most in BUCKETS_S)
+    assert durations.bucket_counts == want
 
 
 FACTS = st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.floats(), st.text(max_size=3))
 
 
-@example([(0.0, "generation.began", {"seconds": float("nan")}), (0.0, "drain.asked", {})])
+@example(
+    [(0.0, "generation.started", {"duration_seconds": float("nan")}), (0.0, "drain.requested", {})]
+)
 @given(
     st.lists(
         st.tuples(
             st.floats(0, 100),
             st.sampled_from(sorted(KINDS)),
             st.dictionaries(
-                st.sampled_from(["seconds", "restarts", "step", "per_second", "silent", "ok"]),
+                st.sampled_from(
+                    ["duration_seconds", "restarts", "step", "steps_per_second", "succeeded"]
+                ),
                 FACTS,
             ),
         ),
@@ -126,19 +131,21 @@ FACTS = st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.floats(), st.
 def test_no_event_however_odd_stops_the_counting_or_takes_anything_back(
     events: list[Told],
 ) -> None:
-    story = Story()
-    exposition = Exposition(lambda: Moment(story.status, story.sums(), story.pace))
+    story = NodeAggregate()
+    exposition = MetricsFormatter(
+        lambda: MetricsSnapshot(story.status, totals_of(story), story.last_progress)
+    )
     before: dict[str, float] = {}
     for at, kind, facts in events:
-        story.fold(Event(kind, "job", "n1", 1, at, at, None, facts))
+        story.apply(Event(kind, "job", "n1", 1, at, at, None, facts))
         for name, value in counters(exposition).items():
             assert value >= before.get(name, 0.0), name
             before[name] = value
-    for sample in samples(Moment(story.status, story.sums(), story.pace)):
+    for sample in samples(MetricsSnapshot(story.status, totals_of(story), story.last_progress)):
         assert len(sample.labels) == len(FAMILIES[sample.family].labels)
 
 
-def counters(exposition: Exposition) -> dict[str, float]:
+def counters(exposition: MetricsFormatter) -> dict[str, float]:
     kinds, found = dict[str, str](), dict[str, float]()
     for line in exposition.text().splitlines():
         name, _, value = line.rpartition(" ")
@@ -152,10 +159,10 @@ def counters(exposition: Exposition) -> dict[str, float]:
 # -- who shows it ----------------------------------------------------------------------------------
 
 
-def shown(story: Story) -> dict[str, float]:
+def shown(story: NodeAggregate) -> dict[str, float]:
     """What /metrics says; the sum of a histogram."""
     found: dict[str, float] = {}
-    for sample in samples(Moment(story.status, story.sums(), story.pace)):
+    for sample in samples(MetricsSnapshot(story.status, totals_of(story), story.last_progress)):
         value = sample.value
         number = value if isinstance(value, (int, float)) else value.seconds
         found[".".join((sample.family.removeprefix("elasticlib_"), *sample.labels))] = number
@@ -177,7 +184,7 @@ def drawn(random: Random) -> Agent:
             agent.steps(at + 0.9 + lasts, done, 1.0)
             if random.random() < 0.6:
                 step = random.randint(step, done)
-                agent.tell(at + lasts, "saved", step=step)
+                agent.tell(at + lasts, "checkpoint.saved", step=step)
         at += 1.0 + lasts + random.choice((0.0, 5.0))
         why = random.choice((None, "loss"))
         if random.random() < 0.6:
@@ -194,16 +201,16 @@ def drawn(random: Random) -> Agent:
 def lost_peer(survivor: Agent, random: Random) -> Agent:
     """Of a generation that another one followed after a loss: a node whose workers went in step
     with the survivor's, until it was killed there, and which told of less before that."""
-    began = [n for n, event in enumerate(survivor.events) if event.kind == "generation.began"]
-    losses = [m for m, n in enumerate(began) if survivor.events[n].text("why") == "loss"]
+    began = [n for n, event in enumerate(survivor.events) if event.kind == "generation.started"]
+    losses = [m for m, n in enumerate(began) if survivor.events[n].text("trigger") == "loss"]
     peer = Agent("n2").launch(0.0)
     if losses:
         next_one = random.choice(losses)
         first, over = began[next_one - 1], began[next_one]
-        ends = ("failure", "stopping", "worker.ended")
+        ends = ("failure", "stopping", "worker.exited")
         over = next(n for n in range(first, over) if survivor.events[n].kind in ends)
         for event in survivor.events[2 : random.randint(first + 1, over)]:
-            if event.kind not in ("failure", "worker.ended"):
+            if event.kind not in ("failure", "worker.exited"):
                 facts = {**event.facts, "node_rank": 1}
                 peer.events.append(attrs.evolve(event, node="n2", facts=facts))
     return peer
@@ -211,22 +218,28 @@ def lost_peer(survivor: Agent, random: Random) -> Agent:
 
 @given(st.integers(0, 2**32))
 def test_metrics_summary_and_history_of_the_same_events_are_the_same_numbers(seed: int) -> None:
-    agent, story = drawn(Random(seed)), Story()
+    agent, story = drawn(Random(seed)), NodeAggregate()
     for event in agent.events:
-        story.fold(event)
+        story.apply(event)
     peers = (lost_peer(agent, Random(seed)),) if seed % 2 else ()
-    sums, history, metrics = story.sums(), history_of(files(agent, *peers)), shown(story)
+    sums, history, metrics = totals_of(story), history_of(files(agent, *peers)), shown(story)
     costs = [generation.cost for generation in history.generations]
     for name in PHASES:
         want = sum(getattr(cost, name) or 0.0 for cost in costs)
-        assert metrics[f"lost_seconds_total.{name.removesuffix('_seconds')}"] == pytest.approx(want)
+        assert metrics[f"lost_seconds_total.{name}"] == pytest.approx(want)
         assert (getattr(sums.cost, name) or 0.0) == pytest.approx(want)
-    assert metrics["steps_redone_total"] == sums.cost.redone == sum(c.redone for c in costs)
+    assert (
+        metrics["steps_repeated_total"]
+        == sums.cost.repeated_steps
+        == sum(c.repeated_steps for c in costs)
+    )
     assert metrics["restarts_total"] == sums.restarts == history.restarts
-    assert metrics["generations_total"] == sums.generations == len(history.generations)
-    assert metrics["failures_total.ordinary"] == sum(sums.failures.values()) == history.failures
-    assert metrics.get("last_checkpoint_step") == sums.saved == history.saved
-    assert (sums.seconds, sums.goodput) == pytest.approx((history.until, history.goodput))
+    assert metrics["generations_total"] == sums.num_generations == len(history.generations)
+    assert metrics["failures_total.ordinary"] == sum(sums.failures.values()) == history.num_failures
+    assert metrics.get("last_checkpoint_step") == sums.checkpoint_step == history.checkpoint_step
+    assert (sums.seconds, sums.goodput) == pytest.approx(
+        (history.duration_seconds, history.goodput)
+    )
 
 
 @example(550966528)
@@ -236,22 +249,22 @@ def test_status_of_the_agent_of_its_store_and_of_its_file_and_metrics_are_the_sa
 ) -> None:
     # A file has times to the microsecond.
     events = [decode(encode(event)) for event in drawn(Random(seed)).events]
-    story, log = Story(), AgentLog(keep=False)
+    story, log = NodeAggregate(), NodeAggregate(keeps_samples=False)
     for event in events[: 1 + seed % len(events)]:
-        story.fold(event)
-        log.fold(event)
-    now, metrics = events[0].at + 1000.0, shown(story)
-    live = Published.at(now, story.status)
+        story.apply(event)
+        log.apply(event)
+    now, metrics = events[0].monotonic + 1000.0, shown(story)
+    live = NodeReport.at(now, story.status)
     document = document_of_node(live)
     stored = decode_status(encode_status(live, 5.0), lambda written: 5.0 - written)
-    for other in (stored, Published.at(now, log.status)):
+    for other in (stored, NodeReport.at(now, log.status)):
         again = document_of_node(other)
-        again["nodes"][0]["age"] = None
+        again["nodes"][0]["age_seconds"] = None
         assert json.loads(json.dumps(again)) == json.loads(json.dumps(document))
     assert metrics[f"state.{document['state']}"] == 1.0
     assert metrics["generation"] == document["generation"]
-    assert metrics["world_size"] == document["world"]
-    assert metrics.get("last_checkpoint_step") == document["saved"]
-    left = metrics.get("restarts_left")
+    assert metrics["world_size"] == document["world_size"]
+    assert metrics.get("last_checkpoint_step") == document["checkpoint_step"]
+    left = metrics.get("restarts_remaining")
     most = document["max_restarts"]
     assert left == (None if most is None else max(0, most - document["restarts"]))

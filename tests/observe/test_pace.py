@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from typing import Any
 
-import attrs
 import pytest
 
 from elasticlib.observe.event import KINDS, Event, decode, encode
-from elasticlib.observe.step_watch import EVERY_SECONDS, SOON_SECONDS, StepWatch
+from elasticlib.observe.step_monitor import MAX_INTERVAL_S, MIN_INTERVAL_S, StepMonitor
 from elasticlib.workers.context import WorkerContext
 from elasticlib.workers.interface import Heartbeat, RestoreReport
 from elasticlib.workers.worker_channel import WorkerChannel
@@ -29,11 +27,11 @@ Beats = dict[int, Heartbeat]
 
 def looked(
     *looks: tuple[float, Beats], began: float = 0.0, final: bool = True
-) -> tuple[StepWatch, Told]:
+) -> tuple[StepMonitor, Told]:
     """What is told at the last of these, and the watch then."""
-    watch, found = StepWatch(began), Told()
+    watch, found = StepMonitor(began), Told()
     for now, beats in looks:
-        watch, found = watch.look(now, beats, final=final)
+        watch, found = watch.read(now, beats, is_final=final)
     for kind, facts in found:
         assert set(facts) == set(KINDS[kind])
     return watch, found
@@ -46,8 +44,9 @@ def steps(
     loss: float | None = None,
     samples_per_second: float | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    facts = {"step": step, "per_second": per_second, "silent": silent, "loss": loss, "losses": []}
-    return "steps", {**facts, "samples_per_second": samples_per_second}
+    facts = {"step": step, "steps_per_second": per_second, "loss": loss}
+    more = {"seconds_since_heartbeat": silent, "samples_per_second": samples_per_second}
+    return "progress", {**facts, **more}
 
 
 QUIET = Heartbeat(is_attached=True)
@@ -67,7 +66,7 @@ QUIET = Heartbeat(is_attached=True)
         (
             (0.0, {0: beat(5, last_saved_step=1, num_saves=1)}),
             (10.0, {0: beat(5, last_saved_step=5, num_saves=5), 1: QUIET}),
-            [("saved", {"step": 5, "count": 4})],
+            [("checkpoint.saved", {"step": 5, "count": 4})],
         ),
         # The worker that saved has ended; its checkpoint still exists.
         ((0.0, {0: beat(5, last_saved_step=5, num_saves=1), 1: beat(5)}), (10.0, {1: beat(5)}), []),
@@ -86,7 +85,7 @@ QUIET = Heartbeat(is_attached=True)
         (
             (0.0, {0: beat(5, last_snapshot_step=4, num_snapshots=4), 1: QUIET}),
             (10.0, {0: beat(5, last_snapshot_step=97, num_snapshots=97), 1: QUIET}),
-            [("snapshot", {"step": 97, "count": 93})],
+            [("snapshot.taken", {"step": 97, "count": 93})],
         ),
         # Of several losses the lowest rank's; of samples all.
         (
@@ -106,7 +105,7 @@ def test_what_has_moved_is_told_and_nothing_else(
     before: tuple[float, Beats], now: tuple[float, Beats], events: Told
 ) -> None:
     _, found = looked(before, now)
-    assert [told for told in found if told[0] != "training.began"] == events
+    assert [told for told in found if told[0] != "training.started"] == events
 
 
 def test_a_generation_that_is_over_before_a_second_look_has_told_its_pace() -> None:
@@ -122,25 +121,27 @@ def first(step: int, at: float, steps: int = 1) -> Heartbeat:
 @pytest.mark.parametrize(
     ("beats", "final", "told"),
     [
-        ({0: first(7, 103.0), 1: first(7, 105.0)}, False, [("training.began", 5.0)]),
+        ({0: first(7, 103.0), 1: first(7, 105.0)}, False, [("training.started", 5.0)]),
         # The other's first step is still to come,
         ({0: first(7, 103.0), 1: QUIET}, False, []),
         # or never to come,
-        ({0: first(7, 103.0, steps=2), 1: QUIET}, False, [("training.began", 3.0)]),
-        ({0: first(7, 103.0), 1: QUIET}, True, [("training.began", 3.0)]),
+        ({0: first(7, 103.0, steps=2), 1: QUIET}, False, [("training.started", 3.0)]),
+        ({0: first(7, 103.0), 1: QUIET}, True, [("training.started", 3.0)]),
         # or it has not come so far as to be heard of, or never is.
         ({0: first(7, 103.0), 1: Heartbeat()}, False, []),
-        ({0: first(7, 103.0, steps=2), 1: Heartbeat()}, False, [("training.began", 3.0)]),
+        ({0: first(7, 103.0, steps=2), 1: Heartbeat()}, False, [("training.started", 3.0)]),
     ],
 )
 def test_training_begins_with_the_first_step_of_the_last_worker(
     beats: dict[int, Heartbeat], final: bool, told: list[tuple[str, float]]
 ) -> None:
     watch, events = looked((106.0, beats), began=100.0, final=final)
-    begun = [(kind, facts["seconds"]) for kind, facts in events if kind == "training.began"]
+    begun = [
+        (kind, facts["duration_seconds"]) for kind, facts in events if kind == "training.started"
+    ]
     assert begun == told
     if told:
-        assert "training.began" not in dict(watch.look(107.0, beats, final=True)[1])
+        assert "training.started" not in dict(watch.read(107.0, beats, is_final=True)[1])
 
 
 def restored(source: str, began: float, ended: float, times: int = 1) -> Heartbeat:
@@ -150,16 +151,16 @@ def restored(source: str, began: float, ended: float, times: int = 1) -> Heartbe
 
 def test_a_state_is_taken_up_once_the_last_worker_has_it() -> None:
     one, two = restored("memory", 101.0, 104.0), restored("peer", 102.0, 104.5)
-    watch, events = StepWatch(100.0).look(105.0, {0: one, 1: QUIET})
+    watch, events = StepMonitor(100.0).read(105.0, {0: one, 1: QUIET})
     assert events == []
-    watch, events = watch.look(105.0, {0: one, 1: two})
-    said = {"step": 40, "source": "peer", "seconds": 2.5, "after": 2.0}
-    assert events == [("restored", said)]
-    watch, events = watch.look(106.0, {0: one, 1: two})
+    watch, events = watch.read(105.0, {0: one, 1: two})
+    said = {"step": 40, "source": "peer", "duration_seconds": 2.5, "delay_seconds": 2.0}
+    assert events == [("state.restored", said)]
+    watch, events = watch.read(106.0, {0: one, 1: two})
     assert events == []
     # Whoever has them take up another one within a generation is told of as well.
     again = {0: restored("disk", 110.0, 111.0, 2), 1: restored("disk", 110.0, 112.0, 2)}
-    _, events = watch.look(113.0, again)
+    _, events = watch.read(113.0, again)
     assert [facts["source"] for _, facts in events] == ["disk"]
 
 
@@ -168,115 +169,47 @@ def test_what_one_worker_takes_up_for_all_is_told_when_they_train() -> None:
     trains = {0: one, 1: first(41, 105.0, steps=2)}
     watch, told = looked((104.0, {0: one, 1: QUIET}), began=100.0, final=False)
     assert told == []
-    _, told = watch.look(111.0, trains)
-    assert [kind for kind, _ in told] == ["restored", "training.began", "steps"]
+    _, told = watch.read(111.0, trains)
+    assert [kind for kind, _ in told] == ["state.restored", "training.started", "progress"]
 
 
 def test_that_training_has_begun_is_looked_for_soon_and_how_far_it_is_ever_less_often() -> None:
-    watch, now, lines, looks = StepWatch(100.0), 100.0, [], 0
+    watch, now, lines, looks = StepMonitor(100.0), 100.0, [], 0
     beats: Beats = {0: QUIET}
     while now < 150.0:
-        now, looks = watch.due, looks + 1
+        now, looks = watch.due_at, looks + 1
         if now >= 103.0:
             beats = {0: beat(int(now), at=now, steps=2, first_step=103, first_at=103.0)}
-        watch, told = watch.look(now, beats)
+        watch, told = watch.read(now, beats)
         lines += [(kind, now) for kind, _ in told]
-    assert lines[0] == ("training.began", 103.0)
-    told_at = [at for kind, at in lines if kind == "steps"]
+    assert lines[0] == ("training.started", 103.0)
+    told_at = [at for kind, at in lines if kind == "progress"]
     assert told_at == [104.0, 105.0, 107.0, 111.0, 119.0, 129.0, 139.0, 149.0, 159.0]
     assert looks == 4 + len(told_at), "once a second until then, and only for lines from then on"
-    assert (SOON_SECONDS, EVERY_SECONDS) == (1.0, 10.0)
+    assert (MIN_INTERVAL_S, MAX_INTERVAL_S) == (1.0, 10.0)
 
 
-def losses_of(told: Told) -> list[tuple[float, float, float]]:
-    """Step, seconds before the line, and loss."""
-    lines = [facts["losses"] for kind, facts in told if kind == "steps"]
-    return [(step, before, loss) for line in lines for step, before, loss in line]
-
-
-@pytest.mark.parametrize("count", [1, 200, 208, 209, 800, 5000, 1_000_000])
-def test_a_run_that_nobody_saw_before_its_end_has_told_200_losses(count: int) -> None:
-    channel = WorkerChannel.create()
-    for step in range(count):
-        channel.report_step(7 + step, 100.0 + step / 1000, 1 / (step + 1))
-    end = 100.0 + count / 1000
-    _, told = StepWatch(99.0).look(end, {0: channel.beat()}, final=True)
-    found = losses_of(told)
-    assert min(count, 200) <= len(found) <= 208
-    assert [step for step, _, _ in found] == sorted({step for step, _, _ in found})
-    # The newest at most a hundredth of all steps before the end, and evenly apart from there on.
-    assert found[-1][0] - 6 >= count * 0.99
-    for step, before, loss in found:
-        assert loss == pytest.approx(1 / (step - 6), rel=1e-5)
-        assert before == pytest.approx(end - 100.0 - (step - 7) / 1000, abs=0.01)
-    channel.close()
-
-
-@pytest.mark.parametrize("per_second", [40, 1000])
-def test_losses_of_a_run_that_is_looked_at_are_told_once_and_thin_out(per_second: int) -> None:
-    channel, watch, found = WorkerChannel.create(), StepWatch(0.0), []
-    lines = 0
-    for step in range(60 * per_second):
-        now = step / per_second
-        channel.report_step(step, now, 1.0)
-        if now >= watch.due:
-            watch, told = watch.look(now, {0: channel.beat()})
-            found += [of for of, _, _ in losses_of(told)]
-            lines += len(told)
-    assert found == sorted(set(found))
-    gaps = [b - a for a, b in itertools.pairwise(found)]
-    # What comes later is as dense, for its time, as what came before.
-    assert all(gap <= at / 50 for at, gap in zip(found, gaps, strict=False) if at > 1000)
-    assert 200 <= len(found) <= 1200
-    assert lines < 15
-    channel.close()
-
-
-def test_losses_of_the_lowest_rank_that_tells_some_are_told_as_they_are() -> None:
+def test_loss_of_the_lowest_rank_that_reports_one_is_written_as_it_is() -> None:
     channels = [WorkerChannel.create() for _ in range(3)]
     channels[0].report_step(5, 1.0)
-    for loss in (2.0, math.nan, 1e300):
-        channels[1].report_step(5, 1.5, loss)
-        channels[2].report_step(5, 1.5, 7.0)
-    beats = {local: channel.beat() for local, channel in enumerate(channels)}
-    _, told = StepWatch(0.0).look(2.0, beats, final=True)
-    facts = next(facts for kind, facts in told if kind == "steps")
-    event = decode(encode(Event("steps", "job", "n", 1, 0.0, 2.0, None, facts)))
-    assert [repr(one) for one in event.losses()] == [
-        *("(5, 1.5, 2.0)", "(5, 1.5, nan)", "(5, 1.5, 1e+300)")
-    ]
+    channels[1].report_step(5, 1.5, math.nan)
+    channels[2].report_step(5, 1.5, 7.0)
+    beats = {local: channel.heartbeat() for local, channel in enumerate(channels)}
+    _, told = StepMonitor(0.0).read(2.0, beats, is_final=True)
+    facts = next(facts for kind, facts in told if kind == "progress")
+    event = decode(encode(Event("progress", "job", "n", 1, 0.0, 2.0, None, facts)))
+    assert repr(event.value("loss")) == "nan"
     for channel in channels:
         channel.close()
-
-
-def test_a_place_that_is_written_just_now_is_not_read() -> None:
-    channel = WorkerChannel.create()
-    for step in range(1000):
-        channel.report_step(step, float(step), float(step))
-    losses = channel.beat().loss_history
-    assert losses is not None
-    assert all(step == loss for step, _, loss in losses.since(0))
-    # The worker went on, and has written over the first of these meanwhile.
-    later = attrs.evolve(losses, later=1000 + 8 * 5)
-    assert len(list(later.since(0))) == len(list(losses.since(0))) - 5
-    channel.close()
-
-
-@pytest.mark.parametrize(
-    "losses",
-    [None, 5, "x", [5], [[1, 2]], [[1, -1, 2]], [[-1, 0, 2]], [[1, None, 2]], [[1, 0, "x"]]],
-)
-def test_what_is_no_loss_is_not_read_as_one(losses: Any) -> None:
-    assert list(Event("steps", "job", "n", 1, 0.0, 2.0, None, {"losses": losses}).losses()) == []
 
 
 def test_at_rest_a_look_a_second_at_eight_workers_takes_less_than_a_thousandth_of_a_core() -> None:
     channels = [WorkerChannel.create() for _ in range(8)]
     for channel in channels:
         WorkerContext(channel).report_restored(1)
-    watch, began = StepWatch(0.0), time.process_time()
+    watch, began = StepMonitor(0.0), time.process_time()
     for _ in range(200):
-        watch, _ = watch.look(1.0, {local: one.beat() for local, one in enumerate(channels)})
+        watch, _ = watch.read(1.0, {local: one.heartbeat() for local, one in enumerate(channels)})
     assert (time.process_time() - began) / 200 < 1e-3
     for channel in channels:
         channel.close()

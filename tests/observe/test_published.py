@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 
 from elasticlib.clock import monotonic, wall
 from elasticlib.errors import StoreConnectionError
+from elasticlib.observe.aggregate import NodeStatus, WorkerStatus
 from elasticlib.observe.history import JobState
-from elasticlib.observe.published import (
-    AGAIN_SECONDS,
-    LONGEST,
-    STEPS_SECONDS,
-    Published,
-    Publisher,
+from elasticlib.observe.job_status import as_document, node_table, read_job, status_of
+from elasticlib.observe.node_status import (
+    MAX_STATUS_BYTES,
+    REFRESH_INTERVAL_S,
+    STEPS_INTERVAL_S,
+    NodeReport,
+    StatusPublisher,
     StatusReader,
-    beside,
     decode,
     encode,
+    observer_prefix,
 )
-from elasticlib.observe.status import as_document, node_table, read_job, status_of
-from elasticlib.observe.story import NodeStatus, WorkerStatus
 from elasticlib.rendezvous.membership import Membership, Node, RendezvousSettings, form_generation
 from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode_shard, encode_state
@@ -62,7 +62,7 @@ STATUSES = st.builds(
     expelled=st.booleans(),
     workers=st.lists(WORKERS, max_size=3).map(tuple),
 )
-PUBLISHED = st.builds(Published, STATUSES, SECONDS, SECONDS, st.none() | SECONDS, SECONDS)
+PUBLISHED = st.builds(NodeReport, STATUSES, SECONDS, SECONDS, st.none() | SECONDS, SECONDS)
 WRONG = st.sampled_from(
     [None, True, -1, 3, 1e400, "", "x", [], ["x"], [{}], {}, {"1": 2}, {"x": ""}, [[[]]]]
 )
@@ -73,16 +73,16 @@ def since(now: float) -> Callable[[float], float]:
 
 
 @given(PUBLISHED)
-def test_a_status_is_read_as_it_was_written_with_its_age(published: Published) -> None:
+def test_a_status_is_read_as_it_was_written_with_its_age(published: NodeReport) -> None:
     data = encode(published, 1000.0)
-    assert decode(data, since(1007.5)) == attrs.evolve(published, age=7.5)
+    assert decode(data, since(1007.5)) == attrs.evolve(published, age_seconds=7.5)
     # A clock that is behind makes nothing younger than now.
-    assert decode(data, since(0.0)) == attrs.evolve(published, age=0.0)
+    assert decode(data, since(0.0)) == attrs.evolve(published, age_seconds=0.0)
 
 
 @given(PUBLISHED, st.data())
 def test_what_is_not_whole_is_refused_and_nothing_else_happens(
-    published: Published, data: st.DataObject
+    published: NodeReport, data: st.DataObject
 ) -> None:
     whole = encode(published, 1.0)
     said = json.loads(whole)
@@ -91,26 +91,26 @@ def test_what_is_not_whole_is_refused_and_nothing_else_happens(
         with contextlib.suppress(ValueError):
             found = decode(wrong, since(2.0))
             # Whatever was accepted can be shown.
-            view = attrs.evolve(read_job(MemoryStore(), "job"), live=(NODE,))
-            status = status_of(attrs.evolve(view, published={NODE.id: found}))
+            view = attrs.evolve(read_job(MemoryStore(), "job"), alive_nodes=(NODE,))
+            status = status_of(attrs.evolve(view, reports={NODE.id: found}))
             assert status is not None
             assert node_table(status)[1]
             json.dumps(as_document(status))
 
 
 def test_what_would_fill_the_memory_or_the_screen_is_cut_or_refused() -> None:
-    with pytest.raises(ValueError, match="a status is at most"):
-        decode(b"[" * (LONGEST + 1), since(0.0))
-    with pytest.raises(ValueError, match="is an object of JSON"):
+    with pytest.raises(ValueError, match="a status must have at most"):
+        decode(b"[" * (MAX_STATUS_BYTES + 1), since(0.0))
+    with pytest.raises(ValueError, match="must be a JSON object"):
         decode(b"[" * 70_000, since(0.0))
     worker = WorkerStatus(0, 0, "pid " * 1000, step=7)
     status = NodeStatus("job", "n", reason="\0" * 10**6, workers=(worker,) * 10_000)
-    data = encode(Published(status, 0.0, 0.0), 0.0)
+    data = encode(NodeReport(status, 0.0, 0.0), 0.0)
     with contextlib.suppress(ValueError):
         decode(data, since(0.0))
     one = attrs.evolve(status, workers=(attrs.evolve(worker, name="pid 1"),) * 10_000)
-    data = encode(Published(one, 0.0, 0.0), 0.0)
-    assert len(data) <= LONGEST
+    data = encode(NodeReport(one, 0.0, 0.0), 0.0)
+    assert len(data) <= MAX_STATUS_BYTES
     found = decode(data, since(0.0)).status
     assert len(found.reason) < 3000
     assert found.workers[0].step == 7
@@ -119,20 +119,18 @@ def test_what_would_fill_the_memory_or_the_screen_is_cut_or_refused() -> None:
 NODE = Node("id0", "h0", "", 1)
 
 
-@pytest.mark.parametrize("name", ["run", "expelled", "loop_silent"])
+@pytest.mark.parametrize("name", ["run", "expelled", "loop_blocked_seconds"])
 def test_a_status_without_one_of_its_fields_is_rejected(name: str) -> None:
-    said = json.loads(encode(Published(NodeStatus("job", "n", saved=4), 1.0, 2.0), 0.0))
+    said = json.loads(encode(NodeReport(NodeStatus("job", "n", checkpoint_step=4), 1.0, 2.0), 0.0))
     del said[name]
     with pytest.raises(ValueError, match=f"the field {name} is missing"):
         decode(json.dumps(said).encode(), since(0.0))
 
 
 def test_a_status_of_another_version_is_rejected_with_its_number() -> None:
-    said = json.loads(encode(Published(NodeStatus("job", "n"), 1.0, 2.0), 0.0))
-    with pytest.raises(
-        ValueError, match="a status of version 1 is read here, got 2: use the version"
-    ):
-        decode(json.dumps({**said, "v": 2}).encode(), since(0.0))
+    said = json.loads(encode(NodeReport(NodeStatus("job", "n"), 1.0, 2.0), 0.0))
+    with pytest.raises(ValueError, match="a status must have version 2, got 3: use the version"):
+        decode(json.dumps({**said, "version": 3}).encode(), since(0.0))
 
 
 class Counted(MemoryStore):
@@ -161,38 +159,40 @@ class Publishing:
     def __init__(self, store: Store, **status: object) -> None:
         self.now = 100.0
         self.status = NodeStatus("job", "id0", "h0", state=JobState.RUNNING, **status)  # type: ignore[arg-type]
-        self.publisher = Publisher(
+        self.publisher = StatusPublisher(
             store,
             "job",
             "id0",
-            lambda: Published.at(self.now, self.status, heard=0.5),
+            lambda: NodeReport.at(self.now, self.status, store_contact_age_seconds=0.5),
             clock=lambda: self.now,
         )
 
     def turn_for(self, seconds: float, change: Callable[[], None] = lambda: None) -> None:
         end = self.now + seconds
         while self.now < end:
-            self.now += max(0.01, self.publisher._turn())
+            self.now += max(0.01, self.publisher._poll())
             change()
 
     def steps(self) -> None:
-        worker = WorkerStatus(0, 0, "pid 1", step=int(self.now), silent=self.now % 1)
+        worker = WorkerStatus(
+            0, 0, "pid 1", step=int(self.now), seconds_since_heartbeat=self.now % 1
+        )
         self.status = attrs.evolve(self.status, workers=(worker,))
 
 
 def test_at_rest_a_node_writes_three_times_a_minute_and_reads_nothing() -> None:
     store = Counted()
     Publishing(store).turn_for(600.0)
-    assert len(store.written) == pytest.approx(600 / AGAIN_SECONDS, abs=1)
+    assert len(store.written) == pytest.approx(600 / REFRESH_INTERVAL_S, abs=1)
     assert store.listed == []
 
 
-@pytest.mark.parametrize(("nodes", "every"), [(1, STEPS_SECONDS), (100, 2.0), (1000, 10.0)])
+@pytest.mark.parametrize(("nodes", "every"), [(1, STEPS_INTERVAL_S), (100, 2.0), (1000, 10.0)])
 def test_while_steps_are_made_all_nodes_together_write_a_hundred_times_a_second_at_most(
     nodes: int, every: float
 ) -> None:
     store = Counted()
-    one = Publishing(store, nodes=nodes)
+    one = Publishing(store, node_count=nodes)
     one.turn_for(600.0, one.steps)
     assert len(store.written) == pytest.approx(600 / every, abs=2)
 
@@ -207,10 +207,10 @@ def test_another_state_is_written_at_once_and_a_silence_alone_is_nothing_new() -
     one.turn_for(0.01)
     assert len(store.written) == before + 1
     (found,) = StatusReader(store, "job").read().values()
-    assert (found.status.state, found.heard) == (JobState.RESTARTING, 0.5)
+    assert (found.status.state, found.store_contact_age_seconds) == (JobState.RESTARTING, 0.5)
     one.steps()
     one.turn_for(2.0)
-    worker = attrs.evolve(one.status.workers[0], silent=9.0)
+    worker = attrs.evolve(one.status.workers[0], seconds_since_heartbeat=9.0)
     one.status = attrs.evolve(one.status, workers=(worker,))
     before = len(store.written)
     one.turn_for(10.0)
@@ -237,15 +237,15 @@ def test_a_thousand_nodes_are_read_in_one_listing_and_none_is_asked() -> None:
     for n, node in enumerate(nodes):
         workers = tuple(WorkerStatus(8 * n + k, k, f"pid {k}", step=50 + n % 3) for k in range(8))
         status = NodeStatus("job", node.id, state=JobState.RUNNING, workers=workers)
-        data = encode(Published(status, 1.0, 2.0), wall())
-        store.set(f"{beside('job', 'status')}{node.id}", data, ttl=60.0)
+        data = encode(NodeReport(status, 1.0, 2.0), wall())
+        store.set(f"{observer_prefix('job', 'status')}{node.id}", data, ttl=60.0)
     store.listed.clear()
     store.written.clear()
     began = monotonic()
     status = status_of(read_job(store, "job"))
     assert monotonic() - began < 20.0
     assert status is not None
-    assert (status.state, status.step, len(status.silent)) == (JobState.RUNNING, 50, 0)
+    assert (status.state, status.step, len(status.not_reporting)) == (JobState.RUNNING, 50, 0)
     assert [prefix for prefix in store.listed if prefix.startswith("?")] == ["?job/status/"]
     assert store.written == []
 
@@ -257,18 +257,18 @@ def test_a_status_goes_with_its_node_and_wakes_no_node_that_leads(
     settled(ours, (NODE,))
     version = ours.list(StoreKeys("job").job_prefix).version
     running = NodeStatus("job", "id0", state=JobState.RUNNING, reason="it goes on")
-    now = [Published(running, 1.0, 2.0)]
+    now = [NodeReport(running, 1.0, 2.0)]
 
     def state() -> JobState | None:
         found = status_of(read_job(ours, "job"))
         assert found is not None
-        assert found.state is JobState.RUNNING or not found.silent
+        assert found.state is JobState.RUNNING or not found.not_reporting
         return found.state
 
-    with Publisher(theirs, "job", "id0", lambda: now[0]) as publisher:
+    with StatusPublisher(theirs, "job", "id0", lambda: now[0]) as publisher:
         wait_until("its status", lambda: StatusReader(ours, "job").read())
         assert state() is JobState.RUNNING
-        now[0] = Published(attrs.evolve(running, state=JobState.DRAINING), 0.0, 3.0)
+        now[0] = NodeReport(attrs.evolve(running, state=JobState.DRAINING), 0.0, 3.0)
         publisher.wake()
         wait_until("its new state", lambda: state() is JobState.DRAINING)
     assert not ours.wait(StoreKeys("job").job_prefix, after=version, timeout=0.0)
@@ -283,16 +283,16 @@ def test_who_has_seen_a_status_change_needs_no_clock_of_another_machine(skew: fl
     reader = StatusReader(store, "job", clock=lambda: now[0])
 
     def write() -> None:
-        data = encode(Published(NodeStatus("job", "id0"), 1.0, 2.0), now[0] + skew)
-        store.set(f"{beside('job', 'status')}id0", data, ttl=60.0)
+        data = encode(NodeReport(NodeStatus("job", "id0"), 1.0, 2.0), now[0] + skew)
+        store.set(f"{observer_prefix('job', 'status')}id0", data, ttl=60.0)
 
     def age() -> float | None:
         view = read_job(store, "job", reader)
         status = status_of(view)
         assert status is not None
         # What clocks say alone is shown, and is no verdict where the node's lease stands.
-        assert (status.silent, status.unanswered) == ((), False)
-        return view.published["id0"].age
+        assert (status.not_reporting, status.has_no_reports) == ((), False)
+        return view.reports["id0"].age_seconds
 
     write()
     assert age() == max(0.0, -skew)
@@ -312,13 +312,13 @@ def test_a_store_that_is_away_ends_no_publishing() -> None:
     store.away = True
     looks: list[int] = []
 
-    def look() -> Published:
+    def look() -> NodeReport:
         looks.append(1)
         if len(looks) == 2:
             raise RuntimeError("it cannot be looked at")
-        return Published(NodeStatus("job", "id0"), 1.0, 2.0)
+        return NodeReport(NodeStatus("job", "id0"), 1.0, 2.0)
 
-    with Publisher(store, "job", "id0", look) as publisher:
+    with StatusPublisher(store, "job", "id0", look) as publisher:
         wait_until("a look", lambda: looks)
         publisher.wake()
         wait_until("another look", lambda: len(looks) > 1)
@@ -332,12 +332,12 @@ def test_store_that_rejects_the_status_of_a_node_is_warned_of_once(
 ) -> None:
     looks: list[int] = []
 
-    def look() -> Published:
+    def look() -> NodeReport:
         looks.append(1)
-        return Published(NodeStatus("job", "id0"), 1.0, 2.0)
+        return NodeReport(NodeStatus("job", "id0"), 1.0, 2.0)
 
     store = MemoryStore(limits=StoreLimits(value_bytes=16))
-    with Publisher(store, "job", "id0", look) as publisher:
+    with StatusPublisher(store, "job", "id0", look) as publisher:
         wait_until("the warning", lambda: "cannot show this node" in caplog.text)
         publisher.wake()
         wait_until("another try", lambda: len(looks) > 1)

@@ -17,7 +17,7 @@ from elasticlib.launch.cli import main
 from elasticlib.observe.event import encode
 from elasticlib.observe.history import JobState
 from elasticlib.observe.report import Report, report
-from elasticlib.observe.runs import RunRecord
+from elasticlib.observe.runs import RunRegistration
 
 
 def write_run(folder: Path, *, ended: bool = True) -> list[Path]:
@@ -27,11 +27,21 @@ def write_run(folder: Path, *, ended: bool = True) -> list[Path]:
         agent = Agent(name, slots=2).launch(float(rank))
         agent.begin(5.0, 1, rank=rank, nodes=2)
         if name == "b":
-            agent.tell(20.0, "worker.ended", 3, code=1, ok=False, stopped=False, how="code 1")
-            agent.tell(20.1, "failure", reason="rank 3 ended", failure="ordinary")
+            agent.tell(
+                20.0,
+                "worker.exited",
+                3,
+                exit_code=1,
+                succeeded=False,
+                stopped=False,
+                description="code 1",
+            )
+            agent.tell(20.1, "failure", reason="rank 3 ended", failure_kind="ordinary")
         agent.begin(22.0, 2, rank=rank, nodes=2, restarts=1, cause="rank 3 ended")
         if ended:
-            agent.tell(60.0, "run.ended", state="succeeded", reason="done", exit_code=0, cause=None)
+            agent.tell(
+                60.0, "run.finished", state="succeeded", reason="done", exit_code=0, root_cause=None
+            )
         agents.append(agent)
     paths = []
     for agent in agents:
@@ -58,13 +68,13 @@ def test_a_job_whose_agent_was_killed_is_not_called_running(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     agent = Agent("a").launch(0.0).begin(1.0, 1).train(2.0, 1).steps(60.0, 59, 1.0)
-    record = RunRecord("job")
+    record = RunRegistration("job")
     record.events.write_bytes(b"".join(map(encode, agent.events)))
     assert report().history.state is JobState.RUNNING
     record.close()
     made = report("job")
-    assert (made.history.state, made.history.nodes[0].lost) == (None, True)
-    assert "ended without a word (killed?)" in made.html()
+    assert (made.history.state, made.history.nodes[0].is_lost) == (None, True)
+    assert "terminated unexpectedly (killed?)" in made.html()
     assert "last event" in made.html()
     assert "reason of the last generation: " in made.html()
     assert "lost at 1" in made.html()
@@ -77,7 +87,7 @@ def test_a_process_of_this_machine_that_is_gone_has_ended_wherever_its_events_li
     child.wait()
     for pid, wanted in ((os.getpid(), JobState.RUNNING), (child.pid, None)):
         agent = Agent("a")
-        agent.tell(0.0, "run.began", host=socket.gethostname(), pid=pid, slots=1).begin(1.0, 1)
+        agent.tell(0.0, "run.started", host=socket.gethostname(), pid=pid, slots=1).begin(1.0, 1)
         path = tmp_path / "events.jsonl"
         path.write_bytes(b"".join(map(encode, agent.events)))
         assert report(path).history.state is wanted

@@ -15,22 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from told_runs import Agent, files
 
-from elasticlib.observe.event import Mark
+from elasticlib.observe.event import TimelineEvent
+from elasticlib.observe.formatting import format_duration, plural
 from elasticlib.observe.history import (
-    Cost,
     Generation,
     GenerationTrigger,
     History,
     JobState,
-    NodeEnd,
-    NodeStory,
-    Pace,
-    Stay,
+    NodeExit,
+    NodeHistory,
+    NodeMembership,
+    ProgressSample,
+    RecoveryCost,
 )
-from elasticlib.observe.reading import history_of
+from elasticlib.observe.history_reader import history_of
 from elasticlib.observe.report import Report
 from elasticlib.observe.report.build import failures, interruptions, sample_rate
-from elasticlib.observe.wording import duration, plural
 
 KNOWN = frozenset(
     (
@@ -55,7 +55,7 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.words: list[str] = []
+        self.text: list[str] = []
         self.drawings: list[str] = []
         self.numbers: list[str] = []
         self.feed(text)
@@ -81,7 +81,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] not in ("style", "script"):
-            self.words.append(data)
+            self.text.append(data)
 
 
 def read(history: History) -> Page:
@@ -97,7 +97,7 @@ def html_of(history: History) -> str:
 
 
 def told(history: History) -> str:
-    return " ".join(" ".join(read(history).words).replace("\u00a0", " ").split())
+    return " ".join(" ".join(read(history).text).replace("\u00a0", " ").split())
 
 
 @pytest.mark.parametrize("name", ["uneventful", "unborn", "eventful"])
@@ -125,77 +125,91 @@ names = st.sampled_from(["a", "b", "nobody"])
 maybe_seconds = st.none() | st.floats(0, 1e6)
 any_number = st.none() | st.floats(allow_nan=True, allow_infinity=True)
 kinds = st.sampled_from(
-    ("failure", "worker.ended", "saved", "snapshot", "restored", "drain.asked", "lost")
+    (
+        "failure",
+        "worker.exited",
+        "checkpoint.saved",
+        "snapshot.taken",
+        "state.restored",
+        "drain.requested",
+        "events.dropped",
+    )
 )
-ends = st.sampled_from([state for state in JobState if state.over])
+ends = st.sampled_from([state for state in JobState if state.is_finished])
 dicts = st.dictionaries(texts, texts, max_size=2)
 
 made = st.builds(
     Generation,
     number=st.integers(1, 4),
-    why=st.sampled_from(GenerationTrigger),
-    cause=texts,
-    began=times,
-    ended=st.none() | times,
-    nodes=counts,
-    world=counts,
+    trigger=st.sampled_from(GenerationTrigger),
+    reason=texts,
+    started_at=times,
+    finished_at=st.none() | times,
+    node_count=counts,
+    world_size=counts,
     restarts=counts,
-    trained=st.none() | times,
+    first_step_at=st.none() | times,
     first_step=st.none() | counts,
     last_step=st.none() | counts,
     cost=st.builds(
-        Cost,
+        RecoveryCost,
         *[maybe_seconds] * 5,
-        redone=counts,
-        redone_seconds=st.floats(0, 1e6),
+        repeated_steps=counts,
+        repeated=st.floats(0, 1e6),
     ),
 )
 stays = st.builds(
-    Stay, names, st.integers(1, 4), counts, st.tuples(counts, counts), times, st.none() | times
+    NodeMembership,
+    names,
+    st.integers(1, 4),
+    counts,
+    st.tuples(counts, counts),
+    times,
+    st.none() | times,
 )
-marks = st.builds(Mark, times, kinds, names, texts, st.none() | counts, st.none() | counts)
+marks = st.builds(TimelineEvent, times, kinds, names, texts, st.none() | counts, st.none() | counts)
 paces = st.builds(
-    Pace,
+    ProgressSample,
     at=times,
     node=names,
     generation=st.integers(1, 4),
     step=counts,
-    per_second=any_number,
+    steps_per_second=any_number,
     loss=any_number,
     samples_per_second=any_number,
 )
 stories = st.builds(
-    NodeStory,
+    NodeHistory,
     node=names,
     host=texts,
-    began=times,
-    seen=times,
+    started_at=times,
+    last_event_at=times,
     slots=counts,
-    end=st.none() | st.builds(NodeEnd, times, ends, texts, st.integers(-9, 255)),
+    exit=st.none() | st.builds(NodeExit, times, ends, texts, st.integers(-9, 255)),
     pid=st.none() | counts,
-    folder=texts,
+    log_dir=texts,
     settings=dicts,
     versions=dicts,
-    events_lost=counts,
-    lost=st.booleans(),
+    dropped_events=counts,
+    is_lost=st.booleans(),
 )
 histories_of_any_kind = st.builds(
     History,
     run=texts,
-    wall=times,
-    until=st.floats(0, 1e9),
+    start_timestamp=times,
+    duration_seconds=st.floats(0, 1e9),
     state=st.sampled_from(JobState),
     nodes=st.lists(stories, max_size=3).map(tuple),
-    stays=st.lists(stays, max_size=4).map(tuple),
+    memberships=st.lists(stays, max_size=4).map(tuple),
     generations=st.lists(made, max_size=4).map(tuple),
-    marks=st.lists(marks, max_size=6).map(tuple),
-    paces=st.lists(paces, max_size=8).map(tuple),
+    timeline=st.lists(marks, max_size=6).map(tuple),
+    progress=st.lists(paces, max_size=8).map(tuple),
     restarts=counts,
     max_restarts=st.none() | counts,
     reason=texts,
-    cause=st.none() | dicts,
-    unread=counts,
-    left_out=counts,
+    root_cause=st.none() | dicts,
+    invalid_lines=counts,
+    omitted_events=counts,
 )
 
 
@@ -227,22 +241,24 @@ def test_a_page_of_many_folds_them_and_says_so() -> None:
     assert re.search(
         r"\d+ failures; failures whose reasons differ only in numbers are counted", text
     )
-    left_out = attrs.evolve(history, left_out=12345, unread=2)
+    left_out = attrs.evolve(history, omitted_events=12345, invalid_lines=2)
     assert "12,345 events not shown: evenly spaced events represent them." in told(left_out)
     assert "2 lines of the event files could not be read" in told(left_out)
 
 
 def test_ranks_of_a_file_that_names_too_many_are_not_counted_one_by_one() -> None:
-    stay = attrs.evolve(histories.eventful().stays[0], ranks=(0, 10**15))
-    assert "ranks 0-1000000000000000" in html_of(attrs.evolve(histories.eventful(), stays=(stay,)))
+    stay = attrs.evolve(histories.eventful().memberships[0], ranks=(0, 10**15))
+    assert "ranks 0-1000000000000000" in html_of(
+        attrs.evolve(histories.eventful(), memberships=(stay,))
+    )
 
 
 def test_a_snapshot_of_agents_that_were_killed_is_said_to_be_lost() -> None:
-    history = attrs.evolve(histories.eventful(), saved=50, snapshot=89)
+    history = attrs.evolve(histories.eventful(), checkpoint_step=50, snapshot_step=89)
     killed = attrs.evolve(history, state=None)
     assert "Last snapshot step 89 lost with its agents" in told(killed)
     assert "lost with its agents" not in told(history)
-    assert "lost with its agents" not in told(attrs.evolve(killed, saved=89))
+    assert "lost with its agents" not in told(attrs.evolve(killed, checkpoint_step=89))
 
 
 def test_where_no_steps_are_told_nobody_is_told_that_none_was_redone() -> None:
@@ -251,7 +267,9 @@ def test_where_no_steps_are_told_nobody_is_told_that_none_was_redone() -> None:
     words = told(history_of(files(agent)))
     assert "Repeated steps \u2013 not reported" in words
     assert "Time lost 2.0 s and lost training" in words
-    assert "what training lost is not known, as no worker reported a step (context().step)" in words
+    assert (
+        "lost training time is unknown because no worker reported a step (context().step)" in words
+    )
 
 
 def test_a_node_that_was_requeued_is_counted_once() -> None:
@@ -264,19 +282,19 @@ def test_a_node_that_was_requeued_is_counted_once() -> None:
 
 def test_samples_are_those_of_all_nodes_and_steps_those_of_one() -> None:
     paces = [
-        Pace(10.0, "b", 1, 5, 1.0, None, 30.0),
-        Pace(10.0, "a", 1, 5, 1.0, None, 20.0),
-        Pace(20.0, "a", 1, 9, 1.0, None, 25.0),
-        Pace(20.0, "b", 1, 9, 1.0, None, 35.0),
+        ProgressSample(10.0, "b", 1, 5, 1.0, None, 30.0),
+        ProgressSample(10.0, "a", 1, 5, 1.0, None, 20.0),
+        ProgressSample(20.0, "a", 1, 9, 1.0, None, 25.0),
+        ProgressSample(20.0, "b", 1, 9, 1.0, None, 35.0),
         # After it was left by the other node.
-        Pace(30.0, "a", 2, 12, 1.0, None, 40.0),
+        ProgressSample(30.0, "a", 2, 12, 1.0, None, 40.0),
     ]
     stays = (
-        Stay("a", 1, 0, (0, 0), 0.0, 25.0),
-        Stay("b", 1, 1, (1, 1), 0.0, 25.0),
-        Stay("a", 2, 0, (0, 0), 26.0),
+        NodeMembership("a", 1, 0, (0, 0), 0.0, 25.0),
+        NodeMembership("b", 1, 1, (1, 1), 0.0, 25.0),
+        NodeMembership("a", 2, 0, (0, 0), 26.0),
     )
-    history = History("job", 0.0, 40.0, JobState.RUNNING, stays=stays, paces=tuple(paces))
+    history = History("job", 0.0, 40.0, JobState.RUNNING, memberships=stays, progress=tuple(paces))
     assert sample_rate(history).lines == [[(10.0, 50.0), (20.0, 60.0)], [(30.0, 40.0)]]
 
 
@@ -285,9 +303,12 @@ def test_curves_have_a_band_and_a_sentence_for_each_interruption() -> None:
     found = interruptions(history)
     assert [gap.generation.number for gap in found] == list(range(2, 13))
     third = found[1]
-    before, after = history.generations[1:3]
-    assert third.time == (before.ended, after.trained)
-    assert third.steps == (after.first_step, (after.first_step or 0) + after.cost.redone - 1)
+    before, apply_event = history.generations[1:3]
+    assert third.time == (before.finished_at, apply_event.first_step_at)
+    assert third.steps == (
+        apply_event.first_step,
+        (apply_event.first_step or 0) + apply_event.cost.repeated_steps - 1,
+    )
     cause = "6.8 s without a step, 99 steps repeated: rank 5 on gpu-b failed: ValueError"
     html = html_of(history).replace("\u00a0", " ")
     assert html.count(f"Generation 3 after a failure, {cause}") == 4, "the tooltip of each band"
@@ -309,16 +330,25 @@ def test_recoveries_are_told_in_the_numbers_of_their_costs() -> None:
     history = histories.eventful()
     words = told(history)
     for made in history.generations:
-        cost = duration(made.cost.seconds)
-        assert f"Generation {made.number}, {made.why.phrase} {made.cause} {cost}" in words
+        cost = format_duration(made.cost.seconds)
+        assert f"Generation {made.number}, {made.trigger.phrase} {made.reason} {cost}" in words
         for name, seconds in made.cost.phases.items():
-            redone = f"{plural(made.cost.redone, 'step')}, " if name == "redone" else ""
-            assert f"{name} {redone}{duration(seconds)}" in words
+            redone = f"{plural(made.cost.repeated_steps, 'step')}, " if name == "repeated" else ""
+            assert f"{name} {redone}{format_duration(seconds)}" in words
 
 
 def test_all_time_without_a_step_that_counts_is_told_and_where_it_is_of_no_recovery() -> None:
     first = Generation(
-        1, GenerationTrigger.START, "", 2.0, 30.0, 1, 1, 0, trained=10.0, cost=Cost(start=8.0)
+        1,
+        GenerationTrigger.START,
+        "",
+        2.0,
+        30.0,
+        1,
+        1,
+        0,
+        first_step_at=10.0,
+        cost=RecoveryCost(startup=8.0),
     )
     history = History("job", 0.0, 100.0, JobState.FAILED, generations=(first,))
     words = told(history)
@@ -330,13 +360,13 @@ def test_all_time_without_a_step_that_counts_is_told_and_where_it_is_of_no_recov
 def test_a_failure_has_the_generation_and_the_ranks_that_others_tell_of() -> None:
     """An agent tells of its failure without a rank, after its workers' ends."""
     marks = (
-        Mark(5.0, "worker.ended", "a", "code 1", rank=3),
-        Mark(15.0, "worker.ended", "a", "code 1", rank=1),
-        Mark(15.1, "worker.ended", "b", "code 1", rank=7),
-        Mark(15.2, "failure", "a", "rank 1 ended"),
+        TimelineEvent(5.0, "worker.exited", "a", "code 1", rank=3),
+        TimelineEvent(15.0, "worker.exited", "a", "code 1", rank=1),
+        TimelineEvent(15.1, "worker.exited", "b", "code 1", rank=7),
+        TimelineEvent(15.2, "failure", "a", "rank 1 ended"),
     )
-    stays = (Stay("a", 1, 0, (0, 3), 0.0, 6.0), Stay("a", 2, 0, (0, 3), 10.0))
-    history = History("job", 0.0, 40.0, JobState.RUNNING, stays=stays, marks=marks)
+    stays = (NodeMembership("a", 1, 0, (0, 3), 0.0, 6.0), NodeMembership("a", 2, 0, (0, 3), 10.0))
+    history = History("job", 0.0, 40.0, JobState.RUNNING, memberships=stays, timeline=marks)
     (found,) = failures(history)
     assert (found.generation, found.ranks) == (2, "1")
 
@@ -344,10 +374,10 @@ def test_a_failure_has_the_generation_and_the_ranks_that_others_tell_of() -> Non
 def test_failure_shows_the_traceback_of_the_worker() -> None:
     trace = 'File "train.py", line 3\nValueError: <b>bad</b>'
     marks = (
-        Mark(5.0, "worker.ended", "a", "exit code 1", rank=3, traceback=trace),
-        Mark(5.1, "failure", "a", "rank 3 failed"),
+        TimelineEvent(5.0, "worker.exited", "a", "exit code 1", rank=3, traceback=trace),
+        TimelineEvent(5.1, "failure", "a", "rank 3 failed"),
     )
-    history = History("job", 0.0, 40.0, JobState.RUNNING, marks=marks)
+    history = History("job", 0.0, 40.0, JobState.RUNNING, timeline=marks)
     assert 'Traceback File "train.py", line 3 ValueError: <b>bad</b>' in told(history)
 
 
@@ -375,16 +405,22 @@ class Counted(float):
 
 def comparisons_of(generations: int) -> int:
     """Count the comparisons of times while the failures of so many generations are listed."""
-    stays, marks = [], []
+    stays, timeline = [], []
     for number in range(1, generations + 1):
         began = Counted(10 * number)
-        stays.append(Stay("n1", number, 0, (0, 1), began=began, ended=Counted(began + 9)))
+        stays.append(
+            NodeMembership(
+                "n1", number, 0, (0, 1), started_at=began, finished_at=Counted(began + 9)
+            )
+        )
         for rank in (0, 1):
             at = Counted(began + 5 + rank)
-            marks.append(Mark(at, "worker.ended", "n1", "exited with code 1", rank=rank))
-        marks.append(Mark(Counted(began + 8), "failure", "n1", "rank 0 exited"))
+            timeline.append(
+                TimelineEvent(at, "worker.exited", "n1", "exited with code 1", rank=rank)
+            )
+        timeline.append(TimelineEvent(Counted(began + 8), "failure", "n1", "rank 0 exited"))
     Counted.count = 0
-    history = History("job", 0.0, 10.0, None, stays=tuple(stays), marks=tuple(marks))
+    history = History("job", 0.0, 10.0, None, memberships=tuple(stays), timeline=tuple(timeline))
     found = failures(history)
     assert [one.generation for one in found] == list(range(1, generations + 1))
     assert {one.workers for one in found} == {(0, 1)}

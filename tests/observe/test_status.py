@@ -8,31 +8,31 @@ from typing import Any
 import attrs
 import pytest
 
+from elasticlib.observe.aggregate import NodeStatus, WorkerStatus
 from elasticlib.observe.event import Event
+from elasticlib.observe.formatting import format_table
 from elasticlib.observe.history import JobState
-from elasticlib.observe.published import Published
-from elasticlib.observe.stacks import JobStacks, Stacks, grouped, stack_lines
-from elasticlib.observe.status import (
+from elasticlib.observe.job_status import (
     EXIT_CODES,
     FIELDS,
-    MOST_NODES,
+    MAX_LOOP_BLOCKED_S,
+    MAX_NODE_ROWS,
     NODE_FIELDS,
-    PATIENCE,
+    JobReading,
     JobStatus,
-    JobView,
     NodeEntry,
     as_document,
+    check_health,
     document_of_node,
     exit_code,
     headline,
-    judge,
     node_table,
     rank_table,
     result_of,
     status_of,
 )
-from elasticlib.observe.story import NodeStatus, WorkerStatus
-from elasticlib.observe.wording import table
+from elasticlib.observe.node_status import NodeReport
+from elasticlib.observe.stack_query import JobStacks, NodeStacks, group_stacks, stack_lines
 from elasticlib.rendezvous.membership import (
     JobPhase,
     LeaderStatus,
@@ -52,22 +52,37 @@ SETTLED = form_generation(
 S = JobState
 
 
-def published(node: Node, state: JobState = S.RUNNING, seconds: float = 1.0) -> Published:
+def published(node: Node, state: JobState = S.RUNNING, seconds: float = 1.0) -> NodeReport:
     rank = NODES.index(node)
     workers = (
-        WorkerStatus(2 * rank, 0, "pid 1", step=10 + rank, per_second=4.0, silent=0.5, saved=8),
-        WorkerStatus(2 * rank + 1, 1, "pid 2", step=11 + rank, per_second=5.0, silent=0.25),
+        WorkerStatus(
+            2 * rank,
+            0,
+            "pid 1",
+            step=10 + rank,
+            steps_per_second=4.0,
+            seconds_since_heartbeat=0.5,
+            checkpoint_step=8,
+        ),
+        WorkerStatus(
+            2 * rank + 1,
+            1,
+            "pid 2",
+            step=11 + rank,
+            steps_per_second=5.0,
+            seconds_since_heartbeat=0.25,
+        ),
     )
     status = NodeStatus("job", node.id, state=state, workers=workers)
-    return Published(status, seconds, 9.0, age=0.5)
+    return NodeReport(status, seconds, 9.0, age_seconds=0.5)
 
 
-def view(document: Membership | None, *states: JobState, live: int = 2) -> JobView:
+def view(document: Membership | None, *states: JobState, live: int = 2) -> JobReading:
     found = {
         node.id: published(node, state, 1.0 + n)
         for n, (node, state) in enumerate(zip(NODES, states, strict=False))
     }
-    return JobView("job", document, NODES[:live], LeaderStatus("1 of 2 nodes are here"), found)
+    return JobReading("job", document, NODES[:live], LeaderStatus("1 of 2 nodes are here"), found)
 
 
 def state(document: Membership | None, *states: JobState, live: int = 2) -> JobState | None:
@@ -106,9 +121,9 @@ def test_nobody_is_left_to_tell_where_no_lease_stands() -> None:
     found = status_of(view(SETTLED, live=0))
     assert found is not None
     assert (found.state, exit_code(found)) == (None, 4)
-    assert [node.state for node in found.nodes] == ["gone", "gone"]
-    assert "no node lives any more" in found.reason
-    assert headline(found)[0] == "job: ended without a word (killed?)"
+    assert [node.state_text for node in found.nodes] == ["gone", "gone"]
+    assert "no node is alive" in found.reason
+    assert headline(found)[0] == "job: terminated unexpectedly (killed?)"
 
 
 def test_where_no_node_has_a_status_it_is_the_store_that_tells_and_the_code_is_4() -> None:
@@ -116,8 +131,8 @@ def test_where_no_node_has_a_status_it_is_the_store_that_tells_and_the_code_is_4
     assert found is not None
     assert (found.state, exit_code(found), as_document(found)["source"]) == (S.RUNNING, 4, "store")
     assert (
-        "  its agents publish no status (a launcher without a journal?); this is from its store"
-        in (headline(found))
+        "  no agent publishes a status (custom launcher without elasticlib.observed?); "
+        "showing the store's data" in (headline(found))
     )
     one = status_of(view(SETTLED, S.RUNNING))
     assert one is not None
@@ -127,16 +142,26 @@ def test_where_no_node_has_a_status_it_is_the_store_that_tells_and_the_code_is_4
 def test_the_slowest_counts_and_the_last_that_is_safe() -> None:
     found = status_of(view(SETTLED, S.RUNNING, S.RUNNING, live=3))
     assert found is not None
-    assert (found.step, found.per_second, found.saved, found.snapshot) == (10, 4.0, 8, None)
-    assert (found.generation, found.world, found.max_restarts, found.since) == (1, 4, 4, 1.5)
+    assert (found.step, found.steps_per_second, found.checkpoint_step, found.snapshot_step) == (
+        10,
+        4.0,
+        8,
+        None,
+    )
+    assert (found.generation, found.world_size, found.max_restarts, found.state_seconds) == (
+        1,
+        4,
+        4,
+        1.5,
+    )
     assert [node.host for node in found.spares] == ["h2"]
-    assert [node.host for node in found.silent] == ["h2"]
+    assert [node.host for node in found.not_reporting] == ["h2"]
     text = "\n".join(headline(found))
     assert "job: RUNNING for 1.5 s, started 9.5 s ago" in text
     assert "generation 1, 2 nodes (of 2 to 3), 4 workers, 0 of 4 restarts" in text
     assert "step 10, steps/s 4, checkpoint 8" in text
     assert "spares: h2" in text
-    assert "not answering: h2" in text
+    assert "not reporting: h2" in text
 
 
 def test_who_has_no_rank_yet_joins_and_is_a_spare_once_a_generation_stands() -> None:
@@ -155,59 +180,61 @@ def test_the_document_has_the_keys_that_are_described_and_no_others() -> None:
     document = json.loads(json.dumps(as_document(found)))
     assert set(document) == set(FIELDS)
     assert all(set(node) == set(NODE_FIELDS) for node in document["nodes"])
-    assert [node["answers"] for node in document["nodes"]] == [True, True, False]
+    assert [node["reporting"] for node in document["nodes"]] == [True, True, False]
     assert document["nodes"][1]["workers"][0]["step"] == 11
-    assert [node["age"] for node in document["nodes"]] == [0.5, 0.5, None]
-    assert [node["since"] for node in document["nodes"]] == [1.5, 2.5, None]
+    assert [node["age_seconds"] for node in document["nodes"]] == [0.5, 0.5, None]
+    assert [node["state_seconds"] for node in document["nodes"]] == [1.5, 2.5, None]
     assert [node["healthy"] for node in document["nodes"]] == [True, True, None]
 
 
 def test_one_node_shows_the_same_document_of_itself() -> None:
-    one = attrs.evolve(published(NODES[1]), loop_silent=PATIENCE + 1, age=None)
+    one = attrs.evolve(
+        published(NODES[1]), loop_blocked_seconds=MAX_LOOP_BLOCKED_S + 1, age_seconds=None
+    )
     document = json.loads(json.dumps(document_of_node(one)))
     assert set(document) == set(FIELDS)
     (node,) = document["nodes"]
     assert set(node) == set(NODE_FIELDS)
     assert (document["state"], document["source"], document["step"]) == ("RUNNING", "nodes", 11)
-    assert document["since"] == node["since"] == 1.0
-    assert (node["healthy"], node["lives"], node["answers"]) == (False, True, True)
-    assert node["health"] == "the agent's loop has not turned for 16.0 s"
+    assert document["state_seconds"] == node["state_seconds"] == 1.0
+    assert (node["healthy"], node["alive"], node["reporting"]) == (False, True, True)
+    assert node["health_message"] == "the agent's event loop has been blocked for 16.0 s"
 
 
 def test_old_statuses_that_nobody_renews_say_what_was_and_not_that_anybody_is_there() -> None:
     there = view(SETTLED, S.RUNNING, S.RUNNING)
-    old = {id: attrs.evolve(one, age=3600.0) for id, one in there.published.items()}
-    found = status_of(attrs.evolve(there, published=old))
+    old = {id: attrs.evolve(one, age_seconds=3600.0) for id, one in there.reports.items()}
+    found = status_of(attrs.evolve(there, reports=old))
     assert found is not None
     assert (found.state, exit_code(found), as_document(found)["source"]) == (S.RUNNING, 0, "nodes")
     assert [row[3] for row in node_table(found)[1]] == ["1 h", "1 h"]
-    still = status_of(attrs.evolve(there, published=old, still=True))
+    still = status_of(attrs.evolve(there, reports=old, is_final=True))
     assert still is not None
     assert (still.state, exit_code(still), as_document(still)["source"]) == (S.RUNNING, 4, "store")
-    assert [node["answers"] for node in as_document(still)["nodes"]] == [False, False]
+    assert [node["reporting"] for node in as_document(still)["nodes"]] == [False, False]
 
 
 def test_how_long_a_worker_is_silent_is_by_now_and_one_that_is_gone_makes_no_steps() -> None:
     there = view(SETTLED, S.RUNNING, S.RUNNING, live=1)
-    old = {id: attrs.evolve(one, age=7.0) for id, one in there.published.items()}
-    found = status_of(attrs.evolve(there, published=old))
+    old = {id: attrs.evolve(one, age_seconds=7.0) for id, one in there.reports.items()}
+    found = status_of(attrs.evolve(there, reports=old))
     assert found is not None
     assert [row[5:8] for row in node_table(found)[1]] == [
         ("10 to 11", "4 to 5", "7.5 s"),
         ("-", "-", "-"),
     ]
     assert [row[5] for row in rank_table(found)[1]] == ["7.5 s", "7.2 s"]
-    gone = status_of(attrs.evolve(there, live=(), published=old))
+    gone = status_of(attrs.evolve(there, alive_nodes=(), reports=old))
     assert gone is not None
-    assert (gone.step, gone.per_second) == (10, None)
+    assert (gone.step, gone.steps_per_second) == (10, None)
 
 
 def test_a_member_that_is_gone_holds_nobody_up_with_its_last_status() -> None:
     there = view(SETTLED, S.RUNNING, S.RESTARTING, live=1)
     found = status_of(there)
     assert found is not None
-    assert (found.state, found.step, found.saved) == (S.RUNNING, 10, 8)
-    gone = status_of(attrs.evolve(there, live=NODES[1:2]))
+    assert (found.state, found.step, found.checkpoint_step) == (S.RUNNING, 10, 8)
+    gone = status_of(attrs.evolve(there, alive_nodes=NODES[1:2]))
     assert gone is not None
     assert (gone.state, gone.step) == (S.RESTARTING, 11)
 
@@ -215,25 +242,25 @@ def test_a_member_that_is_gone_holds_nobody_up_with_its_last_status() -> None:
 def test_snapshots_of_agents_that_were_killed_are_said_to_be_lost() -> None:
     there = view(SETTLED, S.RUNNING, S.RUNNING, live=0)
     kept = {
-        id: attrs.evolve(it, status=attrs.evolve(it.status, snapshot=40))
-        for id, it in there.published.items()
+        id: attrs.evolve(it, status=attrs.evolve(it.status, snapshot_step=40))
+        for id, it in there.reports.items()
     }
     for live, lost in ((NODES[:2], ""), ((), " (lost with its agents)")):
-        found = status_of(attrs.evolve(there, live=live, published=kept))
+        found = status_of(attrs.evolve(there, alive_nodes=live, reports=kept))
         assert found is not None
         (line,) = [line for line in headline(found) if "snapshot" in line]
         assert line.endswith(f"checkpoint 8, snapshot 40{lost}")
 
 
 def test_the_last_status_of_a_node_that_stands_still_is_shown_with_its_age() -> None:
-    still = attrs.evolve(published(NODES[0]), age=40.0)
+    still = attrs.evolve(published(NODES[0]), age_seconds=40.0)
     for live, state in ((2, "RUNNING"), (0, "gone")):
         there = view(SETTLED, S.RUNNING, S.RUNNING, live=live)
-        found = status_of(attrs.evolve(there, published={**there.published, "id0": still}))
+        found = status_of(attrs.evolve(there, reports={**there.reports, "id0": still}))
         assert found is not None
-        assert [node.state for node in found.nodes] == [state] * 2
+        assert [node.state_text for node in found.nodes] == [state] * 2
         assert [row[3] for row in node_table(found)[1]] == ["40 s", "0.50 s"]
-        assert (found.step, as_document(found)["nodes"][0]["age"]) == (10, 40.0)
+        assert (found.step, as_document(found)["nodes"][0]["age_seconds"]) == (10, 40.0)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +269,7 @@ def test_the_last_status_of_a_node_that_stands_still_is_shown_with_its_age() -> 
         (S.RUNNING, 0),
         (S.SUCCEEDED, 0),
         (S.FAILED, 1),
-        *((between, 3) for between in JobState if not between.over and between != S.RUNNING),
+        *((between, 3) for between in JobState if not between.is_finished and between != S.RUNNING),
         (None, 4),
         (S.STOPPED, 5),
         (S.DRAINED, 5),
@@ -256,17 +283,17 @@ def test_scripts_can_go_by_the_exit_code(state: JobState | None, code: int) -> N
 def thousand() -> JobStatus:
     def node(n: int) -> NodeEntry:
         silent = 30.0 if n == 500 else 0.1
-        worker = WorkerStatus(n, 0, "pid 1", step=100 + n % 2, silent=silent)
+        worker = WorkerStatus(n, 0, "pid 1", step=100 + n % 2, seconds_since_heartbeat=silent)
         status = NodeStatus("job", f"n{n}", state=S.RUNNING, workers=(worker,))
-        found = None if n in (7, 8) else Published(status, 1.0, 1.0, age=0.5)
-        return NodeEntry(f"n{n}", f"h{n}", n, 1, lives=True, published=found)
+        found = None if n in (7, 8) else NodeReport(status, 1.0, 1.0, age_seconds=0.5)
+        return NodeEntry(f"n{n}", f"h{n}", n, 1, alive=True, report=found)
 
     return JobStatus("job", S.RUNNING, nodes=tuple(node(n) for n in range(1000)))
 
 
 def test_a_thousand_nodes_fit_on_a_screen_and_the_odd_ones_are_seen() -> None:
-    shown = table(*node_table(thousand()))
-    assert len(shown) <= MOST_NODES + 2
+    shown = format_table(*node_table(thousand()))
+    assert len(shown) <= MAX_NODE_ROWS + 2
     assert shown[1].split()[:4] == ["7", "h7", "no", "status"]
     assert any(line.split()[:2] == ["500", "h500"] and "30 s" in line for line in shown)
     assert shown[-1].startswith("4-6, 9-499, 501-999  993 others  RUNNING")
@@ -280,32 +307,41 @@ STACK = 'Stack (most recent call first):\n  File "train.py", line 9 in step\n'
 def test_equal_stacks_are_shown_once_and_rare_ones_first() -> None:
     ours = '  File "/here/elasticlib/workers/run_program.py", line 60 in run\n'
     texts = {0: STACK, 1: STACK + ours, 2: STACK.replace("line 9", "line 7"), 3: STACK}
-    assert [group.ranks for group in grouped(texts)] == [(2,), (0, 1, 3)]
-    assert "elasticlib" not in grouped(texts)[1].text
+    assert [group.ranks for group in group_stacks(texts)] == [(2,), (0, 1, 3)]
+    assert "elasticlib" not in group_stacks(texts)[1].text
 
 
 def test_who_does_not_show_its_stacks_is_named() -> None:
-    one = Stacks({0: STACK}, silent=(1,), mute={4: "pid 9"})
+    one = NodeStacks({0: STACK}, unresponsive_ranks=(1,), unsupported={4: "pid 9"})
     said = "\n".join(stack_lines(JobStacks(NODES[:2], {"id0": one}), frozenset({0, 1, 6})))
-    assert "h0: rank 1 wrote nothing within a second" in said
-    assert "h0: rank 4 (pid 9) is no Python program that elasticlib started" in said
-    assert "h1 does not answer" in said
+    assert "h0: rank 1 returned no stack within 1 s" in said
+    assert "h0: rank 4 (pid 9) is not a Python process started by elasticlib" in said
+    assert "h1: no response" in said
     assert "no node that answered has a worker of rank 6" in said
 
 
-def status(node: str, generation: int, rank: int | None, state: JobState, **more: Any) -> Published:
+def status(
+    node: str, generation: int, rank: int | None, state: JobState, **more: Any
+) -> NodeReport:
     known = NodeStatus("job", node, "h", state=state, generation=generation, node_rank=rank)
-    return Published(attrs.evolve(known, **more), 60.0, 90.0)
+    return NodeReport(attrs.evolve(known, **more), 60.0, 90.0)
 
 
 def test_of_a_job_only_its_members_steps_count() -> None:
-    worker = WorkerStatus(1, 0, "pid 9", running=False, step=100, per_second=0.5, saved=90)
-    more = {"workers": (worker,), "step": 100, "per_second": 0.5, "snapshot": 100}
+    worker = WorkerStatus(
+        1, 0, "pid 9", running=False, step=100, steps_per_second=0.5, checkpoint_step=90
+    )
+    more = {"workers": (worker,), "step": 100, "steps_per_second": 0.5, "snapshot_step": 100}
     spare = status("id2", 1, 1, S.RESTARTING, **more)
     there = view(SETTLED, S.RUNNING, S.RUNNING, live=3)
-    found = status_of(attrs.evolve(there, published={**there.published, "id2": spare}))
+    found = status_of(attrs.evolve(there, reports={**there.reports, "id2": spare}))
     assert found is not None
-    assert (found.step, found.per_second, found.snapshot, found.saved) == (10, 4.0, None, 90)
+    assert (found.step, found.steps_per_second, found.snapshot_step, found.checkpoint_step) == (
+        10,
+        4.0,
+        None,
+        90,
+    )
     assert found.nodes[2].rank is None
     assert [row[0] for row in rank_table(found)[1]] == ["0", "1", "2", "3"]
 
@@ -313,9 +349,9 @@ def test_of_a_job_only_its_members_steps_count() -> None:
 def last(state: str = "", reason: str = "", *, wall: float = 0.0, expelled: bool = False) -> Event:
     """Return the last event of an agent: its end, or a step if no state is given."""
     if not state:
-        return Event("steps", "job", "n", 2, wall, 1.0, None, {"step": 7})
+        return Event("progress", "job", "n", 2, wall, 1.0, None, {"step": 7})
     told = {"state": state, "reason": reason, "exit_code": 1, "expelled": expelled}
-    return Event("run.ended", "job", "n", 2, wall, 1.0, None, told)
+    return Event("run.finished", "job", "n", 2, wall, 1.0, None, told)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +369,7 @@ def test_result_of_a_run_is_taken_from_the_last_events(
     states: list[str], want: JobState | None
 ) -> None:
     found = result_of("job", [last(state) for state in states], now=9.0)
-    assert (found.state, found.recorded, found.nodes) == (want, True, ())
+    assert (found.state, found.is_recorded, found.nodes) == (want, True, ())
 
 
 def test_failure_of_an_expelled_node_is_not_the_result_of_the_run() -> None:
@@ -346,21 +382,21 @@ def test_failure_of_an_expelled_node_is_not_the_result_of_the_run() -> None:
 
 def test_headline_tells_the_result_of_a_run_and_how_long_ago_it_was() -> None:
     ended = result_of("job", [last("failed", "rank 1 raised", wall=40.0)], now=50.0)
-    assert headline(ended) == ["job: FAILED, 10 s ago", "  why: rank 1 raised"]
+    assert headline(ended) == ["job: FAILED, 10 s ago", "  reason: rank 1 raised"]
     killed = result_of("job", [last(wall=40.0)], now=50.0)
-    assert headline(killed)[0] == "job: ended without a word (killed?), 10 s ago"
-    assert "the last event is steps" in headline(killed)[1]
+    assert headline(killed)[0] == "job: terminated unexpectedly (killed?), 10 s ago"
+    assert "the last event is progress" in headline(killed)[1]
 
 
 @pytest.mark.parametrize("state", JobState)
 def test_only_a_failed_node_and_a_stuck_one_are_not_well(state: JobState) -> None:
-    good = judge(state, "rank 0 raised", 0.0)
-    assert good.good is (state is not JobState.FAILED)
-    assert good.good or "rank 0 raised" in good.sentence
-    stuck = judge(state, "", PATIENCE + 1)
-    assert stuck.good is (state.over and state is not JobState.FAILED)
+    good = check_health(state, "rank 0 raised", 0.0)
+    assert good.is_healthy is (state is not JobState.FAILED)
+    assert good.is_healthy or "rank 0 raised" in good.message
+    stuck = check_health(state, "", MAX_LOOP_BLOCKED_S + 1)
+    assert stuck.is_healthy is (state.is_finished and state is not JobState.FAILED)
 
 
 def test_how_long_the_loop_has_stood_still_is_told() -> None:
-    found = judge(JobState.RUNNING, "", PATIENCE + 1)
-    assert found.sentence == "the agent's loop has not turned for 16.0 s"
+    found = check_health(JobState.RUNNING, "", MAX_LOOP_BLOCKED_S + 1)
+    assert found.message == "the agent's event loop has been blocked for 16.0 s"

@@ -7,19 +7,19 @@ import re
 
 import pytest
 
-from elasticlib.observe.report.build import seconds_text
-from elasticlib.observe.wording import (
-    cell,
-    count,
-    duration,
-    percentage,
+from elasticlib.observe.formatting import (
+    format_bytes,
+    format_cell,
+    format_count,
+    format_duration,
+    format_list,
+    format_number,
+    format_percent,
+    format_ranges,
+    format_table,
     plural,
-    rate,
-    size,
-    some,
-    spans,
-    table,
 )
+from elasticlib.observe.report.build import seconds_text
 from elasticlib.visible import shorten, visible
 
 
@@ -45,52 +45,54 @@ from elasticlib.visible import shorten, visible
     ],
 )
 def test_a_duration_has_two_digits_or_two_units(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+    assert format_duration(seconds) == words
     assert seconds_text(seconds) == words.replace(" ", "\u00a0")
 
 
 def test_a_whole_is_only_what_misses_nothing() -> None:
     parts = (1.0, 0.99999, 0.9812, 0.5, 0.0, None)
-    assert [percentage(part) for part in parts] == [
+    assert [format_percent(part) for part in parts] == [
         *("100 %", "99.9 %", "98.1 %", "50 %", "0 %", "unknown")
     ]
 
 
 def test_numbers_are_short() -> None:
-    assert [rate(v) for v in (0.0, 0.00012, 2.0456, 123.4, 1234567.0, 2.5e9)] == [
+    assert [format_number(v) for v in (0.0, 0.00012, 2.0456, 123.4, 1234567.0, 2.5e9)] == [
         *("0", "1.20e-04", "2.05", "123", "1,234,567", "2.50e+09")
     ]
     assert [plural(1, "node"), plural(1200, "node"), plural(2, "loss", "losses")] == [
         *("1 node", "1,200 nodes", "2 losses")
     ]
     sizes = (0, 1023, 1024, 1024**2 - 1, 3.2 * 1024**2, 5 * 1024**4)
-    assert [size(v) for v in sizes] == [
+    assert [format_bytes(v) for v in sizes] == [
         *("0 B", "1023 B", "1.0 KiB", "1.0 MiB", "3.2 MiB", "5.0 TiB")
     ]
 
 
 def test_ranks_are_written_as_flags_take_them() -> None:
-    assert spans([7, 0, 1, 2, 3, 1]) == "0-3, 7"
-    assert spans(range(0, 40, 2), 6) == "20 from 0 to 38"
-    assert some(["a", "b", "c", "d"]) == "a, b, c and 1 more"
+    assert format_ranges([7, 0, 1, 2, 3, 1]) == "0-3, 7"
+    assert format_ranges(range(0, 40, 2), 6) == "20 from 0 to 38"
+    assert format_list(["a", "b", "c", "d"]) == "a, b, c and 1 more"
 
 
 def test_a_table_of_plain_text_lines_up() -> None:
-    rows = [("10.0.0.1", cell(None)), ("b", cell(1234, count))]
-    assert table(("node", "step"), rows) == [*("node      step", "10.0.0.1  -", "b         1,234")]
-    assert table(("node", "step"), []) == []
+    rows = [("10.0.0.1", format_cell(None)), ("b", format_cell(1234, format_count))]
+    assert format_table(("node", "step"), rows) == [
+        *("node      step", "10.0.0.1  -", "b         1,234")
+    ]
+    assert format_table(("node", "step"), []) == []
 
 
 @pytest.mark.parametrize("between", [" ", "\n"])
 def test_a_long_line_stays_one_where_it_is_cut(between: str) -> None:
     text = between.join(f"word{number:03}" for number in range(200))
-    cut = shorten(text, 800)
-    head, tail = cut.split(f"{between}[... ")
+    truncate = shorten(text, 800)
+    head, tail = truncate.split(f"{between}[... ")
     assert tail.startswith("801 characters are left out ...]")
     assert set(re.split("[ \n]", head)) | set(tail.split()[6:]) <= set(text.split())
-    assert ("\n" in cut) is ("\n" in text)
-    assert cut.startswith("word000")
-    assert cut.endswith("word199")
+    assert ("\n" in truncate) is ("\n" in text)
+    assert truncate.startswith("word000")
+    assert truncate.endswith("word199")
     assert shorten(text, len(text)) == text
 
 

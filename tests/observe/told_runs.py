@@ -24,6 +24,7 @@ class Agent:
         self.node = node
         self.slots = slots
         self.generation = 0
+        self.launches = 0
         self.events: list[Event] = []
         self._ahead = ahead
         self._booted = booted
@@ -37,8 +38,17 @@ class Agent:
 
     def launch(self, at: float) -> Agent:
         self.generation = 0
-        self.tell(at, "run.began", host=self.node, pid=7, slots=self.slots, logs="/logs", lease=5.0)
-        return self.tell(at, "rendezvous.began", why="this node is new")
+        self.launches += 1
+        self.tell(
+            at,
+            "run.started",
+            host=self.node,
+            pid=7,
+            slots=self.slots,
+            log_dir="/logs",
+            lease_ttl_seconds=5.0,
+        )
+        return self.tell(at, "rendezvous.started", reason="this node is new")
 
     def begin(
         self,
@@ -57,50 +67,63 @@ class Agent:
         first, last = rank * self.slots, (rank + 1) * self.slots - 1
         return self.tell(
             at,
-            "generation.began",
-            seconds=1.0,
-            imports=imports,
+            "generation.started",
+            duration_seconds=1.0,
+            import_seconds=imports,
             node_rank=rank,
-            nodes=nodes,
+            node_count=nodes,
             ranks=[first, last],
-            world=nodes * self.slots,
+            world_size=nodes * self.slots,
             restarts=restarts,
             max_restarts=3,
-            cause=cause,
-            why=why,
+            reason=cause,
+            trigger=why,
+            incarnation=f"launch {self.launches}",
         )
 
     def restore(self, at: float, step: int, seconds: float) -> Agent:
-        return self.tell(at, "restored", step=step, source="disk", seconds=seconds)
+        return self.tell(at, "state.restored", step=step, source="disk", duration_seconds=seconds)
 
     def train(self, at: float, step: int) -> Agent:
         """at: the end of the first step."""
-        began = next(e for e in reversed(self.events) if e.kind == "generation.began")
-        took = at - self._booted - began.at
+        began = next(e for e in reversed(self.events) if e.kind == "generation.started")
+        took = at - self._booted - began.monotonic
         # The agent sees it a little later.
-        return self.tell(at + 0.4, "training.began", step=step, seconds=took)
+        return self.tell(at + 0.4, "training.started", step=step, duration_seconds=took)
 
     def steps(self, at: float, step: int, per_second: float | None = None) -> Agent:
-        return self.tell(at, "steps", step=step, per_second=per_second, silent=0.0)
+        return self.tell(
+            at, "progress", step=step, steps_per_second=per_second, seconds_since_heartbeat=0.0
+        )
 
     def fail(self, at: float, reason: str, rank: int = 0, **more: Any) -> Agent:
-        self.tell(at, "worker.ended", rank, code=1, ok=False, stopped=False, how=reason)
-        return self.tell(at, "failure", reason=reason, failure="", **more)
+        self.tell(
+            at,
+            "worker.exited",
+            rank,
+            exit_code=1,
+            succeeded=False,
+            stopped=False,
+            description=reason,
+        )
+        return self.tell(at, "failure", reason=reason, failure_kind="", **more)
 
     def stop(self, at: float, until: float, why: str = "", **more: Any) -> Agent:
-        self.tell(at, "stopping", why=why, seconds=30.0 if why else 0.0, **more)
-        self.tell(until, "stopped", seconds=until - at, left="")
-        return self.tell(until, "rendezvous.began", why="it was over")
+        self.tell(at, "stopping", notice=why, grace_seconds=30.0 if why else 0.0, **more)
+        self.tell(until, "stopped", duration_seconds=until - at, survivors="")
+        return self.tell(until, "rendezvous.started", reason="it was over")
 
     def succeed(self, at: float) -> Agent:
-        self.tell(at, "worker.ended", 0, code=0, ok=True, stopped=False, how="ended")
+        self.tell(
+            at, "worker.exited", 0, exit_code=0, succeeded=True, stopped=False, description="ended"
+        )
         return self.end(at + 0.1, "succeeded", "1 node done")
 
     def end(self, at: float, state: str, reason: str, **more: Any) -> Agent:
         codes = {"succeeded": 0, "drained": 75, "stopped": 143}
-        facts = {"cause": None, **more}
+        facts = {"root_cause": None, **more}
         code = codes.get(state, 1)
-        return self.tell(at, "run.ended", state=state, reason=reason, exit_code=code, **facts)
+        return self.tell(at, "run.finished", state=state, reason=reason, exit_code=code, **facts)
 
 
 def files(*agents: Agent) -> dict[str, Iterable[Event]]:

@@ -16,7 +16,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from elasticlib.workers.process_entry import set_parent_death_signal
+from elasticlib.workers.supervisor_protocol import set_parent_death_signal
 
 from .campaign import Campaign, CampaignError, draw, read, usual_mix, write
 from .proof import TAG, left, undisturbed, wrong_with

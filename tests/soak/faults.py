@@ -62,12 +62,12 @@ def _ended(stage: Stage, view: View, rank: int, code: int, since: float) -> Even
     """Waits for the node's own word that this worker ended so since then, by itself."""
 
     def wanted(event: Event) -> bool:
-        of_it = event.kind == "worker.ended" and event.rank == rank
+        of_it = event.kind == "worker.exited" and event.rank == rank
         return of_it and event.generation == view.generation
 
     event = stage.event(f"rank {rank} to end with code {code}", since, wanted)
-    if event.facts["code"] != code or event.facts["stopped"]:
-        raise NoEffect(f"rank {rank} ended otherwise: {event.facts['how']}")
+    if event.facts["exit_code"] != code or event.facts["stopped"]:
+        raise NoEffect(f"rank {rank} ended otherwise: {event.facts['description']}")
     return event
 
 
@@ -81,7 +81,7 @@ def _kill(stage: Stage, fault: Fault, view: View) -> Effect:
     except ProcessLookupError:
         raise NoEffect(f"rank {number} had ended") from None
     event = _ended(stage, view, number, -signal.SIGKILL, at)
-    return Effect(at, f"rank {number}: {event.facts['how']}")
+    return Effect(at, f"rank {number}: {event.facts['description']}")
 
 
 def _by_itself(what: int, code: int | None) -> Callable[[Stage, Fault, View], Effect]:
@@ -99,7 +99,7 @@ def _by_itself(what: int, code: int | None) -> Callable[[Stage, Fault, View], Ef
             lambda line: line.get("meets") == what,
         )
         event = _ended(stage, view, number, expected, met["at"])
-        return Effect(met["at"], f"rank {number} in {where}: {event.facts['how']}")
+        return Effect(met["at"], f"rank {number} in {where}: {event.facts['description']}")
 
     return strike
 
@@ -119,7 +119,7 @@ def _slow(stage: Stage, fault: Fault, view: View) -> Effect:
 
 def _nothing_failed(stage: Stage, since: float) -> None:
     stage.hear()
-    failed = next((e for e in stage.events if e.kind == "failure" and e.at >= since), None)
+    failed = next((e for e in stage.events if e.kind == "failure" and e.monotonic >= since), None)
     if failed is not None:
         raise NoEffect(f"a worker failed of it: {failed.facts['reason']}")
 

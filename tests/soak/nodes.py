@@ -186,7 +186,7 @@ class Nodes:
     def new_events(self) -> list[Event]:
         """Of all nodes, since this was last asked; what is of no more use is deleted."""
         found = [event for node in (*self.present, *self._gone) for event in node.new_events()]
-        return sorted(found, key=lambda event: event.at)
+        return sorted(found, key=lambda event: event.monotonic)
 
     def tidy(self) -> None:
         while self._gone:

@@ -17,8 +17,8 @@ from elasticlib.observe.event import Event
 from .ledger import Generation
 
 PHASES = ("detect", "stop", "rendezvous", "start", "restore", "redone")
-_NOTICES = ("worker.ended", "failure", "stopping", "rendezvous.began")
-_ENDS = ("worker.ended", "stopped", "rendezvous.began")
+_NOTICES = ("worker.exited", "failure", "stopping", "rendezvous.started")
+_ENDS = ("worker.exited", "stopped", "rendezvous.started")
 
 
 @attrs.frozen
@@ -43,7 +43,7 @@ class Marks:
 
 
 def marks_of(generation: Generation, events: Iterable[Event]) -> Marks | None:
-    had = [event.at for event in events if _had(event, generation.number)]
+    had = [event.monotonic for event in events if _had(event, generation.number)]
     if not had or not generation.resumed:
         return None
     joined = max(line["at"] - line["seconds"] for line in generation.resumed)
@@ -72,20 +72,20 @@ def recovery(
     marks = None if first is None else marks_of(first, events)
     if again == before.number or first is None or marks is None:
         return whole
-    had = [e.at for e in events if _had(e, first.number)]
+    had = [e.monotonic for e in events if _had(e, first.number)]
     old = range(before.number, first.number)
-    between = [e for e in events if e.generation in old and at <= e.at <= min(had)]
+    between = [e for e in events if e.generation in old and at <= e.monotonic <= min(had)]
     return attrs.evolve(whole, seconds=_split(at, end, marks, between))
 
 
 def _had(event: Event, generation: int) -> bool:
-    return event.kind == "generation.began" and event.generation == generation
+    return event.kind == "generation.started" and event.generation == generation
 
 
 def _split(at: float, end: float, marks: Marks, between: Sequence[Event]) -> dict[str, float]:
     """The phases one after another; one that was over before another began takes no time."""
-    noticed = min((e.at for e in between if e.kind in _NOTICES), default=marks.had)
-    stopped = max((e.at for e in between if e.kind in _ENDS), default=noticed)
+    noticed = min((e.monotonic for e in between if e.kind in _NOTICES), default=marks.had)
+    stopped = max((e.monotonic for e in between if e.kind in _ENDS), default=noticed)
     borders = [at]
     for border in (noticed, stopped, marks.had, marks.joined, marks.restored, end):
         borders.append(max(border, borders[-1]))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from processes import marked
 
-from elasticlib.observe.runs import KEPT, is_living, runs_folder
+from elasticlib.observe.runs import MAX_FINISHED_RECORDS, is_alive, runs_dir
 from elasticlib.testing.waiting import wait_until
 
 from .campaign import BATCH, KEEP_LAST, MOST_NODES, SAMPLES
@@ -22,7 +22,7 @@ from .stage import Stage
 
 TAG = "SOAK_TAG"
 SHARED = Path("/dev/shm")
-RECORDS = KEPT + 3 * MOST_NODES
+RECORDS = MAX_FINISHED_RECORDS + 3 * MOST_NODES
 """Each agent leaves so many of those that are over, and its own, and those that live: nodes of the
 job, others that wait, and some that leave."""
 
@@ -86,9 +86,9 @@ def left(tag: str, temporary: Path, own_memory: bool) -> list[str]:
         wait_until("all processes to end", lambda: not processes(tag), 10.0)
     wrong = [f"process {pid} is left" for pid in sorted(processes(tag))]
     # torch makes it when what it compiles with is imported, as an optimizer's first step does.
-    stays = {f"torchinductor_{getuser()}", runs_folder().name}
+    stays = {f"torchinductor_{getuser()}", runs_dir().name}
     wrong += [f"{path} is left" for path in temporary.iterdir() if path.name not in stays]
-    wrong += _wrong_with_records(temporary / runs_folder().name)
+    wrong += _wrong_with_records(temporary / runs_dir().name)
     if own_memory:
         wrong += [f"{path} is left" for path in SHARED.iterdir()]
     return wrong
@@ -96,7 +96,7 @@ def left(tag: str, temporary: Path, own_memory: bool) -> list[str]:
 
 def _wrong_with_records(folder: Path) -> list[str]:
     records = list(folder.iterdir()) if folder.exists() else []
-    wrong = [f"the agent of {path} lives" for path in records if is_living(path)]
+    wrong = [f"the agent of {path} lives" for path in records if is_alive(path)]
     if len(records) > RECORDS:
         wrong.append(f"{len(records)} records of runs are left, and at most {RECORDS} should be")
     return wrong

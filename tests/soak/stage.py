@@ -116,7 +116,7 @@ class Stage:
 
         def look() -> Event | None:
             self.hear()
-            return next((e for e in self.events if e.at >= since and wanted(e)), None)
+            return next((e for e in self.events if e.monotonic >= since and wanted(e)), None)
 
         return self.wait_until(what, look, seconds)
 

@@ -53,7 +53,7 @@ class Told:
     def count_restarts(self, events: Sequence[Event]) -> None:
         """A job that has lost all of its nodes begins to count anew."""
         for event in events:
-            if event.kind == "generation.began":
+            if event.kind == "generation.started":
                 self.restarts += max(0, event.facts["restarts"] - self._charged)
                 self._charged = event.facts["restarts"]
 

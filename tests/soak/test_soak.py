@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticlib.observe.event import Event
-from elasticlib.observe.runs import RunRecord, runs_folder
+from elasticlib.observe.runs import RunRegistration, runs_dir
 from soak.campaign import (
     FIRST_NODES,
     KINDS,
@@ -162,7 +162,9 @@ def test_what_is_missing_or_was_used_twice_is_named(ledger: Ledger) -> None:
     assert any("step 1 has ranks [0] of 2" in wrong for wrong in ledger.check(5, SAMPLES, BATCH))
 
 
-def test_ranks_that_went_on_from_different_steps_are_told_of(ledger: Ledger) -> None:
+def test_ranks_that_went_on_from_different_steps_are_told_of(
+    ledger: Ledger,
+) -> None:
     odd = generation(4, 5, (6,))
     odd.resumed[1] = {**odd.resumed[1], "resumed": 4}
     ledger.fold(odd)
@@ -187,14 +189,14 @@ def of_one_rank(number: int, at: float, *done: tuple[int, float]) -> Generation:
 
 STRUCK = of_one_rank(4, 1.0, (7, 9.0), (8, 10.0))
 EVENTS = [
-    told("steps", 10.5, 4),
-    told("worker.ended", 11.0, 4),
+    told("progress", 10.5, 4),
+    told("worker.exited", 11.0, 4),
     told("stopping", 11.25, 4),
     told("stopping", 11.5, 4, "b"),
     told("stopped", 12.0, 4),
-    told("rendezvous.began", 12.0, 4),
-    told("generation.began", 13.0, 5),
-    told("generation.began", 13.25, 5, "b"),
+    told("rendezvous.started", 12.0, 4),
+    told("generation.started", 13.0, 5),
+    told("generation.started", 13.25, 5, "b"),
     told("stopped", 20.0, 5),
 ]
 
@@ -210,7 +212,7 @@ def test_a_recovery_is_cut_where_one_phase_ends_and_the_next_begins() -> None:
 
 
 def test_a_generation_that_did_no_step_is_part_of_the_way_to_the_next() -> None:
-    events = [*EVENTS, told("worker.ended", 14.0, 5), told("generation.began", 15.0, 6)]
+    events = [*EVENTS, told("worker.exited", 14.0, 5), told("generation.started", 15.0, 6)]
     later = [STRUCK, of_one_rank(5, 13.5), of_one_rank(6, 16.0, (9, 17.0))]
     found = recovery(10.25, 9, events, later)
     assert found is not None
@@ -272,7 +274,7 @@ def test_what_an_earlier_fault_of_the_generation_did_is_not_this_ones(tmp_path: 
 def test_records_of_runs_stay_but_not_without_bounds_and_of_nobody_who_lives(
     tmp_path: Path,
 ) -> None:
-    record = RunRecord("job", folder=tmp_path / runs_folder().name)
+    record = RunRegistration("job", directory=tmp_path / runs_dir().name)
     assert left("nobody", tmp_path, False) == [f"the agent of {record.path} lives"]
     record.close()
     assert left("nobody", tmp_path, False) == []

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
-
-from jobs import alive
-from processes import children
-from test_local import Run, shell
+from test_local import Run
 
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers import process_entry
-from elasticlib.workers.cleanup import CleanupProcess
 from elasticlib.workers.interface import DRAIN, StopNotice, Workers
 from elasticlib.workers.spec import Script
 
@@ -95,54 +84,3 @@ def test_workers_that_are_notified_stop_at_the_call_that_is_named(run: Run) -> N
     assert [(end.returncode, end.has_failed) for end in ends] == [(7, False)] * 2
     # They step after each call but the one that stops them.
     assert {beat.step for beat in workers.final_heartbeats().values()} == {call - 1}
-
-
-def test_a_guardian_whose_agent_goes_on_is_replaced_when_it_is_killed(run: Run) -> None:
-    run.start(shell("exec sleep 600"))
-    killed = guardians()
-    assert len(killed) == 1
-    os.kill(killed[0], signal.SIGKILL)
-    wait_until("another guardian", lambda: len(guardians()) == 1 and guardians() != killed)
-
-
-def guardians() -> list[int]:
-    """Of this process, whose other children are workers."""
-    found = []
-    for pid in children(os.getpid()):
-        with contextlib.suppress(OSError):
-            if b"elasticlib.workers.cleanup" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
-
-
-def test_what_a_guardian_need_not_end_any_more_stays() -> None:
-    stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    try:
-        guardian = CleanupProcess(patience=30.0)
-        guardian.add(stranger.pid)
-        guardian.remove(stranger.pid)
-        guardian.close()
-        assert stranger.poll() is None
-    finally:
-        stranger.kill()
-        stranger.wait()
-
-
-TIES = """
-import os, subprocess, sys
-listed = os.memfd_create("listed")
-tie = (sys.executable, "-I", "-S", sys.argv[1], "tie", str(os.getpid()), str(listed), "", "")
-program = ("sh", "-c", "echo up; exec sleep 600")
-worker = subprocess.Popen(
-    [*tie, *program], stdout=subprocess.PIPE, start_new_session=True, pass_fds=[listed]
-)
-worker.stdout.readline()
-print(worker.pid, flush=True)
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_what_is_tied_to_a_process_ends_with_it() -> None:
-    command = (sys.executable, "-c", TIES, process_entry.__file__)
-    agent = subprocess.run(command, stdout=subprocess.PIPE, timeout=100)
-    wait_until("the worker to end", lambda: not alive(int(agent.stdout)))

@@ -17,27 +17,11 @@ from test_local import Run, shell
 
 from elasticlib.errors import WorkerStartError
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers import cleanup, process_entry
+from elasticlib.workers import cleanup
 
 
 def refused(*_: object) -> int:
     raise OSError(errno.ENOSYS, "as if the kernel, or a container, had none")
-
-
-def test_a_worker_is_not_taken_for_ended_where_it_can_only_be_looked_at(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "pidfd_open", refused)
-    end = run.folder / "end"
-    # What it started is ended with it.
-    run.start(shell(f"sleep 600 & until [ -e {end} ]; do sleep 0.01; done; exit 3"))
-    (name,) = run.workers.running().values()
-    pid = int(name.removeprefix("pid "))
-    assert not cleanup.wait_for_exit(pid, 0.15)
-    assert run.ends.empty()
-    end.touch()
-    assert run.end().returncode == 3
-    assert cleanup.session_processes({pid}) == []
 
 
 def test_what_cannot_be_looked_at_for_now_has_not_been_seen_to_end(
@@ -57,16 +41,7 @@ def test_what_cannot_be_looked_at_for_now_has_not_been_seen_to_end(
     assert cleanup.wait_for_exit(process.pid, 20.0)
 
 
-def test_a_worker_whose_exit_code_somebody_else_took_has_not_succeeded(run: Run) -> None:
-    run.start(shell("exit 0"))
-    (name,) = run.workers.running().values()
-    os.waitpid(int(name.removeprefix("pid ")), 0)
-    exit_ = run.end()
-    assert (exit_.succeeded, exit_.has_failed, exit_.returncode) == (False, True, 1)
-    assert "exited, but other code in the agent's process took its exit code" in exit_.describe()
-
-
-@pytest.mark.parametrize("prefix", ["workers-loop", "workers-stderr"])
+@pytest.mark.parametrize("prefix", ["workers-loop", "workers-output"])
 def test_where_no_thread_can_wait_for_workers_none_is_left_and_the_start_can_be_tried_again(
     run: Run, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:
@@ -185,41 +160,14 @@ ctypes.CDLL(None).pthread_exit(None)
 def test_a_process_whose_first_thread_has_ended_is_still_of_its_session() -> None:
     command = [sys.executable, "-c", FIRST_THREAD_ENDS]
     with subprocess.Popen(command, start_new_session=True) as process:
-        wait_until(
-            "the first thread to end", lambda: process_entry.stat_fields(process.pid)[0] == b"Z"
-        )
+        wait_until("the first thread to end", lambda: cleanup.stat_fields(process.pid)[0] == b"Z")
         assert cleanup.session_processes({process.pid}) == [(process.pid, process.pid)]
         assert cleanup.kill_sessions({process.pid: 0}) == []
     assert cleanup.session_processes({process.pid}) == []
 
 
-def test_workers_that_end_while_others_are_cleaned_up_after_cost_one_more_look(
-    reads: Reads,
-) -> None:
-    started = [session_with_a_child() for _ in range(4)]
-    in_turn, go_on = threading.Event(), threading.Event()
-    cleaned: list[int] = []
-    cleaner = cleanup.SessionCleaner()
-    first, *rest = started
-
-    def hold() -> None:
-        in_turn.set()
-        assert go_on.wait(60)
-
-    cleaner.clean(first.pid, 0, hold)
-    assert in_turn.wait(60)
-    for process in rest:
-        cleaner.clean(process.pid, 0, lambda pid=process.pid: cleaned.append(pid))
-    reads.listings.clear()
-    go_on.set()
-    wait_until("the other sessions to be cleaned", lambda: len(cleaned) == len(rest))
-    assert len(reads.listings) <= 2
-    for process in started:
-        process.wait()
-
-
-def test_who_collects_workers_reads_nothing_of_other_processes(
-    run: Run, reads: Reads, stranger: int
+def test_an_agent_reads_nothing_of_other_processes_when_workers_exit(
+    run: Run, reads: Reads
 ) -> None:
     run.start(shell(HAS_A_CHILD), count=4)
     pids = [int(name.removeprefix("pid ")) for name in run.workers.running().values()]
@@ -231,7 +179,7 @@ def test_who_collects_workers_reads_nothing_of_other_processes(
     reads.files.clear()
     run.workers.stop(run.workers.running(), force=True)
     assert {run.end().signal for _ in pids} == {"SIGKILL"}
-    assert threading.current_thread().name not in reads.listings
-    assert "workers-loop" not in reads.listings
-    assert not [path for path in reads.files if path.startswith(f"/proc/{stranger}/")]
+    assert run.workers._supervisor.wait_until_clean(60)
+    assert not reads.listings
+    assert not [path for path in reads.files if path.split("/")[2].isdigit()]
     assert not any(cleanup.session_processes({pid}) for pid in pids)

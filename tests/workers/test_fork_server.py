@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import logging
 import os
 import signal
@@ -21,44 +22,44 @@ from test_local import Run
 
 from elasticlib.errors import ConfigError
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers import fork_server
+from elasticlib.workers import fork_server, process_entry
 from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.spec import Script
-
-
-def test_a_fork_that_fails_leaves_the_server_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full() -> int:
-        raise BlockingIOError(errno.EAGAIN, "as if at a limit of processes")
-
-    monkeypatch.setattr(os, "fork", full)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        gc.collect()  # Garbage of other tests must not close its descriptors in between.
-        before = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(BlockingIOError):
-            fork_server._fork(theirs, None, [], {signal.SIGUSR1: signal.SIG_DFL})
-        assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        assert len(os.listdir("/proc/self/fd")) == before
+from elasticlib.workers.supervisor_protocol import socket_pair
 
 
 @pytest.fixture
 def links() -> Iterator[tuple[socket.socket, ...]]:
-    """The agent's end of a fork server's socket, and the server's ends of both of its sockets."""
-    ours, first = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    other, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """The supervisor's end of a fork server's socket, and both ends of the fork server."""
+    ours, first = socket_pair()
+    other, second = socket_pair()
     with ours, first, other, second:
         yield ours, first, second
 
 
 def command(*theirs: socket.socket) -> list[str]:
-    start = str(Path(fork_server.__file__).with_name("process_entry.py"))
     numbers = [str(link.fileno()) for link in theirs]
-    return [sys.executable, "-u", start, "", "fork_server", *numbers, ""]
+    return [sys.executable, "-u", process_entry.__file__, "", "fork_server", *numbers, ""]
 
 
-def test_a_fork_that_cannot_take_over_ends_and_the_server_alone_says_why(
-    links: tuple[socket.socket, ...],
+def test_a_fork_that_fails_changes_nothing_in_the_fork_server(
+    links: tuple[socket.socket, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail() -> int:
+        raise BlockingIOError(errno.EAGAIN, "as if at a limit of processes")
+
+    monkeypatch.setattr(os, "fork", fail)
+    _, *theirs = links
+    server = fork_server._ForkServer(*theirs, {signal.SIGUSR1: signal.SIG_DFL})
+    gc.collect()  # Garbage of other tests must not close its descriptors in between.
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError):
+        server._fork(1, [])
+    assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_fork_that_cannot_begin_reports_why_and_ends(links: tuple[socket.socket, ...]) -> None:
     ours, *theirs = links
     numbers = [link.fileno() for link in theirs]
     environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}
@@ -66,22 +67,26 @@ def test_a_fork_that_cannot_take_over_ends_and_the_server_alone_says_why(
         for link in theirs:
             link.close()
         ours.settimeout(60)
-        assert ours.recv(4096) == b"ready"
-        # What is to be a file is a pipe, in which nobody can go back to the beginning.
+        assert json.loads(ours.recv(4096)) == {"problem": ""}
+        # A pipe instead of a file in memory has no size and no position to read from.
         reading, writing = os.pipe()
-        registry_fd = os.memfd_create("listed")
-        folder = os.open(".", os.O_PATH)
-        for _ in range(3):
-            socket.send_fds(ours, [b"fork"], [reading, registry_fd, folder, 0, 1, 2])
-            assert b"!the worker's process did not begin: " in ours.recv(4096)
-            assert children(process.pid) == []
-        for descriptor in (reading, writing, registry_fd, folder):
+        directory = os.open(".", os.O_PATH)
+        for number in (1, 2, 3):
+            request = json.dumps({"op": "fork", "number": number}).encode()
+            socket.send_fds(ours, [request], [reading, directory, 0, 1, 2])
+            answers = [json.loads(ours.recv(4096)) for _ in range(2)]
+            assert answers[0]["number"] == number
+            assert "the worker's process did not begin: " in answers[0]["error"]
+            assert answers[1] == {"number": number, "code": 1}
+            ours.send(json.dumps({"op": "reap", "number": number}).encode())
+        wait_until("all forks to be reaped", lambda: children(process.pid) == [])
+        for descriptor in (reading, writing, directory):
             os.close(descriptor)
         ours.shutdown(socket.SHUT_RDWR)
         assert process.wait(60) == 0
 
 
-def test_a_fork_server_whose_agent_has_ended_says_nothing(
+def test_a_fork_server_without_a_supervisor_ends_in_silence(
     links: tuple[socket.socket, ...],
 ) -> None:
     ours, *theirs = links
@@ -94,7 +99,7 @@ def test_a_fork_server_whose_agent_has_ended_says_nothing(
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 # -- with the workers of an agent ------------------------------------------------------------------
@@ -240,7 +245,7 @@ def test_deferred_imports_are_for_later_workers_and_the_first_ones_keep_their_pa
     assert not alive(first.parent)
 
 
-def test_a_second_fork_server_that_is_killed_is_replaced_and_the_first_ones_workers_live_on(
+def test_a_second_fork_server_that_is_killed_ends_only_its_own_workers(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = fleet.grow(1)
@@ -248,13 +253,27 @@ def test_a_second_fork_server_that_is_killed_is_replaced_and_the_first_ones_work
     (fleet.folder / f"place.{count - 1}").unlink()
     os.kill(later.parent, signal.SIGKILL)
     assert fleet.end().returncode == -signal.SIGKILL
-    # Started without a fork server, until the next one is ready.
+    # The first fork server, which still runs, forks the next worker.
     again = fleet.grow(count)
-    assert again.parent == os.getpid()
-    assert caplog.text.count("the workers' fork server has ended") == 1
+    assert again.parent == first.parent
+    assert "fork server has ended" not in caplog.text
     assert alive(first.pid)
     ranks = range(count)
     assert [fleet.end_one(rank) for rank in ranks] == [0] * count
+
+
+def test_a_fork_server_that_does_not_answer_delays_the_worker_that_is_started_and_no_other(
+    fleet: Fleet,
+) -> None:
+    first = fleet.grow(1)
+    os.kill(first.parent, signal.SIGSTOP)
+    try:
+        second = fleet.grow(2)
+        assert second.parent != first.parent
+        assert alive(first.pid)
+    finally:
+        os.kill(first.parent, signal.SIGCONT)
+    assert [fleet.end_one(rank) for rank in (0, 1)] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +290,7 @@ def test_a_torch_that_cannot_be_imported_is_named_with_its_error_and_workers_sta
     for name, text in files.items():
         (fleet.torch.parent / name).write_text(text)
     for count in (1, 2):
-        assert fleet.grow(count).parent == os.getpid()
+        assert fleet.grow(count).parent == fleet.workers._supervisor.pid
     (record,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
     said = record.getMessage()
     assert said.startswith("workers are started without the fork server: torch cannot be imported:")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pickle
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -21,8 +23,7 @@ from elasticlib.errors import ConfigError, WorkerStartError
 from elasticlib.rendezvous.membership import Node
 from elasticlib.rendezvous.rank_assignment import assign_ranks
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers import cleanup, process_entry
-from elasticlib.workers.cleanup import CleanupProcess
+from elasticlib.workers import cleanup
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.output_plan import OutputPlan, parse_streams
@@ -117,16 +118,28 @@ def test_a_program_that_is_not_there_is_named(run: Run) -> None:
 
 
 def test_a_worker_that_cannot_be_started_leaves_no_descriptor_open(run: Run) -> None:
-    # The kernel refuses to execute a program with so long an argument.
-    too_long = Command("true", ("x" * (1 << 20),))
+    run.start(shell("exit 0"))
+    assert run.end().succeeded
 
     def fail() -> int:
-        with pytest.raises(WorkerStartError, match="Argument list too long"):
-            run.start(too_long, count=2)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        gc.collect()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard))
+        try:
+            with pytest.raises(WorkerStartError, match="Too many open files"):
+                run.start(shell("exit 0"), count=2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         return len(os.listdir("/proc/self/fd"))
 
     after_first = fail()
     assert [fail() for _ in range(3)] == [after_first] * 3
+
+
+def test_a_program_that_the_kernel_refuses_fails_with_its_reason(run: Run) -> None:
+    run.writing("2", "0").start(Command("true", ("x" * (1 << 20),)))
+    assert run.end().returncode == 127
+    assert "cannot run 'true': Argument list too long" in run.file("stderr.log")
 
 
 def test_an_exit_code_and_a_signal_are_told_apart(run: Run) -> None:
@@ -196,7 +209,10 @@ def test_what_a_worker_started_ends_with_it_even_outside_its_group(run: Run) -> 
     exit_ = run.end()
     child = int(run.file("stdout.log"))
     assert child != exit_.pid
+    # Others are not started before it has ended.
+    run.start(shell("exit 0"), attempt=1)
     assert cleanup.session_processes({exit_.pid}) == []
+    assert run.end().succeeded
 
 
 def test_all_workers_are_asked_at_once_and_killed_together(run: Run) -> None:
@@ -215,7 +231,9 @@ def test_a_worker_that_stands_still_hears_that_it_is_to_stop(run: Run) -> None:
     run.writing("1", "0").start(shell("trap 'echo heard; exit 5' TERM; echo $$; kill -STOP $$"))
     wait_until(
         "the worker's pid",
-        lambda: any(run.folder.glob("*/attempt_0/0/stdout.log")) and "\n" in run.file("stdout.log"),
+        lambda: (
+            list(run.folder.glob("*/attempt_0/0/stdout.log")) and "\n" in run.file("stdout.log")
+        ),
     )
     stat = Path(f"/proc/{int(run.file('stdout.log'))}/stat")
     wait_until("the worker to be stopped", lambda: ") T " in stat.read_text())
@@ -246,66 +264,6 @@ def test_megabytes_pass_through_a_tee_whole(
     assert capfdbinary.readouterr().out.decode().replace("[role0]:", "") == expected
 
 
-def test_the_guardian_ends_what_is_listed_when_its_pipe_ends(run: Run) -> None:
-    run.start(shell("trap '' TERM; while :; do sleep 1; done"))
-    (name,) = run.workers.running().values()
-    guardian = CleanupProcess(patience=30.0)
-    guardian.add(int(name.removeprefix("pid ")))
-    guardian.close()
-    assert run.end().signal == "SIGKILL"
-
-
-def test_a_guardian_that_stands_still_holds_nobody_up() -> None:
-    guardian = CleanupProcess(patience=0.2)
-    guardian.open()
-    assert guardian._process is not None
-    guardian._process.send_signal(signal.SIGSTOP)
-    guardian.close()
-
-
-KILLED_AS_IT_REPLACES = """
-import os, signal, subprocess, sys
-from elasticlib.workers.cleanup import CleanupProcess
-
-class Last(subprocess.Popen):
-    def __init__(self, *args, **more):
-        super().__init__(*args, **more)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-guardian = CleanupProcess()
-guardian.add(int(sys.argv[1]))
-guardian.add(sys.argv[2])
-guardian._process.kill()
-guardian._process.wait()
-subprocess.Popen = Last
-guardian.replace()
-"""
-
-
-def test_a_guardian_whose_agent_is_killed_as_it_forks_it_has_the_whole_list(tmp_path: Path) -> None:
-    (folder := tmp_path / "temporary").mkdir()
-    worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    try:
-        agent = [sys.executable, "-c", KILLED_AS_IT_REPLACES, str(worker.pid), str(folder)]
-        assert subprocess.run(agent, timeout=120).returncode == -signal.SIGKILL
-        assert worker.wait(60) == -signal.SIGKILL
-    finally:
-        worker.kill()
-        worker.wait()
-
-
-def test_a_guardian_that_stands_still_blocks_nobody_who_tells_it_more(tmp_path: Path) -> None:
-    (folder := tmp_path / "temporary").mkdir()
-    guardian = CleanupProcess(patience=30.0)
-    guardian.add(str(folder))
-    assert guardian._process is not None
-    guardian._process.send_signal(signal.SIGSTOP)
-    for number in range(5000):  # more than a pipe takes
-        guardian.add(str(tmp_path / f"none {number}"))
-    guardian.close()
-    assert not folder.exists()
-
-
 KILLED_AS_IT_STARTS = """
 import os, sys, time
 from pathlib import Path
@@ -329,7 +287,7 @@ run.workers = local_workers.LocalWorkers(os.environ, log_dir=str(folder), start_
 script = Script(str(folder / "script.py"))
 run.workers.prepare(local_workers.WorkerSpec(script, 1, "role"))
 if method == "forkserver":
-    run.workers.await_prepared()
+    run.workers.wait_until_prepared()
 run.start(script)
 """
 HAS_A_CHILD = """
@@ -347,41 +305,12 @@ signal.pause()
 def test_a_worker_whose_agent_is_killed_as_it_starts_leaves_nothing(
     tmp_path: Path, method: str
 ) -> None:
-    """Before the agent has heard of it, and could have told its guardian."""
     (tmp_path / "script.py").write_text(HAS_A_CHILD)
     program = [sys.executable, "-c", KILLED_AS_IT_STARTS, str(Path(__file__).parent)]
     ended = subprocess.run([*program, str(tmp_path), method], timeout=120)
     assert ended.returncode == -signal.SIGKILL
     child = int((tmp_path / "child").read_text())
     wait_until("the session to end", lambda: cleanup.has_exited(child))
-
-
-def test_who_has_a_number_that_was_a_sessions_is_not_ended_for_it() -> None:
-    stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    try:
-        began = process_entry.process_start_ticks(stranger.pid)
-        assert cleanup.kill_sessions({stranger.pid: began - 1}) == []
-        assert stranger.poll() is None
-        assert cleanup.kill_sessions({stranger.pid: began}) == []
-        assert stranger.wait(30) == -signal.SIGKILL
-    finally:
-        stranger.kill()
-        stranger.wait()
-
-
-def test_a_guardian_lives_through_a_signal_that_comes_as_it_starts(run: Run) -> None:
-    run.start(shell("while :; do sleep 1; done"))
-    (name,) = run.workers.running().values()
-    guardian = CleanupProcess(patience=30.0)
-    guardian.open()
-    started = guardian._process
-    assert started is not None
-    started.send_signal(signal.SIGUSR2)
-    guardian.add(int(name.removeprefix("pid ")))
-    assert guardian._process is started
-    guardian.close()
-    assert started.returncode == 0
-    assert run.end().signal == "SIGKILL"
 
 
 def test_ends_are_learnt_where_children_were_ignored_on_entry(tmp_path: Path) -> None:

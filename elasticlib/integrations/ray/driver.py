@@ -53,8 +53,8 @@ MARGIN = 15.0
 CALLS = 4
 """Of an agent at one time: `run`, which lasts as long as the job does, and others beside it."""
 BREAKPOINT = "ray.util.rpdb.set_trace"
-# Ray ends all that an actor has started along with it, even the guardian that clears up.
-KEEP_GUARDIAN = {"RAY_kill_child_processes_on_worker_exit": "false"}
+# Ray ends all that an actor has started along with it, even the supervisor process that cleans up.
+KEEP_SUPERVISOR = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
 # -- where agents go: pure -------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
         "num_gpus": custom.pop("GPU", 0),
         "memory": custom.pop("memory", None),
         "resources": custom,
-        "runtime_env": {"env_vars": KEEP_GUARDIAN},
+        "runtime_env": {"env_vars": KEEP_SUPERVISOR},
         "max_concurrency": CALLS,
         "max_restarts": 0,
         "max_task_retries": 0,

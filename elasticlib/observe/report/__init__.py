@@ -16,9 +16,9 @@ import attrs
 
 from ...errors import ConfigError
 from ...visible import visible
+from ..formatting import NO_STEPS_TEXT, plural
 from ..history import History
-from ..reading import Name, read_history
-from ..wording import STEPLESS, plural
+from ..history_reader import RunName, read_history
 from .build import MAX_TEXT, seconds_text, template_values, truncate
 
 GENERATOR = "elasticlib report"  # distinguishes a report from other pages
@@ -42,7 +42,7 @@ class Report:
         """
         return _render(self.history, standalone=True)
 
-    def save(self, path: Name) -> Path:
+    def save(self, path: RunName) -> Path:
         """Write the page to a file, which is replaced in one step if it is a report.
 
         Args:
@@ -63,7 +63,7 @@ class Report:
             return given
         if target.is_file() and not _is_report(target):
             raise ConfigError(f"{given} exists and is no report: choose another file")
-        # Nobody can guess the name of the temporary file, so nobody can put a link there.
+        # The name cannot be guessed, so no other user can create a link there.
         temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
         try:
             with open(temporary, "xb") as file:
@@ -77,14 +77,14 @@ class Report:
         return _render(self.history, standalone=False)
 
 
-def report(run: Name | Iterable[Name] = "") -> Report:
+def report(run: RunName | Iterable[RunName] = "") -> Report:
     """Return the report of a run, which may still be running.
 
     Args:
         run: as for `read_history`.
 
     Raises:
-        NoSuchRun: there is no such run.
+        RunNotFoundError: there is no such run.
         ConfigError: its events cannot be read.
     """
     return Report(read_history(run))
@@ -118,7 +118,7 @@ def _template() -> Any:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        # Reasons and names come from workers; control characters in them are made visible.
+        # Reasons and names originate from workers; control characters in them are made visible.
         finalize=lambda value: visible(value) if type(value) is str else value,
     )
     environment.filters.update(
@@ -134,6 +134,6 @@ def _template() -> Any:
         style=Markup(file_text("style.css")),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
-        no_steps_text=STEPLESS,
+        no_steps_text=NO_STEPS_TEXT,
     )
     return environment.from_string(file_text("template.html"))

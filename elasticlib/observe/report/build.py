@@ -17,30 +17,30 @@ from typing import Any, TypeVar
 import attrs
 
 from ...clock import date_of
-from ..event import Mark
+from ..event import TimelineEvent
+from ..formatting import (
+    DAY,
+    HOUR,
+    LOST_SNAPSHOT_TEXT,
+    MINUTE,
+    TERMINATED_TEXT,
+    format_count,
+    format_duration,
+    format_list,
+    format_number,
+    format_percent,
+    format_ranges,
+    plural,
+)
 from ..history import (
     PHASES,
     Generation,
     GenerationTrigger,
     History,
     JobState,
-    NodeStory,
-    Pace,
-    Stay,
-)
-from ..wording import (
-    DAY,
-    HOUR,
-    KILLED,
-    LOST_SNAPSHOT,
-    MINUTE,
-    count,
-    duration,
-    percentage,
-    plural,
-    rate,
-    some,
-    spans,
+    NodeHistory,
+    NodeMembership,
+    ProgressSample,
 )
 
 MAX_TEXT = 600  # characters of one reason
@@ -61,15 +61,15 @@ MAX_FAILURES = 20  # listed one by one; more are grouped by reason
 MAX_REASONS = 40
 MAX_NODES = 40
 
-SAVE_KINDS = {"saved": "Checkpoints", "snapshot": "Snapshots in memory"}
-NODE_ICONS = ("failure", "drain.asked", "lost")
+SAVE_KINDS = {"checkpoint.saved": "Checkpoints", "snapshot.taken": "Snapshots in memory"}
+NODE_ICONS = ("failure", "drain.requested", "events.dropped")
 ICONS: Mapping[str, str] = {
     "failure": "failure",
     "vanished": "node lost",
-    "drain.asked": "drain requested",
-    "lost": "events dropped here",
-    "saved": "checkpoint",
-    "snapshot": "snapshot in memory",
+    "drain.requested": "drain requested",
+    "events.dropped": "events dropped here",
+    "checkpoint.saved": "checkpoint",
+    "snapshot.taken": "snapshot in memory",
     "SUCCEEDED": "succeeded",
     "FAILED": "node failed",
     "DRAINED": "drained",
@@ -125,17 +125,18 @@ class Icon:
 
 def seconds_text(seconds: float) -> str:
     """Format a duration so that no line break separates the number from its unit."""
-    return duration(seconds).replace(" ", "\u00a0")
+    return format_duration(seconds).replace(" ", "\u00a0")
 
 
 def truncate(text: str, limit: int) -> str:
-    """Cut a text after `limit` characters and say how many are missing."""
+    """Cut a text after `limit` characters and append how many are missing."""
     if len(text) <= limit:
         return text
     return f"{text[:limit]}\u2026 ({len(text) - limit:,} more characters)"
 
 
 def bar(axis: Axis, start: float, end: float, style: str, **more: Any) -> Bar:
+    """Return a bar between two values of the axis."""
     left = axis(start)
     return Bar(left, max(axis(end) - left, 0.0), style, **more)
 
@@ -161,7 +162,7 @@ def value_ticks(low: float, high: float, max_ticks: int = 4) -> list[float]:
     """Choose round values between `low` and `high`."""
     rough = (high - low) / max_ticks
     if not max(1e-300, 1e-12 * max(abs(low), abs(high))) < rough < 1e300:
-        return [low]  # the range is too small to tell other values from this one
+        return [low]  # the range is too small to distinguish other values
     ten = 10.0 ** math.floor(math.log10(rough))
     step = next(ten * many for many in (1, 2, 5, 10) if ten * many >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
@@ -185,7 +186,7 @@ def downsample(points: Points, limit: int) -> Points:
 def cluster(
     items: Iterable[Item], position: Callable[[Item], float], distance: float
 ) -> list[list[Item]]:
-    """Group items, given in order, that lie closer than `distance` to the first of their group."""
+    """Group items, given in order, that are closer than `distance` to the first of their group."""
     groups: list[list[Item]] = []
     for item in items:
         if groups and position(item) - position(groups[-1][0]) < distance:
@@ -195,7 +196,7 @@ def cluster(
     return groups
 
 
-def _node_name(story: NodeStory) -> str:
+def _node_name(story: NodeHistory) -> str:
     return story.host or story.node
 
 
@@ -205,7 +206,8 @@ UNKNOWN = ("\u2013", "not reported")
 
 
 def state_text(history: History) -> str:
-    return KILLED if history.state is None else history.state.value.lower()
+    """Return the state in lower case."""
+    return TERMINATED_TEXT if history.state is None else history.state.value.lower()
 
 
 def format_date(seconds: float) -> str:
@@ -220,56 +222,58 @@ def key_figures(history: History) -> list[tuple[str, str, str]]:
     """Return name, value and remark of each key figure."""
     generations = history.generations
     has_no_steps = history.goodput is None
-    repeated = sum(made.cost.redone for made in generations)
+    repeated = sum(made.cost.repeated_steps for made in generations)
     lost = UNKNOWN
     if recoveries(history):
         parts = "and lost training" if has_no_steps else "startup, recoveries, stalls"
         lost = (seconds_text(lost_seconds(history)), parts)
-    steps = [pace.step for pace in history.paces]
-    worlds = [made.world for made in generations]
+    steps = [pace.step for pace in history.progress]
+    worlds = [made.world_size for made in generations]
     sizes = len(set(worlds))
-    budget = "" if history.max_restarts is None else f"of {count(history.max_restarts)}"
+    budget = "" if history.max_restarts is None else f"of {format_count(history.max_restarts)}"
     return [
-        ("Generations", count(len(generations)), ""),
-        ("Restarts", count(history.restarts), budget),
-        ("Failures", count(history.failures), "reported by nodes"),
+        ("Generations", format_count(len(generations)), ""),
+        ("Restarts", format_count(history.restarts), budget),
+        ("Failures", format_count(history.num_failures), "reported by nodes"),
         ("Nodes", *_node_counts(history)),
         ("Workers", _world_sizes(worlds), plural(sizes, "size") if sizes > 4 else ""),
-        ("Last step", *((count(max(steps)), "") if steps else UNKNOWN)),
-        ("Last checkpoint", *_step_figure(history.saved)),
+        ("Last step", *((format_count(max(steps)), "") if steps else UNKNOWN)),
+        ("Last checkpoint", *_step_figure(history.checkpoint_step)),
         ("Last snapshot", *_snapshot_figure(history)),
-        ("Repeated steps", *(UNKNOWN if has_no_steps else (count(repeated), ""))),
+        ("Repeated steps", *(UNKNOWN if has_no_steps else (format_count(repeated), ""))),
         ("Time lost", *lost),
     ]
 
 
 def _step_figure(step: int | None) -> tuple[str, str]:
-    return UNKNOWN if step is None else (f"step {count(step)}", "")
+    return UNKNOWN if step is None else (f"step {format_count(step)}", "")
 
 
 def _snapshot_figure(history: History) -> tuple[str, str]:
     # Snapshots are in the memory of agents, and are lost if these were killed.
-    is_newer = history.snapshot is not None and history.snapshot > (history.saved or 0)
+    is_newer = history.snapshot_step is not None and history.snapshot_step > (
+        history.checkpoint_step or 0
+    )
     if history.state is None and is_newer:
-        return _step_figure(history.snapshot)[0], LOST_SNAPSHOT
-    return _step_figure(history.snapshot)
+        return _step_figure(history.snapshot_step)[0], LOST_SNAPSHOT_TEXT
+    return _step_figure(history.snapshot_step)
 
 
 def _node_counts(history: History) -> tuple[str, str]:
     """Return the number of machines, or of agents where several share one, and how many at once."""
-    sizes = {made.nodes for made in history.generations} or {len(history.nodes)}
+    sizes = {made.node_count for made in history.generations} or {len(history.nodes)}
     low, high = min(sizes), max(sizes)
     total = max(high, len({story.host for story in history.nodes}))
     if low == high == len(history.nodes):
-        return count(total), ""
-    return count(total), f"{low} at a time" if low == high else f"{low} to {high} at a time"
+        return format_count(total), ""
+    return format_count(total), f"{low} at a time" if low == high else f"{low} to {high} at a time"
 
 
 def _world_sizes(worlds: Sequence[int]) -> str:
     sizes = [world for world, _ in itertools.groupby(worlds)]
     if len(sizes) > 6:
-        return f"{count(min(sizes))} to {count(max(sizes))}"
-    return " \u2192 ".join(map(count, sizes)) or "none"
+        return f"{format_count(min(sizes))} to {format_count(max(sizes))}"
+    return " \u2192 ".join(map(format_count, sizes)) or "none"
 
 
 # -- timeline --------------------------------------------------------------------------------------
@@ -279,37 +283,40 @@ def _world_sizes(worlds: Sequence[int]) -> str:
 class NodeView:
     """A node with what the page shows of it."""
 
-    story: NodeStory
-    stays: tuple[Stay, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    story: NodeHistory
+    stays: tuple[NodeMembership, ...] = ()
+    marks: tuple[TimelineEvent, ...] = ()
 
     @property
     def lost_at(self) -> float | None:
-        """When the other nodes continued without it, if it was lost."""
-        if not self.story.lost:
+        """Time at which the other nodes continued without it; None if it was not lost."""
+        if not self.story.is_lost:
             return None
         return max(
-            [self.story.seen, *(stay.ended for stay in self.stays if stay.ended is not None)]
+            [
+                self.story.last_event_at,
+                *(stay.finished_at for stay in self.stays if stay.finished_at is not None),
+            ]
         )
 
     @property
     def icon_kinds(self) -> set[str]:
         kinds = {mark.kind for mark in self.marks}
-        if self.story.end is not None:
-            kinds.add(self.story.end.state.value)
+        if self.story.exit is not None:
+            kinds.add(self.story.exit.state.value)
         return kinds | ({"vanished"} if self.lost_at is not None else set())
 
     @property
     def importance(self) -> int:
-        end = self.story.end
-        has_ended_badly = end is None or end.state is not JobState.SUCCEEDED
+        end = self.story.exit
+        is_unsuccessful = end is None or end.state is not JobState.SUCCEEDED
         failures = sum(mark.kind == "failure" for mark in self.marks)
-        return 4 * (self.lost_at is not None) + 3 * failures + 2 * len(self.marks) + has_ended_badly
+        return 4 * (self.lost_at is not None) + 3 * failures + 2 * len(self.marks) + is_unsuccessful
 
     def end_text(self, is_finished: bool) -> str:
         if self.lost_at is not None:
             return f"lost at {seconds_text(self.lost_at)}"
-        end = self.story.end
+        end = self.story.exit
         if end is None:
             return "exit status unknown" if is_finished else ""
         return f"{END_TEXTS.get(end.state, '')} at {seconds_text(end.at)}"
@@ -332,11 +339,11 @@ class Lane:
 
 def node_views(history: History) -> list[NodeView]:
     """Return the nodes in the order of the history."""
-    stays: dict[str, list[Stay]] = {}
-    for stay in history.stays:
+    stays: dict[str, list[NodeMembership]] = {}
+    for stay in history.memberships:
         stays.setdefault(stay.node, []).append(stay)
-    marks: dict[str, list[Mark]] = {}
-    for mark in history.marks:
+    marks: dict[str, list[TimelineEvent]] = {}
+    for mark in history.timeline:
         if mark.kind in NODE_ICONS:
             marks.setdefault(mark.node, []).append(mark)
     return [
@@ -354,13 +361,14 @@ def choose_lanes(history: History) -> list[NodeView]:
 
 
 def timeline(history: History) -> dict[str, Any]:
-    axis = Axis(0.0, max(history.until, 1e-9))
+    """Return the lanes of the timeline and what is drawn around them."""
+    axis = Axis(0.0, max(history.duration_seconds, 1e-9))
     shown = choose_lanes(history)
-    saves = _saves(history.marks)
+    saves = _saves(history.timeline)
     lanes = [_worker_lane(history, axis)]
     lanes += [_node_lane(view, history, axis) for view in shown]
     lanes += [_save_lane(kind, marks, history, axis) for kind, marks in saves.items()]
-    faults = [axis(mark.at) for mark in history.marks if mark.kind == "failure"]
+    faults = [axis(mark.at) for mark in history.timeline if mark.kind == "failure"]
     kinds = set(saves).union(*(view.icon_kinds for view in shown))
     return {
         "lanes": lanes,
@@ -368,34 +376,34 @@ def timeline(history: History) -> dict[str, Any]:
         "faults": faults if len(faults) <= MAX_FAULT_LINES else [],
         "ticks": [(axis(at), text) for at, text in time_ticks(axis.last, 5)],
         "legend": [(kind, meaning) for kind, meaning in ICONS.items() if kind in kinds],
-        "reports_steps": any(made.trained is not None for made in history.generations),
+        "reports_steps": any(made.first_step_at is not None for made in history.generations),
         "hidden": len(history.nodes) - len(shown),
     }
 
 
-def _end_of(part: Generation | Stay, history: History) -> float:
-    return history.until if part.ended is None else part.ended
+def _end_of(part: Generation | NodeMembership, history: History) -> float:
+    return history.duration_seconds if part.finished_at is None else part.finished_at
 
 
 def _worker_lane(history: History, axis: Axis) -> Lane:
     generations = history.generations
-    largest = max((made.world for made in generations), default=0) or 1
+    largest = max((made.world_size for made in generations), default=0) or 1
     bars, labels, shown = [], [], ""
     for made in generations:
-        end, height = _end_of(made, history), 100 * made.world / largest
-        lasted = seconds_text(max(0.0, end - made.began))
+        end, height = _end_of(made, history), 100 * made.world_size / largest
+        lasted = seconds_text(max(0.0, end - made.started_at))
         title = (
-            f"Generation {made.number}: {plural(made.world, 'worker')} on "
-            f"{plural(made.nodes, 'node')} for {lasted}, from {seconds_text(made.began)}. "
-            f"{truncate(made.cause, 300)}"
+            f"Generation {made.number}: {plural(made.world_size, 'worker')} on "
+            f"{plural(made.node_count, 'node')} for {lasted}, from "
+            f"{seconds_text(made.started_at)}. {truncate(made.reason, 300)}"
         )
-        bars.append(bar(axis, made.began, end, "area", title=title, height=height))
-        if shown != count(made.world):
-            shown = count(made.world)
-            labels.append((axis(made.began), height, shown))
+        bars.append(bar(axis, made.started_at, end, "area", title=title, height=height))
+        if shown != format_count(made.world_size):
+            shown = format_count(made.world_size)
+            labels.append((axis(made.started_at), height, shown))
     label = (
         f"Timeline of {plural(len(history.nodes), 'node')} and "
-        f"{plural(len(generations), 'generation')} in {seconds_text(history.until)}"
+        f"{plural(len(generations), 'generation')} in {seconds_text(history.duration_seconds)}"
     )
     return Lane("workers", "Workers", label, bars=bars, labels=labels)
 
@@ -403,21 +411,21 @@ def _worker_lane(history: History, axis: Axis) -> Lane:
 def _node_lane(view: NodeView, history: History, axis: Axis) -> Lane:
     story, name, lost_at = view.story, _node_name(view.story), view.lost_at
     title = f"{name} ({story.node}), {plural(story.slots, 'worker')}"
-    title += f", logs in {story.folder}" if story.folder else ""
-    end = history.until
+    title += f", logs in {story.log_dir}" if story.log_dir else ""
+    end = history.duration_seconds
     if lost_at is not None:
         end = lost_at
-    elif story.end is not None:
-        end = story.end.at
-    elif history.over:
-        end = story.seen
-    bars = [bar(axis, story.began, end, "life")]
+    elif story.exit is not None:
+        end = story.exit.at
+    elif history.is_finished:
+        end = story.last_event_at
+    bars = [bar(axis, story.started_at, end, "life")]
     if lost_at is not None:
-        bars.append(bar(axis, lost_at, history.until, "lost"))
-    end_text = view.end_text(history.over)
-    failures = max(story.failures, sum(mark.kind == "failure" for mark in view.marks))
+        bars.append(bar(axis, lost_at, history.duration_seconds, "lost"))
+    end_text = view.end_text(history.is_finished)
+    failures = max(story.num_failures, sum(mark.kind == "failure" for mark in view.marks))
     failed = f"{plural(failures, 'failure')}, " if failures else ""
-    why = "" if story.end is None else f"{story.end.reason} (exit code {story.end.exit_code})"
+    why = "" if story.exit is None else f"{story.exit.reason} (exit code {story.exit.exit_code})"
     return Lane(
         "node",
         name,
@@ -430,15 +438,15 @@ def _node_lane(view: NodeView, history: History, axis: Axis) -> Lane:
     )
 
 
-def _generation_bars(stays: Sequence[Stay], history: History, axis: Axis) -> list[Bar]:
+def _generation_bars(stays: Sequence[NodeMembership], history: History, axis: Axis) -> list[Bar]:
     generations = {made.number: made for made in history.generations}
-    reports_steps = any(made.trained is not None for made in history.generations)
+    reports_steps = any(made.first_step_at is not None for made in history.generations)
     bars = []
     for stay in stays:
-        start, end, made = stay.began, _end_of(stay, history), generations.get(stay.generation)
+        start, end, made = stay.started_at, _end_of(stay, history), generations.get(stay.generation)
         title = _stay_title(stay, made, end)
         if reports_steps and made is not None:
-            trained = end if made.trained is None else made.trained
+            trained = end if made.first_step_at is None else made.first_step_at
             if axis(trained) - axis(start) > MIN_STARTUP_WIDTH:
                 bars.append(bar(axis, start, trained, "band starting", title=title))
                 start = trained
@@ -449,12 +457,12 @@ def _generation_bars(stays: Sequence[Stay], history: History, axis: Axis) -> lis
     return bars
 
 
-def _stay_title(stay: Stay, made: Generation | None, end: float) -> str:
+def _stay_title(stay: NodeMembership, made: Generation | None, end: float) -> str:
     low, high = stay.ranks  # a file may name any range, so the ranks are not enumerated
     ranks = f"rank {low}" if low == high else f"ranks {low}-{high}"
-    lasted = seconds_text(max(0.0, end - stay.began))
+    lasted = seconds_text(max(0.0, end - stay.started_at))
     title = f"generation {stay.generation}: node rank {stay.node_rank}, {ranks}, {lasted}"
-    return title if made is None else f"{title}; {truncate(made.cause, 120)}"
+    return title if made is None else f"{title}; {truncate(made.reason, 120)}"
 
 
 def _node_icons(view: NodeView, axis: Axis) -> list[Icon]:
@@ -464,10 +472,10 @@ def _node_icons(view: NodeView, axis: Axis) -> list[Icon]:
         for group in cluster(marks, lambda mark: axis(mark.at), ICON_DISTANCE):
             first = group[0]
             rank = "" if first.rank is None else f", rank {first.rank}"
-            title = f"{ICONS[kind]} at {seconds_text(first.at)}{rank}: {truncate(first.words, 300)}"
-            title += f" (and {count(len(group) - 1)} more)" if len(group) > 1 else ""
+            title = f"{ICONS[kind]} at {seconds_text(first.at)}{rank}: {truncate(first.text, 300)}"
+            title += f" (and {format_count(len(group) - 1)} more)" if len(group) > 1 else ""
             icons.append(Icon(kind, axis(first.at), title))
-    end = view.story.end
+    end = view.story.exit
     if end is not None:
         title = f"{view.end_text(True)}: {truncate(end.reason, 300)}"
         icons.append(Icon(end.state.value, axis(end.at), title))
@@ -477,20 +485,20 @@ def _node_icons(view: NodeView, axis: Axis) -> list[Icon]:
     return icons
 
 
-def _saves(marks: Iterable[Mark]) -> dict[str, list[Mark]]:
+def _saves(marks: Iterable[TimelineEvent]) -> dict[str, list[TimelineEvent]]:
     """Return checkpoints and snapshots by kind, each step once although every node reports it."""
-    found: dict[str, dict[int, Mark]] = {kind: {} for kind in SAVE_KINDS}
+    found: dict[str, dict[int, TimelineEvent]] = {kind: {} for kind in SAVE_KINDS}
     for mark in marks:
         if mark.kind in found and mark.step is not None:
             found[mark.kind].setdefault(mark.step, mark)
     return {kind: list(steps.values()) for kind, steps in found.items() if steps}
 
 
-def _save_lane(kind: str, marks: Sequence[Mark], history: History, axis: Axis) -> Lane:
-    name = f"{SAVE_KINDS[kind]}: {count(history.kept.get(kind, len(marks)))}"
+def _save_lane(kind: str, marks: Sequence[TimelineEvent], history: History, axis: Axis) -> Lane:
+    name = f"{SAVE_KINDS[kind]}: {format_count(history.save_counts.get(kind, len(marks)))}"
     icons = []
     for group in cluster(marks, lambda mark: axis(mark.at), SAVE_ICON_DISTANCE):
-        steps = [count(mark.step or 0) for mark in group]
+        steps = [format_count(mark.step or 0) for mark in group]
         title = f"step {steps[0]}" if len(group) == 1 else f"steps {steps[0]} to {steps[-1]}"
         at = group[0].at
         icons.append(Icon(kind, axis(at), f"{title}, at {seconds_text(at)}"))
@@ -502,7 +510,7 @@ def _save_lane(kind: str, marks: Sequence[Mark], history: History, axis: Axis) -
 
 @attrs.frozen
 class Series:
-    """A curve with one line per generation, so that repeated steps lie beside the first ones."""
+    """A curve with one line per generation, so that repeated steps are visible."""
 
     name: str
     lines: Sequence[Points]
@@ -539,14 +547,14 @@ class Chart:
     notes: str = ""
 
 
-def lead_paces(history: History) -> dict[int, list[Pace]]:
+def lead_paces(history: History) -> dict[int, list[ProgressSample]]:
     """Return, by generation, the reports of the node of the lowest rank that made any.
 
     Workers of a job advance together, so one node represents all of them.
     """
-    node_rank = {(stay.node, stay.generation): stay.node_rank for stay in history.stays}
-    found: dict[int, dict[str, list[Pace]]] = {}
-    for pace in history.paces:
+    node_rank = {(stay.node, stay.generation): stay.node_rank for stay in history.memberships}
+    found: dict[int, dict[str, list[ProgressSample]]] = {}
+    for pace in history.progress:
         found.setdefault(pace.generation, {}).setdefault(pace.node, []).append(pace)
     return {
         generation: by_node[min(by_node, key=lambda n: node_rank.get((n, generation), math.inf))]
@@ -561,22 +569,28 @@ def progress_series(history: History) -> Series:
     for number, paces in lead_paces(history).items():
         line = [(pace.at, float(pace.step)) for pace in paces]
         made = generations.get(number)
-        if made is not None and made.trained is not None and made.first_step is not None:
-            later = [point for point in line if point[0] > made.trained]
-            line = [(made.trained, float(made.first_step)), *later]
+        if made is not None and made.first_step_at is not None and made.first_step is not None:
+            later = [point for point in line if point[0] > made.first_step_at]
+            line = [(made.first_step_at, float(made.first_step)), *later]
         lines.append(line)
     return _series("Steps done", lines)
 
 
 def step_rate(history: History) -> Series:
+    """Return the steps per second over time."""
     lines = lead_paces(history).values()
-    rates = [[(p.at, p.per_second) for p in line if p.per_second is not None] for line in lines]
+    rates = [
+        [(p.at, p.steps_per_second) for p in line if p.steps_per_second is not None]
+        for line in lines
+    ]
     return _series("Steps per second", rates)
 
 
 def loss_series(history: History) -> Series:
     """Return the loss over steps, of the node of the lowest rank that reports one."""
-    with_loss = attrs.evolve(history, paces=tuple(p for p in history.paces if p.loss is not None))
+    with_loss = attrs.evolve(
+        history, progress=tuple(p for p in history.progress if p.loss is not None)
+    )
     lines = [
         [(float(pace.step), pace.loss) for pace in paces if pace.loss is not None]
         for paces in lead_paces(with_loss).values()
@@ -586,8 +600,8 @@ def loss_series(history: History) -> Series:
 
 def sample_rate(history: History) -> Series:
     """Return the sum over all nodes of the last rate that each reported."""
-    paces = [p for p in history.paces if p.samples_per_second is not None]
-    lead = lead_paces(attrs.evolve(history, paces=tuple(paces)))
+    paces = [p for p in history.progress if p.samples_per_second is not None]
+    lead = lead_paces(attrs.evolve(history, progress=tuple(paces)))
     lead_node = {generation: line[0].node for generation, line in lead.items()}
     last: dict[int, dict[str, float]] = {}
     lines: dict[int, Points] = {}
@@ -612,24 +626,25 @@ def _series(name: str, lines: Iterable[Points], over: str = "time") -> Series:
 def interruptions(history: History) -> list[Interruption]:
     """Return the gaps between generations; none if workers do not report steps."""
     found: list[Interruption] = []
-    if all(made.trained is None for made in history.generations):
+    if all(made.first_step_at is None for made in history.generations):
         return found
     for before, made in itertools.pairwise(history.generations):
-        if before.ended is None:
+        if before.finished_at is None:
             continue
-        resumed = _end_of(made, history) if made.trained is None else made.trained
-        until = max(before.ended, resumed)
-        text = f"{seconds_text(until - before.ended)} without a step"
-        steps, repeated = None, made.cost.redone
+        resumed = _end_of(made, history) if made.first_step_at is None else made.first_step_at
+        until = max(before.finished_at, resumed)
+        text = f"{seconds_text(until - before.finished_at)} without a step"
+        steps, repeated = None, made.cost.repeated_steps
         if made.first_step is not None:
             steps = (float(made.first_step), float(made.first_step + max(0, repeated - 1)))
         text += f", {plural(repeated, 'step')} repeated" if repeated else ""
-        text += f": {truncate(made.cause, 160)}"
-        found.append(Interruption(made, (before.ended, until), steps, text))
+        text += f": {truncate(made.reason, 160)}"
+        found.append(Interruption(made, (before.finished_at, until), steps, text))
     return found
 
 
 def longest_interruptions(found: Sequence[Interruption]) -> list[Interruption]:
+    """Return the MAX_INTERRUPTIONS longest ones, in order of time."""
     by_length = sorted(range(len(found)), key=lambda at: found[at].time[0] - found[at].time[1])
     return [found[at] for at in sorted(by_length[:MAX_INTERRUPTIONS])]
 
@@ -640,8 +655,8 @@ def _shaded_bands(history: History, over: str, axis: Axis) -> list[Bar]:
         span = gap.time if over == "time" else gap.steps
         if span is not None:
             made = gap.generation
-            title = f"Generation {made.number} {made.why.phrase}, {gap.text}"
-            style = f"gap gap-{made.why.value}"
+            title = f"Generation {made.number} {made.trigger.phrase}, {gap.text}"
+            style = f"gap gap-{made.trigger.value}"
             bands.append(bar(axis, *span, style, title=title, label=str(made.number)))
     return bands
 
@@ -659,7 +674,7 @@ def chart(series: Series, history: History, *, in_timeline: bool = False) -> Cha
         # A loss that never was a number cannot be drawn, but must be mentioned.
         notes = _chart_notes(series, history, False) if series.not_finite else ""
         return Chart(series.name, notes=notes) if notes else None
-    text: Callable[[float], str] = count if in_timeline else rate
+    text: Callable[[float], str] = format_count if in_timeline else format_number
     is_log = (
         series.name == "Loss" and min(values) > 0 and max(values) > LOG_SCALE_RATIO * min(values)
     )
@@ -671,16 +686,18 @@ def chart(series: Series, history: History, *, in_timeline: bool = False) -> Cha
     if low > 0 and not is_log and (series.over == "time" or low < high / 2):
         low = 0.0  # heights can be compared
     up = Axis(low, high if high > low else low + 1.0)
-    axis, ticks = Axis(0.0, max(history.until, 1e-9)), time_ticks(history.until, 4)
+    axis, ticks = (
+        Axis(0.0, max(history.duration_seconds, 1e-9)),
+        time_ticks(history.duration_seconds, 4),
+    )
     if series.over == "steps":
         steps = [x for line in lines for x, _ in line]
         axis = Axis(min(0.0, min(steps)), max(steps))
-        ticks = [(at, count(at)) for at in value_ticks(axis.first, axis.last)]
+        ticks = [(at, format_count(at)) for at in value_ticks(axis.first, axis.last)]
     return Chart(
         series.name,
         last=text(values[-1]),
-        label=f"{series.name} over {series.over}, from {rate(values[0])} to {rate(values[-1])}; "
-        f"lowest {rate(min(values))}, highest {rate(max(values))}",
+        label=_chart_label(series),
         path="".join(_path(line, axis, up) for line in lines if len(line) != 1),
         dots="".join(_path(line, axis, up) for line in lines if len(line) == 1),
         rules=[
@@ -693,17 +710,25 @@ def chart(series: Series, history: History, *, in_timeline: bool = False) -> Cha
     )
 
 
+def _chart_label(series: Series) -> str:
+    values = series.values
+    points = (values[0], values[-1], min(values), max(values))
+    first, last, low, high = map(format_number, points)
+    name = f"{series.name} over {series.over}"
+    return f"{name}, from {first} to {last}; lowest {low}, highest {high}"
+
+
 def _chart_notes(series: Series, history: History, is_log: bool) -> str:
     notes = []
     if series.over == "steps":
         notes.append("Over steps.")
-        if any(made.cost.redone for made in history.generations):
+        if any(made.cost.repeated_steps for made in history.generations):
             notes.append("Repeated steps have two lines.")
     if is_log:
         notes.append("The scale is logarithmic.")
     if series.not_finite:
         (at, value), many = series.not_finite[0], len(series.not_finite)
-        where = seconds_text(at) if series.over == "time" else f"step {count(at)}"
+        where = seconds_text(at) if series.over == "time" else f"step {format_count(at)}"
         are = plural(many, "value is", "values are")
         notes.append(f"{are} not finite and not shown; the first is {value} at {where}.")
     return " ".join(notes)
@@ -720,10 +745,11 @@ def recoveries(history: History) -> list[Generation]:
 def lost_seconds(history: History) -> float:
     """Return all time not spent on productive steps; without reported steps, the known part."""
     known = sum(made.cost.seconds for made in history.generations)
-    return known if history.lost is None else max(known, history.lost)
+    return known if history.lost_seconds is None else max(known, history.lost_seconds)
 
 
 def recovery_section(history: History) -> dict[str, Any] | None:
+    """Return the costs of recoveries, or None if no cost is known."""
     every = recoveries(history)
     if not every:
         return None
@@ -731,7 +757,7 @@ def recovery_section(history: History) -> dict[str, Any] | None:
     shown = [every[at] for at in sorted(by_cost[:MAX_RECOVERIES])]
     largest = max(made.cost.seconds for made in shown) or 1.0
     known, total = sum(made.cost.seconds for made in every), lost_seconds(history)
-    startups = sum(made.why is GenerationTrigger.START for made in every)
+    startups = sum(made.trigger is GenerationTrigger.START for made in every)
     return {
         "total": total,
         "other": total - known if total - known > 0.005 else 0.0,
@@ -752,18 +778,18 @@ def recovery_section(history: History) -> dict[str, Any] | None:
 
 def _recovery(made: Generation, largest: float) -> dict[str, Any]:
     texts = {name: f"{name} {seconds_text(value)}" for name, value in made.cost.phases.items()}
-    if "redone" in texts:
-        repeated = plural(made.cost.redone, "step")
-        texts["redone"] = f"redone {repeated}, {seconds_text(made.cost.phases['redone'])}"
+    if "repeated" in texts:
+        repeated = plural(made.cost.repeated_steps, "step")
+        texts["repeated"] = f"repeated {repeated}, {seconds_text(made.cost.phases['repeated'])}"
     bars, left = [], 0.0
     for name, seconds in made.cost.phases.items():
         width = 100 * seconds / largest
         bars.append(Bar(left, width, f"phase p-{name}", title=texts[name], label=name))
         left += width
     return {
-        "title": f"Generation {made.number}, {made.why.phrase}",
+        "title": f"Generation {made.number}, {made.trigger.phrase}",
         "total": made.cost.seconds,
-        "cause": made.cause if len(made.cause) <= 160 else f"{made.cause[:159]}\u2026",
+        "cause": made.reason if len(made.reason) <= 160 else f"{made.reason[:159]}\u2026",
         "bars": bars,
         "phases": texts,
     }
@@ -778,7 +804,7 @@ _DIGITS = re.compile(r"\d+")
 class FailureRow:
     """A failure with what the page shows of it."""
 
-    mark: Mark
+    mark: TimelineEvent
     generation: int | None  # None if it is not known
     name: str  # of the node
     workers: tuple[int, ...] = ()  # ranks that failed
@@ -786,7 +812,7 @@ class FailureRow:
 
     @property
     def ranks(self) -> str:
-        return spans(self.workers, MAX_LISTED_SPANS)
+        return format_ranges(self.workers, MAX_LISTED_SPANS)
 
 
 def failures(history: History) -> list[FailureRow]:
@@ -796,16 +822,18 @@ def failures(history: History) -> list[FailureRow]:
     therefore those of the workers that exited since the node's generation started.
     """
     names = {story.node: _node_name(story) for story in history.nodes}
-    coming: dict[str, list[Stay]] = {}  # generations of each node, the next one last
-    for stay in sorted(history.stays, key=attrgetter("began", "generation"), reverse=True):
+    coming: dict[str, list[NodeMembership]] = {}  # generations of each node, the next one last
+    for stay in sorted(
+        history.memberships, key=attrgetter("started_at", "generation"), reverse=True
+    ):
         coming.setdefault(stay.node, []).append(stay)
     rows, generations, exited = [], dict[str, int](), dict[str, dict[int, str]]()
-    for mark in history.marks:
+    for mark in history.timeline:
         stays = coming.get(mark.node, [])
-        while stays and stays[-1].began <= mark.at:
+        while stays and stays[-1].started_at <= mark.at:
             generations[mark.node] = stays.pop().generation
             exited.pop(mark.node, None)
-        if mark.kind == "worker.ended" and mark.rank is not None:
+        if mark.kind == "worker.exited" and mark.rank is not None:
             exited.setdefault(mark.node, {})[mark.rank] = mark.traceback
         elif mark.kind == "failure":
             tracebacks = exited.get(mark.node, {})
@@ -817,6 +845,7 @@ def failures(history: History) -> list[FailureRow]:
 
 
 def failure_section(history: History) -> dict[str, Any] | None:
+    """Return the failures, grouped by reason if there are many; None if there are none."""
     rows = failures(history)
     if not rows:
         return None
@@ -824,13 +853,13 @@ def failure_section(history: History) -> dict[str, Any] | None:
         return {"rows": rows, "groups": None}
     by_reason: dict[str, list[FailureRow]] = {}
     for row in rows:
-        by_reason.setdefault(_DIGITS.sub("#", row.mark.words), []).append(row)
+        by_reason.setdefault(_DIGITS.sub("#", row.mark.text), []).append(row)
     groups = sorted(by_reason.values(), key=lambda group: -len(group))
     return {
         "rows": [],
         "groups": [_failure_group(group) for group in groups[:MAX_REASONS]],
-        "total": history.failures,
-        "sampled": len(rows) if history.failures > len(rows) else None,
+        "total": history.num_failures,
+        "sampled": len(rows) if history.num_failures > len(rows) else None,
         "unlisted": sum(map(len, groups[MAX_REASONS:])),
         "unlisted_reasons": max(0, len(groups) - MAX_REASONS),
     }
@@ -840,33 +869,34 @@ def _failure_group(group: Sequence[FailureRow]) -> dict[str, Any]:
     first, last = seconds_text(group[0].mark.at), seconds_text(group[-1].mark.at)
     numbers = (row.generation for row in group if row.generation is not None)
     return {
-        "count": count(len(group)),
+        "count": format_count(len(group)),
         "times": first if len(group) == 1 else f"{first}, {last}",
-        "generations": spans(numbers, MAX_LISTED_SPANS),
-        "nodes": some(list(dict.fromkeys(row.name for row in group))),
-        "ranks": spans((rank for row in group for rank in row.workers), MAX_LISTED_SPANS),
-        "reason": truncate(group[0].mark.words, MAX_TEXT),
+        "generations": format_ranges(numbers, MAX_LISTED_SPANS),
+        "nodes": format_list(list(dict.fromkeys(row.name for row in group))),
+        "ranks": format_ranges((rank for row in group for rank in row.workers), MAX_LISTED_SPANS),
+        "reason": truncate(group[0].mark.text, MAX_TEXT),
     }
 
 
 def node_section(history: History) -> dict[str, Any]:
+    """Return the most eventful nodes, and how the others ended."""
     views = node_views(history)
     by_importance = sorted(range(len(views)), key=lambda at: -views[at].importance)
     ends: dict[str, int] = {}
     for at in by_importance[MAX_NODES:]:
-        end, lost_at = views[at].story.end, views[at].lost_at
+        end, lost_at = views[at].story.exit, views[at].lost_at
         text = "exit status unknown" if end is None else END_TEXTS.get(end.state, "")
         text = "lost" if lost_at is not None else text
         ends[text] = ends.get(text, 0) + 1
     return {
         "total": len(views),
         "views": [views[at] for at in sorted(by_importance[:MAX_NODES])],
-        "hidden": ", ".join(f"{count(many)} {text}" for text, many in ends.items()),
-        "dropped": sum(story.events_lost for story in history.nodes),
+        "hidden": ", ".join(f"{format_count(many)} {text}" for text, many in ends.items()),
+        "dropped": sum(story.dropped_events for story in history.nodes),
     }
 
 
-def common_values(every: Iterable[tuple[NodeStory, Mapping[str, str]]]) -> dict[str, str]:
+def common_values(every: Iterable[tuple[NodeHistory, Mapping[str, str]]]) -> dict[str, str]:
     """Return the value of each name; if nodes differ, each value with the nodes that have it."""
     found: dict[str, dict[str, list[str]]] = {}
     for story, values in every:
@@ -875,7 +905,7 @@ def common_values(every: Iterable[tuple[NodeStory, Mapping[str, str]]]) -> dict[
     return {
         name: next(iter(values))
         if len(values) == 1
-        else "; ".join(f"{value} on {some(hosts)}" for value, hosts in values.items())
+        else "; ".join(f"{value} on {format_list(hosts)}" for value, hosts in values.items())
         for name, values in found.items()
     }
 
@@ -884,17 +914,17 @@ def template_values(history: History) -> dict[str, Any]:
     """Return everything that the template shows of a run."""
     gaps = interruptions(history)
     curves = [chart(make(history), history) for make in (loss_series, step_rate, sample_rate)]
-    cause = history.cause or {}
+    cause = history.root_cause or {}
     cause_text = ", ".join(f"{name} {value}" for name, value in cause.items() if value is not None)
-    is_finished = history.state is None or history.state.over
+    is_finished = history.state is None or history.state.is_finished
     return {
         "history": history,
         "state": state_text(history),
-        "goodput": None if history.goodput is None else percentage(history.goodput),
-        "started": format_date(history.wall),
+        "goodput": None if history.goodput is None else format_percent(history.goodput),
+        "started": format_date(history.start_timestamp),
         "last_event": ""
-        if history.over and history.state
-        else format_date(history.wall + history.until),
+        if history.is_finished and history.state
+        else format_date(history.start_timestamp + history.duration_seconds),
         "is_finished": is_finished,
         "reason": truncate(history.reason, MAX_TEXT),
         "cause": truncate(cause_text, MAX_TEXT),
@@ -907,6 +937,12 @@ def template_values(history: History) -> dict[str, Any]:
         "recoveries": recovery_section(history),
         "failures": failure_section(history),
         "nodes": node_section(history),
-        "settings": common_values((story, story.settings) for story in history.nodes),
+        "settings": common_values(
+            (
+                story,
+                {**story.settings, "command": story.command} if story.command else story.settings,
+            )
+            for story in history.nodes
+        ),
         "versions": common_values((story, story.versions) for story in history.nodes),
     }

@@ -14,7 +14,7 @@ from modules import path_with
 from elasticlib.launch.elastic_launch import _remote_status_hint
 from elasticlib.launch.launch_config import LaunchConfig
 from elasticlib.observe.history import GenerationTrigger
-from elasticlib.observe.reading import read_history
+from elasticlib.observe.history_reader import read_history
 
 pytestmark = pytest.mark.faults
 
@@ -46,11 +46,13 @@ def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job
     assert "s in 2 generations" in first
     assert generation.startswith("  generation 2 after a failure, ")
     assert "was killed by SIGKILL" in generation
-    assert re.match(r"  lost on this node: stop (under )?\d.*, rendezvous (under )?\d", lost)
+    assert re.match(
+        r"  time lost on this node: shutdown (under )?\d.*, rendezvous (under )?\d", lost
+    )
     assert places == f"logs and events in {folder}; more: elasticlib report 'a b'"
     assert last == "elasticrun: SUCCEEDED: 1 node done"
     history = read_history(folder)
-    assert [made.why for made in history.generations] == [
+    assert [made.trigger for made in history.generations] == [
         GenerationTrigger.START,
         GenerationTrigger.FAILURE,
     ]
@@ -63,7 +65,7 @@ def test_a_run_that_lost_nothing_says_it_in_three_lines(job: Job) -> None:
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, LOGLEVEL="ERROR")
     assert agent.exit_code() == 0
     first, places, last = agent.text.splitlines()
-    assert " s in 1 generation, the first workers started after imports " in first
+    assert " s in 1 generation, first workers started after imports " in first
     assert places.startswith("events in ")
     assert places.endswith("events.jsonl; more: elasticlib report calm")
     assert last == "elasticrun: SUCCEEDED: 1 node done"
@@ -80,9 +82,9 @@ def test_import_of_torch_is_not_counted_as_rendezvous(job: Job) -> None:
     assert agent.exit_code() == 0
     found = agent.says(r"generation 1 after (\S+) s of imports and (\S+) s of rendezvous")
     assert float(found.group(1)) > 2
-    (began,) = (e for e in job.events()[0] if e.kind == "generation.began")
-    assert 2 < began.facts["imports"] <= began.facts["seconds"]
-    assert re.search(r"the first workers started after imports \d.* s, rendezvous ", agent.text)
+    (began,) = (e for e in job.events()[0] if e.kind == "generation.started")
+    assert 2 < began.facts["import_seconds"] <= began.facts["duration_seconds"]
+    assert re.search(r"first workers started after imports \d.* s, rendezvous ", agent.text)
 
 
 def test_a_run_without_events_names_no_report(job: Job) -> None:
