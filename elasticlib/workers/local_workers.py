@@ -1,8 +1,9 @@
 """Workers as processes of this machine, each the leader of a session.
 
 The supervisor process starts the workers, reports their exits and kills the processes that they
-leave; see `supervisor`. Whether a worker is forked from a process that has imported torch or is started as a
-new interpreter, it gets the same environment, and runs the same code up to the user's own.
+leave; see `supervisor`. Whether a worker is forked from a process that has imported torch or is
+started as a new interpreter, it gets the same environment, and runs the same code up to the user's
+own.
 """
 
 from __future__ import annotations

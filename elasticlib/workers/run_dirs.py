@@ -61,8 +61,8 @@ class RunDir:
             other = " (or set log_dir, --log-dir)" if self._log_dir is None else ""
             raise ConfigError(
                 "cannot create the log directory of this run in "
-                f"{self._log_dir or tempfile.tempdir!r}: {error.strerror}; {name} must name a directory that exists and can be written to "
-                f"for as long as the job runs{other}"
+                f"{self._log_dir or tempfile.tempdir!r}: {error.strerror}; {name} must name a "
+                f"directory that exists and is writable for as long as the job runs{other}"
             ) from error
 
     @property
