@@ -37,7 +37,7 @@ from ..workers.spec import (
 )
 from .addresses import is_literal, is_localhost, is_loopback
 from .endpoints import read_secret
-from .exit_report import summary, write_failure
+from .exit_summary import format_summary, write_failure_file
 from .flags import FLAGS, SettingError
 from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .launcher_process import DEFERRED_SIGNALS, SignalBuffer
@@ -161,9 +161,9 @@ def run_node(
         on_start(agent)
         stack.enter_context(answering(rendezvous, journal, agent))
         result = agent.run()
-        write_failure(workers, result)
+        write_failure_file(workers, result)
         _leave_job(rendezvous, config, result)
-    on_summary(summary(journal, kept_logs(workers)))
+    on_summary(format_summary(journal, kept_logs(workers)))
     return result
 
 

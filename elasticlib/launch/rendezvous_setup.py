@@ -124,7 +124,7 @@ def job_continues_without(node_id: str, job: JobListing) -> bool:
     if membership is None or membership.phase is JobPhase.FORMING:
         return False
     has_formed = job.master_entry is not None and bool(job.master_entry.value)
-    return membership.phase.is_terminal or (has_formed and membership.rank_of(node_id) is None)
+    return membership.phase.is_terminal or (has_formed and node_id not in membership.member_ids)
 
 
 def has_running_workers(job: JobListing) -> bool:

@@ -1,7 +1,7 @@
-"""The torch store through which the workers of one generation find each other, and its server.
+"""The torch store through which the workers of a generation find each other, and its server.
 
-Each generation gets a fresh one, on a socket that is bound to one address and owned from the
-first moment: no port is probed for, and no key of an earlier attempt can be read.
+Each generation gets a new store, on a socket that is bound before its port is known to anyone. So
+no port is probed for, and no key of an earlier generation can be read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from ..endpoint import join_endpoint
 from ..errors import RendezvousError
 from ..threads import helper
 
-IMPORT_SECONDS = 60.0
-"""For an import of torch to end, at the end of a process."""
+IMPORT_TIMEOUT_S = 60.0  # importing torch from a cold disk can take this long
 
 
 class BootstrapStore(Protocol):
-    """A store that is being served; `close` ends that."""
+    """A store that is being served until it is closed."""
 
     @property
     def port(self) -> int: ...
@@ -33,7 +32,7 @@ class BootstrapStore(Protocol):
 
 
 class StoreProxy(Protocol):
-    """A port that scripts know before the job starts, and that leads to torch's store of now."""
+    """A fixed endpoint that forwards connections to the torch store of the current generation."""
 
     @property
     def address(self) -> str: ...
@@ -47,16 +46,18 @@ class StoreProxy(Protocol):
 
 
 class TorchBootstrapStore:
-    """A `torch.distributed.TCPStore` that this process serves at an address of its own.
+    """A `torch.distributed.TCPStore` that this process serves on a port that the kernel chose.
 
-    use_libuv: which of torch's two servers: the one on libuv, or its older one, a thread.
+    Args:
+        address: A local address to serve at.
+        use_libuv: Use torch's libuv server, or else its older one.
 
     Raises:
-        OSError: the address is not this machine's.
+        OSError: The address is not one of this machine's.
     """
 
     def __init__(self, address: str, *, use_libuv: bool = True) -> None:
-        # Imported here: it costs two seconds, and who only wants help has no use for it.
+        # Importing torch takes two seconds, which commands such as --help must not pay.
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         info = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -87,28 +88,22 @@ class TorchBootstrapStore:
 
 
 open_torch_store: Callable[[str], BootstrapStore] = TorchBootstrapStore
-"""A fresh torch store at a local address, on a port that the kernel chose."""
-
 open_threaded_torch_store: Callable[[str], BootstrapStore] = functools.partial(
     TorchBootstrapStore, use_libuv=False
 )
-"""The same, without libuv."""
-
 TORCH_STORE_OPENERS = (open_torch_store, open_threaded_torch_store)
 
 
 def torch_store_opener(use_libuv: bool) -> Callable[[str], BootstrapStore]:
-    """What opens the one or the other."""
+    """Return the function that opens a torch store with or without libuv."""
     return open_torch_store if use_libuv else open_threaded_torch_store
 
 
 @functools.cache
 def import_torch() -> threading.Thread:
-    """Begin to import it, once in a process. It takes seconds, and opening a store milliseconds
-    afterwards.
+    """Import torch in a thread, once per process. Errors appear when a store is opened.
 
-    What fails here fails then as well. A process that ended during the import might be aborted by
-    it, so its exit waits for the thread.
+    The exit of the process waits for the thread, because exiting during the import can abort it.
     """
 
     def work() -> None:
@@ -117,18 +112,16 @@ def import_torch() -> threading.Thread:
 
     thread = helper(work, "rendezvous-import")
     thread.start()
-    atexit.register(thread.join, IMPORT_SECONDS)
+    atexit.register(thread.join, IMPORT_TIMEOUT_S)
     return thread
 
 
 class BootstrapStoreServer:
-    """The bootstrap store of one generation, served at this node.
-
-    endpoint: where workers find it; empty while it is not open. error: what opening it raised.
+    """Serves the bootstrap store of one generation on this node. Thread-safe.
 
     Args:
-        open_store: serves one at an address of this node.
-        find_store_proxy: the port of this node at which workers look for it, if there is one.
+        open_store: Opens a store at a local address.
+        find_store_proxy: Returns the proxy through which workers reach the store, or None.
     """
 
     def __init__(
@@ -136,21 +129,20 @@ class BootstrapStoreServer:
         open_store: Callable[[str], BootstrapStore],
         find_store_proxy: Callable[[], StoreProxy | None] | None,
     ) -> None:
-        self.endpoint = ""
-        self.error: Exception | None = None
         self._open_store = open_store
         self._find_store_proxy = find_store_proxy
-        self._lock = threading.Lock()
-        self._closed = False
+        self.endpoint = ""  # where workers reach the store; empty unless it is open
+        self.error: Exception | None = None  # the error of `open`
+        self._lock = threading.Lock()  # guards the fields below and `endpoint`
+        self._is_closed = False
         self._store: BootstrapStore | None = None
         self._proxy: StoreProxy | None = None
 
     def open(self, address: str) -> None:
-        """Serve it at this address of this node. It may take long: at first torch is imported, and
-        the address may have to be looked up."""
+        """Open the store at a local address. This may import torch and resolve the address."""
         try:
             self._open(address)
-        except Exception as error:  # raised where the endpoint is wanted
+        except Exception as error:  # raised by the thread that needs the endpoint
             self.error = error
 
     def _open(self, address: str) -> None:
@@ -164,20 +156,20 @@ class BootstrapStoreServer:
                 "give the node another one (--local-addr)"
             ) from error
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 store.close()
                 return
             self._store, self._proxy = store, proxy
-            if proxy is not None:
+            if proxy is None:
+                self.endpoint = join_endpoint(address, store.port)
+            else:
                 proxy.forward_to(address, store.port)
                 self.endpoint = join_endpoint(proxy.address, proxy.port)
-            else:
-                self.endpoint = join_endpoint(address, store.port)
 
     def close(self) -> None:
-        """Serve it no longer; one that is being opened is closed once it is there."""
+        """Close the store. A store that is still being opened is closed once it is open."""
         with self._lock:
-            self._closed, self.endpoint = True, ""
+            self._is_closed, self.endpoint = True, ""
             store, self._store = self._store, None
             if store is None:
                 return

@@ -1,7 +1,7 @@
-"""What a rendezvous handler promises to the agent that uses it.
+"""The interface between an agent and a rendezvous handler.
 
-The names are those of torch.distributed.elastic, so that a handler written for it ports in
-minutes; what is new here has a default, so that such a handler needs none of it.
+Methods that torch.distributed.elastic has keep their names. All additions have defaults, so a
+handler that was written for torch needs only another base class.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class RendezvousStoreInfo:
-    """Where the workers of one generation find torch's store."""
+    """The endpoint of torch's store for the workers of one generation."""
 
     master_addr: str
     master_port: int
@@ -34,32 +34,24 @@ class RendezvousStoreInfo:
 
 @attrs.frozen
 class RendezvousInfo:
-    """One settled generation, as one of its nodes sees it.
-
-    seat: this node's place, from which its workers' ranks follow; `deal_seats` gives all nodes
-    of a generation theirs. restarts and max_restarts: the job's budget, None where the rendezvous
-    keeps none. cause: why this generation was sought, in words; why: the same for programs, None
-    where the rendezvous does not say. store: the job's, where there is one that
-    others may use. board: what the keys in it begin with under which the nodes of this generation
-    tell one another things; empty for nowhere. incarnation: names this start of the job, whose
-    generations count from 1 again; the same on all nodes, and empty where nobody knows.
-    """
+    """A generation as one of its nodes sees it."""
 
     run_id: str
     generation: int
-    assignment: RankAssignment
+    assignment: RankAssignment  # this node's ranks; `assign_ranks` computes those of all nodes
     bootstrap_store_info: RendezvousStoreInfo
-    restarts: int = 0
-    max_restarts: int | None = None
-    reason: str = ""
-    store: Store | None = None
+    restarts: int = 0  # restarts that the job has used
+    max_restarts: int | None = None  # restart budget; None if the rendezvous has none
+    reason: str = ""  # why this generation was formed, for messages
+    store: Store | None = None  # the job's store, if others may use it
+    # Prefix of the keys through which the nodes of this generation exchange messages, or empty.
     exchange_prefix: str = ""
-    incarnation: str = ""
-    trigger: GenerationTrigger | None = None
+    incarnation: str = ""  # identifies this run of the job id; empty if unknown
+    trigger: GenerationTrigger | None = None  # the kind of `reason`; None if unknown
 
     @property
     def rank(self) -> int:
-        """This node's, among the nodes."""
+        """The group rank of this node."""
         return self.assignment.group_rank
 
     @property
@@ -87,15 +79,64 @@ def check_restart_budget(of_agent: int | None, of_job: int | None) -> None:
 
 
 class RendezvousHandler(abc.ABC):
-    """Brings the nodes of a job together, as often as their number changes."""
-
-    @abc.abstractmethod
-    def get_backend(self) -> str:
-        """The name of the backend, as given to --rdzv-backend."""
+    """Forms the generations of a job for one node."""
 
     @abc.abstractmethod
     def get_run_id(self) -> str:
-        """The id that all nodes of the job were given."""
+        """Return the job id, which is equal on all nodes of the job."""
+
+    def get_backend(self) -> str:
+        """Return the name of the backend, for messages. The default is the name of the class."""
+        return type(self).__name__
+
+    @abc.abstractmethod
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Block until this node is a member of a generation later than its last one.
+
+        A call means that no workers of the last generation run on this node any more.
+
+        Returns:
+            The generation.
+
+        Raises:
+            RendezvousTimeoutError: No such generation formed within the join timeout.
+            RendezvousClosedError: The job has ended or continues without this node, or `shutdown`
+                was called.
+            RendezvousConfigError: This node's settings contradict the job's.
+            RendezvousError: This node cannot serve torch's store.
+            StoreError: The store was unreachable for too long.
+        """
+
+    @abc.abstractmethod
+    def is_closed(self) -> bool:
+        """Return whether there is no further generation for this node."""
+
+    @abc.abstractmethod
+    def set_closed(self) -> None:
+        """End the job for all nodes. The call should not block for long.
+
+        An agent calls this when its workers have failed more often than `max_restarts` allows, if
+        `report_failure` is unsupported.
+        """
+
+    @abc.abstractmethod
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait for the current generation to end and fit into the next one.
+
+        Joining nodes count until they are admitted. Members that have stopped their workers count
+        while they wait for other members. Spares beyond the maximum do not count. An agent that
+        gets changes in no other way polls this, and stops its workers if the number is above 0.
+        """
+
+    @abc.abstractmethod
+    def shutdown(self) -> bool:
+        """Leave the job and free all resources. A second call is harmless.
+
+        A `next_rendezvous` that blocks in another thread raises RendezvousClosedError.
+
+        Returns:
+            Whether all resources could be freed in time.
+        """
 
     def check_agent(self, *, slots: int, max_restarts: int | None) -> None:  # noqa: B027 - optional
         """Reject an agent whose settings contradict this handler's own.
@@ -110,11 +151,11 @@ class RendezvousHandler(abc.ABC):
             ConfigError: The settings contradict each other.
         """
 
-    def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
-        """Do what takes its time and needs no other node, such as a long import.
+    def prepare(self) -> None:  # noqa: B027 - optional
+        """Do slow preparation that needs no other node, such as importing a large module.
 
-        The agent calls it once, in a thread, before it asks for its first generation: the other
-        nodes go on meanwhile."""
+        The agent calls this once, in a thread, before the first rendezvous.
+        """
 
     def mark_progress(self, allowance_s: float = 0.0) -> None:  # noqa: B027 - optional
         """Record that the agent's loop makes progress.
@@ -128,122 +169,100 @@ class RendezvousHandler(abc.ABC):
             allowance_s: Seconds that the next call may take longer than usual.
         """
 
-    @abc.abstractmethod
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Block until this node is a member of a generation later than its last one.
-
-        Calling it says that no workers here are at work in the last generation any more.
-
-        Raises:
-            RendezvousTimeoutError: no such generation within the join timeout.
-            RendezvousClosedError: the job is over, or goes on without this node, or `shutdown` was
-                called.
-            RendezvousConfigError: this node's settings contradict the job's.
-            RendezvousError: this node cannot serve torch's store.
-            StoreError: the store was out of reach for too long.
-        """
-
-    @abc.abstractmethod
-    def is_closed(self) -> bool:
-        """Whether there will be no further generation for this node: the job is over, or goes on
-        without it."""
-
-    @abc.abstractmethod
-    def set_closed(self) -> None:
-        """End the job for all nodes.
-
-        An agent calls this when its workers have failed more often than `max_restarts` allows, if
-        `report_failure` is unsupported. It should not block for long.
-        """
-
-    @abc.abstractmethod
-    def num_nodes_waiting(self) -> int:
-        """How many nodes wait for the held generation to end, and find room in the next one.
-
-        As with torch's, an agent that has nothing else to go by asks this again and again, and
-        where it is above 0 stops its workers and calls `next_rendezvous`. So it counts a newcomer
-        until it is let in, and a member that waits for the others once it has stopped its own
-        workers; not a spare beyond the maximum, for which nobody need stop.
-        """
-
-    @abc.abstractmethod
-    def shutdown(self) -> bool:
-        """Leave, and free what is held; a blocked next_rendezvous raises RendezvousClosedError.
-
-        Returns whether all could be freed in time. Calling it twice is harmless.
-        """
-
     def start_join(self, callback: Callable[[RendezvousInfo | Change | Exception], None]) -> bool:
-        """Like `next_rendezvous`, and then `wait_for_change` until the held generation is over,
-        without a thread that waits.
+        """Start what `next_rendezvous` and then `wait_for_change` do, without blocking a thread.
 
-        `put` is called, from any thread, with the RendezvousInfo once this node is a member, or
-        with what `next_rendezvous` would raise; and after the RendezvousInfo with each Change in
-        turn. It must not block. A new call takes the place of the one before, whose `put` is not
-        called again. False, and nothing is called: this handler has only the blocking calls.
+        A new call replaces the one before, whose callback is not called again.
+
+        Args:
+            callback: Called from any thread, and must not block. It gets the RendezvousInfo once
+                this node is a member, or the exception that `next_rendezvous` would raise; and
+                after the RendezvousInfo each Change.
+
+        Returns:
+            False if this is unsupported, as by default: the callback is never called, and the agent
+            uses the blocking methods.
         """
         del callback
         return False
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the bootstrap store is served outside the workers already."""
+        """Whether an agent serves torch's store, and no worker does. The default is True."""
         return True
 
     def wait_for_change(self, timeout: float) -> Change | None:
-        """What has become of the held generation; None if nothing within `timeout` seconds.
+        """Wait until the current generation ends.
 
-        The default looks once and returns at once: its caller paces the polls.
+        The default checks `is_closed` and `num_nodes_waiting` once and does not wait.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            The change, or None if there was none.
         """
         del timeout
         if self.is_closed():
             return Change(ChangeKind.ABORTED, "the rendezvous was closed")
         waiting = self.num_nodes_waiting()
         if waiting > 0:
-            return Change(ChangeKind.RESIZE, f"{waiting} nodes wait to be let in")
+            return Change(ChangeKind.RESIZE, f"{waiting} nodes are waiting to join")
         return None
 
     def report_failure(self, reason: str, *, killed: bool = False) -> bool:
         """Take note that this node's workers failed.
 
         Args:
-            reason: Why they failed, for people.
+            reason: Why they failed, for messages.
             killed: A signal from outside ended the worker. Its restart needs no delay.
 
         Returns:
             False if this is unsupported, as by default: the agent keeps a restart budget of its
-            own. True if the job will be reopened or ended, and `wait_for_change` reports which.
+            own. True if the generation or the job will end, and `wait_for_change` reports which.
         """
         del reason, killed
         return False
 
     def report_slots(self, slots: int, *, retained: bool = False) -> bool:
-        """This node comes to the next generation with so many workers, or would. False:
-        unsupported, it always has as many as it was registered with. kept: these workers have run
-        in the last one, and go on.
+        """Take note of how many workers this node offers for the next generation.
 
-        True: its seat in the next generation is for so many, and where the held one stands with
-        another number, all members are told to stop at a step that they agree on. With 0, which is
-        said while it joins, it has no seat until it says another number: where others come with
-        kept workers these go on meanwhile, and else they wait for it.
+        If the number differs from the current generation's, all members are asked to stop at a
+        step that they agree on. A joining node that offers 0 is admitted once it offers more. If
+        other nodes have retained workers, those continue in the meantime.
+
+        Args:
+            slots: The number of workers.
+            retained: The workers have run in the last generation and can continue in the next.
+
+        Returns:
+            False if this is unsupported, as by default: the node always has the number of workers
+            that it was constructed with.
         """
         del slots, retained
         return False
 
-    def report_can_regroup(self) -> None:  # noqa: B027 - where slots are not reported it is no news
-        """All workers of this node can go on in another generation."""
+    def report_can_regroup(self) -> None:  # noqa: B027 - optional
+        """Take note that all workers of this node can continue in another generation."""
 
     def peers_can_regroup(self) -> bool:
-        """Whether the job goes on already, with workers that can go on in another generation: a
-        node that joins starts its own before it is let in, then. Before the first rendezvous, in
-        any thread; waits for the store's first answer, for a few seconds at most."""
+        """Return whether the job has workers that can continue in another generation.
+
+        A joining node then starts its own workers before it is admitted. The agent calls this
+        before the first rendezvous, in any thread. The call may wait for some seconds.
+        """
         return False
 
     def report_drain(self, reason: str) -> bool:
-        """This node leaves as soon as its workers have saved. False: unsupported, it just leaves.
+        """Take note that this node leaves as soon as its workers have saved.
 
-        True: the members of its generation are told to stop at a step that they agree on, this
-        node among them, and the next generation waits until it has left.
+        Args:
+            reason: Why it leaves, for messages.
+
+        Returns:
+            False if this is unsupported, as by default: the node leaves at once. True if the
+            members of its generation are asked to stop at a step that they agree on, and the next
+            generation waits until this node has left.
         """
         del reason
         return False

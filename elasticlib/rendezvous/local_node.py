@@ -1,7 +1,7 @@
-"""One node's part in the protocol: announce, read, lead if nobody does, decide, write.
+"""One node's steps in the rendezvous protocol: publish, read, lead, decide, write.
 
-It has no thread and no clock of its own. Whoever drives it (the handler's thread, the simulator)
-gives the time and chooses when each step happens, so that both run the very same steps.
+A LocalNode has no thread and no clock. Its caller (a NodeThread, or the simulator in the tests)
+passes the time and chooses when each step happens.
 """
 
 from __future__ import annotations
@@ -33,19 +33,14 @@ from .membership import (
     RendezvousSettings,
     RendezvousTimeouts,
     end_job,
-)
-from .rank_assignment import RankAssignment, natural_sort_key, shard_members, shard_of
-from .reconcile import (
-    LeaderView,
-    NodeIntent,
-    ReconcileResult,
     has_live_node,
     is_replaceable,
-    num_nodes_waiting,
-    reconcile,
 )
+from .node_intent import NodeIntent
+from .rank_assignment import RankAssignment, natural_sort_key, shard_members, shard_of
+from .reconcile import LeaderView, ReconcileResult, num_nodes_waiting, reconcile
 from .store_layout import (
-    REMEDY,
+    FORMAT_REMEDY,
     JobListing,
     StoreKeys,
     decode,
@@ -58,61 +53,48 @@ from .store_layout import (
 
 log = logging.getLogger("elasticlib.rendezvous")
 
-SHARDS_AT_ONCE = 4
-KEYS_AT_ONCE = 64
-KEEP_SHARE = 0.1
-"""Of a lease: a node that has spoken for it so lately need not do so again."""
-RETURN_SECONDS = 6.0
-"""For a node to find that the store does not answer, to pause, and to connect."""
-NOTE_SECONDS = 1.0
-NAMES_IN_A_NOTE = 16
-REMIND_SECONDS = 10.0
-LONGEST_PAUSE = 0.5
-"""Shorter than a last call, so that those who remember a job are back before newcomers begin
-another."""
-LATE_SHARE = 1 / 4
-"""Share of `Timing.loop`. If the thread of the rendezvous was late by this much, the whole process
-could not run, as on a paused or overloaded machine, and neither could the agent's loop."""
+SHARDS_PER_REFRESH = 4  # shards written between two refreshes of this node's leases
+KEYS_PER_REFRESH = 64  # keys deleted between two refreshes of this node's leases
+REFRESH_FRACTION = 0.1  # of the ttl: a lease that is younger is not refreshed again
+RECONNECT_TIME_S = 6.0  # time for a node to notice that the store is away, pause and reconnect
+STATUS_INTERVAL_S = 1.0  # minimum interval between two writes of the leader's status
+MAX_STATUS_HOSTS = 16
+LOG_INTERVAL_S = 10.0  # an unchanged reason to wait is logged this often
+# Shorter than a last call, so that nodes which remember a job return before others start a new run.
+MAX_BACKOFF_S = 0.5
+# If the node's thread was late by this fraction of `loop_timeout`, the whole process was suspended
+# or starved, and so was the agent's loop.
+PAUSE_FRACTION = 1 / 4
 NO_STATUS_YET = LeaderStatus(reason="the store has not answered")
-"""Until the node that leads is heard."""
 NEVER_REACHED = "; the store was never reached: if the job is already over, its store is gone, too"
 
 Item = TypeVar("Item")
 
 
-def backoff(misses: int) -> float:
-    """Seconds to pause after so many misses, drawn so that nodes do not all come at once."""
-    return min(LONGEST_PAUSE, 0.02 * 2.0 ** min(misses, 10)) * random.uniform(0.5, 1.0)
+def backoff(failures: int) -> float:
+    """Return a random pause in seconds after this many failures in a row."""
+    return min(MAX_BACKOFF_S, 0.02 * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0)
 
 
 class JobSnapshot(JobListing):
-    """What was listed at one moment, and what that is to this node.
+    """A listing of the job, with what it means for this node."""
 
-    seat: this node's in the state's generation. view: what there is to decide on, for the node
-    that leads.
-    """
-
-    assignment: RankAssignment | None = None
-    view: LeaderView | None = None
+    assignment: RankAssignment | None = None  # this node's, in the current generation
+    view: LeaderView | None = None  # input of the decision, if this node leads
 
     @property
     def is_active(self) -> bool:
-        return self.stage[1] is JobPhase.ACTIVE
+        return self.phase is JobPhase.ACTIVE
 
 
 class StoreGraceExpired(StoreConnectionError):
-    """The store, or the job in it, was out of reach for longer than this node waits."""
+    """The store, or the job in it, was unreachable for longer than this node waits."""
 
 
 class LocalNode:
-    """Speaks for one node to the store of one job. All calls may raise a StoreError.
+    """The protocol of one node over the store of one job. Not thread-safe.
 
-    intent: what it wants said. seen: what it last read; None before the store first answered.
-    note: what the node that leads last let the others know, and note_at: when to ask for the next.
-    heard_at: when the store last took this node's word; None before it has. keeps: whether its
-    workers can go on in another generation. settled_at: when a
-    generation was last seen to stand. `now`, in all calls, is the caller's monotonic clock in
-    seconds.
+    All methods may raise a StoreError. `now` is the caller's monotonic clock in seconds.
     """
 
     def __init__(
@@ -128,99 +110,113 @@ class LocalNode:
         self.keys = StoreKeys(run_id)
         self.settings = settings
         self.timeouts = timeouts
-        self.intent = NodeIntent(node)
-        self.snapshot: JobSnapshot | None = None
-        self.leader_status, self.next_status_read_at = NO_STATUS_YET, float("inf")
-        self.last_refresh_at: float | None = None
-        self.can_regroup = False
-        self.last_active_at = float("-inf")
-        self._lease = timeouts.lease_ttl
-        self._me = node.id
-        self._signature = hashlib.blake2s(node.id.encode(), digest_size=6).hexdigest()
-        self._nonces = 0
-        # What it has said.
-        self._said: Node | None = None
-        self._leases: dict[str, int] = {}
-        self._kept_at = float("-inf")
-        self._spoke_at = float("-inf")
-        self._away = 0.0
-        self._agent_is_blocked = False
-        self._called_at = self._resumed_at = float("-inf")  # of `speak`; after a pause
-        self._finish_said = ""
-        # What it has read.
+        self._ttl = timeouts.lease_ttl
+        self._id = node.id
+        self._id_digest = hashlib.blake2s(node.id.encode(), digest_size=6).hexdigest()
+        self.intent = NodeIntent(node)  # what the node wants; replaced by the caller
+        self.can_regroup = False  # the workers can continue in another generation; set by caller
+        self.snapshot: JobSnapshot | None = None  # the last read, None before the first
+        self.leader_status = NO_STATUS_YET  # the last status that was read or decided
+        self.next_status_read_at = float("inf")
+        self.last_refresh_at: float | None = None  # when the store last accepted this node
+        self.last_active_at = float("-inf")  # when a generation was last seen active
+        self._num_nonces = 0  # nonces that were used
+        # Publishing
+        self._published: Node | None = None  # the record in the store
+        self._leases: dict[str, int] = {}  # version of each leased key
+        self._refreshed_at = float("-inf")  # when the leases were last refreshed
+        self._announced_at = float("-inf")  # when a record was last published after none was
+        self._absence_s = 0.0  # how long the store was away when the lease was lost
+        self._agent_is_blocked = False  # leases are withdrawn until the agent's loop runs again
+        self._publish_called_at = float("-inf")
+        self._resumed_at = float("-inf")  # when the process last ran again after a pause
+        self._finished_written = ""  # the generation that is recorded as finished by this node
+        # Reading
         self._unreadable: set[str] = set()  # keys of node records that a warning was logged for
-        self._arrived_at = self._stands_since = float("-inf")
-        self._document: Membership | None = None
-        # What it waits for.
-        self._misses = 0
-        self._missing_since = self._found_at = float("-inf")
-        self._shared, self._shared_at = LeaderStatus(), float("-inf")
-        self._reminded, self._reminded_at = "", float("-inf")
+        self._newest_node_at = float("-inf")  # when a new live node was last seen
+        self._phase_since = float("-inf")  # when the current phase was first seen
+        self._membership: Membership | None = None  # last membership with its members
+        # Waiting
+        self._failures = 0  # failed calls of the store in a row
+        self._unreachable_since = float("-inf")
+        self._job_found_at = float("-inf")  # when enough of the job was last in the store
+        self._written_status = LeaderStatus()
+        self._status_written_at = float("-inf")
+        self._logged_reason = ""
+        self._logged_at = float("-inf")
 
     @property
     def state(self) -> MembershipState | None:
-        """The job's, as it was last read."""
+        """The state of the job at the last read."""
         return None if self.snapshot is None else self.snapshot.state
 
     def enter_generation(self) -> RankAssignment | None:
-        """Our seat, where a generation has settled in which we have one and have not been yet:
-        from now on we may run workers of it."""
+        """Enter the generation of the last read if this node is a new member of it.
+
+        Returns:
+            The node's assignment, or None if there is no generation to enter.
+        """
         seen = self.snapshot
         if seen is None or seen.state is None or seen.assignment is None:
             return None
-        if seen.stage[0] == self.intent.node.membership_id:
+        if seen.membership_id == self.intent.node.membership_id:
             return None
         self.intent = self.intent.enter_generation(seen.state, seen.assignment)
         return seen.assignment
 
-    # -- announcing ---------------------------------------------------------------------------
+    # -- publishing --------------------------------------------------------------------------------
 
     def publish(self, now: float, progress_due: float = float("inf")) -> None:
-        """Keep the leases, and have what the intent wants stand under this node's.
+        """Refresh the leases and publish the record of the intent, or withdraw it.
 
-        progress_due: the time at which the agent's loop must have made progress again. If it has
-        not, the node gives up its place. Once it has, the node reads what has become of the
-        generation before it speaks again.
+        Args:
+            now: the time.
+            progress_due: when the agent's loop must have made progress. If it is late, the node
+                withdraws until the loop runs again.
         """
-        if now - self._called_at > self.timeouts.loop_timeout * LATE_SHARE:
+        loop_timeout = self.timeouts.loop_timeout
+        if now - self._publish_called_at > loop_timeout * PAUSE_FRACTION:
             self._resumed_at = now
-        self._called_at = now
-        if now > max(progress_due, self._resumed_at + self.timeouts.loop_timeout):
+        self._publish_called_at = now
+        if now > max(progress_due, self._resumed_at + loop_timeout):
             if not self._agent_is_blocked:
                 log.warning(
                     "the agent's loop has been blocked for %g s: this node leaves the group until "
                     "it runs again",
-                    self.timeouts.loop_timeout,
+                    loop_timeout,
                 )
             self._agent_is_blocked = True
             self.delete_leases()
             return
         if self._agent_is_blocked:
             log.warning("the agent's loop runs again: this node rejoins")
+            # The generation may have ended meanwhile, which changes the record.
             self.read(now)
             self._agent_is_blocked = False
         record = self.intent.node_record(self.state)
         if record is None:
             self.delete_leases()
         else:
-            self._say(record, now)
+            self._publish_record(record, now)
         self.last_refresh_at = now
 
-    def _say(self, record: Node, now: float) -> None:
-        key = self.keys.node(self._me)
-        if now - self._kept_at >= self._lease * KEEP_SHARE:
-            if self._said is not None and not self._keep(key):
-                # The store was away or is another: what we said may be gone as well.
-                self._said, self._finish_said = None, ""
-                self._away = max(self._lease, now - self._kept_at)
-            self._keep(self.keys.leader)
-            self._kept_at = now
-        if self._said is None or _worth_a_write(self._said, record):
-            self._spoke_at = now if self._said is None else self._spoke_at
-            entry = self.store.set(key, encode(record), ttl=self._lease)
-            self._said, self._leases[key], self._kept_at = record, entry.version, now
+    def _publish_record(self, record: Node, now: float) -> None:
+        key = self.keys.node(self._id)
+        if now - self._refreshed_at >= self._ttl * REFRESH_FRACTION:
+            if self._published is not None and not self._refresh_lease(key):
+                # The store was away, or is another one and may have lost all that was written.
+                self._published, self._finished_written = None, ""
+                self._absence_s = max(self._ttl, now - self._refreshed_at)
+            self._refresh_lease(self.keys.leader)
+            self._refreshed_at = now
+        if self._published is None or _needs_write(self._published, record):
+            if self._published is None:
+                self._announced_at = now
+            entry = self.store.set(key, encode(record), ttl=self._ttl)
+            self._leases[key] = entry.version
+            self._published, self._refreshed_at = record, now
 
-    def _keep(self, key: str) -> bool:
+    def _refresh_lease(self, key: str) -> bool:
         if key not in self._leases:
             return False
         try:
@@ -231,300 +227,328 @@ class LocalNode:
         return True
 
     def leave(self) -> None:
-        """Withdraw for good, in words that outlive the node: who is silent was lost."""
-        memory = self.intent.remembered_state
-        if memory is not None and self._said is not None:
-            self.store.set(self.keys.left(memory.membership_id, self._me), b"")
+        """Leave for good, recording the departure, so that the node does not count as lost."""
+        state = self.intent.remembered_state
+        if state is not None and self._published is not None:
+            self.store.set(self.keys.left(state.membership_id, self._id), b"")
         self.delete_leases()
 
     def delete_leases(self) -> None:
-        """Fall silent: the leases end now."""
-        leases, self._leases, self._said = self._leases, {}, None
+        """End all leases of this node now."""
+        leases, self._leases, self._published = self._leases, {}, None
         for key, version in leases.items():
             self.store.delete(key, expected=version)
 
-    # -- reading ------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     @property
     def is_leader(self) -> bool:
-        """Whether this node held the leader's lease when it last looked."""
+        """Whether this node held the leader's lease when it was last refreshed or read."""
         return self.keys.leader in self._leases
 
     @property
     def watch_prefix(self) -> str:
-        """What a change under is worth reading for."""
+        """The prefix of the keys whose changes this node must react to."""
         return self.keys.job_prefix if self.is_leader else self.keys.watched_prefix
 
     def poll(self, now: float, listing: Listing | None = None) -> JobSnapshot:
-        """Read; lead if nobody does, and remind a store that has forgotten the job.
+        """Read the job, and become leader or restore a lost state if that is needed.
 
-        listing: of what this node watches, as just read, if that was.
+        Args:
+            now: the time.
+            listing: a listing of `watch_prefix` that the store has just delivered, if any.
         """
-        reading = self.read(now, listing)
-        reminded = self._remind(reading)
-        return self.read(now) if self.try_become_leader(reading) or reminded else reading
+        snapshot = self.read(now, listing)
+        has_written = self._write_remembered_state(snapshot)
+        if self.try_become_leader(snapshot) or has_written:
+            return self.read(now)
+        return snapshot
 
     def read(self, now: float, listing: Listing | None = None) -> JobSnapshot:
-        """What the store holds for this node; changes nothing there."""
+        """Read the job without changing anything in the store. Arguments as in `poll`."""
         before = self.snapshot
-        outdated = listing is not None and before and listing.version < before.version
-        if listing is None or self.is_leader or outdated:
+        is_outdated = listing is not None and before and listing.version < before.version
+        if listing is None or self.is_leader or is_outdated:
             listing = self.store.list(self.watch_prefix)
-        reading = JobSnapshot(self.keys, listing)
-        state, leader, entry = reading.state, reading.leader, reading.leader_entry
-        if (
-            leader is not None
-            and state is not None
-            and leader.ended_incarnation != state.incarnation
-        ):
-            self._check_limits(state)
-            if leader.id != self._me:
-                # Who leads was here all the time: the store was, and it was we who were away.
-                self._away = 0.0
-        if before is not None and before.stage == reading.stage:
-            reading.assignment = before.assignment
+        snapshot = JobSnapshot(self.keys, listing)
+        state, leader, entry = snapshot.state, snapshot.leader, snapshot.leader_entry
+        if leader is not None and state is not None and has_live_node(state, [leader]):
+            self._check_settings(state)
+            if leader.id != self._id:
+                # The leader kept its lease, so the store was never away: this node was.
+                self._absence_s = 0.0
+        is_same = before is not None and (before.membership_id, before.phase) == (
+            snapshot.membership_id,
+            snapshot.phase,
+        )
+        if before is not None and is_same:
+            snapshot.assignment = before.assignment
         else:
-            reading.assignment, self._stands_since = self._find_seat(state), now
+            snapshot.assignment, self._phase_since = self._find_assignment(state), now
         if entry is not None and self._leases.get(self.keys.leader) == entry.version:
-            reading.view = self._view(reading, now)
-        self._heed(reading, now)
-        return reading
+            snapshot.view = self._make_view(snapshot, now)
+        self._apply(snapshot, now)
+        return snapshot
 
-    def _heed(self, reading: JobSnapshot, now: float) -> None:
-        """Take in what was read; at first, whether this node is part of the run found there."""
-        state = reading.state
-        nodes: list[Node | Leader] = [] if reading.leader is None else [reading.leader]
+    def _apply(self, snapshot: JobSnapshot, now: float) -> None:
+        """Update the intent. The first read decides whether this node is part of the run."""
+        state = snapshot.state
+        nodes: list[Node | Leader] = [] if snapshot.leader is None else [snapshot.leader]
         if self.snapshot is None:
-            # From now on others have their time to come.
-            self._found_at, self.next_status_read_at = now, now + 2 * NOTE_SECONDS
+            self._job_found_at, self.next_status_read_at = now, now + 2 * STATUS_INTERVAL_S
             if state is not None and not nodes:
                 # The leader may have left or died while other nodes of the run are alive.
                 listing = self.store.list(self.keys.node())
                 nodes.extend(JobListing(self.keys, listing).live_nodes())
-            self.intent = self.intent.on_first_read(state, reading.assignment, nodes)
-        if reading.view is not None:
-            nodes.extend(reading.view.live_nodes)
+            self.intent = self.intent.on_first_read(state, snapshot.assignment, nodes)
+        if snapshot.view is not None:
+            nodes.extend(snapshot.view.live_nodes)
         self.intent = self.intent.on_read(state).check_run_alive(state, nodes)
-        if reading.is_active or (self.snapshot is not None and self.snapshot.is_active):
+        if snapshot.is_active or (self.snapshot is not None and self.snapshot.is_active):
             self.last_active_at = now
-        self.snapshot = reading
+        self.snapshot = snapshot
 
-    def _check_limits(self, state: MembershipState) -> None:
-        """Of a job that somebody is in; what was left behind is not asked for its settings."""
+    def _check_settings(self, state: MembershipState) -> None:
         if state.settings == self.settings or state.phase.is_terminal:
             return
-        ours, theirs = attrs.asdict(self.settings), attrs.asdict(state.settings)
-        differ = [
-            f"{name} is {ours[name]} here and {theirs[name]} there"
-            for name in ours
-            if ours[name] != theirs[name]
+        here, there = attrs.asdict(self.settings), attrs.asdict(state.settings)
+        different = [
+            f"{name} is {here[name]} here and {there[name]} there"
+            for name in here
+            if here[name] != there[name]
         ]
         raise RendezvousConfigError(
-            f"this node's settings differ from the job's: {', '.join(differ)}; "
+            f"this node's settings differ from the job's: {', '.join(different)}; "
             "start all nodes with the same settings"
         )
 
-    def _find_seat(self, state: MembershipState | None) -> RankAssignment | None:
+    def _find_assignment(self, state: MembershipState | None) -> RankAssignment | None:
         if state is None or state.phase is not JobPhase.ACTIVE:
             return None
-        number = shard_of(self._me, state.num_nodes)
+        number = shard_of(self._id, state.num_nodes)
         entry = self.store.get(self.keys.shard(state.membership_id, number))
-        return None if entry is None else find_assignment(entry.value, self._me)
+        return None if entry is None else find_assignment(entry.value, self._id)
 
-    def _view(self, job: JobListing, now: float) -> LeaderView:
-        document, whole = job.membership(self._document)
-        memory = job.remembered_state
-        if not whole and document is not None:
-            # Its members are lost, and only they themselves can tell who they were.
-            memory, document = document.state, None
-        self._document = document
-        live, unreadable = job.records()
-        for key in unreadable.keys() - self._unreadable:
-            log.warning("ignored the node at %s: %s (%s)", key, unreadable[key], REMEDY)
-        self._unreadable |= unreadable.keys()
-        if document is not None and has_live_node(document, live):
-            self._check_limits(document)
-        known = (
-            ()
-            if self.snapshot is None or self.snapshot.view is None
-            else self.snapshot.view.live_nodes
-        )
+    def _make_view(self, job: JobListing, now: float) -> LeaderView:
+        membership, is_complete = job.membership(self._membership)
+        remembered = job.remembered_state
+        if membership is not None and not is_complete:
+            # The store has lost the list of members. Only the members know that they are members.
+            remembered, membership = membership.state, None
+        self._membership = membership
+        live, errors = job.node_records()
+        for key in errors.keys() - self._unreadable:
+            log.warning("ignored the node at %s: %s (%s)", key, errors[key], FORMAT_REMEDY)
+        self._unreadable |= errors.keys()
+        if membership is not None and has_live_node(membership, live):
+            self._check_settings(membership)
+        before = None if self.snapshot is None else self.snapshot.view
+        known = () if before is None else before.live_nodes
         if not {node.id for node in live} <= {node.id for node in known}:
-            self._arrived_at = now
+            self._newest_node_at = now
         return LeaderView(
-            node_id=self._me,
+            node_id=self._id,
             settings=self.settings,
-            membership=document,
+            membership=membership,
             live_nodes=live,
             finished_ids=job.finished_ids(),
             left_ids=job.left_ids(),
-            remembered_state=memory,
-            since_last_arrival_s=now - self._arrived_at,
-            return_grace_s=self._patience(memory, now),
-            phase_age_s=now - self._stands_since,
+            remembered_state=remembered,
+            since_last_arrival_s=now - self._newest_node_at,
+            return_grace_s=self._return_grace_s(remembered, now),
+            phase_age_s=now - self._phase_since,
             ended_incarnation=self.intent.node.ended_incarnation,
         )
 
-    def _patience(self, memory: MembershipState | None, now: float) -> float:
-        """How long others may still take to come back, after an absence of the store's that
-        ended our own lease as well: they may find it later than we by as long as it was away."""
-        away = self._away if memory is None else max(self._away, self._lease)
-        away = min(away, self._lease + RETURN_SECONDS)
-        return max(0.0, away - (now - self._spoke_at))
+    def _return_grace_s(self, remembered: MembershipState | None, now: float) -> float:
+        """Return how long other nodes may still take to return after an absence of the store.
 
-    # -- leading ------------------------------------------------------------------------------
+        They may notice that the store is back later than this node, by as long as it was away.
+        """
+        absence = self._absence_s if remembered is None else max(self._absence_s, self._ttl)
+        absence = min(absence, self._ttl + RECONNECT_TIME_S)
+        return max(0.0, absence - (now - self._announced_at))
 
-    def try_become_leader(self, reading: JobSnapshot) -> bool:
-        """Lead, if nobody does, and say as whom; whether that was written now."""
+    # -- leading -----------------------------------------------------------------------------------
+
+    def try_become_leader(self, snapshot: JobSnapshot) -> bool:
+        """Take the leader's lease if no node has it, or update this node's own entry.
+
+        Returns:
+            Whether the entry was written.
+        """
         node = self.intent.node
-        leader = Leader(self._me, node.host, node.ended_incarnation, self.can_regroup)
-        stays = reading.leader is not None
-        if self._said is None or reading.leader == leader or (stays and not self.is_leader):
+        leader = Leader(self._id, node.host, node.ended_incarnation, self.can_regroup)
+        has_leader = snapshot.leader is not None
+        if self._published is None or snapshot.leader == leader:
             return False
-        expected = self._leases.get(self.keys.leader, ABSENT) if stays else ABSENT
-        taken = self.store.compare_set(
-            self.keys.leader, encode(leader), expected=expected, ttl=self._lease
+        if has_leader and not self.is_leader:
+            return False
+        expected = self._leases.get(self.keys.leader, ABSENT) if has_leader else ABSENT
+        written = self.store.compare_set(
+            self.keys.leader, encode(leader), expected=expected, ttl=self._ttl
         )
-        if taken.succeeded and taken.entry is not None:
-            self._leases[self.keys.leader] = taken.entry.version
-        return taken.succeeded
+        if written.succeeded and written.entry is not None:
+            self._leases[self.keys.leader] = written.entry.version
+        return written.succeeded
 
     def reconcile_and_write(
-        self, reading: JobSnapshot, wall_time: str = ""
+        self, snapshot: JobSnapshot, wall_time: str = ""
     ) -> tuple[ReconcileResult, bool]:
-        """Decide on what was read and write; whether the write (if any) won.
+        """Decide on a snapshot, and write the new membership if there is one.
 
-        wall_time: the date and time, for people to read.
+        Args:
+            snapshot: the snapshot to decide on.
+            wall_time: date and time, for messages.
+
+        Returns:
+            The decision, and whether a membership was written.
         """
-        view = reading.view
+        view = snapshot.view
         if view is None:
-            name = "nobody" if reading.leader is None else reading.leader.host
+            name = "no node" if snapshot.leader is None else snapshot.leader.host
             return ReconcileResult(f"{name} decides, and this node waits"), False
-        self._forget_orphaned(reading, view)
-        self._nonces += 1
-        nonce = f"{self._signature}.{self._nonces}"
-        decision = reconcile(attrs.evolve(view, nonce=nonce, wall_time=wall_time))
-        if decision.new_membership is None:
-            return decision, False
-        return decision, self._write(decision.new_membership, reading, nonce)
+        self._delete_unshared_memory(snapshot, view)
+        self._num_nonces += 1
+        nonce = f"{self._id_digest}.{self._num_nonces}"
+        result = reconcile(attrs.evolve(view, nonce=nonce, wall_time=wall_time))
+        if result.new_membership is None:
+            return result, False
+        return result, self._write(result.new_membership, snapshot, nonce)
 
-    def _forget_orphaned(self, reading: JobSnapshot, view: LeaderView) -> None:
-        """A memory that nobody here shares must not hide another that somebody has."""
-        entry, memory = reading.remembered_entry, reading.remembered_state
-        if entry is None or memory is None or view.return_grace_s > 0:
+    def _delete_unshared_memory(self, snapshot: JobSnapshot, view: LeaderView) -> None:
+        """Delete a remembered state that no live node has, as it may hide one that a node has."""
+        entry, state = snapshot.remembered_entry, snapshot.remembered_state
+        if entry is None or state is None or view.return_grace_s > 0:
             return
-        if not any(node.membership_id == memory.membership_id for node in view.live_nodes):
+        if not any(node.membership_id == state.membership_id for node in view.live_nodes):
             self.store.delete(entry.key, expected=entry.version)
 
-    def _write(self, document: Membership, reading: JobSnapshot, nonce: str) -> bool:
-        """Put the document in place of the one that was read."""
-        state, view = reading.state, present(reading.view, "what the document was decided on")
-        membership = document.membership_id
-        enrolled = view.membership is not None and view.membership.membership_id == membership
-        if not enrolled:
-            self._enrol(document, reading)
-        won = self._write_state(document, reading)
-        if won:
-            self._document = document
-            if not enrolled or (state is not None and state.incarnation != document.incarnation):
-                self._delete(reading.stale_keys(membership))
-        elif membership.endswith(f".{nonce}"):
-            self._delete((self.keys.master_endpoint(membership),))
-            self._delete(self.keys.shard(membership, number) for number in shard_members(document))
-        return won
+    def _write(self, membership: Membership, snapshot: JobSnapshot, nonce: str) -> bool:
+        """Replace the membership of the snapshot. Return whether no other write came first."""
+        before, view = snapshot.state, present(snapshot.view, "the view of the decision")
+        membership_id = membership.membership_id
+        has_members = view.membership is not None and view.membership.membership_id == membership_id
+        if not has_members:
+            self._write_members(membership, snapshot)
+        if self._write_state(membership, snapshot):
+            self._membership = membership
+            is_new_run = before is not None and before.incarnation != membership.incarnation
+            if not has_members or is_new_run:
+                self._delete(snapshot.stale_keys(membership_id))
+            return True
+        if membership_id.endswith(f".{nonce}"):
+            self._delete((self.keys.master_endpoint(membership_id),))
+            self._delete(self.keys.shard(membership_id, n) for n in shard_members(membership))
+        return False
 
-    def _write_state(self, state: MembershipState, reading: JobSnapshot) -> bool:
-        expected = _version(reading.state_entry)
+    def _write_state(self, state: MembershipState, snapshot: JobSnapshot) -> bool:
         return self.store.compare_set(
-            self.keys.state, encode_state(state), expected=expected
+            self.keys.state, encode_state(state), expected=_version(snapshot.state_entry)
         ).succeeded
 
-    def _enrol(self, document: Membership, job: JobListing) -> None:
-        """Write who the members are, before the state that says that they are."""
-        if not document.membership_id:
+    def _write_members(self, membership: Membership, snapshot: JobSnapshot) -> None:
+        """Write the shards of the members before the state that refers to them."""
+        membership_id = membership.membership_id
+        if not membership_id:
             return
-        # From now on, what is written under an earlier generation is refused.
-        master_key = self.keys.master_endpoint(document.membership_id)
-        self._delete(key for key in job.master_keys() if key != master_key)
-        for number, rows in self._in_turns(shard_members(document).items(), SHARDS_AT_ONCE):
-            self.store.set(self.keys.shard(document.membership_id, number), encode_shard(rows))
-        if document.phase is JobPhase.ACTIVE:
+        # Deleting the endpoint keys rejects later writes of earlier generations.
+        master_key = self.keys.master_endpoint(membership_id)
+        self._delete(key for key in snapshot.master_keys() if key != master_key)
+        shards = shard_members(membership).items()
+        for number, rows in self._refreshing(shards, SHARDS_PER_REFRESH):
+            self.store.set(self.keys.shard(membership_id, number), encode_shard(rows))
+        if membership.phase is JobPhase.ACTIVE:
             self.store.compare_set(master_key, b"", expected=ABSENT)
 
     def _delete(self, keys: Iterable[str]) -> None:
-        for key in self._in_turns(keys, KEYS_AT_ONCE):
+        for key in self._refreshing(keys, KEYS_PER_REFRESH):
             self.store.delete(key)
 
-    def _in_turns(self, items: Iterable[Item], at_once: int) -> Iterator[Item]:
-        """On a slow store our own leases must not end while we write all of these."""
+    def _refreshing(self, items: Iterable[Item], count: int) -> Iterator[Item]:
+        """Iterate, and refresh the leases after each `count` items, for the store may be slow."""
         for number, item in enumerate(items, 1):
             yield item
-            if number % at_once == 0:
-                self._keep(self.keys.node(self._me))
-                self._keep(self.keys.leader)
+            if number % count == 0:
+                self._refresh_lease(self.keys.node(self._id))
+                self._refresh_lease(self.keys.leader)
 
-    # -- as a member --------------------------------------------------------------------------
+    # -- writing as a member -----------------------------------------------------------------------
 
-    def _remind(self, reading: JobSnapshot) -> bool:
-        """Say what this node remembers of a job that the store has forgotten; whether it had to."""
-        memory = self.intent.remembered_state
-        if memory is None or not is_replaceable(reading.state, memory.incarnation):
+    def _write_remembered_state(self, snapshot: JobSnapshot) -> bool:
+        """Write this node's last state if the store has lost the job. Return whether it was."""
+        state = self.intent.remembered_state
+        if state is None or not is_replaceable(snapshot.state, state.incarnation):
             return False
-        said = reading.remembered_state
-        if said is not None and said.generation >= memory.generation:
+        written = snapshot.remembered_state
+        if written is not None and written.generation >= state.generation:
             return False
-        expected = _version(reading.remembered_entry)
         return self.store.compare_set(
-            self.keys.remembered_state, encode_state(memory), expected=expected
+            self.keys.remembered_state,
+            encode_state(state),
+            expected=_version(snapshot.remembered_entry),
         ).succeeded
 
     def write_reports(
-        self, reading: JobSnapshot, wall_time: str = "", *, endpoint: str | None = None
+        self, snapshot: JobSnapshot, wall_time: str = "", *, endpoint: str | None = None
     ) -> bool:
-        """What this node has to say of its job and of its generation, until the store has it;
-        whether the job's end is among that, so that there is nothing to decide.
+        """Write what this node reports: the end of the job, torch's store, its own success.
 
-        endpoint: where this node serves torch's store of the held generation, if it does.
+        Args:
+            snapshot: the last read.
+            wall_time: date and time, for messages.
+            endpoint: where this node serves torch's store for the current generation, if it does.
+
+        Returns:
+            Whether this node is ending the job, so that there is nothing to decide.
         """
-        intent, current = self.intent, reading.stage[0]
+        intent, current = self.intent, snapshot.membership_id
         if intent.close_reason:
-            state = reading.state or MembershipState(self.settings, f"closed by {self._me}")
-            ending = JobEnd(intent.node.host, wall_time)
-            if state.phase.is_terminal or self._write_state(
-                end_job(state, JobPhase.ABORTED, intent.close_reason, job_end=ending), reading
-            ):
+            state = snapshot.state or MembershipState(self.settings, f"closed by {self._id}")
+            is_ended = state.phase.is_terminal
+            if not is_ended:
+                job_end = JobEnd(intent.node.host, wall_time)
+                ended = end_job(state, JobPhase.ABORTED, intent.close_reason, job_end=job_end)
+                is_ended = self._write_state(ended, snapshot)
+            if is_ended:
                 self.intent = attrs.evolve(intent, close_reason="")
             return True
-        master = reading.master_entry
-        is_awaited = master is not None and not master.value
-        if endpoint and master is not None and is_awaited and intent.node.membership_id == current:
-            # Refused where the generation is over: its key is gone then, or another's.
+        master = snapshot.master_entry
+        is_current = intent.node.membership_id == current
+        if endpoint and is_current and master is not None and not master.value:
+            # The write fails if the generation has ended, as its key is deleted then.
             self.store.compare_set(master.key, endpoint.encode(), expected=master.version)
-        if (
-            intent.finished_membership_id
-            and intent.finished_membership_id == current != self._finish_said
-        ):
-            # It outlives the node.
-            self.store.set(self.keys.finished(current, self._me), b"")
-            self._finish_said = current
+        finished = intent.finished_membership_id
+        if finished and finished == current != self._finished_written:
+            # The key has no lease, so it remains when this node leaves.
+            self.store.set(self.keys.finished(current, self._id), b"")
+            self._finished_written = current
         return False
 
-    # -- waiting ------------------------------------------------------------------------------
+    # -- waiting -----------------------------------------------------------------------------------
 
     def on_store_success(self, now: float) -> None:
-        """The store answers; if it was away, what is missing there has its time from now on."""
-        if self._misses:
-            self._misses, self._found_at = 0, now
+        """Record that the store answered. If it was away, missing nodes get time to return."""
+        if self._failures:
+            self._failures, self._job_found_at = 0, now
 
     def on_store_error(self, error: StoreError, now: float) -> float:
-        """The store does not answer: how long to pause. Raises PatienceSpent at the end of our
-        patience."""
-        grace, knob = self.timeouts.store_grace, "store_grace, --store-grace"
+        """Record that a call of the store failed.
+
+        Returns:
+            How long to pause, in seconds.
+
+        Raises:
+            StoreGraceExpired: the store has been unreachable for too long.
+        """
+        grace, setting = self.timeouts.store_grace, "store_grace, --store-grace"
         if self.snapshot is None:
-            grace, knob = self.timeouts.join_timeout, "join_timeout"
+            grace, setting = self.timeouts.join_timeout, "join_timeout"
         self.leader_status = LeaderStatus(reason=str(error))
-        if self._misses == 0:
-            log.warning("the store is unreachable, retrying for %g s (%s): %s", grace, knob, error)
+        if self._failures == 0:
+            log.warning(
+                "the store is unreachable, retrying for %g s (%s): %s", grace, setting, error
+            )
             if self.snapshot is None:
                 log.warning(
                     "this node has not reached the store yet: either the node that serves it has "
@@ -532,110 +556,121 @@ class LocalNode:
                     "after %g s",
                     grace,
                 )
-            self._missing_since = now
-        self._misses += 1
-        if now - self._missing_since >= grace:
+            self._unreachable_since = now
+        self._failures += 1
+        if now - self._unreachable_since >= grace:
             never = NEVER_REACHED if self.snapshot is None else ""
             raise StoreGraceExpired(
-                f"the store was unreachable for {grace:g} s ({knob}): {error}{never}"
+                f"the store was unreachable for {grace:g} s ({setting}): {error}{never}"
             )
-        return backoff(self._misses)
+        return backoff(self._failures)
 
     def try_other_store(self, now: float) -> bool:
-        """Where the store has forgotten the job, or too few are here to go on, the others have
-        until the end of our patience to come; and they may be elsewhere. Whether we have gone
-        there, so that what was read here counts for nothing. Raises PatienceSpent at the end of
-        our patience."""
-        grace, missing = self.timeouts.store_grace, now - self._found_at
-        if not self._finds_nothing() and not self.leader_status.is_blocked:
-            self._found_at = now
-        elif missing >= grace and self.intent.remembered_state is not None:
+        """Move to another store if this one has lost the job or too few nodes are here.
+
+        Returns:
+            Whether the store was changed. The last read is then void.
+
+        Raises:
+            StoreGraceExpired: too few members of the last generation returned in time.
+        """
+        grace, missing_s = self.timeouts.store_grace, now - self._job_found_at
+        if not self._is_job_missing() and not self.leader_status.is_blocked:
+            self._job_found_at = now
+        elif missing_s >= grace and self.intent.remembered_state is not None:
             raise StoreGraceExpired(
                 f"too few nodes of generation {self.intent.current_generation} came back to the "
                 f"store within {grace:g} s (store_grace, --store-grace): "
                 f"{self.leader_status.reason}"
             )
-        elif missing >= self._lease and self.store.try_other_endpoints(self._is_further):
+        elif missing_s >= self._ttl and self.store.try_other_endpoints(self._is_better_store):
             log.warning("too few nodes were at the store: this node has moved to another store")
             return True
         return False
 
-    def _finds_nothing(self) -> bool:
-        """Whether no generation of the job is in the store."""
+    def _is_job_missing(self) -> bool:
         return self.state is None or not self.state.membership_id
 
-    def _is_further(self, other: Store, earlier: bool) -> bool:
-        """Whether the job is further at another store than it is here; or, where neither has it,
-        whether the other comes first, so that all look at the same one."""
+    def _is_better_store(self, other: Store, is_earlier: bool) -> bool:
+        """Return whether the job is further at another store.
+
+        If neither store has the job, the earlier one is better, so that all nodes choose the same.
+        """
         entry = other.get(self.keys.state)
         there = None if entry is None else decode_state(entry.value)
         if there is None or not there.membership_id:
-            return self._finds_nothing() and earlier
+            return self._is_job_missing() and is_earlier
         here = self.state
-        if here is None or self._finds_nothing():
+        if here is None or self._is_job_missing():
             return True
         return there.incarnation == here.incarnation and there.generation > here.generation
 
-    def publish_status(self, decision: ReconcileResult, reading: JobSnapshot, now: float) -> float:
-        """Let the others know, or hear from the node that leads, what is being waited for; and log
-        it while this node waits, when it changes and every so often. Seconds until there may be
-        something to say again."""
-        again = self._share_note(decision, reading, now)
-        waits = self.intent.is_joining and not self.intent.has_not_joined and not reading.is_active
-        if not waits or self.intent.final_change(reading.state) is not None:
-            log.debug("%s", decision.reason)
+    def publish_status(self, result: ReconcileResult, snapshot: JobSnapshot, now: float) -> float:
+        """Write the leader's status or read it, and log why this node waits.
+
+        Returns:
+            Seconds until there may be something to write, read or log again.
+        """
+        again = self._exchange_status(result, snapshot, now)
+        is_waiting = self.intent.is_joining and not self.intent.has_not_joined
+        is_final = self.intent.final_change(snapshot.state) is not None
+        if not is_waiting or snapshot.is_active or is_final:
+            log.debug("%s", result.reason)
             return again
-        note = self.leader_status
-        new = note.reason != self._reminded or now - self._reminded_at >= REMIND_SECONDS
-        if new and note not in (NO_STATUS_YET, LeaderStatus()):
-            self._reminded, self._reminded_at = note.reason, now
+        status = self.leader_status
+        is_due = now - self._logged_at >= LOG_INTERVAL_S
+        if status not in (NO_STATUS_YET, LeaderStatus()) and (
+            is_due or status.reason != self._logged_reason
+        ):
+            self._logged_reason, self._logged_at = status.reason, now
             limit = f"gives up after {self.timeouts.join_timeout:g} s (join_timeout)"
-            log.info("waiting: %s (%s); %s", note.reason, note.present_names, limit)
+            log.info("waiting: %s (%s); %s", status.reason, status.present_names, limit)
         return max(0.01, min(again, self.next_status_read_at - now))
 
-    def _share_note(self, decision: ReconcileResult, reading: JobSnapshot, now: float) -> float:
-        if reading.view is None:
+    def _exchange_status(self, result: ReconcileResult, snapshot: JobSnapshot, now: float) -> float:
+        if snapshot.view is None:
             if now >= self.next_status_read_at:
                 entry = self.store.get(self.keys.leader_status)
-                self.leader_status = (
-                    LeaderStatus()
-                    if entry is None
-                    else decode(LeaderStatus, entry.value, "the note")
-                )
-                self.next_status_read_at = now + self._lease
+                self.leader_status = LeaderStatus()
+                if entry is not None:
+                    self.leader_status = decode(LeaderStatus, entry.value, "the leader's status")
+                self.next_status_read_at = now + self._ttl
             return float("inf")
-        self.leader_status = note_of(decision, reading.view)
-        self.next_status_read_at = now + REMIND_SECONDS
-        if self.leader_status == self._shared:
+        self.leader_status = make_status(result, snapshot.view)
+        self.next_status_read_at = now + LOG_INTERVAL_S
+        if self.leader_status == self._written_status:
             return float("inf")
-        if now - self._shared_at < NOTE_SECONDS:
-            return self._shared_at + NOTE_SECONDS - now
+        if now - self._status_written_at < STATUS_INTERVAL_S:
+            return self._status_written_at + STATUS_INTERVAL_S - now
         self.store.set(self.keys.leader_status, encode(self.leader_status))
-        self._shared, self._shared_at = self.leader_status, now
+        self._written_status, self._status_written_at = self.leader_status, now
         return float("inf")
 
 
-def note_of(decision: ReconcileResult, view: LeaderView) -> LeaderStatus:
-    """What the others may know of a decision: why, who is here, and how many wait to be let in."""
-    names = sorted((node.host for node in view.live_nodes), key=natural_sort_key)
+def make_status(result: ReconcileResult, view: LeaderView) -> LeaderStatus:
+    """Return the status that the leader publishes after a decision."""
+    hosts = sorted((node.host for node in view.live_nodes), key=natural_sort_key)
     return LeaderStatus(
-        reason=decision.reason,
-        present_hosts=tuple(names[:NAMES_IN_A_NOTE]),
-        num_present=len(names),
+        reason=result.reason,
+        present_hosts=tuple(hosts[:MAX_STATUS_HOSTS]),
+        num_present=len(hosts),
         num_waiting=num_nodes_waiting(view),
         membership_id="" if view.membership is None else view.membership.membership_id,
-        is_blocked=decision.is_blocked,
+        is_blocked=result.is_blocked,
     )
 
 
-def _worth_a_write(said: Node, record: Node) -> bool:
-    """Not where only its place differs: a member is in the generation whose members name it."""
-    if record == said:
+def _needs_write(published: Node, record: Node) -> bool:
+    """Return whether the published record must be replaced.
+
+    A change of membership and rank alone is not written, as the shards name the members.
+    """
+    if record == published:
         return False
-    if said.may_run_workers and not record.may_run_workers:
+    if published.may_run_workers and not record.may_run_workers:
         return True
     moved = attrs.evolve(
-        said,
+        published,
         membership_id=record.membership_id,
         group_rank=record.group_rank,
         may_run_workers=record.may_run_workers,

@@ -1,8 +1,7 @@
-"""A job's membership as values, and the verbs that change it; what else stands beside it in the
-store; and how long a node waits for what.
+"""The membership of a job: its values, and the transitions from one membership to the next.
 
-A document is changed by its verbs alone, and each returns a new one. Every node reads its state;
-the node that leads reads the members as well, and each member has a seat (`ranks.py`).
+All values are immutable, and each transition returns a new membership. This module decides nothing:
+`reconcile` chooses the transition, and `store_layout` reads and writes the values.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Container, Iterable
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import attrs
 
@@ -19,23 +18,20 @@ from ..flag_values import STORE_GRACE
 
 
 class GenerationTrigger(enum.Enum):
-    """Why a generation was sought, or ended. Only FAILURE is charged to the budget of restarts.
-
-    RESIZE: nodes came or left on purpose. LOSS: a node, or what the store held, is gone.
-    """
+    """Why a new generation is formed. Only FAILURE counts against the restart budget."""
 
     START = "start"
     FAILURE = "failure"
-    NODE_LOSS = "loss"
-    RESIZE = "resize"
+    NODE_LOSS = "loss"  # a node, or the content of the store, was lost
+    RESIZE = "resize"  # nodes joined or left on purpose
 
     @property
     def phrase(self) -> str:
-        """For a sentence about the generation: it came `after a loss`."""
-        return _WHY[self]
+        """An adverbial for a sentence about the generation, such as `after a failure`."""
+        return _TRIGGER_PHRASES[self]
 
 
-_WHY = {
+_TRIGGER_PHRASES = {
     GenerationTrigger.START: "at the start",
     GenerationTrigger.FAILURE: "after a failure",
     GenerationTrigger.NODE_LOSS: "after a loss",
@@ -44,10 +40,10 @@ _WHY = {
 
 
 class JobPhase(enum.Enum):
-    """Where a job's membership stands; all but the first two are the end of it."""
+    """The phase of a job. The last three are final."""
 
-    FORMING = "forming"
-    ACTIVE = "active"
+    FORMING = "forming"  # the next generation is being formed
+    ACTIVE = "active"  # a generation is formed and its workers may run
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ABORTED = "aborted"
@@ -59,50 +55,41 @@ class JobPhase(enum.Enum):
 
 @attrs.frozen
 class RendezvousTimeouts:
-    """How long a handler waits, in seconds, each measured on the waiting node's own clock.
+    """Timeouts of one handler, in seconds. Each node measures them on its own monotonic clock."""
 
-    join: for a generation to settle. lease: how long a silent node counts as alive; refresh: how
-    often it speaks. store_grace: how long the store may be away. close: for leaving. loop: for how
-    long an agent's loop may stand still before its node gives up its place among the others.
-    """
-
-    join_timeout: float = 600.0
-    lease_ttl: float = 5.0
-    keep_alive_interval: float = 1.0
-    store_grace: float = STORE_GRACE
-    close_timeout: float = 30.0
-    loop_timeout: float = 30.0
+    join_timeout: float = 600.0  # maximum wait for a generation to form
+    lease_ttl: float = 5.0  # a node that has not refreshed its lease for this long is lost
+    keep_alive_interval: float = 1.0  # interval between refreshes of the lease
+    store_grace: float = STORE_GRACE  # workers keep running this long while the store is away
+    close_timeout: float = 30.0  # maximum duration of `shutdown` and `set_closed`
+    loop_timeout: float = 30.0  # a node whose agent's loop is blocked for longer leaves the group
 
     def __attrs_post_init__(self) -> None:
         if not 0 < self.keep_alive_interval < self.lease_ttl:
             raise ConfigError(
-                f"a lease must be refreshed before it ends: need 0 < refresh < lease, "
-                f"got refresh={self.keep_alive_interval:g} s and lease={self.lease_ttl:g} s"
+                "a lease must be refreshed before it expires: need 0 < keep_alive_interval < "
+                f"lease_ttl, got keep_alive_interval={self.keep_alive_interval:g} s and "
+                f"lease_ttl={self.lease_ttl:g} s"
             )
         if self.loop_timeout <= 0:
-            raise ConfigError(f"need loop > 0 seconds, got loop={self.loop_timeout:g}")
+            raise ConfigError(f"need loop_timeout > 0 seconds, got {self.loop_timeout:g}")
 
 
 @attrs.frozen
 class RendezvousSettings:
-    """What a job allows; the same on each of its nodes.
-
-    last_call: seconds without a new arrival, once min_nodes are there, before newcomers are
-    let in. max_restarts: restarts after a failure, over the whole job. fixed_ranks: each node
-    takes the rank that it asks for, as in torchrun's static rendezvous. spares: how many nodes
-    beyond max_nodes may wait (None: any). quorum: whether a store that has forgotten the job
-    needs more than half of the last generation to remember it. restart_window: seconds that a
-    generation must stand for the restarts before it to count no more (0: they always do).
-    """
+    """Settings of a job. They must be equal on all of its nodes."""
 
     min_nodes: int
     max_nodes: int
-    max_restarts: int = 0
+    max_restarts: int = 0  # restarts after failures, counted for the whole job
+    # Joining nodes are admitted once no other node has arrived for this many seconds, or at once
+    # if there are max_nodes.
     last_call_timeout: float = 2.0
-    has_fixed_ranks: bool = False
-    spares: int | None = None
+    has_fixed_ranks: bool = False  # each node takes the rank that it asks for, as in static mode
+    spares: int | None = None  # maximum number of nodes that wait beyond max_nodes; None: any
+    # If the store has lost the job, more than half of the last generation must remember it.
     quorum: bool = False
-    restart_window: float = 0.0
+    restart_window: float = 0.0  # a generation that lasts this long resets the budget; 0: never
 
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
@@ -121,44 +108,37 @@ class RendezvousSettings:
 
 @attrs.frozen
 class Node:
-    """What one agent says of itself, under its lease.
+    """The record that a node publishes under its lease.
 
-    slots: with how many workers it comes to the next generation, or would; kept: and whether these
-    have run in the last one. With 0 of them it waits for its workers' start, and those that come
-    with kept ones go on without it. topology: nodes with the
-    same one get adjacent ranks. membership and rank: the last generation that it was in, and where;
-    runs: whether it may be running workers of it. stopped: the
-    generation whose workers it has stopped, to wait for a later one. came_after: the incarnation
-    of which this node found no live node when it started, so that it is not part of it. claim: why
-    its workers failed in the generation `claim_membership`; claim_killed: a signal from outside
-    ended the worker that failed. draining: why it is about to leave, once its workers have saved;
-    empty if not.
-
-    Generations are named by their memberships: a number comes again if a store has forgotten it.
+    Generations are named by their membership id, because a generation number can occur twice if a
+    store loses the job.
     """
 
-    id: str
-    host: str
-    address: str
+    id: str  # unique: no other process of the job ever has the same id
+    host: str  # name shown to users
+    address: str  # address at which other nodes reach this node
+    # Number of workers that the node offers for the next generation. A node that offers 0 is not
+    # admitted before its workers have started.
     slots: int
     role: str = "default"
-    rank_hint: int | None = None
-    topology: str = ""
-    membership_id: str = ""
-    group_rank: int = 0
-    may_run_workers: bool = False
-    stopped_membership_id: str = ""
+    rank_hint: int | None = None  # requested rank, or None
+    topology: str = ""  # nodes with an equal value get adjacent ranks
+    membership_id: str = ""  # the last generation that the node was a member of
+    group_rank: int = 0  # the node's rank in that generation
+    may_run_workers: bool = False  # workers of that generation may be running
+    stopped_membership_id: str = ""  # the generation whose workers the node has stopped
+    # The incarnation that had no live node when this node started. The node is not part of it.
     ended_incarnation: str = ""
-    failure_reason: str | None = None
+    failure_reason: str | None = None  # why the workers failed in `failed_membership_id`
     failed_membership_id: str = ""
-    was_killed: bool = False
-    drain_reason: str = ""
-    has_retained_workers: bool = False
+    was_killed: bool = False  # the failed worker was ended by a signal from outside
+    drain_reason: str = ""  # why the node leaves once its workers have saved; empty: it stays
+    has_retained_workers: bool = False  # the offered workers have run in the last generation
 
 
 @attrs.frozen
 class NodeFailure:
-    """The node whose workers failed first, and why; killed: as `claim_killed` of its `Node`."""
+    """The first failure in a generation. It is charged when the next generation forms."""
 
     node: str
     reason: str
@@ -167,7 +147,7 @@ class NodeFailure:
 
 @attrs.frozen
 class JobEnd:
-    """Which node wrote down that the job is over, and when, by its own wall clock: for people."""
+    """The node that recorded the end of the job, and the wall-clock time, for messages."""
 
     written_by: str
     ended_at: str
@@ -175,157 +155,131 @@ class JobEnd:
 
 @attrs.frozen
 class MembershipState:
-    """What every node reads of a job: small, however many nodes there are.
-
-    incarnation names this run of the job as against one that ended before it, or one that another
-    store, or the same one emptied, may hold. generation counts settled memberships from 1 (0:
-    none yet), and membership names the list of its members, of whom there are `nodes`. cause says
-    why the last generation ended or the next is sought, for people, and why says it for programs;
-    failure is the claim that is to be charged when the next one settles; expelled nodes have used
-    up the budget and must leave; surplus ones are not needed as spares. supersedes: the incarnation
-    of which no node was alive when this one was started in its place. planned: the last generation
-    ended on purpose, with all its workers at work, so they may stop at a step that they agree on.
-    quick: how many generations in a row have failed soon after they began.
-    """
+    """The part of a membership that every node reads. Its size does not depend on the job's."""
 
     settings: RendezvousSettings
-    incarnation: str = ""
+    incarnation: str = ""  # identifies one run of the job id
     phase: JobPhase = JobPhase.FORMING
-    generation: int = 0
-    membership_id: str = ""
+    generation: int = 0  # number of the current generation, from 1; 0: none has formed yet
+    membership_id: str = ""  # names the list of members
     num_nodes: int = 0
-    restarts: int = 0
-    reason: str = "the job starts"
-    failure: NodeFailure | None = None
-    evicted: tuple[str, ...] = ()
-    rejected_spares: tuple[str, ...] = ()
+    restarts: int = 0  # restarts that were charged to the budget
+    reason: str = "the job starts"  # why the last generation ended, for messages
+    failure: NodeFailure | None = None  # the failure that the next generation is charged for
+    evicted: tuple[str, ...] = ()  # nodes that used up the budget and must leave
+    rejected_spares: tuple[str, ...] = ()  # nodes beyond the allowed number of spares
     job_end: JobEnd | None = None
-    supersedes: str = ""
+    supersedes: str = ""  # the incarnation that this one replaced, having no live node
+    # The generation ended while all workers run, so that they can agree on a step to stop at.
     is_planned: bool = False
-    quick_failure_count: int = 0
+    quick_failure_count: int = 0  # generations in a row that failed soon after they formed
     trigger: GenerationTrigger = GenerationTrigger.START
 
 
 @attrs.frozen
 class Leader:
-    """Which node decides for now. came_after: as in its `Node`.
-
-    keeps: its workers can go on in another generation, so that whoever joins need not have them
-    wait for its own workers' start.
-    """
+    """The node that currently decides for the job."""
 
     id: str
     host: str
-    ended_incarnation: str = ""
-    can_regroup: bool = False
+    ended_incarnation: str = ""  # as in `Node`
+    can_regroup: bool = False  # its workers can continue in another generation
 
 
 @attrs.frozen
 class LeaderStatus:
-    """What the node that leads lets the waiting ones know: why nothing happens yet, who is there
-    (the first names of `count`), how many wait for the generation with that membership to end, and
-    whether there are too few nodes to go on."""
+    """A status that the leader publishes for waiting nodes."""
 
-    reason: str = ""
-    present_hosts: tuple[str, ...] = ()
+    reason: str = ""  # why the next generation has not formed yet
+    present_hosts: tuple[str, ...] = ()  # the first hosts that are present
     num_present: int = 0
-    num_waiting: int = 0
+    num_waiting: int = 0  # nodes that wait for the generation `membership_id` to end
     membership_id: str = ""
-    is_blocked: bool = False
+    is_blocked: bool = False  # too few nodes are present to continue
 
     @property
     def present_names(self) -> str:
-        """Who is there, in words; of nodes of one name, how many."""
-        found = Counter(self.present_hosts).items()
-        names = ", ".join(f"{name} ({n} nodes)" if n > 1 else name for name, n in found)
+        """The nodes that are present, as text. Nodes of one host are counted."""
+        counts = Counter(self.present_hosts).items()
+        names = ", ".join(f"{name} ({n} nodes)" if n > 1 else name for name, n in counts)
         more = self.num_present - len(self.present_hosts)
-        return f"{names} and {more} more" if more > 0 else names or "nobody"
+        return f"{names} and {more} more" if more > 0 else names or "no nodes"
 
 
 class ChangeKind(enum.Enum):
-    """REOPENED: rendezvous anew. RESIZE: the same, on purpose and with all workers at work, so that
-    they may first save and stop at a step that they agree on. SUCCEEDED, FAILED, ABORTED: the
-    job is over. EXPELLED: this node's workers failed, and the job goes on without it. SURPLUS: it
-    is one spare more than the job wants. LOST: the store has been out of reach for longer than
-    the handler allows.
-    """
+    """A change that ends a node's generation."""
 
-    GENERATION_ENDED = "generation_ended"
-    RESIZE = "resize"
+    GENERATION_ENDED = "generation_ended"  # the node must join the next generation
+    RESIZE = "resize"  # likewise, but workers may first save and agree on a step to stop at
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ABORTED = "aborted"
-    EVICTED = "evicted"
-    NOT_NEEDED = "not_needed"
-    STORE_LOST = "store_lost"
+    EVICTED = "evicted"  # this node's workers failed, and the job continues without the node
+    NOT_NEEDED = "not_needed"  # the job has enough spares
+    STORE_LOST = "store_lost"  # the store was unreachable for longer than the handler allows
 
     @property
     def is_final(self) -> bool:
-        """Whether there is nothing left to rendezvous for."""
+        """Whether there is no further generation for this node."""
         return self not in (ChangeKind.GENERATION_ENDED, ChangeKind.RESIZE)
 
     @property
     def job_continues(self) -> bool:
-        """Whether the job goes on without this node, whose end is not the job's."""
+        """Whether the job continues without this node."""
         return self in (ChangeKind.EVICTED, ChangeKind.NOT_NEEDED)
 
 
 @attrs.frozen
 class Change:
-    """What happened to the generation that this node holds, why, and because of which node."""
+    """A change that ended this node's generation."""
 
     kind: ChangeKind
     reason: str
-    node: str = ""
+    node: str = ""  # id of the node that caused it, if known
 
 
 @attrs.frozen
 class Membership(MembershipState):
-    """A job's state with its members. A member's index is its group rank."""
+    """The state of a job with its members. The index of a member is its group rank."""
 
     members: tuple[Node, ...] = ()
 
     @property
     def state(self) -> MembershipState:
-        """The document without its members."""
-        return MembershipState(
-            **{name: getattr(self, name) for name in attrs.fields_dict(MembershipState)}
-        )
+        return MembershipState(**_state_fields(self))
 
     @property
     def member_ids(self) -> frozenset[str]:
         return frozenset(node.id for node in self.members)
 
-    def rank_of(self, node_id: str) -> int | None:
-        """The group rank of a member, or None for a stranger."""
-        for rank, member in enumerate(self.members):
-            if member.id == node_id:
-                return rank
-        return None
+
+def _state_fields(state: MembershipState) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in attrs.fields_dict(MembershipState)}
 
 
 def with_members(state: MembershipState, members: Iterable[Node]) -> Membership:
-    """The whole document of which this is the state."""
-    fields = {name: getattr(state, name) for name in attrs.fields_dict(MembershipState)}
-    return Membership(**fields, members=tuple(members))
+    """Return the membership of this state with these members."""
+    return Membership(**_state_fields(state), members=tuple(members))
+
+
+# -- transitions -----------------------------------------------------------------------------------
 
 
 def end_generation(
-    document: Membership,
+    membership: Membership,
     reason: str,
     failure: NodeFailure | None = None,
     *,
     trigger: GenerationTrigger | None = None,
 ) -> Membership:
-    """The generation is over; its members keep their order for the next one.
+    """End the current generation. Its members keep their order in the next one.
 
-    trigger: left out, it is a failure where there is one, and else a loss.
+    The default trigger is FAILURE if there is a failure, and NODE_LOSS otherwise.
     """
-    trigger = trigger or (
-        GenerationTrigger.NODE_LOSS if failure is None else GenerationTrigger.FAILURE
-    )
+    if trigger is None:
+        trigger = GenerationTrigger.NODE_LOSS if failure is None else GenerationTrigger.FAILURE
     return attrs.evolve(
-        document,
+        membership,
         phase=JobPhase.FORMING,
         reason=reason,
         trigger=trigger,
@@ -334,68 +288,113 @@ def end_generation(
     )
 
 
-def begin_resize(document: Membership, reason: str) -> Membership:
-    """The generation is to end where its workers agree to; nobody has failed or is lost."""
-    return attrs.evolve(
-        end_generation(document, reason, trigger=GenerationTrigger.RESIZE), is_planned=True
-    )
+def begin_resize(membership: Membership, reason: str) -> Membership:
+    """End the current generation although no worker has failed and no node is lost."""
+    ended = end_generation(membership, reason, trigger=GenerationTrigger.RESIZE)
+    return attrs.evolve(ended, is_planned=True)
 
 
 def form_generation(
-    document: Membership, members: Iterable[Node], *, charged: bool, nonce: str
+    membership: Membership, members: Iterable[Node], *, charged: bool, nonce: str
 ) -> Membership:
-    """The next generation, of these members in this order; `nonce` is used for no other."""
+    """Form the next generation of these members, in this order.
+
+    Args:
+        membership: the membership to replace.
+        members: the members in rank order.
+        charged: count one restart.
+        nonce: text that no other generation uses.
+    """
     chosen = tuple(
         attrs.evolve(node, failure_reason=None, failed_membership_id="", was_killed=False)
         for node in members
     )
-    limits = document.settings
-    if not limits.min_nodes <= len(chosen) <= limits.max_nodes:
+    settings = membership.settings
+    if not settings.min_nodes <= len(chosen) <= settings.max_nodes:
         raise ConfigError(
-            f"a generation has {limits.min_nodes} to {limits.max_nodes} nodes, got {len(chosen)}"
+            f"a generation has {settings.min_nodes} to {settings.max_nodes} nodes, "
+            f"got {len(chosen)}"
         )
-    generation = document.generation + 1
+    generation = membership.generation + 1
     return attrs.evolve(
-        document,
+        membership,
         phase=JobPhase.ACTIVE,
         generation=generation,
         membership_id=f"{generation}.{nonce}",
         num_nodes=len(chosen),
         members=chosen,
-        restarts=document.restarts + charged,
+        restarts=membership.restarts + charged,
         failure=None,
         is_planned=False,
     )
 
 
-def evict(document: Membership, node_ids: Iterable[str], live: Container[str]) -> Membership:
-    """These nodes must leave; the others go on without being charged for it.
+def evict(membership: Membership, node_ids: Iterable[str], live: Container[str]) -> Membership:
+    """Evict these nodes. The others continue, and no restart is charged.
 
-    Of those expelled before, only the living and the members are still named: an id is never
-    used again.
+    Nodes that were evicted before and are neither live nor members are removed from the list, as
+    no later node has their ids.
     """
-    members = document.member_ids
-    there = (n for n in document.evicted if n in live or n in members)
-    return attrs.evolve(document, evicted=(*there, *node_ids), failure=None)
+    members = membership.member_ids
+    earlier = (n for n in membership.evicted if n in live or n in members)
+    return attrs.evolve(membership, evicted=(*earlier, *node_ids), failure=None)
 
 
-def reject_spares(document: Membership, node_ids: Iterable[str]) -> Membership:
-    """These are too many to wait, and no others are."""
-    return attrs.evolve(document, rejected_spares=tuple(node_ids))
+def reject_spares(membership: Membership, node_ids: Iterable[str]) -> Membership:
+    """Replace the list of nodes that are not needed as spares."""
+    return attrs.evolve(membership, rejected_spares=tuple(node_ids))
 
 
 AnyState = TypeVar("AnyState", bound=MembershipState)
 
 
 def end_job(
-    document: AnyState,
+    state: AnyState,
     phase: JobPhase,
     reason: str,
     *,
     job_end: JobEnd,
     failure: NodeFailure | None = None,
 ) -> AnyState:
-    """The job is over, for as long as this incarnation lasts."""
-    if document.phase.is_terminal or not phase.is_terminal:
-        raise ConfigError(f"a job ends once, got {document.phase.value} -> {phase.value}")
-    return attrs.evolve(document, phase=phase, reason=reason, failure=failure, job_end=job_end)
+    """End this run of the job in a terminal phase.
+
+    Raises:
+        ConfigError: the job has ended already, or `phase` is not terminal.
+    """
+    if state.phase.is_terminal or not phase.is_terminal:
+        raise ConfigError(f"a job ends once, got {state.phase.value} -> {phase.value}")
+    return attrs.evolve(state, phase=phase, reason=reason, failure=failure, job_end=job_end)
+
+
+# -- predicates ------------------------------------------------------------------------------------
+
+
+class Participant(Protocol):
+    """Anything that knows which incarnation had no live node when its node started."""
+
+    @property
+    def ended_incarnation(self) -> str: ...
+
+
+def has_live_node(state: MembershipState, nodes: Iterable[Participant]) -> bool:
+    """Return whether one of these live nodes is part of this run of the job.
+
+    Every live node is, except those that started when no node of the run was alive. While the run
+    has a live node, a node that starts joins it or, if the run has ended, gets its result. When it
+    has none, the nodes that start begin a new run.
+    """
+    return any(
+        not node.ended_incarnation or node.ended_incarnation != state.incarnation for node in nodes
+    )
+
+
+def is_replaceable(state: MembershipState | None, incarnation: str) -> bool:
+    """Return whether the store holds no run that has formed a generation or has ended.
+
+    A remembered run of `incarnation` may then replace the state. A run that was started in place
+    of that incarnation is never replaced by it.
+    """
+    if state is None:
+        return True
+    is_new = state.generation == 0 and not state.phase.is_terminal
+    return is_new and incarnation not in (state.incarnation, state.supersedes)

@@ -1,7 +1,7 @@
-"""Which member stands where: the order of a generation, and what each node need know of it.
+"""Order the members of a generation and assign global and role ranks to them.
 
-A node learns its own seat from one shard of the generation's members, so that no node but the one
-that decides ever reads the names of all the others.
+All functions are pure. Every node derives the same assignment from the same membership. A node
+reads only the shard that contains its own row, so the cost per node does not grow with the job.
 """
 
 from __future__ import annotations
@@ -15,111 +15,136 @@ import attrs
 
 from .membership import Membership, Node
 
-NODES_PER_SHARD = 64
-"""Members on one shard, on average."""
+NODES_PER_SHARD = 64  # average; small enough to read in one request, large enough to keep few keys
 
 
 @attrs.frozen
 class RankAssignment:
-    """One node's place in a settled generation.
+    """The ranks of one node in a generation."""
 
-    rank: among its `nodes`. slots: workers of this node. first_rank: global rank of the first of
-    them, of world_size workers. first_role_rank, role_world_size: the same among the workers of
-    all nodes with this one's role.
-    """
-
-    group_rank: int
+    group_rank: int  # rank of the node among all nodes
     num_nodes: int
-    local_world_size: int
-    first_rank: int
-    world_size: int
-    first_role_rank: int
-    role_world_size: int
-
-
-def assign_ranks(members: Iterable[Node]) -> tuple[RankAssignment, ...]:
-    """Global ranks node by node in the members' order, and role ranks likewise."""
-    members = tuple(members)
-    world = sum(node.slots for node in members)
-    of_role: dict[str, int] = defaultdict(int)
-    for node in members:
-        of_role[node.role] += node.slots
-    seats = []
-    first = 0
-    first_of_role: dict[str, int] = defaultdict(int)
-    for rank, node in enumerate(members):
-        role = node.role
-        seats.append(
-            RankAssignment(
-                rank, len(members), node.slots, first, world, first_of_role[role], of_role[role]
-            )
-        )
-        first += node.slots
-        first_of_role[role] += node.slots
-    return tuple(seats)
+    local_world_size: int  # workers on this node
+    first_rank: int  # global rank of this node's first worker
+    world_size: int  # workers on all nodes
+    first_role_rank: int  # rank of this node's first worker among workers of the same role
+    role_world_size: int  # workers of this role on all nodes
 
 
 AssignedNode = tuple[Node, RankAssignment]
 
 
-def shard_of(node_id: str, nodes: int) -> int:
-    """On which shard this one stands, in a generation of `nodes` members."""
-    return zlib.crc32(node_id.encode()) % num_shards(nodes)
+def assign_ranks(members: Iterable[Node]) -> tuple[RankAssignment, ...]:
+    """Assign consecutive global ranks, and consecutive ranks within each role.
+
+    Args:
+        members: the nodes of a generation in rank order, see `order_members`.
+
+    Returns:
+        One assignment per node, in the order of `members`.
+    """
+    members = tuple(members)
+    world_size = sum(node.slots for node in members)
+    role_world_size: dict[str, int] = defaultdict(int)
+    for node in members:
+        role_world_size[node.role] += node.slots
+
+    assignments = []
+    next_rank = 0
+    next_role_rank: dict[str, int] = defaultdict(int)
+    for group_rank, node in enumerate(members):
+        assignments.append(
+            RankAssignment(
+                group_rank=group_rank,
+                num_nodes=len(members),
+                local_world_size=node.slots,
+                first_rank=next_rank,
+                world_size=world_size,
+                first_role_rank=next_role_rank[node.role],
+                role_world_size=role_world_size[node.role],
+            )
+        )
+        next_rank += node.slots
+        next_role_rank[node.role] += node.slots
+    return tuple(assignments)
 
 
-def num_shards(nodes: int) -> int:
-    return -(-nodes // NODES_PER_SHARD) or 1
+def num_shards(num_nodes: int) -> int:
+    """Return the number of shards that the members of a generation are stored in, at least 1."""
+    return max(1, -(-num_nodes // NODES_PER_SHARD))
 
 
-def shard_members(document: Membership) -> Mapping[int, tuple[AssignedNode, ...]]:
-    """The members of the document's generation, cut up; every shard is there, if only empty."""
-    count = num_shards(document.num_nodes)
-    shards: dict[int, list[AssignedNode]] = {number: [] for number in range(count)}
-    for row in zip(document.members, assign_ranks(document.members), strict=True):
-        shards[shard_of(row[0].id, document.num_nodes)].append(row)
+def shard_of(node_id: str, num_nodes: int) -> int:
+    """Return the number of the shard that contains `node_id` in a generation of `num_nodes`."""
+    # The CRC is the same in every process, unlike hash().
+    return zlib.crc32(node_id.encode()) % num_shards(num_nodes)
+
+
+def shard_members(membership: Membership) -> Mapping[int, tuple[AssignedNode, ...]]:
+    """Split the assigned members of a generation into shards.
+
+    Returns:
+        The rows of each shard by shard number. Every shard is present, even if it is empty.
+    """
+    shards: dict[int, list[AssignedNode]] = {
+        number: [] for number in range(num_shards(membership.num_nodes))
+    }
+    assignments = assign_ranks(membership.members)
+    for node, assignment in zip(membership.members, assignments, strict=True):
+        shards[shard_of(node.id, membership.num_nodes)].append((node, assignment))
     return {number: tuple(rows) for number, rows in shards.items()}
 
 
+def order_members(membership: Membership, candidates: Iterable[Node]) -> tuple[Node, ...]:
+    """Choose and order the members of the next generation.
+
+    Survivors of the current generation are first, in their present order, so that their ranks
+    change as little as possible. Joining nodes follow, ordered by rank hint, then by host name and
+    id in natural order. At most `settings.max_nodes` nodes are chosen, and a survivor is never
+    displaced by a joining node.
+
+    With fixed ranks, each node takes the rank of its hint, and gaps remain empty. If two nodes ask
+    for the same rank, the survivor gets it. Otherwise, nodes of one topology domain are adjacent.
+
+    Args:
+        membership: the current generation.
+        candidates: the nodes that are alive, in any order.
+    """
+    alive = {node.id: node for node in candidates}
+    survivors = [alive[member.id] for member in membership.members if member.id in alive]
+    joining = [node for node in alive.values() if node.id not in membership.member_ids]
+    ordered = survivors + sorted(joining, key=_joining_order)
+    max_nodes = membership.settings.max_nodes
+    if membership.settings.has_fixed_ranks:
+        return _at_fixed_ranks(ordered, max_nodes)
+    # Cut to max_nodes before grouping: otherwise a joining node could displace a survivor that
+    # belongs to another topology domain.
+    return _group_by_topology(ordered[:max_nodes])
+
+
 def natural_sort_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """A sort key that puts node2 before node10."""
+    """Return a sort key that orders `node2` before `node10`."""
     parts = re.split(r"(\d+)", name)
     return tuple((0, int(p), p) if p.isdecimal() else (1, 0, p) for p in parts if p)
 
 
-def order_members(document: Membership, candidates: Iterable[Node]) -> tuple[Node, ...]:
-    """Survivors in their order, then newcomers by hint and natural name; max_nodes of them.
-
-    With fixed ranks each node stands at the rank it asked for, and of two that ask for the same
-    the survivor stays. Otherwise nodes of one topology stand together, where the first of them
-    does.
-    """
-
-    def newcomer(node: Node) -> tuple[object, ...]:
-        hint = (1, 0) if node.rank_hint is None else (0, node.rank_hint)
-        return (hint, natural_sort_key(node.host), natural_sort_key(node.id))
-
-    nodes = {node.id: node for node in candidates}
-    survivors = [nodes[m.id] for m in document.members if m.id in nodes]
-    known = document.member_ids
-    arrived = sorted((n for n in nodes.values() if n.id not in known), key=newcomer)
-    ordered = [*survivors, *arrived]
-    if document.settings.has_fixed_ranks:
-        return _at_fixed_ranks(ordered, document.settings.max_nodes)
-    # Cut before they are put together: no survivor gives way to a newcomer of another's topology.
-    return _together(ordered[: document.settings.max_nodes])
+def _joining_order(node: Node) -> tuple[object, ...]:
+    hint = (node.rank_hint is None, node.rank_hint or 0)
+    return (hint, natural_sort_key(node.host), natural_sort_key(node.id))
 
 
-def _at_fixed_ranks(ordered: Iterable[Node], nodes: int) -> tuple[Node, ...]:
-    at_rank: dict[int, Node] = {}
+def _at_fixed_ranks(ordered: Iterable[Node], num_nodes: int) -> tuple[Node, ...]:
+    node_at_rank: dict[int, Node] = {}
     for node in ordered:
-        at_rank.setdefault(-1 if node.rank_hint is None else node.rank_hint, node)
-    return tuple(at_rank[rank] for rank in range(nodes) if rank in at_rank)
+        if node.rank_hint is not None:
+            node_at_rank.setdefault(node.rank_hint, node)
+    return tuple(node_at_rank[rank] for rank in range(num_nodes) if rank in node_at_rank)
 
 
-def _together(ordered: Iterable[Node]) -> tuple[Node, ...]:
-    groups: dict[str, list[Node]] = {}
+def _group_by_topology(ordered: Iterable[Node]) -> tuple[Node, ...]:
+    """Make nodes of one domain adjacent, at the position of the first node of the domain."""
+    domains: dict[tuple[str, str], list[Node]] = {}
     for node in ordered:
-        # Nodes without a topology are each their own.
-        key = f"t {node.topology}" if node.topology else f"id {node.id}"
-        groups.setdefault(key, []).append(node)
-    return tuple(node for group in groups.values() for node in group)
+        domain = ("topology", node.topology) if node.topology else ("node", node.id)
+        domains.setdefault(domain, []).append(node)
+    return tuple(node for nodes in domains.values() for node in nodes)

@@ -188,7 +188,7 @@ class LocalWorkers(Workers):
         self._processes = {n: one for n, one in self._processes.items() if n in stay}
         self._stop_was_requested = False
         self._sent_signals.clear()
-        self._channels.begin()
+        self._channels.start_group()
         self._oom_kill_count = read_oom_kill_count()
         try:
             for worker in group.workers:
@@ -237,8 +237,8 @@ class LocalWorkers(Workers):
         self, group: WorkerGroup, worker: Worker, directory: Path, on_exit: Callable[[int], None]
     ) -> None:
         local = worker.local_rank
-        newcomer = worker in group.standby_workers
-        channel = self._channels.open(local, newcomer=newcomer)
+        is_standby = worker in group.standby_workers
+        channel = self._channels.open(local, is_standby=is_standby)
         try:
             self._start_process(group, worker, directory, channel, on_exit)
         except BaseException:
@@ -268,7 +268,7 @@ class LocalWorkers(Workers):
             output.abandon()
             raise
         if program[0] != "command":
-            self._channels.assign(local, started.pid)
+            self._channels.set_worker_pid(local, started.pid)
         process = _Process(worker, started, output, directory, Path(files.error_file))
         if not isinstance(group.spec.entrypoint, Function):
             process.result = (None, "")
@@ -322,7 +322,7 @@ class LocalWorkers(Workers):
 
     def _explained(self, found: WorkerExit, process: _Process, report: FailureReport) -> WorkerExit:
         """Add all that is known of the cause of a failure."""
-        at = min(report.at, process.exited_at)
+        at = min(report.failed_at, process.exited_at)
         return attrs.evolve(
             self._with_message(found, process, report),
             stderr_tail=process.output.tail(),
@@ -342,10 +342,13 @@ class LocalWorkers(Workers):
         found = []
         for local_rank, process in self._processes.items():
             report = read_failure_report(process.error_file)
-            if report.ends_process and report.at < before:
+            if report.ends_process and report.failed_at < before:
                 who = (local_rank, process.worker.rank, process.pid)
                 exit_ = WorkerExit(
-                    *who, returncode=report.code or 1, failed_at=report.at, is_still_exiting=True
+                    *who,
+                    returncode=report.exit_code or 1,
+                    failed_at=report.failed_at,
+                    is_still_exiting=True,
                 )
                 found.append(self._with_message(exit_, process, report))
         return min(found, key=lambda exit_: exit_.failed_at, default=None)
@@ -353,7 +356,7 @@ class LocalWorkers(Workers):
     def _with_message(
         self, found: WorkerExit, process: _Process, report: FailureReport
     ) -> WorkerExit:
-        message, traceback = report.texts
+        message, traceback = report.message_and_traceback
         # Paths are reported only if the files remain after the end of the run.
         is_kept = self._run_dir.kept or process.error_file.parent != process.directory
         return attrs.evolve(
@@ -361,7 +364,7 @@ class LocalWorkers(Workers):
             message=message,
             traceback=traceback,
             log_dir=str(process.error_file.parent) if is_kept else "",
-            error_file=str(process.error_file) if is_kept and report.wrote else "",
+            error_file=str(process.error_file) if is_kept and report.has_error_file else "",
             error_data=report.record,
         )
 
@@ -373,16 +376,16 @@ class LocalWorkers(Workers):
     supports_coordinated_stop = reports_heartbeats = True
 
     def regroupable_ranks(self) -> Collection[int]:
-        return self._channels.keepers()
+        return self._channels.regroupable_ranks()
 
     def leave_group(self) -> None:
-        self._channels.leave()
+        self._channels.leave_group()
 
     def has_group_failure(self) -> bool:
-        return self._channels.broken()
+        return self._channels.has_group_failure()
 
     def standby_ranks(self) -> Mapping[int, bool]:
-        return self._channels.spare()
+        return self._channels.standby_ranks()
 
     def notify(self, notice: StopNotice) -> bool:
         is_received = self._channels.notify(notice)
@@ -390,16 +393,16 @@ class LocalWorkers(Workers):
         return is_received
 
     def earliest_stop_call(self) -> int | None:
-        return self._channels.earliest_stop()
+        return self._channels.earliest_stop_call()
 
     def stop_at_call(self, call: int, notice: StopNotice) -> None:
-        self._channels.stop_at(call, notice)
+        self._channels.stop_at_call(call, notice)
 
     def heartbeats(self) -> Mapping[int, Heartbeat]:
-        return self._channels.beats()
+        return self._channels.heartbeats()
 
     def final_heartbeats(self) -> Mapping[int, Heartbeat]:
-        return self._channels.last_beats()
+        return self._channels.final_heartbeats()
 
     def dump_stacks(self, local_ranks: Collection[int], *, save: bool = False) -> Mapping[int, str]:
         dumpers, processes = self._channels.dumpers(), dict(self._processes)

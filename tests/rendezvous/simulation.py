@@ -24,8 +24,8 @@ from elasticlib.rendezvous.membership import (
     RendezvousSettings,
     RendezvousTimeouts,
 )
+from elasticlib.rendezvous.node_intent import NodeIntent
 from elasticlib.rendezvous.rank_assignment import RankAssignment
-from elasticlib.rendezvous.reconcile import NodeIntent
 from elasticlib.rendezvous.store_layout import JobListing, StoreKeys
 from elasticlib.stores.interface import CompareSetResult
 from elasticlib.stores.key_space import KeySpace
@@ -118,7 +118,7 @@ class WatchedStore(MemoryStore):
     def document(self) -> Membership | None:
         """What stands there now."""
         keys = StoreKeys(RUN_ID)
-        with super()._turn() as space:
+        with super()._exclusive() as space:
             return JobListing(keys, space.list(keys.job_prefix)).membership(None)[0]
 
     def compare_set(
@@ -132,10 +132,10 @@ class WatchedStore(MemoryStore):
         return outcome
 
     @contextmanager
-    def _turn(self) -> Iterator[KeySpace]:
+    def _exclusive(self) -> Iterator[KeySpace]:
         if self._is_cut():
             raise StoreConnectionError("cut from the store")
-        with super()._turn() as space:
+        with super()._exclusive() as space:
             yield space
 
 

@@ -14,12 +14,12 @@ from elasticlib.rendezvous.membership import (
     end_generation,
     form_generation,
 )
+from elasticlib.rendezvous.node_intent import NodeIntent
 from elasticlib.rendezvous.reconcile import (
     MAX_UNDELAYED_RESTARTS,
     QUICK_FAILURE_S,
     RESTART_DELAY_S,
     LeaderView,
-    NodeIntent,
     ReconcileResult,
     reconcile,
 )

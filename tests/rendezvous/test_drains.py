@@ -51,7 +51,7 @@ def test_a_node_comes_with_as_many_workers_as_it_says_and_the_others_hear_of_mor
     assert [change(handler).kind for handler in handlers] == [ChangeKind.GENERATION_ENDED] * 2
     assert handlers[0].report_slots(1)
     seats = [f.result(20).assignment for f in [cluster.join(handler) for handler in handlers]]
-    assert [(s.rank, s.slots, s.first_rank, s.world_size) for s in seats] == [
+    assert [(s.group_rank, s.local_world_size, s.first_rank, s.world_size) for s in seats] == [
         *((0, 1, 0, 3), (1, 2, 1, 3)),
     ]
     assert handlers[0].report_slots(2)

@@ -10,9 +10,9 @@ from counted import KEYS, LEASE, CountedStore, Crew, Member
 
 from elasticlib.errors import StoreConnectionError
 from elasticlib.rendezvous.local_node import (
-    LONGEST_PAUSE,
+    MAX_BACKOFF_S,
     NO_STATUS_YET,
-    NOTE_SECONDS,
+    STATUS_INTERVAL_S,
     LocalNode,
     StoreGraceExpired,
 )
@@ -63,8 +63,8 @@ def holding(state: Membership | None) -> MemoryStore:
 
 def test_who_never_reached_the_store_waits_for_as_long_as_a_join_may_take() -> None:
     part = lone(MemoryStore())
-    assert 0 < part.on_store_error(AWAY, 100.0) <= LONGEST_PAUSE
-    assert 0 < part.on_store_error(AWAY, 100.0 + TIMING.join_timeout - 0.1) <= LONGEST_PAUSE
+    assert 0 < part.on_store_error(AWAY, 100.0) <= MAX_BACKOFF_S
+    assert 0 < part.on_store_error(AWAY, 100.0 + TIMING.join_timeout - 0.1) <= MAX_BACKOFF_S
     assert part.leader_status.reason == str(AWAY)
     with pytest.raises(
         StoreGraceExpired, match=r"60 s \(join_timeout\): no route.*was never reached"
@@ -93,7 +93,7 @@ def test_the_pauses_between_tries_grow_up_to_a_bound() -> None:
     part.read(0.0)
     pauses = [part.on_store_error(AWAY, 1.0) for _ in range(20)]
     assert pauses[0] <= 0.04
-    assert all(LONGEST_PAUSE / 2 <= pause <= LONGEST_PAUSE for pause in pauses[10:])
+    assert all(MAX_BACKOFF_S / 2 <= pause <= MAX_BACKOFF_S for pause in pauses[10:])
 
 
 # -- a store without the job -----------------------------------------------------------------------
@@ -208,14 +208,14 @@ def test_no_more_than_one_note_a_second_is_written() -> None:
     first = crew.memory.get(KEYS.leader_status)
     crew.add(1, RendezvousSettings(3, 3))
     crew.turns(2)
-    assert explains(crew.leader, crew.now + 0.25) == pytest.approx(NOTE_SECONDS - 0.25)
+    assert explains(crew.leader, crew.now + 0.25) == pytest.approx(STATUS_INTERVAL_S - 0.25)
     assert crew.memory.get(KEYS.leader_status) == first
-    explains(crew.leader, crew.now + NOTE_SECONDS)
+    explains(crew.leader, crew.now + STATUS_INTERVAL_S)
     assert crew.memory.get(KEYS.leader_status) != first
 
 
 def test_nodes_of_one_name_are_counted() -> None:
-    assert LeaderStatus().present_names == "nobody"
+    assert LeaderStatus().present_names == "no nodes"
     assert (
         LeaderStatus(present_hosts=("a", "vm", "vm"), num_present=5).present_names
         == "a, vm (2 nodes) and 2 more"

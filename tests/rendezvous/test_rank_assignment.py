@@ -15,7 +15,7 @@ def test_more_spares_than_are_wanted_are_turned_away() -> None:
     refused = reconcile(view(document, A, B, C, D, E)).new_membership
     assert refused is not None
     assert refused.rejected_spares == (D.id, E.id)
-    assert reconcile(view(refused, A, B, C, D, E)).reason == "generation 1 stands, 1 spare"
+    assert reconcile(view(refused, A, B, C, D, E)).reason == "generation 1 is active, 1 spare"
 
 
 def test_nodes_of_one_topology_stand_together_and_no_survivor_gives_way() -> None:

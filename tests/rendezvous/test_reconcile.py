@@ -20,8 +20,9 @@ from elasticlib.rendezvous.membership import (
     form_generation,
     with_members,
 )
+from elasticlib.rendezvous.node_intent import NodeIntent
 from elasticlib.rendezvous.rank_assignment import order_members
-from elasticlib.rendezvous.reconcile import LeaderView, NodeIntent, reconcile
+from elasticlib.rendezvous.reconcile import LeaderView, reconcile
 from elasticlib.rendezvous.reconcile import num_nodes_waiting as number_waiting
 
 LIMITS = RendezvousSettings(2, 4, max_restarts=1, last_call_timeout=2.0)
@@ -284,7 +285,7 @@ def test_a_node_that_comes_is_let_in_when_it_says_with_how_many_workers() -> Non
 def test_surplus_nodes_are_spares_and_change_nothing() -> None:
     decision = reconcile(view(settled(A, B, C, D), A, B, C, D, E, since_last_arrival_s=9.0))
     assert decision.new_membership is None
-    assert decision.reason == "generation 1 stands, 1 spare"
+    assert decision.reason == "generation 1 is active, 1 spare"
 
 
 def test_a_stranger_whose_workers_may_still_run_is_not_let_in() -> None:

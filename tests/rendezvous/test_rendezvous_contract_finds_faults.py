@@ -95,7 +95,7 @@ class CountsSpares(DynamicRendezvousHandler):
         return wait_until("a spare to be noticed", self._spares, 60.0)
 
     def _spares(self) -> int:
-        reading = self._loop.node.snapshot
+        reading = self._thread.node.snapshot
         if reading is None or reading.view is None or reading.view.membership is None:
             return 0
         members = reading.view.membership.member_ids

@@ -134,7 +134,7 @@ LIMITS_SAID = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2)))
     [
         (
             spoilt(format=1),
-            "has format 1, this elasticlib reads only format 5: start all nodes with",
+            "has format 1, this elasticlib reads only format 6: start all nodes with",
         ),
         (spoilt(trigger=None), "field 'trigger' is None"),
         (spoilt(generation="3"), "generation"),
@@ -148,7 +148,7 @@ LIMITS_SAID = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2)))
         (spoilt(settings={}), "settings"),
         (
             spoilt(failure={"node": 1, "reason": "", "was_killed": False}),
-            "the document: field 'failure': field 'node' is 1",
+            "the membership: field 'failure': field 'node' is 1",
         ),
         (spoilt(generation=1 << 70), "generation"),
         (spoilt(settings={**LIMITS_SAID, "last_call_timeout": float("nan")}), "last_call_timeout"),

@@ -1,0 +1,493 @@
+"""The thread that runs the rendezvous protocol of one node.
+
+This thread alone uses the store. Callers post requests to it and wait for results, so a store that
+is unreachable blocks no caller for longer than the caller's own timeout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import attrs
+
+from ..clock import Clock, monotonic, today
+from ..endpoint import split_endpoint
+from ..errors import (
+    ConfigError,
+    RendezvousClosedError,
+    RendezvousConfigError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    StoreError,
+    StoreRejectedError,
+    describe,
+    present,
+)
+from ..stores.interface import Listing, WatchResult
+from ..threads import helper
+from .bootstrap_store import BootstrapStoreServer
+from .interface import RendezvousInfo, RendezvousStoreInfo
+from .local_node import NEVER_REACHED, JobSnapshot, LocalNode, StoreGraceExpired, backoff
+from .membership import Change, ChangeKind, GenerationTrigger, MembershipState
+from .node_intent import NodeIntent
+
+log = logging.getLogger("elasticlib.rendezvous")
+
+EXIT_TIMEOUT_S = 1.0  # time for nodes to leave when the process exits without `shutdown`
+# The leader reads the records of all nodes. It polls at most once per this time and node.
+POLL_INTERVAL_PER_NODE_S = 2e-4
+RETRY_INTERVAL_S = 0.01  # pause before the next poll after another node wrote first
+# After this many failed watches in a row, a warning is logged.
+FAILED_WATCHES_BEFORE_WARNING = 3
+
+JoinCallback = Callable[[RendezvousInfo | Change | Exception], None]
+
+
+class RendezvousClosedByChange(RendezvousClosedError):
+    """There is no further generation for this node. `change` is the reason."""
+
+    def __init__(self, change: Change) -> None:
+        super().__init__(f"{change.kind.value}: {change.reason}")
+        self.change = change
+
+
+@attrs.define(eq=False)
+class PendingJoin:
+    """One call of `start_join`."""
+
+    callback: JoinCallback
+    waiting_since: float  # when it began to wait for its next step
+    is_seeking: bool = False  # the thread has asked for a generation
+    has_info: bool = False  # the callback has received a generation
+
+
+# The newest thread of this process for each store, job and node id.
+_THREADS: weakref.WeakValueDictionary[tuple[int, str, str], NodeThread] = (
+    weakref.WeakValueDictionary()
+)
+
+
+class NodeThread:
+    """Runs a LocalNode in a thread until it is stopped. Thread-safe.
+
+    It does not refer to its handler, so that a handler without `shutdown` can be collected.
+
+    Args:
+        node: The protocol of the node. Only the thread calls it.
+        new_server: Returns a server for the bootstrap store of a new generation.
+        find_address: Returns the node's address if its record has none. A StoreError is retried.
+        clock: A monotonic clock.
+    """
+
+    def __init__(
+        self,
+        node: LocalNode,
+        new_server: Callable[[], BootstrapStoreServer],
+        find_address: Callable[[], str] | None,
+        clock: Clock,
+    ) -> None:
+        self.node = node
+        self._new_server = new_server
+        self._find_address = find_address
+        self._clock = clock
+        self._timeouts = node.timeouts
+        self.progress_due = float("inf")  # when the agent's loop must have made progress
+        self.is_stopping = False
+        self.change: Change | None = None  # the change that ended the current generation
+        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._server: BootstrapStoreServer | None = None  # if this node is rank 0
+        self._is_watching = False
+        self._failed_watches = 0  # in a row
+        self._listing: Listing | None = None  # delivered by the last watch
+        self._poll_at = float("-inf")
+        self._earliest_poll = float("-inf")  # a change is not read before this time
+        self._condition = threading.Condition()  # guards the fields below; notified on changes
+        self._thread: threading.Thread | None = None
+        self._join: PendingJoin | None = None
+        self._error: Exception | None = None  # the error that ended the thread
+
+    # -- for callers -------------------------------------------------------------------------------
+
+    def post(self, request: Callable[[], None] = lambda: None) -> None:
+        """Run a request in the thread, and then poll the store."""
+        self._requests.put(request)
+
+    def update_intent(self, update: Callable[[NodeIntent], NodeIntent]) -> None:
+        """Replace the node's intent by `update(intent)` in the thread."""
+
+        def request() -> None:
+            self.node.intent = update(self.node.intent)
+
+        self.post(request)
+
+    def start_join(self, callback: JoinCallback) -> PendingJoin:
+        """Ask for a generation. The call replaces the one before."""
+        join = PendingJoin(callback, self._clock())
+        with self._condition:
+            if self.is_stopping:
+                callback(self.closed_error())
+                return join
+            self._join = join
+        self._start()
+        self.post(lambda: self._request_join(self._join))
+        return join
+
+    def wait_until(self, condition: Callable[[], object], timeout: float) -> None:
+        """Wait until the condition holds or the thread stops, at most `timeout` seconds."""
+        self._start()
+        with self._condition:
+            self._condition.wait_for(lambda: self.is_stopping or condition(), timeout)
+
+    def stop(self, error: Exception | None = None) -> None:
+        """Leave the job. A pending join gets the error."""
+        with self._condition:
+            self.is_stopping, self._error = True, self._error or error
+            join, self._join = self._join, None
+            if join is not None:
+                closed = self.closed_error()
+                join.callback(as_change(closed) if join.has_info else closed)
+            self._condition.notify_all()
+        self.post()
+
+    def wait_for_exit(self, timeout: float) -> bool:
+        """Return whether the thread ends within `timeout` seconds, or was never started."""
+        if self._thread is None:
+            return True
+        self._thread.join(max(timeout, 0.0))
+        return not self._thread.is_alive()
+
+    def request_stop(self) -> None:
+        """Leave the job soon, without taking a lock: the garbage collector calls this."""
+        self.is_stopping = True
+        self.post()
+
+    def closed_error(self) -> Exception:
+        """Return the error of calls after the thread was stopped."""
+        return self._error or RendezvousClosedError("this node has left the rendezvous")
+
+    def join_timeout_error(self, join: PendingJoin) -> Exception | None:
+        """Return the error that ends this join now, or None.
+
+        The timeout does not run while a generation is active, so that a spare can wait for a place.
+        """
+        node, timeout = self.node, self._timeouts.join_timeout
+        with self._condition:
+            if self._join is not join:
+                return RendezvousClosedError("another call of next_rendezvous took its place")
+        if join.has_info:
+            return None
+        if not node.intent.is_joining:
+            if self._clock() < join.waiting_since + timeout:
+                return None
+            return RendezvousTimeoutError(
+                f"group rank 0 of generation {node.intent.current_generation} has not opened "
+                f"torch's store within join_timeout={timeout:g} s"
+            )
+        if node.snapshot is not None and node.snapshot.is_active:
+            return None
+        if self._clock() < max(join.waiting_since, node.last_active_at) + timeout:
+            return None
+        error = RendezvousTimeoutError(
+            f"no generation settled within join_timeout={timeout:g} s: "
+            f"{node.leader_status.reason}; here: {node.leader_status.present_names}; at least "
+            f"min_nodes={node.settings.min_nodes} are needed (--nnodes)"
+            + NEVER_REACHED
+            * (node.snapshot is None)
+        )
+        error.lost = node.state is not None and node.state.trigger is GenerationTrigger.NODE_LOSS
+        return error
+
+    def _start(self) -> None:
+        """Start the thread, once. The node is not announced before a generation is requested."""
+        with self._condition:
+            if self._thread is not None or self.is_stopping:
+                return
+            key = (id(self.node.store), self.node.run_id, self.node.intent.node.id)
+            earlier = _THREADS.get(key)
+            if earlier is not None:
+                # Otherwise, the two threads would take the lease from each other.
+                earlier.request_stop()
+            _THREADS[key] = self
+            self._thread = helper(
+                self._run, "rendezvous", lambda reason: self.stop(RendezvousError(reason))
+            )
+            self._thread.start()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self.is_stopping:
+            pause = 0.0
+            try:
+                pause = self._run_once()
+            except (StoreError, RendezvousConfigError, ConfigError) as error:
+                self.stop(error)
+            except Exception as error:
+                log.exception("the rendezvous failed")
+                self.stop(RendezvousError(f"the rendezvous failed: {describe(error)}"))
+            self._run_requests(pause)
+        self.stop()
+        self.close_server()
+        try:
+            self.node.leave()
+        except StoreError as error:
+            log.info(
+                "left without notifying the other nodes, as the store is unreachable: %s", error
+            )
+
+    def _run_once(self) -> float:
+        """Publish, and poll if it is time. Return the seconds until the next call without events.
+
+        Raises the errors that end the node.
+        """
+        node = self.node
+        try:
+            pause = self._publish_and_poll()
+            node.on_store_success(self._clock())
+        except (StoreGraceExpired, StoreRejectedError):
+            raise
+        except StoreError as error:
+            self._poll_at = now = self._clock()
+            pause = node.on_store_error(error, now)
+        join = self._join
+        if join is not None and join.is_seeking:
+            error_of_join = self.join_timeout_error(join)
+            if error_of_join is not None:
+                self._finish_join(join, error_of_join)
+        return pause
+
+    def _publish_and_poll(self) -> float:
+        node = self.node
+        listing, self._listing = self._listing, None
+        if node.snapshot is None:
+            # Read first: a node that will be rejected must not be seen by the others.
+            first = node.read(self._clock())
+            self._advance()
+            if self.is_stopping:
+                return 0.0
+            if first.leader is not None:
+                # Another node decides, so there is nothing to read before the next change.
+                self._watch(first)
+                self._poll_at = node.next_status_read_at
+        if self._find_address is not None and not node.intent.node.address:
+            node.intent = node.intent.with_node_fields(address=self._find_address())
+        now = self._clock()
+        node.publish(now, self.progress_due)
+        if now >= self._poll_at:
+            self._poll_at = now + self._poll(now, listing)
+        self._advance()
+        until_poll = self._poll_at - self._clock()
+        return max(0.0, min(self._timeouts.keep_alive_interval, until_poll))
+
+    def _poll(self, now: float, listing: Listing | None) -> float:
+        """Read, write reports and decide. Return the seconds until the next poll."""
+        node = self.node
+        snapshot = node.poll(now, listing)
+        self._advance()
+        if node.try_other_store(now):
+            return 0.0
+        self._watch(snapshot)
+        endpoint = "" if self._server is None else self._server.endpoint
+        if node.write_reports(snapshot, today(), endpoint=endpoint):
+            return RETRY_INTERVAL_S if node.intent.close_reason else 0.0
+        result, has_written = node.reconcile_and_write(snapshot, today())
+        if snapshot.view is not None:
+            self._earliest_poll = now + POLL_INTERVAL_PER_NODE_S * len(snapshot.view.live_nodes)
+        if result.new_membership is not None:
+            return 0.0 if has_written else RETRY_INTERVAL_S
+        again = node.publish_status(result, snapshot, now)
+        return min(again, result.requeue_after_s or self._timeouts.lease_ttl)
+
+    def _run_requests(self, timeout: float) -> None:
+        """Run all posted requests. If there are none, wait for one at most `timeout` seconds."""
+        try:
+            if timeout > 0:
+                request = self._requests.get(timeout=timeout)
+            else:
+                request = self._requests.get_nowait()
+            while True:
+                request()
+                self._poll_at = min(self._poll_at, self._earliest_poll)
+                request = self._requests.get_nowait()
+        except queue.Empty:
+            return
+
+    # -- watching the store ------------------------------------------------------------------------
+
+    def _watch(self, snapshot: JobSnapshot) -> None:
+        """Watch for the next change: by `Store.watch`, or with a thread that calls `Store.wait`."""
+        if self._is_watching:
+            return
+        node, after = self.node, snapshot.version
+        # The leader collects changes for a while before it lists the job, so it needs no listing.
+        if self._failed_watches or not node.store.watch(
+            node.watch_prefix,
+            after=after,
+            callback=self._on_watch_result,
+            with_listing=not node.is_leader,
+        ):
+            helper(partial(self._wait, node.watch_prefix, after), "rendezvous-watch").start()
+        self._is_watching = True
+
+    def _on_watch_result(self, result: WatchResult) -> None:
+        if result is False:
+            # Watching failed. The next watch uses a thread, which limits the rate of attempts.
+            self._failed_watches += 1
+        listing = result if isinstance(result, Listing) else None
+        self.post(partial(self._finish_watch, listing))
+
+    def _finish_watch(self, listing: Listing | None) -> None:
+        self._is_watching, self._listing = False, listing
+
+    def _wait(self, prefix: str, after: int) -> None:
+        store, timeout = self.node.store, self._timeouts.lease_ttl
+        try:
+            while not self.is_stopping and not store.wait(prefix, after=after, timeout=timeout):
+                continue
+            self._failed_watches = 0
+        except StoreError as error:
+            self._failed_watches += 1
+            is_new = self._failed_watches == FAILED_WATCHES_BEFORE_WARNING
+            log.log(logging.WARNING if is_new else logging.DEBUG, "waiting: %s", error)
+            if not self.is_stopping:
+                threading.Event().wait(backoff(self._failed_watches))
+        self._on_watch_result(True)
+
+    # -- joining -----------------------------------------------------------------------------------
+
+    def _request_join(self, join: PendingJoin | None) -> None:
+        """Ask for the next generation, as no workers of the current one are left."""
+        self.close_server()
+        self.node.intent = self.node.intent.request_join()
+        with self._condition:
+            self.change = None
+            if join is not None:
+                join.is_seeking, join.waiting_since = True, self._clock()
+
+    def _advance(self) -> None:
+        """Pass the results of the last read to the pending join and to waiting callers."""
+        node, join = self.node, self._join
+        if join is not None and join.is_seeking and not join.has_info:
+            self._advance_join(join)
+        with self._condition:
+            # A generation that has ended stays so, even if a store has lost that information.
+            change = node.intent.change(node.state) or self.change
+            is_new, self.change = change != self.change, change
+            self._condition.notify_all()
+            if join is None or not join.has_info or join is not self._join:
+                return
+            if is_new and change is not None:
+                join.callback(change)
+                if change.kind.is_final:
+                    self._join = None
+
+    def _advance_join(self, join: PendingJoin) -> None:
+        """Take the join one step further: enter a generation, then wait for torch's store."""
+        node = self.node
+        if node.intent.is_joining:
+            final = node.intent.final_change(node.state)
+            if final is not None:
+                if not node.intent.current_generation:
+                    final = _as_late_result(final, node.state)
+                node.intent = node.intent.receive_result()
+                self._finish_join(join, RendezvousClosedByChange(final))
+                return
+            assignment = node.enter_generation()
+            if assignment is None:
+                return
+            join.waiting_since = self._clock()
+            if assignment.group_rank == 0:
+                self._open_server()
+        if node.intent.change(node.state) is not None:
+            # The generation ended before its workers were started.
+            self._request_join(join)
+            self.post()
+            return
+        if self._server is not None and self._server.error is not None:
+            self._finish_join(join, self._server.error)
+            return
+        snapshot = present(node.snapshot, "a snapshot")
+        if snapshot.master_endpoint is not None:
+            info = self._make_info(snapshot, snapshot.master_endpoint)
+            with self._condition:
+                if join is self._join:
+                    join.has_info = True
+                    join.callback(info)
+
+    def _finish_join(self, join: PendingJoin, error: Exception) -> None:
+        with self._condition:
+            if join is self._join:
+                self._join = None
+                join.callback(error)
+
+    def _open_server(self) -> None:
+        """Open torch's store in a helper thread, as importing torch must not delay the lease."""
+        server = self._server = self._new_server()
+        address = self.node.intent.node.address
+
+        def open_store() -> None:
+            server.open(address)
+            self.post()
+
+        helper(open_store, "rendezvous-open").start()
+
+    def close_server(self) -> None:
+        """Close the bootstrap store of this node, if there is one."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def _make_info(self, snapshot: JobSnapshot, endpoint: str) -> RendezvousInfo:
+        node, state = self.node, present(snapshot.state, "the state")
+        return RendezvousInfo(
+            run_id=node.run_id,
+            generation=state.generation,
+            assignment=present(snapshot.assignment, "the assignment"),
+            bootstrap_store_info=RendezvousStoreInfo(*split_endpoint(endpoint)),
+            restarts=state.restarts,
+            max_restarts=state.settings.max_restarts,
+            reason=state.reason,
+            trigger=state.trigger,
+            store=node.store,
+            exchange_prefix=node.keys.exchange_prefix(state.membership_id),
+            incarnation=state.incarnation,
+        )
+
+
+def as_change(error: Exception) -> Change:
+    """Return the change that an error of the thread means for a member."""
+    is_closed = isinstance(error, RendezvousClosedError)
+    return Change(ChangeKind.ABORTED if is_closed else ChangeKind.STORE_LOST, str(error))
+
+
+def _as_late_result(change: Change, state: MembershipState | None) -> Change:
+    reason = f"{change.reason}; no workers ran on this node"
+    job_end = None if state is None else state.job_end
+    if job_end is not None:
+        reason += (
+            f" (reported by {job_end.written_by} at {job_end.ended_at}; to run it again, start it "
+            "once all of its nodes have ended)"
+        )
+    return attrs.evolve(change, reason=reason)
+
+
+def _leave_at_exit() -> None:
+    """Stop all threads when the process exits, including those that are leaving already.
+
+    A lease may otherwise outlive the process, and closing torch's store at exit could abort it.
+    """
+    threads = [thread for ref in _THREADS.valuerefs() if (thread := ref()) is not None]
+    for thread in threads:
+        thread.request_stop()
+    deadline = monotonic() + EXIT_TIMEOUT_S
+    for thread in threads:
+        thread.wait_for_exit(deadline - monotonic())
+
+
+atexit.register(_leave_at_exit)
