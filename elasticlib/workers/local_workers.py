@@ -405,7 +405,7 @@ class LocalWorkers(Workers):
         return self._channels.final_heartbeats()
 
     def dump_stacks(self, local_ranks: Collection[int], *, save: bool = False) -> Mapping[int, str]:
-        dumpers, processes = self._channels.dumpers(), dict(self._processes)
+        dumpers, processes = self._channels.stack_dumpers(), dict(self._processes)
         pids = {n: processes[n].pid for n in dumpers if n in processes and n in local_ranks}
         stacks = stack_dump.collect_stacks(
             {local: (pid, *dumpers[local]) for local, pid in pids.items()}
