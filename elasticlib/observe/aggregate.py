@@ -366,7 +366,6 @@ class NodeAggregate:
         self.last_saves: Mapping[str, tuple[float, int]] = {}  # time and step, by kind of event
         self.last_progress: ProgressSample | None = None
         self.progress: Downsampled[ProgressSample] = Downsampled(MAX_SAMPLES * keeps_samples)
-        self.losses: Downsampled[ProgressSample] = Downsampled(MAX_SAMPLES * keeps_samples)
         self._keeps_samples = keeps_samples
         self._timeline: dict[tuple[str, int], Downsampled[TimelineEvent]] = {}
         self._clock_offsets: Downsampled[float] = Downsampled(64)
@@ -386,7 +385,7 @@ class NodeAggregate:
     @property
     def omitted_events(self) -> int:
         """Number of timeline events and progress samples that were not kept."""
-        kept: list[Downsampled[Any]] = [self.progress, self.losses, *self._timeline.values()]
+        kept: list[Downsampled[Any]] = [self.progress, *self._timeline.values()]
         return sum(samples.num_omitted for samples in kept)
 
     def apply(self, event: Event) -> None:
@@ -446,10 +445,6 @@ class NodeAggregate:
                 return
 
     def _add_progress(self, event: Event, step: int) -> None:
-        if self._keeps_samples:
-            for loss_step, at, loss in event.losses():
-                sample = ProgressSample(at, self.node, event.generation, loss_step, loss=loss)
-                self.losses.add(sample)
         self.last_progress = ProgressSample(
             event.monotonic,
             self.node,

@@ -211,7 +211,7 @@ class _PlacedAgent:
     def progress(self) -> Iterator[ProgressSample]:
         pairs = zip(self.own_generations, self.numbers, strict=True)
         numbers = {generation.number: number for generation, number in pairs}
-        for sample in (*self.aggregate.progress.items, *self.aggregate.losses.items):
+        for sample in self.aggregate.progress.items:
             number = numbers.get(sample.generation, sample.generation)
             at = sample.at + self.offset
             yield attrs.evolve(sample, at=at, node=self.name, generation=number)

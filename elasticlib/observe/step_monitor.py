@@ -89,7 +89,7 @@ class StepMonitor:
 
     @property
     def _interval(self) -> float:
-        # Short at first: a worker keeps few losses, and none of them must be missed.
+        # The interval is short at first, so that a short run has several samples.
         elapsed = MAX_INTERVAL_S
         if self.training_at is not None:
             elapsed = self.reported_at - self.training_at
@@ -169,23 +169,8 @@ def _progress_facts(before: HeartbeatReading | None, now: HeartbeatReading) -> d
         "steps_per_second": speed,
         "seconds_since_heartbeat": round(max(0.0, now.at - alive_at), 3),
         "loss": losses[min(losses)] if losses else None,
-        "losses": _losses(before, now, min(losses, default=NO_STEP)),
         "samples_per_second": _throughput(before, now),
     }
-
-
-def _losses(
-    before: HeartbeatReading | None, now: HeartbeatReading, local_rank: int
-) -> list[list[float]]:
-    """Return evenly chosen losses of a worker since the reading before."""
-    losses = now.beats[local_rank].loss_history if local_rank in now.beats else None
-    if losses is None:
-        return []
-    old = None
-    if before is not None and local_rank in before.beats:
-        old = before.beats[local_rank].loss_history
-    new = losses.since(0 if old is None else old.count)
-    return [[step, round(max(0.0, now.at - at), 2), float(f"{loss:.6g}")] for step, at, loss in new]
 
 
 def _throughput(before: HeartbeatReading | None, now: HeartbeatReading) -> float | None:
