@@ -113,7 +113,7 @@ def _draw_nodes(axes: Axes, history: History) -> None:
         row = rows[story.node]
         axes.plot([story.started_at, end], [row, row], color=QUIET, lw=1.2, zorder=1)
     for stay in history.memberships:
-        end = history.duration_seconds if stay.ended_at is None else stay.ended_at
+        end = history.duration_seconds if stay.finished_at is None else stay.finished_at
         axes.barh(
             rows[stay.node],
             end - stay.started_at,
@@ -155,4 +155,4 @@ def _draw_line(axes: Axes, history: History, zero: float = 0.0, hue: str = "") -
 
 
 def _end(one: Generation, history: History) -> float:
-    return history.duration_seconds if one.ended_at is None else one.ended_at
+    return history.duration_seconds if one.finished_at is None else one.finished_at

@@ -142,8 +142,8 @@ def test_the_pages_observable_launcher_has_a_status_and_a_report(site: Path) -> 
     assert out.splitlines()[-1].startswith("WorkerState.SUCCEEDED")
     history = read_history(site / "events.jsonl")
     assert (history.run, history.state) == ("job7", JobState.SUCCEEDED)
-    assert [pace.step for pace in history.paces][-1] == 3
-    (node,) = read_job(FileStore(str(site / "meeting")), "job7").published.values()
+    assert [pace.step for pace in history.progress][-1] == 3
+    (node,) = read_job(FileStore(str(site / "meeting")), "job7").reports.values()
     assert node.status.host == "here"
 
 

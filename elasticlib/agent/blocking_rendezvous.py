@@ -1,4 +1,4 @@
-"""Waits in the blocking calls of a rendezvous handler that has no `join`, as torch's have none."""
+"""Thread for a rendezvous handler that has only blocking calls, as a handler written for torch."""
 
 from __future__ import annotations
 
@@ -15,86 +15,91 @@ from ..threads import helper
 
 log = logging.getLogger("elasticlib.agent")
 
-REMIND_SECONDS = 10.0  # between two log lines about one wait
+LOG_INTERVAL_S = 10.0  # between two log messages about one wait
+JOIN_TIMEOUT_S = 5.0
 
 
 class BlockingHandlerThread:
-    """Waits in the calls of a handler that has only blocking ones, in a thread of its own."""
+    """Calls `next_rendezvous` and `wait_for_change` of a handler in a thread.
+
+    Args:
+        handler: the handler.
+        monitor_interval: seconds between two polls of a handler that does not wait for changes.
+        on_result: receives the number of the attempt with its generation, change or error.
+        on_error: receives a message if the thread fails.
+    """
 
     def __init__(
         self,
         handler: RendezvousHandler,
-        interval: float,
-        put: Callable[[int, RendezvousInfo | Change | Exception], None],
-        broke: Callable[[str], None],
+        monitor_interval: float,
+        on_result: Callable[[int, RendezvousInfo | Change | Exception], None],
+        on_error: Callable[[str], None],
     ) -> None:
         self._handler = handler
-        self._interval = interval
-        self._put = put
-        self._joined_at = 0.0
-        self._remind_at = float("inf")  # no wait has begun
-        self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._thread = helper(self._wait, "agent-rendezvous", broke)
+        self._monitor_interval = monitor_interval
+        self._on_result = on_result
+        self._joined_at = 0.0  # start of the last attempt
+        self._log_at = float("inf")  # time of the next log message about it
+        self._attempts: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None ends the thread
+        self._thread = helper(self._serve, "agent-rendezvous", on_error)
 
     def join(self, attempt: int, now: float) -> None:
-        """Ask for the next generation, and from then on watch it."""
-        self._joined_at, self._remind_at = now, now + REMIND_SECONDS
+        """Request the next generation, and report its changes from then on."""
+        self._joined_at, self._log_at = now, now + LOG_INTERVAL_S
         if self._thread.ident is None:
             self._thread.start()
-        self._asked.put(attempt)
+        self._attempts.put(attempt)
 
-    def remind(self, now: float, why: str) -> None:
-        """Log at regular intervals that the handler has found no generation yet.
-
-        The agent's loop calls this while the node has no generation.
+    def log_progress(self, now: float, reason: str) -> None:
+        """Log now and then that the handler has not returned a generation yet.
 
         Args:
-            now: The time on the clock that `join` was given.
-            why: Why the generation is sought.
+            now: the time on the clock of `join`.
+            reason: why the node joins.
         """
-        if now < self._remind_at:
+        if now < self._log_at:
             return
-        self._remind_at = now + REMIND_SECONDS
+        self._log_at = now + LOG_INTERVAL_S
         handler = self._handler
         log.info(
             "waiting for the other nodes for %.0f s: next_rendezvous of %s (backend %s, run %s) "
             "has not returned; reason for this rendezvous: %s",
             *(now - self._joined_at, type(handler).__name__),
-            *(handler.get_backend(), handler.get_run_id(), why),
+            *(handler.get_backend(), handler.get_run_id(), reason),
         )
 
-    def stop(self) -> None:
-        """After the handler's shutdown, which ends whatever the thread waits for."""
-        self._asked.put(None)
+    def close(self) -> None:
+        """End the thread. The handler must be shut down before, which ends its calls."""
+        self._attempts.put(None)
         if self._thread.ident is not None:
-            self._thread.join(5.0)
+            self._thread.join(JOIN_TIMEOUT_S)
 
-    def _wait(self) -> None:
-        attempt = self._asked.get()
+    def _serve(self) -> None:
+        attempt = self._attempts.get()
         while attempt is not None:
             try:
                 info = self._handler.next_rendezvous()
             except Exception as error:
-                # Somebody else's handler may raise anything; an agent that waits for a thread
-                # that is no more would wait for ever.
-                self._put(attempt, error)
-                attempt = self._asked.get()
+                # A user's handler may raise any exception, and the agent waits for this thread.
+                self._on_result(attempt, error)
+                attempt = self._attempts.get()
             else:
-                self._put(attempt, info)
-                attempt = self._watch(attempt)
+                self._on_result(attempt, info)
+                attempt = self._monitor(attempt)
 
-    def _watch(self, attempt: int) -> int | None:
-        """Tell the one change that ends this generation; returns what is asked next."""
+    def _monitor(self, attempt: int) -> int | None:
+        """Report the change that ends this generation. Return the next attempt."""
         while True:
-            began = monotonic()
+            started_at = monotonic()
             try:
-                change = self._handler.wait_for_change(self._interval)
+                change = self._handler.wait_for_change(self._monitor_interval)
             except Exception as error:
                 change = Change(ChangeKind.STORE_LOST, describe(error))
             if change is not None:
-                self._put(attempt, change)
-                return self._asked.get()
+                self._on_result(attempt, change)
+                return self._attempts.get()
             with contextlib.suppress(queue.Empty):
-                # A handler that cannot push answers at once, and is polled.
-                rest = self._interval - (monotonic() - began)
-                return self._asked.get(timeout=max(0.0, rest))
+                # A handler that cannot wait returns at once, and is polled.
+                rest_s = self._monitor_interval - (monotonic() - started_at)
+                return self._attempts.get(timeout=max(0.0, rest_s))

@@ -1,7 +1,7 @@
-"""Whether workers hang, from what they told of their steps: the rule, and the evidence. Pure.
+"""Hang detector: finds workers that make no progress, and collects the evidence. Pure.
 
-A worker hangs that has been silent for longer than its own steps explain. What all nodes tell of
-their ranks then shows which is the slowest: the one that the others wait for.
+A worker hangs if it is inactive for longer than its own steps explain. The reports of all nodes
+then show the slowest rank, which is the one that the other ranks wait for.
 """
 
 from __future__ import annotations
@@ -16,71 +16,55 @@ from ..observe.formatting import format_ranks, group_stacks
 from ..workers.interface import NO_STEP, Heartbeat
 from .policy import AgentCommand, HangDetected, Publish, Subscribe, decode, encode
 
-HANG = "hang/"
-"""What is posted under it where workers hang: the pulses of each node's, under its rank."""
+HANG_TOPIC = "hang/"  # the progress of each node's ranks, by node rank, once a worker hangs
 MAX_HOST_CHARS = 200
-PEER_REPORT_TIMEOUT_S = 3.0
-"""For the other nodes to say what they know, when one has found that its workers hang."""
-SUSPECT_FRACTION = 0.5
-"""Of a limit: from there on it is heard whether other nodes have found a hang."""
-PAUSE_FRACTION = 1 / 4
-"""Of a limit: a look that is so much later than it was due could not be taken, as where a job is
-paused as a whole, or its machine is. Its workers could not run then, either."""
+PEER_REPORT_TIMEOUT_S = 3.0  # wait for the other nodes' reports after a hang was found
+SUSPECT_FRACTION = 0.5  # of a limit; from here on, a hang on another node counts as one here
+
+# A poll that is later than this fraction of a limit means that the job or its machine was paused.
+# The workers could not run either, so their inactivity counts from then on.
+PAUSE_FRACTION = 0.25
 
 
 @attrs.frozen
 class HangLimits:
-    """When silence is a hang.
+    """Limits of inactivity, in seconds. A call of `should_stop()` and a save count as activity."""
 
-    seconds: after so many, once a worker has made its first step. None is `auto`, which goes by the
-    worker's own steps: once it knows the durations of `steps` of them, silence is a hang after
-    `times` their median, `peaks` times the longest of the last, and `floor` seconds, whichever is
-    longest. Until then, and in either case until the first step, it is one after `first` seconds:
-    what is compiled, allocated or connected in the first few steps tells nothing of the others. A
-    single step may be long for a reason, too, as one with an evaluation or another compilation:
-    hence the floor. A call of `should_stop()` or a save is a sign of life as a step is.
-    """
-
+    # Limit after the first step. None ("auto"): derive it from the worker's own steps, see below.
     timeout: float | None = None
+    # "auto" takes the longest of: this factor times the median duration of the last steps,
     median_factor: float = 20.0
+    # this factor times the longest of them,
     max_factor: float = 3.0
+    # and this time, because a single step may include an evaluation or a compilation.
     min_timeout: float = 300.0
+    # Limit until the first step, and with "auto" until `warmup_steps` durations are known.
+    # Compilation, allocation and connection setup make the first steps slow.
     first_step_timeout: float = 900.0
     warmup_steps: int = 10
 
     def __attrs_post_init__(self) -> None:
-        given = (
-            self.median_factor,
-            self.max_factor,
-            self.min_timeout,
-            self.first_step_timeout,
-            self.warmup_steps,
-        )
-        if min(given) <= 0 or (self.timeout is not None and self.timeout <= 0):
+        values = (self.median_factor, self.max_factor, self.min_timeout, self.warmup_steps)
+        timeouts = (self.first_step_timeout, 1.0 if self.timeout is None else self.timeout)
+        if min(*values, *timeouts) <= 0:
             raise ConfigError(f"hang limits must be positive, got {self}")
 
-    def timeout_for(self, beat: Heartbeat) -> float:
-        """The silence that this worker is allowed, in seconds."""
-        if beat.num_steps == 0:
-            return (
-                self.first_step_timeout
-                if self.timeout is None
-                else max(self.timeout, self.first_step_timeout)
-            )
+    def timeout_for(self, heartbeat: Heartbeat) -> float:
+        """Return how long a worker with this heartbeat may be inactive, in seconds."""
+        if heartbeat.num_steps == 0:
+            return max(self.timeout or 0.0, self.first_step_timeout)
         if self.timeout is not None:
             return self.timeout
-        if len(beat.step_durations) < self.warmup_steps:
+        durations = heartbeat.step_durations
+        if len(durations) < self.warmup_steps:
             return self.first_step_timeout
-        paces = (
-            self.median_factor * statistics.median(beat.step_durations),
-            self.max_factor * max(beat.step_durations),
-        )
-        return max(self.min_timeout, *paces)
+        median_limit = self.median_factor * statistics.median(durations)
+        return max(self.min_timeout, median_limit, self.max_factor * max(durations))
 
 
 @attrs.frozen
 class Inactivity:
-    """A worker's, in seconds, and the limit that it is held to."""
+    """The inactivity of a worker."""
 
     local_rank: int
     seconds: float
@@ -88,135 +72,151 @@ class Inactivity:
 
     @property
     def fraction(self) -> float:
+        """The inactivity as a fraction of its limit."""
         return self.seconds / self.limit
 
 
 def longest_inactivity(
-    now: float, began: float, beats: Mapping[int, Heartbeat], limits: HangLimits
+    now: float, started_at: float, heartbeats: Mapping[int, Heartbeat], limits: HangLimits
 ) -> Inactivity | None:
-    """The worker that is nearest to its limit, or furthest beyond it; None without workers.
+    """Return the inactivity that is closest to its limit, or furthest beyond it.
 
-    now, began: on this machine's monotonic clock; the workers were started then. Whoever never
-    asked for its context is no part of this, nor who leaves it to others to tell of steps.
+    Workers that never called `context()` are ignored, and workers without steps if others report
+    steps.
+
+    Args:
+        now: the time on this machine's monotonic clock.
+        started_at: when the workers were started.
+        heartbeats: by local rank.
+        limits: the limits of inactivity.
     """
-    reporting_ranks = any(beat.num_steps for beat in beats.values())
-    silences = [
-        Inactivity(local, now - max(beat.last_activity_at, began), limits.timeout_for(beat))
-        for local, beat in beats.items()
-        if beat.is_attached and (beat.num_steps or not reporting_ranks)
+    has_steps = any(heartbeat.num_steps for heartbeat in heartbeats.values())
+    inactivities = [
+        Inactivity(
+            local_rank,
+            now - max(heartbeat.last_activity_at, started_at),
+            limits.timeout_for(heartbeat),
+        )
+        for local_rank, heartbeat in heartbeats.items()
+        if heartbeat.is_attached and (heartbeat.num_steps or not has_steps)
     ]
-    return max(silences, key=lambda silence: silence.fraction, default=None)
+    return max(inactivities, key=lambda inactivity: inactivity.fraction, default=None)
 
 
 @attrs.frozen
 class RankProgress:
-    """What a node tells of one of its ranks. step: the last it did; seconds: for how long it has
-    been silent; steps: how many it told of."""
+    """The progress of one rank, as its node publishes it."""
 
     rank: int
     host: str
-    step: int
+    step: int  # last reported step, or NO_STEP
     inactive_s: float
     num_steps: int
 
     def __str__(self) -> str:
         at = "has made no step" if self.step == NO_STEP else f"is at step {self.step}"
-        return f"rank {self.rank} on {self.host} {at}, silent for {self.inactive_s:.1f} s"
+        return f"rank {self.rank} on {self.host} {at}, inactive for {self.inactive_s:.1f} s"
 
 
 RankProgressList = tuple[RankProgress, ...]
 
 
-def reporting_ranks(pulses: Iterable[RankProgress]) -> list[RankProgress]:
-    """Without those who leave it to others to tell of steps: who told of none while another told
-    of two. Where others told of one, a rank may stand in its first, and they wait for it."""
-    all_ = list(pulses)
-    some = any(p.num_steps > 1 for p in all_)
-    return [p for p in all_ if p.num_steps or not some]
+def reporting_ranks(progress: Iterable[RankProgress]) -> list[RankProgress]:
+    """Return the ranks that report steps.
+
+    A rank without steps reports none if another rank has reported two. If the others have reported
+    one, the rank may be in its first step, and the others wait for it.
+    """
+    ranks = list(progress)
+    has_two_steps = any(rank.num_steps > 1 for rank in ranks)
+    return [rank for rank in ranks if rank.num_steps or not has_two_steps]
 
 
-def slowest_rank(pulses: Iterable[RankProgress]) -> RankProgress | None:
-    """The one that is furthest behind; of several, the one that fell silent first."""
-    return min(reporting_ranks(pulses), key=lambda p: (p.step, -p.inactive_s, p.rank), default=None)
+def slowest_rank(progress: Iterable[RankProgress]) -> RankProgress | None:
+    """Return the rank with the lowest step. Of several, the one that is inactive the longest."""
+    return min(
+        reporting_ranks(progress),
+        key=lambda rank: (rank.step, -rank.inactive_s, rank.rank),
+        default=None,
+    )
 
 
-def describe_hang(pulses: Iterable[RankProgress], limit: float) -> str:
-    """One sentence: who is behind, how far the others are, and what was allowed."""
-    all_ = reporting_ranks(pulses)
-    last = slowest_rank(all_)
-    if last is None:
+def describe_hang(progress: Iterable[RankProgress], limit: float) -> str:
+    """Return one line: the slowest rank, the steps of the others, and the limit."""
+    ranks = reporting_ranks(progress)
+    slowest = slowest_rank(ranks)
+    if slowest is None:
         return f"hung: no worker made a step within {limit:.1f} s (hang, --hang-timeout)"
-    others = sorted({p.step for p in all_ if p.rank != last.rank})
-    where = ""
-    if others == [last.step]:
-        where = "; so are the others"
-    elif others:
-        ends = f"{others[0]}" if len(others) == 1 else f"{others[0]} to {others[-1]}"
-        where = f"; the others are at step {ends}".replace(str(NO_STEP), "none")
-    return f"hung: {last}{where}; the limit is {limit:.1f} s (hang, --hang-timeout)"
+    other_steps = sorted({rank.step for rank in ranks if rank.rank != slowest.rank})
+    others = ""
+    if other_steps == [slowest.step]:
+        others = "; so are the others"
+    elif other_steps:
+        first, last = other_steps[0], other_steps[-1]
+        steps = f"{first}" if first == last else f"{first} to {last}"
+        others = f"; the others are at step {steps}".replace(str(NO_STEP), "none")
+    return f"hung: {slowest}{others}; the limit is {limit:.1f} s (hang, --hang-timeout)"
 
 
-def encode_progress(pulses: Iterable[RankProgress]) -> bytes:
-    return encode(tuple(pulses))
+def encode_progress(progress: Iterable[RankProgress]) -> bytes:
+    """Encode the progress of a node's ranks for the other nodes."""
+    return encode(tuple(progress))
 
 
 def decode_progress(data: bytes) -> list[RankProgress]:
-    """What cannot be read says nothing."""
-    pulses = decode(RankProgressList, data) or ()
-    return [attrs.evolve(pulse, host=pulse.host[:MAX_HOST_CHARS]) for pulse in pulses]
+    """Decode the progress that a node has published. Invalid data counts as no rank."""
+    ranks = decode(RankProgressList, data) or ()
+    return [attrs.evolve(rank, host=rank.host[:MAX_HOST_CHARS]) for rank in ranks]
 
 
 @attrs.frozen
 class DumpStacks(AgentCommand):
-    """Have the workers write down where they are."""
+    """Make the workers write their Python stacks."""
 
 
-Transition = tuple["HangDetector", tuple[AgentCommand, ...]]
+HangTransition = tuple["HangDetector", tuple[AgentCommand, ...]]
 
 
 @attrs.frozen
 class HangDetector:
-    """Watches one group, and when one of its workers hangs gathers the evidence before anybody is
-    stopped; each method takes an event.
+    """Observes one group. If a worker hangs, it collects evidence before any worker is stopped.
 
-    ranks: the global ones, by local rank. node: the rank of this one; others: how many more can be
-    asked. began: on this machine's monotonic clock, when the workers were started, or could run
-    again. due: when the next look is. found: what is too silent; since: from when on; pulses: of
-    our ranks, then. stacks: by local rank, once they are there; until: how long other nodes are
-    waited for from then on. said: what other nodes say, each of its ranks.
+    Each method takes an event, and returns the next state. Times are on this machine's monotonic
+    clock.
     """
 
     limits: HangLimits
     host: str
-    ranks: Mapping[int, int]
+    ranks: Mapping[int, int]  # global ranks by local rank
     node_rank: int
-    num_peers: int
-    started_at: float
+    num_peers: int  # other nodes that can report
+    started_at: float  # when the workers were started, or could run again after a pause
     next_poll_at: float = attrs.field(
         default=attrs.Factory(lambda self: self.started_at, takes_self=True)
     )
-    is_subscribed: bool = False
-    suspect: Inactivity | None = None
-    inactive_since: float = 0.0
-    peer_deadline: float = 0.0
-    own_progress: Sequence[RankProgress] = ()
-    stacks: Mapping[int, str] | None = None
-    peer_reports: Sequence[Sequence[RankProgress]] = ()
+    is_subscribed: bool = False  # to the reports of other nodes
+    suspect: Inactivity | None = None  # the worker that hangs
+    inactive_since: float = 0.0  # when the suspect was active last
+    own_progress: Sequence[RankProgress] = ()  # of this node's ranks, when the hang was found
+    stacks: Mapping[int, str] | None = None  # by local rank, None until they are written
+    peer_deadline: float = 0.0  # end of the wait for the other nodes
+    peer_reports: Sequence[Sequence[RankProgress]] = ()  # of each other node
 
-    def on_peer_reports(self, posts: Mapping[str, bytes]) -> HangDetector:
-        """This is what the nodes have posted."""
-        said = [
-            decode_progress(data) for rank, data in posts.items() if rank != str(self.node_rank)
-        ]
-        return attrs.evolve(self, peer_reports=said)
+    def on_peer_reports(self, messages: Mapping[str, bytes]) -> HangDetector:
+        """Store what the nodes have published."""
+        own = str(self.node_rank)
+        reports = [decode_progress(data) for node, data in messages.items() if node != own]
+        return attrs.evolve(self, peer_reports=reports)
 
-    def no_steps_warning(self, now: float, beats: Mapping[int, Heartbeat]) -> str:
-        """What to say where no worker has told of a step for half of what its first may take; or
-        ''."""
+    def no_steps_warning(self, now: float, heartbeats: Mapping[int, Heartbeat]) -> str:
+        """Return a warning if no worker reports steps, or an empty string.
+
+        It is due when half of the limit for the first step has passed.
+        """
         seconds = now - self.started_at
-        if not beats or seconds < self.limits.timeout_for(Heartbeat()) * SUSPECT_FRACTION:
-            return ""
-        if any(beat.num_steps for beat in beats.values()):
+        is_early = seconds < self.limits.timeout_for(Heartbeat()) * SUSPECT_FRACTION
+        has_steps = any(heartbeat.num_steps for heartbeat in heartbeats.values())
+        if not heartbeats or is_early or has_steps:
             return ""
         return (
             f"no worker of this node has reported a step for {seconds:.0f} s, and hangs are found "
@@ -224,86 +224,84 @@ class HangDetector:
             "elasticlib.context().step(step) after each"
         )
 
-    def on_stacks(self, now: float, stacks: Mapping[int, str]) -> Transition:
-        """The workers have written down where they are.
+    def on_stacks(self, now: float, stacks: Mapping[int, str]) -> HangTransition:
+        """Store the stacks of the workers, and report the hang to the other nodes.
 
-        Only now do the other nodes hear of the hang: a node that heard of it before could stop the
-        job while the slowest worker's stacks are being written.
+        The report waits for the stacks: a node that learns of the hang could stop the job while
+        the slowest worker's stacks are being written.
         """
-        watch = attrs.evolve(self, stacks=stacks, peer_deadline=now + PEER_REPORT_TIMEOUT_S)
+        detector = attrs.evolve(self, stacks=stacks, peer_deadline=now + PEER_REPORT_TIMEOUT_S)
         if not self.num_peers:
-            return watch, ()
-        return watch, (Publish(HANG, str(self.node_rank), encode_progress(self.own_progress)),)
+            return detector, ()
+        report = encode_progress(self.own_progress)
+        return detector, (Publish(HANG_TOPIC, str(self.node_rank), report),)
 
-    def poll(self, now: float, beats: Mapping[int, Heartbeat]) -> Transition:
-        """Time goes by, and this is what the workers have told by now."""
+    def poll(self, now: float, heartbeats: Mapping[int, Heartbeat]) -> HangTransition:
+        """React to the time, and to the workers' current heartbeats."""
         if self.suspect is not None:
             return self._decide(self.suspect, now)
         if now < self.next_poll_at:
             return self, ()
-        began, late = self.started_at, now - self.next_poll_at
-        silence = longest_inactivity(now, began, beats, self.limits)
-        if silence is not None and late > silence.limit * PAUSE_FRACTION:
-            began = now
-            silence = longest_inactivity(now, began, beats, self.limits)
-        limit = self.limits.first_step_timeout if silence is None else silence.limit
-        watch = attrs.evolve(self, started_at=began, next_poll_at=now + min(1.0, limit / 8))
-        if silence is None or silence.fraction < SUSPECT_FRACTION:
-            return watch, ()
-        if silence.fraction >= 1 or self.peer_reports:
-            return watch._suspect(now, silence, beats)
+        started_at, late_s = self.started_at, now - self.next_poll_at
+        inactivity = longest_inactivity(now, started_at, heartbeats, self.limits)
+        if inactivity is not None and late_s > inactivity.limit * PAUSE_FRACTION:
+            started_at = now
+            inactivity = longest_inactivity(now, started_at, heartbeats, self.limits)
+        limit = self.limits.first_step_timeout if inactivity is None else inactivity.limit
+        next_poll_at = now + min(1.0, limit / 8)
+        detector = attrs.evolve(self, started_at=started_at, next_poll_at=next_poll_at)
+        if inactivity is None or inactivity.fraction < SUSPECT_FRACTION:
+            return detector, ()
+        if inactivity.fraction >= 1 or self.peer_reports:
+            return detector._suspect(now, inactivity, heartbeats)
         if self.is_subscribed or not self.num_peers:
-            return watch, ()
-        return attrs.evolve(watch, is_subscribed=True), (Subscribe(HANG),)
+            return detector, ()
+        return attrs.evolve(detector, is_subscribed=True), (Subscribe(HANG_TOPIC),)
 
     def _suspect(
-        self, now: float, silence: Inactivity, beats: Mapping[int, Heartbeat]
-    ) -> Transition:
-        pulses = [
+        self, now: float, inactivity: Inactivity, heartbeats: Mapping[int, Heartbeat]
+    ) -> HangTransition:
+        progress = [
             RankProgress(
-                self.ranks[local],
+                self.ranks[local_rank],
                 self.host,
-                beat.step,
-                round(now - max(beat.last_activity_at, self.started_at), 3),
-                beat.num_steps,
+                heartbeat.step,
+                round(now - max(heartbeat.last_activity_at, self.started_at), 3),
+                heartbeat.num_steps,
             )
-            for local, beat in beats.items()
-            if beat.is_attached
+            for local_rank, heartbeat in heartbeats.items()
+            if heartbeat.is_attached
         ]
-        watch = attrs.evolve(
-            self,
-            suspect=silence,
-            inactive_since=now - silence.seconds,
-            own_progress=pulses,
+        inactive_since = now - inactivity.seconds
+        detector = attrs.evolve(
+            self, suspect=inactivity, inactive_since=inactive_since, own_progress=progress
         )
-        return watch, (Subscribe(HANG), DumpStacks()) if self.num_peers else (DumpStacks(),)
+        return detector, (Subscribe(HANG_TOPIC), DumpStacks()) if self.num_peers else (
+            DumpStacks(),
+        )
 
-    def _decide(self, found: Inactivity, now: float) -> Transition:
-        if self.stacks is None or (
-            len(self.peer_reports) < self.num_peers and now < self.peer_deadline
-        ):
+    def _decide(self, suspect: Inactivity, now: float) -> HangTransition:
+        is_waiting = len(self.peer_reports) < self.num_peers and now < self.peer_deadline
+        if self.stacks is None or is_waiting:
             return self, ()
-        return self, (
-            HangDetected(
-                describe_hang(self._all_progress, found.limit),
-                self.inactive_since,
-                self.stack_report(),
-            ),
-        )
+        reason = describe_hang(self._all_progress, suspect.limit)
+        return self, (HangDetected(reason, self.inactive_since, self.stack_report()),)
 
     def stack_report(self) -> str:
-        """Where our workers are, of those that are furthest behind; the rarest stacks first, as
-        most ranks wait for the one that hangs."""
-        known = reporting_ranks(self._all_progress)
-        least = min((pulse.step for pulse in known), default=NO_STEP)
-        at = "before the first step" if least == NO_STEP else f"at step {least}"
-        behind = {pulse.rank for pulse in known if pulse.step == least}
-        texts = {self.ranks[local]: text for local, text in (self.stacks or {}).items()}
-        shown = group_stacks({rank: text for rank, text in texts.items() if rank in behind})
+        """Return the stacks of this node's slowest ranks.
+
+        The rarest stacks come first, because most ranks wait for the one that hangs.
+        """
+        ranks = reporting_ranks(self._all_progress)
+        step = min((rank.step for rank in ranks), default=NO_STEP)
+        at = "before the first step" if step == NO_STEP else f"at step {step}"
+        slowest = {rank.rank for rank in ranks if rank.step == step}
+        texts = {self.ranks[local_rank]: text for local_rank, text in (self.stacks or {}).items()}
+        groups = group_stacks({rank: text for rank, text in texts.items() if rank in slowest})
         return "\n\n".join(
-            f"the stacks of {format_ranks(one.ranks)}, {at}:\n{one.text}" for one in shown
+            f"the stacks of {format_ranks(group.ranks)}, {at}:\n{group.text}" for group in groups
         )
 
     @property
     def _all_progress(self) -> list[RankProgress]:
-        return [*self.own_progress, *(pulse for said in self.peer_reports for pulse in said)]
+        return [*self.own_progress, *(rank for report in self.peer_reports for rank in report)]

@@ -1,14 +1,16 @@
-"""What the nodes of a generation tell one another, under keys of the job's store.
+"""Exchange of small messages between the agents of a generation, through the job's store.
 
-A store may take its time to answer, so one thread speaks to it: the agent's loop leaves word here,
-and what comes back is an event in its inbox. What cannot be written or read is tried again for as
-long as the generation is this node's.
+The store can take long to answer, so a thread makes the requests. The agent's loop calls `publish`
+and `subscribe`, which return at once, and receives `PeerMessages`. A request that fails is repeated
+as long as the generation is current. The thread exists only while there is something to publish,
+or a subscription.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -23,175 +25,219 @@ from .policy import Publish, Subscribe
 
 log = logging.getLogger("elasticlib.agent")
 
-RETRY_SECONDS = 0.2
-LOOK_SECONDS = 0.05
-"""For which it waits in a store that cannot say of itself that something has changed."""
-CLOSE_SECONDS = 1.0
+RETRY_DELAY_S = 0.2
+WAIT_TIMEOUT_S = 0.05  # one wait in a store that cannot notify; requests are delayed by it
+CLOSE_TIMEOUT_S = 1.0
 
 
 @attrs.frozen
 class PeerMessages:
-    """What all nodes have posted under this name of a board, by their keys; None: the store refused
-    what was asked of it, and nothing more is heard under this name."""
+    """All messages of a topic."""
 
-    prefix: str
+    prefix: str  # identifies the generation
     topic: str
-    messages: Mapping[str, bytes] | None
+    messages: Mapping[str, bytes] | None  # by key; None if the store rejected a request
 
 
 @attrs.frozen
-class _Changed:
-    """The store says that something has changed under a name, and what is there, if it can."""
+class _TopicChanged:
+    """A notification of the store: a topic has changed, perhaps with its new content."""
 
-    board: str
-    name: str
-    seen: WatchResult
+    topic: str
+    result: WatchResult
+
+
+_Request = Publish | Subscribe | _TopicChanged | None
 
 
 class PeerExchange:
-    """One node's place to post at, and to gather what the others have posted.
+    """Publishes and receives messages for the agent of one node.
 
-    put: hears what is gathered; broke: hears a sentence, should the thread end unasked.
+    One thread calls the methods. `on_messages` and `on_error` are called in the exchange's thread.
+
+    Args:
+        on_messages: receives the content of a subscribed topic, first and after each change.
+        on_error: receives a message if the thread fails.
+        clock: the time source of the retries.
     """
 
     def __init__(
         self,
-        put: Callable[[PeerMessages], None],
-        broke: Callable[[str], None],
+        on_messages: Callable[[PeerMessages], None],
+        on_error: Callable[[str], None],
         clock: Clock = monotonic,
     ) -> None:
-        self.prefix = ""
-        """Of the generation's board; empty where there are no other nodes, or no way to them."""
-        self._words: queue.SimpleQueue[RendezvousInfo | Publish | Subscribe | _Changed | None]
-        self._words = queue.SimpleQueue()
-        self._put = put
+        self._on_messages = on_messages
+        self._on_error = on_error
         self._clock = clock
-        self._thread = helper(self._serve, "agent-board", broke)
-        # What follows is the thread's.
-        self._info: RendezvousInfo | None = None
-        self._posts: deque[Publish] = deque()
-        self._heard: set[str] = set()
-        self._stale: dict[str, Listing | None] = {}
-        """Names to be handed on, in this order, each as the store has listed it, if it has."""
-        self._polled: dict[str, int] = {}
-        """Names to be waited for, each with the version that was listed."""
+        self._lock = threading.Lock()  # protects _thread
+        self._thread: threading.Thread | None = None  # None while there is nothing to do
+        # Requests with the generation they belong to. A request None only announces a generation.
+        self._requests: queue.SimpleQueue[tuple[RendezvousInfo, _Request] | None]
+        self._requests = queue.SimpleQueue()  # an item None ends the thread
+
+        self._info: RendezvousInfo | None = None  # current generation, None without peers
+
+        # State of the thread.
+        self._served: RendezvousInfo | None = None  # generation of the following fields
+        self._unpublished: deque[Publish] = deque()
+        self._topics: set[str] = set()  # subscribed topics
+        self._stale: dict[str, Listing | None] = {}  # topics to deliver, with known content
+        self._polled: dict[str, int] = {}  # topics without notifications, with delivered version
         self._retry_at = 0.0
-        self._unreached = False
+        self._is_store_down = False
+
+    @property
+    def prefix(self) -> str:
+        """Identifies the generation in `PeerMessages`; empty if it has no peers or no store."""
+        return "" if self._info is None else self._info.exchange_prefix
 
     def start_generation(self, info: RendezvousInfo) -> None:
-        """From now on speak with the nodes of this generation."""
-        shared = info.store is not None and info.world_size > 1
-        self.prefix = info.exchange_prefix if shared else ""
-        self._words.put(info)
+        """Drop the messages and subscriptions of the last generation, and use this one."""
+        has_peers = info.store is not None and info.world_size > 1 and info.exchange_prefix
+        self._info = info if has_peers else None
+        with self._lock:
+            if self._thread is not None:
+                self._requests.put((info, None))
 
-    def submit(self, word: Publish | Subscribe) -> None:
-        """As the word says, if there are other nodes."""
-        if not self.prefix:
-            return
-        if self._thread.ident is None:
-            self._thread.start()
-        self._words.put(word)
+    def publish(self, message: Publish) -> None:
+        """Publish a message, if there are other nodes."""
+        self._submit(message)
+
+    def subscribe(self, topic: str) -> None:
+        """Receive the messages of a topic, if there are other nodes."""
+        self._submit(Subscribe(topic))
 
     def close(self) -> None:
-        """Write what is left to be written, if the store takes it at once."""
-        self._words.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(CLOSE_SECONDS)
+        """Publish the remaining messages if the store answers quickly, and end the thread."""
+        self._requests.put(None)
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(CLOSE_TIMEOUT_S)
+
+    def _submit(self, request: Publish | Subscribe) -> None:
+        if self._info is None:
+            return
+        with self._lock:
+            self._requests.put((self._info, request))
+            if self._thread is None:
+                self._thread = helper(self._serve, "agent-peers", self._on_error)
+                self._thread.start()
+
+    # In the thread
 
     def _serve(self) -> None:
-        while True:
+        while not self._exit_if_idle():
             try:
-                word = self._words.get(timeout=self._pause())
+                request = self._requests.get(timeout=self._request_timeout_s())
             except queue.Empty:
-                self._poll()
+                self._wait_for_changes()
             else:
-                if word is None:
+                if request is None:
                     return
-                self._take(word)
-            if self._info is not None and self._info.store is not None:
-                self._speak(self._info.store, self._info.exchange_prefix)
+                self._accept(*request)
+            if self._served is not None and self._served.store is not None:
+                self._exchange(self._served.store, self._served.exchange_prefix)
 
-    def _pause(self) -> float | None:
-        if self._posts or self._stale:
+    def _exit_if_idle(self) -> bool:
+        with self._lock:
+            is_busy = self._unpublished or self._topics or not self._requests.empty()
+            if not is_busy:
+                self._thread = None
+            return not is_busy
+
+    def _request_timeout_s(self) -> float | None:
+        if self._unpublished or self._stale:
             return max(0.0, self._retry_at - self._clock())
         return 0.0 if self._polled else None
 
-    def _take(self, word: RendezvousInfo | Publish | Subscribe | _Changed) -> None:
-        if isinstance(word, RendezvousInfo):
-            self._info = word
-            for about in (self._posts, self._heard, self._stale, self._polled):
-                about.clear()
-        elif isinstance(word, Publish):
-            self._posts.append(word)
-        elif isinstance(word, Subscribe):
-            if word.topic not in self._heard:
-                self._heard.add(word.topic)
-                self._stale[word.topic] = None
-        elif self._info is not None and word.board == self._info.exchange_prefix:
-            self._stale[word.name] = word.seen if isinstance(word.seen, Listing) else None
-            if not word.seen:
-                self._retry_at = self._clock() + RETRY_SECONDS
+    def _accept(self, info: RendezvousInfo, request: _Request) -> None:
+        if isinstance(request, _TopicChanged):
+            if info is self._served and request.topic in self._topics:
+                listing = request.result if isinstance(request.result, Listing) else None
+                self._stale[request.topic] = listing
+                if not request.result:
+                    self._retry_at = self._clock() + RETRY_DELAY_S
+            return
+        if info is not self._served:
+            self._served = info
+            for content in (self._unpublished, self._topics, self._stale, self._polled):
+                content.clear()
+        if isinstance(request, Publish):
+            self._unpublished.append(request)
+        elif isinstance(request, Subscribe) and request.topic not in self._topics:
+            self._topics.add(request.topic)
+            self._stale[request.topic] = None
 
-    def _speak(self, store: Store, board: str) -> None:
-        """Write and read what is due, until the store fails to answer."""
-        while self._retry_at <= self._clock() and (self._posts or self._stale):
-            name = self._posts[0].topic if self._posts else next(iter(self._stale))
+    def _exchange(self, store: Store, prefix: str) -> None:
+        """Publish and deliver what is due, until a request fails."""
+        while self._retry_at <= self._clock() and (self._unpublished or self._stale):
+            topic = self._unpublished[0].topic if self._unpublished else next(iter(self._stale))
             try:
-                if self._posts:
-                    self._write(store, board, self._posts[0])
+                if self._unpublished:
+                    self._write(store, prefix, self._unpublished[0])
                 else:
-                    self._read(store, board, name)
-                self._unreached = False
+                    self._deliver(store, prefix, topic)
+                self._is_store_down = False
             except Exception as error:
-                # Somebody else's store may raise anything. What is said here helps the job, which
-                # goes on without it.
+                # A user's store may raise any exception. The job continues without the messages.
                 if isinstance(error, StoreError) and not isinstance(error, StoreRejectedError):
-                    if not self._unreached:
-                        log.info("cannot reach the other nodes, retrying: %s", error)
-                    self._unreached = True
-                    self._retry_at = self._clock() + RETRY_SECONDS
+                    if not self._is_store_down:
+                        log.info(
+                            "cannot exchange messages with the other nodes, retrying: %s", error
+                        )
+                    self._is_store_down = True
+                    self._retry_at = self._clock() + RETRY_DELAY_S
                     return
-                log.info("cannot ask the other nodes: %s", describe(error))
-                self._posts = deque(post for post in self._posts if post.topic != name)
-                self._stale.pop(name, None)
-                self._heard.discard(name)
-                self._put(PeerMessages(board, name, None))
+                log.info("cannot exchange messages with the other nodes: %s", describe(error))
+                self._drop_topic(topic)
+                self._on_messages(PeerMessages(prefix, topic, None))
 
-    def _write(self, store: Store, board: str, post: Publish) -> None:
-        key = f"{board}{post.topic}{post.key}"
-        if post.only_if_absent:
-            store.compare_set(key, post.value, expected=ABSENT)
+    def _drop_topic(self, topic: str) -> None:
+        self._unpublished = deque(item for item in self._unpublished if item.topic != topic)
+        self._stale.pop(topic, None)
+        self._topics.discard(topic)
+
+    def _write(self, store: Store, prefix: str, message: Publish) -> None:
+        key = f"{prefix}{message.topic}{message.key}"
+        if message.only_if_absent:
+            store.compare_set(key, message.value, expected=ABSENT)
         else:
-            store.set(key, post.value)
-        self._posts.popleft()
+            store.set(key, message.value)
+        self._unpublished.popleft()
 
-    def _read(self, store: Store, board: str, name: str) -> None:
-        """Hand on what is there, and have the store say when that has changed."""
-        prefix = f"{board}{name}"
-        listing = self._stale[name] or store.list(prefix)
-        posts = {entry.key.removeprefix(prefix): entry.value for entry in listing.entries}
-        self._put(PeerMessages(board, name, posts))
+    def _deliver(self, store: Store, prefix: str, topic: str) -> None:
+        """Deliver the content of a topic, and request a notification for its next change."""
+        key_prefix = f"{prefix}{topic}"
+        listing = self._stale[topic] or store.list(key_prefix)
+        messages = {entry.key.removeprefix(key_prefix): entry.value for entry in listing.entries}
+        self._on_messages(PeerMessages(prefix, topic, messages))
+        info = self._served
 
-        def changed(seen: WatchResult) -> None:
-            self._words.put(_Changed(board, name, seen))
+        def on_change(result: WatchResult) -> None:
+            if info is not None:
+                self._requests.put((info, _TopicChanged(topic, result)))
 
-        if not store.watch(prefix, after=listing.version, callback=changed, with_listing=True):
-            self._polled[name] = listing.version
-        del self._stale[name]
+        if not store.watch(
+            key_prefix, after=listing.version, callback=on_change, with_listing=True
+        ):
+            self._polled[topic] = listing.version
+        del self._stale[topic]
 
-    def _poll(self) -> None:
-        """Wait for a change where the store does not tell of one."""
-        info = self._info
-        for name, version in list(self._polled.items()):
+    def _wait_for_changes(self) -> None:
+        """Wait for changes in a store that cannot notify."""
+        info = self._served
+        for topic, version in list(self._polled.items()):
             if info is None or info.store is None:
                 return
             try:
-                changed = info.store.wait(
-                    f"{info.exchange_prefix}{name}", after=version, timeout=LOOK_SECONDS
+                has_changed = info.store.wait(
+                    f"{info.exchange_prefix}{topic}", after=version, timeout=WAIT_TIMEOUT_S
                 )
             except Exception as error:
                 log.info("cannot wait for changes in the store, polling it: %s", describe(error))
-                changed, self._retry_at = True, self._clock() + RETRY_SECONDS
-            if changed:
-                del self._polled[name]
-                self._stale[name] = None
+                has_changed, self._retry_at = True, self._clock() + RETRY_DELAY_S
+            if has_changed:
+                del self._polled[topic]
+                self._stale[topic] = None

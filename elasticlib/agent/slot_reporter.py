@@ -1,4 +1,4 @@
-"""With how many workers a node comes to the next generation, and what others need know of them."""
+"""Report to the rendezvous how many workers this node offers for the next generation."""
 
 from __future__ import annotations
 
@@ -10,78 +10,99 @@ from .policy import AgentState, SupervisorState
 
 
 class SlotReporter:
-    """What a node says of its slots to its handler, each thing once; whole: its workers, if all of
-    them run."""
+    """Reports slots and the ability to regroup to the handler, each value once.
 
-    def __init__(self, handler: RendezvousHandler, workers: Workers, whole: int) -> None:
+    A node offers all of its workers while it joins, and its current members while it runs. Standby
+    workers are added once all of them are ready, so that one resize admits them together.
+    """
+
+    def __init__(self, handler: RendezvousHandler, workers: Workers, local_world_size: int) -> None:
         self._handler = handler
         self._workers = workers
-        self._whole = whole
-        self._said, self._is_heard = (whole, False), False
-        self._has_kept = self._others_keep = False
+        self._local_world_size = local_world_size  # workers when all of them run
+        self._reported = (local_world_size, False)  # slots and retained, as the handler knows them
+        self._is_accepted = False  # the handler has accepted a report
+        self._has_reported_regroup = False  # the handler knows that workers here can regroup
+        self._peers_can_regroup = False  # workers of other nodes train, and can regroup
 
-    def set_peers_can_regroup(self, *, others_keep: bool) -> None:
-        """Before the first generation: whether the job has workers elsewhere that are kept."""
-        self._others_keep = others_keep
+    def set_peers_can_regroup(self, peers_can_regroup: bool) -> None:
+        """Record, before the first generation, whether other nodes' workers can regroup."""
+        self._peers_can_regroup = peers_can_regroup
 
     def report_can_regroup(self) -> None:
-        """Workers of this node can go on in another generation."""
-        if not self._has_kept:
-            self._has_kept = True
+        """Report once that workers of this node can continue in another generation."""
+        if not self._has_reported_regroup:
+            self._has_reported_regroup = True
             self._handler.report_can_regroup()
 
     def can_regroup(self) -> bool:
-        """Whether a worker of the group can go on in another, or only newcomers are running."""
-        running, spare = {*self._workers.running()}, {*self._workers.standby_ranks()}
-        members = running - spare
-        return bool(members & {*self._workers.regroupable_ranks()}) if members else bool(running)
+        """Return True if a member of the group can regroup, or only standby workers are running."""
+        running, standby = set(self._workers.running()), set(self._workers.standby_ranks())
+        members = running - standby
+        if not members:
+            return bool(running)
+        return bool(members & set(self._workers.regroupable_ranks()))
 
     def should_prestart(self, last: RendezvousInfo | None) -> bool:
-        """Whether the others go on while this node starts its workers; last: the generation that
-        it was in."""
+        """Return True if this node can start its workers while the other nodes train.
+
+        Args:
+            last: the generation that this node was in, or None before the first.
+        """
         if last is not None:
             # A group gives the state of the job to its new members before its first step. Until
             # then, the newest snapshot may be in the memory of this node alone.
-            has_stepped = any(beat.num_steps for beat in self._workers.final_heartbeats().values())
-            self._others_keep = self._has_kept and last.world_size > 1 and has_stepped
-        has_none = not any(self._workers.standby_ranks().values())
-        return self._others_keep and has_none and self._say(0, kept=False)
+            heartbeats = self._workers.final_heartbeats().values()
+            has_stepped = any(heartbeat.num_steps for heartbeat in heartbeats)
+            self._peers_can_regroup = (
+                self._has_reported_regroup and last.world_size > 1 and has_stepped
+            )
+        is_none_ready = not any(self._workers.standby_ranks().values())
+        return self._peers_can_regroup and is_none_ready and self._report(0, retained=False)
 
-    def update(self, now: SupervisorState, members: int) -> None:
-        """While the node is in no generation, it comes with all that wait for a place, or as many
-        as it can start; while it is in one, with its members, and with its newcomers once all of
-        them are ready, to let them in. Also whether its workers can be kept, once they can."""
-        if now.state is AgentState.RUNNING and not self._has_kept and self.can_regroup():
+    def update(self, now: SupervisorState, num_members: int) -> None:
+        """Report what has changed.
+
+        Args:
+            now: the state of the agent.
+            num_members: workers of this node in the current generation.
+        """
+        is_running = now.state is AgentState.RUNNING
+        if is_running and not self._has_reported_regroup and self.can_regroup():
             self.report_can_regroup()
-        spare = self._workers.standby_ranks()
-        ready, kept = sum(spare.values()), self._said[1]
+        standby = self._workers.standby_ranks()
+        num_ready, retained = sum(standby.values()), self._reported[1]
         if now.state is AgentState.JOINING:
-            slots, kept = ready or self._whole, ready > 0 and not now.is_prestarting
-            if now.is_prestarting and ready < len(spare):
-                slots = 0
-        elif now.state is AgentState.RUNNING and now.standby_ranks:
-            all_in = ready == len(now.standby_ranks) and len(now.running_ranks) == members
-            slots = members + ready * all_in
+            slots, retained = num_ready or self._local_world_size, num_ready > 0
+            if now.is_prestarting:
+                slots, retained = slots if num_ready == len(standby) else 0, False
+        elif is_running and now.standby_ranks:
+            can_all_join = num_ready == len(now.standby_ranks)
+            are_members_running = len(now.running_ranks) == num_members
+            slots = num_members + (num_ready if can_all_join and are_members_running else 0)
         else:
             return
-        self._say(slots, kept=kept)
+        self._report(slots, retained=retained)
 
-    def _say(self, slots: int, *, kept: bool) -> bool:
-        """Whether the handler knows with how many workers this node comes."""
-        if (slots, kept) != self._said and self._handler.report_slots(slots, retained=kept):
-            self._said, self._is_heard = (slots, kept), True
-        return self._is_heard
+    def _report(self, slots: int, *, retained: bool) -> bool:
+        """Report a new value. Return True if the handler accepts such reports."""
+        is_new = (slots, retained) != self._reported
+        if is_new and self._handler.report_slots(slots, retained=retained):
+            self._reported, self._is_accepted = (slots, retained), True
+        return self._is_accepted
 
-    def members(self, seat: RankAssignment) -> frozenset[int]:
-        """The local ranks of the workers that are in the generation of this seat.
+    def members(self, assignment: RankAssignment) -> frozenset[int]:
+        """Return the local ranks of the workers that get the ranks of this node's assignment.
 
         Raises:
-            ConfigError: it is for more workers than there are, or for fewer than were registered.
+            ConfigError: the assignment has more workers than the spec, or fewer than were offered.
         """
-        slots, whole = seat.local_world_size, self._whole
-        if not 1 <= slots <= whole or (slots < whole and not self._is_heard):
+        slots, local_world_size = assignment.local_world_size, self._local_world_size
+        is_partial = slots < local_world_size
+        if not 1 <= slots <= local_world_size or (is_partial and not self._is_accepted):
             raise ConfigError(
                 f"the rendezvous registered this node with {slots} slots, but its worker spec "
-                f"has {whole} workers: give both the same number"
+                f"has {local_world_size} workers: give both the same number"
             )
-        return frozenset(choose_local_ranks(slots, self._workers.standby_ranks(), whole))
+        standby = self._workers.standby_ranks()
+        return frozenset(choose_local_ranks(slots, standby, local_world_size))

@@ -1,12 +1,13 @@
-"""How one group of workers is stopped: the ladder, and the call at which all ranks stop. Pure.
+"""Stop procedure of one group of workers: its stages, and the call at which all ranks stop. Pure.
 
-Each node says the first call of `should_stop` at which its own workers all can stop; the last of
-these is one that no worker has passed, whatever collectives tie them together, for each of them has
-been held before it or will ask again. Ranks count their calls alike, as they take their steps
-together. Whoever does not stop there climbs the ladder, by the time alone.
+With a notice, all ranks of the job stop at the same call of `should_stop`. Each node proposes the
+first call at which its own workers can still stop. The nodes agree on the largest proposal. No
+worker has passed that call: each one was blocked in an earlier call, or will call again. Ranks
+count their calls alike, because they make their steps together.
 
-Workers that can go on in another group have stopped once they are out of theirs: either at that
-call, or when they are told that the group is over.
+Workers that do not exit by themselves get SIGTERM and then SIGKILL, see `StopTimeouts`. Workers
+that can regroup have stopped once they have left their group: at the agreed call, or when they
+learn that the group is over.
 """
 
 from __future__ import annotations
@@ -29,64 +30,64 @@ from .policy import (
     encode,
 )
 
-STOP = "stop/"
-"""What is posted under it: the needs of the nodes, each under its rank."""
-OVER = "over/"
-"""What is posted under it: by each node whose workers were to stop where all do, and leave their
-group at once instead, as it has broken."""
-_URGENCY = (PREEMPTED, DRAIN, RESIZE)
+STOP_TOPIC = "stop/"  # the StopProposal of each node, by its rank
+GROUP_BROKEN_TOPIC = "over/"  # nodes whose workers leave at once, because a collective failed
+_URGENCY = (PREEMPTED, DRAIN, RESIZE)  # most urgent first
 
 
 @attrs.frozen
 class StopProposal:
-    """What one node says. call: the first at which it can stop; None if its workers do not ask.
-    reason: as in a notice; seconds: that are left to it."""
+    """A proposal of one node, or the agreement of all nodes, at which call to stop."""
 
-    call: int | None
-    reason: str = RESIZE
-    grace_s: float = 0.0
+    call: int | None  # None: the workers of the node cannot stop at a call
+    reason: str = RESIZE  # one of STOP_REASONS
+    grace_s: float = 0.0  # time that is left to save
 
 
+# Published if workers are stopped without a notice, so that no other node waits for a proposal.
 NO_COMMON_CALL = StopProposal(None)
-"""Said where workers are stopped without a notice, so that the other nodes wait for nothing."""
+# Published if all workers of the node have succeeded, and any call is acceptable.
 STOP_AT_ANY_CALL = StopProposal(1, RESIZE, 1e6)
-"""Said where all workers have succeeded, and can stop wherever the others do."""
 
 
-def agree_on_stop(needs: Mapping[int, StopProposal], nodes: int) -> StopProposal | None:
-    """What all stop at, once all nodes (by rank) have spoken; None while some have not.
+def agree_on_stop(proposals: Mapping[int, StopProposal], num_nodes: int) -> StopProposal | None:
+    """Combine the proposals of all nodes.
 
-    Its call is None where there can be no such call. The reason is the most urgent that a node
-    has, and the time is the shortest.
+    Args:
+        proposals: the known proposals by node rank.
+        num_nodes: the number of nodes of the generation.
+
+    Returns:
+        The largest call, the most urgent reason and the shortest time. NO_COMMON_CALL if a node
+        cannot stop at a call. None while proposals are missing.
     """
-    if any(need.call is None for need in needs.values()):
+    if any(proposal.call is None for proposal in proposals.values()):
         return NO_COMMON_CALL
-    if len(needs) < nodes:
+    if len(proposals) < num_nodes:
         return None
-    calls = [need.call for need in needs.values() if need.call is not None]
     return StopProposal(
-        max(calls),
-        most_urgent(*(need.reason for need in needs.values())),
-        min(need.grace_s for need in needs.values()),
+        max(proposal.call for proposal in proposals.values() if proposal.call is not None),
+        most_urgent(*(proposal.reason for proposal in proposals.values())),
+        min(proposal.grace_s for proposal in proposals.values()),
     )
 
 
 def most_urgent(*reasons: str) -> str:
-    """The most urgent of these."""
+    """Return the most urgent of these stop reasons."""
     return min(reasons, key=_URGENCY.index)
 
 
 def decode_proposal(data: bytes) -> StopProposal:
-    """What cannot be read is no agreement."""
-    need = decode(StopProposal, data)
-    if need is None or need.reason not in STOP_REASONS:
+    """Decode a published proposal. Invalid data counts as NO_COMMON_CALL."""
+    proposal = decode(StopProposal, data)
+    if proposal is None or proposal.reason not in STOP_REASONS:
         return NO_COMMON_CALL
-    return attrs.evolve(need, grace_s=max(0.0, need.grace_s))
+    return attrs.evolve(proposal, grace_s=max(0.0, proposal.grace_s))
 
 
-def propose_stop(node: int, need: StopProposal) -> Publish:
-    """Tell the other nodes, unless this one has said something before."""
-    return Publish(STOP, str(node), encode(need), only_if_absent=True)
+def propose_stop(node_rank: int, proposal: StopProposal) -> Publish:
+    """Return the command that publishes a proposal, unless the node has published one before."""
+    return Publish(STOP_TOPIC, str(node_rank), encode(proposal), only_if_absent=True)
 
 
 StopTransition = tuple["StopProcedure", tuple[AgentCommand, ...]]
@@ -94,186 +95,193 @@ StopTransition = tuple["StopProcedure", tuple[AgentCommand, ...]]
 
 @attrs.frozen
 class StopProcedure:
-    """One group on its way out; each method takes an event, with the time at which it came.
-
-    ladder: as it is climbed. node: the rank of this one of so many nodes; reachable: whether the
-    others can be told. keep: where the workers go on in another group, seconds for them to leave
-    this one when it is over; else 0. leaving: they have been told that it is. since: when the climb
-    began. notice: what the workers were last given; None
-    where they are stopped without. deadline: until when they may agree on a call. said: what this
-    node told the others of it; needs: what all nodes have said; outcome: what came of it, None
-    until then.
-    """
+    """The stop of one group. Each method takes an event, and returns the next state."""
 
     timeouts: StopTimeouts
     node_rank: int = 0
     num_nodes: int = 1
-    is_peer_reachable: bool = False
-    is_coordinated: bool = False
-    regroup_grace_s: float = 0.0
-    is_leaving: bool = False
-    started_at: float = 0.0
+    is_peer_reachable: bool = False  # messages to the other nodes can be published
+    is_coordinated: bool = False  # workers can stop at a call that `StopAtCall` gives them
+    regroup_grace_s: float = 0.0  # time to leave the group; 0 if no worker can regroup
+    is_leaving: bool = False  # the workers know that their group is over
+    started_at: float = 0.0  # start of the stages
     stage: StopStage = StopStage.NOTICE
     was_escalated: bool = False
-    notice: StopNotice | None = None
-    deadline: float = 0.0
-    own_proposal: StopProposal | None = None
-    agreement: StopProposal | None = None
-    proposals: Mapping[int, StopProposal] = attrs.field(factory=dict)
+    notice: StopNotice | None = None  # the current notice, None without one
+    deadline: float = 0.0  # end of the time to agree on a call
+    own_proposal: StopProposal | None = None  # what this node has published
+    agreement: StopProposal | None = None  # None until there is one
+    proposals: Mapping[int, StopProposal] = attrs.field(factory=dict)  # of all nodes, by rank
 
     @property
     def is_in_notice(self) -> bool:
-        """Whether the workers have a notice, and may save and end by themselves."""
+        """True while the workers may save and exit by themselves."""
         return self.notice is not None and self.stage is StopStage.NOTICE
 
     @property
     def is_negotiating(self) -> bool:
-        """Whether they have a notice and are to agree at which call to stop, and have not yet."""
+        """True while the nodes have not agreed on a call."""
         return self.is_coordinated and self.notice is not None and self.agreement is None
 
     @property
     def needs_proposal(self) -> bool:
-        """Whether it is still to be found out at which call the workers here can stop."""
+        """True while the first call at which the workers here can stop is unknown."""
         return self.is_negotiating and self.own_proposal is None
 
     def time_to_next_stage(self, now: float) -> float:
-        """Seconds until the next rung."""
+        """Return the seconds until the next stage."""
         return self.timeouts.time_to_next_stage(now - self.started_at)
 
     def start(self, now: float, notice: StopNotice | None) -> StopTransition:
-        """Start to climb; the workers have just heard the notice, or are stopped without."""
+        """Start the procedure. The workers have received `notice`, or are stopped without one."""
         if notice is None and self.regroup_grace_s:
-            return self._start_leaving(now), (LeaveGroup(), *self._propose(NO_COMMON_CALL))
+            return self._start_leaving(now), (LeaveGroup(), *self._publish(NO_COMMON_CALL))
         if notice is None:
-            plain = self.timeouts.with_notice(0.0)
-            stopping = attrs.evolve(self, timeouts=plain, started_at=now, stage=StopStage.TERM)
-            return stopping, (SignalWorkers(), *self._propose(NO_COMMON_CALL))
-        stopping = attrs.evolve(
+            timeouts = self.timeouts.with_notice(0.0)
+            procedure = attrs.evolve(self, timeouts=timeouts, started_at=now, stage=StopStage.TERM)
+            return procedure, (SignalWorkers(), *self._publish(NO_COMMON_CALL))
+        procedure = attrs.evolve(
             self,
             timeouts=self.timeouts.with_notice(notice.grace_s),
             started_at=now,
             notice=notice,
             deadline=now + notice.grace_s,
         )
-        return stopping, (Subscribe(OVER),) if self.regroup_grace_s and self._has_peers else ()
+        return procedure, self._subscribe_to_broken_group()
 
     def shorten_notice(self, now: float, notice: StopNotice | None) -> StopTransition:
-        """Those with a notice get this one, if it leaves them less time; None: they get no more.
+        """Replace the notice, or with None end the time that the workers have.
 
-        The more urgent reason and the shorter time hold, unless the other nodes have been told
-        already, who would go by another answer.
+        The more urgent reason and the shorter time apply. Other nodes that have received an
+        earlier proposal keep it.
         """
         if self.notice is None or self.stage is not StopStage.NOTICE:
             return self, ()
+        if notice is None and self.regroup_grace_s:
+            broken = Publish(GROUP_BROKEN_TOPIC, str(self.node_rank), b"")
+            commands = (LeaveGroup(), broken) if self._has_peers else (LeaveGroup(),)
+            return self._start_leaving(now), commands
         if notice is None:
-            post = (Publish(OVER, str(self.node_rank), b""),) if self._has_peers else ()
-            return (
-                (self._start_leaving(now), (LeaveGroup(), *post))
-                if self.regroup_grace_s
-                else (self.escalate(now), ())
-            )
-        left, reason = self.time_to_next_stage(now), most_urgent(self.notice.reason, notice.reason)
-        notice = attrs.evolve(notice, grace_s=min(left, notice.grace_s), reason=reason)
-        stopping = attrs.evolve(
+            return self.escalate(now), ()
+        remaining_s = self.time_to_next_stage(now)
+        grace_s = min(remaining_s, notice.grace_s)
+        notice = StopNotice(most_urgent(self.notice.reason, notice.reason), grace_s)
+        procedure = attrs.evolve(
             self,
-            started_at=self.started_at - (left - notice.grace_s),
+            started_at=self.started_at - (remaining_s - grace_s),
             notice=notice,
-            deadline=min(self.deadline, now + notice.grace_s),
+            deadline=min(self.deadline, now + grace_s),
         )
-        return stopping, (StopAtCall(None, notice),)
+        return procedure, (StopAtCall(None, notice),)
 
     def on_group_broken(self, now: float, nodes: Collection[str]) -> StopTransition:
-        """These have said that the group has broken."""
-        breaks = nodes and self.regroup_grace_s and self.is_in_notice
-        return (self._start_leaving(now), (LeaveGroup(),)) if breaks else (self, ())
-
-    def _start_leaving(self, now: float) -> StopProcedure:
-        """The workers are told that their group is over."""
-        ladder = self.timeouts.with_notice(self.regroup_grace_s)
-        return attrs.evolve(self, timeouts=ladder, started_at=now, notice=None, is_leaving=True)
+        """React to nodes that have reported a failed collective in the group."""
+        if nodes and self.regroup_grace_s and self.is_in_notice:
+            return self._start_leaving(now), (LeaveGroup(),)
+        return self, ()
 
     def allow_regroup(self, regroup_grace_s: float) -> StopTransition:
-        """The workers have a notice, and some of them can regroup if the time is not 0."""
+        """Let workers regroup that could not when the procedure started, if the time is not 0."""
         procedure = attrs.evolve(self, regroup_grace_s=regroup_grace_s)
-        return procedure, (Subscribe(OVER),) if regroup_grace_s and self._has_peers else ()
+        return procedure, procedure._subscribe_to_broken_group()
 
     def cancel_regroup(self, now: float) -> StopProcedure:
-        """Nobody goes on in another group."""
-        stopping = (
-            self.escalate(now) if self.is_leaving and self.stage is StopStage.NOTICE else self
-        )
-        return attrs.evolve(stopping, regroup_grace_s=0.0)
+        """Stop all workers, also those that could regroup."""
+        waits_for_leaving = self.is_leaving and self.stage is StopStage.NOTICE
+        procedure = self.escalate(now) if waits_for_leaving else self
+        return attrs.evolve(procedure, regroup_grace_s=0.0)
 
     def escalate(self, now: float) -> StopProcedure:
-        """Do without what is left of this rung: a notice becomes SIGTERM, that SIGKILL. Where the
-        rung's time is up already, the next one has all of its own."""
-        if self.stage >= StopStage.KILL or self.stage < self.timeouts.stage_at(
-            now - self.started_at
-        ):
-            return self
-        return attrs.evolve(
-            self, was_escalated=True, started_at=self.started_at - self.time_to_next_stage(now)
-        )
+        """Enter the next stage now: SIGTERM after a notice, SIGKILL after SIGTERM.
 
-    def on_proposals(self, posts: Mapping[str, bytes] | None) -> StopProcedure:
-        """This is what the nodes have posted; None: they cannot be asked."""
-        if posts is None:
+        If the time of the current stage is over already, the next stage keeps its full time.
+        """
+        is_overdue = self.stage < self.timeouts.stage_at(now - self.started_at)
+        if self.stage >= StopStage.KILL or is_overdue:
+            return self
+        started_at = self.started_at - self.time_to_next_stage(now)
+        return attrs.evolve(self, was_escalated=True, started_at=started_at)
+
+    def on_proposals(self, messages: Mapping[str, bytes] | None) -> StopProcedure:
+        """Store the proposals of all nodes. None: the other nodes cannot be reached."""
+        if messages is None:
             return attrs.evolve(self, is_peer_reachable=False)
-        needs = {int(rank): decode_proposal(value) for rank, value in posts.items()}
-        return attrs.evolve(self, proposals=needs)
+        proposals = {int(rank): decode_proposal(data) for rank, data in messages.items()}
+        return attrs.evolve(self, proposals=proposals)
 
     def poll(self, now: float, running: Collection[str], call: int | None) -> StopTransition:
-        """Time goes by; `running` names the workers, who can stop at `call`, if it is known."""
-        stopping, agreeing = self._negotiate(now, call)
-        stopping, climbing = stopping._advance_stage(now, ", ".join(running))
-        return stopping, (*agreeing, *climbing)
+        """React to the time.
+
+        Args:
+            now: the time on the clock of `start`.
+            running: the names of the workers that have not stopped.
+            call: the first call at which the workers here can stop, if it is known.
+        """
+        procedure, negotiation = self._negotiate(now, call)
+        procedure, stages = procedure._advance_stage(now, ", ".join(running))
+        return procedure, (*negotiation, *stages)
 
     def _negotiate(self, now: float, call: int | None) -> StopTransition:
         if self.notice is None or not self.is_negotiating:
             return self, ()
-        lost = now >= self.deadline or (self.num_nodes > 1 and not self.is_peer_reachable)
-        said = self.own_proposal
-        telling: tuple[AgentCommand, ...] = ()
-        if said is None and call is not None and not lost:
-            said = StopProposal(call, self.notice.reason, self.deadline - now)
-            telling = self._propose(said)
-        found = said if self.num_nodes == 1 else agree_on_stop(self.proposals, self.num_nodes)
-        if said is None or found is None:
-            found = NO_COMMON_CALL if lost else None
-        stopping = attrs.evolve(self, own_proposal=said, agreement=found)
-        if found is None:
-            return stopping, telling
-        if found.call is not None:
-            # Those of a node that leaves save and end; ours go on, whatever others stop for.
-            reason = self.notice.reason if self.regroup_grace_s else found.reason
-            return stopping, (*telling, StopAtCall(found.call, StopNotice(reason, found.grace_s)))
+        has_failed = now >= self.deadline or (self.num_nodes > 1 and not self.is_peer_reachable)
+        own = self.own_proposal
+        commands: tuple[AgentCommand, ...] = ()
+        if own is None and call is not None and not has_failed:
+            own = StopProposal(call, self.notice.reason, self.deadline - now)
+            commands = self._publish(own)
+        agreement = own if self.num_nodes == 1 else agree_on_stop(self.proposals, self.num_nodes)
+        if own is None or agreement is None:
+            agreement = NO_COMMON_CALL if has_failed else None
+        procedure = attrs.evolve(self, own_proposal=own, agreement=agreement)
+        if agreement is None:
+            return procedure, commands
+        if agreement.call is not None:
+            # The workers of a node that leaves save and exit. Workers that regroup continue,
+            # whatever the reason of the other nodes is.
+            reason = self.notice.reason if self.regroup_grace_s else agreement.reason
+            notice = StopNotice(reason, agreement.grace_s)
+            return procedure, (*commands, StopAtCall(agreement.call, notice))
         if self.is_in_notice and self.regroup_grace_s:
-            return stopping._start_leaving(now), (*telling, LeaveGroup())
-        return (stopping.escalate(now) if self.is_in_notice else stopping), telling
+            return procedure._start_leaving(now), (*commands, LeaveGroup())
+        return (procedure.escalate(now) if self.is_in_notice else procedure), commands
 
     def _advance_stage(self, now: float, running: str) -> StopTransition:
         if not running:
             return self, (WorkersStopped(),)
-        rung = self.timeouts.stage_at(now - self.started_at)
+        stage = self.timeouts.stage_at(now - self.started_at)
         commands: list[AgentCommand] = []
-        if self.stage < StopStage.TERM <= rung:
-            why = "still there after they were asked to save"
-            if self.is_leaving:
-                why = f"still in their group {self.regroup_grace_s:g} s after it was over"
-            elif self.agreement == NO_COMMON_CALL:
-                why = "the workers cannot all stop at one step to save"
-            commands.append(SignalWorkers(f"{why}, sending SIGTERM: {running}"))
-        if self.stage < StopStage.KILL <= rung:
-            late = f"still there after {self.timeouts.shutdown_timeout:g} s"
-            said = "did not end in time" if self.was_escalated else late
-            commands.append(SignalWorkers(f"{said}, killing: {running}", force=True))
-        if rung is StopStage.GIVE_UP:
+        if self.stage < StopStage.TERM <= stage:
+            commands.append(SignalWorkers(f"{self._notice_end()}, sending SIGTERM: {running}"))
+        if self.stage < StopStage.KILL <= stage:
+            late = f"still running {self.timeouts.shutdown_timeout:g} s after SIGTERM"
+            reason = "did not exit in time" if self.was_escalated else late
+            commands.append(SignalWorkers(f"{reason}, killing: {running}", force=True))
+        if stage is StopStage.GIVE_UP:
             commands.append(WorkersStopped(unkillable=running))
-        return attrs.evolve(self, stage=rung), tuple(commands)
+        return attrs.evolve(self, stage=stage), tuple(commands)
+
+    def _notice_end(self) -> str:
+        """Return why the workers do not get more time before SIGTERM."""
+        if self.is_leaving:
+            return f"still in their group {self.regroup_grace_s:g} s after it was over"
+        if self.agreement == NO_COMMON_CALL:
+            return "the workers cannot all stop at one step to save"
+        return "still running after the time to save"
+
+    def _start_leaving(self, now: float) -> StopProcedure:
+        timeouts = self.timeouts.with_notice(self.regroup_grace_s)
+        return attrs.evolve(self, timeouts=timeouts, started_at=now, notice=None, is_leaving=True)
 
     @property
     def _has_peers(self) -> bool:
         return self.num_nodes > 1 and self.is_peer_reachable
 
-    def _propose(self, need: StopProposal) -> tuple[AgentCommand, ...]:
-        return (propose_stop(self.node_rank, need), Subscribe(STOP)) if self._has_peers else ()
+    def _publish(self, proposal: StopProposal) -> tuple[AgentCommand, ...]:
+        if not self._has_peers:
+            return ()
+        return propose_stop(self.node_rank, proposal), Subscribe(STOP_TOPIC)
+
+    def _subscribe_to_broken_group(self) -> tuple[AgentCommand, ...]:
+        uses_topic = self.regroup_grace_s > 0 and self._has_peers
+        return (Subscribe(GROUP_BROKEN_TOPIC),) if uses_topic else ()

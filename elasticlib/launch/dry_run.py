@@ -1,5 +1,6 @@
-"""The output of `elasticrun --dry-run`: every setting with its origin, and the environment that the
-workers would have. Nothing is started.
+"""The output of `elasticrun --dry-run`: all settings with their origins, and worker environments.
+
+Nothing is started.
 """
 
 from __future__ import annotations
@@ -19,66 +20,69 @@ from .cli_output import Table, show
 from .settings import Source
 from .worker_setup import worker_spec
 
-_MET = "settled when the nodes meet"
-_PLACE = {"MASTER_ADDR": "the first node's address", "MASTER_PORT": "a free port there"}
-_OWN = {
-    "TORCHELASTIC_ERROR_FILE": "LOGS/attempt_N/LOCAL_RANK/error.json",
-    "ELASTICLIB_INCARNATION": _MET,
-    "ELASTICLIB_CHANNEL": "memory of its agent's",
-    "ELASTICLIB_SNAPSHOTS": "a folder of its agent's",
+_SET_BY_RENDEZVOUS = "set by the rendezvous"
+_ENDPOINT_VARIABLES = {
+    "MASTER_ADDR": "address of the first node",
+    "MASTER_PORT": "free port of the first node",
 }
-_OF_PLACE = frozenset({"RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"})
-_OF_SIZE = frozenset({"WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"})
+_AGENT_VARIABLES = {
+    "TORCHELASTIC_ERROR_FILE": "LOGS/attempt_N/LOCAL_RANK/error.json",
+    "ELASTICLIB_INCARNATION": _SET_BY_RENDEZVOUS,
+    "ELASTICLIB_CHANNEL": "shared memory of the agent",
+    "ELASTICLIB_SNAPSHOTS": "directory of the agent",
+}
+_RANK_VARIABLES = frozenset({"RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"})
+_WORLD_SIZE_VARIABLES = frozenset({"WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"})
+_SIGNAL_FIELDS = {"signals_to_handle": "stop_signals", "drain_signals": "drain_signals"}
 
 
-def print_plan(launch: LaunchRequest, inherited: Mapping[str, str]) -> None:
+def print_plan(request: LaunchRequest, inherited: Mapping[str, str]) -> None:
     """Print the settings and the environment of the workers."""
     show(
         "elasticrun --dry-run: nothing is started",
-        Table((), [*_settings(launch)], "settings (the flag or variable each is from)"),
+        Table((), [*_settings(request)], "settings (with the flag or variable of each)"),
         Table(
             (),
-            [*_variables(launch, inherited)],
-            "environment of the workers (beside what they inherit)",
+            [*_variables(request, inherited)],
+            "worker environment (in addition to inherited variables)",
         ),
-        Table((), [(note,) for note in launch.settings.warnings], "ignored"),
+        Table((), [(text,) for text in request.settings.warnings], "ignored"),
     )
 
 
-def _settings(launch: LaunchRequest) -> Iterator[tuple[str, ...]]:
-    """Those that somebody gave come first, and where nodes meet says what became of several."""
-    config, settings = launch.config, launch.settings
+def _settings(request: LaunchRequest) -> Iterator[tuple[str, ...]]:
+    """Yield a row per setting; the rows that were given come before the defaults."""
+    config, settings = request.config, request.settings
     low, high = config.min_nodes, config.max_nodes
     nodes = f"{low} to {high} nodes" if low < high else plural(low, "node")
     workers = plural(config.nproc_per_node, "worker")
-    yield ("job", f"{config.run_id}, {nodes}, {workers} a node", "")
-    place = config.rdzv_endpoint or "this node alone"
-    yield ("meet", f"{config.rdzv_backend}: {place}", "")
-    yield ("run", _run(launch), "")
-    if launch.scheduler != "none":
-        yield ("scheduler", launch.scheduler, "")
+    yield ("job", f"{config.run_id}, {nodes}, {workers} per node", "")
+    endpoint = config.rdzv_endpoint or "single-node job"
+    yield ("rendezvous", f"{config.rdzv_backend}: {endpoint}", "")
+    yield ("run", _program(request), "")
+    if request.scheduler != "none":
+        yield ("scheduler", request.scheduler, "")
     for name, setting in sorted(
         settings.settings.items(), key=lambda item: (item[1].source is Source.DEFAULT, item[0])
     ):
         origin = setting.origin
         if setting.source is Source.SCHEDULER:
-            origin = f"{origin} ({launch.scheduler})"
+            origin = f"{origin} ({request.scheduler})"
         if name != "dry_run":
-            yield (f"--{name.replace('_', '-')}", _value(launch, name), origin)
+            yield (f"--{name.replace('_', '-')}", _value_text(request, name), origin)
 
 
-def _run(launch: LaunchRequest) -> str:
-    name, args = attrs.astuple(launch.entrypoint, recurse=False)
-    kind = type(launch.entrypoint).__name__.lower()
-    start = "" if kind == "command" else f", started {launch.config.start_method}"
+def _program(request: LaunchRequest) -> str:
+    name, args = attrs.astuple(request.entrypoint, recurse=False)
+    kind = type(request.entrypoint).__name__.lower()
+    start = "" if kind == "command" else f", start method {request.config.start_method}"
     return f"{kind} {' '.join([str(name), *args])}{start}"
 
 
-def _value(launch: LaunchRequest, name: str) -> str:
-    """What was said, or what stands in the launch where nobody said anything."""
-    value = launch.settings[name]
+def _value_text(request: LaunchRequest, name: str) -> str:
+    value = request.settings[name]
     if value in (None, "", []):
-        value = _meant(launch, name)
+        value = _effective_value(request, name)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
@@ -86,10 +90,11 @@ def _value(launch: LaunchRequest, name: str) -> str:
     return "-" if value in (None, "") or isinstance(value, Mapping) else str(value)
 
 
-def _meant(launch: LaunchRequest, name: str) -> object:
-    config, supervision = launch.config, launch.config.supervision
-    if name in _SIGNALS:
-        numbers = getattr(supervision.agent, _SIGNALS[name])
+def _effective_value(request: LaunchRequest, name: str) -> object:
+    """Return the value that the configuration has where the setting was not given."""
+    config, supervision = request.config, request.config.supervision
+    if name in _SIGNAL_FIELDS:
+        numbers = getattr(supervision.agent, _SIGNAL_FIELDS[name])
         return [signal_name(number) for number in numbers] or "none"
     for holder in (config, supervision, supervision.agent):
         if hasattr(holder, name):
@@ -97,37 +102,33 @@ def _meant(launch: LaunchRequest, name: str) -> object:
     return None
 
 
-_SIGNALS = {"signals_to_handle": "stop_signals", "drain_signals": "drain_signals"}
-
-
-def _variables(launch: LaunchRequest, inherited: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """The variables that each worker would get; one row for all that get the same."""
-    environments = _environments(launch, inherited)
-    ranks = range(len(environments))
+def _variables(request: LaunchRequest, inherited: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Yield a row per variable of the workers, with one value if it is the same for all."""
+    environments = _environments(request, inherited)
     for name in sorted(environments[0]):
         values = [environment[name] for environment in environments]
-        if values[0] == inherited.get(name) and len(set(values)) == 1:
+        is_same = len(set(values)) == 1
+        if values[0] == inherited.get(name) and is_same:
             continue
-        if len(set(values)) == 1:
+        if is_same:
             yield (name, values[0])
         else:
-            yield (name, ", ".join(f"{values[rank]} (local rank {rank})" for rank in ranks))
+            texts = (f"{value} (local rank {rank})" for rank, value in enumerate(values))
+            yield (name, ", ".join(texts))
 
 
-def _environments(launch: LaunchRequest, inherited: Mapping[str, str]) -> list[dict[str, str]]:
-    """By local rank; what only a rendezvous can tell is said so."""
-    config = launch.config
-    fixed = config.is_single_node or config.rdzv_backend == "static"
-    spec = worker_spec(config, launch.entrypoint)
+def _environments(request: LaunchRequest, inherited: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the environment of each local rank, with placeholders for unknown values."""
+    config = request.config
+    has_fixed_ranks = config.is_single_node or config.rdzv_backend == "static"
     nodes = [
         Node(id=str(n), host="", address="", slots=config.nproc_per_node, role=config.role)
         for n in range(config.max_nodes)
     ]
-    group_rank = (config.node_rank or 0) if fixed else 0
-    seat = assign_ranks(nodes)[group_rank]
+    group_rank = (config.node_rank or 0) if has_fixed_ranks else 0
     group = WorkerGroup(
-        spec=spec,
-        workers=assign_worker_ranks(seat),
+        spec=worker_spec(config, request.entrypoint),
+        workers=assign_worker_ranks(assign_ranks(nodes)[group_rank]),
         run_id=config.run_id,
         generation=1,
         group_rank=group_rank,
@@ -136,18 +137,23 @@ def _environments(launch: LaunchRequest, inherited: Mapping[str, str]) -> list[d
         master_port=0,
         max_restarts=config.max_restarts,
     )
-    found = []
-    for worker in group.workers:
-        environment = worker_environment(
-            group, worker, inherited, error_file="", cores=count_usable_cpus()
-        )
-        found.append({**environment, **_PLACE, **_OWN, **({} if fixed else _unsettled(launch))})
-    return found
+    placeholders = {**_ENDPOINT_VARIABLES, **_AGENT_VARIABLES}
+    if not has_fixed_ranks:
+        placeholders |= _unknown_before_rendezvous(request)
+    cores = count_usable_cpus()
+    return [
+        {
+            **worker_environment(group, worker, inherited, error_file="", cores=cores),
+            **placeholders,
+        }
+        for worker in group.workers
+    ]
 
 
-def _unsettled(launch: LaunchRequest) -> dict[str, str]:
-    """The job's size is known where it cannot change."""
-    config = launch.config
-    place = _OF_PLACE | {"ELASTICLIB_GENERATION"}
-    names = place if config.min_nodes == config.max_nodes else place | _OF_SIZE
-    return dict.fromkeys(names, _MET)
+def _unknown_before_rendezvous(request: LaunchRequest) -> dict[str, str]:
+    """Return placeholders for ranks, and for the world size if the job can change it."""
+    config = request.config
+    names = _RANK_VARIABLES | {"ELASTICLIB_GENERATION"}
+    if config.min_nodes != config.max_nodes:
+        names |= _WORLD_SIZE_VARIABLES
+    return dict.fromkeys(names, _SET_BY_RENDEZVOUS)

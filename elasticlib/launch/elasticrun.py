@@ -113,15 +113,15 @@ def _run_node(request: LaunchRequest, workers: Workers) -> _CommandResult:
     # These imports run while the fork server imports torch.
     from ..workers.spec import WorkerState, entrypoint_name
     from .elastic_launch import run_node
-    from .exit_report import error_file, result_text
+    from .exit_summary import encode_error_file, format_result
 
     config = request.config
     summary: list[str] = []
     result = run_node(config, request.entrypoint, workers, on_summary=summary.append)
     # The reason comes last, where users look first.
-    _print_to_stderr("".join(summary) + result_text(result))
+    _print_to_stderr("".join(summary) + format_result(result))
     if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
-        write_error_file(error_file(result, wall()))
+        write_error_file(encode_error_file(result, wall()))
     is_drained = result.state is WorkerState.DRAINED
     exit_code = config.supervision.drain_exit_code if is_drained else result.exit_code
     return _CommandResult(exit_code, result, entrypoint_name(request.entrypoint))

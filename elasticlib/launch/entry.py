@@ -21,7 +21,7 @@ def main() -> int:
 
     code = command()
     if "torch" in sys.modules:
-        from ..workers.run_program import end
+        from ..workers.run_program import exit_process
 
-        end(code)
+        exit_process(code)
     return code

@@ -32,14 +32,14 @@ _STATE_KINDS = (
 _KINDS_WITHOUT_GENERATION = ("run.started", "generation.started", "events.dropped")
 
 
-def finished_state(word: str) -> JobState:
-    """Return the state that a `run.finished` event reports; FAILED for an unknown word."""
+def finished_state(name: str) -> JobState:
+    """Return the state that a `run.finished` event reports; FAILED for an unknown name."""
     states = {
         "succeeded": JobState.SUCCEEDED,
         "stopped": JobState.STOPPED,
         "drained": JobState.DRAINED,
     }
-    return states.get(word, JobState.FAILED)
+    return states.get(name, JobState.FAILED)
 
 
 # -- status of a node ------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class NodeStatus:
     snapshot_step: int | None = None
     step: int | None = None  # of the slowest worker
     steps_per_second: float | None = None
-    expelled: bool = False  # it has ended, and the job continues without it
+    expelled: bool = False  # the job continues without it
     workers: tuple[WorkerStatus, ...] = ()
 
 
@@ -366,7 +366,6 @@ class NodeAggregate:
         self.last_saves: Mapping[str, tuple[float, int]] = {}  # time and step, by kind of event
         self.last_progress: ProgressSample | None = None
         self.progress: Downsampled[ProgressSample] = Downsampled(MAX_SAMPLES * keeps_samples)
-        self.losses: Downsampled[ProgressSample] = Downsampled(MAX_SAMPLES * keeps_samples)
         self._keeps_samples = keeps_samples
         self._timeline: dict[tuple[str, int], Downsampled[TimelineEvent]] = {}
         self._clock_offsets: Downsampled[float] = Downsampled(64)
@@ -386,7 +385,7 @@ class NodeAggregate:
     @property
     def omitted_events(self) -> int:
         """Number of timeline events and progress samples that were not kept."""
-        kept: list[Downsampled[Any]] = [self.progress, self.losses, *self._timeline.values()]
+        kept: list[Downsampled[Any]] = [self.progress, *self._timeline.values()]
         return sum(samples.num_omitted for samples in kept)
 
     def apply(self, event: Event) -> None:
@@ -431,7 +430,7 @@ class NodeAggregate:
 
     def _start_generation(self, event: Event) -> None:
         if self.generations and self.generations[-1].stopped_at is None:
-            # No event reports how the previous generation ended; it has ended by now.
+            # No event reports how the previous generation finished, but it must have.
             last = self.generations[-1]
             end = attrs.evolve(event, kind="rendezvous.started", facts={})
             self.generations[-1] = update_generation(last, end)
@@ -446,10 +445,6 @@ class NodeAggregate:
                 return
 
     def _add_progress(self, event: Event, step: int) -> None:
-        if self._keeps_samples:
-            for loss_step, at, loss in event.losses():
-                sample = ProgressSample(at, self.node, event.generation, loss_step, loss=loss)
-                self.losses.add(sample)
         self.last_progress = ProgressSample(
             event.monotonic,
             self.node,

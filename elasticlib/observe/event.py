@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -97,8 +97,6 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "steps_per_second": "rate since the previous event, or the first step; null if unknown",
         "seconds_since_heartbeat": "largest time since a worker's last sign of life",
         "loss": "last loss of the lowest rank that reports one, else null; text if not finite",
-        "losses": "evenly chosen losses of this rank since the previous event, each a list of "
-        "step, seconds before this event, and loss",
         "samples_per_second": "rate of all workers of this node together; null if unknown",
     },
     "snapshot.taken": {
@@ -146,7 +144,7 @@ class TimelineEvent:
     at: float  # seconds
     kind: str
     node: str
-    text: str  # a sentence, or the step
+    text: str  # description, or the step
     rank: int | None = None
     step: int | None = None
     traceback: str = ""  # of a worker that failed, if it left one
@@ -154,7 +152,7 @@ class TimelineEvent:
 
 @attrs.frozen
 class Event:
-    """One line of `events.jsonl`.
+    """An event of one node: a line of `events.jsonl`.
 
     Facts hold JSON values. A file may have been written by anyone, so facts are read by type: a
     fact that is missing or of another type than in `KINDS` is unknown.
@@ -193,7 +191,7 @@ class Event:
 
     @property
     def is_expected_exit(self) -> bool:
-        """True if a worker succeeded or was asked to stop (`worker.exited`)."""
+        """True if a worker succeeded or was told to stop (`worker.exited`)."""
         return self.is_true("succeeded") or self.is_true("stopped")
 
     def number(self, name: str) -> float | None:
@@ -235,15 +233,6 @@ class Event:
 
     def is_true(self, name: str) -> bool:
         return self.facts.get(name) is True
-
-    def losses(self) -> Iterator[tuple[int, float, float]]:
-        """Yield step, time and value of each loss of a `progress` event."""
-        listed = self.facts.get("losses")
-        for item in listed if isinstance(listed, list) else ():
-            if isinstance(item, list) and len(item) == 3:
-                step, age, loss = _as_count(item[0]), _as_number(item[1]), _as_value(item[2])
-                if step is not None and age is not None and age >= 0 and loss is not None:
-                    yield step, self.monotonic - age, loss
 
 
 def _as_number(value: object) -> float | None:

@@ -28,7 +28,7 @@ class JobState(enum.Enum):
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     DRAINED = "DRAINED"  # a node that had time to save before it left
-    STOPPED = "STOPPED"  # ended by a signal
+    STOPPED = "STOPPED"  # stopped by a signal
 
     @property
     def is_finished(self) -> bool:
@@ -40,7 +40,7 @@ ACTIVE_STATES = (
     *(JobState.DRAINING, JobState.RESTARTING, JobState.RESIZING),
     *(JobState.RENDEZVOUS, JobState.WAITING, JobState.RUNNING),
 )
-"""Where nodes differ, the first of these is the state of the job."""
+"""States in order of priority: the state of a job is the first one that a node is in."""
 
 
 @attrs.frozen
@@ -59,7 +59,7 @@ def job_state(members: Sequence[NodeParticipation]) -> JobState | None:
         members: the nodes of the last generation; at least one.
 
     Returns:
-        The state, or None if the agents are gone and did not report how the job ended.
+        The state, or None if the agents are gone and did not report how the job finished.
     """
     for final in (JobState.SUCCEEDED, JobState.FAILED):
         # Each ends the job for all nodes, unless the node was expelled.
@@ -81,7 +81,7 @@ PHASES: Mapping[str, str] = {
     "shutdown": "until all workers had exited",
     "imports": "until the node had imported torch and other modules that workers need",
     "rendezvous": "until the next generation was settled",
-    "startup": "until the script restored its state, completed a step, or ended without one",
+    "startup": "until the script restored its state, completed a step, or finished without one",
     "restore": "until the state was restored",
     "stalled": "later pauses between steps, far longer than the usual step time",
     "repeated": "repeating steps that had been completed before",
@@ -137,7 +137,7 @@ class RecoveryCost:
 
 @attrs.frozen
 class NodeGeneration:
-    """One generation as one node saw it; times are those of the node, or job seconds."""
+    """A generation as one node saw it; times are those of the node, or job seconds."""
 
     node: str
     number: int
@@ -154,11 +154,13 @@ class NodeGeneration:
     trigger: GenerationTrigger | None = None  # None if it is not known
     rendezvous_started_at: float | None = None
     import_seconds: float = 0.0  # between `rendezvous_started_at` and `started_at`
-    disrupted_at: float | None = None  # first sign of its end, unless it ended well
+    disrupted_at: float | None = None  # first sign of its end, unless it finished normally
     stopped_at: float | None = None  # no worker works any more
     all_exited_at: float | None = None
     last_exit_at: float | None = None
-    undetected_seconds: float | None = None  # before `disrupted_at`, of a fault nobody noticed
+    undetected_seconds: float | None = (
+        None  # before `disrupted_at`, during which a fault was not noticed
+    )
     has_failed: bool = False  # workers of this node failed
     is_planned: bool = False  # it ends on purpose
     restored_at: float | None = None
@@ -193,18 +195,18 @@ class NodeMembership:
     node_rank: int
     ranks: tuple[int, int]
     started_at: float
-    ended_at: float | None = None  # None if it has not ended
+    finished_at: float | None = None  # None while it lasts
 
 
 @attrs.frozen
 class Generation:
-    """One generation of a job."""
+    """A generation of a job."""
 
     number: int
     trigger: GenerationTrigger
     reason: str  # as the log has it
     started_at: float
-    ended_at: float | None
+    finished_at: float | None
     node_count: int
     world_size: int
     restarts: int
@@ -239,7 +241,7 @@ class NodeExit:
 
 @attrs.frozen
 class NodeHistory:
-    """What is known of a node."""
+    """History of a node."""
 
     node: str
     host: str
@@ -259,7 +261,7 @@ class NodeHistory:
 
 @attrs.frozen
 class History:
-    """What the events of a run tell, in order of time."""
+    """History of a run, in order of time."""
 
     run: str
     start_timestamp: float  # seconds since 1970 at job second 0
@@ -298,7 +300,7 @@ class History:
             return None
         total = 0.0
         for made in trained:
-            end = self.duration_seconds if made.ended_at is None else made.ended_at
+            end = self.duration_seconds if made.finished_at is None else made.finished_at
             total += max(0.0, end - (made.first_step_at or 0.0)) - made.cost.lost_after_first_step
         return total
 
@@ -323,7 +325,7 @@ class History:
 class _GenerationEnd:
     """The end of a generation, on the axis of the job."""
 
-    fault_at: float  # it went wrong, or completed its last step if it ended on purpose
+    fault_at: float  # first fault, or the last step if it was stopped on purpose
     detected_at: float
     all_exited_at: float
     may_be_undetected: bool  # it could go wrong before an agent noticed
@@ -359,19 +361,19 @@ class RecoveryCostCalculator:
         """
         if job_started_at is not None:
             self._before, self._end = (), None
-        # Generations are known to be in order, whatever the clocks say.
+        # The order of generations is known, even if clocks disagree.
         started_at = max(self._min_start, min(part.started_at for part in parts))
         end = _generation_end(parts, started_at, next_parts)
         first_step_at = _latest(part.first_step_at for part in parts)
         first_step_at = None if first_step_at is None else max(started_at, first_step_at)
         first_step, last_step = _steps(parts)
         pace = _median(part.seconds_per_step for part in parts)
-        ended_at = max(started_at, last_event_at) if end is None else end.fault_at
+        finished_at = max(started_at, last_event_at) if end is None else end.fault_at
         cost = self._recovery_cost(parts, started_at, first_step_at, job_started_at)
         num_repeated = self._repeated_steps(first_step, last_step)
-        worked = 0.0 if first_step_at is None else max(0.0, ended_at - first_step_at)
+        worked = 0.0 if first_step_at is None else max(0.0, finished_at - first_step_at)
         repeated = min(max(0, num_repeated - 1) * (self._seconds_per_step or pace or 0.0), worked)
-        stalled = _stalled_seconds(parts, end, ended_at, pace or self._seconds_per_step)
+        stalled = _stalled_seconds(parts, end, finished_at, pace or self._seconds_per_step)
         cost = attrs.evolve(
             cost,
             stalled=min(stalled, worked - repeated) or None,
@@ -383,11 +385,11 @@ class RecoveryCostCalculator:
             trigger=find_trigger(self._before, parts),
             reason=next((part.reason for part in parts if part.reason), ""),
             started_at=started_at,
-            ended_at=None if end is None else end.fault_at,
+            finished_at=None if end is None else end.fault_at,
             node_count=max(part.node_count for part in parts),
             world_size=max(part.world_size for part in parts),
             restarts=max(part.restarts for part in parts),
-            first_step_at=None if first_step_at is None else min(first_step_at, ended_at),
+            first_step_at=None if first_step_at is None else min(first_step_at, finished_at),
             first_step=first_step,
             last_step=last_step,
             cost=cost,
@@ -452,7 +454,7 @@ def count_as_startup(made: Generation, last_event_at: float) -> Generation:
     """Count all time of a generation without a step as startup, if workers report steps."""
     if made.first_step_at is not None:
         return made
-    end = last_event_at if made.ended_at is None else made.ended_at
+    end = last_event_at if made.finished_at is None else made.finished_at
     duration = max(0.0, end - made.started_at)
     restore = None if made.cost.restore is None else min(made.cost.restore, duration)
     cost = attrs.evolve(made.cost, startup=duration - (restore or 0.0), restore=restore)
@@ -539,7 +541,7 @@ def stall_seconds(seconds: float, steps: int, seconds_per_step: float | None) ->
 def _stalled_seconds(
     parts: Sequence[NodeGeneration],
     end: _GenerationEnd | None,
-    ended_at: float,
+    finished_at: float,
     seconds_per_step: float | None,
 ) -> float:
     # Nodes of a job advance together, so a step on one of them is a step on all.
@@ -547,10 +549,10 @@ def _stalled_seconds(
         (part.stalled_seconds for part in parts if part.last_step_at is not None), default=0.0
     )
     last_step_at = _latest(part.last_step_at for part in parts)
-    # A generation that ended well may have had other work after its last step.
+    # A generation without a fault may have had other work after its last step.
     was_disrupted = end is None or any(part.disrupted_at is not None for part in parts)
     if last_step_at is not None and was_disrupted:
-        stalled += stall_seconds(ended_at - last_step_at, 0, seconds_per_step)
+        stalled += stall_seconds(finished_at - last_step_at, 0, seconds_per_step)
     return stalled
 
 

@@ -211,7 +211,7 @@ class _PlacedAgent:
     def progress(self) -> Iterator[ProgressSample]:
         pairs = zip(self.own_generations, self.numbers, strict=True)
         numbers = {generation.number: number for generation, number in pairs}
-        for sample in (*self.aggregate.progress.items, *self.aggregate.losses.items):
+        for sample in self.aggregate.progress.items:
             number = numbers.get(sample.generation, sample.generation)
             at = sample.at + self.offset
             yield attrs.evolve(sample, at=at, node=self.name, generation=number)
@@ -309,11 +309,11 @@ class _JobHistory:
     def _memberships(
         self, generations: Sequence[Generation], is_finished: bool
     ) -> tuple[NodeMembership, ...]:
-        ends = {generation.number: generation.ended_at for generation in generations}
+        ends = {generation.number: generation.finished_at for generation in generations}
         memberships = []
         for number, parts in self._parts.items():
             for part in parts:
-                # If a node's own end is not known, it ended with the generation or the job.
+                # If a node's own end is not known, the end of the generation or the job is used.
                 own = part.stopped_at if part.all_exited_at is None else part.all_exited_at
                 candidates = (own, ends[number], self._duration if is_finished else None)
                 end = next((at for at in candidates if at is not None), None)
@@ -324,7 +324,7 @@ class _JobHistory:
                         part.node_rank,
                         part.ranks,
                         started_at=part.started_at,
-                        ended_at=None if end is None else max(part.started_at, end),
+                        finished_at=None if end is None else max(part.started_at, end),
                     )
                 )
         return tuple(sorted(memberships, key=attrgetter("generation", "node_rank")))
@@ -336,11 +336,11 @@ class _JobHistory:
             # An agent that waits for admission records nothing while it waits.
             may_wait = bool(generations) and generations[-1].all_exited_at is not None
             is_waiting = may_wait and not is_finished
-            is_lost = agent.is_dead or (self._was_left_behind(agent) and not is_waiting)
+            is_lost = agent.is_dead or (self._was_abandoned(agent) and not is_waiting)
             histories.append(agent.history(is_lost=is_lost))
         return tuple(sorted(histories, key=attrgetter("started_at")))
 
-    def _was_left_behind(self, agent: _PlacedAgent) -> bool:
+    def _was_abandoned(self, agent: _PlacedAgent) -> bool:
         """Return True if the others continued without an agent that reported no end."""
         if agent.aggregate.end_event is not None or not agent.numbers:
             return False
@@ -377,7 +377,7 @@ def _in_time(items: Iterable[Timed]) -> tuple[Timed, ...]:
 # -- one axis of time ------------------------------------------------------------------------------
 #
 # Events of several agents are placed on one axis by the generations that they started together:
-# members of a generation start their workers at almost the same time, whatever their clocks say.
+# members of a generation start their workers at almost the same time, even if their clocks differ.
 # Wall clocks are used only between agents that share no generation.
 
 
@@ -386,7 +386,7 @@ class Alignment:
     """Common times and generation numbers of several agents."""
 
     offsets: Sequence[float]  # added to an agent's times to get seconds since 1970
-    # What each agent saw of a generation. If the job starts again, the count goes on.
+    # What each agent saw of a generation. If the job starts again, the count continues.
     generations: Mapping[int, Sequence[GenerationKey]]
     first_numbers: frozenset[int]  # generations with which the job started
 
@@ -400,7 +400,7 @@ def align(agents: Sequence[Sequence[NodeGeneration]], clocks: Sequence[float]) -
     """
     jobs: dict[str, dict[int, list[GenerationKey]]] = {}
     for index, generations in enumerate(agents):
-        restarts = 0  # tells starts of a job apart if its rendezvous reports no incarnation
+        restarts = 0  # distinguishes starts of a job if its rendezvous reports no incarnation
         for i, generation in enumerate(generations):
             if i and generation.number <= generations[i - 1].number:
                 restarts += 1

@@ -40,17 +40,19 @@ class HttpResponse:
     body: bytes
 
 
-def text_response(status: int, sentence: str) -> HttpResponse:
+def text_response(status: int, message: str) -> HttpResponse:
     """Return a response with one line of plain text."""
-    return HttpResponse(status, "text/plain; charset=utf-8", f"{sentence}\n".encode())
+    return HttpResponse(status, "text/plain; charset=utf-8", f"{message}\n".encode())
 
 
 Pages = Mapping[str, Callable[[], HttpResponse]]
 
 
 class HttpServer:
-    """Serves pages by their path. The port is bound by the constructor, so a port in use is noticed
-    early; requests are answered between `start` and `close`.
+    """Serves pages by their path.
+
+    The constructor binds the port, so a port in use is noticed early. Requests are answered between
+    `start` and `close`.
 
     Args:
         host: address to listen on; `::` listens on all addresses, those of IPv4 included.
@@ -108,7 +110,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, max_connections: int, client_timeout_s: float) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.pages: Pages = {}
-        self.page_lock = threading.Lock()  # held while a page is made
+        self.page_lock = threading.Lock()  # locked while a page is generated
         self._free_connections = threading.BoundedSemaphore(max_connections)
         self.client_timeout_s = client_timeout_s
         super().__init__((host, port), _Handler)

@@ -1,6 +1,6 @@
 """Status of a job: what its store and its nodes report, as a value, JSON, text and exit code.
 
-Whether a node is alive is decided by its lease alone. Ages may depend on the wall clocks of two
+Whether a node is alive is decided only by its lease. Ages may depend on the wall clocks of two
 machines, so nothing is decided by them.
 """
 
@@ -40,7 +40,7 @@ from .node_status import STATUS_TTL_S, NodeReport, StatusReader
 
 @attrs.frozen
 class JobReading:
-    """What the store of a job holds."""
+    """Content of the store of a job."""
 
     run: str
     document: Membership | None
@@ -176,7 +176,7 @@ class JobStatus:
 
     @property
     def was_terminated(self) -> bool:
-        """True if none of its agents is alive, and none has reported how it ended."""
+        """True if none of its agents is alive, and none has reported how it finished."""
         is_known = self.is_recorded or bool(self.nodes)
         return self.state is None and is_known and not any(node.alive for node in self.nodes)
 
@@ -243,7 +243,7 @@ def status_of(reading: JobReading) -> JobStatus | None:
 
 
 def _node_entries(reading: JobReading) -> tuple[NodeEntry, ...]:
-    """Return the members in their order, then waiting nodes in the order in which they came."""
+    """Return the members in their order, then waiting nodes in the order in which they joined."""
     members = () if reading.document is None else reading.document.members
     is_settled = reading.document is None or reading.document.phase is JobPhase.ACTIVE
     alive = {node.id: node for node in reading.alive_nodes}
@@ -269,7 +269,7 @@ def _node_entries(reading: JobReading) -> tuple[NodeEntry, ...]:
             is_final=reading.is_final,
         )
         for rank, node in ranked
-        # Lost members of a generation that has ended do not belong to the next one.
+        # Lost members of a generation that has finished do not belong to the next one.
         if node.id in alive or is_settled
     )
 
@@ -331,7 +331,7 @@ def _find_state(reading: JobReading, statuses: Iterable[NodeStatus]) -> tuple[Jo
             return state, by_state[state].reason or document.reason
     finished = [state for state in by_state if state.is_finished]
     if finished and len(finished) == len(by_state):
-        # The document will say so as soon as the nodes without a status have finished.
+        # The document is updated as soon as the nodes without a status have finished.
         worst = max(finished, key=lambda state: (state is JobState.FAILED, state.value))
         return worst, by_state[worst].reason
     return JobState.RUNNING, document.reason
@@ -467,7 +467,7 @@ def exit_code(status: JobStatus) -> int:
         return EXIT_UNKNOWN
     if not state.is_finished:
         if status.has_no_reports:
-            return EXIT_UNKNOWN  # the store only tells that the job was running
+            return EXIT_UNKNOWN  # the store only shows that the job was running
         return 0 if state is JobState.RUNNING else 3
     return {JobState.SUCCEEDED: 0, JobState.FAILED: 1}.get(state, 5)
 
@@ -551,14 +551,14 @@ def headline(status: JobStatus) -> list[str]:
         lines[0] += f", started {format_duration(status.uptime_seconds)} ago"
     if status.has_no_reports and not status.was_terminated:
         lines.append(
-            "  no agent publishes a status (custom launcher without elasticlib.observed?); "
+            "  no agent publishes a status (custom launcher without elasticlib.observe_node?); "
             "showing the store's data"
         )
     if not status.is_recorded:
         lines += [f"  {line}" for line in _summary_lines(status)]
     if status.reason:
         lines.append(f"  reason: {status.reason}")
-    # Texts come from other machines, and from files that anyone may have written.
+    # Texts originate from other machines, and from files that anyone may have written.
     return [visible_line(line) for line in lines]
 
 

@@ -65,7 +65,7 @@ class SafeCaller:
     """Calls a component whose failures must not affect the job.
 
     A component that raises is named once in the log and not called again. Events for which a slow
-    component has no room are counted, and the log says how many there were.
+    component has no room are counted, and the log reports how many there were.
 
     Args:
         component: receives the events; the log names its type.
@@ -196,14 +196,14 @@ class NodeJournal(Journal):
     def _write(self, event: Event) -> None:
         self._last = event
         while not self._append(encode(event), event):
-            # Retry for as long as there is room for the events behind this one.
+            # Retry for as long as there is room for the events that follow.
             if not self._file_queue.rest(self._retry_interval):
                 self._num_failed += 1
                 return
         self._num_written += 1
 
     def _append(self, line: bytes, template: Event) -> bool:
-        """Append a line, after an event that tells how many were dropped since the last one."""
+        """Append a line, after an event that contains how many were dropped since the last one."""
         dropped = self.num_dropped
         if dropped > self._num_reported:
             facts = {"count": dropped - self._num_reported}

@@ -39,7 +39,7 @@ class MetricsSnapshot:
     status: NodeStatus
     totals: NodeTotals
     progress: ProgressSample | None = None  # last progress event
-    is_healthy: bool = True  # as /healthz says
+    is_healthy: bool = True  # as /healthz reports
     loop_blocked_seconds: float = 0.0
     dropped_events: int = 0
     versions: Mapping[str, str] = attrs.field(factory=dict)

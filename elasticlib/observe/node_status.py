@@ -46,7 +46,7 @@ RETRY_INTERVAL_S = 2.0
 
 @attrs.frozen
 class NodeReport:
-    """The status of a node with durations that only its own clock can tell."""
+    """The status of a node with durations that only its own clock can measure."""
 
     status: NodeStatus
     state_seconds: float  # in its state
@@ -223,7 +223,7 @@ class PollingThread(abc.ABC):
 
     Args:
         name: name of the thread.
-        consequence: what does not work while polls fail, as a part of a sentence.
+        consequence: what does not work while polls fail, as a part of the log message.
         retry_interval: seconds until the next poll after a failure.
     """
 

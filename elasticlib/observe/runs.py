@@ -1,8 +1,8 @@
 """Registry of the runs of this machine and user: a bounded number of records in one directory.
 
 Each agent has a record, a directory `<run id>_<random>`, which contains its `events.jsonl` or a
-link to it. The record appears by one rename, with its lock held, and the agent holds the lock until
-it exits. Records of finished runs can therefore be removed, and never one of a live agent.
+link to it. The record appears by one rename, with its lock taken, and the agent keeps the lock
+until it exits. Records of finished runs can therefore be removed, and never one of a live agent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def runs_dir() -> Path:
 
 
 def check_ownership(directory: Path) -> None:
-    """Check that nobody else has created the directory or put a link in its place.
+    """Check that no other user has created the directory or put a link in its place.
 
     Raises:
         PermissionError: it belongs to another user, or is no directory.
@@ -132,17 +132,17 @@ def _safe_name(run_id: str) -> str:
 
 @attrs.frozen
 class RunRecord:
-    """The event file of one agent, and what its first event tells."""
+    """The event file of one agent, and the facts of its first event."""
 
     events: Path
     run: str  # empty if it is not known
     started_at: float  # seconds since 1970
-    ended_at: float  # infinite while the agent is alive
+    finished_at: float  # infinite while the agent is alive
     endpoint: str = ""  # rendezvous endpoint, if it is known
 
     @property
     def is_alive(self) -> bool:
-        return self.ended_at == math.inf
+        return self.finished_at == math.inf
 
 
 def find_runs(name: str | os.PathLike[str] = "", *, directory: Path | None = None) -> list[Path]:
@@ -183,7 +183,7 @@ def earlier_launches(name: str | os.PathLike[str], *, directory: Path | None = N
 
 
 class AliveAgents:
-    """Tells which agents are alive, by the locks of their records and this machine's processes.
+    """Determines which agents are alive, by the locks of their records and by process ids.
 
     Nothing is known of agents on other machines.
     """
@@ -253,7 +253,7 @@ def _own_directory() -> Path:
 
 def _records_at(path: Path) -> list[RunRecord]:
     """Return the records of a path: an event file, or a directory with one or several records."""
-    if os.path.isdir(path):  # does not raise, whatever the text is
+    if os.path.isdir(path):  # does not raise for any text
         record = _read_record(path / EVENTS_FILE)
         try:
             return [record] if record else _records_below(path)
@@ -280,11 +280,11 @@ def _read_record(events: Path) -> RunRecord | None:
     except OSError:
         return None
     run, started_at = ("", modified_at) if first is None else (first.run, first.timestamp)
-    ended_at = math.inf if is_alive(events.parent) else max(started_at, modified_at)
+    finished_at = math.inf if is_alive(events.parent) else max(started_at, modified_at)
     endpoint = ""
     if first is not None and first.kind == "run.started":
         endpoint = first.texts("settings").get("rdzv_endpoint", "")
-    return RunRecord(events, run, started_at, ended_at, endpoint)
+    return RunRecord(events, run, started_at, finished_at, endpoint)
 
 
 def _decode(line: bytes) -> Event | None:
@@ -310,7 +310,7 @@ def is_same_job(record: RunRecord, other: RunRecord) -> bool:
 
 
 def _overlaps(record: RunRecord, other: RunRecord) -> bool:
-    return record.started_at <= other.ended_at and other.started_at <= record.ended_at
+    return record.started_at <= other.finished_at and other.started_at <= record.finished_at
 
 
 def _warn_of_others(launch: list[RunRecord], found: Iterable[RunRecord], *, is_named: bool) -> None:

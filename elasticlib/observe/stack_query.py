@@ -58,6 +58,7 @@ class NodeStacks:
 
 
 def encode_query(query: StackQuery) -> bytes:
+    """Return a query as JSON."""
     ranks = None if query.ranks is None else sorted(query.ranks)
     return _dump({"number": query.number, "ranks": ranks})
 

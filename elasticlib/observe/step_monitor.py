@@ -36,7 +36,7 @@ class HeartbeatReading:
 
     @property
     def reached_at(self) -> float:
-        """When the last of these workers completed this step."""
+        """Time at which the last of these workers completed this step."""
         return max(beat.last_step_at for beat in self.with_steps if beat.step == self.step)
 
     @property
@@ -50,7 +50,7 @@ class HeartbeatReading:
 
 @attrs.frozen
 class StepMonitor:
-    """What the events of one generation have reported so far. Each reading yields the next value.
+    """State of the events of one generation so far. Each reading yields the next value.
 
     The fields with defaults are advanced by `read`.
     """
@@ -89,7 +89,7 @@ class StepMonitor:
 
     @property
     def _interval(self) -> float:
-        # Short at first: a worker keeps few losses, and none of them must be missed.
+        # The interval is short at first, so that a short run has several samples.
         elapsed = MAX_INTERVAL_S
         if self.training_at is not None:
             elapsed = self.reported_at - self.training_at
@@ -118,7 +118,7 @@ class StepMonitor:
             monitor = attrs.evolve(monitor, last_reading=reading)
             events.append(("progress", _progress_facts(before, reading)))
         # Each worker keeps its part of a sharded state, so a snapshot is complete once the last
-        # worker has its part. A checkpoint is complete when any worker says so.
+        # worker has its part. A checkpoint is complete when any worker reports it.
         holders = [beat for beat in reading.beats.values() if beat.num_snapshots]
         snapshots = min((beat.num_snapshots for beat in holders), default=0)
         if snapshots > monitor.snapshots:
@@ -149,13 +149,13 @@ def _num_restores(reading: HeartbeatReading, *, of_all: bool) -> int:
 
 def _restore_facts(reading: HeartbeatReading) -> dict[str, Any]:
     states = [beat.last_restore for beat in reading.beats.values() if beat.last_restore is not None]
-    asked_at = max((state.started_at for state in states), default=reading.started_at)
+    requested_at = max((state.started_at for state in states), default=reading.started_at)
     done_at = max((state.finished_at for state in states), default=reading.started_at)
     return {
         "step": min((state.step for state in states), default=NO_STEP),
         "source": max((state.source for state in states), key=RESTORE_SOURCES.index, default=""),
-        "duration_seconds": round(max(0.0, done_at - asked_at), 6),
-        "delay_seconds": round(max(0.0, asked_at - reading.started_at), 6),
+        "duration_seconds": round(max(0.0, done_at - requested_at), 6),
+        "delay_seconds": round(max(0.0, requested_at - reading.started_at), 6),
     }
 
 
@@ -169,23 +169,8 @@ def _progress_facts(before: HeartbeatReading | None, now: HeartbeatReading) -> d
         "steps_per_second": speed,
         "seconds_since_heartbeat": round(max(0.0, now.at - alive_at), 3),
         "loss": losses[min(losses)] if losses else None,
-        "losses": _losses(before, now, min(losses, default=NO_STEP)),
         "samples_per_second": _throughput(before, now),
     }
-
-
-def _losses(
-    before: HeartbeatReading | None, now: HeartbeatReading, local_rank: int
-) -> list[list[float]]:
-    """Return evenly chosen losses of a worker since the reading before."""
-    losses = now.beats[local_rank].loss_history if local_rank in now.beats else None
-    if losses is None:
-        return []
-    old = None
-    if before is not None and local_rank in before.beats:
-        old = before.beats[local_rank].loss_history
-    new = losses.since(0 if old is None else old.count)
-    return [[step, round(max(0.0, now.at - at), 2), float(f"{loss:.6g}")] for step, at, loss in new]
 
 
 def _throughput(before: HeartbeatReading | None, now: HeartbeatReading) -> float | None:

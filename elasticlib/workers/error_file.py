@@ -1,9 +1,10 @@
-"""What a worker writes of its failure, with no decorator in its script; and how its agent finds it.
+"""Error file of a worker: how a worker records its failure, and how its agent reads it.
 
-The hooks show nothing and change nothing that the script does: what its own hooks do, they still
-do, and what torch's `record` has written stays. Taking a process down takes its time, in which its
-peers notice and may end first: so what it wrote (its error.json, and a small file beside that)
-is looked at before it has ended. Every worker imports this.
+The record is torch's error.json. It needs no decorator in the user's script: hooks for uncaught
+exceptions write it, and then call the hooks that were installed before. The hooks change no
+output, and a record that torch's `record` has written stays. A second small file holds the time
+and the exit code of the failure as soon as they are known, because a process may take long to exit
+after it failed: its peers may notice the failure and exit first. Every worker imports this module.
 """
 
 from __future__ import annotations
@@ -27,156 +28,160 @@ from ..clock import wall
 from ..foreign import opened, read_object
 from ..visible import shorten
 
-EXIT = ".exit"
-"""Suffix of the file beside error.json in which a process that fails writes when it does and with
-which exit code (0 for an exception). The time is the worker's own: modification times come from
-the clock of a file server where the directory is shared."""
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_OURS = (_HERE + os.sep, os.path.join(os.path.dirname(_HERE), "compat", ""))
+EXIT_FILE_SUFFIX = ".exit"  # of the file with the exit code, 0 for an exception, and the time
+EMPTY_ERROR_RECORD = {"message": "<NONE>"}  # torch's record of a worker without an error.json
+MAX_ERROR_FILE_BYTES = 1 << 20  # the user's code may write any file under this name
+MAX_EXIT_FILE_BYTES = 64
+MAX_TEXT_CHARS = 1 << 16  # of a message or traceback
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_INTERNAL_PATHS = (_PACKAGE + os.sep, os.path.join(os.path.dirname(_PACKAGE), "compat", ""))
+
+
+# -- the worker's end ------------------------------------------------------------------------------
 
 
 def install_exception_hooks(error_file: str) -> None:
-    """Call it once, just before the user's code runs; an empty name records nothing."""
+    """Record the failures of this process from now on.
+
+    Args:
+        error_file: The path of the record; empty to write none.
+    """
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
-        # There may be no stderr to write to. One that the user has enabled is the user's.
+        # There may be no stderr. A faulthandler that the user has enabled stays.
         if not faulthandler.is_enabled():
             faulthandler.enable()
     if error_file:
-        ErrorFileWriter(error_file).hook()
+        ErrorFileWriter(error_file).install()
+
+
+def record_exception(error: BaseException) -> None:
+    """Record an exception that ends this process, also SystemExit with a text.
+
+    The function that runs the user's program calls this, because the hooks see neither an exit nor
+    an exception that the excepthook of the script suppresses.
+    """
+    writer = ErrorFileWriter.installed
+    if writer is not None:
+        writer.record_main_thread(error)
 
 
 def write_error_file(error_file: str, error: BaseException, trace: str, thread: str = "") -> bytes:
-    """Leave an error.json; returns what it holds. A disk that is full loses the record only."""
-    kind, now = type(error).__name__, int(wall())
-    record = make_error_record(kind, _text(error), trace, now, thread=thread)
+    """Write an error.json and return its content. An error of the disk only loses the record."""
+    name, now = type(error).__name__, int(wall())
+    record = make_error_record(name, _message_of(error), trace, now, thread=thread)
     with contextlib.suppress(OSError):
         replace_file(error_file, record)
     return record
 
 
-def replace_file(path: str, record: bytes) -> None:
-    """Raises OSError; what stood there then still does."""
-    aside = f"{path}.part"
-    with open(aside, "wb") as file:
-        file.write(record)
-    os.replace(aside, path)
+def replace_file(path: str, content: bytes) -> None:
+    """Replace a file atomically.
 
-
-def record_exception(error: BaseException) -> None:
-    """Write down an exception that is about to end this process, exit("text") included.
-
-    For the code that runs the user's: neither an exit nor what a script's own excepthook keeps to
-    itself reaches the hooks.
+    Raises:
+        OSError: The file cannot be written; the old one is still there.
     """
-    recorder = ErrorFileWriter.installed
-    if recorder is not None:
-        recorder.main_thread(error)
+    temporary = f"{path}.part"
+    with open(temporary, "wb") as file:
+        file.write(content)
+    os.replace(temporary, path)
 
 
 def strip_internal_frames(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback that begins where the user's code does, as Python's own would."""
-    rest = trace
+    """Return the traceback without the frames of elasticlib that started the user's code."""
+    user_trace = trace
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if name.startswith(_OURS):
-            rest = trace.tb_next
+        if name.startswith(_INTERNAL_PATHS):
+            user_trace = trace.tb_next
         elif "runpy" not in name:
             break
         trace = trace.tb_next
-    return rest
+    return user_trace
+
+
+def format_exception(error: BaseException) -> str:
+    """Return the traceback of an exception without internal frames, as Python prints it."""
+    trace = strip_internal_frames(error.__traceback__)
+    return "".join(traceback.format_exception(type(error), error, trace))
 
 
 class ErrorFileWriter:
-    """Writes the error.json of this process, and of none that it forks."""
+    """Writes the error.json of this process, but not of processes that it forks."""
 
-    installed: ErrorFileWriter | None = None
+    installed: ErrorFileWriter | None = None  # of this process
 
     def __init__(self, error_file: str) -> None:
         self._file = error_file
         self._pid = os.getpid()
-        self._written = b""
-        self._recorded: BaseException | None = None
-        self._failed_at = 0.0
-        self._threads = ""
-        self._excepthook = sys.excepthook
+        self._written = b""  # the last record of this writer
+        self._recorded: BaseException | None = None  # the exception that ends the process
+        self._failed_at = 0.0  # wall-clock time of the first failure; 0 before
+        self._thread_traces = ""  # tracebacks of failed threads
+        self._excepthook = sys.excepthook  # the hooks that were installed before
         self._thread_hook = threading.excepthook
 
-    def hook(self) -> None:
+    def install(self) -> None:
         ErrorFileWriter.installed = self
-        self._excepthook, sys.excepthook = sys.excepthook, self._hear
-        self._thread_hook, threading.excepthook = threading.excepthook, self._hear_thread
-        atexit.register(self._look_back)
+        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
+        self._thread_hook, threading.excepthook = threading.excepthook, self._on_thread_exception
+        atexit.register(self._on_exit)
 
-    def main_thread(self, error: BaseException) -> None:
-        """An exception that ends the process: it outranks those of other threads."""
+    def record_main_thread(self, error: BaseException) -> None:
+        """Record an exception that ends the process; it replaces those of other threads."""
         if error is self._recorded:
             return
-        if _is_silent(error):
-            self._leave(error)
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            if error.code is not None and error.code & 0xFF:
+                self._write_exit_file(error.code & 0xFF)
             return
         self._recorded = error
-        self._note_exit(0)
-        self._write(error, format_exception(error) + self._threads)
+        self._write_exit_file(0)
+        self._write(error, format_exception(error) + self._thread_traces)
 
-    def _leave(self, error: BaseException) -> None:
-        code = getattr(error, "code", None)
-        if isinstance(code, int) and code & 0xFF:
-            self._note_exit(code & 0xFF)
-
-    def _note_exit(self, code: int) -> None:
+    def _write_exit_file(self, code: int) -> None:
         if os.getpid() != self._pid:
             return
         self._failed_at = self._failed_at or wall()
         with contextlib.suppress(OSError):
-            replace_file(self._file + EXIT, f"{code} {self._failed_at:.6f}".encode())
+            replace_file(self._file + EXIT_FILE_SUFFIX, f"{code} {self._failed_at:.6f}".encode())
 
-    def _hear(
+    def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # Python shows what the exception holds, rather than what the hook is given.
-        shown = strip_internal_frames(trace)
-        self.main_thread(error.with_traceback(shown))
-        self._excepthook(kind, error, shown)
+        # Python prints the traceback of the exception, not the one that the hook gets.
+        user_trace = strip_internal_frames(trace)
+        self.record_main_thread(error.with_traceback(user_trace))
+        self._excepthook(kind, error, user_trace)
 
-    def _hear_thread(self, args: threading.ExceptHookArgs) -> None:
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         error, thread = args.exc_value, args.thread
         if error is not None and not isinstance(error, SystemExit) and self._recorded is None:
             name = "?" if thread is None else thread.name
-            # It ends its thread alone, and is read only if the process then fails.
-            self._threads += f"\nEarlier, in thread {name!r}:\n{format_exception(error)}"
-            self._write(error, self._threads.lstrip(), name)
+            # It ends only its thread. The agent reads the record if the process fails later.
+            self._thread_traces += f"\nEarlier, in thread {name!r}:\n{format_exception(error)}"
+            self._write(error, self._thread_traces.lstrip(), name)
         self._thread_hook(args)
 
-    def _look_back(self) -> None:
-        """At the end: the interpreter keeps what it gave to an excepthook that replaced ours."""
+    def _on_exit(self) -> None:
+        """Record an exception that an excepthook got which the script installed afterwards."""
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException):
-            self.main_thread(error)
+            self.record_main_thread(error)
 
     def _write(self, error: BaseException, trace: str, thread: str = "") -> None:
         if os.getpid() != self._pid:
             return
         try:
             with open(self._file, "rb") as file:
-                stands = file.read()
+                current = file.read()
         except OSError:
-            stands = self._written
-        # Of somebody else's making: torch's record, or ours, which saw it closer to its cause.
-        if stands == self._written:
+            current = self._written
+        # A record of another writer, such as torch's, was made closer to the cause.
+        if current == self._written:
             self._written = write_error_file(self._file, error, trace, thread)
 
 
-def _is_silent(error: BaseException) -> bool:
-    """Whether it is an exit that says no more than its code."""
-    return isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int))
-
-
-def format_exception(error: BaseException) -> str:
-    trace = strip_internal_frames(error.__traceback__)
-    return "".join(traceback.format_exception(type(error), error, trace))
-
-
-def _text(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     """Return the exception's message, or where it was raised if it has none."""
     try:
         return str(error) or _raised_in(error)
@@ -187,41 +192,37 @@ def _text(error: BaseException) -> str:
 
 def _raised_in(error: BaseException) -> str:
     """Name the innermost function of the traceback, its file and its line."""
-    place = ""
+    location = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        place = f"raised in {code.co_name} ({os.path.basename(code.co_filename)}:{line})"
-    return place
+        location = f"raised in {code.co_name} ({os.path.basename(code.co_filename)}:{line})"
+    return location
 
 
-# -- error.json: torch's shape, and its bounds -----------------------------------------------------
-
-EMPTY_ERROR_RECORD = {"message": "<NONE>"}
-"""torch's word for the content of an error.json that there is not."""
-MAX_ERROR_FILE_BYTES = 1 << 20
-"""Bytes of an error.json that are looked at: it may be anything that the user's code writes."""
-MAX_TEXT_CHARS = 1 << 16
-"""Characters of a traceback, or of a message, that are kept."""
+# -- error.json in torch's format ------------------------------------------------------------------
 
 
 def make_error_record(
     kind: str, text: str, traceback: str, timestamp: int, *, thread: str = ""
 ) -> bytes:
-    """The file's content; timestamp in whole seconds since 1970.
+    """Return the content of an error.json.
 
-    thread: the name of the one that alone has ended so, and not yet the process.
+    Args:
+        kind: The name of the exception's class.
+        text: The exception's message.
+        traceback: The traceback, as Python prints it.
+        timestamp: Seconds since 1970.
+        thread: The name of the thread, if only that thread has exited.
     """
     extra = {"py_callstack": shorten(traceback, MAX_TEXT_CHARS), "timestamp": str(timestamp)}
     if thread:
         extra["thread"] = thread
-    record = {
-        "message": {"message": shorten(f"{kind}: {text}", MAX_TEXT_CHARS), "extraInfo": extra}
-    }
-    return json.dumps(record).encode()
+    message = shorten(f"{kind}: {text}", MAX_TEXT_CHARS)
+    return json.dumps({"message": {"message": message, "extraInfo": extra}}).encode()
 
 
 def parse_error_record(data: bytes) -> dict[str, Any]:
-    """All that an error.json holds; nothing where it is none."""
+    """Return the record in an error.json, or an empty dict if it has another format."""
     try:
         record = read_object(data)
     except ValueError:
@@ -230,87 +231,79 @@ def parse_error_record(data: bytes) -> dict[str, Any]:
 
 
 def message_and_traceback(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Message and traceback of what `parse_error_record` found; empty where it has none."""
+    """Return message and traceback of a record; empty texts if it has none."""
     message = record.get("message")
     if isinstance(message, str):
         return message, ""
     if not isinstance(message, dict):
         return "", ""
-    extra = message.get("extraInfo")
-    trace = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
+    trace = (_extra_info(record) or {}).get("py_callstack", "")
     return str(message.get("message", "")), str(trace)
 
 
-def ends_process(record: Mapping[str, Any]) -> bool:
-    """Whether this error.json tells of an exception that ends its process."""
-    try:
-        return "thread" not in record["message"]["extraInfo"]
-    except (KeyError, TypeError):
-        return False
+def _extra_info(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    message = record.get("message")
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    return extra if isinstance(extra, dict) else None
 
 
-# -- the agent's end ------------------------------------------------------------------------------
-
-NEVER = float("inf")
-LONGEST_NOTE = 64
+# -- the agent's end -------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class FailureReport:
-    """What a worker said of its failure. record: its error.json, empty without one. at: when it
-    failed, as the worker wrote it by this machine's clock; infinity if it wrote no time. code: by
-    which it is about to exit, 0 where it has not said. wrote: whether there is an error.json,
-    readable or not."""
+    """The failure of a worker, as the worker has recorded it."""
 
-    record: Mapping[str, Any]
-    at: float
-    code: int
-    wrote: bool
+    record: Mapping[str, Any]  # the content of its error.json; empty without one
+    failed_at: float  # wall-clock time of this machine; infinity if it is unknown
+    exit_code: int  # of the exit in progress; 0 for an exception, or if it is unknown
+    has_error_file: bool  # also true for one that cannot be read
 
     @property
     def ends_process(self) -> bool:
-        """Whether its process ends of what it said."""
-        return self.code != 0 or ends_process(self.record)
+        """Return whether the process exits because of this failure."""
+        extra = _extra_info(self.record)
+        return self.exit_code != 0 or (extra is not None and "thread" not in extra)
 
     @property
-    def texts(self) -> tuple[str, str]:
-        """Message and traceback."""
+    def message_and_traceback(self) -> tuple[str, str]:
+        """Return message and traceback; empty texts without a record."""
         return message_and_traceback(self.record)
 
 
 def read_failure_report(error_file: Path) -> FailureReport:
-    """Of the worker with this error file."""
+    """Read what the worker with this error file has recorded."""
     data = _read(error_file, MAX_ERROR_FILE_BYTES)
     record = parse_error_record(data)
     try:
-        code, at = _read(_exit_file(error_file), LONGEST_NOTE).decode("ascii").split()
-        return FailureReport(record, float(at), int(code), bool(data))
+        note = _read(_exit_file(error_file), MAX_EXIT_FILE_BYTES).decode("ascii")
+        code, failed_at = note.split()
+        return FailureReport(record, float(failed_at), int(code), bool(data))
     except ValueError:
         return FailureReport(record, _timestamp(record), 0, bool(data))
 
 
 def remove_exit_file(error_file: Path) -> None:
-    """The worker has ended, and how is known by now."""
-    with contextlib.suppress(OSError):  # it left none, or something that is none
+    """Remove the second file of a worker that has exited."""
+    with contextlib.suppress(OSError):  # there may be none
         _exit_file(error_file).unlink()
 
 
 def _exit_file(error_file: Path) -> Path:
-    return error_file.with_name(error_file.name + EXIT)
+    return error_file.with_name(error_file.name + EXIT_FILE_SUFFIX)
 
 
 def _timestamp(record: Mapping[str, Any]) -> float:
-    """Return the whole seconds in torch's form of a record, which a program may write without these
-    hooks; infinity if there are none."""
+    """Return the time in torch's record, which a program may write without these hooks."""
     try:
-        return float(int(record["message"]["extraInfo"]["timestamp"])) or NEVER
+        return float(int((_extra_info(record) or {})["timestamp"])) or float("inf")
     except (KeyError, TypeError, ValueError, OverflowError):
-        return NEVER
+        return float("inf")
 
 
-def _read(path: Path, most: int) -> bytes:
+def _read(path: Path, max_bytes: int) -> bytes:
     try:
-        with opened(path) as handle:
-            return os.read(handle, most)
+        with opened(path) as fd:
+            return os.read(fd, max_bytes)
     except OSError:
         return b""

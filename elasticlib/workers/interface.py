@@ -8,8 +8,7 @@ its agent exchange while the worker runs.
 from __future__ import annotations
 
 import abc
-import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import attrs
@@ -26,9 +25,6 @@ RESTORE_SOURCES = ("memory", "peer", "disk")  # where restored state was read fr
 PREEMPTED, RESIZE, DRAIN = "preempted", "resize", "drain"
 STOP_REASONS = (PREEMPTED, RESIZE, DRAIN)
 
-MAX_LOSS_POINTS = 208  # losses that a worker stores for the agent
-LOSS_POINT = struct.Struct("=dfi")  # loss, seconds since the first step, steps since the first step
-
 
 @attrs.frozen
 class RestoreReport:
@@ -38,42 +34,6 @@ class RestoreReport:
     source: str  # one of RESTORE_SOURCES
     started_at: float
     finished_at: float
-
-
-def is_sampled(count: int) -> bool:
-    """Return True if the loss is stored that follows `count` earlier ones.
-
-    The first MAX_LOSS_POINTS losses are stored. Whenever the number of losses has doubled, half as
-    many are stored from then on. So the stored losses cover the last two doublings.
-    """
-    return not count & ((1 << (count // MAX_LOSS_POINTS).bit_length()) - 1)
-
-
-def num_sampled_before(count: int) -> int:
-    """Return how many of the first `count` losses are stored."""
-    halved = ((count - 1) // MAX_LOSS_POINTS).bit_length() if count else 0
-    return MAX_LOSS_POINTS // 2 * halved + (count + (1 << halved) - 1 >> halved)
-
-
-@attrs.frozen
-class LossHistory:
-    """The sampled losses of a worker, as one read of its shared page found them."""
-
-    count: int  # losses reported before the read
-    later: int  # losses reported after the read, because the worker writes concurrently
-    points: bytes = attrs.field(repr=False)  # ring of the last MAX_LOSS_POINTS stored losses
-    first_step: int
-    first_at: float  # on this machine's monotonic clock
-
-    def since(self, count: int) -> Iterator[tuple[int, float, float]]:
-        """Yield step, time and loss of the losses stored after the first `count` losses."""
-        # The oldest slot may have been overwritten during the read.
-        oldest = num_sampled_before(max(self.count, self.later)) - MAX_LOSS_POINTS + 1
-        first = max(0, oldest, num_sampled_before(count))
-        for index in range(first, num_sampled_before(self.count)):
-            offset = index % MAX_LOSS_POINTS * LOSS_POINT.size
-            loss, after, steps = LOSS_POINT.unpack_from(self.points, offset)
-            yield self.first_step + steps, self.first_at + after, loss
 
 
 @attrs.frozen
@@ -96,7 +56,6 @@ class Heartbeat:
     last_snapshot_step: int = NO_STEP
     num_snapshots: int = 0
     loss: float | None = None  # last reported loss
-    loss_history: LossHistory | None = None
     num_samples: float = 0.0  # samples of all steps
 
 

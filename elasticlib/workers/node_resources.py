@@ -1,4 +1,12 @@
-"""CPUs and memory of this node, as the kernel and torch.numa report them."""
+"""CPUs and memory of this node, as the kernel and torch.numa report them.
+
+torch.numa initializes the accelerator to find the CPUs near it. So it runs in a process of its own:
+the agent does not import torch, and the fork server must never use a GPU.
+
+A worker that the kernel kills for lack of memory leaves no message. The only trace is that the
+kernel's count of such kills has grown while the worker ran. That is evidence and not proof, because
+another process of the same cgroup may have been killed.
+"""
 
 from __future__ import annotations
 
@@ -15,51 +23,53 @@ from ..errors import ConfigError
 
 CpuSet = frozenset[int]
 
+PROBE_TIMEOUT_S = 120.0  # torch is imported and the accelerator initialized, on a busy node
+CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+CGROUP_MOUNT = Path("/sys/fs/cgroup")
 
-def count_usable_cpus(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many processors we may keep busy: by our affinity, and our container's quota."""
-    cores = len(os.sched_getaffinity(0))
+
+def count_usable_cpus(cgroups: Path = CGROUP_MOUNT) -> int:
+    """Return the number of CPUs that this process's affinity and its container's quota allow."""
+    cpus = len(os.sched_getaffinity(0))
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with contextlib.suppress(OSError, ValueError):
             quota, period = " ".join((cgroups / name).read_text() for name in names).split()
             if quota not in ("max", "-1"):
-                return max(1, min(cores, -(-int(quota) // int(period))))
-    return cores
+                return max(1, min(cpus, -(-int(quota) // int(period))))
+    return cpus
 
 
 @contextlib.contextmanager
-def bind_cpus(processors: CpuSet | None) -> Iterator[None]:
-    """What is started by this thread meanwhile runs on these alone, from its first moment."""
-    if processors is None:
+def bind_cpus(cpus: CpuSet | None) -> Iterator[None]:
+    """Bind processes that this thread starts in the `with` block to these CPUs; None for all."""
+    if cpus is None:
         yield
         return
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, processors)
+    os.sched_setaffinity(0, cpus)
     try:
         yield
     finally:
         os.sched_setaffinity(0, before)
 
 
-# -- NUMA ---
-
-PROBE_TIMEOUT_S = 120.0  # torch is imported and the accelerator initialized, on a busy node
+# -- NUMA ------------------------------------------------------------------------------------------
 
 
 def numa_cpu_sets(
     binding: str, local_world_size: int, environment: Mapping[str, str]
 ) -> tuple[CpuSet, ...]:
-    """Return the CPUs of each worker, by local rank.
+    """Return the CPUs that torch.numa chooses for each worker, by local rank.
 
     Blocks for as long as a Python process needs to import torch and to initialize the accelerator.
 
     Args:
-        binding: one of torch's `AffinityMode` values, such as `node`.
-        local_world_size: the number of workers. Local rank i uses the i-th visible GPU.
-        environment: the agent's variables, with `CUDA_VISIBLE_DEVICES` if it is set.
+        binding: One of torch's `AffinityMode` values, such as `node`.
+        local_world_size: The number of workers. Local rank i uses the i-th visible GPU.
+        environment: The agent's variables, with `CUDA_VISIBLE_DEVICES` if it is set.
 
     Raises:
-        ConfigError: this torch has no torch.numa, or torch.numa cannot bind the workers here.
+        ConfigError: This torch has no torch.numa, or torch.numa cannot bind the workers here.
     """
     command = [sys.executable, "-m", __name__, binding, str(local_world_size)]
     try:
@@ -73,7 +83,7 @@ def numa_cpu_sets(
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"--numa-binding {binding}: cannot ask torch.numa: {error}") from error
+        raise ConfigError(f"--numa-binding {binding}: cannot run torch.numa: {error}") from error
     if probe.returncode != 0:
         reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
         raise ConfigError(
@@ -83,7 +93,7 @@ def numa_cpu_sets(
     return tuple(frozenset(cpus) for cpus in json.loads(probe.stdout.splitlines()[-1]))
 
 
-def ask_torch(binding: str, local_world_size: int) -> list[list[int]]:
+def call_torch_numa(binding: str, local_world_size: int) -> list[list[int]]:
     """Return what torch.numa chooses for each local rank; this process initializes the GPUs."""
     import torch
 
@@ -103,21 +113,23 @@ def ask_torch(binding: str, local_world_size: int) -> list[list[int]]:
     ]
 
 
-# -- memory kills ----------------------------------------------------------------------------------
-
-MEMBERSHIP = Path("/proc/self/cgroup")
-CGROUPS = Path("/sys/fs/cgroup")
+# -- processes killed for lack of memory -----------------------------------------------------------
 
 
-def read_oom_kill_count(membership: Path = MEMBERSHIP, mount: Path = CGROUPS) -> int | None:
-    """The count in this process's cgroup, or the machine's where that has none; None if unknown."""
+def read_oom_kill_count(
+    membership: Path = CGROUP_MEMBERSHIP, mount: Path = CGROUP_MOUNT
+) -> int | None:
+    """Return the number of processes of this cgroup that the kernel has killed for lack of memory.
+
+    Without such a cgroup it is the number of the whole machine, or None if that is unknown.
+    """
     try:
-        places = oom_kill_files(membership.read_text(), mount)
+        files = oom_kill_files(membership.read_text(), mount)
     except OSError:
-        places = []
-    for place in [*places, Path("/proc/vmstat")]:
+        files = []
+    for file in [*files, Path("/proc/vmstat")]:
         try:
-            count = parse_oom_kill_count(place.read_text())
+            count = parse_oom_kill_count(file.read_text())
         except OSError:
             continue
         if count is not None:
@@ -129,8 +141,8 @@ def oom_kill_files(membership: str, mount: Path) -> list[Path]:
     """Return the files that may hold the count, the nearest cgroup first.
 
     Args:
-        membership: the content of /proc/self/cgroup.
-        mount: the folder in which cgroups are mounted.
+        membership: The content of /proc/self/cgroup.
+        mount: The directory in which cgroups are mounted.
     """
     found: list[Path] = []
     for line in membership.splitlines():
@@ -142,13 +154,13 @@ def oom_kill_files(membership: str, mount: Path) -> list[Path]:
             top, name = mount, "memory.events"
         else:
             continue
-        # In a container the path may be the host's, and our own group the top of what is mounted.
+        # In a container the path may be the host's, and the container's group the mounted one.
         found += [top / path.lstrip("/") / name, top / name]
     return found
 
 
 def parse_oom_kill_count(text: str) -> int | None:
-    """The number that stands behind `oom_kill`."""
+    """Return the number in the line `oom_kill NUMBER`, or None without one."""
     for line in text.splitlines():
         name, _, number = line.partition(" ")
         if name == "oom_kill" and number.strip().isdigit():
@@ -157,9 +169,9 @@ def parse_oom_kill_count(text: str) -> int | None:
 
 
 def oom_kill_count_rose(before: int | None, after: int | None) -> bool:
-    """Whether the count has risen."""
+    """Return whether both counts are known and the second is larger."""
     return before is not None and after is not None and after > before
 
 
 if __name__ == "__main__":
-    print(json.dumps(ask_torch(sys.argv[1], int(sys.argv[2]))))
+    print(json.dumps(call_torch_numa(sys.argv[1], int(sys.argv[2]))))

@@ -18,12 +18,12 @@ from ..errors import ConfigError
 from .spec import Worker
 
 ERROR_FILE = "error.json"
-MAX_RANK = 99_999
-MAX_NAMED_RANKS = 10_000
+MAX_RANK = 99_999  # larger than any job that we know
+MAX_NAMED_RANKS = 10_000  # a query that names more would not fit into a store's entry
 
 
 class Streams(enum.IntFlag):
-    """A set of a worker's output streams."""
+    """A set of a worker's output streams, with the values of torch's `Std`."""
 
     NONE = 0
     OUT = 1
@@ -36,7 +36,12 @@ NAMES: Mapping[Streams, str] = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
 
 @attrs.frozen
 class StreamChoice:
-    """Streams by local rank; `everywhere` for those not named."""
+    """Streams of each worker.
+
+    Attributes:
+        everywhere: The streams of workers that `by_rank` does not name.
+        by_rank: The streams of other workers, by local rank.
+    """
 
     everywhere: Streams = Streams.NONE
     by_rank: Mapping[int, Streams] = attrs.field(factory=dict)
@@ -50,7 +55,15 @@ class StreamChoice:
 
 
 def parse_streams(text: str, option: str) -> StreamChoice:
-    """A choice from `3` or `0:1,1:2`; `option` names the flag in the error."""
+    """Parse a choice of streams.
+
+    Args:
+        text: One number for all workers, as in `3`, or one for each local rank, as in `0:1,1:2`.
+        option: The flag, for the error message.
+
+    Raises:
+        ConfigError: The text has another format.
+    """
     try:
         if ":" not in text:
             return StreamChoice(everywhere=_streams(text))
@@ -61,16 +74,16 @@ def parse_streams(text: str, option: str) -> StreamChoice:
         return StreamChoice(by_rank=by_rank)
     except ValueError as error:
         raise ConfigError(
-            f"{option} is 0, 1, 2 or 3, or such a number for some local ranks "
+            f"{option} must be 0, 1, 2 or 3, or such a number for each of some local ranks, "
             f"as in 0:1,1:2, got {text!r}"
         ) from error
 
 
 def parse_ranks(text: str) -> frozenset[int]:
-    """The ranks of `0,3` or `0-3,8`.
+    """Parse a list of ranks, such as `0,3` or `0-3,8`.
 
     Raises:
-        ConfigError: they are none, or more than a question to a job's nodes can name.
+        ConfigError: The text has another format, or names more than MAX_NAMED_RANKS ranks.
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -102,26 +115,29 @@ def _streams(text: str) -> Streams:
 
 @attrs.frozen
 class OutputFiles:
-    """The files of one worker. files: a path for each stream that has one. tee: those of them that
-    are shown as well, line by line. shown: whether the streams without a file are. filtered: the
-    files for the shown lines that were asked for. error_file: where it writes of its failure.
-    """
+    """Files of one worker, and which of its streams are shown on the console."""
 
-    error_file: str
-    files: Mapping[Streams, str] = attrs.field(factory=dict)
-    tee: Streams = Streams.NONE
-    shown: Streams = Streams.ALL
-    filtered: Mapping[Streams, str] = attrs.field(factory=dict)
+    error_file: str  # the path of its error.json
+    files: Mapping[Streams, str] = attrs.field(factory=dict)  # the path of each stream's file
+    tee: Streams = Streams.NONE  # streams with a file that are also shown, line by line
+    shown: Streams = Streams.ALL  # streams without a file that are shown
+    filtered: Mapping[Streams, str] = attrs.field(factory=dict)  # files of matching lines
 
 
 @attrs.frozen
 class OutputPlan:
-    """Streams to write to files, and streams to write to files and show.
+    """A plan for the output of all workers of a node. The defaults show all of it.
 
-    shown_ranks: the local ranks whose output is shown at all, None for all of them. stdout_filters,
-    stderr_filters: lines of shown streams of `tee` with one of these in it are written to a file
-    of the attempt, too. line_prefix_template: what stands before each shown line of `tee`, with
-    `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}` filled in.
+    Attributes:
+        redirect: Streams that go to files only.
+        tee: Streams that go to files and, line by line, to the console.
+        shown_ranks: Local ranks whose output is shown; None for all.
+        stdout_filters: Lines of a shown stdout of `tee` with one of these texts also go to one file
+            of the attempt.
+        stderr_filters: The same texts for stderr.
+        line_prefix_template: The prefix of each shown line of `tee`, with `${role_name}`,
+            `${rank}`, `${local_rank}` and `${hostname}` as placeholders. None for torchrun's
+            default, role and rank.
     """
 
     redirect: StreamChoice = attrs.field(factory=StreamChoice)
@@ -143,28 +159,32 @@ class OutputPlan:
         return tuple(text.encode() for text in texts)
 
     def prefix(self, role: str, worker: Worker, host: str) -> str:
-        """What stands before each line of a worker of that host."""
+        """Return the prefix of each shown line of a worker on this host."""
         if self.line_prefix_template is None:
             return f"[{role}{worker.rank}]:"
         return Template(self.line_prefix_template).safe_substitute(
             role_name=role, rank=worker.rank, local_rank=worker.local_rank, hostname=host
         )
 
-    def files_of(self, local_rank: int, folder: str) -> OutputFiles:
-        """torchrun's tree: a folder for each attempt, and one in it for each worker, which this
-        is."""
+    def files_of(self, local_rank: int, log_dir: str) -> OutputFiles:
+        """Return the files of a worker.
+
+        Args:
+            local_rank: The worker's local rank.
+            log_dir: The worker's own directory; its parent is the attempt's.
+        """
         shown = self.shows(local_rank)
         tee = self.tee.for_rank(local_rank)
         kept = self.redirect.for_rank(local_rank) | tee
         tee = tee if shown else Streams.NONE
-        attempt = folder.rpartition("/")[0]
+        attempt_dir = log_dir.rpartition("/")[0]
         return OutputFiles(
-            error_file=f"{folder}/{ERROR_FILE}",
-            files={s: f"{folder}/{name}.log" for s, name in NAMES.items() if s & kept},
+            error_file=f"{log_dir}/{ERROR_FILE}",
+            files={s: f"{log_dir}/{name}.log" for s, name in NAMES.items() if s & kept},
             tee=tee,
             shown=Streams.ALL if shown else Streams.NONE,
             filtered={
-                s: f"{attempt}/filtered_{name}.log"
+                s: f"{attempt_dir}/filtered_{name}.log"
                 for s, name in NAMES.items()
                 if s & tee and self.filters(s)
             },

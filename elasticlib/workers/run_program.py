@@ -1,12 +1,12 @@
-"""Makes an interpreter, fresh or forked, the process of a script, a module or a function.
+"""Program of a Python worker: runs a script, a module or a function in this interpreter.
 
-What runs then finds what `python -u` would have given it, and ends as that would end, but for one
-thing: the interpreter is not taken apart. Up to Python 3.13 that kills any thread that then wants
-the interpreter by unwinding it, which aborts a process whose C++ threads still let go of their
-Python objects, as gloo's do; a job that trained well would be reported as failed.
+The program gets the environment that `python -u` gives it, and the process exits as `python` does,
+with one difference: the interpreter is not finalized. Up to Python 3.13, finalizing kills each
+thread that then acquires the GIL by unwinding its stack. That aborts a process whose C++ threads
+still release Python objects, as gloo's do, and a job that succeeded would be reported as failed.
 
-A function arrives pickled in a file of the user's own, private folder, with what `multiprocessing`
-needs to make this interpreter look like the one that sent it; its value goes back the same way.
+A function is sent as a pickle in a file of the user's own directory, together with what
+`multiprocessing` needs to prepare this interpreter. Its return value is sent back in the same way.
 """
 
 from __future__ import annotations
@@ -39,16 +39,22 @@ from .error_file import install_exception_hooks, record_exception
 if TYPE_CHECKING:
     from .spec import Function
 
-ARGUMENTS = 45
-"""Where the address of a process's command line stands, of the fields behind its name."""
-UNFLUSHED = 120
-FLUSH_SECONDS, FLUSH_TURNS = 2.0, 40
-_ANY_FILE = io.IOBase.__base__
+ARGV_ADDRESS_FIELD = 45  # index in /proc/PID/stat, after the command: address of the arguments
+UNFLUSHED_EXIT_CODE = 120  # Python's exit code when stdout cannot be flushed
+FLUSH_TIMEOUT_S, FLUSH_TURNS = 2.0, 40  # for files that the program left open
+_FILE_BASE = io.IOBase.__base__  # the base class of the files of the io module
 _INTERRUPTED = -signal.SIGINT
 
 
 def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
-    """Run it to its end, and end this process; kind is script, module or function."""
+    """Run a program, and exit this process.
+
+    Args:
+        error_file: The path of the worker's error.json; empty to write none.
+        kind: `script`, `module` or `function`.
+        name: The path of the script, the name of the module, or the file with the function.
+        args: The arguments of the program, or the file for the function's return value.
+    """
     main = _fresh_main()
     try:
         install_exception_hooks(error_file)
@@ -62,8 +68,8 @@ def run_program(error_file: str, kind: str, name: str, *args: str) -> NoReturn:
         code = 0
     except BaseException as error:
         record_exception(error)
-        code = _tell(error)
-    end(code)
+        code = _report_exception(error)
+    exit_process(code)
 
 
 def _fresh_main() -> types.ModuleType:
@@ -76,36 +82,36 @@ def _fresh_main() -> types.ModuleType:
     return main
 
 
-def _name(*what: str) -> None:
-    """Have `ps` and `sys.orig_argv` show what is run here, and not what this process began as.
+def _set_process_title(*command: str) -> None:
+    """Make `ps` and `sys.orig_argv` show the program instead of the command of this process.
 
-    The words are written over where the kernel reads them: as many as there were, or setproctitle
-    would not find its way from their end to their start.
+    The arguments are overwritten in the memory from which the kernel reads them. Their number stays
+    the same, because setproctitle finds their begin from their end.
     """
-    sys.orig_argv = [sys.executable, "-u", *what]
+    sys.orig_argv = [sys.executable, "-u", *command]
     with contextlib.suppress(OSError):
         first, *rest = Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
-        start = int(stat_fields(os.getpid())[ARGUMENTS])
-        room = sum(map(len, rest))
-        text = b" ".join(map(os.fsencode, sys.orig_argv[1:]))[:room].ljust(room)
-        if start and ctypes.string_at(start) == first:
-            ctypes.memmove(start + len(first) + 1, text + bytes(len(rest)), room + len(rest))
+        address = int(stat_fields(os.getpid())[ARGV_ADDRESS_FIELD])
+        size = sum(map(len, rest))
+        text = b" ".join(map(os.fsencode, sys.orig_argv[1:]))[:size].ljust(size)
+        if address and ctypes.string_at(address) == first:
+            ctypes.memmove(address + len(first) + 1, text + bytes(len(rest)), size + len(rest))
 
 
-def _look_in(folder: str) -> None:
+def _prepend_sys_path(directory: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, folder)
+        sys.path.insert(0, directory)
 
 
 def _run_script(main: types.ModuleType, path: str, args: tuple[str, ...]) -> None:
     sys.argv = [path, *args]
-    _name(path, *args)
+    _set_process_title(path, *args)
     if pkgutil.get_importer(path) is not None:
-        # A folder or an archive with a __main__ of its own.
+        # A directory or an archive with a __main__ module.
         sys.path.insert(0, path)
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
-    _look_in(os.path.dirname(os.path.realpath(path)))
+    _prepend_sys_path(os.path.dirname(os.path.realpath(path)))
     path = os.path.abspath(path)
     compiled = path.endswith(".pyc")
     kind = importlib.machinery.SourcelessFileLoader if compiled else _Source
@@ -136,14 +142,14 @@ def _code(path: str, loader: Any) -> types.CodeType:
 
 def _run_module(name: str, args: tuple[str, ...]) -> None:
     sys.argv = ["-m", *args]
-    _name("-m", name, *args)
-    _look_in(os.getcwd())
+    _set_process_title("-m", name, *args)
+    _prepend_sys_path(os.getcwd())
     if _is_missing(name):
-        # As runpy says it, but with a cause that tells that no restart would help.
+        # The message is runpy's. The record has the type of the error, for the report.
         record_exception(ModuleNotFoundError(f"No module named {name}"))
         print(f"{sys.executable}: No module named {name}", file=sys.stderr)
         sys.exit(1)
-    # What the interpreter itself calls for -m.
+    # The interpreter calls this function for -m.
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
@@ -160,7 +166,7 @@ def _run_function(payload: str, result: str) -> None:
     from multiprocessing.process import current_process
     from multiprocessing.spawn import prepare
 
-    _look_in(os.getcwd())
+    _prepend_sys_path(os.getcwd())
     preparation, work = pickle.loads(Path(payload).read_bytes())
     process: Any = current_process()
     process._inheriting = True  # as multiprocessing's own children
@@ -170,18 +176,18 @@ def _run_function(payload: str, result: str) -> None:
     finally:
         del process._inheriting
     name = getattr(target, "__qualname__", "function")
-    _name(name)
+    _set_process_title(name)
     value = target(*args)
-    aside = Path(f"{result}.part")
-    aside.write_bytes(_pickled_value(value, name))
-    aside.rename(result)
+    temporary = Path(f"{result}.part")
+    temporary.write_bytes(_pickled_value(value, name))
+    temporary.rename(result)
 
 
 def _pickled_value(value: object, name: str) -> bytes:
     """Pickle what the function of this name returned.
 
     Raises:
-        TypeError: part of the value cannot be pickled; the message names that part.
+        TypeError: A part of the value cannot be pickled. The message names that part.
     """
     try:
         return pickle.dumps(value)
@@ -198,8 +204,8 @@ def _pickled_value(value: object, name: str) -> bytes:
 def _find_unpicklable(value: object, path: str, seen: set[int]) -> tuple[str, object]:
     """Return the path and the value of the innermost part that cannot be pickled.
 
-    `value` cannot be pickled as a whole. The items of sets have no path, so a set is returned as a
-    whole. `seen` holds the ids of the objects on the way, because a value may contain itself.
+    The value cannot be pickled. A set is returned itself, because its items have no path. `seen`
+    holds the ids of the objects on the way, because a value may contain itself.
     """
     seen.add(id(value))
     for step, part in _parts_of(value):
@@ -220,11 +226,11 @@ def _parts_of(value: object) -> list[tuple[str, object]]:
     return [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
 
 
-# -- the end ----------------------------------------------------------------------------------
+# -- the exit of the process -----------------------------------------------------------------------
 
 
-def _tell(error: BaseException) -> int:
-    """Show what the program raised as the interpreter would; returns the exit code."""
+def _report_exception(error: BaseException) -> int:
+    """Print an exception of the program as the interpreter does, and return the exit code."""
     if isinstance(error, SystemExit):
         return _exit_code(error.code)
     trace = error.__traceback__
@@ -234,15 +240,15 @@ def _tell(error: BaseException) -> int:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     try:
         sys.excepthook(type(error), error, trace)
-    except SystemExit as told:
-        return _exit_code(told.code)
+    except SystemExit as exit_error:
+        return _exit_code(exit_error.code)
     except BaseException as broken:
-        _tell_both(broken, error)
+        _report_broken_excepthook(broken, error)
     return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _tell_both(broken: BaseException, error: BaseException) -> None:
-    """A hook that failed, and what it was to show: without our frames, each by itself."""
+def _report_broken_excepthook(broken: BaseException, error: BaseException) -> None:
+    """Print the error of sys.excepthook and the exception that it got, without internal frames."""
     trace = broken.__traceback__
     broken.__traceback__ = None if trace is None else trace.tb_next
     broken.__context__ = None
@@ -256,7 +262,7 @@ def _exit_code(code: Any) -> int:
     if code is None:
         return 0
     if isinstance(code, int):
-        # What does not fit into a C long is -1 there.
+        # The interpreter uses -1 for an integer that does not fit into a C long.
         return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
     with contextlib.suppress(Exception):
         sys.stdout.flush()
@@ -264,25 +270,29 @@ def _exit_code(code: Any) -> int:
     return 1
 
 
-def end(code: int) -> NoReturn:
-    """End this process as a program that is through; -SIGINT for an interrupt."""
-    # An interrupt while threads are waited for is shown, and ends the waiting.
+def exit_process(code: int) -> NoReturn:
+    """Exit this process as the interpreter does after a program.
+
+    Args:
+        code: The exit code; -SIGINT exits by that signal.
+    """
+    # An interrupt ends the wait for threads, and is printed.
     try:
         threading._shutdown()  # type: ignore[attr-defined]
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     atexit._run_exitfuncs()
     if not _flush_streams():
-        code = UNFLUSHED
-    _let_go()
+        code = UNFLUSHED_EXIT_CODE
+    _clear_globals()
     if not _flush_streams():
-        code = UNFLUSHED
-    # A thread that goes on may hold what these take, and nobody waits for it any more.
+        code = UNFLUSHED_EXIT_CODE
+    # A daemon thread may hold a lock of a file, so the wait for the files is bounded.
     flushing = threading.Thread(target=_flush_files, daemon=True)
     flushing.start()
-    # In many short turns: in one, a machine that stands still would leave it none.
+    # A suspended machine may use up one of the short waits, but not all of them.
     for _ in range(FLUSH_TURNS):
-        flushing.join(FLUSH_SECONDS / FLUSH_TURNS)
+        flushing.join(FLUSH_TIMEOUT_S / FLUSH_TURNS)
     if code == _INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -290,26 +300,29 @@ def end(code: int) -> NoReturn:
 
 
 def _flush_streams() -> bool:
-    """Whether what was printed is out; a stream that the program closed has nothing left."""
-    whole = True
+    """Flush stdout and stderr; return whether all of stdout was written.
+
+    A stream that the program has closed has nothing to write.
+    """
+    is_flushed = True
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None and not stream.closed:
                 stream.flush()
         except Exception:
-            whole = whole and stream is sys.stderr
-    return whole
+            is_flushed = is_flushed and stream is sys.stderr
+    return is_flushed
 
 
-def _let_go() -> None:
-    """What the program's own objects do when they are deleted, and files left open."""
+def _clear_globals() -> None:
+    """Delete the program's global objects, so that their finalizers run and files are closed."""
     if len(sys._current_frames()) > 1:
-        return  # threads go on, and are not to find their names taken from them
-    _keep_ddp()
+        return  # other threads still use the names
+    _keep_ddp_alive()
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
     main = sys.modules["__main__"].__dict__
-    # In the interpreter's order: names with one underscore first.
+    # The order is the interpreter's: names with one underscore first.
     for private in (True, False):
         for name in list(main):
             if name != "__builtins__" and (name[:1] == "_" and name[1:2] != "_") is private:
@@ -317,14 +330,17 @@ def _let_go() -> None:
     gc.collect()
 
 
-_KEPT: list[object] = []
+_undeleted: list[object] = []
 
 
-def _keep_ddp() -> None:
-    """torch's DDP, as it goes, waits for a thread of its group and holds the interpreter the while;
-    where that thread wants the interpreter too, neither ever goes on."""
+def _keep_ddp_alive() -> None:
+    """Keep instances of DistributedDataParallel from being deleted.
+
+    Their destructor holds the GIL while it waits for a thread of the process group. If that thread
+    needs the GIL too, neither ever continues.
+    """
     if "torch.nn.parallel.distributed" in sys.modules:
-        _KEPT.extend(
+        _undeleted.extend(
             thing
             for thing in gc.get_objects()
             if any(kind.__name__ == "DistributedDataParallel" for kind in type(thing).__mro__)
@@ -332,40 +348,39 @@ def _keep_ddp() -> None:
 
 
 def _flush_files() -> None:
-    """Of the interpreter's files, and of C's."""
-    # Text before the buffers that it goes into.
-    # By their types alone: some objects say more than that when they are asked.
-    left = [thing for thing in gc.get_objects() if _ANY_FILE in type(thing).__mro__]
-    for thing in sorted(left, key=lambda thing: not isinstance(thing, io.TextIOBase)):
+    """Flush the open files of Python and of the C library."""
+    # Only their types are inspected, because some objects run code when they are accessed.
+    files = [thing for thing in gc.get_objects() if _FILE_BASE in type(thing).__mro__]
+    # Text files are flushed first, because they write into buffered files.
+    for thing in sorted(files, key=lambda thing: not isinstance(thing, io.TextIOBase)):
         with contextlib.suppress(Exception):
             if not thing.closed and thing.writable():
                 thing.flush()
     ctypes.CDLL(None).fflush(None)
 
 
-# -- a function, at the agent's end ----------------------------------------------------------------
+# -- a function, in the agent's process ------------------------------------------------------------
 
 
 def pickled(function: Function) -> bytes:
-    """The function and its arguments, as another interpreter can read them, and as often as the
-    workers are started.
+    """Return a pickle of the function and its arguments that workers can load at each start.
 
     Raises:
-        ConfigError: they cannot be sent to another process.
+        ConfigError: They cannot be sent to another process.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     try:
         pickler.dump((function.target, function.args))
     except Exception as error:
-        # Whatever an argument's own __reduce__ raises, the cause is the same to the caller.
+        # The __reduce__ of an argument may raise anything.
         raise ConfigError(
             f"cannot send {function.target!r} to a worker: {describe(error)}; "
             "it and its arguments must be picklable (a function at the top level of a module)"
         ) from error
-    if pickler.of_main and not _main_is_found():
+    if pickler.main_names and not _can_import_main():
         raise ConfigError(
-            f"cannot send {function.target!r} to a worker: {', '.join(pickler.of_main)} of a "
+            f"cannot send {function.target!r} to a worker: {', '.join(pickler.main_names)} of a "
             "notebook or a prompt cannot be found from another process: put it into a module of "
             "its own, and import it from there"
         )
@@ -373,16 +388,18 @@ def pickled(function: Function) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Plain pickling, all by value: multiprocessing's, and torch's, would hand over descriptors
-    once, to children of their own."""
+    """A pickler without the reducers of multiprocessing and torch.
+
+    Those send file descriptors, which only children of this process can receive, and only once.
+    """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.of_main: list[str] = []
+        self.main_names: list[str] = []  # functions and classes of __main__ in the pickle
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType | type) and obj.__module__ == "__main__":
-            self.of_main.append(obj.__qualname__)
+            self.main_names.append(obj.__qualname__)
         return NotImplemented
 
 
@@ -392,39 +409,47 @@ def _preparation() -> dict[str, Any]:
     return get_preparation_data("elasticlib worker")
 
 
-def _main_is_found() -> bool:
-    """Whether a worker can make this process's main module for itself."""
-    told = _preparation()
-    return "init_main_from_name" in told or os.path.isfile(told.get("init_main_from_path", ""))
+def _can_import_main() -> bool:
+    """Return whether a worker can import the main module of this process."""
+    data = _preparation()
+    return "init_main_from_name" in data or os.path.isfile(data.get("init_main_from_path", ""))
 
 
 def write_payload(path: Path, function: Function) -> None:
-    """Raises ConfigError when the function cannot be sent to another process."""
+    """Write the file that `run_program` reads for a function.
+
+    Raises:
+        ConfigError: The function cannot be sent to another process.
+    """
     preparation = _preparation()
-    # Only what concerns the interpreter: the rest describes multiprocessing's own children.
+    # These values describe children of multiprocessing, which a worker is not.
     for name in ("authkey", "log_to_stderr", "log_level", "start_method"):
         preparation.pop(name, None)
     path.write_bytes(pickle.dumps((preparation, pickled(function))))
 
 
 def read_result(path: Path) -> tuple[Any, str]:
-    """The value that the function returned (None without one), and why it is unreadable."""
+    """Return the function's return value, and why it cannot be read; empty if it can."""
     try:
         with opened(path) as handle, open(handle, "rb", closefd=False) as file:
             return pickle.load(file), ""
     except FileNotFoundError:
         return None, ""
     except Exception as error:
-        # A value's own code runs here, and may raise anything.
+        # Unpickling runs the code of the value, which may raise anything.
         return None, f"{type(error).__name__}: {error}"
 
 
 def check_not_importing() -> None:
-    """Raises ConfigError in a worker that is still importing what its function is of."""
+    """Check that this process is not a worker that is importing the file of its function.
+
+    Raises:
+        ConfigError: It is.
+    """
     from multiprocessing.process import current_process
 
     if getattr(current_process(), "_inheriting", False):
         raise ConfigError(
-            "a worker imports the file of the function that it is to call, and that file launches "
-            "a job again: put the launch under `if __name__ == '__main__':`"
+            "a worker imports the file of its function, and that file launches a job again: put "
+            "the launch under `if __name__ == '__main__':`"
         )

@@ -1,7 +1,7 @@
-"""Which workers a node runs, what each one is told, and how they are stopped, as values.
+"""Values that describe workers: programs, ranks, environments and stop timeouts.
 
-Ranks follow from the members of a generation and are computed here, alike on every node; nothing
-of them is kept anywhere else.
+Every node computes the ranks from the members of a generation in the same way, so they are stored
+nowhere else. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..errors import ConfigError
 from ..rendezvous.rank_assignment import RankAssignment
 from ..stores.authentication import SECRET_ENV as SECRET
 
+# Python workers are forked from a process that has already imported torch, or started as new
+# interpreters. `fork` means `forkserver`: the agent has threads, so it must not be forked itself.
 START_METHODS = ("forkserver", "spawn", "fork")
-"""How Python workers start: forked from a process that has already imported torch, or as new
-interpreters. `fork` means `forkserver`, because the agent has threads and must not be forked."""
 SPAWN = "spawn"
 
 ROCM_DEVICES_ENV = "HIP_VISIBLE_DEVICES"
@@ -30,12 +30,12 @@ ASSIGNMENT_VARIABLES = (
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
     *("ELASTICLIB_GENERATION", "ELASTICLIB_INCARNATION", "ELASTICLIB_SNAPSHOTS"),
 )
-"""Variables of a worker that differ from generation to generation: its place."""
+"""Variables of a worker that differ from generation to generation."""
 
-SNAPSHOTS_ENV = "ELASTICLIB_SNAPSHOTS"
-"""Names the folder in the agent's memory in which a worker keeps its snapshots, in its
-environment."""
+SNAPSHOTS_ENV = "ELASTICLIB_SNAPSHOTS"  # holds the directory of a worker's snapshots in memory
 
+# Workers do not use the job's store, so they do not get its secret. A launch inside a worker must
+# not get the agent's ports and signals.
 AGENT_ONLY_VARIABLES = frozenset(
     {
         SECRET,
@@ -44,9 +44,6 @@ AGENT_ONLY_VARIABLES = frozenset(
         "PET_OBSERVE_PORT",
     }
 )
-"""Variables that an agent gets and its workers do not: they do not speak to the store, and a launch
-within a worker cannot have the agent's ports; and those that an outer launcher set for this one as
-its worker. The rest of these are set anew."""
 
 
 def _function_args(args: object) -> tuple[Any, ...]:
@@ -68,13 +65,13 @@ def _checked_args(args: object, *, remedy: tuple[object, ...]) -> tuple[Any, ...
     return tuple(args)
 
 
-DESCRIPTOR_PATHS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+_DESCRIPTOR_PATHS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 
 
 def _check_script_path(_script: object, _attribute: object, path: str) -> None:
-    # Every worker opens the script itself, again at each restart; a descriptor's content is gone
-    # after the first read, and the worker does not even have the launcher's descriptors.
-    if path == "-" or path.startswith(DESCRIPTOR_PATHS):
+    # Every worker opens the script itself, and opens it again at each restart. A descriptor can be
+    # read once only, and the worker does not have the launcher's descriptors.
+    if path == "-" or path.startswith(_DESCRIPTOR_PATHS):
         raise ConfigError(
             "a script must be a file that each worker can read at each start, so it cannot be "
             f"standard input or another open file descriptor, got {path!r}: save the script to a "
@@ -84,7 +81,12 @@ def _check_script_path(_script: object, _attribute: object, path: str) -> None:
 
 @attrs.frozen
 class Script:
-    """`python -u path args...`; the path cannot be `-`, standard input."""
+    """A Python script, run as `python -u path args...`.
+
+    Attributes:
+        path: The path of the script; not `-` for standard input.
+        args: The script's arguments.
+    """
 
     path: str = attrs.field(converter=str, validator=_check_script_path)
     args: tuple[str, ...] = attrs.field(default=(), converter=_program_args)
@@ -92,7 +94,12 @@ class Script:
 
 @attrs.frozen
 class Module:
-    """`python -u -m name args...`"""
+    """A Python module, run as `python -u -m name args...`.
+
+    Attributes:
+        name: The name of the module.
+        args: The module's arguments.
+    """
 
     name: str
     args: tuple[str, ...] = attrs.field(default=(), converter=_program_args)
@@ -100,7 +107,12 @@ class Module:
 
 @attrs.frozen
 class Command:
-    """Any program, found as a shell would find it."""
+    """A program of any language.
+
+    Attributes:
+        program: A path, or a name that is looked up in PATH.
+        args: The program's arguments.
+    """
 
     program: str = attrs.field(converter=str)
     args: tuple[str, ...] = attrs.field(default=(), converter=_program_args)
@@ -108,9 +120,11 @@ class Command:
 
 @attrs.frozen
 class Function:
-    """A picklable function of a module; its return value, which must be picklable, is handed back.
+    """A Python function. The launcher gets its return value, which must be picklable.
 
-    args: the function's positional arguments, as a tuple: `Function(train, (4,))`.
+    Attributes:
+        target: A picklable function, defined at the top level of a module.
+        args: The positional arguments as a tuple, as in `Function(train, (4,))`.
     """
 
     target: Callable[..., Any]
@@ -121,7 +135,7 @@ Entrypoint = Script | Module | Command | Function
 
 
 def entrypoint_name(entrypoint: Entrypoint) -> str:
-    """What is run, as a person would call it."""
+    """Return the name of the program for messages."""
     if isinstance(entrypoint, Function):
         return getattr(entrypoint.target, "__qualname__", repr(entrypoint.target))
     return str(attrs.astuple(entrypoint, recurse=False)[0])
@@ -129,9 +143,16 @@ def entrypoint_name(entrypoint: Entrypoint) -> str:
 
 @attrs.frozen
 class WorkerSpec:
-    """What each node's agent is asked to run: so many workers of this, in this role.
+    """A specification of the workers that each node's agent runs.
 
-    virtual_local_rank: each worker has LOCAL_RANK 0, and sees its own GPU alone.
+    Attributes:
+        entrypoint: The program: a Script, Module, Command or Function.
+        local_world_size: The number of workers of this node.
+        role: The role of these workers, as torchrun's `--role`.
+        virtual_local_rank: Give each worker LOCAL_RANK 0 and only its own GPU.
+
+    Raises:
+        ConfigError: The entrypoint has another type, or the number is not positive.
     """
 
     entrypoint: Entrypoint
@@ -142,15 +163,15 @@ class WorkerSpec:
     def __attrs_post_init__(self) -> None:
         if not isinstance(cast(object, self.entrypoint), Entrypoint):
             kinds = "a Script, Module, Command or Function"
-            raise ConfigError(f"a worker's entrypoint is {kinds}, got {self.entrypoint!r}")
+            raise ConfigError(f"entrypoint must be {kinds}, got {self.entrypoint!r}")
         if not isinstance(self.local_world_size, int) or self.local_world_size < 1:
             raise ConfigError(
-                f"local_world_size is a whole number from 1, got {self.local_world_size!r}"
+                f"local_world_size must be a whole number >= 1, got {self.local_world_size!r}"
             )
 
 
 class WorkerState(enum.Enum):
-    """How a run ended."""
+    """The final state of a run."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -160,7 +181,15 @@ class WorkerState(enum.Enum):
 
 @attrs.frozen
 class Worker:
-    """One process of a generation: its place on the node, in the job and in its role."""
+    """A worker process of a generation.
+
+    Attributes:
+        local_rank: The number of the worker on its node.
+        rank: The number of the worker in the job.
+        role_rank: The number of the worker among those of its role.
+        role_world_size: The number of workers of its role.
+        world_size: The number of workers of the job.
+    """
 
     local_rank: int
     rank: int
@@ -171,9 +200,24 @@ class Worker:
 
 @attrs.frozen
 class WorkerGroup:
-    """The workers of one node in one generation, by local rank.
+    """The workers of one node in one generation, and what they are given.
 
-    standby_workers: those of local ranks for which it has no place; they start in no group.
+    Attributes:
+        spec: The specification of the workers.
+        workers: The members of the group, in the order of their local ranks.
+        run_id: The id of the job.
+        generation: The number of the generation, from 1; 0 before the first one.
+        group_rank: The number of this node in the generation.
+        group_world_size: The number of nodes of the generation.
+        master_addr: The address of the workers' bootstrap store; empty before the first generation.
+        master_port: The port of the workers' bootstrap store.
+        restarts: The number of restarts so far.
+        max_restarts: The restart budget of the job.
+        use_agent_store: Whether the bootstrap store is served by an agent, not by rank 0.
+        attempt: The number of starts of workers on this node before this one.
+        incarnation: The id of this launch of the job.
+        standby_workers: Workers that start in no group, because the generation has no ranks for
+            them yet.
     """
 
     spec: WorkerSpec
@@ -192,7 +236,14 @@ class WorkerGroup:
     standby_workers: tuple[Worker, ...] = ()
 
     def worker(self, local_rank: int) -> Worker:
-        """The one with this local rank, newcomer or not; IndexError where there is none."""
+        """Return the member or standby worker with this local rank.
+
+        Args:
+            local_rank: The local rank.
+
+        Raises:
+            IndexError: There is no such worker.
+        """
         for worker in (*self.workers, *self.standby_workers):
             if worker.local_rank == local_rank:
                 return worker
@@ -200,32 +251,38 @@ class WorkerGroup:
 
 
 def assign_worker_ranks(
-    seat: RankAssignment, local_ranks: Iterable[int] | None = None
+    assignment: RankAssignment, local_ranks: Iterable[int] | None = None
 ) -> tuple[Worker, ...]:
-    """The workers of a node with this seat: ranks follow those of the nodes before it. Of these
-    local ranks; left out, of the first that there are."""
-    chosen = range(seat.local_world_size) if local_ranks is None else sorted(local_ranks)
+    """Return the workers of a node: their ranks follow those of the nodes before it.
+
+    Args:
+        assignment: The ranks of the node.
+        local_ranks: The local ranks of the workers; None for the first ones.
+    """
+    chosen = range(assignment.local_world_size) if local_ranks is None else sorted(local_ranks)
     return tuple(
         Worker(
             local_rank=local,
-            rank=seat.first_rank + index,
-            role_rank=seat.first_role_rank + index,
-            role_world_size=seat.role_world_size,
-            world_size=seat.world_size,
+            rank=assignment.first_rank + index,
+            role_rank=assignment.first_role_rank + index,
+            role_world_size=assignment.role_world_size,
+            world_size=assignment.world_size,
         )
         for index, local in enumerate(chosen)
     )
 
 
-def make_standby_workers(seat: RankAssignment, local_ranks: Iterable[int]) -> tuple[Worker, ...]:
-    """Workers of no group: what they are told of ranks is nobody's, and beyond all of them."""
+def make_standby_workers(
+    assignment: RankAssignment, local_ranks: Iterable[int]
+) -> tuple[Worker, ...]:
+    """Return workers of no group. Their ranks are beyond the world size, so no member has them."""
     return tuple(
         Worker(
             local_rank=local,
-            rank=seat.world_size + local,
-            role_rank=seat.role_world_size + local,
-            role_world_size=seat.role_world_size,
-            world_size=seat.world_size,
+            rank=assignment.world_size + local,
+            role_rank=assignment.role_world_size + local,
+            role_world_size=assignment.role_world_size,
+            world_size=assignment.world_size,
         )
         for local in sorted(local_ranks)
     )
@@ -234,13 +291,15 @@ def make_standby_workers(seat: RankAssignment, local_ranks: Iterable[int]) -> tu
 def make_standby_group(
     spec: WorkerSpec, local_ranks: Iterable[int], run_id: str, attempt: int
 ) -> WorkerGroup:
-    """Workers that start before their node is in any generation. A script that would meet others
-    then finds no address to do so at."""
-    seat = RankAssignment(0, 1, 0, 0, 0, 0, 0)
+    """Return workers that start before their node is in a generation.
+
+    They have no master address, so a script that connects to its peers at once fails.
+    """
+    assignment = RankAssignment(0, 1, 0, 0, 0, 0, 0)
     return WorkerGroup(
         spec=spec,
         workers=(),
-        standby_workers=make_standby_workers(seat, local_ranks),
+        standby_workers=make_standby_workers(assignment, local_ranks),
         run_id=run_id,
         generation=0,
         group_rank=0,
@@ -251,15 +310,20 @@ def make_standby_group(
     )
 
 
-def choose_local_ranks(slots: int, spare: Mapping[int, bool], local_world_size: int) -> list[int]:
-    """The local ranks that a seat for so many workers goes to.
+def choose_local_ranks(slots: int, standby: Mapping[int, bool], local_world_size: int) -> list[int]:
+    """Choose the local ranks of a node's members.
 
-    spare: those whose workers run, each with whether it waits for a place: they come first, then
-    those that are about to, and then those that are to be started.
+    Standby workers that are ready precede other standby workers, and these precede local ranks
+    without a process.
+
+    Args:
+        slots: The number of members.
+        standby: The standby workers, each with whether it is ready for an assignment.
+        local_world_size: The number of local ranks.
     """
-    urgency = {True: 0, False: 1, None: 2}
-    wanted = sorted(range(local_world_size), key=lambda local: urgency[spare.get(local)])
-    return sorted(wanted[:slots])
+    order = {True: 0, False: 1, None: 2}
+    ranks = sorted(range(local_world_size), key=lambda local: order[standby.get(local)])
+    return sorted(ranks[:slots])
 
 
 def worker_environment(
@@ -270,8 +334,19 @@ def worker_environment(
     error_file: str,
     cores: int,
 ) -> dict[str, str]:
-    """The whole environment of one worker, as torchrun would set it, and the generation."""
-    told: dict[str, object] = {
+    """Return the environment of a worker: torchrun's variables and elasticlib's.
+
+    Args:
+        group: The worker's group.
+        worker: The worker.
+        inherited: The agent's environment.
+        error_file: The path of the worker's error.json.
+        cores: The number of CPUs of the node, to be shared by its workers.
+
+    Raises:
+        ConfigError: The worker must have a GPU of its own, and there is none left.
+    """
+    variables: dict[str, object] = {
         "RANK": worker.rank,
         "LOCAL_RANK": worker.local_rank,
         "WORLD_SIZE": worker.world_size,
@@ -291,64 +366,71 @@ def worker_environment(
         "TORCHELASTIC_ERROR_FILE": error_file,
         "ELASTICLIB_GENERATION": group.generation,
         "ELASTICLIB_INCARNATION": group.incarnation,
-        # LOCAL_RANK may say something else, below.
+        # With virtual_local_rank, LOCAL_RANK differs from the worker's local rank.
         "ELASTICLIB_LOCAL_RANK": worker.local_rank,
     }
     if group.spec.virtual_local_rank:
-        told["LOCAL_RANK"] = 0
+        variables["LOCAL_RANK"] = 0
         device = visible_device_for(worker.local_rank, inherited)
-        told["CUDA_VISIBLE_DEVICES"] = device
+        variables["CUDA_VISIBLE_DEVICES"] = device
         if inherited.get(ROCM_DEVICES_ENV):
-            told[ROCM_DEVICES_ENV] = device
+            variables[ROCM_DEVICES_ENV] = device
     common = common_environment(group.spec, inherited, cores)
-    return {**common, **{name: str(value) for name, value in told.items()}}
+    return {**common, **{name: str(value) for name, value in variables.items()}}
 
 
 def common_environment(
     spec: WorkerSpec, inherited: Mapping[str, str], cores: int
 ) -> dict[str, str]:
-    """What all workers of a node find in their environment, whichever generation they are of."""
+    """Return the variables that all workers of a node have in every generation."""
     threads = max(1, cores // spec.local_world_size)
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    passed_on = {name: text for name, text in inherited.items() if name not in AGENT_ONLY_VARIABLES}
-    return {**defaults, **passed_on}
+    passed = {name: text for name, text in inherited.items() if name not in AGENT_ONLY_VARIABLES}
+    return {**defaults, **passed}
 
 
 def check_start_method(method: str, preload: tuple[str, ...]) -> None:
-    """Raises ConfigError for a way to start workers that there is not."""
+    """Check a start method and the modules to import before workers are forked.
+
+    Raises:
+        ConfigError: The method is unknown, does not fork workers, or a module's name is invalid.
+    """
     if method not in START_METHODS:
-        raise ConfigError(
-            f"start_method (--start-method) is one of {', '.join(START_METHODS)}, got {method!r}"
-        )
+        methods = ", ".join(START_METHODS)
+        raise ConfigError(f"start_method (--start-method) must be one of {methods}, got {method!r}")
     if preload and method == SPAWN:
-        raise ConfigError(f"preload (--preload) is for start_method=forkserver, got {method}")
+        raise ConfigError(f"preload (--preload) requires start_method=forkserver, got {method}")
     for name in preload:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(
-                f"preload (--preload) takes the names of modules, a,b.c, got {name!r}"
+                f"preload (--preload) must be names of modules, as in a,b.c, got {name!r}"
             )
 
 
 def check_preload(preload: tuple[str, ...], entrypoint: Entrypoint) -> None:
-    """Raises ConfigError for modules that the workers of such a program would not import."""
+    """Check that the program is a Python program if modules are preloaded.
+
+    Raises:
+        ConfigError: The program is a Command.
+    """
     if preload and isinstance(entrypoint, Command):
         raise ConfigError(
-            f"preload (--preload) is for Python workers, and {entrypoint.program!r} is another "
+            f"preload (--preload) requires Python workers, and {entrypoint.program!r} is another "
             "program"
         )
 
 
 def visible_device_for(local_rank: int, inherited: Mapping[str, str]) -> str:
-    """The GPU of one worker, of those that its node's workers may see.
+    """Return the GPU of a worker: the one of its number among the visible GPUs.
 
     Raises:
-        ConfigError: there are fewer.
+        ConfigError: Fewer GPUs are visible.
     """
-    # ROCm heeds both, its own first.
+    # ROCm reads both variables, its own first.
     name = ROCM_DEVICES_ENV if inherited.get(ROCM_DEVICES_ENV) else "CUDA_VISIBLE_DEVICES"
     visible = inherited.get(name)
     if visible is None:
@@ -356,37 +438,42 @@ def visible_device_for(local_rank: int, inherited: Mapping[str, str]) -> str:
     devices = [name.strip() for name in visible.split(",") if name.strip()]
     if local_rank >= len(devices):
         raise ConfigError(
-            "virtual_local_rank (--virtual-local-rank) gives each worker a GPU of its own, and "
+            "virtual_local_rank (--virtual-local-rank) requires a GPU for each worker, and "
             f"local rank {local_rank} has none: {name}={visible}"
         )
     return devices[local_rank]
 
 
 def substitute_local_rank(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
-    """The arguments with torchrun's macro filled in."""
+    """Return the arguments with the value of torchrun's macro `${local_rank}`."""
     return tuple(arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in args)
 
 
-# -- the one way in which workers are stopped: tell, ask, wait, end --------------------------------
+# -- stopping workers: notice, SIGTERM, SIGKILL ---------------------------------------------------
 
 
 class StopStage(enum.IntEnum):
-    """Follows from the seconds since the stop began, and from nothing else, so every path that
-    stops workers climbs the same ladder at the same pace.
+    """A stage of the stop sequence. It follows only from the time since the stop was requested."""
 
-    NOTICE: told to save and end. TERM: asked to stop. KILL: ended by force. GIVE_UP: not even
-    that helped."""
-
-    NOTICE = 0
-    TERM = 1
-    KILL = 2
-    GIVE_UP = 3
+    NOTICE = 0  # workers have the notice to save and exit
+    TERM = 1  # SIGTERM was sent
+    KILL = 2  # SIGKILL was sent
+    GIVE_UP = 3  # a worker still exists
 
 
 @attrs.frozen
 class StopTimeouts:
-    """notice: seconds before SIGTERM, for workers that poll should_stop(). grace: seconds between
-    SIGTERM and SIGKILL. reap: seconds that a killed process may take."""
+    """Timeouts of the stop sequence, in seconds.
+
+    Attributes:
+        shutdown_timeout: The delay between SIGTERM and SIGKILL.
+        kill_timeout: How long a worker may exist after SIGKILL.
+        notice_timeout: The delay between a stop notice and SIGTERM, for workers that call
+            `should_stop`.
+
+    Raises:
+        ConfigError: A timeout is negative.
+    """
 
     shutdown_timeout: float = 30.0
     kill_timeout: float = 10.0
@@ -395,25 +482,37 @@ class StopTimeouts:
     def __attrs_post_init__(self) -> None:
         if min(self.shutdown_timeout, self.kill_timeout, self.notice_timeout) < 0:
             raise ConfigError(
-                f"stop timeouts are seconds >= 0, got notice_timeout={self.notice_timeout}, "
+                f"stop timeouts must be seconds >= 0, got notice_timeout={self.notice_timeout}, "
                 f"shutdown_timeout={self.shutdown_timeout} "
                 f"and kill_timeout={self.kill_timeout}"
             )
 
     def with_notice(self, seconds: float) -> StopTimeouts:
-        """The ladder of workers that were notified, and may take so long to end by themselves."""
+        """Return these timeouts with another notice timeout.
+
+        Args:
+            seconds: How long notified workers may take to save and exit.
+        """
         return attrs.evolve(self, notice_timeout=seconds)
 
     def stage_at(self, elapsed: float) -> StopStage:
-        """Where a stop stands that began `elapsed` seconds ago."""
-        for rung in (StopStage.NOTICE, StopStage.TERM, StopStage.KILL):
-            if elapsed < self._end(rung):
-                return rung
+        """Return the stage of a stop.
+
+        Args:
+            elapsed: Seconds since the stop was requested.
+        """
+        for stage in (StopStage.NOTICE, StopStage.TERM, StopStage.KILL):
+            if elapsed < self._end_of(stage):
+                return stage
         return StopStage.GIVE_UP
 
     def time_to_next_stage(self, elapsed: float) -> float:
-        """Seconds until the next rung."""
-        return max(0.0, self._end(min(self.stage_at(elapsed), StopStage.KILL)) - elapsed)
+        """Return the seconds until the next stage; 0 in the last one.
 
-    def _end(self, rung: StopStage) -> float:
-        return sum((self.notice_timeout, self.shutdown_timeout, self.kill_timeout)[: rung + 1])
+        Args:
+            elapsed: Seconds since the stop was requested.
+        """
+        return max(0.0, self._end_of(min(self.stage_at(elapsed), StopStage.KILL)) - elapsed)
+
+    def _end_of(self, stage: StopStage) -> float:
+        return sum((self.notice_timeout, self.shutdown_timeout, self.kill_timeout)[: stage + 1])

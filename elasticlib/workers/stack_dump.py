@@ -1,10 +1,10 @@
-"""Python stacks of workers, written by `faulthandler` in the worker when the agent sends a signal.
+"""Python stacks of workers, which `faulthandler` writes in the worker on a signal of the agent.
 
-`faulthandler` handles the signal in C, so it also answers while the main thread is in a call
-outside Python, with or without the GIL. It shows the main thread alone: reading threads that run
-crashes Python 3.12 and 3.13. A process that has said that it answers may have become another
-program since, or have closed the file, so the agent asks the kernel before it sends the signal.
-This module uses the standard library only, because workers import it.
+`faulthandler` handles the signal in C, so it also works while the main thread is in a call outside
+Python, with or without the GIL. It writes the stack of the main thread only, because reading
+threads that run crashes Python 3.12 and 3.13. The worker may have started another program, or may
+have closed the file, so the agent checks both in /proc before it sends the signal. This module uses
+the standard library only, because workers import it.
 """
 
 from __future__ import annotations
@@ -22,35 +22,30 @@ from ..clock import monotonic
 from ..foreign import opened
 from .worker_channel import CHANNEL_ENV, WorkerChannel
 
-STACK_FILE = "stacks.txt"
+STACK_FILE = "stacks.txt"  # in the worker's log directory
+# This signal is used by no library that we know. It is sent only to processes that handle it.
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1 + 2) - 3
-"""Not known to be used by anything else; sent only to processes that handle it."""
-QUIET_INTERVAL_S = 0.1
-"""faulthandler writes no end mark: an answer is whole once nothing was added for this long."""
+QUIET_INTERVAL_S = 0.1  # a dump has no end mark: it is complete once it has not grown for this long
 POLL_INTERVAL_S = 0.005
 MAX_STACK_BYTES = 256 * 1024
-MIN_DUMP_FD = 200
-"""From where on the number of the open file is, so that the program's own begin where they do."""
+MIN_DUMP_FD = 200  # a high number, so that the program's own files get the usual numbers
 TRUNCATION_MARK = "(cut short)\n"
-
 MEMFD_NAME = "elasticlib-stacks"
 
 StackDumper = tuple[int, int, int]
-"""Its session, the process, and the number of its file."""
+"""Session id, process id and the number of the file that the process writes its stacks to."""
 
-_asking = threading.Lock()
-_registered = False
-"""Also true in the children that this process forks: the agent asks this process alone."""
+_collecting = threading.Lock()  # each process has one file, so collections run one by one
+_is_registered = False  # also true in a forked child, which the agent sends no signal
 
 
 # -- the worker's end -----------------------------------------------------------------------------
 
 
 def install_dump_handler() -> None:
-    """In a Python worker that the agent has started, before the user's code runs: from now on the
-    agent can have this process's stacks, whether the code ever asks for its context or not."""
+    """Let the agent collect the stacks of this worker, even if it never opens its context."""
     path = os.environ.get(CHANNEL_ENV, "")
-    with contextlib.suppress(OSError):  # of an agent that is gone
+    with contextlib.suppress(OSError):  # the agent has exited
         if path:
             channel = WorkerChannel(path)
             register_dump_handler(channel)
@@ -58,105 +53,105 @@ def install_dump_handler() -> None:
 
 
 def register_dump_handler(channel: WorkerChannel) -> None:
-    """From now on this process adds its stacks to a file of its own, in memory, when it gets the
-    signal, unless it does so already, or its program handles the signal."""
-    global _registered
-    if _registered or signal.getsignal(DUMP_SIGNAL) is not signal.SIG_DFL:
+    """Write this process's stacks to a file in memory on DUMP_SIGNAL.
+
+    Does nothing if that is so already, or if the program handles the signal itself.
+    """
+    global _is_registered
+    if _is_registered or signal.getsignal(DUMP_SIGNAL) is not signal.SIG_DFL:
         return
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
-        handle = _raised(os.memfd_create(MEMFD_NAME))
-        fcntl.fcntl(handle, fcntl.F_SETFL, os.O_APPEND)
-        faulthandler.register(DUMP_SIGNAL, file=handle, all_threads=False)
-        channel.set_stack_dumper(os.getpid(), handle)
-        _registered = True
+        fd = _with_high_number(os.memfd_create(MEMFD_NAME))
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+        faulthandler.register(DUMP_SIGNAL, file=fd, all_threads=False)
+        channel.set_stack_dumper(os.getpid(), fd)
+        _is_registered = True
 
 
-def _raised(handle: int) -> int:
+def _with_high_number(fd: int) -> int:
     try:
-        high = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, MIN_DUMP_FD)
-    except OSError:  # so many files are not allowed here
-        return handle
-    os.close(handle)
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, MIN_DUMP_FD)
+    except OSError:  # the limit of open files is lower
+        return fd
+    os.close(fd)
     return high
 
 
 # -- the agent's end ------------------------------------------------------------------------------
 
 
-def collect_stacks(workers: Mapping[int, StackDumper], seconds: float = 1.0) -> dict[int, str]:
-    """Ask processes for their stacks; return what they wrote, or why they cannot answer.
+def collect_stacks(workers: Mapping[int, StackDumper], timeout: float = 1.0) -> dict[int, str]:
+    """Return the stacks of workers, or why a worker cannot write them, by local rank.
 
-    Calls of several threads run one after another, because each process has one file.
+    Blocks up to `timeout` seconds. A worker that writes nothing by then is left out. Thread-safe.
     """
-    with _asking, contextlib.ExitStack() as files:
-        found: dict[int, str] = {}
-        asked: dict[int, _Answer] = {}
-        for local, (session, pid, handle) in workers.items():
-            refused = _why_not(session, pid)
-            file = None if refused else _file_of(pid, handle)
+    with _collecting, contextlib.ExitStack() as files:
+        refusals: dict[int, str] = {}
+        dumps: dict[int, _PendingDump] = {}
+        for local_rank, (session, pid, fd) in workers.items():
+            refusal = _why_not(session, pid)
+            file = None if refusal else _open_dump(pid, fd)
             if file is None:
-                refused = refused or (
-                    f"process {pid} has closed file {handle}, which elasticlib opened for its "
-                    "stacks"
+                refusal = refusal or (
+                    f"process {pid} has closed file {fd}, which elasticlib opened for its stacks"
                 )
-                found[local] = f"It cannot show its stacks: {refused}.\n"
+                refusals[local_rank] = f"It cannot show its stacks: {refusal}.\n"
                 continue
             files.callback(os.close, file)
-            asked[local] = _Answer(file)
+            dumps[local_rank] = _PendingDump(file)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, DUMP_SIGNAL)
-        return {**found, **_answers(asked, seconds)}
+        return {**refusals, **_wait_for_dumps(dumps, timeout)}
 
 
-def append_to_stack_file(folder: Path, text: str) -> None:
-    """Add it to what people find among the worker's logs; a full disk loses it."""
+def append_to_stack_file(log_dir: Path, text: str) -> None:
+    """Add stacks to the file in the worker's log directory. An error of the disk loses them."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    with contextlib.suppress(OSError), opened(folder / STACK_FILE, flags) as handle:
-        os.write(handle, text.encode(errors="replace"))
+    with contextlib.suppress(OSError), opened(log_dir / STACK_FILE, flags) as fd:
+        os.write(fd, text.encode(errors="replace"))
 
 
-class _Answer:
-    """What a process adds to its file after it was asked."""
+class _PendingDump:
+    """The stacks that a process writes after the signal."""
 
-    def __init__(self, file: int) -> None:
-        self._file = file
-        with contextlib.suppress(OSError):  # sealed by the program
-            os.ftruncate(file, 0)
-        self._size = 0
-        self._grew_at = monotonic()
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        with contextlib.suppress(OSError):  # the program may have sealed the file
+            os.ftruncate(fd, 0)
+        self._size = 0  # bytes at the last check
+        self._grew_at = monotonic()  # when a check found a new size
 
     @property
-    def is_whole(self) -> bool:
-        size, now = os.fstat(self._file).st_size, monotonic()
+    def is_complete(self) -> bool:
+        size, now = os.fstat(self._fd).st_size, monotonic()
         if size != self._size:
             self._size, self._grew_at = size, now
         return size > 0 and now >= self._grew_at + QUIET_INTERVAL_S
 
     @property
     def text(self) -> str:
-        """What there is so far; empty if it has written nothing."""
-        text = os.pread(self._file, MAX_STACK_BYTES, 0).decode(errors="replace")
-        return text if not text or self.is_whole else f"{text}\n{TRUNCATION_MARK}"
+        text = os.pread(self._fd, MAX_STACK_BYTES, 0).decode(errors="replace")
+        return text if not text or self.is_complete else f"{text}\n{TRUNCATION_MARK}"
 
 
-def _answers(asked: Mapping[int, _Answer], seconds: float) -> dict[int, str]:
-    deadline, pause = monotonic() + seconds, threading.Event()
-    while not all(answer.is_whole for answer in asked.values()) and monotonic() < deadline:
-        pause.wait(POLL_INTERVAL_S)
-    texts = {local: answer.text for local, answer in asked.items()}
-    return {local: text for local, text in texts.items() if text}
+def _wait_for_dumps(dumps: Mapping[int, _PendingDump], timeout: float) -> dict[int, str]:
+    deadline, never = monotonic() + timeout, threading.Event()
+    while not all(dump.is_complete for dump in dumps.values()) and monotonic() < deadline:
+        never.wait(POLL_INTERVAL_S)
+    texts = {local_rank: dump.text for local_rank, dump in dumps.items()}
+    return {local_rank: text for local_rank, text in texts.items() if text}
 
 
 def _why_not(session: int, pid: int) -> str:
-    """Return why a process must not get the signal, which would end it; empty if it handles it."""
+    """Return why a process must not get the signal, which would kill it; empty if it handles it."""
     try:
-        # A number that has passed to another process is in another session.
-        gone = os.getsid(pid) != session
+        # A process that has the same number by chance is in another session.
+        is_gone = os.getsid(pid) != session
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        gone, status = True, ""
-    if gone:
-        return f"the process {pid} that would have answered is gone"
+        is_gone, status = True, ""
+    if is_gone:
+        return f"process {pid}, which was to write them, has exited"
     caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "")
     mask = int(caught.partition(":")[2] or "0", 16)
     if mask >> (DUMP_SIGNAL - 1) & 1:
@@ -164,10 +159,9 @@ def _why_not(session: int, pid: int) -> str:
     return f"process {pid} has become another program, or no longer handles signal {DUMP_SIGNAL}"
 
 
-def _file_of(pid: int, handle: int) -> int | None:
-    """What the process writes its stacks to, opened here as well; None where it has it open no
-    more, and would write into another in its place."""
-    path = f"/proc/{pid}/fd/{handle}"
+def _open_dump(pid: int, fd: int) -> int | None:
+    """Open the file of a process's stacks, or return None if the process has closed it."""
+    path = f"/proc/{pid}/fd/{fd}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{MEMFD_NAME}"):
             return None

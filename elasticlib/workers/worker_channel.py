@@ -1,7 +1,9 @@
-"""The memory that one worker shares with its agent: a page, each number in it written by one side.
+"""Channel between one worker and its agent: a page of shared memory.
 
-The worker counts its calls, steps and saves; the agent writes what it asks for. Nobody waits for
-a lock, and each number is written and read as one word. Workers import this.
+The worker reports its steps, saves and calls of `should_stop`; the agent writes its requests. Each
+word of the page has one writer, and is read and written as a whole, so neither side takes a lock.
+A worker is trusted as much as its agent's user; the kernel only prevents that the page is shortened
+while the agent has it mapped. Workers import this module.
 """
 
 from __future__ import annotations
@@ -14,536 +16,549 @@ import sys
 import threading
 from collections.abc import Mapping
 
+import attrs
+
 from ..clock import monotonic
 from ..errors import ConfigError
 from .interface import (
-    LOSS_POINT,
-    MAX_LOSS_POINTS,
     NO_STEP,
     RESTORE_SOURCES,
     STOP_REASONS,
     Heartbeat,
-    LossHistory,
     RestoreReport,
     StopNotice,
-    is_sampled,
-    num_sampled_before,
 )
 
-CHANNEL_ENV = "ELASTICLIB_CHANNEL"
-"""Names it, in a worker's environment."""
-
+CHANNEL_ENV = "ELASTICLIB_CHANNEL"  # holds the path of the page in a worker's environment
 PAGE_BYTES = 8192
-_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-MAGIC = 0x656C6173 << 32  # "elas"
-VERSION = 2  # of the words below; the first word is MAGIC + VERSION
-FIRST_POLL_TIMEOUT_S = 10.0
-"""For which a worker that has begun may be about to make its first step."""
-NUM_STEP_DURATIONS = 32
-"""So many of the last steps' durations are kept."""
+LAYOUT_VERSION = (0x656C6173 << 32) + 3  # "elas", and the version of the words below
+NUM_STEP_DURATIONS = 32  # enough for a median of the recent steps
+FIRST_POLL_TIMEOUT_S = 10.0  # a worker that starts to train calls should_stop within this time
 
-# The worker's words. A call of should_stop is entered, and then either passed (answered with no)
-# or held (waiting to be told at which call all ranks stop).
-_MAGIC, _OWNER, _ENTERED, _PASSED, _HELD = range(5)
-_WORKER = 5
-_STEP, _STEPS, _STEPPED_AT, _SAVED, _SAVES, _DUMPS, _ALIVE_AT, _STARTED_AT = range(8, 16)
-_FIRST_STEP, _FIRST_AT, _SNAPSHOT, _SNAPSHOTS, _LOSS, _LOSSES, _SAMPLES = range(16, 23)
-_RESTORED_STEP, _SOURCE, _RESTORE_BEGAN, _RESTORE_ENDED, _RESTORES = range(23, 28)
-_DUMPS_TO, _COUNT = 28, 29  # _COUNT: of losses
-_DURATIONS = 64
-_POINTS = 96
-_FARTHEST = 2**31
-"""Steps from the first one on for which a point has no room."""
-# The agent's.
-_ASKED, _STOP_AT, _REASON, _DEADLINE = range(32, 36)
-# A worker that outlives its group. The agent's: the generation to leave, and how many places it
-# has given, the last of them written as JSON; the worker's: whether it can outlive a group, how
-# many places it has taken, out of how many groups it is by now, and the place in whose group
-# something has broken.
-_LEAVE, _PLACES = 36, 37
-_CAN_KEEP, _TAKEN, _OUT, _BROKEN = 40, 41, 42, 43
-_OF_ONE_PLACE = (
-    *(_ENTERED, _PASSED, _HELD, _STEPS, _SAVES, _FIRST_AT, _SNAPSHOTS),
-    *(_LOSSES, _SAMPLES, _RESTORES, _COUNT),
+# Words that the agent writes once.
+_LAYOUT = 0
+_WORKER_PID = 1  # only this process may report; 0 while the agent does not know it
+
+# Words that the worker writes. A call of should_stop starts, and then either finishes with None or
+# blocks until the agent names the call at which all ranks stop.
+_OWNER_PID = 2  # the process that reports for the worker
+_CALL_STARTED = 3
+_CALL_FINISHED = 4
+_CALL_BLOCKED = 5
+_ACTIVE_AT = 6  # seconds: the last call, step, save or restore
+_STARTING_AT = 7  # seconds: the first step was about to start
+_STEP = 8
+_NUM_STEPS = 9
+_STEP_AT = 10  # seconds
+_FIRST_STEP = 11
+_FIRST_STEP_AT = 12  # seconds
+_HAS_LOSS = 13
+_LOSS = 14
+_NUM_SAMPLES = 15
+_SAVED_STEP = 16
+_NUM_SAVES = 17
+_SNAPSHOT_STEP = 18
+_NUM_SNAPSHOTS = 19
+_RESTORED_STEP = 20
+_RESTORE_SOURCE = 21  # index in RESTORE_SOURCES
+_RESTORE_STARTED_AT = 22  # seconds
+_RESTORE_FINISHED_AT = 23  # seconds
+_NUM_RESTORES = 24
+_DUMPER_PID = 25  # the process that writes its stacks when it gets the signal
+_DUMPER_FD = 26  # the number of the file that it writes them to
+_CAN_REGROUP = 27
+_ACCEPTED = 28  # number of the last assignment that the worker accepted
+_LEFT = 29  # 1 + number of the last assignment whose group the worker has left
+_FAILED_GROUP = 30  # number of the assignment in whose group something failed
+
+# Words that the agent writes.
+_STOP_REQUESTED = 32
+_STOP_CALL = 33  # the call at which all ranks stop; 0 until the agents have agreed
+_STOP_REASON = 34  # index in STOP_REASONS
+_STOP_DEADLINE = 35  # seconds
+_ASSIGNED = 36  # number of the last assignment that the agent published
+_LAST_FINISHED_GROUP = 37  # number of the last assignment whose group has finished
+
+_DURATIONS = 64  # NUM_STEP_DURATIONS words of the worker
+_ASSIGNMENT = 1024  # byte offset of the last assignment: its length in 8 bytes, then JSON
+MAX_ASSIGNMENT_BYTES = PAGE_BYTES - _ASSIGNMENT - 8
+
+_RESET_BY_ASSIGNMENT = (
+    *(_CALL_STARTED, _CALL_FINISHED, _CALL_BLOCKED, _NUM_STEPS, _FIRST_STEP_AT),
+    *(_HAS_LOSS, _NUM_SAMPLES, _NUM_SAVES, _NUM_SNAPSHOTS, _NUM_RESTORES),
 )
-_PLACE = 4096
-"""The byte at which the last place stands: its length in 8 bytes, and its JSON."""
-MAX_ASSIGNMENT_BYTES = PAGE_BYTES - _PLACE - 8
 
 
 class WorkerChannel:
-    """Either end of it: the worker's, by the path that it was told, or its agent's, by `made`.
+    """An end of a channel: the worker's, opened by path, or the agent's, from `create`.
+
+    Times are seconds of this machine's monotonic clock.
+
+    Args:
+        path: The value of CHANNEL_ENV.
 
     Raises:
-        OSError: there is no channel at this path.
-        ConfigError: the agent runs another version of elasticlib.
+        OSError: There is no channel at this path.
+        ConfigError: The agent runs a different version of elasticlib.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._made = -1
-        handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._fd = -1  # the memory file in the agent, which created it; -1 in the worker
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            version = int.from_bytes(os.pread(handle, 8, 8 * _MAGIC), sys.byteorder) - MAGIC
-            if not 0 <= version < 1 << 32:
-                raise OSError(f"{path} is not a worker's channel")
-            if version != VERSION:
+            layout = int.from_bytes(os.pread(fd, 8, 8 * _LAYOUT), sys.byteorder)
+            if os.fstat(fd).st_size != PAGE_BYTES or layout >> 32 != LAYOUT_VERSION >> 32:
+                raise OSError(f"{path} is not a worker's channel of {PAGE_BYTES} bytes")
+            if layout != LAYOUT_VERSION:
                 raise ConfigError(
-                    f"this worker cannot talk to its agent: its elasticlib has version {VERSION} "
-                    f"of the channel, the agent's has version {version}: install the same version "
-                    "of elasticlib for the agent and its workers"
+                    f"the worker's elasticlib has channel layout {_number(LAYOUT_VERSION)}, "
+                    f"the agent's has layout {_number(layout)}: install the same version of "
+                    "elasticlib for the agent and its workers"
                 )
-            if os.fstat(handle).st_size != PAGE_BYTES:
-                raise OSError(
-                    f"{path} is not a worker's channel: it does not have {PAGE_BYTES} bytes"
-                )
-            self._memory = mmap.mmap(handle, PAGE_BYTES)
+            self._memory = mmap.mmap(fd, PAGE_BYTES)
         finally:
-            os.close(handle)
+            os.close(fd)
         self._view = memoryview(self._memory)
-        self._words = self._view.cast("q")
-        self._seconds = self._view.cast("d")
+        self._words = self._view.cast("q")  # the words of the page as integers
+        self._seconds = self._view.cast("d")  # the same words as floating point numbers
 
     @classmethod
     def create(cls) -> WorkerChannel:
-        """A new one, which has no name in any folder and goes with this process and the worker.
+        """Create a channel without a name in any directory; it exists while a process has it open.
 
-        Sealed: a worker that cut it short would end its agent at the next look. Raises OSError.
+        Raises:
+            OSError: The memory or the file descriptor cannot be had.
         """
-        handle = os.memfd_create("elasticlib-channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create("elasticlib-channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Now, and not at the first write, which full memory would answer with SIGBUS.
-            os.posix_fallocate(handle, 0, PAGE_BYTES)
-            fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _FIXED)
-            os.pwrite(handle, (MAGIC + VERSION).to_bytes(8, sys.byteorder), 8 * _MAGIC)
-            # As this /proc counts processes, whichever namespace it is of.
-            channel = cls(f"/proc/{os.readlink('/proc/self')}/fd/{handle}")
+            # Reserve the memory now: a later write without memory would end in SIGBUS.
+            os.posix_fallocate(fd, 0, PAGE_BYTES)
+            # Reading past the end of a shortened file would kill the agent.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            os.pwrite(fd, LAYOUT_VERSION.to_bytes(8, sys.byteorder), 8 * _LAYOUT)
+            # /proc may belong to another PID namespace, where this process has another number.
+            channel = cls(f"/proc/{os.readlink('/proc/self')}/fd/{fd}")
         except BaseException:
-            os.close(handle)
+            os.close(fd)
             raise
-        channel._made = handle
-        channel._words[_STEP] = channel._words[_SAVED] = NO_STEP
+        channel._fd = fd
+        channel._words[_STEP] = channel._words[_SAVED_STEP] = NO_STEP
         return channel
 
     def close(self) -> None:
-        """Let go of the memory; closing twice is harmless."""
+        """Unmap the page. A second call does nothing."""
         for view in (self._words, self._seconds, self._view):
             view.release()
         self._memory.close()
-        made, self._made = self._made, -1
-        if made >= 0:
-            os.close(made)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     # -- the worker's end ---------------------------------------------------------------------
 
-    def own(self, pid: int) -> bool:
-        """Whether this process speaks for the worker: the one that it was assigned to, else the
-        first that asks."""
-        if self._words[_WORKER] not in (0, pid):
-            return False
-        if not self._words[_OWNER]:
-            self._words[_OWNER] = pid
-        return self._words[_OWNER] == pid
+    def claim(self, pid: int) -> bool:
+        """Return whether this process reports for the worker.
 
-    def enter(self, call: int, now: float = 0.0) -> bool:
-        """Begin a call; whether the agent asks for a stop. (Written before read: the agent
-        writes first, too, and then reads, so that one of the two sees the other.)"""
-        self._words[_ENTERED] = call
-        self._seconds[_ALIVE_AT] = now
-        if self._words[_ASKED]:
+        It is the process that the agent named. If the agent named none, it is the first one that
+        claims the channel.
+        """
+        words = self._words
+        if words[_WORKER_PID] not in (0, pid):
+            return False
+        if not words[_OWNER_PID]:
+            words[_OWNER_PID] = pid
+        return words[_OWNER_PID] == pid
+
+    def begin_call(self, call: int, now: float = 0.0) -> bool:
+        """Begin a call of `should_stop`; return whether it must block for the agent's answer.
+
+        The worker writes before it reads, and so does the agent: at least one of them sees what the
+        other has written.
+        """
+        words = self._words
+        words[_CALL_STARTED] = call
+        self._seconds[_ACTIVE_AT] = now
+        if words[_STOP_REQUESTED]:
             return True
-        self._words[_PASSED] = call
+        words[_CALL_FINISHED] = call
         return False
 
-    def hold(self, call: int) -> None:
-        """This call waits to be told what to answer."""
-        self._words[_HELD] = call
+    def block_call(self, call: int) -> None:
+        """Report that this call waits until the agent names the call at which all ranks stop."""
+        self._words[_CALL_BLOCKED] = call
 
-    def go_on(self, call: int) -> None:
-        """This call was answered with no."""
-        self._words[_PASSED] = call
-
-    @property
-    def stop_at(self) -> int:
-        """The call at which all ranks stop; 0 while that is not known."""
-        return self._words[_STOP_AT]
+    def finish_call(self, call: int) -> None:
+        """Report that this call returns None."""
+        self._words[_CALL_FINISHED] = call
 
     @property
-    def reason(self) -> int:
-        return self._words[_REASON]
+    def stop_call(self) -> int:
+        """The call at which all ranks stop; 0 until it is known."""
+        return self._words[_STOP_CALL]
 
     @property
-    def deadline(self) -> float:
-        """On this machine's monotonic clock."""
-        return self._seconds[_DEADLINE]
+    def stop_reason(self) -> str:
+        return STOP_REASONS[self._words[_STOP_REASON]]
+
+    @property
+    def stop_deadline(self) -> float:
+        return self._seconds[_STOP_DEADLINE]
 
     def report_starting(self, now: float) -> None:
-        """The first step is about to be made, and the first call after it."""
-        self._seconds[_STARTED_AT] = now
+        self._seconds[_STARTING_AT] = now
 
     def report_step(
         self, step: int, now: float, loss: float | None = None, samples: float | None = None
     ) -> None:
-        """Count a step, unless it is the last one again; its loss and samples are added then."""
+        """Count a step, unless it repeats the last one; add its loss and samples in any case."""
         words, seconds = self._words, self._seconds
+        seconds[_ACTIVE_AT] = now
+        count = words[_NUM_STEPS]
+        if not count or words[_STEP] != step:
+            if count:
+                seconds[_DURATIONS + count % NUM_STEP_DURATIONS] = now - seconds[_STEP_AT]
+            else:
+                words[_FIRST_STEP] = step
+                seconds[_FIRST_STEP_AT] = now
+            words[_STEP] = step
+            seconds[_STEP_AT] = now
+            words[_NUM_STEPS] = count + 1
         if samples is not None:
-            seconds[_SAMPLES] += samples
-        seconds[_ALIVE_AT] = now
-        if not words[_STEPS] or words[_STEP] != step:
-            self._count_step(step, now)
+            seconds[_NUM_SAMPLES] += samples
         if loss is not None:
-            self._tell_loss(step, now, loss)
-
-    def _count_step(self, step: int, now: float) -> None:
-        words, seconds = self._words, self._seconds
-        count = words[_STEPS]
-        if count:
-            seconds[_DURATIONS + count % NUM_STEP_DURATIONS] = now - seconds[_STEPPED_AT]
-        else:
-            words[_FIRST_STEP] = step
-            seconds[_FIRST_AT] = now
-        words[_STEP] = step
-        seconds[_STEPPED_AT] = now
-        words[_STEPS] = count + 1
-
-    def _tell_loss(self, step: int, now: float, loss: float) -> None:
-        words, seconds = self._words, self._seconds
-        seconds[_LOSS] = loss
-        words[_LOSSES] = 1
-        count = words[_COUNT]
-        if is_sampled(count):
-            at = 8 * _POINTS + num_sampled_before(count) % MAX_LOSS_POINTS * LOSS_POINT.size
-            steps = min(max(step - words[_FIRST_STEP], -_FARTHEST), _FARTHEST - 1)
-            LOSS_POINT.pack_into(self._memory, at, loss, now - seconds[_FIRST_AT], steps)
-        words[_COUNT] = count + 1
+            seconds[_LOSS] = loss
+            words[_HAS_LOSS] = 1
 
     def report_saved(self, step: int, now: float = 0.0) -> None:
-        self._words[_SAVED] = step
-        self._seconds[_ALIVE_AT] = now
-        self._words[_SAVES] += 1
+        self._words[_SAVED_STEP] = step
+        self._seconds[_ACTIVE_AT] = now
+        self._words[_NUM_SAVES] += 1
 
     def report_snapshot(self, step: int, now: float = 0.0) -> None:
-        self._words[_SNAPSHOT] = step
-        self._seconds[_ALIVE_AT] = now
-        self._words[_SNAPSHOTS] += 1
+        self._words[_SNAPSHOT_STEP] = step
+        self._seconds[_ACTIVE_AT] = now
+        self._words[_NUM_SNAPSHOTS] += 1
 
-    def report_restored(self, state: RestoreReport) -> None:
+    def report_restored(self, report: RestoreReport) -> None:
         words, seconds = self._words, self._seconds
-        words[_RESTORED_STEP], words[_SOURCE] = state.step, RESTORE_SOURCES.index(state.source)
-        seconds[_RESTORE_BEGAN], seconds[_RESTORE_ENDED] = state.started_at, state.finished_at
-        seconds[_ALIVE_AT] = state.finished_at
-        words[_RESTORES] += 1
+        words[_RESTORED_STEP] = report.step
+        words[_RESTORE_SOURCE] = RESTORE_SOURCES.index(report.source)
+        seconds[_RESTORE_STARTED_AT] = report.started_at
+        seconds[_RESTORE_FINISHED_AT] = seconds[_ACTIVE_AT] = report.finished_at
+        words[_NUM_RESTORES] += 1
 
-    def set_stack_dumper(self, pid: int, file: int) -> None:
-        """From now on this process of the worker's writes its stacks when it gets the signal, to
-        the file that it has open under this number."""
-        self._words[_DUMPS_TO] = file
-        self._words[_DUMPS] = pid
+    def set_stack_dumper(self, pid: int, fd: int) -> None:
+        """Report that this process writes its stacks to this descriptor when it gets the signal."""
+        self._words[_DUMPER_FD] = fd
+        self._words[_DUMPER_PID] = pid
 
-    def set_can_regroup(self, can: bool = True) -> None:
-        """From now on the worker may be given a place in another group, once it is out of its
-        own; or may not."""
-        self._words[_CAN_KEEP] = can
+    def set_can_regroup(self, can_regroup: bool = True) -> None:
+        """Report whether the worker can leave its group and continue in another one."""
+        self._words[_CAN_REGROUP] = can_regroup
 
-    def report_left_group(self, taken: int) -> None:
-        """The worker does nothing in the group of its place number `taken` any more (0: it has
-        never been in one), and waits for the next."""
-        self._words[_OUT] = taken + 1
+    def report_left_group(self, assignment: int) -> None:
+        """Report that the worker has left the group of this assignment; 0 if it was in none."""
+        self._words[_LEFT] = assignment + 1
 
-    def report_group_failure(self, taken: int) -> None:
-        """In the group of that place something has failed, as it does when a member is lost."""
-        self._words[_BROKEN] = taken
+    def report_group_failure(self, assignment: int) -> None:
+        """Report that something failed in the group of this assignment, such as a lost peer."""
+        self._words[_FAILED_GROUP] = assignment
 
     @property
-    def leave(self) -> int:
-        """The number of the last place whose group is over, so that it is to be left; 0 before."""
-        return self._words[_LEAVE]
+    def finished_group(self) -> int:
+        """The number of the last assignment whose group has finished; 0 before the first one."""
+        return self._words[_LAST_FINISHED_GROUP]
 
     def accept_assignment(self, after: int) -> tuple[int, dict[str, str]] | None:
-        """The last place that the agent has given, if it is a later one: its number from 1, and
-        what it says in variables. The worker's calls, and what it tells, are counted anew in it."""
-        number = self._words[_PLACES]
+        """Return the number and the variables of the last assignment if it is newer than `after`.
+
+        The first number is 1. Calls, steps, saves and restores are counted from 0 again.
+        """
+        words = self._words
+        number = words[_ASSIGNED]
         if number <= after:
             return None
-        length = int.from_bytes(self._view[_PLACE : _PLACE + 8], sys.byteorder)
-        text = bytes(self._view[_PLACE + 8 : _PLACE + 8 + length])
-        for word in _OF_ONE_PLACE:
-            self._words[word] = 0
-        self._words[_STEP] = self._words[_SAVED] = NO_STEP
-        self._words[_TAKEN] = number
-        return number, json.loads(text)
+        begin = _ASSIGNMENT + 8
+        length = int.from_bytes(self._view[_ASSIGNMENT:begin], sys.byteorder)
+        variables: dict[str, str] = json.loads(bytes(self._view[begin : begin + length]))
+        for index in _RESET_BY_ASSIGNMENT:
+            words[index] = 0
+        words[_STEP] = words[_SAVED_STEP] = NO_STEP
+        words[_ACCEPTED] = number
+        return number, variables
 
     # -- the agent's end ----------------------------------------------------------------------
 
-    @property
-    def can_keep(self) -> bool:
-        """Whether the worker can go on in another group."""
-        return bool(self._words[_CAN_KEEP])
+    def set_worker_pid(self, pid: int) -> None:
+        """Let only this process report, although its children may claim the channel first."""
+        self._words[_WORKER_PID] = pid
 
     @property
-    def is_out(self) -> bool:
-        """Whether it can, does nothing in a group now, and waits for its next place."""
+    def can_regroup(self) -> bool:
+        return bool(self._words[_CAN_REGROUP])
+
+    @property
+    def is_standby(self) -> bool:
+        """Return whether the worker can regroup and is ready for its next assignment."""
         words = self._words
-        return bool(words[_CAN_KEEP]) and words[_OUT] > words[_PLACES]
+        return bool(words[_CAN_REGROUP]) and words[_LEFT] > words[_ASSIGNED]
 
     @property
-    def is_broken(self) -> bool:
-        """Whether something has failed in the worker's group."""
-        return 0 < self._words[_PLACES] == self._words[_BROKEN]
+    def has_group_failure(self) -> bool:
+        return 0 < self._words[_ASSIGNED] == self._words[_FAILED_GROUP]
 
     @property
-    def _is_elsewhere(self) -> bool:
-        """Whether all that the worker has told was in another group than that of its place."""
+    def _is_between_groups(self) -> bool:
+        """Return whether all reports of the worker belong to an earlier group."""
         words = self._words
-        return bool(words[_CAN_KEEP]) and 1 < words[_PLACES] > words[_TAKEN]
+        return bool(words[_CAN_REGROUP]) and 1 < words[_ASSIGNED] > words[_ACCEPTED]
 
     def request_leave(self) -> None:
-        """The group of the place that the worker has is over, whatever it is doing there."""
-        self._words[_LEAVE] = self._words[_PLACES]
+        """Report to the worker that its group has finished."""
+        self._words[_LAST_FINISHED_GROUP] = self._words[_ASSIGNED]
 
     def publish_assignment(self, variables: Mapping[str, str]) -> None:
-        """To a worker that is out, or has not asked yet: its place in the next group, as variables
-        of its environment. Raises ValueError if they are too long."""
+        """Give the worker its place in the next group, as variables of its environment.
+
+        The worker is a standby worker, or has not accepted any assignment yet.
+
+        Raises:
+            ValueError: The variables are longer than MAX_ASSIGNMENT_BYTES.
+        """
         text = json.dumps(dict(variables)).encode()
         if len(text) > MAX_ASSIGNMENT_BYTES:
             raise ValueError(
-                f"a place takes {len(text)} bytes, {MAX_ASSIGNMENT_BYTES} are the most"
+                f"a worker's assignment must have at most {MAX_ASSIGNMENT_BYTES} bytes, "
+                f"got {len(text)}"
             )
-        self._words[_ASKED] = self._words[_STOP_AT] = 0
-        self._view[_PLACE : _PLACE + 8] = len(text).to_bytes(8, sys.byteorder)
-        self._view[_PLACE + 8 : _PLACE + 8 + len(text)] = text
-        self._words[_PLACES] += 1
+        self._words[_STOP_REQUESTED] = self._words[_STOP_CALL] = 0
+        content = len(text).to_bytes(8, sys.byteorder) + text
+        self._view[_ASSIGNMENT : _ASSIGNMENT + len(content)] = content
+        self._words[_ASSIGNED] += 1
 
     @property
-    def listens(self) -> bool:
-        """Whether the worker has ever asked whether it should stop."""
-        return self._words[_ENTERED] > 0
+    def polls_should_stop(self) -> bool:
+        """Return whether the worker has called `should_stop`."""
+        return self._words[_CALL_STARTED] > 0
 
     def will_poll_should_stop(self, now: float) -> bool:
-        """Whether it is about to ask for the first time: it called `starting` lately, and has
-        neither reported a step nor saved since, as a worker that never asks would."""
-        words = self._words
-        done = words[_STEPS] or words[_SAVES]
-        return not done and 0 < self._seconds[_STARTED_AT] > now - FIRST_POLL_TIMEOUT_S
+        """Return whether the first call of `should_stop` is expected soon.
 
-    def assign(self, pid: int) -> None:
-        """The worker is this process, whichever of those that it starts may ask before it does."""
-        self._words[_WORKER] = pid
+        The worker reported lately that it starts to train, and no step or save since, as a worker
+        that never calls `should_stop` would.
+        """
+        words = self._words
+        has_reported = words[_NUM_STEPS] or words[_NUM_SAVES]
+        return not has_reported and 0 < self._seconds[_STARTING_AT] > now - FIRST_POLL_TIMEOUT_S
 
     @property
-    def dumps(self) -> tuple[int, int]:
-        """The process that writes its stacks when asked, and the number of its file; 0 for none."""
-        return self._words[_DUMPS], self._words[_DUMPS_TO]
+    def stack_dumper(self) -> tuple[int, int]:
+        """The process that writes its stacks on a signal, and its descriptor; (0, ...) for none."""
+        return self._words[_DUMPER_PID], self._words[_DUMPER_FD]
 
-    def ask(self, reason: int, deadline: float) -> None:
-        """Have the next call wait for `set_stop_call`."""
-        self._words[_REASON] = reason
-        self._seconds[_DEADLINE] = deadline
-        self._words[_ASKED] = 1
+    def request_stop(self, reason: str, deadline: float) -> None:
+        """Make the next call of `should_stop` block until `set_stop_call`."""
+        self._words[_STOP_REASON] = STOP_REASONS.index(reason)
+        self._seconds[_STOP_DEADLINE] = deadline
+        self._words[_STOP_REQUESTED] = 1
 
-    def earliest_stop(self) -> int | None:
-        """Having asked: the first call at which the worker can stop; None while it is in one."""
+    def earliest_stop_call(self) -> int | None:
+        """Return the first call at which the worker can stop, or None while it is in a call.
+
+        Valid after `request_stop`.
+        """
         words = self._words
-        if self._is_elsewhere:
+        if self._is_between_groups:
             return 1
-        entered = words[_ENTERED]
-        if words[_PASSED] == entered:
-            return entered + 1
-        return entered if words[_HELD] == entered else None
+        call = words[_CALL_STARTED]
+        if words[_CALL_FINISHED] == call:
+            return call + 1
+        return call if words[_CALL_BLOCKED] == call else None
 
-    def set_stop_call(self, call: int, reason: int, deadline: float) -> None:
-        """All ranks stop at this call."""
-        self._words[_REASON] = reason
-        self._seconds[_DEADLINE] = deadline
-        self._words[_STOP_AT] = call
+    def set_stop_call(self, call: int, reason: str, deadline: float) -> None:
+        """Make all ranks stop at this call."""
+        self._words[_STOP_REASON] = STOP_REASONS.index(reason)
+        self._seconds[_STOP_DEADLINE] = deadline
+        self._words[_STOP_CALL] = call
 
-    def beat(self) -> Heartbeat:
-        """The worker's heartbeat."""
+    def heartbeat(self) -> Heartbeat:
         words, seconds = self._words, self._seconds
-        if self._is_elsewhere:
-            alive, dumps = seconds[_ALIVE_AT], bool(words[_DUMPS])
-            return Heartbeat(
-                last_activity_at=alive, can_dump_stacks=dumps, is_attached=bool(words[_OWNER])
-            )
-        steps = words[_STEPS]
-        known = (
-            range(_DURATIONS, _DURATIONS + NUM_STEP_DURATIONS)
-            if steps > NUM_STEP_DURATIONS
-            else range(_DURATIONS + 1, _DURATIONS + max(steps, 1))
+        heartbeat = Heartbeat(
+            last_activity_at=seconds[_ACTIVE_AT],
+            can_dump_stacks=bool(words[_DUMPER_PID]),
+            is_attached=bool(words[_OWNER_PID]),
         )
-        return Heartbeat(
+        if self._is_between_groups:
+            return heartbeat
+        count = words[_NUM_STEPS]
+        durations = (
+            range(NUM_STEP_DURATIONS) if count > NUM_STEP_DURATIONS else range(1, max(count, 1))
+        )
+        return attrs.evolve(
+            heartbeat,
             step=words[_STEP],
-            num_steps=steps,
-            last_step_at=seconds[_STEPPED_AT],
-            last_activity_at=seconds[_ALIVE_AT],
-            step_durations=tuple(seconds[slot] for slot in known),
-            last_saved_step=words[_SAVED],
-            num_saves=words[_SAVES],
-            can_dump_stacks=bool(words[_DUMPS]),
-            is_attached=bool(words[_OWNER]),
-            first_step=words[_FIRST_STEP] if seconds[_FIRST_AT] else NO_STEP,
-            first_at=seconds[_FIRST_AT],
-            last_restore=self._restored(),
-            num_restores=words[_RESTORES],
-            last_snapshot_step=words[_SNAPSHOT] if words[_SNAPSHOTS] else NO_STEP,
-            num_snapshots=words[_SNAPSHOTS],
-            loss=seconds[_LOSS] if words[_LOSSES] else None,
-            loss_history=self._losses(),
-            num_samples=seconds[_SAMPLES],
+            num_steps=count,
+            last_step_at=seconds[_STEP_AT],
+            step_durations=tuple(seconds[_DURATIONS + slot] for slot in durations),
+            first_step=words[_FIRST_STEP] if seconds[_FIRST_STEP_AT] else NO_STEP,
+            first_at=seconds[_FIRST_STEP_AT],
+            loss=seconds[_LOSS] if words[_HAS_LOSS] else None,
+            num_samples=seconds[_NUM_SAMPLES],
+            last_saved_step=words[_SAVED_STEP],
+            num_saves=words[_NUM_SAVES],
+            last_snapshot_step=words[_SNAPSHOT_STEP] if words[_NUM_SNAPSHOTS] else NO_STEP,
+            num_snapshots=words[_NUM_SNAPSHOTS],
+            last_restore=self._last_restore() if words[_NUM_RESTORES] else None,
+            num_restores=words[_NUM_RESTORES],
         )
 
-    def _losses(self) -> LossHistory | None:
-        count = self._words[_COUNT]
-        if not count:
-            return None
-        at = 8 * _POINTS
-        points = bytes(self._view[at : at + MAX_LOSS_POINTS * LOSS_POINT.size])
-        first_step, first_at = self._words[_FIRST_STEP], self._seconds[_FIRST_AT]
-        return LossHistory(count, self._words[_COUNT], points, first_step, first_at)
-
-    def _restored(self) -> RestoreReport | None:
-        words, seconds = self._words, self._seconds
-        source = words[_SOURCE]
-        if not words[_RESTORES] or not 0 <= source < len(RESTORE_SOURCES):
-            return None
+    def _last_restore(self) -> RestoreReport:
         return RestoreReport(
-            step=words[_RESTORED_STEP],
-            source=RESTORE_SOURCES[source],
-            started_at=seconds[_RESTORE_BEGAN],
-            finished_at=seconds[_RESTORE_ENDED],
+            step=self._words[_RESTORED_STEP],
+            source=RESTORE_SOURCES[self._words[_RESTORE_SOURCE]],
+            started_at=self._seconds[_RESTORE_STARTED_AT],
+            finished_at=self._seconds[_RESTORE_FINISHED_AT],
         )
+
+
+def _number(layout: int) -> int:
+    return layout & 0xFFFFFFFF
 
 
 class WorkerChannels:
-    """The agent's ends of the channels of one group at a time; for several threads."""
+    """The agent's ends of the channels of one worker group, by local rank. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._open: dict[int, WorkerChannel] = {}
-        self._newcomers: set[int] = set()
-        self._last: dict[int, Heartbeat] = {}
-        self._deadline = 0.0
-        self._listened = False
+        self._lock = threading.RLock()  # guards all fields
+        self._open: dict[int, WorkerChannel] = {}  # of the workers that run
+        self._standby: set[int] = set()  # workers that were started in no group
+        self._final: dict[int, Heartbeat] = {}  # last heartbeats of this group's exited workers
+        self._deadline = 0.0  # of the stop that was requested last
+        self._has_polled = False  # a worker that has exited or regrouped called should_stop
+
+    def open(self, local_rank: int, *, is_standby: bool = False) -> str:
+        """Create the channel of a worker that is about to start, and return its path.
+
+        Args:
+            local_rank: The worker's local rank.
+            is_standby: The worker is in no group until it gets an assignment.
+
+        Raises:
+            OSError: The memory or the file descriptor cannot be had.
+        """
+        with self._lock:
+            self._open[local_rank] = channel = WorkerChannel.create()
+            if is_standby:
+                self._standby.add(local_rank)
+            return channel.path
+
+    def close(self, local_rank: int) -> None:
+        """Close the channel of a worker that has exited, and remember its last heartbeat."""
+        with self._lock:
+            channel = self._open.pop(local_rank, None)
+            self._standby.discard(local_rank)
+            if channel is not None:
+                self._has_polled = self._has_polled or channel.polls_should_stop
+                self._final[local_rank] = channel.heartbeat()
+                channel.close()
+
+    def close_all(self) -> None:
+        with self._lock:
+            for local_rank in list(self._open):
+                self.close(local_rank)
+
+    def start_group(self) -> None:
+        """Forget the workers of the previous group that have exited."""
+        with self._lock:
+            self._final.clear()
+
+    def set_worker_pid(self, local_rank: int, pid: int) -> None:
+        with self._lock:
+            self._open[local_rank].set_worker_pid(pid)
 
     def publish_assignment(self, local_rank: int, variables: Mapping[str, str]) -> None:
-        """The worker is one of the group, in this place. Raises OSError."""
+        """Make the worker a member of the group, with these variables.
+
+        Raises:
+            OSError: The variables are too long.
+        """
         with self._lock:
             channel = self._open[local_rank]
-            self._newcomers.discard(local_rank)
-            self._listened = self._listened or channel.listens
+            self._standby.discard(local_rank)
+            self._has_polled = self._has_polled or channel.polls_should_stop
             try:
                 channel.publish_assignment(variables)
             except ValueError as error:
                 raise OSError(str(error)) from error
 
-    def keepers(self) -> set[int]:
-        """Those that can go on in another group; newcomers among them, whatever they are."""
+    def regroupable_ranks(self) -> set[int]:
+        """Return the workers that can continue in another group, and all that are in none."""
         with self._lock:
-            return self._newcomers | {n for n, page in self._open.items() if page.can_keep}
+            return self._standby | {n for n, page in self._open.items() if page.can_regroup}
 
-    def leave(self) -> None:
-        """The group is over."""
+    def leave_group(self) -> None:
+        """Report to all members that their group has finished."""
         with self._lock:
             for channel in self._members():
                 channel.request_leave()
 
-    def broken(self) -> bool:
-        """Whether something has failed in the group of one of them."""
+    def has_group_failure(self) -> bool:
+        """Return whether a member has reported that its group failed."""
         with self._lock:
-            return any(page.is_broken for page in self._members())
+            return any(page.has_group_failure for page in self._members())
 
-    def spare(self) -> dict[int, bool]:
-        """Those that are in no group, each with whether it waits for a place."""
+    def standby_ranks(self) -> dict[int, bool]:
+        """Return the workers in no group, each with whether it is ready for an assignment."""
         with self._lock:
-            out = {local: page.is_out for local, page in self._open.items()}
-            return {
-                local: ready for local, ready in out.items() if ready or local in self._newcomers
-            }
-
-    def open(self, local_rank: int, *, newcomer: bool = False) -> str:
-        """The path of the channel of a worker that is about to start. Raises OSError.
-
-        newcomer: it is in no group before it is given a place.
-        """
-        with self._lock:
-            self._open[local_rank] = channel = WorkerChannel.create()
-            if newcomer:
-                self._newcomers.add(local_rank)
-            return channel.path
-
-    def assign(self, local_rank: int, pid: int) -> None:
-        """A Python worker's process, which none that it starts can pass for."""
-        with self._lock:
-            self._open[local_rank].assign(pid)
-
-    def close(self, local_rank: int) -> None:
-        """The worker is gone."""
-        with self._lock:
-            channel = self._open.pop(local_rank, None)
-            self._newcomers.discard(local_rank)
-            if channel is not None:
-                self._listened = self._listened or channel.listens
-                self._last[local_rank] = channel.beat()
-                channel.close()
-
-    def close_all(self) -> None:
-        """Leave nothing behind."""
-        with self._lock:
-            for local_rank in list(self._open):
-                self.close(local_rank)
-
-    def begin(self) -> None:
-        """Another group starts, which has been asked nothing."""
-        with self._lock:
-            self._last.clear()
+            ready = {local: page.is_standby for local, page in self._open.items()}
+            return {n: is_ready for n, is_ready in ready.items() if is_ready or n in self._standby}
 
     def notify(self, notice: StopNotice) -> bool:
-        """Ask for a stop; False if no worker here ever looks.
+        """Request a stop; return False if no member calls `should_stop`.
 
-        Where workers of an earlier group have looked, these are about to: they may have stepped
-        already, and what they have done since the last save would be lost.
+        If workers of an earlier group called it, these are about to: they may have stepped already,
+        and the steps since their last save would be lost.
         """
         with self._lock:
             now, channels = monotonic(), self._members()
-            if not self._listened and not any(
-                c.listens or c.will_poll_should_stop(now) for c in channels
+            if not self._has_polled and not any(
+                page.polls_should_stop or page.will_poll_should_stop(now) for page in channels
             ):
                 return False
             self._deadline = now + notice.grace_s
             for channel in channels:
-                channel.ask(STOP_REASONS.index(notice.reason), self._deadline)
+                channel.request_stop(notice.reason, self._deadline)
             return True
 
-    def earliest_stop(self) -> int | None:
-        """Return the first call at which all can stop; None while one of them is in a call."""
+    def earliest_stop_call(self) -> int | None:
+        """Return the first call at which all members can stop, or None while one is in a call."""
         with self._lock:
-            calls = [channel.earliest_stop() for channel in self._members()]
+            calls = [channel.earliest_stop_call() for channel in self._members()]
             known = [call for call in calls if call is not None]
             return max(known, default=1) if len(known) == len(calls) else None
 
-    def stop_at(self, call: int, notice: StopNotice) -> None:
-        """All ranks stop at this call, for this reason."""
+    def stop_at_call(self, call: int, notice: StopNotice) -> None:
+        """Make all members stop at this call, for the reason of this notice."""
         with self._lock:
             deadline = min(self._deadline, monotonic() + notice.grace_s)
             for channel in self._members():
-                channel.set_stop_call(call, STOP_REASONS.index(notice.reason), deadline)
+                channel.set_stop_call(call, notice.reason, deadline)
 
-    def beats(self) -> dict[int, Heartbeat]:
-        """The heartbeat of each worker, by local rank."""
+    def heartbeats(self) -> dict[int, Heartbeat]:
         with self._lock:
-            return {local: channel.beat() for local, channel in self._open.items()}
+            return {local: channel.heartbeat() for local, channel in self._open.items()}
 
-    def last_beats(self) -> dict[int, Heartbeat]:
-        """The same, and the last heartbeats of the workers of this group that have ended since."""
+    def final_heartbeats(self) -> dict[int, Heartbeat]:
+        """Return `heartbeats`, and the last ones of this group's workers that have exited."""
         with self._lock:
-            return {**self._last, **self.beats()}
+            return {**self._final, **self.heartbeats()}
 
-    def dumpers(self) -> dict[int, tuple[int, int]]:
-        """The processes that write their stacks when asked, by local rank, each with the number
-        of its file."""
+    def stack_dumpers(self) -> dict[int, tuple[int, int]]:
+        """Return the process and the descriptor of each worker that can write its stacks."""
         with self._lock:
-            found = {local: channel.dumps for local, channel in self._open.items()}
-        return {local: dumps for local, dumps in found.items() if dumps[0]}
+            found = {local: channel.stack_dumper for local, channel in self._open.items()}
+        return {local: dumper for local, dumper in found.items() if dumper[0]}
 
     def _members(self) -> list[WorkerChannel]:
-        return [page for local, page in self._open.items() if local not in self._newcomers]
+        return [page for local, page in self._open.items() if local not in self._standby]

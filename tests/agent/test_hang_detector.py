@@ -94,12 +94,12 @@ def test_who_is_furthest_behind_is_the_slowest_and_of_several_the_first_to_fall_
     assert slowest_rank(pulses) == pulses[2]
     assert slowest_rank([]) is None
     assert describe_hang(pulses, 2.0) == (
-        "hung: rank 2 on b is at step 6, silent for 4.0 s; the others are at step 6 to 7; "
+        "hung: rank 2 on b is at step 6, inactive for 4.0 s; the others are at step 6 to 7; "
         "the limit is 2.0 s (hang, --hang-timeout)"
     )
     assert "has made no step" in describe_hang([RankProgress(0, "a", -1, 9.0, 0)], 2.0)
     assert describe_hang(pulses[1:], 2.0) == (
-        "hung: rank 2 on b is at step 6, silent for 4.0 s; so are the others; "
+        "hung: rank 2 on b is at step 6, inactive for 4.0 s; so are the others; "
         "the limit is 2.0 s (hang, --hang-timeout)"
     )
 
@@ -144,7 +144,7 @@ def test_who_leaves_it_to_others_to_tell_of_steps_is_not_blamed_for_a_hang() -> 
     assert isinstance(hung, HangDetected)
     assert hung.stacks == "the stacks of rank 0, at step 4:\nin a loop"
     assert hung.reason == (
-        "hung: rank 0 on a is at step 4, silent for 8.0 s; "
+        "hung: rank 0 on a is at step 4, inactive for 8.0 s; "
         "the limit is 8.0 s (hang, --hang-timeout)"
     )
     assert hung.inactive_since == 100.0

@@ -11,7 +11,7 @@ import pytest
 
 from elasticlib import MemoryStore, Node, Store
 from elasticlib.agent.peer_exchange import PeerExchange, PeerMessages
-from elasticlib.agent.policy import Publish, Subscribe
+from elasticlib.agent.policy import Publish
 from elasticlib.errors import StoreConnectionError, StoreRejectedError
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.stores.interface import CompareSetResult, Entry, Listing, WatchResult
@@ -99,15 +99,15 @@ def test_what_a_node_posts_all_hear_and_the_first_word_stands(
 ) -> None:
     store = kind()
     one, other = make(store, 0), make(store, 1)
-    one.board.submit(Subscribe("stop/"))
+    one.board.subscribe("stop/")
     one.hears()
-    other.board.submit(Publish("stop/", "b", b"1", only_if_absent=True))
+    other.board.publish(Publish("stop/", "b", b"1", only_if_absent=True))
     one.hears(b=b"1")
-    one.board.submit(Publish("stop/", "b", b"2", only_if_absent=True))
-    one.board.submit(Publish("stop/", "a", b"3", only_if_absent=True))
-    one.board.submit(Publish("else/", "c", b"4", only_if_absent=True))
+    one.board.publish(Publish("stop/", "b", b"2", only_if_absent=True))
+    one.board.publish(Publish("stop/", "a", b"3", only_if_absent=True))
+    one.board.publish(Publish("else/", "c", b"4", only_if_absent=True))
     one.hears(a=b"3", b=b"1")
-    other.board.submit(Subscribe("stop/"))
+    other.board.subscribe("stop/")
     other.hears(a=b"3", b=b"1")
 
 
@@ -140,8 +140,8 @@ class Faltering(MemoryStore):
 def test_a_store_that_falters_is_asked_until_it_answers(make: Callable[..., Side]) -> None:
     store = Faltering()
     side = make(store)
-    side.board.submit(Publish("stop/", "a", b"1", only_if_absent=True))
-    side.board.submit(Subscribe("stop/"))
+    side.board.publish(Publish("stop/", "a", b"1", only_if_absent=True))
+    side.board.subscribe("stop/")
     side.hears(a=b"1")
     assert store.left == {"list": 0, "set": 0}
 
@@ -153,20 +153,20 @@ def test_what_a_store_refuses_or_breaks_at_is_told_and_the_rest_goes_on(
     store = Faltering(error)
     store.left["list"] = 1
     side = make(store)
-    side.board.submit(Subscribe("stop/"))
+    side.board.subscribe("stop/")
     assert side.heard.get(timeout=PATIENCE) == PeerMessages("run/board/1.a/", "stop/", None)
-    side.board.submit(Subscribe("cause/"))
+    side.board.subscribe("cause/")
     side.hears()
 
 
 def test_another_generations_posts_are_not_this_ones(make: Callable[..., Side]) -> None:
     store = MemoryStore()
     one, other = make(store, 0), make(store, 1)
-    other.board.submit(Publish("cause/", "first", b"old", only_if_absent=True))
+    other.board.publish(Publish("cause/", "first", b"old", only_if_absent=True))
     for side, rank in ((one, 0), (other, 1)):
         side.open(store, rank, board="run/board/2.b/")
-    other.board.submit(Publish("cause/", "first", b"new", only_if_absent=True))
-    one.board.submit(Subscribe("cause/"))
+    other.board.publish(Publish("cause/", "first", b"new", only_if_absent=True))
+    one.board.subscribe("cause/")
     one.hears(first=b"new")
 
 
@@ -181,8 +181,8 @@ def test_a_node_without_others_or_a_store_has_no_board(store: Store | None) -> N
             RendezvousInfo("run", 1, seat, place, store=store, exchange_prefix="run/board/1.a/")
         )
     assert side.board.prefix == ""
-    side.board.submit(Publish("stop/", "a", b"1"))
-    side.board.submit(Subscribe("stop/"))
+    side.board.publish(Publish("stop/", "a", b"1"))
+    side.board.subscribe("stop/")
     assert threading.active_count() == before
     side.board.close()
     assert side.heard.empty()
@@ -203,7 +203,7 @@ class Hanging(MemoryStore):
 def test_a_store_that_hangs_holds_nobody_up() -> None:
     store = Hanging()
     side = Side(store)
-    side.board.submit(Publish("also/", "0", b"[]"))
+    side.board.publish(Publish("also/", "0", b"[]"))
     with contextlib.closing(side.board):
         pass
     assert not store.answer.is_set(), "it was not waited for"

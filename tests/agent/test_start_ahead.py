@@ -46,7 +46,7 @@ def test_members_go_on_while_the_workers_of_a_node_that_joins_start(job: Job) ->
     assert pids(both, "one") == pids(alone)
     assert pids(both, "two") == started
     assert both[0]["TORCHELASTIC_RESTART_COUNT"] == "0"
-    two.says("the job goes on: 2 workers start here before this node joins it")
+    two.says(r"the job is running: starting 2 standby worker\(s\) before this node joins it")
     job.finish()
     assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
 

@@ -16,9 +16,9 @@ from elasticlib.agent.policy import (
     WorkersStopped,
 )
 from elasticlib.agent.stop_procedure import (
-    OVER,
-    STOP,
+    GROUP_BROKEN_TOPIC,
     STOP_AT_ANY_CALL,
+    STOP_TOPIC,
     StopProcedure,
     StopProposal,
     StopTransition,
@@ -58,7 +58,7 @@ class Side:
         self.stopping, commands = step
         self.did += commands
         for command in commands:
-            if isinstance(command, Publish) and command.topic == STOP:
+            if isinstance(command, Publish) and command.topic == STOP_TOPIC:
                 assert command.only_if_absent
                 self.posts.setdefault(command.key, command.value)
 
@@ -119,7 +119,7 @@ def test_workers_that_are_kept_leave_their_group_and_climb_the_ladder_after_a_wh
     why = "still in their group 10 s after it was over, sending SIGTERM: pid 1"
     assert side.did[1:] == [
         SignalWorkers(why),
-        SignalWorkers("still there after 30 s, killing: pid 1", force=True),
+        SignalWorkers("still running 30 s after SIGTERM, killing: pid 1", force=True),
         WorkersStopped(unkillable="pid 1"),
     ]
     assert side.now == 50.0
@@ -156,13 +156,13 @@ def test_all_leave_their_group_at_once_where_it_breaks_before_they_have_stopped(
     for side in sides:
         side.stopping = attrs.evolve(side.stopping, regroup_grace_s=10.0)
         side.begin(StopNotice(RESIZE, 60.0))
-        assert side.did == [Subscribe(OVER)]
+        assert side.did == [Subscribe(GROUP_BROKEN_TOPIC)]
         side.look(call=5)
     for side in sides:
         side.look()
         assert side.stops_at.call == 5
     other.sooner(None)
-    assert other.did[-2:] == [LeaveGroup(), Publish(OVER, "1", b"")]
+    assert other.did[-2:] == [LeaveGroup(), Publish(GROUP_BROKEN_TOPIC, "1", b"")]
     one._take(one.stopping.on_group_broken(one.now, {"1"}))
     assert LeaveGroup() in one.did
     assert one.stopping.time_to_next_stage(one.now) == 10.0
@@ -215,7 +215,7 @@ def test_workers_have_their_grace_after_sigterm_where_the_time_to_agree_is_up(
         command.log_message for command in one.did if isinstance(command, SignalWorkers)
     ]
     assert asked.startswith("the workers cannot all stop at one step to save")
-    assert killed.startswith("still there after 30 s")
+    assert killed.startswith("still running 30 s after SIGTERM")
 
 
 def test_workers_of_a_node_that_cannot_reach_the_others_are_stopped_at_once(
@@ -267,7 +267,7 @@ def test_a_shorter_notice_shortens_the_climb_and_none_ends_it() -> None:
     side.sooner(None)
     side.look()
     (asked,) = [command for command in side.did if isinstance(command, SignalWorkers)]
-    assert "still there after they were asked to save" in asked.log_message
+    assert "still running after the time to save" in asked.log_message
     side.sooner(StopNotice(DRAIN, 10.0))
     side.look()
     assert len(side.did) == 2, "who has been asked to stop gets no other notice"
@@ -298,7 +298,7 @@ def test_who_is_in_a_hurry_goes_a_rung_on_each_time() -> None:
     side.look()
     assert side.did == [
         SignalWorkers(),
-        SignalWorkers("did not end in time, killing: pid 1", force=True),
+        SignalWorkers("did not exit in time, killing: pid 1", force=True),
     ]
     side.stopping = side.stopping.escalate(1.0)
     assert side.stopping.time_to_next_stage(1.0) == pytest.approx(10.0), (

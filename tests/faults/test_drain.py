@@ -167,7 +167,7 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     agent.signal(signal.SIGTERM)
     agent.says("preempted: the workers have 600 s to save")
     agent.signal(signal.SIGINT)
-    agent.says("still there after they were asked to save, sending SIGTERM: pid")
+    agent.says("still running after the time to save, sending SIGTERM: pid")
     wait_until("one worker to hear it", (job.folder / "heard.0").exists)
     holds[0].unlink()
     wait_until("one worker to end", lambda: not alive(workers[0]), save.bound)
@@ -175,7 +175,7 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 75
     # The one that has ended may not have been collected yet.
-    last = rf"did not end in time, killing: (pid {workers[0]}, )?pid {workers[1]}\b"
+    last = rf"did not exit in time, killing: (pid {workers[0]}, )?pid {workers[1]}\b"
     assert re.search(last, agent.text), agent.text
     assert not (job.folder / "saved.1.1").exists()
 
@@ -194,7 +194,7 @@ def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job, save: S
     # And no more of it: the one that leaves is missed, and the deaf one is ended in its time.
     long.signal(signal.SIGTERM)
     assert long.exit_code(save.bound) == 128 + signal.SIGTERM
-    short.says(r"still there after 0\.3 s, killing: pid")
+    short.says(r"still running 0\.3 s after SIGTERM, killing: pid")
     job.settled(1, after=2)
     job.finish()
     assert short.exit_code() == 0

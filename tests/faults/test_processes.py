@@ -81,7 +81,7 @@ def test_a_worker_that_is_deaf_to_sigterm_is_killed_after_the_grace(job: Job, me
     job.settled(2)
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 128 + signal.SIGINT
-    assert "still there after 0.5 s, killing: pid" in agent.text
+    assert "still running 0.5 s after SIGTERM, killing: pid" in agent.text
     job.gone()
 
 
@@ -137,5 +137,5 @@ def test_a_worker_that_is_killed_while_a_module_is_imported_late_is_restarted_at
     assert agent.exit_code() == 128 + signal.SIGTERM
     assert "was killed by SIGKILL" in agent.text
     assert "fork server" not in agent.text
-    assert "did not end in time" not in agent.text
+    assert "did not exit in time" not in agent.text
     job.gone()

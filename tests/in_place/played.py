@@ -93,7 +93,7 @@ class Agent:
             target=_run, args=(work, str(self.folder), environment, number, args), daemon=True
         )
         process.start()
-        channel.assign(process.pid)
+        channel.set_worker_pid(process.pid)
         self.channels.append(channel)
         self.processes.append(process)
 
@@ -155,11 +155,11 @@ class Agent:
         channels = [self.channels[number] for number in numbers]
         deadline = time.monotonic() + 30
         for channel in channels:
-            channel.ask(RESIZE, deadline)
+            channel.request_stop(RESIZE, deadline)
         call = 0
         for channel in channels:
             wait_until("it is in no call", lambda c=channel: c.earliest_stop() is not None)
-            call = max(call, channel.earliest_stop() or 0)
+            call = max(call, channel.earliest_stop_call() or 0)
         for channel in channels:
             channel.set_stop_call(call, RESIZE, deadline)
 

@@ -243,7 +243,7 @@ def test_trainer_that_logs_each_step_reports_each_step_once(
         transformers.Trainer(
             Model(), arguments, train_dataset=data, callbacks=[ours.ElasticCallback()]
         ).train()
-        beat = agent.beat()
+        beat = agent.heartbeat()
     assert (beat.step, beat.num_steps, len(beat.step_durations)) == (5, 5, 4)
     assert beat.loss is not None
 

@@ -101,7 +101,7 @@ REFUSED = [
         "--node-rank; unknown --rdzv-conf key 'colour', 'size'",
     ),
     ("-t 5:3 SCRIPT", "--tee: local rank 5 does not exist (1 worker per node)"),
-    ("-t 0:1,0:2 SCRIPT", "--tee is 0, 1, 2 or 3"),
+    ("-t 0:1,0:2 SCRIPT", "--tee must be 0, 1, 2 or 3"),
     ("--rdzv-backend file SCRIPT", "--rdzv-backend file requires --rdzv-endpoint"),
     (
         "--rdzv-backend file --rdzv-endpoint meet SCRIPT",
@@ -116,7 +116,7 @@ REFUSED = [
         "--nnodes 2 --rdzv-endpoint 0.0.0.0:1 SCRIPT",
         "--rdzv-endpoint must be reachable from the other nodes",
     ),
-    ("-r 7 SCRIPT", "--redirects is 0, 1, 2 or 3"),
+    ("-r 7 SCRIPT", "--redirects must be 0, 1, 2 or 3"),
     ("--rdzv-conf nonsense SCRIPT", "k=v,k=v"),
     ("--rdzv-conf a=1,a=2 SCRIPT", "each key once"),
     (
@@ -358,12 +358,15 @@ def test_workers_start_warm_unless_they_are_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--start-method=threads",), "is one of forkserver, spawn, fork, got 'threads'"),
+        (("--start-method=threads",), "must be one of forkserver, spawn, fork, got 'threads'"),
         (
             ("--start-method=spawn", "--preload=json"),
-            r"preload \(--preload\) is for start_method=forkserver",
+            r"preload \(--preload\) requires start_method=forkserver",
         ),
-        (("--preload=a b",), r"preload \(--preload\) takes the names of modules, a,b.c, got 'a b'"),
+        (
+            ("--preload=a b",),
+            r"preload \(--preload\) must be names of modules, as in a,b.c, got 'a b'",
+        ),
         (("--no-python", "--start-method=forkserver"), "requires Python: remove --no-python"),
         (("--no-python", "--start-method=fork"), "--start-method fork requires Python"),
     ],

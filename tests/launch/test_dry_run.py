@@ -56,7 +56,7 @@ def test_each_setting_stands_beside_its_origin(
     assert rows["--nproc-per-node"][1:] == ["2", "--nproc-per-node"]
     assert rows["--drain-exit-code"][1:] == ["75", "default"]
     assert rows["--drain-signals"][1:] == ["SIGUSR2", "default"]
-    assert rows["run"][1] == f"script {script} --max-restarts 9, started forkserver"
+    assert rows["run"][1] == f"script {script} --max-restarts 9, start method forkserver"
     assert "ignoring PET_RDZV_ENDPOINT=elsewhere: PET_STANDALONE runs a single-node job" in rows
 
 
@@ -80,7 +80,7 @@ def test_workers_find_in_their_environment_what_was_foretold(
             value = rows[name][1]
             if name in PLACES:
                 continue
-            if value != "settled when the nodes meet":
+            if value != "set by the rendezvous":
                 assert value == seen[name] or f"{seen[name]} (local rank {rank})" in value, name
 
 
@@ -89,7 +89,7 @@ def test_an_elastic_job_says_what_only_the_meeting_can_tell(
 ) -> None:
     code, rows = dry(capsys, "--nnodes", "1:4", "--rdzv-endpoint", "127.0.0.1:1", script)
     assert code == 0
-    assert rows["RANK"][1] == rows["WORLD_SIZE"][1] == "settled when the nodes meet"
+    assert rows["RANK"][1] == rows["WORLD_SIZE"][1] == "set by the rendezvous"
     _, rows = dry(capsys, "--nnodes", "2", "--node-rank", "1", "--master-addr", "::1", script)
     assert (rows["RANK"][1], rows["WORLD_SIZE"][1]) == ("1", "2")
 

@@ -67,7 +67,7 @@ def told_at(module: str, folder: Path, number: int, *flags: str) -> tuple[int, s
     [
         "elasticlib.launch.arguments",
         "elasticlib.launch.elastic_launch",
-        "elasticlib.launch.exit_report",
+        "elasticlib.launch.exit_summary",
     ],
 )
 def test_a_drain_that_comes_while_the_launcher_is_imported_drains_the_node(

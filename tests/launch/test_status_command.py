@@ -98,7 +98,9 @@ def test_events_that_cannot_be_are_passed_over(
     folder = Path(written(tmp_path, ENDED))
     path, text = folder / "events.jsonl", (folder / "events.jsonl").read_bytes()
     line = text.splitlines()[0] + b"\n"
-    far = line.replace(b'"at":0.0', b'"at":-1e999').replace(b'"wall":', b'"wall":-1e999, "w":')
+    far = line.replace(b'"monotonic":0.0', b'"monotonic":-1e999').replace(
+        b'"timestamp":', b'"timestamp":-1e999, "w":'
+    )
     path.write_bytes(far + text.rpartition(b"\n")[0] + b"\n" + far)
     assert main(["status", str(folder)]) == 1
     assert re.search(TOLD, capsys.readouterr().out)
@@ -189,7 +191,7 @@ def test_a_folder_of_old_statuses_is_looked_at_until_a_node_renews_its_own_or_it
         theirs.set(keys.node("n1"), encode_node(node), ttl=lease)
         publish(1)
         status = status_of(JobReader(ours, "job").read())
-        return [] if status is None else [one.answers for one in status.nodes]
+        return [] if status is None else [one.reporting for one in status.nodes]
 
     renews = threading.Timer(0.7, publish, (2,))
     renews.start()

@@ -207,7 +207,7 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(stop_signals=(signal.SIGUSR
         ({"rdzv_timeout": 0}, "timeout must be a positive number of seconds"),
         (
             {"start_method": "forks"},
-            r"start_method .* is one of forkserver, spawn, fork, got",
+            r"start_method .* must be one of forkserver, spawn, fork, got",
         ),
         ({"shutdown_timeout": -1}, "shutdown_timeout must be seconds from 0"),
         (
@@ -252,8 +252,11 @@ def test_what_cannot_be_heeded_is_refused(fields: dict[str, Any], sentence: str)
             lambda: SupervisionOptions(restart_window="60"),
             "restart_window must be a number, got '60'",
         ),
-        (lambda: WorkerSpec(Script("x.py"), "2"), "local_world_size is a whole number from 1"),
-        (lambda: WorkerSpec(print), "entrypoint is a Script, Module, Command or Function, got"),
+        (lambda: WorkerSpec(Script("x.py"), "2"), "local_world_size must be a whole number >= 1"),
+        (
+            lambda: WorkerSpec(print),
+            "entrypoint must be a Script, Module, Command or Function, got",
+        ),
         (
             lambda: Script("x.py", "--a 1"),
             r"args must be a tuple or a list, .* got '--a 1': give \('--a', '1'\)$",
@@ -261,8 +264,11 @@ def test_what_cannot_be_heeded_is_refused(fields: dict[str, Any], sentence: str)
         (lambda: Function(print, 4), r"args must be a tuple or a list, .* got 4: give \(4,\)$"),
         (lambda: Module("m", 4), r"args must be a tuple or a list, .* got 4: give \('4',\)$"),
         (lambda: Script("-"), "cannot be standard input or another open file descriptor, got '-'"),
-        (lambda: LocalWorkers({}, start_method="x"), r"start_method \(--start-method\) is one of"),
-        (lambda: LaunchConfig(start_method="x"), "^start_method .* is one of"),
+        (
+            lambda: LocalWorkers({}, start_method="x"),
+            r"start_method \(--start-method\) must be one of",
+        ),
+        (lambda: LaunchConfig(start_method="x"), "^start_method .* must be one of"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_its_field(

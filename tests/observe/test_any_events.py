@@ -51,7 +51,9 @@ def holds(history: History) -> None:
     before = 0.0
     for generation in history.generations:
         assert before <= generation.started_at + 1e-6
-        ended = history.duration_seconds if generation.ended_at is None else generation.ended_at
+        ended = (
+            history.duration_seconds if generation.finished_at is None else generation.finished_at
+        )
         assert generation.started_at <= ended + 1e-6 <= history.duration_seconds + 2e-6
         if generation.first_step_at is not None:
             assert generation.started_at <= generation.first_step_at <= ended + 1e-6
@@ -62,7 +64,8 @@ def holds(history: History) -> None:
         assert min((*told, cost.repeated, cost.repeated_steps)) >= 0
     assert history.goodput is None or 0 <= history.goodput <= 1 + 1e-9
     assert all(
-        stay.ended_at is None or stay.ended_at >= stay.started_at for stay in history.memberships
+        stay.finished_at is None or stay.finished_at >= stay.started_at
+        for stay in history.memberships
     )
     assert {stay.node for stay in history.memberships} <= {node.node for node in history.nodes}
     assert {stay.generation for stay in history.memberships} == set(numbers)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from typing import Any
 
-import attrs
 import pytest
 
 from elasticlib.observe.event import KINDS, Event, decode, encode
@@ -46,7 +44,7 @@ def steps(
     loss: float | None = None,
     samples_per_second: float | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    facts = {"step": step, "steps_per_second": per_second, "loss": loss, "losses": []}
+    facts = {"step": step, "steps_per_second": per_second, "loss": loss}
     more = {"seconds_since_heartbeat": silent, "samples_per_second": samples_per_second}
     return "progress", {**facts, **more}
 
@@ -191,86 +189,18 @@ def test_that_training_has_begun_is_looked_for_soon_and_how_far_it_is_ever_less_
     assert (MIN_INTERVAL_S, MAX_INTERVAL_S) == (1.0, 10.0)
 
 
-def losses_of(told: Told) -> list[tuple[float, float, float]]:
-    """Step, seconds before the line, and loss."""
-    lines = [facts["losses"] for kind, facts in told if kind == "progress"]
-    return [(step, before, loss) for line in lines for step, before, loss in line]
-
-
-@pytest.mark.parametrize("count", [1, 200, 208, 209, 800, 5000, 1_000_000])
-def test_a_run_that_nobody_saw_before_its_end_has_told_200_losses(count: int) -> None:
-    channel = WorkerChannel.create()
-    for step in range(count):
-        channel.report_step(7 + step, 100.0 + step / 1000, 1 / (step + 1))
-    end = 100.0 + count / 1000
-    _, told = StepMonitor(99.0).read(end, {0: channel.beat()}, is_final=True)
-    found = losses_of(told)
-    assert min(count, 200) <= len(found) <= 208
-    assert [step for step, _, _ in found] == sorted({step for step, _, _ in found})
-    # The newest at most a hundredth of all steps before the end, and evenly apart from there on.
-    assert found[-1][0] - 6 >= count * 0.99
-    for step, before, loss in found:
-        assert loss == pytest.approx(1 / (step - 6), rel=1e-5)
-        assert before == pytest.approx(end - 100.0 - (step - 7) / 1000, abs=0.01)
-    channel.close()
-
-
-@pytest.mark.parametrize("per_second", [40, 1000])
-def test_losses_of_a_run_that_is_looked_at_are_told_once_and_thin_out(per_second: int) -> None:
-    channel, watch, found = WorkerChannel.create(), StepMonitor(0.0), []
-    lines = 0
-    for step in range(60 * per_second):
-        now = step / per_second
-        channel.report_step(step, now, 1.0)
-        if now >= watch.due_at:
-            watch, told = watch.read(now, {0: channel.beat()})
-            found += [of for of, _, _ in losses_of(told)]
-            lines += len(told)
-    assert found == sorted(set(found))
-    gaps = [b - a for a, b in itertools.pairwise(found)]
-    # What comes later is as dense, for its time, as what came before.
-    assert all(gap <= at / 50 for at, gap in zip(found, gaps, strict=False) if at > 1000)
-    assert 200 <= len(found) <= 1200
-    assert lines < 15
-    channel.close()
-
-
-def test_losses_of_the_lowest_rank_that_tells_some_are_told_as_they_are() -> None:
+def test_loss_of_the_lowest_rank_that_reports_one_is_written_as_it_is() -> None:
     channels = [WorkerChannel.create() for _ in range(3)]
     channels[0].report_step(5, 1.0)
-    for loss in (2.0, math.nan, 1e300):
-        channels[1].report_step(5, 1.5, loss)
-        channels[2].report_step(5, 1.5, 7.0)
-    beats = {local: channel.beat() for local, channel in enumerate(channels)}
+    channels[1].report_step(5, 1.5, math.nan)
+    channels[2].report_step(5, 1.5, 7.0)
+    beats = {local: channel.heartbeat() for local, channel in enumerate(channels)}
     _, told = StepMonitor(0.0).read(2.0, beats, is_final=True)
     facts = next(facts for kind, facts in told if kind == "progress")
     event = decode(encode(Event("progress", "job", "n", 1, 0.0, 2.0, None, facts)))
-    assert [repr(one) for one in event.losses()] == [
-        *("(5, 1.5, 2.0)", "(5, 1.5, nan)", "(5, 1.5, 1e+300)")
-    ]
+    assert repr(event.value("loss")) == "nan"
     for channel in channels:
         channel.close()
-
-
-def test_a_place_that_is_written_just_now_is_not_read() -> None:
-    channel = WorkerChannel.create()
-    for step in range(1000):
-        channel.report_step(step, float(step), float(step))
-    losses = channel.beat().loss_history
-    assert losses is not None
-    assert all(step == loss for step, _, loss in losses.since(0))
-    # The worker went on, and has written over the first of these meanwhile.
-    later = attrs.evolve(losses, later=1000 + 8 * 5)
-    assert len(list(later.since(0))) == len(list(losses.since(0))) - 5
-    channel.close()
-
-
-@pytest.mark.parametrize(
-    "losses",
-    [None, 5, "x", [5], [[1, 2]], [[1, -1, 2]], [[-1, 0, 2]], [[1, None, 2]], [[1, 0, "x"]]],
-)
-def test_what_is_no_loss_is_not_read_as_one(losses: Any) -> None:
-    assert list(Event("progress", "job", "n", 1, 0.0, 2.0, None, {"losses": losses}).losses()) == []
 
 
 def test_at_rest_a_look_a_second_at_eight_workers_takes_less_than_a_thousandth_of_a_core() -> None:
@@ -279,7 +209,7 @@ def test_at_rest_a_look_a_second_at_eight_workers_takes_less_than_a_thousandth_o
         WorkerContext(channel).report_restored(1)
     watch, began = StepMonitor(0.0), time.process_time()
     for _ in range(200):
-        watch, _ = watch.read(1.0, {local: one.beat() for local, one in enumerate(channels)})
+        watch, _ = watch.read(1.0, {local: one.heartbeat() for local, one in enumerate(channels)})
     assert (time.process_time() - began) / 200 < 1e-3
     for channel in channels:
         channel.close()

@@ -36,7 +36,11 @@ def test_a_failure_costs_what_its_phases_took() -> None:
         near(2),
         near(3),
     )
-    assert (first.started_at, first.first_step_at, first.ended_at) == (near(2), near(5), near(10))
+    assert (first.started_at, first.first_step_at, first.finished_at) == (
+        near(2),
+        near(5),
+        near(10),
+    )
     assert (second.trigger, second.reason, second.restarts) == (
         GenerationTrigger.FAILURE,
         "n1: rank 0 raised",
@@ -48,7 +52,7 @@ def test_a_failure_costs_what_its_phases_took() -> None:
     assert (cost.repeated_steps, cost.repeated) == (20, near(19 * 4.9 / 49))
     assert (second.first_step, second.last_step) == (31, 131)
     # From the end of training to its going on there is no second that is in no phase.
-    assert cost.seconds - cost.repeated == near(second.first_step_at - first.ended_at)
+    assert cost.seconds - cost.repeated == near(second.first_step_at - first.finished_at)
 
 
 def test_goodput_is_the_time_of_steps_that_count() -> None:
@@ -139,7 +143,7 @@ def given_notice(saved: int) -> History:
 def test_steps_that_are_done_after_a_notice_and_saved_are_not_lost() -> None:
     history = given_notice(400)
     first, second = history.generations
-    assert (first.ended_at, second.cost.shutdown, second.cost.repeated_steps) == (
+    assert (first.finished_at, second.cost.shutdown, second.cost.repeated_steps) == (
         near(42),
         near(0),
         0,
@@ -165,7 +169,9 @@ def test_what_is_told_once_stands_in_the_history() -> None:
     assert (node.host, node.pid, node.log_dir, node.is_lost) == ("n1", 7, "/logs", False)
     assert node.exit is not None
     assert (node.exit.state, node.exit.exit_code) == (JobState.SUCCEEDED, 0)
-    assert [(stay.generation, stay.started_at, stay.ended_at) for stay in history.memberships] == [
+    assert [
+        (stay.generation, stay.started_at, stay.finished_at) for stay in history.memberships
+    ] == [
         (1, near(2), near(10.5)),
         (2, near(11), near(25)),
     ]
@@ -237,10 +243,10 @@ def test_a_lost_node_is_told_of_by_those_that_go_on_without_it() -> None:
         near(6.0),
         near(0.5),
     )
-    assert first.ended_at == near(9.0), "nothing went on after the last step"
+    assert first.finished_at == near(9.0), "nothing went on after the last step"
     assert history.state is JobState.SUCCEEDED
     (gone,) = (stay for stay in history.memberships if stay.node == "n2")
-    assert gone.ended_at == near(9.0)
+    assert gone.finished_at == near(9.0)
     (_, row) = node_views(history)
     assert row.lost_at == near(9.0)
     quick = history_of(
@@ -280,7 +286,7 @@ def lost(*, steps: bool) -> History:
 
 def test_who_was_lost_worked_as_long_as_its_peers_did() -> None:
     first, second = lost(steps=True).generations
-    assert (second.trigger, second.cost.detection, first.ended_at) == (
+    assert (second.trigger, second.cost.detection, first.finished_at) == (
         GenerationTrigger.NODE_LOSS,
         near(0.1),
         near(15.0),
@@ -289,7 +295,7 @@ def test_who_was_lost_worked_as_long_as_its_peers_did() -> None:
 
 def test_where_no_steps_are_told_no_silence_is_claimed() -> None:
     first, second = lost(steps=False).generations
-    assert (second.trigger, second.cost.detection, first.ended_at) == (
+    assert (second.trigger, second.cost.detection, first.finished_at) == (
         GenerationTrigger.NODE_LOSS,
         None,
         near(15.1),
@@ -303,7 +309,7 @@ def test_the_silence_before_a_hang_is_lost_as_well() -> None:
     ).stop(65.0, 66.0)
     one.begin(67.0, 2, restarts=1, cause="n1: hangs")
     first, second = history_of(files(one)).generations
-    assert (first.ended_at, second.cost.detection) == (near(25.0), near(40.0))
+    assert (first.finished_at, second.cost.detection) == (near(25.0), near(40.0))
 
 
 @pytest.mark.parametrize("why", GenerationTrigger)

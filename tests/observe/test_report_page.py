@@ -144,7 +144,7 @@ made = st.builds(
     trigger=st.sampled_from(GenerationTrigger),
     reason=texts,
     started_at=times,
-    ended_at=st.none() | times,
+    finished_at=st.none() | times,
     node_count=counts,
     world_size=counts,
     restarts=counts,
@@ -304,7 +304,7 @@ def test_curves_have_a_band_and_a_sentence_for_each_interruption() -> None:
     assert [gap.generation.number for gap in found] == list(range(2, 13))
     third = found[1]
     before, apply_event = history.generations[1:3]
-    assert third.time == (before.ended_at, apply_event.first_step_at)
+    assert third.time == (before.finished_at, apply_event.first_step_at)
     assert third.steps == (
         apply_event.first_step,
         (apply_event.first_step or 0) + apply_event.cost.repeated_steps - 1,
@@ -409,7 +409,9 @@ def comparisons_of(generations: int) -> int:
     for number in range(1, generations + 1):
         began = Counted(10 * number)
         stays.append(
-            NodeMembership("n1", number, 0, (0, 1), started_at=began, ended_at=Counted(began + 9))
+            NodeMembership(
+                "n1", number, 0, (0, 1), started_at=began, finished_at=Counted(began + 9)
+            )
         )
         for rank in (0, 1):
             at = Counted(began + 5 + rank)

@@ -8,7 +8,7 @@ import pytest
 from told_runs import Agent
 
 from elasticlib.agent.interface import RunResult
-from elasticlib.launch.exit_report import result_text, summary_lines
+from elasticlib.launch.exit_summary import format_result, summary_lines
 from elasticlib.observe.aggregate import NodeAggregate
 from elasticlib.observe.event import Event
 from elasticlib.observe.history import GenerationTrigger
@@ -79,7 +79,7 @@ def test_where_no_steps_are_told_it_is_said_that_nobody_knows_what_was_lost() ->
 def test_a_reason_of_many_lines_is_one_at_the_end() -> None:
     result = RunResult(WorkerState.FAILED, reason="a: ValueError\n[... 9 lines ...]\n  at last")
     line = "elasticrun: FAILED: a: ValueError [... 9 lines ...] at last\n"
-    assert result_text(result) == line
+    assert format_result(result) == line
 
 
 def test_many_generations_are_counted_and_those_that_cost_most_are_named() -> None:

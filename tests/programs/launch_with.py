@@ -13,7 +13,7 @@ import attrs
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.console import log_level, start_logging
 from elasticlib.launch.elastic_launch import run_node
-from elasticlib.launch.exit_report import result_text
+from elasticlib.launch.exit_summary import format_result
 
 fields = json.loads(sys.argv[1])
 config, entrypoint = parse(sys.argv[2:])
@@ -22,5 +22,5 @@ supervision = attrs.evolve(config.supervision, agent=agent)
 start_logging(log_level(os.environ.get("LOGLEVEL", "INFO")), "%(message)s")
 config = attrs.evolve(config, supervision=supervision, **fields)
 result = run_node(config, entrypoint, on_summary=sys.stderr.write)
-sys.stderr.write(result_text(result))
+sys.stderr.write(format_result(result))
 sys.exit(result.exit_code)

@@ -30,9 +30,7 @@ from elasticlib.workers.interface import (
     DRAIN,
     PREEMPTED,
     RESIZE,
-    STOP_REASONS,
     Heartbeat,
-    RestoreReport,
     StopNotice,
 )
 from elasticlib.workers.run_dirs import SnapshotDir
@@ -70,22 +68,22 @@ def test_without_an_agent_there_is_nobody_to_ask_or_to_tell() -> None:
 
 def test_what_a_worker_tells_is_there_for_its_agent(path: str) -> None:
     agent, worker = ends(path)
-    beat = agent.beat()
+    beat = agent.heartbeat()
     assert (beat.step, beat.last_saved_step, beat.step_durations) == (-1, -1, ())
     for step in range(2 * NUM_STEP_DURATIONS):
         worker.report_step(step, now=float(step * step))
-        beat = agent.beat()
+        beat = agent.heartbeat()
         newest = [float(2 * n - 1) for n in range(max(1, step - NUM_STEP_DURATIONS + 1), step + 1)]
         assert sorted(beat.step_durations) == newest
         expected = (step, step + 1, float(step * step))
         assert (beat.step, beat.num_steps, beat.last_step_at) == expected
     worker.report_saved(7)
-    assert (agent.beat().last_saved_step, agent.beat().num_saves) == (7, 1)
+    assert (agent.heartbeat().last_saved_step, agent.heartbeat().num_saves) == (7, 1)
 
 
 def test_what_a_training_loop_tells_besides_is_there_for_its_agent(path: str) -> None:
     agent, context = WorkerChannel(path), WorkerContext(WorkerChannel(path))
-    beat = agent.beat()
+    beat = agent.heartbeat()
     assert (beat.first_step, beat.last_snapshot_step, beat.loss, beat.last_restore) == (
         -1,
         -1,
@@ -98,7 +96,7 @@ def test_what_a_training_loop_tells_besides_is_there_for_its_agent(path: str) ->
         context.step(step, loss=10.0 - step, samples=32)
     context.step(10)
     context.report_snapshot(9)
-    beat, after = agent.beat(), monotonic()
+    beat, after = agent.heartbeat(), monotonic()
     assert (beat.first_step, beat.last_snapshot_step, beat.loss, beat.num_samples) == (
         7,
         9,
@@ -118,7 +116,7 @@ def test_step_that_is_reported_again_counts_once_and_adds_its_loss_and_samples(p
     for step in range(3):
         worker.report_step(step, now=10.0 * step, samples=2)
         worker.report_step(step, now=10.0 * step + 1, loss=float(step), samples=3)
-    beat = agent.beat()
+    beat = agent.heartbeat()
     assert (beat.step, beat.num_steps, beat.step_durations) == (2, 3, (10.0, 10.0))
     assert (beat.last_step_at, beat.last_activity_at, beat.loss, beat.num_samples) == (
         20.0,
@@ -132,30 +130,23 @@ def test_step_that_is_reported_again_counts_once_and_adds_its_loss_and_samples(p
     ("source", "seconds"), [("tape", 0.0), ("disk", -1.0), ("disk", float("nan"))]
 )
 def test_a_state_from_nowhere_is_refused(path: str, source: str, seconds: float) -> None:
-    with pytest.raises(ValueError, match="a state comes from memory, peer, disk in 0 seconds"):
+    with pytest.raises(ValueError, match="restored from memory, peer, disk in 0 seconds"):
         WorkerContext(WorkerChannel(path)).report_restored(1, source=source, seconds=seconds)
-    assert WorkerChannel(path).beat().num_restores == 0
-
-
-def test_a_source_that_a_newer_worker_knows_is_passed_over(path: str) -> None:
-    agent, worker = ends(path)
-    worker.report_restored(RestoreReport(1, "disk", 0.0, 1.0))
-    worker._words[24] = 7
-    assert agent.beat().last_restore is None
+    assert WorkerChannel(path).heartbeat().num_restores == 0
 
 
 def test_the_first_process_that_asks_is_the_worker(path: str) -> None:
     first, other = ends(path)
-    assert first.own(100)
-    assert not other.own(101)
-    assert other.own(100)
+    assert first.claim(100)
+    assert not other.claim(101)
+    assert other.claim(100)
 
 
 def test_nobody_passes_for_the_worker_that_it_was_assigned_to(path: str) -> None:
     agent, child = ends(path)
-    agent.assign(100)
-    assert not child.own(101)
-    assert child.own(100)
+    agent.set_worker_pid(100)
+    assert not child.claim(101)
+    assert child.claim(100)
 
 
 @pytest.mark.parametrize("content", [b"", b"x", bytes(PAGE_BYTES), b"x" * PAGE_BYTES])
@@ -190,7 +181,7 @@ def test_only_the_worker_itself_is_heard(path: str, found: str) -> None:
         environment[CHANNEL_ENV] = path if found == "attached" else f"{path}.gone"
     done = subprocess.run([sys.executable, "-c", ASK, found], env=environment, timeout=100)
     assert done.returncode == 0
-    assert WorkerChannel(path).beat().step == (3 if found == "attached" else -1)
+    assert WorkerChannel(path).heartbeat().step == (3 if found == "attached" else -1)
 
 
 # -- agreeing ----------------------------------------------------------------------------------
@@ -217,8 +208,8 @@ class Rank:
         elif self.asking:
             self.asking = False
             self.call += 1
-            if self.worker.enter(self.call):
-                self.worker.hold(self.call)
+            if self.worker.begin_call(self.call):
+                self.worker.block_call(self.call)
                 self.held = True
         elif self.begun == self.call:
             self.begun += 1
@@ -226,14 +217,14 @@ class Rank:
             self.asking = True
 
     def _look(self) -> None:
-        stop_at = self.worker.stop_at
+        stop_at = self.worker.stop_call
         if not stop_at:
             return
         self.held = False
         if self.call >= stop_at:
             self.stopped = self.call
         else:
-            self.worker.go_on(self.call)
+            self.worker.finish_call(self.call)
 
 
 class Agent:
@@ -247,10 +238,10 @@ class Agent:
         if not self.asked:
             self.asked = True
             for rank in self.ranks:
-                rank.agent.ask(0, 1e9)
+                rank.agent.request_stop(PREEMPTED, 1e9)
             return
         if self.number not in needs:
-            calls = [rank.agent.earliest_stop() for rank in self.ranks]
+            calls = [rank.agent.earliest_stop_call() for rank in self.ranks]
             known = [call for call in calls if call is not None]
             if len(known) == len(calls):
                 needs[self.number] = StopProposal(max(known))
@@ -259,18 +250,18 @@ class Agent:
         if need is not None and need.call is not None and not self.told:
             self.told = True
             for rank in self.ranks:
-                rank.agent.set_stop_call(need.call, 0, 1e9)
+                rank.agent.set_stop_call(need.call, PREEMPTED, 1e9)
 
 
 def test_a_worker_between_its_word_and_its_look_is_waited_for(path: str) -> None:
     agent, worker = ends(path)
-    worker.enter(1)
+    worker.begin_call(1)
     # As if it were held up in the middle of its second call: which way it goes is open.
-    worker._words[2] = 2
-    agent.ask(0, 1e9)
-    assert agent.earliest_stop() is None
-    worker.go_on(2)
-    assert agent.earliest_stop() == 3
+    worker._words[3] = 2
+    agent.request_stop(PREEMPTED, 1e9)
+    assert agent.earliest_stop_call() is None
+    worker.finish_call(2)
+    assert agent.earliest_stop_call() == 3
 
 
 @given(
@@ -330,7 +321,7 @@ def test_what_cannot_be_read_is_no_agreement(data: bytes) -> None:
 def test_a_worker_of_another_version_than_its_agent_fails_with_the_remedy() -> None:
     agent = WorkerChannel.create()
     agent._words[0] += 1
-    with pytest.raises(ConfigError, match="channel, the agent's has version 3: install the same"):
+    with pytest.raises(ConfigError, match="the agent's has layout 4: install the same"):
         WorkerChannel(agent.path)
     agent._words[0] = 0
     with pytest.raises(OSError, match="is not a worker's channel"):
@@ -364,20 +355,20 @@ def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
 def test_who_never_asks_is_not_waited_for(channels: WorkerChannels) -> None:
     worker = WorkerChannel(channels.open(0))
     assert channels.notify(StopNotice(DRAIN, 10.0)) is False
-    worker.enter(1)
+    worker.begin_call(1)
     assert channels.notify(StopNotice(DRAIN, 10.0)) is True
-    assert channels.earliest_stop() == 2
+    assert channels.earliest_stop_call() == 2
 
 
 def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(
     channels: WorkerChannels,
 ) -> None:
     worker = WorkerChannel(channels.open(0))
-    worker.own(os.getpid())
+    worker.claim(os.getpid())
     assert channels.notify(StopNotice(DRAIN, 10.0)) is False
     worker.report_starting(monotonic())
     assert channels.notify(StopNotice(DRAIN, 10.0)) is True
-    assert channels.earliest_stop() == 1
+    assert channels.earliest_stop_call() == 1
     worker.report_starting(monotonic() - FIRST_POLL_TIMEOUT_S)
     assert channels.notify(StopNotice(DRAIN, 10.0)) is False
     worker.report_starting(monotonic())
@@ -388,12 +379,12 @@ def test_who_has_just_begun_is_waited_for_until_it_steps_without_asking(
 def test_who_follows_a_worker_that_asked_is_waited_for_from_its_first_step(
     channels: WorkerChannels,
 ) -> None:
-    WorkerChannel(channels.open(0)).enter(1)
+    WorkerChannel(channels.open(0)).begin_call(1)
     channels.close(0)
-    channels.begin()
+    channels.start_group()
     channels.open(0)
     assert channels.notify(StopNotice(DRAIN, 10.0)) is True
-    assert channels.earliest_stop() == 1
+    assert channels.earliest_stop_call() == 1
 
 
 def kept(channels: WorkerChannels) -> tuple[WorkerChannel, WorkerContext]:
@@ -410,19 +401,19 @@ def test_calls_of_an_earlier_group_do_not_count_in_the_next(channels: WorkerChan
     _, context = kept(channels)
     for _ in range(7):
         assert context.should_stop() is None
-    channels.leave()
+    channels.leave_group()
     assert context.should_leave_group()
-    assert channels.spare() == {}
+    assert channels.standby_ranks() == {}
     context.report_left_group()
-    assert channels.spare() == {0: True}
-    channels.begin()
+    assert channels.standby_ranks() == {0: True}
+    channels.start_group()
     channels.publish_assignment(0, {"RANK": "1"})
     assert channels.notify(StopNotice(RESIZE, 10.0)) is True, "it has asked before"
-    assert channels.earliest_stop() == 1, "whether or not it has taken its place"
-    channels.stop_at(1, StopNotice(RESIZE, 10.0))
+    assert channels.earliest_stop_call() == 1, "whether or not it has taken its place"
+    channels.stop_at_call(1, StopNotice(RESIZE, 10.0))
     assert context.accept_assignment() == {"RANK": "1"}
     assert not context.should_leave_group()
-    assert channels.earliest_stop() == 1
+    assert channels.earliest_stop_call() == 1
     assert context.should_stop() is not None
 
 
@@ -437,15 +428,14 @@ def test_what_a_worker_has_told_in_an_earlier_group_is_not_told_in_the_next(
     context.report_left_group()
     channels.publish_assignment(0, {})
     assert context.accept_assignment() == {}
-    beat = worker.beat()
+    beat = worker.heartbeat()
     assert (
         attrs.evolve(beat, last_step_at=0.0, last_activity_at=0.0, is_attached=False) == Heartbeat()
     )
     context.step(3, loss=0.25, samples=2)
-    beat = worker.beat()
+    beat = worker.heartbeat()
     assert (beat.step, beat.num_steps, beat.first_step, beat.num_samples) == (3, 1, 3, 2.0)
-    assert beat.loss_history is not None
-    assert [(step, loss) for step, _, loss in beat.loss_history.since(0)] == [(3, 0.25)]
+    assert beat.loss == 0.25
 
 
 def test_one_that_waits_for_an_answer_does_not_when_its_group_is_over(
@@ -454,7 +444,7 @@ def test_one_that_waits_for_an_answer_does_not_when_its_group_is_over(
     _, context = kept(channels)
     assert context.should_stop() is None
     assert channels.notify(StopNotice(RESIZE, 1e9)) is True
-    channels.leave()
+    channels.leave_group()
     assert context.should_stop() is None, "at once"
     assert context.should_leave_group()
 
@@ -463,33 +453,32 @@ def test_a_newcomer_is_in_no_group_and_is_asked_nothing_before_it_has_a_place(
     channels: WorkerChannels,
 ) -> None:
     member, _ = kept(channels)
-    newcomer = WorkerContext(WorkerChannel(channels.open(1, newcomer=True)))
-    assert (channels.spare(), channels.keepers()) == ({1: False}, {0, 1})
+    newcomer = WorkerContext(WorkerChannel(channels.open(1, is_standby=True)))
+    assert (channels.standby_ranks(), channels.regroupable_ranks()) == ({1: False}, {0, 1})
     newcomer.set_can_regroup()
     newcomer.report_left_group()
-    assert channels.spare() == {1: True}
+    assert channels.standby_ranks() == {1: True}
     assert not newcomer.should_leave_group()
-    member.enter(1)
+    member.begin_call(1)
     assert channels.notify(StopNotice(RESIZE, 10.0)) is True
-    assert member.enter(2)
-    assert channels.earliest_stop() is None
-    member.hold(2)
-    assert channels.earliest_stop() == 2
-    channels.begin()
+    assert member.begin_call(2)
+    assert channels.earliest_stop_call() is None
+    member.block_call(2)
+    assert channels.earliest_stop_call() == 2
+    channels.start_group()
     channels.publish_assignment(1, {"RANK": "1"})
     assert newcomer.accept_assignment() == {"RANK": "1"}
     assert newcomer.should_stop() is None, "it was asked when it was in no group"
-    with pytest.raises(OSError, match="a place takes"):
+    with pytest.raises(OSError, match="a worker's assignment must have at most"):
         channels.publish_assignment(1, {"MASTER_ADDR": "x" * PAGE_BYTES})
 
 
-def test_nobody_cuts_a_channel_and_nothing_of_it_is_left(channels: WorkerChannels) -> None:
+def test_channel_cannot_be_shortened_and_leaves_no_descriptor(channels: WorkerChannels) -> None:
     before = os.listdir("/proc/self/fd")
     path = channels.open(0)
-    for size in (0, 2 * PAGE_BYTES):
-        with pytest.raises(PermissionError):
-            os.truncate(path, size)
-    assert WorkerChannel(path).beat().num_steps == 0
+    with pytest.raises(PermissionError):
+        os.truncate(path, 0)
+    assert WorkerChannel(path).heartbeat().num_steps == 0
     channels.close(0)
     assert os.listdir("/proc/self/fd") == before
 
@@ -510,8 +499,8 @@ def test_what_goes_on_behind_the_step_ends_before_a_stop_is_answered(path: str) 
     take_back()
     assert context.should_stop() is None
     assert calls == []
-    agent.ask(STOP_REASONS.index(DRAIN), 1e9)
-    agent.set_stop_call(2, STOP_REASONS.index(DRAIN), 1e9)
+    agent.request_stop(DRAIN, 1e9)
+    agent.set_stop_call(2, DRAIN, 1e9)
     with pytest.raises(ValueError, match="in between"):
         context.should_stop()
     assert calls == ["first", "second", "third"]
@@ -527,8 +516,8 @@ def test_a_worker_that_goes_on_elsewhere_ends_nothing_for_it(path: str) -> None:
     agent.publish_assignment({"RANK": "0"})
     assert context.accept_assignment() == {"RANK": "0"}
     for reason in (RESIZE, DRAIN):
-        agent.ask(STOP_REASONS.index(reason), monotonic() + 60)
-        agent.set_stop_call(1, STOP_REASONS.index(reason), monotonic() + 60)
+        agent.request_stop(reason, monotonic() + 60)
+        agent.set_stop_call(1, reason, monotonic() + 60)
         stop = context.should_stop()
         assert stop is not None
         assert stop.reason == reason
@@ -537,7 +526,7 @@ def test_a_worker_that_goes_on_elsewhere_ends_nothing_for_it(path: str) -> None:
         context.accept_assignment()
     assert called == ["stop"]
     context.set_can_regroup(False)
-    assert not agent.can_keep
+    assert not agent.can_regroup
 
 
 def test_a_question_whose_group_is_over_is_answered_with_no(path: str) -> None:
@@ -546,7 +535,7 @@ def test_a_question_whose_group_is_over_is_answered_with_no(path: str) -> None:
     context.set_can_regroup()
     agent.publish_assignment({})
     context.accept_assignment()
-    agent.ask(STOP_REASONS.index(DRAIN), monotonic() + 60)
+    agent.request_stop(DRAIN, monotonic() + 60)
     agent.request_leave()
     assert context.should_stop() is None
     assert context.should_leave_group()

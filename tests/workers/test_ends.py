@@ -41,7 +41,7 @@ def test_what_cannot_be_looked_at_for_now_has_not_been_seen_to_end(
     assert cleanup.wait_for_exit(process.pid, 20.0)
 
 
-@pytest.mark.parametrize("prefix", ["workers-loop", "workers-stderr"])
+@pytest.mark.parametrize("prefix", ["workers-loop", "workers-output"])
 def test_where_no_thread_can_wait_for_workers_none_is_left_and_the_start_can_be_tried_again(
     run: Run, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:

@@ -295,8 +295,8 @@ def test_who_leaves_by_an_exit_code_is_named_before_the_peers_that_notice_it(
 class PlanOnFullDisk(OutputPlan):
     """Writes all files of a worker to a device that is full."""
 
-    def files_of(self, local_rank: int, folder: str) -> OutputFiles:
-        del local_rank, folder
+    def files_of(self, local_rank: int, log_dir: str) -> OutputFiles:
+        del local_rank, log_dir
         full = "/dev/full"
         return OutputFiles(full, files={Streams.OUT: full, Streams.ERR: full})
 

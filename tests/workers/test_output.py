@@ -216,13 +216,22 @@ def test_flags_are_read_as_torchrun_reads_them() -> None:
     ("flags", "sentence"),
     [
         ("--local-ranks-filter 0,x", "ranks are numbers as in 0,3 or 0-7, got '0,x'"),
-        ("--local-ranks-filter 1", "--local-ranks-filter names local rank 1, and a node has 1"),
+        (
+            "--local-ranks-filter 1",
+            "--local-ranks-filter: local rank 1 does not exist (1 worker per node)",
+        ),
         ("--local-ranks-filter=-1", "--local-ranks-filter: ranks are numbers as in 0,3"),
-        ("--duplicate-stdout-filters a", "that is no worker's stdout: add --tee 1"),
-        ("--duplicate-stderr-filters a -t 1", "that is no worker's stderr: add --tee 2"),
+        (
+            "--duplicate-stdout-filters a",
+            "--duplicate-stdout-filters requires teed stdout: add --tee 1",
+        ),
+        (
+            "--duplicate-stderr-filters a -t 1",
+            "--duplicate-stderr-filters requires teed stderr: add --tee 2",
+        ),
         (
             "--nproc-per-node 2 -t 0:1 --local-ranks-filter 1 --duplicate-stdout-filters a",
-            "that is no worker's stdout",
+            "--duplicate-stdout-filters requires teed stdout",
         ),
     ],
 )

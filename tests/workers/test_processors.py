@@ -15,7 +15,7 @@ from torch.numa import binding
 from elasticlib.errors import ConfigError
 from elasticlib.flag_values import NUMA_BINDINGS
 from elasticlib.workers.local_workers import LocalWorkers
-from elasticlib.workers.node_resources import ask_torch, count_usable_cpus, numa_cpu_sets
+from elasticlib.workers.node_resources import call_torch_numa, count_usable_cpus, numa_cpu_sets
 from elasticlib.workers.spec import Function
 
 NODE_0_CPUS = "/sys/devices/system/node/node0/cpulist"
@@ -79,7 +79,7 @@ def test_the_installed_torch_is_asked_in_its_own_words(
     (finds_node,) = [name for name in vars(binding) if name.startswith("_get_numa_node_index_for")]
     monkeypatch.setattr(binding, finds_node, lambda **_: 0)
     cpus = binding._get_set_of_int_from_ranges_str(Path(NODE_0_CPUS).read_text())
-    assert ask_torch("node", 2) == [sorted(cpus & os.sched_getaffinity(0))] * 2
+    assert call_torch_numa("node", 2) == [sorted(cpus & os.sched_getaffinity(0))] * 2
 
 
 def processors() -> list[int]:

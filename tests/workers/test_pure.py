@@ -175,7 +175,7 @@ def test_the_local_rank_macro_is_filled_in() -> None:
 
 
 def test_a_node_has_at_least_one_worker() -> None:
-    with pytest.raises(ConfigError, match="local_world_size is a whole number from 1, got 0"):
+    with pytest.raises(ConfigError, match="local_world_size must be a whole number >= 1, got 0"):
         WorkerSpec(Script("x"), 0)
 
 
@@ -187,7 +187,7 @@ def test_streams_are_read_as_torchrun_reads_them() -> None:
 
 @pytest.mark.parametrize("text", ["4", "x", "", "0:9", "0:1,", "-1", "0:1:2"])
 def test_other_streams_are_refused_by_flag_and_value(text: str) -> None:
-    with pytest.raises(ConfigError, match="--tee is 0, 1, 2 or 3"):
+    with pytest.raises(ConfigError, match="--tee must be 0, 1, 2 or 3"):
         parse_streams(text, "--tee")
 
 

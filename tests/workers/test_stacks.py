@@ -133,7 +133,7 @@ def test_worker_that_cannot_answer_is_told_as_such_and_goes_on(
 def test_signal_that_the_program_handles_is_left_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stack_dump, "_registered", False)
+    monkeypatch.setattr(stack_dump, "_is_registered", False)
     before = signal.signal(stack_dump.DUMP_SIGNAL, signal.SIG_IGN)
     try:
         with contextlib.closing(WorkerChannel.create()) as channel:

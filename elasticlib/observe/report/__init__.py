@@ -63,7 +63,7 @@ class Report:
             return given
         if target.is_file() and not _is_report(target):
             raise ConfigError(f"{given} exists and is no report: choose another file")
-        # Nobody can guess the name of the temporary file, so nobody can put a link there.
+        # The name cannot be guessed, so no other user can create a link there.
         temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
         try:
             with open(temporary, "xb") as file:
@@ -118,7 +118,7 @@ def _template() -> Any:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        # Reasons and names come from workers; control characters in them are made visible.
+        # Reasons and names originate from workers; control characters in them are made visible.
         finalize=lambda value: visible(value) if type(value) is str else value,
     )
     environment.filters.update(

@@ -129,13 +129,14 @@ def seconds_text(seconds: float) -> str:
 
 
 def truncate(text: str, limit: int) -> str:
-    """Cut a text after `limit` characters and say how many are missing."""
+    """Cut a text after `limit` characters and append how many are missing."""
     if len(text) <= limit:
         return text
     return f"{text[:limit]}\u2026 ({len(text) - limit:,} more characters)"
 
 
 def bar(axis: Axis, start: float, end: float, style: str, **more: Any) -> Bar:
+    """Return a bar between two values of the axis."""
     left = axis(start)
     return Bar(left, max(axis(end) - left, 0.0), style, **more)
 
@@ -161,7 +162,7 @@ def value_ticks(low: float, high: float, max_ticks: int = 4) -> list[float]:
     """Choose round values between `low` and `high`."""
     rough = (high - low) / max_ticks
     if not max(1e-300, 1e-12 * max(abs(low), abs(high))) < rough < 1e300:
-        return [low]  # the range is too small to tell other values from this one
+        return [low]  # the range is too small to distinguish other values
     ten = 10.0 ** math.floor(math.log10(rough))
     step = next(ten * many for many in (1, 2, 5, 10) if ten * many >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
@@ -185,7 +186,7 @@ def downsample(points: Points, limit: int) -> Points:
 def cluster(
     items: Iterable[Item], position: Callable[[Item], float], distance: float
 ) -> list[list[Item]]:
-    """Group items, given in order, that lie closer than `distance` to the first of their group."""
+    """Group items, given in order, that are closer than `distance` to the first of their group."""
     groups: list[list[Item]] = []
     for item in items:
         if groups and position(item) - position(groups[-1][0]) < distance:
@@ -205,6 +206,7 @@ UNKNOWN = ("\u2013", "not reported")
 
 
 def state_text(history: History) -> str:
+    """Return the state in lower case."""
     return TERMINATED_TEXT if history.state is None else history.state.value.lower()
 
 
@@ -287,13 +289,13 @@ class NodeView:
 
     @property
     def lost_at(self) -> float | None:
-        """When the other nodes continued without it, if it was lost."""
+        """Time at which the other nodes continued without it; None if it was not lost."""
         if not self.story.is_lost:
             return None
         return max(
             [
                 self.story.last_event_at,
-                *(stay.ended_at for stay in self.stays if stay.ended_at is not None),
+                *(stay.finished_at for stay in self.stays if stay.finished_at is not None),
             ]
         )
 
@@ -307,9 +309,9 @@ class NodeView:
     @property
     def importance(self) -> int:
         end = self.story.exit
-        has_ended_badly = end is None or end.state is not JobState.SUCCEEDED
+        is_unsuccessful = end is None or end.state is not JobState.SUCCEEDED
         failures = sum(mark.kind == "failure" for mark in self.marks)
-        return 4 * (self.lost_at is not None) + 3 * failures + 2 * len(self.marks) + has_ended_badly
+        return 4 * (self.lost_at is not None) + 3 * failures + 2 * len(self.marks) + is_unsuccessful
 
     def end_text(self, is_finished: bool) -> str:
         if self.lost_at is not None:
@@ -359,6 +361,7 @@ def choose_lanes(history: History) -> list[NodeView]:
 
 
 def timeline(history: History) -> dict[str, Any]:
+    """Return the lanes of the timeline and what is drawn around them."""
     axis = Axis(0.0, max(history.duration_seconds, 1e-9))
     shown = choose_lanes(history)
     saves = _saves(history.timeline)
@@ -379,7 +382,7 @@ def timeline(history: History) -> dict[str, Any]:
 
 
 def _end_of(part: Generation | NodeMembership, history: History) -> float:
-    return history.duration_seconds if part.ended_at is None else part.ended_at
+    return history.duration_seconds if part.finished_at is None else part.finished_at
 
 
 def _worker_lane(history: History, axis: Axis) -> Lane:
@@ -507,7 +510,7 @@ def _save_lane(kind: str, marks: Sequence[TimelineEvent], history: History, axis
 
 @attrs.frozen
 class Series:
-    """A curve with one line per generation, so that repeated steps lie beside the first ones."""
+    """A curve with one line per generation, so that repeated steps are visible."""
 
     name: str
     lines: Sequence[Points]
@@ -574,6 +577,7 @@ def progress_series(history: History) -> Series:
 
 
 def step_rate(history: History) -> Series:
+    """Return the steps per second over time."""
     lines = lead_paces(history).values()
     rates = [
         [(p.at, p.steps_per_second) for p in line if p.steps_per_second is not None]
@@ -625,21 +629,22 @@ def interruptions(history: History) -> list[Interruption]:
     if all(made.first_step_at is None for made in history.generations):
         return found
     for before, made in itertools.pairwise(history.generations):
-        if before.ended_at is None:
+        if before.finished_at is None:
             continue
         resumed = _end_of(made, history) if made.first_step_at is None else made.first_step_at
-        until = max(before.ended_at, resumed)
-        text = f"{seconds_text(until - before.ended_at)} without a step"
+        until = max(before.finished_at, resumed)
+        text = f"{seconds_text(until - before.finished_at)} without a step"
         steps, repeated = None, made.cost.repeated_steps
         if made.first_step is not None:
             steps = (float(made.first_step), float(made.first_step + max(0, repeated - 1)))
         text += f", {plural(repeated, 'step')} repeated" if repeated else ""
         text += f": {truncate(made.reason, 160)}"
-        found.append(Interruption(made, (before.ended_at, until), steps, text))
+        found.append(Interruption(made, (before.finished_at, until), steps, text))
     return found
 
 
 def longest_interruptions(found: Sequence[Interruption]) -> list[Interruption]:
+    """Return the MAX_INTERRUPTIONS longest ones, in order of time."""
     by_length = sorted(range(len(found)), key=lambda at: found[at].time[0] - found[at].time[1])
     return [found[at] for at in sorted(by_length[:MAX_INTERRUPTIONS])]
 
@@ -744,6 +749,7 @@ def lost_seconds(history: History) -> float:
 
 
 def recovery_section(history: History) -> dict[str, Any] | None:
+    """Return the costs of recoveries, or None if no cost is known."""
     every = recoveries(history)
     if not every:
         return None
@@ -839,6 +845,7 @@ def failures(history: History) -> list[FailureRow]:
 
 
 def failure_section(history: History) -> dict[str, Any] | None:
+    """Return the failures, grouped by reason if there are many; None if there are none."""
     rows = failures(history)
     if not rows:
         return None
@@ -872,6 +879,7 @@ def _failure_group(group: Sequence[FailureRow]) -> dict[str, Any]:
 
 
 def node_section(history: History) -> dict[str, Any]:
+    """Return the most eventful nodes, and how the others ended."""
     views = node_views(history)
     by_importance = sorted(range(len(views)), key=lambda at: -views[at].importance)
     ends: dict[str, int] = {}

@@ -1,0 +1,206 @@
+"""Stops the workers of a node: executes what `StopProcedure` decides."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+
+from ..clock import Clock
+from ..errors import present
+from ..rendezvous.interface import RendezvousInfo
+from ..workers.exits import WorkerExit
+from ..workers.interface import StopNotice, Workers
+from ..workers.spec import StopTimeouts
+from . import policy
+from .options import AgentOptions
+from .policy import AgentCommand
+from .stop_procedure import GROUP_BROKEN_TOPIC, STOP_TOPIC, StopProcedure
+
+log = logging.getLogger("elasticlib.agent")
+
+STOP_POLL_INTERVAL_S = 5e-4  # while a worker is in a step, and the stop call is unknown
+LEAVE_POLL_INTERVAL_S = 1e-3  # workers report in shared memory only that they have left their group
+
+
+class GroupStopper:
+    """Owns the stop procedure of the current group. Used by the agent's loop only."""
+
+    def __init__(
+        self, workers: Workers, timeouts: StopTimeouts, options: AgentOptions, clock: Clock
+    ) -> None:
+        self._workers = workers
+        self._timeouts = timeouts
+        self._options = options
+        self._clock = clock
+        self._procedure: StopProcedure | None = None  # None while no stop is in progress
+        self._is_notified = False  # the group has received a stop notice
+
+    @property
+    def is_stopping(self) -> bool:
+        """True while a stop is in progress."""
+        return self._procedure is not None
+
+    @property
+    def is_notified(self) -> bool:
+        """True if the workers of the group have received a stop notice."""
+        return self._is_notified
+
+    def on_group_started(self) -> None:
+        """Note that a new group starts, which has received no notice."""
+        self._is_notified = False
+
+    def begin(
+        self,
+        command: policy.StopWorkers | policy.Regroup,
+        info: RendezvousInfo | None,
+        *,
+        has_peers: bool,
+        regroup_grace_s: float,
+    ) -> tuple[StopNotice | None, tuple[AgentCommand, ...]]:
+        """Begin to stop the workers.
+
+        Args:
+            command: the reason for a notice.
+            info: the generation of the workers, None for workers started before the first one.
+            has_peers: messages can be exchanged with other nodes.
+            regroup_grace_s: time for workers that can regroup to leave their group, or 0.
+
+        Returns:
+            The notice that the workers should get, and the first commands.
+        """
+        reason = command.notice if isinstance(command, policy.StopWorkers) else ""
+        notice = self._make_notice(reason)
+        procedure = StopProcedure(
+            self._timeouts,
+            node_rank=0 if info is None else info.rank,
+            num_nodes=1 if info is None else info.world_size,
+            is_peer_reachable=has_peers,
+            is_coordinated=self._workers.supports_coordinated_stop,
+            regroup_grace_s=regroup_grace_s,
+        )
+        is_notified = notice is not None and self.notify(notice, can_regroup=regroup_grace_s > 0)
+        if is_notified and not regroup_grace_s:
+            self._stop_ranks(self._workers.standby_ranks())
+        if regroup_grace_s and not is_notified:
+            # A member that is still starting has nothing to save, and the others do not wait.
+            members = set(self._active_workers(can_regroup=True))
+            self._stop_ranks(members - set(self._workers.regroupable_ranks()))
+        self._procedure, commands = procedure.start(self._clock(), notice if is_notified else None)
+        return notice, commands
+
+    def notify(self, notice: StopNotice, *, can_regroup: bool = False) -> bool:
+        """Give the workers a notice, once per group. Return True if they have one."""
+        if not self._is_notified and self._workers.notify(notice):
+            self._is_notified = True
+            action = "leave their group" if can_regroup else "save and exit"
+            log.info("%s: the workers have %g s to %s", notice.reason, notice.grace_s, action)
+        return self._is_notified
+
+    def poll(self, regroup_grace_s: Callable[[], float]) -> tuple[AgentCommand, ...]:
+        """React to the time and to the workers.
+
+        Args:
+            regroup_grace_s: returns the current value of the argument of `begin`.
+        """
+        procedure, now = self._procedure, self._clock()
+        if procedure is None:
+            return ()
+        call = self._workers.earliest_stop_call() if procedure.needs_proposal else None
+        first: tuple[AgentCommand, ...] = ()
+        if not procedure.regroup_grace_s and procedure.is_in_notice:
+            # Workers that were still starting at the notice may be able to regroup now.
+            procedure, first = procedure.allow_regroup(regroup_grace_s())
+        is_regroup_pending = procedure.regroup_grace_s > 0 and procedure.is_in_notice
+        if is_regroup_pending and self._workers.has_group_failure():
+            procedure, first = procedure.shorten_notice(now, None)
+        active = self._active_workers(can_regroup=procedure.regroup_grace_s > 0)
+        names = [name for _, name in sorted(active.items())]
+        self._procedure, rest = procedure.poll(self._clock(), names, call)
+        return (*first, *rest)
+
+    def poll_interval_s(self) -> float:
+        """Return after how many seconds the next poll is due. A stop must be in progress."""
+        procedure = self._current
+        if procedure.needs_proposal:
+            return STOP_POLL_INTERVAL_S
+        interval_s = procedure.time_to_next_stage(self._clock())
+        return min(interval_s, LEAVE_POLL_INTERVAL_S) if procedure.regroup_grace_s else interval_s
+
+    def on_messages(
+        self, topic: str, messages: Mapping[str, bytes] | None
+    ) -> tuple[AgentCommand, ...]:
+        """React to what the nodes have published."""
+        commands: tuple[AgentCommand, ...] = ()
+        if self._procedure is None:
+            return commands
+        if topic == STOP_TOPIC:
+            self._procedure = self._procedure.on_proposals(messages)
+        elif topic == GROUP_BROKEN_TOPIC:
+            now, nodes = self._clock(), messages or {}
+            self._procedure, commands = self._procedure.on_group_broken(now, nodes)
+        return commands
+
+    def is_unsaved(self, exit_: WorkerExit, *, was_standby: bool) -> tuple[bool, bool]:
+        """Judge the exit of a worker.
+
+        Returns:
+            Whether the worker failed after a notice, before it had saved; and whether the other
+            workers can therefore not agree on a stop call.
+        """
+        procedure = self._procedure
+        if procedure is None or not procedure.is_in_notice or exit_.succeeded or was_standby:
+            return False, False
+        log.warning("failed after it was asked to save and exit: %s", exit_.describe())
+        return True, procedure.is_negotiating or procedure.regroup_grace_s > 0
+
+    # Commands
+
+    def shorten_notice(self, command: policy.ShortenNotice) -> tuple[AgentCommand, ...]:
+        notice = self._make_notice(command.notice)
+        self._procedure, commands = self._current.shorten_notice(self._clock(), notice)
+        return commands
+
+    def cancel_regroup(self) -> None:
+        if self._procedure is not None and self._procedure.regroup_grace_s:
+            self._stop_ranks(self._workers.standby_ranks())
+            self._procedure = self._procedure.cancel_regroup(self._clock())
+
+    def escalate(self) -> None:
+        self._procedure = self._current.escalate(self._clock())
+
+    def stop_at_call(self, command: policy.StopAtCall) -> None:
+        if command.call is None:
+            self._workers.notify(command.notice)
+        else:
+            self._workers.stop_at_call(command.call, command.notice)
+
+    def signal_workers(self, command: policy.SignalWorkers) -> None:
+        if command.log_message:
+            log.warning("%s", command.log_message)
+        can_regroup = self._procedure is not None and self._procedure.regroup_grace_s > 0
+        active = self._active_workers(can_regroup=can_regroup)
+        self._stop_ranks(active, force=command.force)
+
+    def finish(self) -> None:
+        """Note that the procedure is over."""
+        self._procedure = None
+
+    @property
+    def _current(self) -> StopProcedure:
+        return present(self._procedure, "the stop")
+
+    def _make_notice(self, reason: str) -> StopNotice | None:
+        return self._options.make_notice(reason) if reason else None
+
+    def _stop_ranks(self, local_ranks: Collection[int], *, force: bool = False) -> None:
+        if local_ranks:
+            self._workers.stop(local_ranks, force=force)
+
+    def _active_workers(self, *, can_regroup: bool) -> Mapping[int, str]:
+        """Return the workers that have not stopped, by local rank: if workers can regroup, those
+        that have not left their group, else all that are running."""
+        running = self._workers.running()
+        if not can_regroup:
+            return running
+        standby = self._workers.standby_ranks()
+        return {local: name for local, name in running.items() if local not in standby}
