@@ -53,7 +53,7 @@ from .store_layout import (
 
 log = logging.getLogger("elasticlib.rendezvous")
 
-SHARDS_PER_REFRESH = 4  # shards written between two refreshes of this node's leases
+SHARDS_PER_REFRESH = 16  # shards written between two refreshes of this node's leases
 KEYS_PER_REFRESH = 64  # keys deleted between two refreshes of this node's leases
 REFRESH_FRACTION = 0.1  # of the ttl: a lease that is younger is not refreshed again
 RECONNECT_TIME_S = 6.0  # time for a node to notice that the store is away, pause and reconnect
