@@ -34,8 +34,10 @@ _NUMBERS = itertools.count(1)
 
 @attrs.frozen
 class AgentRequest:
-    """The agent that a test needs: what it runs, how it meets the others, and the rest of
-    `ElasticAgent`'s arguments, by name."""
+    """The arguments of the agent that a test needs.
+
+    `settings` has the keyword arguments of `ElasticAgent`.
+    """
 
     spec: WorkerSpec
     handler: RendezvousHandler
