@@ -46,9 +46,9 @@ FROM_MODULES = {
     ),
     "rendezvous.interface": (
         "RendezvousInfo",
-        "BootstrapStoreInfo",
-        "Seat",
-        "deal_seats",
+        "RendezvousStoreInfo",
+        "RankAssignment",
+        "assign_ranks",
         "Change",
         "ChangeKind",
     ),
