@@ -28,7 +28,7 @@ _HOMES = {
     # Launching a job, and reading what it left.
     "launch.launch_config": ("LaunchConfig", "SupervisionOptions"),
     "launch.elastic_launch": ("elastic_launch", "keep_snapshots"),
-    "launch.observed": ("observed",),
+    "launch.observability": ("observe_node",),
     "observe.report": ("report",),
     "observe.history_reader": ("read_history",),
     # Parts of a launcher of your own.
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from .launch.elastic_launch import keep_snapshots as keep_snapshots
     from .launch.launch_config import LaunchConfig as LaunchConfig
     from .launch.launch_config import SupervisionOptions as SupervisionOptions
-    from .launch.observed import observed as observed
+    from .launch.observability import observe_node as observe_node
     from .logical.logical_workers import LogicalWorkers as LogicalWorkers
     from .observe.history_reader import read_history as read_history
     from .observe.report import report as report

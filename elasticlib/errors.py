@@ -145,12 +145,12 @@ def _compile_hint(names: set[str], saved: set[str]) -> str:
     return f" (saved with torch.compile? Restore into torch.compile(model); there, {remedy}"
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return a hint with the name that is most similar to an unknown word, or ""."""
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a hint with the name that is most similar to an unknown one, or ""."""
     # The import is slow, and only errors need it.
     from difflib import get_close_matches
 
     known = [*names]
-    begun = [name for name in known if name.startswith(word)]
-    near = begun or get_close_matches(word, known, 1, 0.7)
+    longer = [other for other in known if other.startswith(name)]
+    near = longer or get_close_matches(name, known, 1, 0.7)
     return f" (did you mean {near[0]}?)" if near else ""

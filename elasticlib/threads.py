@@ -208,21 +208,23 @@ def _is_executing(generator: Generator[Any, None, None]) -> bool:
 
 
 class ForkAware(abc.ABC):
-    """Base of an object that starts anew when a forked child first uses it.
+    """Base class of objects whose copy in a forked child is initialized again.
 
-    The child's copy leaves its parent's connections alone, and waits for no lock that a thread of
-    the parent held at the fork.
+    The copy neither uses the connections of the parent, nor waits for a lock that a thread of the
+    parent owned during the fork.
     """
 
     _pid = 0  # the process that the state belongs to
 
     @abc.abstractmethod
     def _init_process_state(self) -> None:
-        """Make the state that belongs to one process: connections, locks and leases."""
+        """Create the state that belongs to one process: connections, locks and leases."""
 
     def _check_process(self) -> None:
-        """Begin in this process, unless that has been done; each method that uses the state, and
-        the constructor, calls this first."""
+        """Initialize the state of this process once.
+
+        The constructor and each method that uses the state call this first.
+        """
         if self._pid != os.getpid():
             with _LOCKS.setdefault(os.getpid(), threading.RLock()):
                 if self._pid != os.getpid():
@@ -230,5 +232,5 @@ class ForkAware(abc.ABC):
                     self._pid = os.getpid()
 
 
+# One lock per process: during the fork, a thread of the parent may own the lock of the parent.
 _LOCKS: dict[int, threading.RLock] = {}
-"""One lock per process, because a thread of the parent may have held the parent's at the fork."""

@@ -22,7 +22,6 @@ import attrs
 import torch
 
 from ..errors import CheckpointCorruptError, CheckpointError, present
-from .page_lock import copy_from_devices, lock_pages
 from .safetensors_header import (
     ARRAY_DTYPES,
     DTYPES,
@@ -49,10 +48,12 @@ from .state_tree import (
 from .tensor_layout import (
     MapLocation,
     StridedLayout,
+    copy_from_devices,
     device_tag,
     dtype_from_name,
     dtype_name,
     is_copyable,
+    lock_pages,
     relocated,
     strided_view,
 )
@@ -139,11 +140,13 @@ class PackImage:
         if not self.sources:
             return
         targets = self.layout.views(buffer) if views is None else views
-        with torch.no_grad():
-            if self.layout.devices:
-                copy_from_devices(targets, self.sources, self.layout.devices)
-            else:
+        if self.layout.devices:
+            copy_from_devices(targets, self.sources, self.layout.devices)
+        elif True in [source.requires_grad for source in self.sources]:
+            with torch.no_grad():
                 torch._foreach_copy_(targets, self.sources)
+        else:
+            torch._foreach_copy_(targets, self.sources)
 
 
 class LayoutCache:

@@ -36,6 +36,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import attrs
 
+from ..clock import monotonic
 from ..errors import CheckpointError, present
 from ..foreign import opened, read_fields, read_json
 from .safetensors_header import round_up
@@ -46,6 +47,9 @@ log = logging.getLogger("elasticlib.checkpoint")
 LOCAL_PREFIX = "own"  # file names of this node's snapshots
 REPLICA_PREFIX = "from"  # file names of replicas of another node's snapshots
 WAKEUP_PIPE = "news"  # A worker writes here to wake the agent that looks after its snapshots.
+WAKEUP_RETRY_S = (
+    1.0  # An agent that polls every two seconds creates the pipe again if it is removed.
+)
 
 HEADER_BYTES = 4096  # One page, so that the tensors in the snapshot are aligned.
 MAX_OVERSIZE_FACTOR = 2  # A slot is at most so many times as large as the snapshot in it.
@@ -168,7 +172,7 @@ SlotT = TypeVar("SlotT", bound=Slot)
 
 
 def choose_slots(
-    slots: Iterable[SlotT], size: int, num_retained: int
+    slots: Sequence[SlotT], size: int, num_retained: int
 ) -> tuple[list[SlotT], list[SlotT]]:
     """Choose the slots for the next snapshot of `size` bytes.
 
@@ -176,11 +180,15 @@ def choose_slots(
         The slots that can hold it, the best one first, and the slots that are of no more use. The
         newest `num_retained` complete snapshots and reserved slots are in neither list.
     """
-    order = sorted(slots, key=_sequence)
-    retained = [slot for slot in order if slot.header][-num_retained:]
-    free = [slot for slot in order if slot not in retained and not slot.is_reserved]
-    usable = [slot for slot in free if size <= slot.capacity <= size * MAX_OVERSIZE_FACTOR]
-    return usable, [slot for slot in free if slot not in usable]
+    complete = sorted([slot for slot in slots if slot.header is not None], key=_sequence)
+    free = [slot for slot in slots if slot.header is None] + complete[:-num_retained]
+    usable: list[SlotT] = []
+    useless: list[SlotT] = []
+    for slot in free:
+        if not slot.is_reserved:
+            fits = size <= slot.capacity <= size * MAX_OVERSIZE_FACTOR
+            (usable if fits else useless).append(slot)
+    return usable, useless
 
 
 def _sequence(slot: Slot) -> int:
@@ -334,7 +342,7 @@ class MappedSlot(Slot):
 
 
 class PageLock(Protocol):
-    """The lock of the pages of a slot, see `pack.lock_pages`."""
+    """The lock of the pages of a slot, see `tensor_layout.lock_pages`."""
 
     def release(self) -> None: ...
 
@@ -502,8 +510,13 @@ class SnapshotSlots:
         return slot
 
     def _find_slot(self, size: int, header: SnapshotHeader | None) -> MappedSlot:
-        self._drop_removed()
+        self._drop([slot for slot in self._slots if slot.is_dropped])
         try:
+            slot = self._lock_slot(size, header)
+            if slot.path is None or os.fstat(slot.handle).st_nlink:
+                return slot
+            # No reader would find a snapshot in a file that was removed.
+            self._drop_removed()
             return self._lock_slot(size, header)
         except CheckpointError:
             # A save does not need the agent's memory. A snapshot can wait for the slot of a save.
@@ -537,19 +550,15 @@ class SnapshotSlots:
         return slot
 
     def _drop_removed(self) -> None:
-        self._drop([slot for slot in self._slots if slot.is_dropped])
-        # No reader would find a snapshot in a file that was removed.
-        files = (slot for slot in self._slots if slot.path is not None)
-        removed = [slot for slot in files if not os.fstat(slot.handle).st_nlink]
-        if removed:
-            self._drop(removed)
-            what = "snapshots in %s were removed by another program; the next steps are kept again"
-            log.warning(what, self._folder)
+        files = [slot for slot in self._slots if slot.path is not None]
+        self._drop([slot for slot in files if not os.fstat(slot.handle).st_nlink])
+        what = "snapshots in %s were removed by another program; the next steps are kept again"
+        log.warning(what, self._folder)
 
     def _drop(self, slots: list[MappedSlot]) -> None:
         for slot in slots:
             # If an exception interrupts this before the slot is removed from the list,
-            # `_drop_removed` drops it again. An open file that is not in the list would keep its
+            # `_find_slot` drops it again. An open file that is not in the list would keep its
             # memory.
             slot.is_dropped = True
             if slot.path is not None:
@@ -628,12 +637,16 @@ class AgentWaker:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._path = os.path.join(folder, WAKEUP_PIPE)
         self._handle: int | None = None
+        self._next_try = float("-inf")  # when to look for the pipe again, by `monotonic`
 
     def wake(self) -> bool:
         """Wake the agent. Return False if no agent looks after the snapshots."""
         if self._handle is not None and not self._write(self._handle):
             self.close()
         if self._handle is None:
+            if (now := monotonic()) < self._next_try:
+                return False
+            self._next_try = now + WAKEUP_RETRY_S
             try:
                 self._handle = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError:

@@ -23,7 +23,6 @@ from ..errors import CheckpointCorruptError, CheckpointError
 from ..threads import CallRejected, ExclusiveCall, Latch, helper
 from ..workers.spec import SNAPSHOTS_ENV
 from .pack import LayoutCache, PackImage
-from .page_lock import lock_pages
 from .reshard import plan_part_layout
 from .restore import MEMORY, RestoreAgreement, StateSource, StoredState
 from .safetensors_header import read_header
@@ -42,6 +41,7 @@ from .snapshot_slots import (
     valid_snapshots,
 )
 from .state_tree import FlatState, flatten, is_dtensor
+from .tensor_layout import lock_pages
 
 log = logging.getLogger("elasticlib.checkpoint")
 

@@ -509,6 +509,13 @@ class _Flattener:
             elif kind in _SCALARS:
                 structure.append(_VALUE)
                 values.append(value)
+            elif (
+                kind is dict and at is None and not self._checks_dicts and len(path) < MAX_DEPTH - 1
+            ):
+                structure += (dict, _keys_token(value))
+                path.append(key)
+                self._add_parts(value.items())
+                path.pop()
             else:
                 if at is None:
                     path.append(key)

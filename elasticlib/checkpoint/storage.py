@@ -27,6 +27,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from ..clock import monotonic
@@ -38,6 +39,7 @@ T = TypeVar("T")
 OnChunk: TypeAlias = Callable[[memoryview], None]
 
 SEGMENT_BYTES = 8 << 20  # Another value changes the checksums of files.
+CACHED_SEGMENTS = 8  # The page cache keeps so many segments of a file that is being written.
 READ_BYTES = 1 << 20  # One read: its bytes are still in the processor's cache for the CRC-32.
 MAX_SMALL_FILE_BYTES = 64 << 20  # A manifest of 100,000 parts is smaller.
 MAX_READER_THREADS = min(8, len(os.sched_getaffinity(0)))  # Eight saturate any disk.
@@ -257,13 +259,15 @@ class LocalStorage(CheckpointStorage):
         path = self._path(name)
         folder = os.path.dirname(path)
         handle = self._create(path, folder)
-        crcs = []
-        with self._removed_on_error(path), self._synced(handle):
-            for segment in split_into_segments(data):
-                self._write_all(handle, segment)
-                crcs.append(zlib.crc32(segment))
+        with self._removed_on_error(path), _FollowingChecksum(len(data)) as checksum_thread:
+            with self._synced(handle):
+                for number, segment in enumerate(split_into_segments(data)):
+                    self._write_all(handle, segment)
+                    checksum_thread.add(segment)
+                    _release_page_cache(handle, number - CACHED_SEGMENTS)
+            result = checksum_thread.result()
         self._sync_folder(folder)
-        return combine_segment_crcs(crcs)
+        return result
 
     def replace(self, name: str, data: bytes | memoryview) -> None:
         path = self._path(name)
@@ -347,6 +351,59 @@ class LocalStorage(CheckpointStorage):
             self._calls.sync(handle)
         finally:
             os.close(handle)
+
+
+def _release_page_cache(handle: int, number: int) -> None:
+    """Release the page cache of a segment that the disk has written by now."""
+    if number >= 0:
+        os.posix_fadvise(handle, number * SEGMENT_BYTES, SEGMENT_BYTES, os.POSIX_FADV_DONTNEED)
+
+
+class _FollowingChecksum:
+    """The checksum of a file, which a thread computes behind the writes. Not thread-safe.
+
+    Both `write` and zlib release the interpreter's lock, so the checksum takes little time of its
+    own if a second core is free. A file of one segment needs no thread.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._segments: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._crcs: list[int] = []
+        self._num_segments = 0  # how many were added
+        self._thread: threading.Thread | None = None
+        if size > SEGMENT_BYTES:
+            # Where no more threads can be started, the caller's thread computes the checksum.
+            with contextlib.suppress(RuntimeError, MemoryError):
+                thread = helper(self._run, "elasticlib-checksum")
+                thread.start()
+                self._thread = thread
+
+    def __enter__(self) -> _FollowingChecksum:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._segments.put(None)
+
+    def add(self, segment: memoryview) -> None:
+        """Add the next segment."""
+        self._num_segments += 1
+        if self._thread is not None:
+            self._segments.put(segment)
+        else:
+            self._crcs.append(zlib.crc32(segment))
+
+    def result(self) -> int:
+        """Return the checksum of all segments."""
+        self._segments.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        if len(self._crcs) != self._num_segments:
+            raise OSError(errno.EIO, "the thread that computes the checksum of the file has failed")
+        return combine_segment_crcs(self._crcs)
+
+    def _run(self) -> None:
+        while (segment := self._segments.get()) is not None:
+            self._crcs.append(zlib.crc32(segment))
 
 
 def _wait_for_lock(handle: int, path: str) -> None:

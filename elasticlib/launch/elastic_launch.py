@@ -41,7 +41,7 @@ from .exit_summary import format_summary, write_failure_file
 from .flags import FLAGS, SettingError
 from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .launcher_process import DEFERRED_SIGNALS, SignalBuffer
-from .observed import Observed, answering, kept_logs, open_journal
+from .observability import ObservabilityServer, open_journal, persistent_log_dir, publish_status
 from .rendezvous_setup import RendezvousSetup, open_rendezvous
 from .worker_setup import check_local_resources, create_local_workers, worker_spec
 
@@ -140,7 +140,7 @@ def run_node(
         snapshot_service = _snapshot_service(config, workers, secret)
         rendezvous = open_rendezvous(config, secret)
         stack.callback(rendezvous.close)
-        observed = stack.enter_context(contextlib.closing(Observed(config, os.environ)))
+        server = stack.enter_context(contextlib.closing(ObservabilityServer(config, os.environ)))
         journal = stack.enter_context(
             open_journal(config, workers, rendezvous.node_id, endpoint=rendezvous.serves_at)
         )
@@ -156,14 +156,14 @@ def run_node(
             snapshot_service=snapshot_service,
             journal=journal,
         )
-        observed.begin(agent, journal)
+        server.start(agent, journal)
         signals.forward_to(agent.handle_signal)
         on_start(agent)
-        stack.enter_context(answering(rendezvous, journal, agent))
+        stack.enter_context(publish_status(rendezvous, journal, agent))
         result = agent.run()
         write_failure_file(workers, result)
         _leave_job(rendezvous, config, result)
-    on_summary(format_summary(journal, kept_logs(workers)))
+    on_summary(format_summary(journal, persistent_log_dir(workers)))
     return result
 
 

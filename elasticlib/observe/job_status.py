@@ -551,7 +551,7 @@ def headline(status: JobStatus) -> list[str]:
         lines[0] += f", started {format_duration(status.uptime_seconds)} ago"
     if status.has_no_reports and not status.was_terminated:
         lines.append(
-            "  no agent publishes a status (custom launcher without elasticlib.observed?); "
+            "  no agent publishes a status (custom launcher without elasticlib.observe_node?); "
             "showing the store's data"
         )
     if not status.is_recorded:

@@ -1,0 +1,1 @@
+"""Stores: small, strongly consistent key-value tables for one job."""

@@ -2,7 +2,7 @@
 
 Each worker leads a session of its own. A process that the worker starts belongs to that session,
 unless the process calls setsid. No process outside the session is ever signalled. The supervisor
-process imports this module, so it uses the standard library alone.
+process imports this module, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ def session_processes(sessions: Collection[int]) -> list[tuple[int, int]]:
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit():
-            session = _session_asked(int(name))
+            session = _getsid(int(name))
             if session is not None and session in sessions and session == _session_of(int(name)):
                 found.append((int(name), session))
     return found
 
 
-def _session_asked(pid: int) -> int | None:
+def _getsid(pid: int) -> int | None:
     """Return the session of a process or a zombie, or None if there is none of this pid."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
         return None
     except OSError:
-        # Security modules may forbid that call, and show the file.
+        # Security modules may forbid the call but not the file.
         return _session_of(pid)
 
 
 def _session_of(pid: int) -> int | None:
-    """Return the session of a process, or None if the process has ended or cannot be looked at."""
+    """Return the session of a process, or None if the process has exited or cannot be read."""
     try:
         fields = stat_fields(pid)
     except OSError:
         return None
-    return None if _all_have_ended(fields) else int(fields[_SESSION])
+    return None if _has_no_running_thread(fields) else int(fields[_SESSION])
 
 
-def _all_have_ended(fields: list[bytes]) -> bool:
-    """Whether all threads of a process have ended. Its first thread may end before the others."""
+def _has_no_running_thread(fields: list[bytes]) -> bool:
+    """Return whether a process has exited. Its first thread may exit before the others."""
     return fields[0] in (b"Z", b"X") and int(fields[_NUM_THREADS]) <= 1
 
 
@@ -106,8 +106,7 @@ def signal_member(session: int, pid: int, number: int) -> bool:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Return a pidfd, or None if there is none: kernels before 5.3 have none, a container may
-    forbid them, and this process may have too many open files.
+    """Return a pidfd, or None if the kernel or a limit of this process forbids it.
 
     Raises:
         ProcessLookupError: there is no such process.
@@ -121,7 +120,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def wait_for_exit(pid: int, seconds: float) -> bool:
-    """Wait for the end of a process; return whether it has ended in time. It is not reaped here."""
+    """Wait for the end of a process; return whether it exited in time. It is not reaped here."""
     try:
         handle = open_pidfd(pid)
     except ProcessLookupError:
@@ -143,14 +142,14 @@ def wait_for_exit(pid: int, seconds: float) -> bool:
 
 
 def has_exited(pid: int) -> bool:
-    """Return whether all threads of a process have ended. Return False if that cannot be read."""
+    """Return whether a process has exited. Return False if that cannot be read."""
     try:
         fields = stat_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
         return True
     except OSError:
         return False
-    return _all_have_ended(fields)
+    return _has_no_running_thread(fields)
 
 
 def kill_sessions(sessions: Mapping[int, int]) -> list[int]:
@@ -158,21 +157,25 @@ def kill_sessions(sessions: Mapping[int, int]) -> list[int]:
 
     Args:
         sessions: `process_start_ticks` of each session's leader by the number of the session. A
-            session whose number has been reused is left alone. 0 means that the leader is known
+            session whose number has been reused is skipped. 0 means that the leader is known
             not to have been reaped.
 
     Returns:
         The pids of the processes that still exist.
     """
     deadline = monotonic() + KILL_TIMEOUT_S
-    ours = {n for n, began in sessions.items() if not began or process_start_ticks(n) in (0, began)}
-    for leader in ours:
+    existing = {
+        session
+        for session, ticks in sessions.items()
+        if not ticks or process_start_ticks(session) in (0, ticks)
+    }
+    for leader in existing:
         signal_group(leader, signal.SIGKILL)
     for _ in range(MAX_ROUNDS):
         # A process may fork while processes are listed, so list them until none is found.
-        left = session_processes(ours)
+        left = session_processes(existing)
         if not left:
             return []
         for pid in [pid for pid, n in left if signal_member(n, pid, signal.SIGKILL)]:
             wait_for_exit(pid, max(0.0, deadline - monotonic()))
-    return [pid for pid, _ in session_processes(ours)]
+    return [pid for pid, _ in session_processes(existing)]

@@ -1,15 +1,15 @@
 """Fork server: forks Python workers from a process that has already imported torch.
 
-The fork server is a child of the supervisor process, and never a fork of the agent, because the
-agent's threads and locks would come along. It has one thread and has never opened a GPU; otherwise
-it reports that, and no worker is forked from it. It reaps a worker only when the supervisor asks
-for that, so the worker's pid is not reused before its session has been cleaned up. The kernel kills
-the fork server if the supervisor ends, and the workers if their fork server ends.
+The fork server is a child of the supervisor process, and never a fork of the agent, whose threads
+and locks it would inherit. It has one thread and has never opened a GPU; otherwise it reports that,
+and no worker is forked from it. It reaps a worker only when the supervisor requests that, so the
+worker's pid is not reused before its session has been cleaned up. The kernel kills the fork server
+if the supervisor exits, and the workers if their fork server exits.
 
 The first workers do not wait for DEFERRED_IMPORTS. Once the fork server is idle, it forks a second
-fork server, which imports these modules and forks all later workers. The first one keeps answering
-requests meanwhile, and stays the parent of the workers that it has forked. So a deferred import
-that is slow, fails or ends its process affects no worker.
+fork server, which imports these modules and forks all later workers. The first one still answers
+requests during the imports, and stays the parent of the workers that it has forked. So a deferred
+import that is slow, fails or ends its process affects no worker.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def serve(first: int, second: int, directory: str, preload: Sequence[str]) -> li
     before = dict(os.environ)
     dispositions = _ignore_worker_signals()
     server = _ForkServer(socket.socket(fileno=first), socket.socket(fileno=second), dispositions)
-    # The user's modules come first: an error there is known before the seconds that torch takes.
+    # An error in the user's modules is reported before torch is imported, which takes seconds.
     problem = _import_preload(directory, preload) or _fork_safety_error() or _import_modules(TORCH)
     server.report_ready(problem)
     job = server.answer_requests()
@@ -106,7 +106,7 @@ class _ForkServer:
         self._supervisor.send({"problem": problem[:MAX_REASON_CHARS]})
         if problem:
             os._exit(0)
-        # Garbage collection in the workers then leaves the memory alone that they share.
+        # Garbage collection in the workers then does not copy the memory that they share.
         gc.collect()
         gc.freeze()
 
@@ -294,7 +294,7 @@ def _may_be_missing(missing: str, module: str) -> bool:
 
 
 def _import_failure(module: str, error: BaseException) -> str:
-    """Return one sentence: the module, the error, and where the error was raised."""
+    """Return the module, the error, and where the error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f for f in frames if not f.filename.startswith("<frozen") and f.filename != __file__]
     # The first frame is importlib's call.
@@ -335,20 +335,20 @@ def _enter(job: Message, before: dict[str, str], changed: dict[str, str]) -> lis
     Args:
         job: the worker's job. `server_environment` are the variables that the agent gave to the
             fork server.
-        before: the variables that the fork server had when its interpreter began.
+        before: the variables that the fork server had when its interpreter was started.
         changed: the variables that modules have set since then.
 
     Returns:
         The arguments of `run_program`.
     """
-    told = job["server_environment"]
+    given = job["server_environment"]
     # In a bare locale, Python sets LC_CTYPE for itself, and a new interpreter would do the same.
     own = {key: text for key, text in before.items() if key == "LC_CTYPE"}
     # If PYTHON_EXEC is a script that starts the interpreter, its changes apply to workers too.
-    wrapped = {k: text for k, text in before.items() if told.get(k) != text and k not in own}
+    wrapped = {k: text for k, text in before.items() if given.get(k) != text and k not in own}
     os.environ.clear()
     os.environ.update({**own, **job["environment"], **wrapped, **changed})
-    for name in told.keys() - before.keys():
+    for name in given.keys() - before.keys():
         os.environ.pop(name, None)
     _reopen_stdin()
     _reseed_generators()

@@ -1,8 +1,9 @@
 """Workers as processes of this machine, each the leader of a session.
 
-The supervisor process starts the workers, reports their exits and kills what they leave behind; see
-`supervisor`. Whether a worker is forked from a process that has imported torch or is started as a
-new interpreter, it gets the same environment, and runs the same code up to the user's own.
+The supervisor process starts the workers, reports their exits and kills the processes that they
+leave; see `supervisor`. Whether a worker is forked from a process that has imported torch or is
+started as a new interpreter, it gets the same environment, and runs the same code up to the user's
+own.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ from .worker_channel import CHANNEL_ENV, WorkerChannels
 log = logging.getLogger("elasticlib.workers")
 
 KILL_TIMEOUT_S = 5.0  # limit for the exits of workers after SIGKILL
-# Limit for killing what exited workers have left, before others are started. The supervisor needs
+# Limit for killing the children of exited workers before others are started. The supervisor needs
 # up to 2 s for workers that exited together, and as long for those that exited before.
 CLEAN_TIMEOUT_S = 10.0
-RESULT = "result.pickle"
+RESULT_FILE = "result.pickle"
 
 
 @attrs.define
@@ -63,29 +64,29 @@ class _Process:
     worker: Worker
     process: SupervisedProcess
     output: WorkerOutput
-    folder: Path
+    directory: Path
     error_file: Path
-    ended_at: float = float("inf")
+    exited_at: float = float("inf")  # by the wall clock
+    # The value of a function, and why it cannot be read; None until it has been read.
     result: tuple[Any, str] | None = None
-    """What its function returned, and why that is unreadable; None until it was read."""
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
     def read_result(self) -> tuple[Any, str]:
-        """A value's own code runs here."""
+        """Read the value of a function. This may run code of the value's class."""
         if self.result is None:
-            self.result = read_result(self.folder / RESULT)
+            self.result = read_result(self.directory / RESULT_FILE)
         return self.result
 
 
-def program(entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str, ...]:
-    """The kind of a worker's program, its name and its arguments, as `run_program` takes them."""
+def program_of(entrypoint: Entrypoint, local_rank: int, directory: Path) -> tuple[str, ...]:
+    """Return the kind of a worker's program, its name and its arguments; see `run_program`."""
     if isinstance(entrypoint, Function):
-        payload = folder / "payload.pickle"
+        payload = directory / "payload.pickle"
         write_payload(payload, entrypoint)
-        return ("function", str(payload), str(folder / RESULT))
+        return ("function", str(payload), str(directory / RESULT_FILE))
     args = substitute_local_rank(entrypoint.args, local_rank)
     if isinstance(entrypoint, Script):
         return ("script", entrypoint.path, *args)
@@ -97,20 +98,22 @@ def program(entrypoint: Entrypoint, local_rank: int, folder: Path) -> tuple[str,
 
 
 class LocalWorkers(Workers):
-    """Processes: those that can go on in another group do, the others are started afresh for each
-    generation.
+    """Workers that are processes of this machine.
+
+    A worker that can regroup keeps its process in the next generation. Others are started again.
 
     Args:
-        environment: what the workers inherit, before what they are told.
-        log_dir: where the folder of this run goes. Without, a temporary one, which is removed
-            at the end unless output was sent there.
-        run_id: names that folder.
+        environment: variables that the workers inherit.
+        output: which output of the workers is shown and which is written to files.
+        log_dir: parent of this run's directory. By default, the directory is temporary, and is
+            removed at the end unless output is written to it.
+        run_id: part of the name of this run's directory.
         python: the interpreter of scripts, modules and functions.
-        processors: what each worker runs on, by local rank; any without.
-        start_method: `forkserver` to fork Python workers from a process that has torch imported, or
+        cpu_sets: processors of each worker by local rank. By default, workers use any processor.
+        ignored_signals: signals that workers and their children ignore unless they set a handler.
+        start_method: `forkserver` to fork Python workers from a process that has imported torch, or
             `spawn` to start an interpreter for each.
-        preload: modules that this process imports besides.
-        ignored: signals that a worker ignores, and its children with it, until it says otherwise.
+        preload: modules that the fork server imports besides torch.
     """
 
     def __init__(
@@ -143,26 +146,24 @@ class LocalWorkers(Workers):
         )
         self._channels = WorkerChannels()
         self.snapshot_dir = SnapshotDir(self._supervisor)
-        """Where the workers keep what outlives them, and not their agent."""
-        self._processes: dict[int, _Process] = {}
-        self._stopped = False
-        self._sent: set[tuple[int, int]] = set()
-        """The signals that stopped workers were sent: a local rank, a number."""
-        self._kills: int | None = None
+        self._processes: dict[int, _Process] = {}  # that have not been reaped, by local rank
+        self._stop_was_requested = False  # since the last start
+        self._sent_signals: set[tuple[int, int]] = set()  # local rank and signal, since then
+        self._oom_kill_count: int | None = None  # of this machine or cgroup at the last start
 
     @property
     def run_dir(self) -> Path:
-        """This run's folder, `<log_dir>/<run_id>_<random>`; made when first asked for."""
+        """The directory `<log_dir>/<run_id>_<random>` of this run, created when first needed."""
         return self._run_dir.path
 
     @property
     def kept_run_dir(self) -> Path | None:
-        """This run's folder, where there is one that stays."""
+        """The directory of this run if it is kept and has been created, or None."""
         return self._run_dir.kept_path
 
     @property
     def keeps_run_dir(self) -> bool:
-        """Whether this run's folder, made or not, stays when the run is over."""
+        """Return whether the directory of this run is kept at the end."""
         return self._run_dir.kept
 
     # -- the start -------------------------------------------------------------------------------
@@ -185,38 +186,40 @@ class LocalWorkers(Workers):
         everyone = (*group.workers, *group.standby_workers)
         stay = {worker.local_rank for worker in everyone}
         self._processes = {n: one for n, one in self._processes.items() if n in stay}
-        self._stopped = False
-        self._sent.clear()
+        self._stop_was_requested = False
+        self._sent_signals.clear()
         self._channels.start_group()
-        self._kills = read_oom_kill_count()
+        self._oom_kill_count = read_oom_kill_count()
         try:
             for worker in group.workers:
                 if worker.local_rank in self._processes:
                     self._keep(group, worker)
             new = [one for one in everyone if one.local_rank not in self._processes]
-            folders = {
-                worker.local_rank: self._run_dir.of(group.attempt, worker.local_rank)
+            directories = {
+                worker.local_rank: self._run_dir.create_worker_dir(group.attempt, worker.local_rank)
                 for worker in new
             }
         except OSError as error:
             raise WorkerStartError(f"cannot prepare the start of the workers: {error}") from error
         for worker in new:
             try:
-                self._spawn(group, worker, folders[worker.local_rank], on_exit)
+                self._spawn(group, worker, directories[worker.local_rank], on_exit)
             except OSError as error:
                 raise WorkerStartError(
                     f"cannot start the worker of rank {worker.rank}: {error}"
                 ) from error
-        self._run_dir.forget(but={process.folder.parent for process in self._processes.values()})
+        self._run_dir.remove_attempts(
+            keep={process.directory.parent for process in self._processes.values()}
+        )
 
     def _keep(self, group: WorkerGroup, worker: Worker) -> None:
-        """Give a worker that runs its place in this group."""
+        """Give a running worker its assignment in this group."""
         process = self._processes[worker.local_rank]
         process.worker = worker
-        told = self._environment_of(group, worker, str(process.error_file))
-        self._give_place(worker.local_rank, told)
+        environment = self._environment_of(group, worker, str(process.error_file))
+        self._publish_assignment(worker.local_rank, environment)
 
-    def _give_place(self, local_rank: int, environment: Mapping[str, str]) -> None:
+    def _publish_assignment(self, local_rank: int, environment: Mapping[str, str]) -> None:
         place = {name: environment[name] for name in ASSIGNMENT_VARIABLES if name in environment}
         self._channels.publish_assignment(local_rank, place)
 
@@ -226,18 +229,18 @@ class LocalWorkers(Workers):
         environment = worker_environment(
             group, worker, self._environment, error_file=error_file, cores=count_usable_cpus()
         )
-        # Empty where there is none: a worker that is kept is not to use the folder it had before.
+        # An empty value tells a retained worker not to use its previous directory.
         environment[SNAPSHOTS_ENV] = str(self.snapshot_dir.attempt_dir(group.attempt) or "")
         return environment
 
     def _spawn(
-        self, group: WorkerGroup, worker: Worker, folder: Path, on_exit: Callable[[int], None]
+        self, group: WorkerGroup, worker: Worker, directory: Path, on_exit: Callable[[int], None]
     ) -> None:
         local = worker.local_rank
         is_standby = worker in group.standby_workers
         channel = self._channels.open(local, is_standby=is_standby)
         try:
-            self._start_process(group, worker, folder, channel, on_exit)
+            self._start_process(group, worker, directory, channel, on_exit)
         except BaseException:
             if local not in self._processes:
                 self._channels.close(local)
@@ -247,26 +250,26 @@ class LocalWorkers(Workers):
         self,
         group: WorkerGroup,
         worker: Worker,
-        folder: Path,
+        directory: Path,
         channel: str,
         on_exit: Callable[[int], None],
     ) -> None:
         local = worker.local_rank
-        files = self._output.files_of(local, str(folder))
+        files = self._output.files_of(local, str(directory))
         environment = self._environment_of(group, worker, files.error_file)
         environment[CHANNEL_ENV] = channel
         if worker not in group.standby_workers:
-            self._give_place(local, environment)
-        what = program(group.spec.entrypoint, local, folder)
+            self._publish_assignment(local, environment)
+        program = program_of(group.spec.entrypoint, local, directory)
         output = WorkerOutput(self._output, worker, group.spec.role, files, self._output_thread)
         try:
-            started = self._launcher.start(what, environment, output.targets, local)
+            started = self._launcher.start(program, environment, output.targets, local)
         except BaseException:
             output.abandon()
             raise
-        if what[0] != "command":
+        if program[0] != "command":
             self._channels.set_worker_pid(local, started.pid)
-        process = _Process(worker, started, output, folder, Path(files.error_file))
+        process = _Process(worker, started, output, directory, Path(files.error_file))
         if not isinstance(group.spec.entrypoint, Function):
             process.result = (None, "")
         self._processes[local] = process
@@ -280,7 +283,7 @@ class LocalWorkers(Workers):
 
         The result of a function is read in another thread, because its own code runs then.
         """
-        process.ended_at = wall()
+        process.exited_at = wall()
         local = process.worker.local_rank
 
         def read() -> None:
@@ -300,7 +303,7 @@ class LocalWorkers(Workers):
         returncode = process.process.returncode
         self._supervisor.release(process.process)
         process.output.finish()
-        said = read_failure_report(process.error_file)
+        report = read_failure_report(process.error_file)
         remove_exit_file(process.error_file)
         found = WorkerExit(
             local_rank,
@@ -308,64 +311,67 @@ class LocalWorkers(Workers):
             process.pid,
             returncode=UNKNOWN_RETURNCODE if returncode is None else returncode,
             is_returncode_known=returncode is not None,
-            stop_was_requested=self._stopped,
-            signal_sent_by_agent=returncode is not None and (local_rank, -returncode) in self._sent,
+            stop_was_requested=self._stop_was_requested,
+            signal_sent_by_agent=returncode is not None
+            and (local_rank, -returncode) in self._sent_signals,
         )
         if returncode == 0:
             value, unreadable = process.read_result()
             return attrs.evolve(found, value=value, value_error=unreadable)
-        return self._explained(found, process, said)
+        return self._explained(found, process, report)
 
-    def _explained(self, found: WorkerExit, process: _Process, said: FailureReport) -> WorkerExit:
-        """With all that is known of why it failed."""
-        at = min(said.failed_at, process.ended_at)
+    def _explained(self, found: WorkerExit, process: _Process, report: FailureReport) -> WorkerExit:
+        """Add all that is known of the cause of a failure."""
+        at = min(report.failed_at, process.exited_at)
         return attrs.evolve(
-            self._with_message(found, process, said),
+            self._with_message(found, process, report),
             stderr_tail=process.output.tail(),
-            out_of_memory=oom_kill_count_rose(self._kills, read_oom_kill_count()),
+            out_of_memory=oom_kill_count_rose(self._oom_kill_count, read_oom_kill_count()),
             failed_at=at,
-            # Peers may have noticed a killed worker, and have written so, before we noticed.
+            # Peers of a killed worker may have failed, and reported that, before the agent noticed.
             preceding_failure=None
-            if self._stopped or found.failed_independently
+            if self._stop_was_requested or found.failed_independently
             else self._failing(before=at),
         )
 
     def _failing(self, before: float) -> WorkerExit | None:
-        """The worker that wrote of a failure first, before that time, and has not ended yet: taking
-        a process down takes its time, in which its peers notice, and may end first."""
+        """Return the first failure before a time that was reported by a worker that still exits.
+
+        A failing process needs time to exit. Its peers may notice the failure and exit before it.
+        """
         found = []
         for local_rank, process in self._processes.items():
-            said = read_failure_report(process.error_file)
-            if said.ends_process and said.failed_at < before:
+            report = read_failure_report(process.error_file)
+            if report.ends_process and report.failed_at < before:
                 who = (local_rank, process.worker.rank, process.pid)
                 exit_ = WorkerExit(
                     *who,
-                    returncode=said.exit_code or 1,
-                    failed_at=said.failed_at,
+                    returncode=report.exit_code or 1,
+                    failed_at=report.failed_at,
                     is_still_exiting=True,
                 )
-                found.append(self._with_message(exit_, process, said))
+                found.append(self._with_message(exit_, process, report))
         return min(found, key=lambda exit_: exit_.failed_at, default=None)
 
     def _with_message(
-        self, found: WorkerExit, process: _Process, said: FailureReport
+        self, found: WorkerExit, process: _Process, report: FailureReport
     ) -> WorkerExit:
-        message, traceback = said.message_and_traceback
-        # People find what is left of it there, unless that goes with us.
-        stays = self._run_dir.kept or process.error_file.parent != process.folder
+        message, traceback = report.message_and_traceback
+        # Paths are reported only if the files remain after the end of the run.
+        is_kept = self._run_dir.kept or process.error_file.parent != process.directory
         return attrs.evolve(
             found,
             message=message,
             traceback=traceback,
-            log_dir=str(process.error_file.parent) if stays else "",
-            error_file=str(process.error_file) if stays and said.has_error_file else "",
-            error_data=said.record,
+            log_dir=str(process.error_file.parent) if is_kept else "",
+            error_file=str(process.error_file) if is_kept and report.has_error_file else "",
+            error_data=report.record,
         )
 
     def running(self) -> dict[int, str]:
         return {local: f"pid {p.pid}" for local, p in self._processes.items()}
 
-    # -- what they are asked and tell ------------------------------------------------------------
+    # -- messages between workers and agent ------------------------------------------------------
 
     supports_coordinated_stop = reports_heartbeats = True
 
@@ -382,9 +388,9 @@ class LocalWorkers(Workers):
         return self._channels.standby_ranks()
 
     def notify(self, notice: StopNotice) -> bool:
-        heard = self._channels.notify(notice)
-        self._stopped = self._stopped or heard
-        return heard
+        is_received = self._channels.notify(notice)
+        self._stop_was_requested = self._stop_was_requested or is_received
+        return is_received
 
     def earliest_stop_call(self) -> int | None:
         return self._channels.earliest_stop_call()
@@ -399,10 +405,10 @@ class LocalWorkers(Workers):
         return self._channels.final_heartbeats()
 
     def dump_stacks(self, local_ranks: Collection[int], *, save: bool = False) -> Mapping[int, str]:
-        asked, processes = self._channels.stack_dumpers(), dict(self._processes)
-        ours = {n: processes[n].pid for n in asked if n in processes and n in local_ranks}
+        dumpers, processes = self._channels.stack_dumpers(), dict(self._processes)
+        pids = {n: processes[n].pid for n in dumpers if n in processes and n in local_ranks}
         stacks = stack_dump.collect_stacks(
-            {local: (pid, *asked[local]) for local, pid in ours.items()}
+            {local: (pid, *dumpers[local]) for local, pid in pids.items()}
         )
         if save:
             for local, text in stacks.items():
@@ -410,12 +416,12 @@ class LocalWorkers(Workers):
         return stacks
 
     def stop(self, local_ranks: Collection[int], *, force: bool = False) -> None:
-        self._stopped = self._stopped or bool(local_ranks)
-        # A worker that stands still (SIGSTOP, a debugger) would not hear of SIGTERM alone.
+        self._stop_was_requested = self._stop_was_requested or bool(local_ranks)
+        # A worker that is stopped (SIGSTOP, a debugger) receives SIGTERM only after SIGCONT.
         for number in (signal.SIGKILL,) if force else (signal.SIGTERM, signal.SIGCONT):
             for local_rank in local_ranks:
                 if local_rank in self._processes:
-                    self._sent.add((local_rank, number))
+                    self._sent_signals.add((local_rank, number))
                     signal_group(self._processes[local_rank].pid, number)
 
     def kill_and_wait(self) -> None:
@@ -425,7 +431,7 @@ class LocalWorkers(Workers):
             if process.process.exited.wait(max(0.0, deadline - monotonic())):
                 self.reap(local_rank)
             else:
-                # The supervisor continues to kill it when the agent has ended.
+                # The supervisor continues to kill it when the agent has exited.
                 log.error("pid %d survived SIGKILL", process.pid)
                 del self._processes[local_rank]
 

@@ -81,7 +81,7 @@ class ProcessLauncher:
     def wait_prepared(self) -> None:
         """Wait until the fork server is ready or cannot be used, within bounds. Thread-safe.
 
-        A new interpreter that is started meanwhile would take as long.
+        A new interpreter would need as long to import torch.
         """
         if self._server_job:
             self._supervisor.wait_for_fork_server(max(0.0, self._first_deadline - monotonic()))
@@ -102,7 +102,7 @@ class ProcessLauncher:
             local_rank: the worker's local rank, which selects its processors.
 
         Raises:
-            ConfigError: a module that the user asked for cannot be imported.
+            ConfigError: a module of --preload cannot be imported.
             OSError, WorkerStartError: the process cannot be started.
         """
         cpu_set = self._cpu_sets[local_rank] if local_rank < len(self._cpu_sets) else None

@@ -19,32 +19,38 @@ log = logging.getLogger("elasticlib.workers")
 
 
 class RunDir:
-    """`<log_dir>/<run_id>_<random>`, made when first asked for, and in it a folder for each worker
-    of each attempt. It stays where somebody asked for it or for the output in it; else it is
-    temporary, holds no more than one attempt, and goes with the agent, however that ends.
+    """The directory `<log_dir>/<run_id>_<random>`, with a directory for each worker and attempt.
+
+    It is created when it is first needed. Unless it is kept, it contains only the last attempt, and
+    is removed when the agent exits or is killed.
     """
 
     def __init__(
         self, supervisor: SupervisorClient, log_dir: str | None, run_id: str, *, kept: bool
     ) -> None:
         self._supervisor = supervisor
-        # The workers are told of it, and may go elsewhere.
+        # The path is absolute because workers may change their working directory.
         self._log_dir = None if log_dir is None else os.path.abspath(log_dir)
         self._run_id = run_id
         self.kept = kept
-        self._path: Path | None = None
+        self._path: Path | None = None  # once the directory has been created
 
     @property
     def path(self) -> Path:
-        """The folder. Raises ConfigError if it cannot be created, and OSError."""
+        """The path of the directory, which is created if necessary.
+
+        Raises:
+            ConfigError: the directory cannot be created.
+            OSError: the supervisor process cannot be started.
+        """
         if self._path is None:
-            made = self._make()
-            self._path = Path(made)
+            path = self._create()
+            self._path = Path(path)
             if not self.kept:
-                self._supervisor.add_directory(made)
+                self._supervisor.add_directory(path)
         return self._path
 
-    def _make(self) -> str:
+    def _create(self) -> str:
         try:
             if self._log_dir is not None:
                 os.makedirs(self._log_dir, exist_ok=True)
@@ -54,31 +60,31 @@ class RunDir:
             name = "TMPDIR" if self._log_dir is None else "log_dir (--log-dir)"
             other = " (or set log_dir, --log-dir)" if self._log_dir is None else ""
             raise ConfigError(
-                f"cannot create the folder of this run in {self._log_dir or tempfile.tempdir!r}: "
-                f"{error.strerror}; {name} must name a directory that exists and can be written to "
-                f"for as long as the job runs{other}"
+                "cannot create the log directory of this run in "
+                f"{self._log_dir or tempfile.tempdir!r}: {error.strerror}; {name} must name a "
+                f"directory that exists and is writable for as long as the job runs{other}"
             ) from error
 
     @property
     def kept_path(self) -> Path | None:
-        """The folder, where there is one that stays."""
+        """The path of a directory that is kept and has been created, or None."""
         return self._path if self.kept else None
 
-    def of(self, attempt: int, local_rank: int) -> Path:
-        """The folder of one worker. Raises ConfigError or OSError."""
-        folder = self.path / f"attempt_{attempt}" / str(local_rank)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+    def create_worker_dir(self, attempt: int, local_rank: int) -> Path:
+        """Create and return the directory of one worker. Raises ConfigError or OSError."""
+        path = self.path / f"attempt_{attempt}" / str(local_rank)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
 
-    def forget(self, but: Collection[Path]) -> None:
-        """Remove what earlier attempts left in a folder that is not for people to look at."""
+    def remove_attempts(self, keep: Collection[Path]) -> None:
+        """Remove the directories of attempts except some, unless the directory is kept."""
         if not self.kept:
             for path in self.path.glob("attempt_*"):
-                if path not in but:
+                if path not in keep:
                     shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
-        """The run is over."""
+        """Remove the directory unless it is kept."""
         if self._path is not None and not self.kept:
             shutil.rmtree(self._path, ignore_errors=True)
             self._supervisor.remove_directory(str(self._path))
@@ -90,99 +96,97 @@ PREFIX = "elasticlib-memory-"
 
 
 class SnapshotDir:
-    """A folder in memory that workers are told of and that outlives them: it goes with their agent,
-    even if that is killed. There is none before it is asked for.
+    """A directory in memory for the snapshots of all attempts.
 
-    Each start of the workers has a folder of its own in it, numbered as they come: an era. Where it
-    is removed meanwhile, as by a system that clears up after its users, it is made anew.
+    It is created when it is first needed, and removed when the agent exits or is killed. If another
+    program removes it, for example logind when its user logs out, it is created again.
     """
 
     def __init__(self, supervisor: SupervisorClient) -> None:
         self._supervisor = supervisor
-        self._path: Path | None = None
-        self._inode = 0
-        self._lock: FolderLock | None = None
-        self._has_warned = False
+        self._path: Path | None = None  # once the directory has been created
+        self._inode = 0  # of that directory
+        self._lock: FolderLock | None = None  # locked as long as the directory is in use
+        self._has_warned = False  # that the directory cannot be created
 
     def attempt_dir(self, number: int) -> Path | None:
-        """Return the folder of this start of the workers, or None if it cannot be made.
+        """Return the directory of an attempt, or None if it cannot be created.
 
-        Workers can train without it, so that is a warning, once.
+        A failure is logged once as a warning, because workers can train without the directory.
         """
         try:
-            return self._era(number)
+            return self._create_attempt_dir(number)
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    "workers keep no snapshots in memory from now on, because no folder can be "
-                    "made for them (%s); workers that are restarted go on from the newest "
-                    "checkpoint on a disk. Free space and files in %s, or give it more (docker: "
-                    "--shm-size)",
+                    "workers keep no snapshots in memory from now on, because no directory can be "
+                    "created for them (%s); restarted workers resume from the newest checkpoint "
+                    "on a disk. Free space and files in %s, or enlarge it (docker: --shm-size)",
                     describe(error),
                     SHARED_MEMORY,
                 )
             return None
 
-    def _era(self, number: int) -> Path:
-        made = self._path
-        if made is None or _inode_of(made) != self._inode:
-            made = self._make(made)
-        folder = made / str(number)
-        if not folder.exists():
-            for earlier in made.iterdir():
-                with contextlib.suppress(OSError):
-                    earlier.rmdir()  # those in which there is something stay
-            folder.mkdir(exist_ok=True)
-        return folder
+    def _create_attempt_dir(self, number: int) -> Path:
+        parent = self._path
+        if parent is None or _inode_of(parent) != self._inode:
+            parent = self._create(parent)
+        path = parent / str(number)
+        if not path.exists():
+            for earlier in parent.iterdir():
+                with contextlib.suppress(OSError):  # A directory with snapshots is not empty.
+                    earlier.rmdir()
+            path.mkdir(exist_ok=True)
+        return path
 
     def remove(self) -> None:
-        """Leave nothing behind; harmless if there is nothing."""
+        """Remove the directory if there is one."""
         path, self._path = self._path, None
         if path is not None:
             shutil.rmtree(path, ignore_errors=True)
-            self._let_go()
+            self._unlock()
             self._supervisor.remove_directory(str(path))
 
-    def _make(self, path: Path | None) -> Path:
-        """At this path, where it was before, unless somebody else is there."""
+    def _create(self, path: Path | None) -> Path:
+        """Create the directory, at its previous path unless that belongs to another user."""
         if path is not None:
             log.warning(
                 "%s was removed while this job runs, and the snapshots in memory with it; it is "
                 "created again (logind removes it when its user logs out, unless RemoveIPC=no)",
                 path,
             )
-            with contextlib.suppress(OSError):  # workers may make it anew as well
+            with contextlib.suppress(OSError):  # A worker may have created it again.
                 path.mkdir(0o700)
             if not _inode_of(path):
                 self._supervisor.remove_directory(str(path))
                 path = None
-        path = path or _made_in_memory()
-        self._let_go()
+        path = path or _create_in_memory()
+        self._unlock()
         self._path, self._inode, self._lock = path, _inode_of(path), try_to_hold(path)
         self._supervisor.add_directory(str(path))
         return path
 
-    def _let_go(self) -> None:
+    def _unlock(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.close()
 
 
-def _made_in_memory() -> Path:
+def _create_in_memory() -> Path:
     usable = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
     try:
         return Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY if usable else None))
     except OSError:
-        # Shared memory may be full, of what DataLoaders keep there.
+        # Shared memory may be full of tensors from DataLoaders.
         return Path(tempfile.mkdtemp(prefix=PREFIX))
 
 
-def _inode_of(folder: Path) -> int:
-    """0 where there is no folder, or somebody else's."""
+def _inode_of(path: Path) -> int:
+    """Return the inode of a directory of this user, or 0 if there is none."""
     try:
-        found = folder.lstat()
+        status = path.lstat()
     except OSError:
         return 0
-    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    return found.st_ino if own else 0
+    is_own_dir = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return status.st_ino if is_own_dir else 0

@@ -1,25 +1,25 @@
 """Supervisor process: starts the processes of one agent, reports their exits, and outlives it.
 
-There is one supervisor per agent. It is a small program of one thread that uses the standard
-library alone, so nothing that a user's module does can block it. It ignores all signals.
+There is one supervisor per agent. It is a small program of one thread that uses only the
+standard library, so no module of the user can block it. It ignores all signals.
 
 - **Starting.** For each request of the agent, it lets a fork server fork a Python worker, or
   executes a program if there is no fork server that is ready. A fork server is a child process
   that imports torch. If it does not answer in time, the request is served by a new interpreter
   instead; no other worker is affected.
-- **Exits.** It reports an exit code to the agent at once, and kills what the worker has left in its
-  session in a child process meanwhile, because that lists all processes of the machine. The worker
-  is reaped after that, and after the agent has released it, so its number cannot be reused before.
-- **Cleanup.** When the agent has ended, however that happened, the supervisor kills the sessions of
-  all processes that are left, and removes the directories that the agent has registered.
+- **Exits.** It reports an exit code to the agent at once. A child process then kills the rest of
+  the worker's session, because it has to list all processes of the machine. The worker is reaped
+  when its session is clean and the agent has released it, so its pid is not reused before.
+- **Cleanup.** When the agent has exited or was killed, the supervisor kills the sessions of all
+  remaining processes, and removes the directories that the agent has registered.
 - **Parent-death signals.** The kernel kills the fork servers and executed programs if the
-  supervisor ends, and forked workers if their fork server ends. So killing the supervisor or the
-  agent always ends the workers. If the supervisor is killed, the agent starts another one, which
-  kills what is left of the sessions.
+  supervisor exits, and forked workers if their fork server exits. So killing the supervisor or the
+  agent always kills the workers. If the supervisor is killed, the agent starts another one, which
+  kills the remaining processes of the sessions.
 
-An agent may be killed a moment after a worker has begun. A forked worker therefore reports itself
-to the supervisor before it runs any code of the user, and the supervisor reads these reports after
-it has killed the fork servers, when no more can come.
+An agent may be killed a moment after a worker was started. A forked worker therefore reports itself
+to the supervisor before it runs any code of the user. The supervisor reads these reports after it
+has killed the fork servers, because no new reports can be written then.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _ForkLink:
     def __init__(self, link: socket.socket) -> None:
         self.connection = Connection(link)
         self.problem: str | None = None  # why it cannot be used; empty once it is ready
-        self.is_lost = False  # the process has ended
+        self.is_lost = False  # the process has exited
         self.is_slow = False  # it has not answered a request in time, nor anything since
         # Requests that have not been answered: the agent's id, descriptors and the time limit.
         self.pending: dict[int, tuple[int, list[int], float]] = {}
@@ -107,7 +107,7 @@ class Supervisor:
         self._pid = os.getpid()
         self._agent_pid = agent_pid
         self._agent = Connection(agent_link)
-        self._is_ending = False  # the agent has asked this process to end
+        self._is_ending = False  # the agent has exited or requested the end
         self._workers: dict[int, _Worker] = {}  # by the id of the request
         self._directories: set[str] = set()
         self._server: _ForkServer | None = None  # the one that forks new workers
@@ -121,7 +121,7 @@ class Supervisor:
         self._signals: dict[int, signal.Handlers] = {}  # what each signal does in a new process
 
     def run(self) -> None:
-        """Serve the agent until it ends or says so, and then leave nothing behind."""
+        """Serve the agent until it exits or requests the end, and then clean up."""
         self._set_signals()
         try:
             agent_pidfd = os.pidfd_open(self._agent_pid)
@@ -383,7 +383,7 @@ class Supervisor:
         if request_id:
             self._add_worker(worker)
         else:
-            # The answer comes too late: the request was cancelled, or served otherwise.
+            # The answer is late: the request was cancelled, or served by a new interpreter.
             worker.is_released = True
             signal_group(worker.pid, signal.SIGKILL)
 
@@ -502,8 +502,8 @@ class Supervisor:
 def _remaining_workers(link: _ForkLink) -> dict[int, int]:
     """Return the workers that a killed fork server has forked, with the start ticks of each.
 
-    The socket ends when the fork server and all processes that it was about to make workers have
-    ended. So no report can be missed.
+    The socket is closed when the fork server and all of its unfinished workers have exited, so no
+    report can be missed.
     """
     found = {worker.pid: worker.start_ticks for worker in link.workers.values()}
     limit = monotonic() + FORK_SERVER_EXIT_TIMEOUT_S

@@ -57,7 +57,7 @@ class _Request:
 class SupervisorClient:
     """Starts workers through the supervisor process of this agent. Thread-safe.
 
-    The supervisor is started when it is first needed, and again if it ends. Messages from it are
+    The supervisor is started when it is first needed, and again if it exits. Messages from it are
     read in the thread of the event loop.
     """
 
@@ -71,7 +71,7 @@ class SupervisorClient:
         self._requests: dict[int, _Request] = {}  # that have not been answered, by id
         self._processes: dict[int, SupervisedProcess] = {}  # that exist or are not clean, by id
         self._all_clean = threading.Condition(self._lock)
-        self._directories: set[str] = set()  # to be removed when the agent has ended
+        self._directories: set[str] = set()  # to be removed when the agent exits
         self._is_responsive = True  # the last request was answered in time
         self._server_job: Mapping[str, Any] | None = None  # starts the fork server
         self._server_problem: str | None = None  # empty once the fork server is ready
@@ -81,7 +81,7 @@ class SupervisorClient:
     # -- directories -------------------------------------------------------------------------------
 
     def add_directory(self, path: str) -> None:
-        """Remove the directory of this absolute path when the agent has ended. Raises OSError."""
+        """Remove the directory of this absolute path when the agent exits. Raises OSError."""
         with self._lock:
             self._directories.add(path)
             self._connect().send({"op": "add_directory", "path": path})
@@ -194,7 +194,7 @@ class SupervisorClient:
         with end:
             connection = Connection(link)
             try:
-                # The messages are there before the process, in case the agent is killed meanwhile.
+                # The messages are there before the process, in case the agent is killed now.
                 for path in self._directories:
                     connection.send({"op": "add_directory", "path": path})
                 for one in self._processes.values():
@@ -282,7 +282,7 @@ class SupervisorClient:
             self._all_clean.notify_all()
 
     def _on_lost(self, connection: Connection) -> None:
-        """Replace a supervisor that has ended. The kernel has killed the workers with it."""
+        """Replace a supervisor that has exited. The kernel has killed the workers with it."""
         with self._lock:
             if connection is not self._connection:
                 return

@@ -10,7 +10,7 @@ stdout and stderr. A job has these fields:
     cpu_set      the processors that the process may use
     ignored      the signals that the process ignores
 
-This module is imported by the supervisor process, so it uses the standard library alone.
+This module is imported by the supervisor process, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Message = dict[str, Any]
 
 
 class Connection:
-    """One end of a socket. `send` and `receive` never block."""
+    """A connection over a socket. `send` and `receive` never block."""
 
     def __init__(self, link: socket.socket) -> None:
         link.setblocking(False)
@@ -69,14 +69,14 @@ class Connection:
         except BlockingIOError:
             return False
         except OSError:
-            pass  # The peer has ended, which `receive` reports.
+            pass  # The peer has exited, which `receive` reports.
         return True
 
     def receive(self) -> tuple[Message, list[int]] | None:
         """Return a message with its descriptors, or None if there is none.
 
         Raises:
-            ConnectionError: the peer has ended.
+            ConnectionError: the peer has exited.
         """
         try:
             data, descriptors, _, _ = socket.recv_fds(
@@ -85,7 +85,7 @@ class Connection:
         except BlockingIOError:
             return None
         if not data:
-            raise ConnectionResetError("the peer has ended")
+            raise ConnectionResetError("the peer has exited")
         return json.loads(data), descriptors
 
     def close(self) -> None:
@@ -96,10 +96,12 @@ class Connection:
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return the two sockets of a connection."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def as_reason(error: BaseException) -> str:
+    """Return the type and the text of an exception, limited in length."""
     return f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
 
 
@@ -122,12 +124,12 @@ def write_job(job: Mapping[str, Any]) -> int:
 
 
 def set_parent_death_signal(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends."""
+    """Ask the kernel to kill this process when its parent exits."""
     import ctypes
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The parent may have ended before the kernel was asked.
+    # The parent may have exited before this call.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -135,7 +137,7 @@ def set_parent_death_signal(parent: int) -> None:
 def enter_session(parent: int, descriptors: Sequence[int]) -> Message:
     """Make a forked process the leader of a session, with the streams of its job; return the job.
 
-    The kernel kills the process when its parent ends. Raises OSError or ValueError.
+    The kernel kills the process when its parent exits. Raises OSError or ValueError.
     """
     os.setsid()
     set_parent_death_signal(parent)

@@ -266,8 +266,9 @@ def test_a_temporary_directory_that_cannot_be_used_is_reported_once_and_uses_no_
     assert (result.generation, result.restarts, supervised.handler.generation) == (1, 0, 1)
     why = os.strerror(errno.ENOTDIR if made else errno.ENOENT)
     assert result.reason == (
-        f"cannot create the folder of this run in '{gone}': {why}; TMPDIR must name a directory "
-        "that exists and can be written to for as long as the job runs (or set log_dir, --log-dir)"
+        f"cannot create the log directory of this run in '{gone}': {why}; TMPDIR must name a "
+        "directory that exists and is writable for as long as the job runs (or set log_dir, "
+        "--log-dir)"
     )
     assert result.root_cause is not None
     assert result.root_cause.summary == result.reason

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elasticlib.launch.launch_config import LaunchConfig
-from elasticlib.launch.observed import open_journal
+from elasticlib.launch.observability import open_journal
 from elasticlib.observe.runs import UNFINISHED_PREFIX, runs_dir
 
 

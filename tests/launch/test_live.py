@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elasticlib.launch.launch_config import LaunchConfig
-from elasticlib.launch.observed import answering, stacks_of
+from elasticlib.launch.observability import publish_status, stacks_of
 from elasticlib.launch.rendezvous_setup import open_rendezvous
 from elasticlib.observe.journal import NodeJournal
 from elasticlib.observe.node_status import StatusReader
@@ -27,8 +27,8 @@ def test_only_those_are_asked_whose_stacks_are_wanted() -> None:
         get_worker_group=lambda: SimpleNamespace(workers=workers),
         workers=SimpleNamespace(
             running=lambda: {local: f"pid {local}" for local in range(4)},
-            dump_stacks_of=dump,
-            heartheartbeats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
+            dump_stacks=dump,
+            heartbeats=lambda: {local: Heartbeat(can_dump_stacks=True) for local in range(4)},
         ),
     )
     found = stacks_of(agent)(frozenset({5, 6, 9}))
@@ -46,7 +46,7 @@ def test_a_node_says_since_when_the_store_has_its_word() -> None:
         )
         meeting.handler.next_rendezvous()
         stack.callback(meeting.handler.shutdown)
-        stack.enter_context(answering(meeting, journal, agent))
+        stack.enter_context(publish_status(meeting, journal, agent))
         assert meeting.store is not None
         store, run_id = meeting.store, meeting.run_id
         wait_until("its status", lambda: StatusReader(store, run_id).read())

@@ -21,7 +21,7 @@ from elasticlib import LaunchConfig
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.launch_config import health_port
-from elasticlib.launch.observed import Observed
+from elasticlib.launch.observability import ObservabilityServer
 from elasticlib.observe.job_status import FIELDS
 from elasticlib.testing.waiting import wait_until
 
@@ -70,7 +70,7 @@ def metric(text: str, name: str, labels: str = "") -> float | None:
 
 def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
     agent = started(job, "--observe-port", "0", "--max-restarts", "1")
-    address = agent.says(r"observed at http://(127\.0\.0\.1:\d+)/healthz").group(1)
+    address = agent.says(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)
 
     def shows(name: str, least: float, labels: str = "") -> bool:
         value = metric(get(address, "/metrics")[1], name, labels)
@@ -120,7 +120,7 @@ def test_an_agent_whose_loop_is_stuck_is_not_well_until_it_turns_again(job: Job)
         PYTHONPATH=WITHOUT_TORCH,
         GATE=str(gate),
     )
-    address = agent.says(r"observed at http://(127\.0\.0\.1:\d+)/healthz").group(1)
+    address = agent.says(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)
     wait_until("the workers", lambda: get(address, "/healthz") == (200, "RUNNING\n"))
     (job.folder / "fail.1").touch()
     wait_until("a probe to fail", lambda: get(address, "/healthz")[0] == 503)
@@ -144,7 +144,7 @@ def test_health_port_serves_health_alone_and_only_at_the_addresses_asked_for(
 ) -> None:
     port = str(free_port("0.0.0.0"))
     agent = started(job, TORCHELASTIC_HEALTH_CHECK_PORT=f"{host}{port}")
-    agent.says(rf"observed at http://\S+:{port}/healthz, /")
+    agent.says(rf"at http://\S+:{port}/healthz, /")
     for address in ("127.0.0.1", "127.0.0.2", "[::1]"):
         for path in ("/", "/healthz"):
             if address in addresses:
@@ -170,7 +170,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(
         environment = {"TORCHELASTIC_HEALTH_CHECK_PORT": f"127.0.0.1:{port}"}
         said = f"TORCHELASTIC_HEALTH_CHECK_PORT: 127.0.0.1, port {port}, cannot be served"
         # Of torch's variable other launches may have been told as well.
-        Observed(LaunchConfig(), environment).close()
+        ObservabilityServer(LaunchConfig(), environment).close()
         assert said in caplog.text
     assert f"--observe-port: 127.0.0.1, port {port}, cannot be served" in agent.text
     assert "in use" in agent.text

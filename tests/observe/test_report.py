@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from elasticlib.errors import ConfigError, RunNotFoundError
 from elasticlib.launch.cli import main
 from elasticlib.observe.event import encode
 from elasticlib.observe.history import JobState
-from elasticlib.observe.report import Report, report
+from elasticlib.observe.report import Report, _template, report
 from elasticlib.observe.runs import RunRegistration
 
 
@@ -191,3 +192,11 @@ def test_a_notebook_is_shown_the_report_alone() -> None:
     assert shown.startswith("<article")
     assert "<html" not in shown
     assert shown in made.html()
+
+
+def test_report_without_jinja2_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    _template.cache_clear()
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigError, match="pip install jinja2"):
+        Report(histories.uneventful()).html()
+    _template.cache_clear()

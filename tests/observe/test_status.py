@@ -131,7 +131,7 @@ def test_where_no_node_has_a_status_it_is_the_store_that_tells_and_the_code_is_4
     assert found is not None
     assert (found.state, exit_code(found), as_document(found)["source"]) == (S.RUNNING, 4, "store")
     assert (
-        "  no agent publishes a status (custom launcher without elasticlib.observed?); "
+        "  no agent publishes a status (custom launcher without elasticlib.observe_node?); "
         "showing the store's data" in (headline(found))
     )
     one = status_of(view(SETTLED, S.RUNNING))

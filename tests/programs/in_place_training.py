@@ -43,7 +43,8 @@ def pause(at: int, step: int) -> None:
     pace = folder / "pace"
     if at == step % 4 and pace.exists():
         done = step * BATCH / (EPOCHS * SAMPLES)
-        time.sleep(2.0 if done > 0.75 else 0.5 if done > 0.5 else float(pace.read_text()))
+        pauses = ((0.9, 5.0), (0.75, 2.0), (0.5, 0.5), (0.0, float(pace.read_text())))
+        time.sleep(next(seconds for part, seconds in pauses if done >= part))
 
 
 def train(step: int, indices: list[int]) -> torch.Tensor:

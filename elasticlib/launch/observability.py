@@ -1,0 +1,362 @@
+"""Observability of a launch: its events file, its status in the store, and its HTTP pages.
+
+None of this takes part in the job. A run whose events cannot be written runs all the same, with a
+warning. A port is bound before the node joins the job, and requests never delay the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import attrs
+
+from .._version import versions
+from ..agent.elastic_agent import ElasticAgent
+from ..clock import monotonic
+from ..errors import ConfigError
+from ..observe.aggregate import NodeStatus
+from ..observe.event import Event
+from ..observe.http_server import HttpResponse, HttpServer, Pages, text_response
+from ..observe.job_status import Health, check_health, document_of_node
+from ..observe.journal import EVENTS_FILE, EventListener, NodeJournal
+from ..observe.metrics import CONTENT_TYPE, MetricsFormatter, MetricsSnapshot
+from ..observe.node_status import NodeReport, StatusPublisher
+from ..observe.runs import RunRegistration, remove_old_records
+from ..observe.stack_query import NodeStacks, StackResponder
+from ..observe.totals import totals_of
+from ..rendezvous.handler import DynamicRendezvousHandler
+from ..rendezvous.membership import Node
+from ..stores.file_store import FileStore
+from ..stores.interface import Store
+from ..workers.interface import Workers
+from ..workers.local_workers import LocalWorkers
+from .launch_config import (
+    HEALTH_VARIABLE,
+    OBSERVE_FLAG,
+    LaunchConfig,
+    health_port,
+)
+from .rendezvous_setup import RendezvousSetup
+
+log = logging.getLogger("elasticlib.launch")
+
+STACK_POLL_INTERVAL_S = 1.0  # in a file store, where waiting for a request means polling
+HEALTH_PATH, STATUS_PATH, METRICS_PATH = "/healthz", "/status.json", "/metrics"
+_ALWAYS_RECORDED = (
+    *("min_nodes", "max_nodes", "nproc_per_node", "max_restarts", "start_method"),
+    *("rdzv_backend", "rdzv_endpoint", "role"),
+)
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_journal(
+    config: LaunchConfig,
+    workers: Workers,
+    node_id: str,
+    *,
+    endpoint: str = "",
+) -> Iterator[NodeJournal]:
+    """Open this node's journal, and record the start of the run.
+
+    Args:
+        config: the configuration of this node.
+        workers: the workers, whose log directory holds the events if it is kept.
+        node_id: the id of this node.
+        endpoint: the endpoint at which this node serves the store, or an empty string.
+    """
+    log_dir = persistent_log_dir(workers)
+    with contextlib.ExitStack() as stack:
+        path, selector = None, ""
+        if config.events:
+            path, selector = _register_run(stack, config.run_id, log_dir)
+        journal = NodeJournal(
+            config.run_id,
+            node_id,
+            path,
+            listeners=[MissingRestoreWarning()],
+            run_selector=selector,
+        )
+        stack.callback(journal.close)
+        journal.record(
+            "run.started",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            slots=config.nproc_per_node,
+            settings=_recorded_settings(config),
+            log_dir=log_dir,
+            lease_ttl_seconds=config.rendezvous_timeouts.lease_ttl,
+            endpoint=endpoint,
+            versions=versions(),
+            command=shlex.join(sys.argv),
+        )
+        yield journal
+
+
+def persistent_log_dir(workers: Workers) -> str:
+    """Return the log directory of the workers, or an empty string if it is removed at the end."""
+    if not isinstance(workers, LocalWorkers) or not workers.keeps_run_dir:
+        return ""
+    return str(workers.run_dir)
+
+
+def _register_run(
+    stack: contextlib.ExitStack, run_id: str, log_dir: str
+) -> tuple[Path | None, str]:
+    """Register the run on this machine.
+
+    Returns:
+        The path of the events file, or None if no events are kept; and the name by which commands
+        find the run: its id, or the path if the run could not be registered.
+    """
+    events = Path(log_dir) / EVENTS_FILE if log_dir else None
+    try:
+        registration = RunRegistration(run_id, events)
+    except OSError as error:
+        suffix = "; its events are not kept" * (events is None)
+        log.warning("this run cannot be found by its id%s: %s", suffix, error)
+        return events, str(events or "")
+    stack.callback(registration.close)
+    try:
+        remove_old_records(registration.path.parent)
+    except OSError as error:
+        log.info("cannot remove the records of earlier runs: %s", error)
+    return registration.events, run_id
+
+
+def _recorded_settings(config: LaunchConfig) -> dict[str, str]:
+    """Return the most important settings, and the others that differ from their defaults."""
+    settings = {name: getattr(config, name) for name in _ALWAYS_RECORDED}
+    for field in attrs.fields(LaunchConfig):
+        value = getattr(config, field.name)
+        is_plain = isinstance(value, str | int | float | bool)
+        if is_plain and value != field.default and field.name != "run_id":
+            settings[field.name] = value
+    if config.rdzv_configs and not config.is_plugin_backend:
+        # The keys of built-in backends hold no secrets, only the names of files with secrets.
+        pairs = (f"{key}={text}" for key, text in config.rdzv_configs.items())
+        settings["rdzv_conf"] = ",".join(pairs)
+    return {name: str(value) for name, value in settings.items()}
+
+
+class MissingRestoreWarning(EventListener):
+    """Warns if workers train from the start although a step was saved.
+
+    Workers that are retained from an earlier generation have a state, and need not restore one.
+    """
+
+    def __init__(self) -> None:
+        self._saved_step = -1  # the newest step that was saved
+        self._restored = -1  # the last generation whose workers have a state
+        self._attempt = 0  # in which the new workers of the generation are started
+
+    def on_event(self, event: Event) -> None:
+        step = int(event.number("step") or 0)
+        is_from_start = step <= self._saved_step and self._restored != event.generation
+        if event.kind == "generation.started":
+            self._attempt = int(event.number("attempt") or 0)
+        is_retained = event.kind == "worker.started" and event.number("attempt") != self._attempt
+        if event.kind == "state.restored" or is_retained:
+            self._restored = event.generation
+        elif event.kind in ("checkpoint.saved", "snapshot.taken"):
+            self._saved_step = max(self._saved_step, step)
+        elif event.kind == "training.started" and is_from_start:
+            log.warning(
+                "training restarted at step %d although step %d was saved; does the script call "
+                "CheckpointManager.restore()?",
+                *(step, self._saved_step),
+            )
+
+
+# -- status and stacks through the store -----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def observe_node(
+    run_id: str, node: Node, workers: Workers, store: Store, path: str | os.PathLike[str]
+) -> Iterator[NodeJournal]:
+    """Yield the journal for an `ElasticAgent` of a custom launcher.
+
+    Until the context ends, `elasticlib status` finds this node in the store.
+
+    Args:
+        run_id: the id of the job.
+        node: this node.
+        workers: the workers of the agent.
+        store: the store of the job's rendezvous.
+        path: the file to which events are appended, for `elasticlib report`.
+    """
+    with contextlib.closing(NodeJournal(run_id, node.id, path)) as journal:
+        journal.record("run.started", host=node.host, pid=os.getpid(), slots=node.slots)
+
+        def report() -> NodeReport:
+            return NodeReport.at(monotonic(), journal.status(workers.heartbeats()))
+
+        with StatusPublisher(store, run_id, node.id, report) as publisher:
+            journal.on_recorded = publisher.wake
+            yield journal
+
+
+@contextlib.contextmanager
+def publish_status(
+    rendezvous: RendezvousSetup, journal: NodeJournal, agent: ElasticAgent
+) -> Iterator[None]:
+    """Answer `elasticlib status` and `elasticlib stacks` until the context ends.
+
+    Nothing is published if a plug-in opened the rendezvous handler and so keeps its store.
+    """
+    store, handler = rendezvous.store, rendezvous.handler
+    if store is None:
+        yield
+        return
+
+    def report() -> NodeReport:
+        age = None
+        if isinstance(handler, DynamicRendezvousHandler):
+            age = handler.seconds_since_refresh()
+        return NodeReport.at(
+            monotonic(),
+            journal.status(agent.workers.heartbeats()),
+            store_contact_age_seconds=age,
+            loop_blocked_seconds=agent.stalled_s(),
+        )
+
+    run_id, node_id = rendezvous.run_id, rendezvous.node_id
+    interval = STACK_POLL_INTERVAL_S if isinstance(store, FileStore) else 0.0
+    with (
+        StatusPublisher(store, run_id, node_id, report) as publisher,
+        StackResponder(store, run_id, node_id, stacks_of(agent), poll_interval=interval),
+    ):
+        journal.on_recorded = publisher.wake
+        yield
+
+
+def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], NodeStacks]:
+    """Return a function that collects the stacks of this node's workers, or of some ranks."""
+
+    def collect(ranks: frozenset[int] | None) -> NodeStacks:
+        group = agent.get_worker_group()
+        if group is None:
+            return NodeStacks({})
+        rank_of = {worker.local_rank: worker.rank for worker in group.workers}
+        running = {
+            local: name
+            for local, name in agent.workers.running().items()
+            if local in rank_of and (ranks is None or rank_of[local] in ranks)
+        }
+        if not running:
+            return NodeStacks({})
+        stacks, heartbeats = agent.workers.dump_stacks(running), agent.workers.heartbeats()
+        missing = [local for local in running if local not in stacks]
+        asked = [
+            local for local in missing if local in heartbeats and heartbeats[local].can_dump_stacks
+        ]
+        return NodeStacks(
+            {rank_of[local]: stacks[local] for local in running if local in stacks},
+            unresponsive_ranks=tuple(sorted(rank_of[local] for local in asked)),
+            unsupported={rank_of[local]: running[local] for local in missing if local not in asked},
+        )
+
+    return collect
+
+
+# -- HTTP ------------------------------------------------------------------------------------------
+
+
+class ObservabilityServer:
+    """The HTTP servers of a launch, bound at once and started by `start`.
+
+    Raises:
+        ConfigError: the port of --observe-port cannot be bound.
+    """
+
+    def __init__(self, config: LaunchConfig, environment: Mapping[str, str]) -> None:
+        self._servers: list[tuple[HttpServer, tuple[str, ...]]] = []  # with the paths of each
+        health_address = health_port(environment)
+        if config.observe_address is not None:
+            paths = (HEALTH_PATH, STATUS_PATH, METRICS_PATH)
+            self._bind(OBSERVE_FLAG, config.observe_address, paths)
+        if health_address is not None:
+            try:
+                # Only the health page, because probes from other machines need no more.
+                self._bind(HEALTH_VARIABLE, health_address, (HEALTH_PATH, "/"))
+            except ConfigError as error:
+                # Other launches on this machine may have the same variable. The first one binds.
+                log.warning("health checks are not served: %s", error)
+
+    def _bind(self, label: str, address: tuple[str, int], paths: tuple[str, ...]) -> None:
+        host, port = address
+        try:
+            server = HttpServer(host, port)
+        except OSError as error:
+            hint = ", or 0 for a free one" if label == OBSERVE_FLAG else ""
+            raise ConfigError(
+                f"{label}: cannot bind port {port} of {host} ({error.strerror or error}): give "
+                f"another port{hint}"
+            ) from error
+        self._servers.append((server, paths))
+
+    def start(self, agent: ElasticAgent, journal: NodeJournal) -> None:
+        """Answer requests from now on."""
+        if not self._servers:
+            return
+        pages = _pages(agent, journal)
+        for server, paths in self._servers:
+            server.start({path: pages[path] for path in paths})
+            log.info("serving %s at http://%s", ", ".join(paths), server.address)
+
+    def close(self) -> None:
+        for server, _ in self._servers:
+            server.close()
+
+
+def _pages(agent: ElasticAgent, journal: NodeJournal) -> Pages:
+    """Return the function of each path that creates its page."""
+    installed = versions()
+
+    def current() -> tuple[NodeStatus, Health]:
+        status = journal.status(agent.workers.heartbeats())
+        return status, check_health(status.state, status.reason, agent.stalled_s())
+
+    def health_page() -> HttpResponse:
+        _, health = current()
+        return text_response(200 if health.is_healthy else 503, health.message)
+
+    def status_page() -> HttpResponse:
+        report = NodeReport.at(monotonic(), current()[0], loop_blocked_seconds=agent.stalled_s())
+        text = json.dumps(document_of_node(report), indent=2)
+        return HttpResponse(200, "application/json", text.encode() + b"\n")
+
+    def metrics_snapshot() -> MetricsSnapshot:
+        status, health = current()
+        return MetricsSnapshot(
+            status,
+            totals_of(journal.aggregate),
+            journal.aggregate.last_progress,
+            is_healthy=health.is_healthy,
+            loop_blocked_seconds=agent.stalled_s(),
+            dropped_events=journal.num_dropped,
+            versions=installed,
+        )
+
+    formatter = MetricsFormatter(metrics_snapshot)
+
+    def metrics_page() -> HttpResponse:
+        return HttpResponse(200, CONTENT_TYPE, formatter.text().encode(errors="backslashreplace"))
+
+    return {
+        "/": health_page,
+        HEALTH_PATH: health_page,
+        STATUS_PATH: status_page,
+        METRICS_PATH: metrics_page,
+    }
