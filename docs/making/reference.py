@@ -46,7 +46,7 @@ FROM_MODULES = {
     ),
     "rendezvous.interface": (
         "RendezvousInfo",
-        "BootstrapStoreInfo",
+        "RendezvousStoreInfo",
         "Seat",
         "deal_seats",
         "Change",
