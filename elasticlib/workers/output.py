@@ -224,7 +224,7 @@ class PipeReader:
     def drain(self) -> None:
         """Pass on what an exited worker has left in the pipe.
 
-        A process that left the worker's session may hold the pipe open, so its end may never be reached.
+        A process that left the worker's session may hold the pipe open for a long time.
         """
         if any(not self.read() for _ in range(MAX_DRAIN_CHUNKS)):
             self.is_flushed.set()
@@ -302,7 +302,7 @@ class OutputThread:
         with (
             self._lock,
             contextlib.suppress(OSError),
-        ):  # full of earlier calls, or the thread has exited
+        ):  # full, or the thread has exited
             os.write(self._wake_fd, b"x")
 
     # -- in the thread ---------------------------------------------------------------------------
@@ -359,9 +359,9 @@ class OutputThread:
 class WorkerOutput:
     """The streams of one worker. They are opened before the worker's process is started.
 
-    stderr passes through the agent even if it is written to a file only, so that its last lines are known
-    even if the disk is full. If the agent's own stderr is a terminal, the worker gets the terminal
-    itself, because progress bars and colors need one.
+    stderr passes through the agent even if it is written to a file only, so that its last lines are
+    known even if the disk is full. If the agent's own stderr is a terminal, the worker gets the
+    terminal itself, because progress bars and colors need one.
 
     Args:
         plan: The plan of all workers.
