@@ -47,8 +47,8 @@ FROM_MODULES = {
     "rendezvous.interface": (
         "RendezvousInfo",
         "RendezvousStoreInfo",
-        "Seat",
-        "deal_seats",
+        "RankAssignment",
+        "assign_ranks",
         "Change",
         "ChangeKind",
     ),

@@ -1,0 +1,1 @@
+"""The agent: supervises the workers of one node."""

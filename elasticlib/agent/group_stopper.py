@@ -197,8 +197,10 @@ class GroupStopper:
             self._workers.stop(local_ranks, force=force)
 
     def _active_workers(self, *, can_regroup: bool) -> Mapping[int, str]:
-        """Return the workers that have not stopped, by local rank: if workers can regroup, those
-        that have not left their group, else all that are running."""
+        """Return the names of the workers that have not stopped, by local rank.
+
+        Workers that can regroup have stopped once they have left their group.
+        """
         running = self._workers.running()
         if not can_regroup:
             return running

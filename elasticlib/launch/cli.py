@@ -31,8 +31,8 @@ COMMANDS = {
     "store": ("cli", "serve a store until SIGTERM or SIGINT"),
     "checkpoints": ("checkpoints_command", "list or verify the checkpoints in a directory"),
     "report": ("cli", "write an HTML report of a run (timeline, recoveries, failures)"),
-    "status": ("live_commands", "show the state, nodes, ranks and steps of a run"),
-    "stacks": ("live_commands", "print the current Python stacks of a run's workers"),
+    "status": ("status_command", "show the state, nodes, ranks and steps of a run"),
+    "stacks": ("stacks_command", "print the current Python stacks of a run's workers"),
     "doctor": ("checks", "check this machine for problems that would prevent a job from running"),
 }
 

@@ -284,6 +284,7 @@ class History:
 
     @property
     def is_finished(self) -> bool:
+        """True if the run has ended, or if its state is unknown."""
         return self.state is None or self.state.is_finished
 
     @property

@@ -1,0 +1,1 @@
+"""Rendezvous: forms the generations of a job and assigns their ranks."""

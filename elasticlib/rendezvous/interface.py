@@ -188,7 +188,7 @@ class RendezvousHandler(abc.ABC):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether an agent serves torch's store, and no worker does. The default is True."""
+        """True if an agent serves torch's store and no worker does, as by default."""
         return True
 
     def wait_for_change(self, timeout: float) -> Change | None:

@@ -1,4 +1,4 @@
-"""One node's steps in the rendezvous protocol: publish, read, lead, decide, write.
+"""The steps of one node in the rendezvous protocol: publish, read, lead, decide, write.
 
 A LocalNode has no thread and no clock. Its caller (a NodeThread, or the simulator in the tests)
 passes the time and chooses when each step happens.
@@ -53,7 +53,7 @@ from .store_layout import (
 
 log = logging.getLogger("elasticlib.rendezvous")
 
-SHARDS_PER_REFRESH = 4  # shards written between two refreshes of this node's leases
+SHARDS_PER_REFRESH = 16  # shards written between two refreshes of this node's leases
 KEYS_PER_REFRESH = 64  # keys deleted between two refreshes of this node's leases
 REFRESH_FRACTION = 0.1  # of the ttl: a lease that is younger is not refreshed again
 RECONNECT_TIME_S = 6.0  # time for a node to notice that the store is away, pause and reconnect
@@ -243,7 +243,7 @@ class LocalNode:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this node held the leader's lease when it was last refreshed or read."""
+        """True if this node held the leader's lease when it was last refreshed or read."""
         return self.keys.leader in self._leases
 
     @property
@@ -357,7 +357,7 @@ class LocalNode:
             since_last_arrival_s=now - self._newest_node_at,
             return_grace_s=self._return_grace_s(remembered, now),
             phase_age_s=now - self._phase_since,
-            ended_incarnation=self.intent.node.ended_incarnation,
+            inactive_incarnation=self.intent.node.inactive_incarnation,
         )
 
     def _return_grace_s(self, remembered: MembershipState | None, now: float) -> float:
@@ -378,7 +378,7 @@ class LocalNode:
             Whether the entry was written.
         """
         node = self.intent.node
-        leader = Leader(self._id, node.host, node.ended_incarnation, self.can_regroup)
+        leader = Leader(self._id, node.host, node.inactive_incarnation, self.can_regroup)
         has_leader = snapshot.leader is not None
         if self._published is None or snapshot.leader == leader:
             return False

@@ -128,7 +128,7 @@ class Node:
     may_run_workers: bool = False  # workers of that generation may be running
     stopped_membership_id: str = ""  # the generation whose workers the node has stopped
     # The incarnation that had no live node when this node started. The node is not part of it.
-    ended_incarnation: str = ""
+    inactive_incarnation: str = ""
     failure_reason: str | None = None  # why the workers failed in `failed_membership_id`
     failed_membership_id: str = ""
     was_killed: bool = False  # the failed worker was ended by a signal from outside
@@ -182,7 +182,7 @@ class Leader:
 
     id: str
     host: str
-    ended_incarnation: str = ""  # as in `Node`
+    inactive_incarnation: str = ""  # as in `Node`
     can_regroup: bool = False  # its workers can continue in another generation
 
 
@@ -220,12 +220,12 @@ class ChangeKind(enum.Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether there is no further generation for this node."""
+        """True if there is no further generation for this node."""
         return self not in (ChangeKind.GENERATION_ENDED, ChangeKind.RESIZE)
 
     @property
     def job_continues(self) -> bool:
-        """Whether the job continues without this node."""
+        """True if the job continues without this node."""
         return self in (ChangeKind.EVICTED, ChangeKind.NOT_NEEDED)
 
 
@@ -373,7 +373,7 @@ class Participant(Protocol):
     """Anything that knows which incarnation had no live node when its node started."""
 
     @property
-    def ended_incarnation(self) -> str: ...
+    def inactive_incarnation(self) -> str: ...
 
 
 def has_live_node(state: MembershipState, nodes: Iterable[Participant]) -> bool:
@@ -384,7 +384,8 @@ def has_live_node(state: MembershipState, nodes: Iterable[Participant]) -> bool:
     has none, the nodes that start begin a new run.
     """
     return any(
-        not node.ended_incarnation or node.ended_incarnation != state.incarnation for node in nodes
+        not node.inactive_incarnation or node.inactive_incarnation != state.incarnation
+        for node in nodes
     )
 
 

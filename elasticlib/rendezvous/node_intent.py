@@ -1,4 +1,4 @@
-"""What one node wants from its job, and what the state of the job means for the node. Pure code."""
+"""The intent of one node, and the meaning of the job's state for that node. Pure code."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class NodeIntent:
     close_reason: str = ""  # why the agent ends the job; empty once that is written, or if not
     # The incarnation that had ended when this node started. The node gets its result, and is not
     # announced, as it would keep the ended run alive for nodes that start after it.
-    ended_incarnation: str = ""
+    inactive_incarnation: str = ""
 
     @property
     def is_joining(self) -> bool:
-        """Whether the node is in no generation, or wants a later one than it was in."""
+        """True if the node is in no generation, or wants a later one than it was in."""
         return not self.node.may_run_workers
 
     @property
@@ -67,7 +67,7 @@ class NodeIntent:
 
     def receive_result(self) -> NodeIntent:
         """Do not take part in a later run, unless the agent asks for a generation again."""
-        has_not_joined = self.has_not_joined or bool(self.ended_incarnation)
+        has_not_joined = self.has_not_joined or bool(self.inactive_incarnation)
         return attrs.evolve(self, has_not_joined=has_not_joined)
 
     def enter_generation(self, state: MembershipState, assignment: RankAssignment) -> NodeIntent:
@@ -76,7 +76,7 @@ class NodeIntent:
             membership_id=state.membership_id,
             group_rank=assignment.group_rank,
             may_run_workers=True,
-            ended_incarnation="",
+            inactive_incarnation="",
         )
         return attrs.evolve(member, remembered_state=state)
 
@@ -116,7 +116,7 @@ class NodeIntent:
                 group_rank=assignment.group_rank,
                 stopped_membership_id=state.membership_id,
             )
-        outside = self.with_node_fields(ended_incarnation=state.incarnation)
+        outside = self.with_node_fields(inactive_incarnation=state.incarnation)
         return outside.check_run_alive(state, nodes)
 
     def on_read(self, state: MembershipState | None) -> NodeIntent:
@@ -144,16 +144,18 @@ class NodeIntent:
             state: the state in the store.
             nodes: nodes that are known to be alive.
         """
-        if state is None or self.node.ended_incarnation != state.incarnation:
+        if state is None or self.node.inactive_incarnation != state.incarnation:
             return self
         if not has_live_node(state, nodes):
             return self
         ended = state.incarnation if state.phase.is_terminal else ""
-        return attrs.evolve(self.with_node_fields(ended_incarnation=""), ended_incarnation=ended)
+        return attrs.evolve(
+            self.with_node_fields(inactive_incarnation=""), inactive_incarnation=ended
+        )
 
     def node_record(self, state: MembershipState | None) -> Node | None:
         """Return the record to publish, or None to publish nothing."""
-        has_ended = state is not None and state.incarnation == self.ended_incarnation
+        has_ended = state is not None and state.incarnation == self.inactive_incarnation
         if self.has_not_joined or has_ended:
             return None
         if self.is_joining:
@@ -170,7 +172,7 @@ class NodeIntent:
         if state is None:
             return None
         node_id = self.node.id
-        if state.phase.is_terminal and self.node.ended_incarnation != state.incarnation:
+        if state.phase.is_terminal and self.node.inactive_incarnation != state.incarnation:
             node = "" if state.failure is None else state.failure.node
             return Change(ChangeKind(state.phase.value), state.reason, node)
         if node_id in state.evicted:

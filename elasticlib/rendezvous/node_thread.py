@@ -59,7 +59,7 @@ class RendezvousClosedByChange(RendezvousClosedError):
 
 @attrs.define(eq=False)
 class PendingJoin:
-    """One call of `start_join`."""
+    """A call of `start_join`."""
 
     callback: JoinCallback
     waiting_since: float  # when it began to wait for its next step

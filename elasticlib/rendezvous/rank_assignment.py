@@ -15,7 +15,8 @@ import attrs
 
 from .membership import Membership, Node
 
-NODES_PER_SHARD = 64  # average; small enough to read in one request, large enough to keep few keys
+# Each node reads one shard. A small shard keeps that read cheap, for the node and for the store.
+NODES_PER_SHARD = 16  # on average
 
 
 @attrs.frozen

@@ -60,7 +60,7 @@ class LeaderView:
     return_grace_s: float = 0.0  # nodes may still be missing this long because the store was away
     phase_age_s: float = 0.0  # time since the leader first saw this phase of this generation
     nonce: str = ""  # text that is used for no other generation or run
-    ended_incarnation: str = ""  # as in the leader's own record
+    inactive_incarnation: str = ""  # as in the leader's own record
     wall_time: str = ""  # date and time, for messages
 
 

@@ -15,7 +15,7 @@ _HOMES = {
     "AgentRequest": "agent_job",
     "ClientRecipe": "store_process",
     "HandlerRequest": "rendezvous_contract",
-    "KeptWorkersContract": "agent_contract",
+    "RegroupContract": "agent_contract",
     "RendezvousContract": "rendezvous_contract",
     "StoreContract": "store_contract",
     "StoreRendezvousContract": "rendezvous_over_store",
@@ -40,7 +40,7 @@ if "pytest" in sys.modules:
 
 if TYPE_CHECKING:
     from .agent_contract import AgentContract as AgentContract
-    from .agent_contract import KeptWorkersContract as KeptWorkersContract
+    from .agent_contract import RegroupContract as RegroupContract
     from .agent_job import AgentRequest as AgentRequest
     from .rendezvous_contract import HandlerRequest as HandlerRequest
     from .rendezvous_contract import RendezvousContract as RendezvousContract

@@ -1,7 +1,7 @@
-"""What a job needs of any agent, as tests, also for yours.
+"""Contract of an agent as pytest suites.
 
 Subclass `AgentContract` in a test file and override the fixture `make_agent`. The suite runs your
-agent with workers of its own, and looks at their ends, at the results, and at what is left.
+agent with workers of its own. It checks the results, and that no process is left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import WorkerStartError
 from ..flag_values import DRAIN_EXIT_CODE
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
-from .agent_acts import CODE, Act
+from .agent_acts import FAIL_EXIT_CODE, Act
 from .agent_job import WORKERS, Job, MakeAgent
 from .agent_stage import Scene, Stage, place
 from .waiting import wait_until
@@ -28,18 +28,15 @@ SUCCEED, FAIL, STAY, KEEP = Act.SUCCEED, Act.FAIL, Act.STAY, Act.KEEP
 
 
 class AgentSuite:
-    """What the contracts below share.
+    """Fixtures of the contracts below.
 
-    A node has two workers. They are shell commands, or Python functions where `functions` is
-    True, and tell of themselves through named pipes in a folder of this machine; where yours
-    cannot, override the fixture `stage`.
+    A node has two workers. They are shell scripts, or Python functions if `functions` is True, and
+    report through named pipes in a directory of this machine. If your workers cannot reach these
+    pipes, override the fixture `stage`.
     """
 
-    patience = 20.0
-    """Seconds after which something that should have happened has not."""
-
-    moment = 1.0
-    """Seconds in which a worker should end that is asked to, and what was ended be gone."""
+    patience = 20.0  # seconds after which an expected event counts as missing
+    moment = 1.0  # seconds in which a worker exits after SIGTERM, and a killed process disappears
 
     functions = False
 
@@ -53,23 +50,23 @@ class AgentSuite:
 
     @pytest.fixture
     def stage(self, tmp_path: Path) -> Iterator[Stage]:
-        """Where the workers act; override it for workers that cannot reach a folder here."""
+        """Directory of the pipes. Override it for workers that cannot reach a directory here."""
         with contextlib.closing(Stage(tmp_path, self.patience, functions=self.functions)) as stage:
             yield stage
 
     @pytest.fixture
     def job(self, make_agent: MakeAgent, stage: Stage) -> Iterator[Job]:
-        """Agents that have all ended, with nothing left, when the test is over."""
+        """A job. After the test, its agents are stopped, and no process may be left."""
         with contextlib.closing(Job(make_agent, stage, self.patience, self.moment)) as job:
             yield job
 
 
 class AgentContract(AgentSuite):
-    """Every promise of `ElasticAgent` and `Workers`, as a test whose name is the claim."""
+    """The promises of `ElasticAgent` and `Workers`. The name of a test states the promise."""
 
     # Success
 
-    def test_success_is_that_of_all_workers(self, job: Job) -> None:
+    def test_run_succeeds_if_all_workers_succeed(self, job: Job) -> None:
         node = job.node(Scene.of(SUCCEED, SUCCEED))
         assert node.agent.get_worker_group() is None
         result = node.runs()
@@ -81,7 +78,7 @@ class AgentContract(AgentSuite):
         assert group is not None
         assert [worker.rank for worker in group.workers] == [0, 1]
 
-    def test_each_worker_is_told_its_place(self, job: Job) -> None:
+    def test_each_worker_gets_its_ranks_and_addresses(self, job: Job) -> None:
         scene = Scene.of(*[SUCCEED] * (2 * WORKERS))
         nodes = [job.node(scene, nodes=(2, 2)) for _ in range(2)]
         for node in nodes:
@@ -94,35 +91,35 @@ class AgentContract(AgentSuite):
 
     # Failure
 
-    def test_a_failure_is_charged_and_all_workers_start_anew(self, job: Job) -> None:
+    def test_failure_uses_a_restart_and_restarts_all_workers(self, job: Job) -> None:
         result = job.node(Scene.of(STAY, FAIL), max_restarts=1).runs()
         assert result.state is WorkerState.SUCCEEDED, result.reason
         assert (result.generation, result.restarts) == (2, 1)
         assert len(job.stage.up(2)) == WORKERS
 
-    def test_a_spent_budget_ends_the_run_and_names_the_rank(self, job: Job) -> None:
+    def test_run_fails_and_names_the_rank_if_no_restart_is_left(self, job: Job) -> None:
         result = job.node(Scene.of(STAY, FAIL, later=(STAY, FAIL)), max_restarts=1).runs()
         assert (result.state, result.exit_code) == (WorkerState.FAILED, 1)
         assert (result.generation, result.restarts) == (2, 1)
         assert "rank 1" in result.reason
         assert list(result.failures) == [1], "only who failed has failed, and not who was stopped"
         failure = result.failures[1]
-        assert (failure.rank, failure.local_rank, failure.returncode) == (1, 1, CODE)
+        assert (failure.rank, failure.local_rank, failure.returncode) == (1, 1, FAIL_EXIT_CODE)
         assert result.root_cause is not None
         assert result.root_cause.rank == 1
 
-    def test_a_worker_that_is_killed_has_failed(self, job: Job) -> None:
+    def test_killed_worker_counts_as_failed(self, job: Job) -> None:
         result = job.node(Scene.of(STAY, Act.DIE)).runs()
         assert result.state is WorkerState.FAILED
         assert list(result.failures) == [1]
         assert "rank 1" in result.reason
 
-    def test_what_cannot_be_run_is_a_failure_that_is_told(self, job: Job) -> None:
+    def test_program_that_does_not_exist_is_reported_as_failure(self, job: Job) -> None:
         result = job.node(job.stage.missing()).runs()
         assert result.state is WorkerState.FAILED
         assert "rank" in result.reason
 
-    def test_a_start_that_fails_in_its_midst_is_charged_and_leaves_nothing(self, job: Job) -> None:
+    def test_start_that_fails_halfway_uses_a_restart_and_leaves_no_process(self, job: Job) -> None:
         node = job.node(Scene.of(STAY, STAY, later=(STAY, STAY)), max_restarts=1)
         start = node.agent.start
 
@@ -140,7 +137,7 @@ class AgentContract(AgentSuite):
 
     # Stopping
 
-    def test_one_deaf_to_the_request_is_killed_after_the_grace(self, job: Job) -> None:
+    def test_worker_that_ignores_sigterm_is_killed_after_the_timeout(self, job: Job) -> None:
         node = job.node(Scene.of(STAY, Act.STAY_DEAF), grace=self.moment)
         node.begin()
         job.stage.until_up(1, WORKERS)
@@ -150,7 +147,7 @@ class AgentContract(AgentSuite):
         assert "survived SIGKILL" not in result.reason
         assert job.stage.asked(1) == {0, 1}, "each worker is asked before it is killed"
 
-    def test_what_a_worker_has_started_ends_with_it(self, job: Job) -> None:
+    def test_child_processes_of_a_worker_are_killed_with_it(self, job: Job) -> None:
         result = job.node(Scene.of(Act.LEAVE_CHILD, Act.LEAVE_CHILD)).runs()
         assert result.state is WorkerState.SUCCEEDED, result.reason
         assert not job.stage.busy(1)
@@ -163,7 +160,7 @@ class AgentContract(AgentSuite):
         ],
         ids=["ended", "drained"],
     )
-    def test_a_signal_ends_the_run(
+    def test_signal_stops_or_drains_the_node(
         self, job: Job, number: int, state: WorkerState, code: int
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -176,7 +173,7 @@ class AgentContract(AgentSuite):
             # To this thread, as the kernel may: it does not interrupt what the main one waits in.
             signal.pthread_kill(threading.get_ident(), number)
 
-        # An agent that heeds no signal does not end the tests by it.
+        # The signal must not kill the tests if the agent does not handle it.
         before = signal.signal(number, lambda *_: None)
         try:
             result = node.runs_here(ask)
@@ -187,7 +184,7 @@ class AgentContract(AgentSuite):
 
     # Several nodes
 
-    def test_a_membership_change_restarts_uncharged(self, job: Job) -> None:
+    def test_joining_node_restarts_workers_without_using_a_restart(self, job: Job) -> None:
         scene = Scene.of(STAY, Act.STAY_DEAF, later=(SUCCEED,) * 4)
         first, second = (job.node(scene, nodes=(1, 2), grace=self.moment) for _ in range(2))
         first.begin()
@@ -201,7 +198,7 @@ class AgentContract(AgentSuite):
         assert [sorted(result.return_values) for result in results] == [[0, 1], [2, 3]]
         assert len(job.stage.up(2)) == 2 * WORKERS
 
-    def test_one_nodes_failure_restarts_both_and_both_know_the_cause(self, job: Job) -> None:
+    def test_failure_on_one_node_restarts_both_and_both_report_the_cause(self, job: Job) -> None:
         acts = (STAY, STAY, STAY, FAIL)
         scene = Scene.of(*acts, later=acts)
         nodes = [job.node(scene, nodes=(2, 2), max_restarts=1) for _ in range(2)]
@@ -213,9 +210,9 @@ class AgentContract(AgentSuite):
         assert [result.root_cause and result.root_cause.rank for result in results] == [3, 3]
         assert sorted(rank for result in results for rank in result.failures) == [3]
 
-    # What goes wrong in an agent itself
+    # Errors in the agent or its workers
 
-    def test_news_that_comes_twice_or_late_changes_nothing(self, job: Job) -> None:
+    def test_repeated_or_late_exit_callback_is_ignored(self, job: Job) -> None:
         node = job.node(Scene.of(STAY, FAIL), max_restarts=1)
         start, late = node.agent.start, []
 
@@ -226,9 +223,9 @@ class AgentContract(AgentSuite):
 
             start(group, twice)
             late.append(on_exit)
-            for tell in late[:-1]:
+            for report in late[:-1]:
                 for local_rank in range(WORKERS):
-                    tell(local_rank)
+                    report(local_rank)
 
         node.agent.start = start_with_echo  # type: ignore[method-assign]
         result = node.runs()
@@ -236,11 +233,11 @@ class AgentContract(AgentSuite):
         assert sorted(result.return_values) == [0, 1]
         late[-1](0)
 
-    def test_a_part_that_breaks_ends_the_run_with_its_words(self, job: Job) -> None:
+    def test_exception_of_workers_ends_the_run_with_its_message(self, job: Job) -> None:
         node = job.node(Scene.of(STAY, FAIL), max_restarts=1)
 
         def collect(local_rank: int) -> WorkerExit:
-            # There is somebody to be left behind.
+            # A worker is running that could be left.
             job.stage.until_up(1, WORKERS)
             raise RuntimeError(f"where worker {local_rank} ran, there is fire")
 
@@ -250,13 +247,15 @@ class AgentContract(AgentSuite):
         assert result.reason == "RuntimeError: where worker 1 ran, there is fire"
 
 
-class KeptWorkersContract(AgentSuite):
-    """The same for `Workers` that can be kept from one generation to the next: those with
-    `keepers`, whose workers reach this agent by `elasticlib.context()`."""
+class RegroupContract(AgentSuite):
+    """The promises of `Workers` that can regroup.
+
+    The workers must be able to reach this agent through `elasticlib.context()`.
+    """
 
     functions = True
 
-    def test_whoever_can_be_kept_goes_on_and_who_is_new_is_let_in(self, job: Job) -> None:
+    def test_surviving_worker_regroups_and_new_worker_is_admitted(self, job: Job) -> None:
         node = job.node(Scene.of(Act.DIE_ON_CUE, KEEP, later=(KEEP, KEEP)), max_restarts=1)
         node.begin()
         (first,) = job.stage.until_kept(1, 1).values()
@@ -275,7 +274,7 @@ class KeptWorkersContract(AgentSuite):
         assert set(whole) == {place(group, local) for local in range(WORKERS)}
         assert result.return_values == {rank: rank for rank in range(WORKERS)}
 
-    def test_nothing_is_left_of_those_that_wait_for_a_place(self, job: Job) -> None:
+    def test_no_standby_worker_is_left_at_the_end(self, job: Job) -> None:
         scene = Scene.of(*[KEEP] * (2 * WORKERS))
         node, other = (job.node(scene, nodes=(2, 2)) for _ in range(2))
         node.begin()

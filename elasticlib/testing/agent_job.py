@@ -1,7 +1,7 @@
-"""Agents of one job, each in a thread as on a node of its own, with a bound on every wait.
+"""The agents of one job, each in a thread as if on a node of its own. Every wait is bounded.
 
-They meet by our own handler over a store in memory. When the job is closed, all have ended and
-nothing of their workers is left, or that is said.
+The agents use elasticlib's rendezvous over a store in memory. Closing the job stops all agents, and
+checks that no process of a worker is left.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _NUMBERS = itertools.count(1)
 
 @attrs.frozen
 class AgentRequest:
-    """The agent that a test needs: what it runs, how it meets the others, and the rest of
-    `ElasticAgent`'s arguments, by name."""
+    """The arguments of the agent that a test needs.
+
+    `settings` has the keyword arguments of `ElasticAgent`.
+    """
 
     spec: WorkerSpec
     handler: RendezvousHandler
@@ -46,14 +48,14 @@ MakeAgent = Callable[[AgentRequest], ElasticAgent]
 
 
 class AgentNode:
-    """One agent, and how its run ended."""
+    """An agent of a test, and the result of its run."""
 
     def __init__(self, agent: ElasticAgent, handler: RendezvousHandler, patience: float) -> None:
         self.agent = agent
         self.handler = handler
         self._patience = patience
         self._over = threading.Event()
-        self._ended: Future[RunResult] = Future()
+        self._result: Future[RunResult] = Future()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -62,31 +64,30 @@ class AgentNode:
 
     def _run(self) -> None:
         try:
-            self._ended.set_result(self.agent.run())
+            self._result.set_result(self.agent.run())
         except BaseException as error:
-            self._ended.set_exception(error)
-        # Workers may be tied to the life of the thread that started them, and their end is the
-        # agent's business.
+            self._result.set_exception(error)
+        # Workers may be killed when the thread that started them exits.
         self._over.wait()
 
     def result(self) -> RunResult:
-        """That of the run that has begun."""
-        result = self._ended.result(self._patience)
+        """Wait for the result of the run that `begin` started, and return it."""
+        result = self._result.result(self._patience)
         assert isinstance(result, RunResult), f"run returned {result!r}, which is no RunResult"
         return result
 
     def runs(self) -> RunResult:
-        """What a run comes to."""
+        """Run the agent in a thread, and return the result."""
         self.begin()
         return self.result()
 
-    def runs_here(self, meanwhile: Callable[[], None]) -> RunResult:
-        """The same in this thread, which may be the one that hears signals."""
+    def runs_here(self, action: Callable[[], None]) -> RunResult:
+        """Run the agent in this thread, which may receive signals, and `action` in another one."""
         over = threading.Event()
 
         def watch() -> None:
             try:
-                meanwhile()
+                action()
             finally:
                 if not over.wait(self._patience):
                     self.handler.set_closed()
@@ -99,25 +100,25 @@ class AgentNode:
             watching.result(self._patience)
 
     def end(self) -> None:
-        """Have it end, if it has not, by ending the job."""
+        """Stop the agent by ending the job, if it is still running."""
         if self._thread is None:
             in_thread(self.handler.shutdown).result(self._patience)
-        elif not self._ended.done():
+        elif not self._result.done():
             in_thread(self.handler.set_closed).result(self._patience)
-            # Up the whole ladder, if need be, and then to give up.
-            self._ended.result(2 * self._patience)
+            # The agent may need all stages of the stop procedure.
+            self._result.result(2 * self._patience)
 
     def free(self) -> None:
-        """Closing once more does no harm, when it has ended."""
+        """Close the workers, a second time if the run is over, and wait for the thread."""
         self._over.set()
-        if self._thread is None or self._ended.done():
+        if self._thread is None or self._result.done():
             self.agent.workers.close()
         if self._thread is not None:
             self._thread.join(self._patience)
 
 
 class Job:
-    """The agents of a test; `close` has them all end, and looks for what they have left."""
+    """The agents of a test. `close` stops them, and checks that no process is left."""
 
     def __init__(self, make: MakeAgent, stage: Stage, patience: float, moment: float) -> None:
         self.stage = stage
@@ -137,7 +138,7 @@ class Job:
         grace: float | None = None,
         options: AgentOptions | None = None,
     ) -> AgentNode:
-        """One that has not begun yet, of a job of so many nodes, from and to."""
+        """Create an agent of a job with `nodes` (minimum, maximum) nodes."""
         name = f"node{len(self.nodes)}"
         handler = DynamicRendezvousHandler(
             self._store.client(),
@@ -162,7 +163,7 @@ class Job:
         return self.nodes[-1]
 
     def close(self) -> None:
-        """Nothing that was started is left, whatever the end."""
+        """Stop all agents, and check that no process of a worker is left."""
         try:
             for node in self.nodes:
                 node.end()

@@ -59,7 +59,7 @@ class WorkerExit:
 
     @property
     def has_failed(self) -> bool:
-        """True if the worker failed by itself. A worker that was asked to stop has not failed."""
+        """True if the worker failed by itself. A worker that was stopped has not failed."""
         return not self.succeeded and (not self.stop_was_requested or bool(self.message))
 
     @property

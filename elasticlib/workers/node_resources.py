@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -37,20 +37,6 @@ def count_usable_cpus(cgroups: Path = CGROUP_MOUNT) -> int:
             if quota not in ("max", "-1"):
                 return max(1, min(cpus, -(-int(quota) // int(period))))
     return cpus
-
-
-@contextlib.contextmanager
-def bind_cpus(cpus: CpuSet | None) -> Iterator[None]:
-    """Bind processes that this thread starts in the `with` block to these CPUs; None for all."""
-    if cpus is None:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 # -- NUMA ------------------------------------------------------------------------------------------

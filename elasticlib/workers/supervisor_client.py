@@ -43,7 +43,6 @@ class SupervisedProcess:
         self.start_ticks = start_ticks  # see `process_start_ticks`
         self.returncode: int | None = None  # as Popen has it
         self.exited = threading.Event()
-        self.is_clean = False  # nothing is left of its session
         self.on_exit: Callable[[], object] | None = None
 
 
@@ -276,9 +275,7 @@ class SupervisorClient:
 
     def _on_clean(self, request_id: int) -> None:
         with self._lock:
-            process = self._processes.pop(request_id, None)
-            if process is not None:
-                process.is_clean = True
+            self._processes.pop(request_id, None)
             self._all_clean.notify_all()
 
     def _on_lost(self, connection: Connection) -> None:

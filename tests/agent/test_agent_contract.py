@@ -7,7 +7,7 @@ import os
 import pytest
 
 from elasticlib import ElasticAgent, LocalWorkers
-from elasticlib.testing import AgentContract, AgentRequest, KeptWorkersContract
+from elasticlib.testing import AgentContract, AgentRequest, RegroupContract
 from elasticlib.testing.agent_job import MakeAgent
 
 
@@ -22,7 +22,7 @@ class TestElasticAgent(AgentContract):
         return make
 
 
-class TestWorkersThatAreKept(KeptWorkersContract):
+class TestWorkersThatAreKept(RegroupContract):
     @pytest.fixture
     def make_agent(self) -> MakeAgent:
         return make

@@ -14,7 +14,7 @@ import attrs
 import pytest
 
 from elasticlib import Command, ElasticAgent, LocalWorkers, RunResult
-from elasticlib.testing import AgentContract, AgentRequest, KeptWorkersContract
+from elasticlib.testing import AgentContract, AgentRequest, RegroupContract
 from elasticlib.testing.agent_job import Job
 from elasticlib.testing.agent_stage import Stage
 from elasticlib.workers.exits import WorkerExit
@@ -154,32 +154,32 @@ class KnowsNoGroup(ElasticAgent):
 
 
 FAULTS = [
-    (NeverSaysWhoEnded, "test_success_is_that_of_all_workers"),
-    (SaysItOfAnother, "test_a_spent_budget_ends_the_run_and_names_the_rank"),
-    (StartsOneTooFew, "test_each_worker_is_told_its_place"),
-    (StartsThemAsBefore, "test_a_failure_is_charged_and_all_workers_start_anew"),
-    (StartsThemAsBefore, "test_news_that_comes_twice_or_late_changes_nothing"),
-    (LetsThemOutOfItsHands, "test_what_a_worker_has_started_ends_with_it"),
-    (TellsLocalRanks, "test_one_nodes_failure_restarts_both_and_both_know_the_cause"),
-    (CallsFailureSuccess, "test_a_worker_that_is_killed_has_failed"),
-    (CallsFailureSuccess, "test_what_cannot_be_run_is_a_failure_that_is_told"),
-    (DoesNotForgetTheCollected, "test_news_that_comes_twice_or_late_changes_nothing"),
-    (ForgetsWhomItHasAsked, "test_a_membership_change_restarts_uncharged"),
-    (KillsWithoutAsking, "test_one_deaf_to_the_request_is_killed_after_the_grace"),
-    (NeverKills, "test_one_deaf_to_the_request_is_killed_after_the_grace"),
-    (LeavesWhatRuns, "test_a_part_that_breaks_ends_the_run_with_its_words"),
-    (ClosesOnce, "test_success_is_that_of_all_workers"),
-    (Raises, "test_what_cannot_be_run_is_a_failure_that_is_told"),
-    (ReturnsNothing, "test_success_is_that_of_all_workers"),
-    (KnowsNoGroup, "test_each_worker_is_told_its_place"),
+    (NeverSaysWhoEnded, "test_run_succeeds_if_all_workers_succeed"),
+    (SaysItOfAnother, "test_run_fails_and_names_the_rank_if_no_restart_is_left"),
+    (StartsOneTooFew, "test_each_worker_gets_its_ranks_and_addresses"),
+    (StartsThemAsBefore, "test_failure_uses_a_restart_and_restarts_all_workers"),
+    (StartsThemAsBefore, "test_repeated_or_late_exit_callback_is_ignored"),
+    (LetsThemOutOfItsHands, "test_child_processes_of_a_worker_are_killed_with_it"),
+    (TellsLocalRanks, "test_failure_on_one_node_restarts_both_and_both_report_the_cause"),
+    (CallsFailureSuccess, "test_killed_worker_counts_as_failed"),
+    (CallsFailureSuccess, "test_program_that_does_not_exist_is_reported_as_failure"),
+    (DoesNotForgetTheCollected, "test_repeated_or_late_exit_callback_is_ignored"),
+    (ForgetsWhomItHasAsked, "test_joining_node_restarts_workers_without_using_a_restart"),
+    (KillsWithoutAsking, "test_worker_that_ignores_sigterm_is_killed_after_the_timeout"),
+    (NeverKills, "test_worker_that_ignores_sigterm_is_killed_after_the_timeout"),
+    (LeavesWhatRuns, "test_exception_of_workers_ends_the_run_with_its_message"),
+    (ClosesOnce, "test_run_succeeds_if_all_workers_succeed"),
+    (Raises, "test_program_that_does_not_exist_is_reported_as_failure"),
+    (ReturnsNothing, "test_run_succeeds_if_all_workers_succeed"),
+    (KnowsNoGroup, "test_each_worker_gets_its_ranks_and_addresses"),
 ]
 
 SYMPTOMS = (AssertionError, FutureTimeout, RuntimeError, AttributeError, ValueError)
 FUNCTIONS = (
-    "test_success_is_that_of_all_workers",
-    "test_a_spent_budget_ends_the_run_and_names_the_rank",
-    "test_what_a_worker_has_started_ends_with_it",
-    "test_one_deaf_to_the_request_is_killed_after_the_grace",
+    "test_run_succeeds_if_all_workers_succeed",
+    "test_run_fails_and_names_the_rank_if_no_restart_is_left",
+    "test_child_processes_of_a_worker_are_killed_with_it",
+    "test_worker_that_ignores_sigterm_is_killed_after_the_timeout",
 )
 KEPT_FAULTS = (StartsAllAnew, LetsNobodyIn)
 PATIENCE, MOMENT = 1.2, 0.3
@@ -187,8 +187,8 @@ PATIENCE, MOMENT = 1.2, 0.3
 
 
 def play(fault: Fault, claim: str, stage: Stage, patience: float, moment: float) -> None:
-    kept = hasattr(KeptWorkersContract, claim)
-    contract = KeptWorkersContract() if kept else AgentContract()
+    kept = hasattr(RegroupContract, claim)
+    contract = RegroupContract() if kept else AgentContract()
     contract.patience, contract.moment = patience, moment
 
     def make(request: AgentRequest) -> ElasticAgent:
@@ -234,7 +234,7 @@ def test_the_contract_finds(fault: Fault, claim: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", KEPT_FAULTS)
 def test_and_those_of_workers_that_are_kept(fault: Fault, tmp_path: Path) -> None:
-    claim, patience = "test_whoever_can_be_kept_goes_on_and_who_is_new_is_let_in", 8 * PATIENCE
+    claim, patience = "test_surviving_worker_regroups_and_new_worker_is_admitted", 8 * PATIENCE
     with contextlib.closing(Stage(tmp_path, patience, functions=True)) as stage:
         try:
             with pytest.raises(SYMPTOMS):

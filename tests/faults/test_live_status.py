@@ -177,7 +177,7 @@ def test_stacks_of_ranks_that_sleep_in_python_and_in_c_and_of_one_that_is_stoppe
     node.signal(signal.SIGTERM)
     node.exit_code()
     assert job.status(code=5)["state"] == "STOPPED"
-    assert "is over (STOPPED): no worker of it is left" in job.ask("stacks", code=4)[1]
+    assert "has finished (STOPPED) and has no running workers" in job.ask("stacks", code=4)[1]
 
 
 BECOMES = """

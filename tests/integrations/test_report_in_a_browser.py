@@ -214,7 +214,7 @@ def test_what_others_wrote_does_nothing(browser: Browser, tmp_path: Path) -> Non
         attrs.evolve(node, host=evil, log_dir=evil, settings={evil: evil}, versions={evil: evil})
         for node in history.nodes
     )
-    made = tuple(attrs.evolve(one, cause=evil) for one in history.generations)
+    made = tuple(attrs.evolve(one, reason=evil) for one in history.generations)
     history = attrs.evolve(
         history,
         run=evil,
@@ -222,7 +222,7 @@ def test_what_others_wrote_does_nothing(browser: Browser, tmp_path: Path) -> Non
         timeline=marks,
         nodes=nodes,
         generations=made,
-        cause={"x": evil},
+        root_cause={"x": evil},
     )
     browser.open(Report(history).save(tmp_path / "evil.html"), PHONE)
     assert browser.value("window.done") is None

@@ -114,7 +114,7 @@ def test_a_whole_handler_is_used_as_it_is(shelf: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "code", "sentence"),
     [
-        ("shelf:open_store", 4, "no job 'job' is there (yet)"),
+        ("shelf:open_store", 4, "the store holds no job 'job'"),
         (
             "shelf:open_handler",
             4,

@@ -55,7 +55,7 @@ def test_store_check_finds_a_server_that_is_silent_and_one_that_is_no_store(
         found = check_store("127.0.0.1", port, None)
         assert (found.status, "no other program serves there" in found.message) == (ERROR, True)
         assert main(["status", "--timeout", "0.2", f"127.0.0.1:{port}"]) == 4
-        late = r"handshake, within 0\.[012]\d* s; is it the place of another"
+        late = r"handshake, within 0\.[012]\d* s; if this endpoint belongs to another"
         assert re.search(late, capsys.readouterr().err)
     with socket.create_server(("127.0.0.1", 0)) as rude:
         port = rude.getsockname()[1]
@@ -73,7 +73,7 @@ def test_store_check_finds_a_server_that_is_silent_and_one_that_is_no_store(
         thread.start()
         found = check_store("127.0.0.1", port, None)
         assert main(["status", f"127.0.0.1:{port}"]) == 4
-        assert "; is it the place of another --rdzv-backend?" in capsys.readouterr().err
+        assert "pass --rdzv-backend" in capsys.readouterr().err
         thread.join(10)
         assert (found.status, "another --rdzv-backend may serve" in found.message) == (
             ERROR,

@@ -17,10 +17,10 @@ import pytest
 
 from elasticlib.clock import wall
 from elasticlib.errors import StoreConnectionError
-from elasticlib.launch import live_commands
+from elasticlib.launch import status_command
 from elasticlib.launch.cli import main
 from elasticlib.launch.cli_output import CLEAR_SCREEN
-from elasticlib.launch.live_commands import JobReader, _watch
+from elasticlib.launch.status_command import JobStatusReader, _watch
 from elasticlib.observe.aggregate import NodeStatus
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.history import JobState
@@ -190,7 +190,7 @@ def test_a_folder_of_old_statuses_is_looked_at_until_a_node_renews_its_own_or_it
     def look(lease: float) -> list[bool]:
         theirs.set(keys.node("n1"), encode_node(node), ttl=lease)
         publish(1)
-        status = status_of(JobReader(ours, "job").read())
+        status = status_of(JobStatusReader(ours, "job").read())
         return [] if status is None else [one.reporting for one in status.nodes]
 
     renews = threading.Timer(0.7, publish, (2,))
@@ -198,7 +198,7 @@ def test_a_folder_of_old_statuses_is_looked_at_until_a_node_renews_its_own_or_it
     assert look(lease=60.0) == [True]
     renews.join()
     assert look(lease=1.0) == [], "the job is gone"
-    monkeypatch.setattr(live_commands, "PROOF_SECONDS", 0.5)
+    monkeypatch.setattr(status_command, "REFRESH_TIMEOUT_S", 0.5)
     assert look(lease=60.0) == [False], "nobody renewed it in that time"
     for store in (theirs, ours):
         store.close()
@@ -281,7 +281,7 @@ def test_watch_prints_plain_text_with_no_color(
 def test_who_is_watched_may_be_away_for_a_while(
     returns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(live_commands, "GONE_SECONDS", 60.0 if returns else 0.1)
+    monkeypatch.setattr(status_command, "UNREACHABLE_TIMEOUT_S", 60.0 if returns else 0.1)
     node = NodeEntry("n1", "h", 0, 1, alive=True)
     runs = JobStatus("job", JobState.RUNNING, nodes=(node,))
     gone = JobStatus("job", None, "no node is alive")

@@ -496,13 +496,13 @@ def test_what_an_absence_of_the_store_ended_is_given_time_to_come_back() -> None
 
 def test_a_new_run_starts_once_no_node_of_the_ended_run_is_alive() -> None:
     ended = attrs.evolve(settled(A, B), phase=JobPhase.SUCCEEDED)
-    new = attrs.evolve(C, ended_incarnation="one")
+    new = attrs.evolve(C, inactive_incarnation="one")
     assert reconcile(view(ended, A, new)).new_membership is None
-    assert reconcile(view(ended, new, A, ended_incarnation="one")).new_membership is None
+    assert reconcile(view(ended, new, A, inactive_incarnation="one")).new_membership is None
     # The leader itself may be a node of the ended run that has lost its own lease.
     assert reconcile(view(ended, new)).new_membership is None
     anew = Membership(LIMITS, "next", supersedes="one")
-    assert reconcile(view(ended, new, ended_incarnation="one")).new_membership == anew
+    assert reconcile(view(ended, new, inactive_incarnation="one")).new_membership == anew
     # Who slept through all that has nothing to put in its place.
     sleeper = holding(settled(A, B))
     stays = reconcile(
@@ -516,8 +516,8 @@ def test_a_new_run_starts_if_all_nodes_of_a_running_one_are_lost_but_not_while_a
     None
 ):
     left = settled(A, B)
-    came = attrs.evolve(C, ended_incarnation="one")
-    anew = reconcile(view(left, came, ended_incarnation="one")).new_membership
+    came = attrs.evolve(C, inactive_incarnation="one")
+    anew = reconcile(view(left, came, inactive_incarnation="one")).new_membership
     assert anew == Membership(LIMITS, "next", generation=1, supersedes="one")
     kept = reconcile(view(left, D, came)).new_membership
     assert kept is not None
@@ -529,11 +529,11 @@ def test_a_new_run_starts_if_all_nodes_of_a_running_one_are_lost_but_not_while_a
     ("alive", "is_part"),
     [
         ([], False),
-        ([attrs.evolve(D, ended_incarnation="one")], False),
-        ([Leader("d", "d", ended_incarnation="one")], False),
+        ([attrs.evolve(D, inactive_incarnation="one")], False),
+        ([Leader("d", "d", inactive_incarnation="one")], False),
         ([A], True),
         ([Leader("a", "a")], True),
-        ([attrs.evolve(D, ended_incarnation="one"), A], True),
+        ([attrs.evolve(D, inactive_incarnation="one"), A], True),
     ],
     ids=["nobody", "a new node", "a new leader", "an old node", "an old leader", "new and old"],
 )
@@ -546,7 +546,7 @@ def test_a_node_that_starts_is_part_of_an_ended_run_only_while_one_of_its_nodes_
         intent = NodeIntent(attrs.evolve(A, id="new-1")).on_first_read(ended, None, alive)
         change = intent.check_run_alive(ended, alive).final_change(ended)
         assert (change is not None) is is_part
-        assert intent.node.ended_incarnation == ("" if is_part else "one")
+        assert intent.node.inactive_incarnation == ("" if is_part else "one")
 
 
 def test_the_end_says_who_wrote_it_down_and_when() -> None:

@@ -44,7 +44,7 @@ nodes = st.builds(
     group_rank=st.integers(0, 9),
     may_run_workers=st.booleans(),
     stopped_membership_id=st.text(),
-    ended_incarnation=st.text(),
+    inactive_incarnation=st.text(),
     failure_reason=st.none() | st.text(),
     failed_membership_id=st.text(),
     was_killed=st.booleans(),
@@ -88,7 +88,7 @@ def test_a_shard_comes_back_with_everyones_seat(members: list[Node]) -> None:
     assert decode_shard(encode_shard(rows)) == rows
 
 
-@given(st.builds(Leader, id=st.text(), host=st.text(), ended_incarnation=st.text()))
+@given(st.builds(Leader, id=st.text(), host=st.text(), inactive_incarnation=st.text()))
 def test_a_leader_comes_back_as_it_went(leader: Leader) -> None:
     assert decode(Leader, encode(leader), "the leader") == leader
 

@@ -1,0 +1,256 @@
+"""Finds the run that a command names: by its record on this machine, or by its store's endpoint.
+
+A reader authenticates to the store as a node does, so a reader without the secret learns nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import attrs
+
+from ..clock import wall
+from ..endpoint import STORE_PORT, split_endpoint
+from ..errors import (
+    ConfigError,
+    RunNotFoundError,
+    StoreConnectionError,
+    StoreError,
+    StoreTimeoutError,
+)
+from ..observe.event import Event
+from ..observe.job_status import JobStatus, jobs_in, result_of
+from ..observe.journal import EventFile
+from ..observe.runs import AliveAgents, find_runs, last_event
+from ..stores.file_store import FileStore
+from ..stores.interface import Store
+from ..stores.tcp_client import TcpStore
+from ..stores.tcp_protocol import NOT_A_STORE
+from .addresses import resolve
+from .backends import check_backend, check_etcd_keys, read_etcd_config
+from .cli_output import argument_type
+from .endpoints import read_secret, split_endpoints
+from .flags import BUILTIN_BACKENDS, ETCD_BACKENDS, SettingError
+from .launch_config import TCP_BACKENDS, LaunchConfig
+from .rendezvous_options import read_options, read_pairs
+
+MAX_TIMEOUT_S = 30.0
+
+
+@attrs.frozen
+class RunTarget:
+    """The run that a command names."""
+
+    run_id: str  # empty for the only job in the store
+    backend: str
+    endpoint: str
+    conf: Mapping[str, str] = attrs.field(factory=dict)  # the keys of --rdzv-conf
+    records: tuple[Path, ...] = ()  # the run's event files on this machine
+
+
+def add_target_arguments(parser: argparse.ArgumentParser, timeout: float) -> None:
+    """Add the arguments that name a run.
+
+    Args:
+        parser: the parser of a subcommand.
+        timeout: the default of --timeout in seconds.
+    """
+    parser.add_argument(
+        "named",
+        nargs="?",
+        default="",
+        metavar="RUN|ENDPOINT",
+        help="id or directory of a run on this machine, or the HOST:PORT of its store (default: "
+        "your newest running job, or the newest job if none is running)",
+    )
+    parser.add_argument(
+        "--rdzv-id", default="", help="job id, if the store at ENDPOINT holds several jobs"
+    )
+    parser.add_argument(
+        "--rdzv-backend",
+        metavar="NAME",
+        help="rendezvous backend of the run; ENDPOINT is then its --rdzv-endpoint: "
+        f"{', '.join(BUILTIN_BACKENDS)} or package.module:function (default: tcp)",
+    )
+    parser.add_argument(
+        "--rdzv-conf", default="", metavar="K=V,...", help="options of the rendezvous backend"
+    )
+    parser.add_argument("--secret-file", metavar="PATH", help="file with the secret of the job")
+    parser.add_argument(
+        "--timeout",
+        type=argument_type(_parse_timeout),
+        default=timeout,
+        metavar="SECONDS",
+        help=f"seconds to wait for the store and the nodes to respond (default: {timeout:g})",
+    )
+
+
+def _parse_timeout(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"must be a positive number of seconds up to {MAX_TIMEOUT_S:g}, got {text!r}"
+        )
+    return seconds
+
+
+def find_target(args: argparse.Namespace) -> RunTarget:
+    """Return the run that the arguments name.
+
+    Raises:
+        ConfigError: the arguments contradict each other.
+        RunNotFoundError: this machine has no record of the run.
+    """
+    conf = read_pairs(args.rdzv_conf)
+    target = RunTarget(args.rdzv_id, args.rdzv_backend or "tcp", args.named, conf)
+    if args.rdzv_backend or args.rdzv_id:
+        if not args.named:
+            raise SettingError("{rdzv_id} and {rdzv_backend} require an ENDPOINT")
+    else:
+        try:
+            target = _recorded_target(tuple(find_runs(args.named)), conf)
+        except RunNotFoundError:
+            if not _is_endpoint(args.named):
+                raise
+    if args.rdzv_backend:
+        check_backend(args.rdzv_backend)
+    if target.backend in BUILTIN_BACKENDS:  # called for their errors
+        check_etcd_keys(target.backend, conf)
+        read_options(conf)
+    return target
+
+
+def _is_endpoint(text: str) -> bool:
+    """Return True for HOST:PORT, or a list of them."""
+    for part in split_endpoints(text):
+        try:
+            _, port = split_endpoint(part) if os.sep not in part else ("", 0)
+        except ConfigError:
+            return False
+        if not port:
+            return False
+    return True
+
+
+def _recorded_target(records: tuple[Path, ...], conf: Mapping[str, str]) -> RunTarget:
+    """Return the target that the first event of a record describes."""
+    run_id = backend = endpoint = ""
+    agents = AliveAgents()
+    for path in records:
+        event = _first_event(path)
+        if event is None:
+            continue
+        run_id = event.run
+        settings = event.facts.get("settings")
+        if event.kind == "run.started" and isinstance(settings, dict):
+            backend = str(settings.get("rdzv_backend", ""))
+            # A store that an agent served is gone with the agent.
+            served = event.facts.get("endpoint") if agents.is_known_alive(path) else ""
+            endpoint = str(served or settings.get("rdzv_endpoint", ""))
+            conf = {**read_pairs(str(settings.get("rdzv_conf", ""))), **conf}
+            if endpoint:
+                break
+    return RunTarget(run_id, backend, endpoint, conf, records)
+
+
+def _first_event(path: Path) -> Event | None:
+    with contextlib.suppress(OSError):
+        return next((event for event in EventFile(path) if event.is_plausible), None)
+    return None
+
+
+@contextlib.contextmanager
+def open_target(target: RunTarget, args: argparse.Namespace) -> Iterator[tuple[Store, str]]:
+    """Yield the store of the job and the job's id, and close the store at the end.
+
+    Raises:
+        StoreError: the store cannot be reached, or rejects this reader.
+        ConfigError: the settings do not fit the store.
+        RunNotFoundError: the store holds no job, or several.
+    """
+    store = _open_store(target, args)
+    try:
+        yield store, target.run_id or _only_job(store, target)
+    finally:
+        with contextlib.suppress(StoreError):
+            store.close()
+
+
+def _open_store(target: RunTarget, args: argparse.Namespace) -> Store:
+    if not target.endpoint:
+        raise StoreConnectionError("no agent on this machine serves the store of this run any more")
+    if target.backend == "file":
+        if not Path(target.endpoint).is_dir():  # a store would create it
+            raise StoreConnectionError(f"directory {target.endpoint} does not exist")
+        return FileStore(target.endpoint, timeout=args.timeout)
+    if target.backend in ETCD_BACKENDS:
+        return read_etcd_config(target.endpoint, target.conf).open(args.timeout)
+    if target.backend in TCP_BACKENDS:
+        path = args.secret_file or target.conf.get("secret_file")
+        label = "--secret-file" if args.secret_file else "secret_file of the run's --rdzv-conf"
+        return _open_tcp(target, read_secret(os.environ, path, label), args.timeout)
+    # Imported here, because most jobs use a built-in backend.
+    from .rendezvous_setup import open_store_for_reading
+
+    config = LaunchConfig(
+        run_id=target.run_id or "none",
+        rdzv_backend=target.backend,
+        rdzv_endpoint=target.endpoint,
+        rdzv_configs=target.conf,
+    )
+    return open_store_for_reading(config, args.timeout)
+
+
+def _open_tcp(target: RunTarget, secret: bytes | None, timeout: float) -> Store:
+    """Return a client of the first endpoint that responds."""
+    error: StoreError = StoreConnectionError(
+        f"the host of {target.endpoint} cannot be resolved on this machine"
+    )
+    endpoints = [split_endpoint(part, STORE_PORT) for part in split_endpoints(target.endpoint)]
+    addresses = [(address, port) for host, port in endpoints for address in resolve(host, port)]
+    for address, port in addresses:
+        store = TcpStore(address, port, job=target.run_id, timeout=timeout, secret=secret)
+        try:
+            store.connect(timeout / len(addresses))
+        except StoreError as failure:
+            store.close()
+            error = failure
+            continue
+        return store
+    if not target.records and (isinstance(error, StoreTimeoutError) or NOT_A_STORE in str(error)):
+        hint = "if this endpoint belongs to another backend, pass --rdzv-backend"
+        raise type(error)(f"{error}; {hint}")
+    raise error
+
+
+def _only_job(store: Store, target: RunTarget) -> str:
+    jobs, alive = jobs_in(store)
+    candidates = alive or jobs
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
+        raise RunNotFoundError(f"the store at {target.endpoint} holds no job")
+    names = ", ".join(candidates)
+    raise RunNotFoundError(
+        f"the store at {target.endpoint} holds several jobs: {names}; choose one with --rdzv-id"
+    )
+
+
+def recorded_result(target: RunTarget) -> JobStatus | None:
+    """Return the result of a run from its last events on this machine.
+
+    Returns:
+        The result, or None if there are no events or an agent of the run is alive here.
+    """
+    agents = AliveAgents()
+    if any(agents.is_known_alive(path) for path in target.records):
+        return None
+    events = [event for path in target.records if (event := last_event(path)) is not None]
+    return result_of(target.run_id or events[0].run, events, wall()) if events else None
