@@ -2,7 +2,7 @@
 
 Files get every byte that a worker writes before it exits. The console gets what it reads in time:
 its bytes wait in a bounded buffer, and lines that do not fit are dropped and counted. So a console
-that stands still (a stopped terminal, a pager) holds up neither workers nor files. The last lines
+that does not read (a stopped terminal, a pager) holds up neither workers nor files. The last lines
 of each worker's stderr are kept in memory, for the report of a failure.
 """
 
@@ -45,7 +45,7 @@ class LineSplitter:
     """Cuts a stream of bytes into lines, at newlines and at carriage returns.
 
     A progress bar ends its lines with carriage returns, and is shown as it moves. A line that
-    becomes longer than MAX_LINE_BYTES is cut, so memory is bounded.
+    grows beyond MAX_LINE_BYTES is cut, so memory is bounded.
     """
 
     def __init__(self) -> None:
@@ -224,7 +224,7 @@ class PipeReader:
     def drain(self) -> None:
         """Pass on what an exited worker has left in the pipe.
 
-        A process that left the worker's session may hold the pipe open, so its end may never come.
+        A process that left the worker's session may hold the pipe open for a long time.
         """
         if any(not self.read() for _ in range(MAX_DRAIN_CHUNKS)):
             self.is_flushed.set()
@@ -244,7 +244,7 @@ class OutputThread:
         self._requests: deque[Callable[[], object]] = deque()  # calls for the thread to make
         self._readers: set[PipeReader] = set()  # of the pipes that are open
         self._selector: selectors.BaseSelector | None = None  # while the thread runs
-        self._deadline: float | None = None  # when a thread that was asked to end gives up
+        self._deadline: float | None = None  # when a closing thread gives up
 
     def start(self) -> None:
         """Start the thread, unless it runs.
@@ -299,7 +299,10 @@ class OutputThread:
 
     def _call(self, request: Callable[[], object]) -> None:
         self._requests.append(request)
-        with self._lock, contextlib.suppress(OSError):  # full of earlier calls, or it has ended
+        with (
+            self._lock,
+            contextlib.suppress(OSError),
+        ):  # full, or the thread has exited
             os.write(self._wake_fd, b"x")
 
     # -- in the thread ---------------------------------------------------------------------------
@@ -356,9 +359,9 @@ class OutputThread:
 class WorkerOutput:
     """The streams of one worker. They are opened before the worker's process is started.
 
-    stderr goes through the agent even if it ends in a file only, so that its last lines are known
-    although the disk is full. If the agent's own stderr is a terminal, the worker gets the terminal
-    itself, because progress bars and colors need one.
+    stderr passes through the agent even if it is written to a file only, so that its last lines are
+    known even if the disk is full. If the agent's own stderr is a terminal, the worker gets the
+    terminal itself, because progress bars and colors need one.
 
     Args:
         plan: The plan of all workers.

@@ -89,7 +89,7 @@ def test_lightnings_loss_is_told_as_the_module_returned_it(
 
     returned: list[float] = []
     told: list[tuple[int, float]] = []
-    agent = SimpleNamespace(starting=lambda: None, should_stop=lambda: None)
+    agent = SimpleNamespace(report_starting=lambda: None, should_stop=lambda: None)
     agent.step = lambda step, loss: told.append((step, loss))
     monkeypatch.setattr(ours, "context", lambda: agent)
     lightning.Trainer(
