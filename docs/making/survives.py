@@ -166,9 +166,9 @@ def children(pid: int) -> list[int]:
 
 
 def workers_of(agent: int) -> list[int]:
-    """In the order of their ranks: the agent's fork server has forked them so."""
-    (server,) = filter(is_fork_server, children(agent))
-    return forked_by(server)
+    """Return the workers in the order of their ranks, in which the fork server forks them."""
+    servers = [pid for child in children(agent) for pid in children(child) if is_fork_server(pid)]
+    return forked_by(servers[0])
 
 
 def is_fork_server(pid: int) -> bool:

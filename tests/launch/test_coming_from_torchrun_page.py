@@ -118,7 +118,9 @@ def test_a_variable_without_effect_is_named_and_no_other(name: str) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_an_interpreter_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"PYTHON_EXEC is the interpreter.*'/no/python' is no"):
+    with pytest.raises(
+        ConfigError, match=r"PYTHON_EXEC must be an interpreter on this machine, got '/no/python'"
+    ):
         parse_launch(["train.py"], {"PYTHON_EXEC": "/no/python"})
     # It is not asked for where no interpreter is, or our own.
     for flag in ("--no-python", "--run-path"):

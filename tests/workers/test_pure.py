@@ -263,7 +263,7 @@ def test_a_notice_comes_before_the_grace_and_takes_nothing_from_it() -> None:
 
 @pytest.mark.parametrize(("reason", "seconds"), [("whim", 1.0), ("drain", -1.0)])
 def test_a_notice_that_nobody_could_heed_is_refused(reason: str, seconds: float) -> None:
-    with pytest.raises(ConfigError, match="a notice has a reason"):
+    with pytest.raises(ConfigError, match="a stop notice has a reason"):
         StopNotice(reason, seconds)
 
 

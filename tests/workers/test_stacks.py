@@ -42,7 +42,7 @@ class Worker:
         return self
 
     def dump(self, seconds: float = SECONDS) -> str:
-        pid, handle = self.channel.dumps
+        pid, handle = self.channel.stack_dumper
         found = stack_dump.collect_stacks({0: (self.process.pid, pid, handle)}, seconds)
         self.size = 0
         with contextlib.suppress(OSError):  # closed
@@ -138,7 +138,7 @@ def test_signal_that_the_program_handles_is_left_to_it(
     try:
         with contextlib.closing(WorkerChannel.create()) as channel:
             stack_dump.register_dump_handler(channel)
-            assert channel.dumps == (0, 0)
+            assert channel.stack_dumper == (0, 0)
     finally:
         signal.signal(stack_dump.DUMP_SIGNAL, before)
 
