@@ -56,7 +56,7 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
 
 
 class RendezvousClosedError(RendezvousError):
-    """The job has ended, continues without this node, or this node has left it."""
+    """The job is in a terminal phase, continues without this node, or this node has left it."""
 
 
 class RendezvousConfigError(RendezvousError):

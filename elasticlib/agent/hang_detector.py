@@ -164,7 +164,10 @@ def encode_progress(progress: Iterable[RankProgress]) -> bytes:
 
 
 def decode_progress(data: bytes) -> list[RankProgress]:
-    """Decode the progress that a node has published. Invalid data counts as no rank."""
+    """Decode the progress that a node has published.
+
+    Returns an empty list if the data are invalid.
+    """
     ranks = decode(RankProgressList, data) or ()
     return [attrs.evolve(rank, host=rank.host[:MAX_HOST_CHARS]) for rank in ranks]
 

@@ -171,7 +171,10 @@ class PeerExchange:
             self._stale[request.topic] = None
 
     def _exchange(self, store: Store, prefix: str) -> None:
-        """Publish and deliver what is due, until a request fails."""
+        """Publish and deliver all that is due.
+
+        Stop and retry later if the store is unreachable; drop a topic after any other error.
+        """
         while self._retry_at <= self._clock() and (self._unpublished or self._stale):
             topic = self._unpublished[0].topic if self._unpublished else next(iter(self._stale))
             try:

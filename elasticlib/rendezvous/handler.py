@@ -194,9 +194,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
         timeout = self._timeouts.close_timeout
         if self._thread.node.snapshot is None:
             timeout = min(UNREACHED_CLOSE_TIMEOUT_S, timeout)
-        has_ended = self._thread.wait_for_exit(timeout)
-        self._thread.close_server()
-        return has_ended
+        has_exited = self._thread.wait_for_exit(timeout)
+        self._thread.close_bootstrap_store()
+        return has_exited
 
 
 class StaticRendezvousHandler(DynamicRendezvousHandler):

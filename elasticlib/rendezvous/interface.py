@@ -100,8 +100,8 @@ class RendezvousHandler(abc.ABC):
 
         Raises:
             RendezvousTimeoutError: No such generation formed within the join timeout.
-            RendezvousClosedError: The job has ended or continues without this node, or `shutdown`
-                was called.
+            RendezvousClosedError: The job is in a terminal phase or continues without this node,
+                or `shutdown` was called.
             RendezvousConfigError: This node's settings contradict the job's.
             RendezvousError: This node cannot serve torch's store.
             StoreError: The store was unreachable for too long.
@@ -215,7 +215,7 @@ class RendezvousHandler(abc.ABC):
 
         Args:
             reason: Why they failed, for messages.
-            killed: A signal from outside ended the worker. Its restart needs no delay.
+            killed: A signal from outside killed the worker. Its restart needs no delay.
 
         Returns:
             False if this is unsupported, as by default: the agent keeps a restart budget of its
@@ -228,8 +228,9 @@ class RendezvousHandler(abc.ABC):
         """Take note of how many workers this node offers for the next generation.
 
         If the number differs from the current generation's, all members are asked to stop at a
-        step that they agree on. A joining node that offers 0 is admitted once it offers more. If
-        other nodes have retained workers, those continue in the meantime.
+        step that they agree on. A node that offers 0 is left out of a generation until it offers
+        more. The next generation waits for a returning member that offers 0, unless other members
+        have retained workers: these then continue without it.
 
         Args:
             slots: The number of workers.
@@ -260,9 +261,9 @@ class RendezvousHandler(abc.ABC):
             reason: Why it leaves, for messages.
 
         Returns:
-            False if this is unsupported, as by default: the node leaves at once. True if the
-            members of its generation are asked to stop at a step that they agree on, and the next
-            generation waits until this node has left.
+            True if the members of the generation are asked to stop at a step that they agree on,
+            and the next one waits until this node has left. False, the default, if the other nodes
+            are not told: this node leaves without them.
         """
         del reason
         return False

@@ -190,7 +190,7 @@ class LocalNode:
             return
         if self._agent_is_blocked:
             log.warning("the agent's loop runs again: this node rejoins")
-            # The generation may have ended meanwhile, which changes the record.
+            # The generation may have finished since the last read, which changes the record.
             self.read(now)
             self._agent_is_blocked = False
         record = self.intent.node_record(self.state)
@@ -243,7 +243,7 @@ class LocalNode:
 
     @property
     def is_leader(self) -> bool:
-        """True if this node held the leader's lease when it was last refreshed or read."""
+        """True if this node had the leader's lease when it was last refreshed or read."""
         return self.keys.leader in self._leases
 
     @property
@@ -425,7 +425,7 @@ class LocalNode:
             self.store.delete(entry.key, expected=entry.version)
 
     def _write(self, membership: Membership, snapshot: JobSnapshot, nonce: str) -> bool:
-        """Replace the membership of the snapshot. Return whether no other write came first."""
+        """Replace the membership of the snapshot. Return False if another write was faster."""
         before, view = snapshot.state, present(snapshot.view, "the view of the decision")
         membership_id = membership.membership_id
         has_members = view.membership is not None and view.membership.membership_id == membership_id
@@ -505,18 +505,18 @@ class LocalNode:
         intent, current = self.intent, snapshot.membership_id
         if intent.close_reason:
             state = snapshot.state or MembershipState(self.settings, f"closed by {self._id}")
-            is_ended = state.phase.is_terminal
-            if not is_ended:
+            is_terminal = state.phase.is_terminal
+            if not is_terminal:
                 job_end = JobEnd(intent.node.host, wall_time)
-                ended = end_job(state, JobPhase.ABORTED, intent.close_reason, job_end=job_end)
-                is_ended = self._write_state(ended, snapshot)
-            if is_ended:
+                aborted = end_job(state, JobPhase.ABORTED, intent.close_reason, job_end=job_end)
+                is_terminal = self._write_state(aborted, snapshot)
+            if is_terminal:
                 self.intent = attrs.evolve(intent, close_reason="")
             return True
         master = snapshot.master_entry
         is_current = intent.node.membership_id == current
         if endpoint and is_current and master is not None and not master.value:
-            # The write fails if the generation has ended, as its key is deleted then.
+            # The write fails if the generation has finished, as its key is deleted then.
             self.store.compare_set(master.key, endpoint.encode(), expected=master.version)
         finished = intent.finished_membership_id
         if finished and finished == current != self._finished_written:
@@ -663,7 +663,7 @@ def make_status(result: ReconcileResult, view: LeaderView) -> LeaderStatus:
 def _needs_write(published: Node, record: Node) -> bool:
     """Return whether the published record must be replaced.
 
-    A change of membership and rank alone is not written, as the shards name the members.
+    A change of only membership and rank is not written, as the shards name the members.
     """
     if record == published:
         return False

@@ -27,7 +27,7 @@ class GenerationTrigger(enum.Enum):
 
     @property
     def phrase(self) -> str:
-        """An adverbial for a sentence about the generation, such as `after a failure`."""
+        """A phrase for messages about the generation, such as `after a failure`."""
         return _TRIGGER_PHRASES[self]
 
 
@@ -85,7 +85,7 @@ class RendezvousSettings:
     # Joining nodes are admitted once no other node has arrived for this many seconds, or at once
     # if there are max_nodes.
     last_call_timeout: float = 2.0
-    has_fixed_ranks: bool = False  # each node takes the rank that it asks for, as in static mode
+    has_fixed_ranks: bool = False  # each node takes the rank that it requests, as in static mode
     spares: int | None = None  # maximum number of nodes that wait beyond max_nodes; None: any
     # If the store has lost the job, more than half of the last generation must remember it.
     quorum: bool = False
@@ -131,7 +131,7 @@ class Node:
     inactive_incarnation: str = ""
     failure_reason: str | None = None  # why the workers failed in `failed_membership_id`
     failed_membership_id: str = ""
-    was_killed: bool = False  # the failed worker was ended by a signal from outside
+    was_killed: bool = False  # a signal from outside killed the failed worker
     drain_reason: str = ""  # why the node leaves once its workers have saved; empty: it stays
     has_retained_workers: bool = False  # the offered workers have run in the last generation
 
@@ -164,13 +164,13 @@ class MembershipState:
     membership_id: str = ""  # names the list of members
     num_nodes: int = 0
     restarts: int = 0  # restarts that were charged to the budget
-    reason: str = "the job starts"  # why the last generation ended, for messages
+    reason: str = "the job starts"  # why the last generation finished, for messages
     failure: NodeFailure | None = None  # the failure that the next generation is charged for
     evicted: tuple[str, ...] = ()  # nodes that used up the budget and must leave
     rejected_spares: tuple[str, ...] = ()  # nodes beyond the allowed number of spares
     job_end: JobEnd | None = None
     supersedes: str = ""  # the incarnation that this one replaced, having no live node
-    # The generation ended while all workers run, so that they can agree on a step to stop at.
+    # The generation finished while all workers run, so that they can agree on a step to stop at.
     is_planned: bool = False
     quick_failure_count: int = 0  # generations in a row that failed soon after they formed
     trigger: GenerationTrigger = GenerationTrigger.START
@@ -210,7 +210,7 @@ class ChangeKind(enum.Enum):
     """A change that ends a node's generation."""
 
     GENERATION_ENDED = "generation_ended"  # the node must join the next generation
-    RESIZE = "resize"  # likewise, but workers may first save and agree on a step to stop at
+    RESIZE = "resize"  # the same, but workers may first save and agree on a step to stop at
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ABORTED = "aborted"
@@ -231,7 +231,7 @@ class ChangeKind(enum.Enum):
 
 @attrs.frozen
 class Change:
-    """A change that ended this node's generation."""
+    """A change that ends this node's generation, with its reason."""
 
     kind: ChangeKind
     reason: str
@@ -290,8 +290,8 @@ def end_generation(
 
 def begin_resize(membership: Membership, reason: str) -> Membership:
     """End the current generation although no worker has failed and no node is lost."""
-    ended = end_generation(membership, reason, trigger=GenerationTrigger.RESIZE)
-    return attrs.evolve(ended, is_planned=True)
+    forming = end_generation(membership, reason, trigger=GenerationTrigger.RESIZE)
+    return attrs.evolve(forming, is_planned=True)
 
 
 def form_generation(
@@ -359,7 +359,7 @@ def end_job(
     """End this run of the job in a terminal phase.
 
     Raises:
-        ConfigError: the job has ended already, or `phase` is not terminal.
+        ConfigError: the job is already in a terminal phase, or `phase` is not terminal.
     """
     if state.phase.is_terminal or not phase.is_terminal:
         raise ConfigError(f"a job ends once, got {state.phase.value} -> {phase.value}")
@@ -380,8 +380,8 @@ def has_live_node(state: MembershipState, nodes: Iterable[Participant]) -> bool:
     """Return whether one of these live nodes is part of this run of the job.
 
     Every live node is, except those that started when no node of the run was alive. While the run
-    has a live node, a node that starts joins it or, if the run has ended, gets its result. When it
-    has none, the nodes that start begin a new run.
+    has a live node, a node that starts joins it or gets its result if the run has finished. When
+    it has none, the nodes that start begin a new run.
     """
     return any(
         not node.inactive_incarnation or node.inactive_incarnation != state.incarnation
@@ -390,7 +390,7 @@ def has_live_node(state: MembershipState, nodes: Iterable[Participant]) -> bool:
 
 
 def is_replaceable(state: MembershipState | None, incarnation: str) -> bool:
-    """Return whether the store holds no run that has formed a generation or has ended.
+    """Return whether the store holds no run that has formed a generation or has finished.
 
     A remembered run of `incarnation` may then replace the state. A run that was started in place
     of that incarnation is never replaced by it.

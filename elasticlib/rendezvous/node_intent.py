@@ -22,19 +22,19 @@ from .rank_assignment import RankAssignment
 
 @attrs.frozen
 class NodeIntent:
-    """The record that a node publishes, and what its agent has asked for.
+    """The record that a node publishes, and what its agent has requested.
 
-    A node asks for a generation only when no workers of an earlier one run on it. It withdraws its
+    A node requests a generation only when no workers of an earlier one run on it. It withdraws its
     record rather than claim workers that the other nodes have continued without.
     """
 
     node: Node  # the record to publish
-    has_not_joined: bool = True  # the agent has not asked for a generation yet
+    has_not_joined: bool = True  # the agent has not requested a generation yet
     remembered_state: MembershipState | None = None  # last state that the node was a member of
     finished_membership_id: str = ""  # the generation whose workers have succeeded here
     close_reason: str = ""  # why the agent ends the job; empty once that is written, or if not
-    # The incarnation that had ended when this node started. The node gets its result, and is not
-    # announced, as it would keep the ended run alive for nodes that start after it.
+    # The incarnation that had finished when this node started. The node gets its result, and is not
+    # announced, as it would keep the finished run alive for nodes that start after it.
     inactive_incarnation: str = ""
 
     @property
@@ -66,7 +66,7 @@ class NodeIntent:
         return attrs.evolve(stopped, has_not_joined=False, finished_membership_id="")
 
     def receive_result(self) -> NodeIntent:
-        """Do not take part in a later run, unless the agent asks for a generation again."""
+        """Do not take part in a later run, unless the agent requests a generation again."""
         has_not_joined = self.has_not_joined or bool(self.inactive_incarnation)
         return attrs.evolve(self, has_not_joined=has_not_joined)
 
@@ -105,7 +105,7 @@ class NodeIntent:
         Args:
             state: the state in the store.
             assignment: this node's assignment in it. If there is one, an earlier process had this
-                node's id, and its workers ended with it.
+                node's id, and its workers exited with it.
             nodes: all live nodes, or only the leader.
         """
         if state is None:
@@ -120,7 +120,7 @@ class NodeIntent:
         return outside.check_run_alive(state, nodes)
 
     def on_read(self, state: MembershipState | None) -> NodeIntent:
-        """Update the remembered state; a joining node forgets a run that was replaced."""
+        """Update the remembered state; a joining node drops a run that was replaced."""
         if state is None:
             return self
         if state.membership_id and state.membership_id == self.node.membership_id:
@@ -148,20 +148,21 @@ class NodeIntent:
             return self
         if not has_live_node(state, nodes):
             return self
-        ended = state.incarnation if state.phase.is_terminal else ""
+        terminal_incarnation = state.incarnation if state.phase.is_terminal else ""
         return attrs.evolve(
-            self.with_node_fields(inactive_incarnation=""), inactive_incarnation=ended
+            self.with_node_fields(inactive_incarnation=""),
+            inactive_incarnation=terminal_incarnation,
         )
 
     def node_record(self, state: MembershipState | None) -> Node | None:
         """Return the record to publish, or None to publish nothing."""
-        has_ended = state is not None and state.incarnation == self.inactive_incarnation
-        if self.has_not_joined or has_ended:
+        is_inactive = state is not None and state.incarnation == self.inactive_incarnation
+        if self.has_not_joined or is_inactive:
             return None
         if self.is_joining:
             if state is None or state.phase is not JobPhase.FORMING:
                 return self.node
-            # The node has no workers of a generation that formed and ended while it was
+            # The node has no workers of a generation that formed and finished while it was
             # suspended. It must publish that, or the others would wait for it to stop them.
             return attrs.evolve(self.node, stopped_membership_id=state.membership_id)
         is_current = state is not None and state.membership_id == self.node.membership_id
@@ -187,7 +188,7 @@ class NodeIntent:
         return None
 
     def change(self, state: MembershipState | None) -> Change | None:
-        """Return what ended this node's generation, or None while the generation is current.
+        """Return the change that ends this node's generation, or None while it is current.
 
         A store that has lost the generation is no change: the nodes that remember it restore it.
         """

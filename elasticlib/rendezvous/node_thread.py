@@ -1,6 +1,6 @@
 """The thread that runs the rendezvous protocol of one node.
 
-This thread alone uses the store. Callers post requests to it and wait for results, so a store that
+Only this thread uses the store. Callers post requests to it and wait for results, so a store that
 is unreachable blocks no caller for longer than the caller's own timeout.
 """
 
@@ -62,8 +62,8 @@ class PendingJoin:
     """A call of `start_join`."""
 
     callback: JoinCallback
-    waiting_since: float  # when it began to wait for its next step
-    is_seeking: bool = False  # the thread has asked for a generation
+    waiting_since: float  # since when it waits for its next step
+    is_seeking: bool = False  # the thread has requested a generation
     has_info: bool = False  # the callback has received a generation
 
 
@@ -99,9 +99,9 @@ class NodeThread:
         self._timeouts = node.timeouts
         self.progress_due = float("inf")  # when the agent's loop must have made progress
         self.is_stopping = False
-        self.change: Change | None = None  # the change that ended the current generation
+        self.change: Change | None = None  # the change that finished the current generation
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._server: BootstrapStoreServer | None = None  # if this node is rank 0
+        self._bootstrap_store: BootstrapStoreServer | None = None  # if this node is rank 0
         self._is_watching = False
         self._failed_watches = 0  # in a row
         self._listing: Listing | None = None  # delivered by the last watch
@@ -110,7 +110,7 @@ class NodeThread:
         self._condition = threading.Condition()  # guards the fields below; notified on changes
         self._thread: threading.Thread | None = None
         self._join: PendingJoin | None = None
-        self._error: Exception | None = None  # the error that ended the thread
+        self._error: Exception | None = None  # the error that stopped the thread
 
     # -- for callers -------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class NodeThread:
                 self.stop(RendezvousError(f"the rendezvous failed: {describe(error)}"))
             self._run_requests(pause)
         self.stop()
-        self.close_server()
+        self.close_bootstrap_store()
         try:
             self.node.leave()
         except StoreError as error:
@@ -293,7 +293,7 @@ class NodeThread:
         if node.try_other_store(now):
             return 0.0
         self._watch(snapshot)
-        endpoint = "" if self._server is None else self._server.endpoint
+        endpoint = "" if self._bootstrap_store is None else self._bootstrap_store.endpoint
         if node.write_reports(snapshot, today(), endpoint=endpoint):
             return RETRY_INTERVAL_S if node.intent.close_reason else 0.0
         result, has_written = node.reconcile_and_write(snapshot, today())
@@ -363,7 +363,7 @@ class NodeThread:
 
     def _request_join(self, join: PendingJoin | None) -> None:
         """Ask for the next generation, as no workers of the current one are left."""
-        self.close_server()
+        self.close_bootstrap_store()
         self.node.intent = self.node.intent.request_join()
         with self._condition:
             self.change = None
@@ -376,7 +376,7 @@ class NodeThread:
         if join is not None and join.is_seeking and not join.has_info:
             self._advance_join(join)
         with self._condition:
-            # A generation that has ended stays so, even if a store has lost that information.
+            # A finished generation stays so, even if a store has lost that information.
             change = node.intent.change(node.state) or self.change
             is_new, self.change = change != self.change, change
             self._condition.notify_all()
@@ -403,14 +403,14 @@ class NodeThread:
                 return
             join.waiting_since = self._clock()
             if assignment.group_rank == 0:
-                self._open_server()
+                self._open_bootstrap_store()
         if node.intent.change(node.state) is not None:
-            # The generation ended before its workers were started.
+            # The generation finished before its workers were started.
             self._request_join(join)
             self.post()
             return
-        if self._server is not None and self._server.error is not None:
-            self._finish_join(join, self._server.error)
+        if self._bootstrap_store is not None and self._bootstrap_store.error is not None:
+            self._finish_join(join, self._bootstrap_store.error)
             return
         snapshot = present(node.snapshot, "a snapshot")
         if snapshot.master_endpoint is not None:
@@ -426,9 +426,9 @@ class NodeThread:
                 self._join = None
                 join.callback(error)
 
-    def _open_server(self) -> None:
+    def _open_bootstrap_store(self) -> None:
         """Open torch's store in a helper thread, as importing torch must not delay the lease."""
-        server = self._server = self._new_server()
+        server = self._bootstrap_store = self._new_server()
         address = self.node.intent.node.address
 
         def open_store() -> None:
@@ -437,9 +437,9 @@ class NodeThread:
 
         helper(open_store, "rendezvous-open").start()
 
-    def close_server(self) -> None:
+    def close_bootstrap_store(self) -> None:
         """Close the bootstrap store of this node, if there is one."""
-        server, self._server = self._server, None
+        server, self._bootstrap_store = self._bootstrap_store, None
         if server is not None:
             server.close()
 

@@ -100,17 +100,18 @@ def reconcile(view: LeaderView) -> ReconcileResult:
 def num_nodes_waiting(view: LeaderView) -> int:
     """Return how many nodes wait for the current generation to end and have a place in the next.
 
-    Joining nodes count, and members that have stopped their workers once the generation has ended.
+    Joining nodes count. Members that have stopped their workers count once the generation has
+    finished.
     Spares beyond max_nodes do not count, as no worker needs to be restarted for them.
     """
     membership = view.membership
     if membership is None or not membership.membership_id or membership.phase.is_terminal:
         return 0
-    members, has_ended = membership.member_ids, membership.phase is JobPhase.FORMING
+    members, is_forming = membership.member_ids, membership.phase is JobPhase.FORMING
     ready = [n for n in _candidates(view, membership) if n.slots and not n.drain_reason]
-    returned = [n for n in ready if has_ended and n.id in members and _is_stopped(n, membership)]
+    returned = [n for n in ready if is_forming and n.id in members and _is_stopped(n, membership)]
     joining = [n for n in ready if n.id not in members and not n.may_run_workers]
-    staying = sum(n.id in members for n in ready) if has_ended else len(members)
+    staying = sum(n.id in members for n in ready) if is_forming else len(members)
     places = membership.settings.max_nodes - (staying - len(returned))
     return min(len(returned) + len(joining), places)
 
@@ -145,15 +146,17 @@ def _restore_remembered(view: LeaderView) -> ReconcileResult | None:
 def _start_new_run(view: LeaderView, membership: Membership) -> ReconcileResult:
     if membership.phase.is_terminal:
         generation = 0
-        ended = f"the previous run has {membership.phase.value} ({membership.reason})"
+        previous_run = f"the previous run has {membership.phase.value} ({membership.reason})"
     else:
         # A node of the run may only have lost its lease. If it rejoins, it must not see the
         # generation number decrease.
-        generation, ended = membership.generation, "the previous run did not end"
+        generation, previous_run = membership.generation, "the previous run did not end"
     new_run = Membership(
         view.settings, view.nonce, generation=generation, supersedes=membership.incarnation
     )
-    return ReconcileResult(f"{ended} and none of its nodes is alive: a new run starts", new_run)
+    return ReconcileResult(
+        f"{previous_run} and none of its nodes is alive: a new run starts", new_run
+    )
 
 
 # -- while a generation is active ------------------------------------------------------------------
@@ -165,7 +168,9 @@ def _reconcile_active(view: LeaderView, membership: Membership) -> ReconcileResu
     members = membership.member_ids
     if members <= view.finished_ids:
         reason = f"{len(members)} node{'s' * (len(members) > 1)} done"
-        return ReconcileResult("all are done", _ended(view, membership, JobPhase.SUCCEEDED, reason))
+        return ReconcileResult(
+            "all are done", _end_job(view, membership, JobPhase.SUCCEEDED, reason)
+        )
     live = {node.id for node in view.live_nodes}
     lost = [m for m in membership.members if m.id not in live and m.id not in view.finished_ids]
     if lost:
@@ -174,8 +179,8 @@ def _reconcile_active(view: LeaderView, membership: Membership) -> ReconcileResu
     if failure is not None:
         reason = f"{_name_of(failure.node, view)}: {failure.reason}"
         count = count_quick_failures(membership, failure, view.phase_age_s)
-        ended = end_generation(membership, reason, failure)
-        return ReconcileResult(reason, attrs.evolve(ended, quick_failure_count=count))
+        forming = end_generation(membership, reason, failure)
+        return ReconcileResult(reason, attrs.evolve(forming, quick_failure_count=count))
     live_members = [n for n in view.live_nodes if n.id in members]
     draining = [n for n in live_members if n.drain_reason and n.id not in view.finished_ids]
     if draining:
@@ -203,8 +208,8 @@ def _end_after_loss(
     reason = _describe_loss(lost, view)
     # If other members failed as well, they failed because these members were lost.
     failure = _first_failure(view, membership)
-    ended = end_generation(membership, reason, failure, trigger=GenerationTrigger.NODE_LOSS)
-    return ReconcileResult(reason, ended)
+    forming = end_generation(membership, reason, failure, trigger=GenerationTrigger.NODE_LOSS)
+    return ReconcileResult(reason, forming)
 
 
 def _reconcile_healthy(view: LeaderView, membership: Membership) -> ReconcileResult:
@@ -322,7 +327,7 @@ def _restarts_exhausted(
         evicted = evict(membership, ids, {n.id for n in view.live_nodes})
         return ReconcileResult(f"{_names(failed, view)} must leave: {budget}", evicted)
     reason = f"{_name_of(failure.node, view)}: {failure.reason} ({budget})"
-    return ReconcileResult(reason, _ended(view, membership, JobPhase.FAILED, reason, failure))
+    return ReconcileResult(reason, _end_job(view, membership, JobPhase.FAILED, reason, failure))
 
 
 def _form(
@@ -358,8 +363,8 @@ def _blame_loss(view: LeaderView, membership: Membership) -> ReconcileResult | N
     if failure.node not in live or not lost:
         return None
     reason = _describe_loss(lost, view)
-    ended = end_generation(membership, reason, failure, trigger=GenerationTrigger.NODE_LOSS)
-    return ReconcileResult(reason, ended)
+    forming = end_generation(membership, reason, failure, trigger=GenerationTrigger.NODE_LOSS)
+    return ReconcileResult(reason, forming)
 
 
 def _too_few_nodes(ordered: Sequence[Node], membership: Membership) -> ReconcileResult:
@@ -426,7 +431,7 @@ def _last_call(view: LeaderView, settings: RendezvousSettings) -> ReconcileResul
     )
 
 
-def _ended(
+def _end_job(
     view: LeaderView,
     membership: Membership,
     phase: JobPhase,

@@ -83,7 +83,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), sort_keys=True, default=_to_j
 
 
 class _DecodeError(Exception):
-    """A value of the wrong form. The message begins with the path of the field."""
+    """A value of the wrong form. The message starts with the path of the field."""
 
 
 @cache

@@ -217,7 +217,7 @@ class FailoverStore(Store, ForkAware):
             if store is not self._store and not self._closed:
                 # Another thread has moved, which interrupted this operation.
                 raise StoreConnectionError(self._move_reason) from error
-            self._move_after_timeout(store, error)
+            self._move_if_silent(store, error)
             raise
         if store is self._store:
             self._last_reply_at = self._clock()
@@ -252,9 +252,10 @@ class FailoverStore(Store, ForkAware):
                 return
         self._move_to(0)
 
-    def _move_after_timeout(
+    def _move_if_silent(
         self, store: TcpStore, error: StoreConnectionError | StoreTimeoutError
     ) -> None:
+        """Move to the next endpoint if the current one has been silent for `failover_timeout`."""
         with self._move_lock:
             silent_s = self._clock() - self._last_reply_at
             stays = self._never_moves or silent_s < self._failover_timeout

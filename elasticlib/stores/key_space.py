@@ -346,7 +346,10 @@ class KeySpace(ChangeLog):
         return False
 
     def unwatch(self, owner: int, number: int) -> bool:
-        """Remove a watch. Return True if there was a change, or if there is no such watch."""
+        """Remove a watch. Return True if there was a change.
+
+        Without such a watch there was one: a change removes its watch.
+        """
         watch = self._remove_watch(owner, number)
         return watch is None or self.has_changed(watch.prefix, watch.after)
 

@@ -428,7 +428,10 @@ class TcpStoreServer:
     # -- limits -------------------------------------------------------------------------------
 
     def _enforce_client_limit(self, client: _ClientConnection) -> bool:
-        """Count the buffers of a client. Return False if it exceeds a limit and is disconnected."""
+        """Update the count of a client's buffered bytes, and enforce its limit and the total.
+
+        Return False if this client is disconnected.
+        """
         size = client.protocol.buffered_bytes
         self._buffered_bytes += size - client.counted_bytes
         client.counted_bytes = size

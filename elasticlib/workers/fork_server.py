@@ -82,7 +82,7 @@ def serve(first: int, second: int, directory: str, preload: Sequence[str]) -> li
     server.report_ready(problem)
     job = server.answer_requests()
     _rename_process(process_name)
-    return _enter(job, before, _changed_since(before))
+    return _become_like_new_interpreter(job, before, _changed_since(before))
 
 
 class _ForkServer:
@@ -132,11 +132,12 @@ class _ForkServer:
                 os._exit(0)
             if received is not None:
                 idle_s = IDLE_S
-                job = self._answer(*received)
+                job = self._handle_request(*received)
                 if job is not None:
                     return job
 
-    def _answer(self, message: Message, descriptors: list[int]) -> Message | None:
+    def _handle_request(self, message: Message, descriptors: list[int]) -> Message | None:
+        """Fork or reap a worker. Return its job in the forked child, None in the server."""
         number = message["number"]
         if message["op"] == "reap":
             pid = self._exited.pop(number, 0)
@@ -329,34 +330,38 @@ def _fork_safety_error() -> str:
     return ""
 
 
-def _enter(job: Message, before: dict[str, str], changed: dict[str, str]) -> list[str]:
+def _become_like_new_interpreter(
+    job: Message, start_environment: dict[str, str], set_by_modules: dict[str, str]
+) -> list[str]:
     """Give this process the environment and the state of a new interpreter.
 
     Args:
         job: the worker's job. `server_environment` are the variables that the agent gave to the
             fork server.
-        before: the variables that the fork server had when its interpreter was started.
-        changed: the variables that modules have set since then.
+        start_environment: the variables that the fork server had when its interpreter was started.
+        set_by_modules: the variables that modules have set since then.
 
     Returns:
         The arguments of `run_program`.
     """
     given = job["server_environment"]
     # In a bare locale, Python sets LC_CTYPE for itself, and a new interpreter would do the same.
-    own = {key: text for key, text in before.items() if key == "LC_CTYPE"}
+    own = {key: text for key, text in start_environment.items() if key == "LC_CTYPE"}
     # If PYTHON_EXEC is a script that starts the interpreter, its changes apply to workers too.
-    wrapped = {k: text for k, text in before.items() if given.get(k) != text and k not in own}
+    wrapped = {
+        k: text for k, text in start_environment.items() if given.get(k) != text and k not in own
+    }
     os.environ.clear()
-    os.environ.update({**own, **job["environment"], **wrapped, **changed})
-    for name in given.keys() - before.keys():
+    os.environ.update({**own, **job["environment"], **wrapped, **set_by_modules})
+    for name in given.keys() - start_environment.keys():
         os.environ.pop(name, None)
-    _reopen_stdin()
+    _rebuild_sys_stdin()
     _reseed_generators()
     program: list[str] = job["program"]
     return program
 
 
-def _reopen_stdin() -> None:
+def _rebuild_sys_stdin() -> None:
     """Open `sys.stdin` again, because the previous object has the properties of another file."""
     previous = sys.__stdin__
     if previous is None or sys.stdin is not previous:

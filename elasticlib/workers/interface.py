@@ -162,7 +162,8 @@ class Workers(abc.ABC):
         """Return the first call of `should_stop` at which all workers here can still stop.
 
         Returns:
-            The number of the call, counted from 1, or None while a worker is inside a call.
+            The number of the call, counted from 1, or None while a worker is inside a call that
+            does not wait for the agent yet; always None if workers cannot be asked.
         """
         return None
 

@@ -302,7 +302,7 @@ class LocalWorkers(Workers):
         self._channels.close(local_rank)
         returncode = process.process.returncode
         self._supervisor.release(process.process)
-        process.output.finish()
+        process.output.wait_flushed()
         report = read_failure_report(process.error_file)
         remove_exit_file(process.error_file)
         found = WorkerExit(

@@ -124,7 +124,10 @@ def read_oom_kill_count(
 
 
 def oom_kill_files(membership: str, mount: Path) -> list[Path]:
-    """Return the files that may hold the count, the nearest cgroup first.
+    """Return the files that may hold the number of OOM kills.
+
+    For each memory hierarchy these are the file of the process's own cgroup, then the one at the
+    top of the mount.
 
     Args:
         membership: The content of /proc/self/cgroup.

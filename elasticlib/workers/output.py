@@ -91,7 +91,11 @@ class TailBuffer:
 
 
 class Console:
-    """The agent's stdout or stderr, with a bounded buffer of bytes that it has not read yet."""
+    """The agent's stdout or stderr.
+
+    Bytes that it does not accept at once wait in a bounded buffer; when that is full, lines are
+    dropped and counted.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream  # a text stream, or a file descriptor
@@ -388,7 +392,7 @@ class WorkerOutput:
         self._agent_ends = contextlib.ExitStack()  # what to close if there is no process
         try:
             # The descriptors of the process's stdout and stderr; None for the agent's own.
-            self.targets = self._open(Streams.OUT), self._open(Streams.ERR)
+            self.targets = self._open_target(Streams.OUT), self._open_target(Streams.ERR)
         except BaseException:
             self.abandon()
             raise
@@ -405,7 +409,7 @@ class WorkerOutput:
         self._worker_ends.close()
         self._agent_ends.close()
 
-    def finish(self, timeout: float = OUTPUT_FLUSH_TIMEOUT_S) -> bool:
+    def wait_flushed(self, timeout: float = OUTPUT_FLUSH_TIMEOUT_S) -> bool:
         """Wait until all that the exited worker wrote is in its files and offered to the console.
 
         A process that left the worker's session may hold a pipe open: it is not waited for.
@@ -425,7 +429,12 @@ class WorkerOutput:
         """Return the last lines of stderr; nothing if the worker has a terminal for it."""
         return self._tail.text()
 
-    def _open(self, stream: Streams) -> int | None:
+    def _open_target(self, stream: Streams) -> int | None:
+        """Return the descriptor that the worker gets for this stream.
+
+        Returns:
+            The descriptor, or None if the worker inherits the agent's.
+        """
         path = self._files.files.get(stream)
         is_shown = bool(stream & self._files.shown)
         if path is not None and stream & self._files.tee:

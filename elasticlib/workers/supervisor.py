@@ -137,7 +137,7 @@ class Supervisor:
                     self._read_fork_link(server, link)
             self._check_time_limits()
             self._read_agent()
-            self._start_cleaning()
+            self._fork_session_killer()
         self._clean_up()
 
     def _set_signals(self) -> None:
@@ -443,7 +443,7 @@ class Supervisor:
         self._agent.send({"event": "exited", "id": worker.id, "code": code})
         self._unclean.append((worker.pid, worker.start_ticks, worker))
 
-    def _start_cleaning(self) -> None:
+    def _fork_session_killer(self) -> None:
         """Kill what is left of sessions, in a child process that does nothing else."""
         if self._cleaner_pid or not self._unclean:
             return

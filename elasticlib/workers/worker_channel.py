@@ -364,9 +364,10 @@ class WorkerChannel:
         self._words[_STOP_REQUESTED] = 1
 
     def earliest_stop_call(self) -> int | None:
-        """Return the first call at which the worker can stop, or None while it is in a call.
+        """Return the first call of `should_stop` at which the worker can stop.
 
-        Valid after `request_stop`.
+        Returns None while the worker is inside a call that does not wait for the agent yet. Valid
+        after `request_stop`.
         """
         words = self._words
         if self._is_between_groups:
@@ -532,7 +533,10 @@ class WorkerChannels:
             return True
 
     def earliest_stop_call(self) -> int | None:
-        """Return the first call at which all members can stop, or None while one is in a call."""
+        """Return the first call of `should_stop` at which all members can stop.
+
+        Returns None while one of them is inside a call that does not wait for the agent yet.
+        """
         with self._lock:
             calls = [channel.earliest_stop_call() for channel in self._members()]
             known = [call for call in calls if call is not None]

@@ -91,7 +91,7 @@ def test_process_that_outlives_a_worker_with_its_stderr_open_is_not_waited_for(
         process.wait(30)
         output.attach()
         try:
-            assert output.finish(1e6)
+            assert output.wait_flushed(1e6)
             assert output.tail() == "last words"
         finally:
             os.kill(daemon, signal.SIGKILL)
