@@ -322,7 +322,7 @@ def plan_reads(
     rank: int,
     own_part: int | None,
     *,
-    meshes: Mapping[str, str] | None = None,
+    only_mesh: Mapping[str, str] | None = None,
 ) -> list[BoxRead]:
     """Plan how a rank gets the elements that it needs, each element once.
 
@@ -335,12 +335,12 @@ def plan_reads(
         holders: the ranks that can read each part, in ascending order.
         rank: the rank that needs the boxes.
         own_part: the part that the rank itself has saved, or None if the number of ranks differs.
-        meshes: the only mesh from which a tensor may be read, by the name of the tensor.
+        only_mesh: the only mesh from which a tensor may be read, by the name of the tensor.
 
     Raises:
-        StateMismatchError: a mesh in `meshes` does not have all elements that the rank needs.
+        StateMismatchError: a mesh in `only_mesh` does not have all elements that the rank needs.
     """
-    meshes = meshes or {}
+    only_mesh = only_mesh or {}
     num_parts = max(parts) + 1
     sources, preference = {}, {}
     for part in parts:
@@ -351,7 +351,7 @@ def plan_reads(
     tensors = shards_by_tensor(parts)
     reads = []
     for name, need in needs.items():
-        mesh = meshes.get(name)
+        mesh = only_mesh.get(name)
         rows = [row for row in tensors[name] if mesh in (None, row[2].mesh)]
         rows.sort(key=lambda row: (preference[row[0]], row[1]))
         boxes = (((part, index), shard.box) for part, index, shard in rows)

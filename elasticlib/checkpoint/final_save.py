@@ -219,7 +219,7 @@ class SetSaver:
             renewing.join()
             # If the caller has stopped an agent that helps, its node may start another final save.
             is_withdrawn = not self.is_leaving and self.stop.is_set()
-            self.exchange.close(problem, is_withdrawn=is_withdrawn)
+            self.exchange.finish(problem, is_withdrawn=is_withdrawn)
         if problem:
             with contextlib.suppress(OSError):
                 # A worker may have saved in the meantime.

@@ -92,33 +92,37 @@ def newest_complete(offers: Iterable[PartOffer], load_chunks: LoadChunks) -> Sav
         parts.setdefault(offer.state, {})[offer.part] = offer.share
     reasons = []
     for state, by_share in states.items():
-        reason = _describe_missing(parts[state], by_share, load_chunks)
+        reason = _describe_missing_parts(parts[state], by_share, load_chunks)
         if not reason:
             return SavePlan(state, tuple(by_share))
         reasons.append(reason)
     return reasons[0] if reasons else "is not available: no agent can write a part of it"
 
 
-def _describe_missing(
-    shares: Mapping[int, str], offers: Mapping[str, PartOffer], load_chunks: LoadChunks
+def _describe_missing_parts(
+    share_of_part: Mapping[int, str],
+    offer_of_share: Mapping[str, PartOffer],
+    load_chunks: LoadChunks,
 ) -> str:
     """Return what a state lacks, or an empty string if it is complete.
 
     Args:
-        shares: the share of each part that is offered.
-        offers: one offer of each share.
+        share_of_part: the share of each part that is offered.
+        offer_of_share: one offer of each share.
         load_chunks: see `newest_complete`.
     """
-    num_parts = next(iter(offers.values())).state.num_parts
-    missing = [part for part in range(num_parts) if part not in shares]
+    num_parts = next(iter(offer_of_share.values())).state.num_parts
+    missing = [part for part in range(num_parts) if part not in share_of_part]
     if not missing:
         return ""
-    total_elements = max(offer.total_elements for offer in offers.values())
-    if sum(offer.num_elements for offer in offers.values()) >= total_elements:
-        chunks = {share: rows for share in offers if (rows := load_chunks(share)) is not None}
+    total_elements = max(offer.total_elements for offer in offer_of_share.values())
+    if sum(offer.num_elements for offer in offer_of_share.values()) >= total_elements:
+        chunks = {
+            share: rows for share in offer_of_share if (rows := load_chunks(share)) is not None
+        }
         try:
-            if len(chunks) == len(offers):
-                by_part = {part: chunks[share] for part, share in shares.items()}
+            if len(chunks) == len(offer_of_share):
+                by_part = {part: chunks[share] for part, share in share_of_part.items()}
                 return describe_missing(by_part, num_parts)
         except CheckpointError as error:
             return f"is not consistent: {error}"

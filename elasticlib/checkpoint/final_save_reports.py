@@ -70,7 +70,8 @@ class ReportExchange:
         """Return the reports by agent, this agent's included.
 
         Args:
-            lost_s: an agent that has not renewed its report for so long is considered lost.
+            lost_s: the report of an agent that has not renewed it for so long is returned with
+                `can_write=False`, unless the agent has finished.
         """
         now = monotonic()
         for name in self._storage.list_files(self._directory) if self.num_agents > 1 else ():
@@ -103,7 +104,7 @@ class ReportExchange:
                 return self._chunks[agent][share]
         return None
 
-    def close(self, problem: str, *, is_withdrawn: bool = False) -> None:
+    def finish(self, problem: str, *, is_withdrawn: bool = False) -> None:
         """Publish that this agent has finished. The last agent deletes the directory.
 
         Args:

@@ -398,7 +398,7 @@ class CheckpointManager:
         return kept
 
     def on_group_changed(self, local_rank: int) -> None:
-        """Adapt to a process group with other members, of another generation.
+        """Forget what depends on the members of the process group, after they were replaced.
 
         The results of saves that another rank was writing are not waited for any more.
 

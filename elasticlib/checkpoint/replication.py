@@ -126,9 +126,9 @@ def decode_endpoint(data: bytes) -> ReplicaEndpoint | None:
     return endpoint if is_hex_digest(endpoint.token) and 0 < endpoint.port < 65536 else None
 
 
-def endpoint_key(board: str, rank: int) -> str:
+def endpoint_key(exchange_prefix: str, rank: int) -> str:
     """Return the key in the generation's store at which a node publishes its endpoint."""
-    return f"{board}snapshots/endpoint/{rank}"
+    return f"{exchange_prefix}snapshots/endpoint/{rank}"
 
 
 # -- the stream ------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 
 
 def open_stream(
-    endpoint: ReplicaEndpoint, rank: int, *, board: str, secret: bytes | None
+    endpoint: ReplicaEndpoint, rank: int, *, exchange_prefix: str, secret: bytes | None
 ) -> socket.socket:
     """Connect to a target as the node of this rank, and authenticate both ends.
 
@@ -155,7 +155,7 @@ def open_stream(
         _set_timeout(connection, HANDSHAKE_TIMEOUT_S)
         nonce, key = secrets.token_bytes(NONCE_BYTES), endpoint.proof_key(secret)
         connection.sendall(_HELLO.pack(_MAGIC, rank, nonce))
-        transcript = _transcript(board, rank, nonce, _receive(connection, NONCE_BYTES))
+        transcript = _transcript(exchange_prefix, rank, nonce, _receive(connection, NONCE_BYTES))
         if not verify_proof(_receive(connection, _PROOF_BYTES).hex(), key, Role.SERVER, transcript):
             raise CheckpointError(f"it has another secret: {SECRET_MISMATCH_HINT}")
         connection.sendall(bytes.fromhex(compute_proof(key, Role.CLIENT, transcript)))
@@ -165,7 +165,7 @@ def open_stream(
 
 
 def authenticate_sender(
-    connection: socket.socket, sources: Iterable[int], *, board: str, key: bytes
+    connection: socket.socket, sources: Iterable[int], *, exchange_prefix: str, key: bytes
 ) -> int:
     """Authenticate both ends of a connection that was accepted, and return the sender's rank.
 
@@ -177,7 +177,7 @@ def authenticate_sender(
     if magic != _MAGIC or rank not in sources:
         raise ConnectionError("the peer is not a node that sends replicas here")
     nonce = secrets.token_bytes(NONCE_BYTES)
-    transcript = _transcript(board, rank, sender_nonce, nonce)
+    transcript = _transcript(exchange_prefix, rank, sender_nonce, nonce)
     connection.sendall(nonce + bytes.fromhex(compute_proof(key, Role.SERVER, transcript)))
     if not verify_proof(_receive(connection, _PROOF_BYTES).hex(), key, Role.CLIENT, transcript):
         raise ConnectionError("the peer has another secret")
@@ -185,10 +185,11 @@ def authenticate_sender(
 
 
 def _transcript(
-    board: str, rank: int, sender_nonce: bytes, target_nonce: bytes
+    exchange_prefix: str, rank: int, sender_nonce: bytes, target_nonce: bytes
 ) -> HandshakeTranscript:
     # The name of a job contains no NUL, so these proofs are not valid at a store.
-    return HandshakeTranscript(target_nonce.hex(), sender_nonce.hex(), f"replicas\0{board}\0{rank}")
+    job = f"replicas\0{exchange_prefix}\0{rank}"
+    return HandshakeTranscript(target_nonce.hex(), sender_nonce.hex(), job)
 
 
 def send_snapshot(connection: socket.socket, handle: int, header: SnapshotHeader) -> str:
@@ -268,7 +269,7 @@ def _set_timeout(connection: socket.socket, timeout_s: int) -> None:
 
 
 def _shut_down(connection: socket.socket) -> None:
-    """Interrupt the thread that uses the connection. It closes the connection."""
+    """Interrupt the thread that uses the connection, and leave it to that thread to close it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -285,7 +286,8 @@ class ReplicaReceiver:
     def __init__(
         self, info: RendezvousInfo, sources: Iterable[int], attempt_dir: Path, secret: bytes | None
     ) -> None:
-        self._board, self._attempt_dir, self._secret = info.exchange_prefix, attempt_dir, secret
+        self._exchange_prefix = info.exchange_prefix
+        self._attempt_dir, self._secret = attempt_dir, secret
         self._slots: dict[tuple[int, SnapshotKind], SnapshotSlots] = {}
         self._source_locks = {rank: threading.Lock() for rank in sources}  # for a source's slots
         self._lock = threading.Lock()  # for the next two
@@ -308,7 +310,10 @@ class ReplicaReceiver:
         return endpoint
 
     def stop(self) -> None:
-        """Close all connections. Complete replicas stay in the memory."""
+        """Close all connections, and wait up to `JOIN_TIMEOUT_S` for the threads.
+
+        Complete replicas stay in the memory.
+        """
         with self._lock:
             self._is_stopped = True
             for connection in (self._listener, *self._connections):
@@ -347,7 +352,7 @@ class ReplicaReceiver:
     def _serve(self, connection: socket.socket) -> None:
         try:
             rank = authenticate_sender(
-                connection, self._source_locks, board=self._board, key=self._key
+                connection, self._source_locks, exchange_prefix=self._exchange_prefix, key=self._key
             )
             with self._lock:
                 self._connections[connection] = True
@@ -438,7 +443,7 @@ class ReplicaSender:
             _shut_down(connection)
 
     def join(self) -> None:
-        """Wait until the thread has exited after `stop`."""
+        """Wait up to `JOIN_TIMEOUT_S` for the thread to exit. Call `stop` first."""
         self._thread.join(JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
@@ -457,12 +462,15 @@ class ReplicaSender:
 
     def _send_all(self) -> None:
         """Send snapshots until this sender is stopped. Return if there is no target yet."""
-        store, board = present(self._info.store, "the store"), self._info.exchange_prefix
-        entry = store.get(endpoint_key(board, self._target))
+        store = present(self._info.store, "the store")
+        exchange_prefix = self._info.exchange_prefix
+        entry = store.get(endpoint_key(exchange_prefix, self._target))
         endpoint = decode_endpoint(entry.value) if entry else None
         if endpoint is None:
             return
-        with open_stream(endpoint, self._info.rank, board=board, secret=self._secret) as connection:
+        with open_stream(
+            endpoint, self._info.rank, exchange_prefix=exchange_prefix, secret=self._secret
+        ) as connection:
             self._connection, self._has_failed = connection, False
             self._news.set()
             while not self._stopped.is_set():

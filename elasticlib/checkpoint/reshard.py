@@ -565,9 +565,9 @@ class ShardedRestore:
         targets = _targets(matched)
         needs = {name: target.box for name, target in targets.items()}
         meshes = {path_name(path): _mesh_ranks(d.device_mesh) for path, d in matched.items()}
-        meshes = {name: mesh for name, mesh in meshes.items() if name in self._multi_mesh}
+        only_mesh = {name: mesh for name, mesh in meshes.items() if name in self._multi_mesh}
         reads = plan_reads(
-            needs, self._shards, self._holders, self._rank, self._own_part, meshes=meshes
+            needs, self._shards, self._holders, self._rank, self._own_part, only_mesh=only_mesh
         )
         return put, targets, reads
 

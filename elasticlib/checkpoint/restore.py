@@ -390,7 +390,7 @@ class StateSearch:
             CheckpointError: a rank could not list its states, or ranks ask for different steps; on
                 all ranks.
         """
-        row = self.group.run_on_all(lambda: self._list(step), "could not list its states")
+        row = self.group.run_on_all(lambda: self._list_rows(step), "could not list its states")
         rows = self.group.all_gather_json([node, step, *row])
         requests = ["the newest step" if s is None else f"step {s}" for _, s, _, _ in rows]
         for rank, other in enumerate(requests):
@@ -403,7 +403,15 @@ class StateSearch:
         self._states_by_rank = [[StoredState(*each) for each in stored] for _, _, stored, _ in rows]
         self._unavailable = [UnavailableStep(*each) for *_, steps in rows for each in steps]
 
-    def _list(self, step: int | None) -> tuple[list[Any], list[Any]]:
+    def _list_rows(self, step: int | None) -> tuple[list[Any], list[Any]]:
+        """Return this rank's states and unavailable steps, and remember each state's source.
+
+        Args:
+            step: the only step to consider, or None.
+
+        Returns:
+            The states, newest first, and the unavailable steps, as JSON values.
+        """
         unavailable: list[UnavailableStep] = []
         for source in self._sources:
             for stored in source.list_states():
@@ -438,7 +446,11 @@ class StateSearch:
         return self._source_of[stored]
 
     def copy_id(self, rank: int, stored: StoredState) -> tuple[str, StoredState]:
-        """Return a value that is equal for two ranks if they read the same bytes."""
+        """Return the identity of the copy of a state that a rank reads.
+
+        If it is equal for two ranks, they read the same bytes: ranks of one node share its copies,
+        and all ranks share a sharded checkpoint.
+        """
         return ("" if stored.kind == SHARDED_DISK else self._nodes[rank]), stored
 
     def try_parts(

@@ -247,7 +247,7 @@ class RemoteSave(SaveHandle):
     """A save that rank 0 writes.
 
     Its result is read from the ranks' store. Without a store, or after the store's host has exited,
-    the checkpoint in the storage shows that the save has succeeded.
+    its checkpoint, or that of the newest save, shows that the save has succeeded.
     """
 
     def __init__(

@@ -67,7 +67,8 @@ class ReplicationSession:
         *,
         secret: bytes | None,
     ) -> None:
-        self._store, self._board, self._rank = info.store, info.exchange_prefix, info.rank
+        self._store, self._rank = info.store, info.rank
+        self._exchange_prefix = info.exchange_prefix
         self._num_nodes, self._num_workers = info.world_size, num_workers
         self._attempt_dir = attempt_dir
         sources = replica_sources(info.rank, info.world_size, replicas)
@@ -142,7 +143,7 @@ class ReplicationSession:
 
     def _publish_endpoint(self) -> None:
         if not self._is_endpoint_published:
-            key = endpoint_key(self._board, self._rank)
+            key = endpoint_key(self._exchange_prefix, self._rank)
             present(self._store, "the store").set(key, self._endpoint.encode())
             self._is_endpoint_published = True
 
@@ -167,7 +168,8 @@ class ReplicationSession:
 
         This node publishes it here, once all of its snapshots, `own`, are replicated.
         """
-        store, prefix = present(self._store, "the store"), f"{self._board}snapshots/replicated/"
+        store = present(self._store, "the store")
+        prefix = f"{self._exchange_prefix}snapshots/replicated/"
         if not self._is_replication_published:
             is_stored = all(own <= sender.stored for sender in self._senders)
             if len(own) < self._num_workers or not is_stored:

@@ -177,8 +177,9 @@ def choose_slots(
     """Choose the slots for the next snapshot of `size` bytes.
 
     Returns:
-        The slots that can hold it, the best one first, and the slots that are of no more use. The
-        newest `num_retained` complete snapshots and reserved slots are in neither list.
+        The slots that can hold it (empty slots first, then the oldest snapshots), and the slots
+        that are of no more use. The newest `num_retained` complete snapshots and reserved slots are
+        in neither list.
     """
     complete = sorted([slot for slot in slots if slot.header is not None], key=_sequence)
     free = [slot for slot in slots if slot.header is None] + complete[:-num_retained]
@@ -359,8 +360,9 @@ class Image(Protocol):
 class SlotWrite:
     """A context manager in which a slot is written: see `SnapshotSlots.open_for_writing`.
 
-    It is not a generator: Python closes a generator that an exception of a signal handler has left
-    in its caller whenever the traceback is deleted, and another snapshot may use the slot by then.
+    It is a class, not a generator with `contextlib.contextmanager`. If an exception of a signal
+    handler prevents `__exit__`, a generator stays suspended until the traceback is deleted. Only
+    then would its cleanup run, when another snapshot may use the slot.
     """
 
     def __init__(self, slots: SnapshotSlots, size: int, header: SnapshotHeader | None) -> None:
@@ -630,8 +632,8 @@ def _try_lock(handle: int, how: int) -> bool:
 class AgentWaker:
     """Wakes the agent that looks after the snapshots of an attempt, through a pipe.
 
-    The pipe is opened once and again if its reader was closed, because opening a file takes longer
-    than all else that a small snapshot does in the kernel.
+    The pipe stays open between calls, because opening it takes longer than all other system calls
+    of a small snapshot together. If its reader has closed it, it is opened again.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

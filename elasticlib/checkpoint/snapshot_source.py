@@ -181,7 +181,20 @@ class SnapshotSource(StateSource):
     def keep(
         self, step: int, image: PackImage, *, part: int = 0, parts: int = 1, sharded: bool = False
     ) -> MappedSlot:
-        """Write a snapshot that was planned. The arguments are fields of its header."""
+        """Write a snapshot of a state, and return its slot.
+
+        Then wake the agent, and allocate the next slot in the background if there is none.
+
+        Args:
+            step: see `SnapshotHeader`.
+            image: the planned pack of the state, see `plan_part_layout`.
+            part: see `SnapshotHeader`.
+            parts: see `SnapshotHeader`.
+            sharded: see `SnapshotHeader`.
+
+        Raises:
+            CheckpointError: there is not enough memory, or the header is too long.
+        """
         self._sequence = (self._sequence or self._last_sequence(part)) + 1
         last = self._header  # `attrs.evolve` would take as long as the rest of this method
         header = SnapshotHeader(

@@ -38,6 +38,9 @@ from ..threads import helper
 T = TypeVar("T")
 OnChunk: TypeAlias = Callable[[memoryview], None]
 
+Checksum: TypeAlias = int
+"""The checksum of a file: the CRC-32 of the CRC-32 values of its segments."""
+
 SEGMENT_BYTES = 8 << 20  # Another value changes the checksums of files.
 CACHED_SEGMENTS = 8  # The page cache keeps so many segments of a file that is being written.
 READ_BYTES = 1 << 20  # One read: its bytes are still in the processor's cache for the CRC-32.
@@ -127,7 +130,7 @@ class CheckpointStorage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def write(self, name: str, data: memoryview) -> int:
+    def write(self, name: str, data: memoryview) -> Checksum:
         """Write a new file durably and create its directory. Remove the file if this fails.
 
         Returns:
@@ -255,7 +258,7 @@ class LocalStorage(CheckpointStorage):
         with open(self._path(name), "rb", buffering=0) as file:
             return read_handle_into(file.fileno(), buffer, start, on_chunk)
 
-    def write(self, name: str, data: memoryview) -> int:
+    def write(self, name: str, data: memoryview) -> Checksum:
         path = self._path(name)
         folder = os.path.dirname(path)
         handle = self._create(path, folder)
@@ -483,7 +486,7 @@ class FsspecStorage(CheckpointStorage):
                     break
         return done
 
-    def write(self, name: str, data: memoryview) -> int:
+    def write(self, name: str, data: memoryview) -> Checksum:
         path, crcs = self._path(name), []
         with self._os_errors(name):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -552,12 +555,12 @@ def split_into_segments(data: memoryview) -> Iterator[memoryview]:
         yield data[start : start + SEGMENT_BYTES]
 
 
-def combine_segment_crcs(crcs: Iterable[int]) -> int:
+def combine_segment_crcs(crcs: Iterable[int]) -> Checksum:
     """Return the checksum of a file from the CRC-32 of each of its segments, in order."""
     return zlib.crc32(b"".join(crc.to_bytes(4, "little") for crc in crcs))
 
 
-def checksum(data: memoryview) -> int:
+def checksum(data: memoryview) -> Checksum:
     """Return the checksum of a file's bytes."""
     return combine_segment_crcs(map(zlib.crc32, split_into_segments(data)))
 

@@ -31,8 +31,8 @@ OnMismatch = Literal["raise", "restart", "keep"]
 
 * `raise`: raise StateMismatchError.
 * `restart`: start the epoch of the state from its first sample, in the sampler's order.
-* `keep`: skip as many samples of the epoch as the state has consumed, in the sampler's order. Some
-  samples of the epoch are then used twice, and others are not used.
+* `keep`: continue the epoch in the sampler's order, after its first `consumed` samples (the number
+  in the state). Some samples of the epoch are then used twice, and others are not used.
 """
 
 STATE_FORMAT = 5  # raise it when the fields of the state or the shuffled order change

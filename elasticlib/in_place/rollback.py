@@ -148,8 +148,8 @@ class StateRollback:
         return {name: self._state[name] for name in self._other_names}
 
 
-def _find_instances(state: object, kind: Any) -> list[Any]:
-    """Return all values of a type, or of one of several types, at any depth of the state."""
+def _find_instances(state: object, kind: type | tuple[type, ...]) -> list[Any]:
+    """Return all values of these types in the containers of the state, at any depth."""
     found: list[Any] = []
 
     def visit(_path: StatePath, value: Any) -> Any:

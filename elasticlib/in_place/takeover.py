@@ -37,8 +37,8 @@ def plan_broadcast(
             the newest one complete.
 
     Returns:
-        The plan, or None if no member can provide the state. The group must then restore it from
-        snapshots or checkpoints.
+        The plan, without receivers if all ranks have the state, or None if no member can provide
+        it. The group must then restore the state from snapshots or checkpoints.
     """
     complete = {
         rank: member.step

@@ -150,8 +150,8 @@ def begin(hosts: list[Host], number: int = 1, store: Store | None = None) -> Non
         host.begin(info)
 
 
-def published_endpoint(store: Store, board: str, rank: int) -> ReplicaEndpoint:
-    entry = wait_until("the endpoint", lambda: store.get(endpoint_key(board, rank)))
+def published_endpoint(store: Store, exchange_prefix: str, rank: int) -> ReplicaEndpoint:
+    entry = wait_until("the endpoint", lambda: store.get(endpoint_key(exchange_prefix, rank)))
     endpoint = decode_endpoint(entry.value)
     assert endpoint is not None
     return endpoint
@@ -162,7 +162,7 @@ def stream_to(
 ) -> socket.socket:
     """Connect to a target as the node of this generation would."""
     endpoint = published_endpoint(store, info.exchange_prefix, target)
-    return open_stream(endpoint, info.rank, board=info.exchange_prefix, secret=secret)
+    return open_stream(endpoint, info.rank, exchange_prefix=info.exchange_prefix, secret=secret)
 
 
 def send(stream: socket.socket, folder: Path, record: SnapshotHeader, pack: bytes) -> str:
@@ -496,9 +496,9 @@ def test_peers_without_the_secret_and_nodes_that_do_not_send_here_are_rejected(
     endpoint = published_endpoint(store, infos[0].exchange_prefix, 1)
     forged = attrs.evolve(endpoint, token="ab" * 32)
     with pytest.raises(CheckpointError, match="another secret"):
-        open_stream(forged, 0, board=infos[0].exchange_prefix, secret=SECRET)
+        open_stream(forged, 0, exchange_prefix=infos[0].exchange_prefix, secret=SECRET)
     with pytest.raises(CheckpointError, match="another secret"):
-        open_stream(endpoint, 0, board="run/board/0/", secret=SECRET)
+        open_stream(endpoint, 0, exchange_prefix="run/board/0/", secret=SECRET)
     with pytest.raises(ConnectionError):
         stream_to(store, infos[2], 1)
     stream_to(store, infos[0], 1).close()
