@@ -61,7 +61,14 @@ FENCE_FORMAT = 2
 MAX_REVOKED_LAUNCHES = 64  # The file stays small, and older launches no longer run.
 
 _DATA_NAME = re.compile(r"(?:state|part-[0-9]+)\.([0-9a-f]{16})\.[0-9]+\.pack")
-NOT_WRITABLE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+NOT_WRITABLE_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+}
 
 
 # -- the fence: pure -------------------------------------------------------------------------------

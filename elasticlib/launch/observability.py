@@ -313,7 +313,7 @@ class ObservabilityServer:
         pages = _pages(agent, journal)
         for server, paths in self._servers:
             server.start({path: pages[path] for path in paths})
-            log.info("serving %s at http://%s", ", ".join(paths), server.address)
+            log.info("HTTP requests are answered at http://%s%s", server.address, ", ".join(paths))
 
     def close(self) -> None:
         for server, _ in self._servers:

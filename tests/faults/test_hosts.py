@@ -129,7 +129,7 @@ def test_a5_a_host_that_keeps_failing_leaves_and_the_other_goes_on(
     before = cluster.job.settled(2)
     (cluster.job.folder / f"fail.{bad.name}").touch()
     assert bad.exit_code() == 1
-    assert "the job goes on without it (1 of 1 restarts used)" in bad.text
+    assert "the job continues without it (1 of 1 restarts used)" in bad.text
     (place,) = cluster.job.settled(1, after=generation_of(before) + 1)
     assert place["node"] == good.name
     cluster.job.finish()

@@ -71,7 +71,7 @@ def test_a5_a_node_that_keeps_failing_leaves_and_the_other_goes_on(job: Job) -> 
     job.settled(2)
     (job.folder / "fail.bad").touch()
     assert bad.exit_code() == 1
-    assert "the job goes on without it (2 of 2 restarts used)" in bad.text
+    assert "the job continues without it (2 of 2 restarts used)" in bad.text
     places = job.settled(1, after=3)
     assert places[0]["node"] == "good"
     job.finish()

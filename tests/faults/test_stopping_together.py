@@ -31,7 +31,7 @@ def asking(
 
 def trained(job: Job) -> list[int]:
     """The steps done, in the order in which they were."""
-    path = job.folder / "progress"
+    path = job.folder / "steps"
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 

@@ -168,7 +168,7 @@ class Agent:
 
         def look(number: int) -> bool:
             assert self.processes[number].is_alive(), f"worker {number} has ended"
-            return self.channels[number].is_out
+            return self.channels[number].is_between_groups
 
         for number in numbers:
             wait_until(f"worker {number} has left its group", partial(look, number))

@@ -56,5 +56,5 @@ def test_what_is_read_late_is_whole_but_for_what_is_said_to_be_missing() -> None
         process.communicate("go on\n", timeout=60)
         rest = console.read().splitlines()
     assert shown[:2] == [f"line {n} {'x' * 40}" for n in range(2)]
-    assert [line for line in rest if "lines are missing" in line]
+    assert [line for line in rest if "lines were dropped" in line]
     assert rest[-1] == "the last"

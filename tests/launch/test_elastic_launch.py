@@ -63,7 +63,7 @@ def test_a_file_that_launches_when_its_worker_imports_it_is_told_of_the_guard(
         [sys.executable, script], capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert "ConfigError: a worker imports the file of the function" in done.stderr
+    assert "ConfigError: a worker imports the file of its function" in done.stderr
     assert "put the launch under `if __name__ == '__main__':`" in done.stderr
 
 
@@ -177,7 +177,7 @@ def test_a_signal_ends_a_launch_by_the_exception_that_names_it(
 def test_what_is_no_program_and_what_is_no_config_are_refused() -> None:
     with pytest.raises(ConfigError, match="must be a function or a program, got None"):
         elastic_launch(LaunchConfig(), None)()  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="config is a LaunchConfig, got 3"):
+    with pytest.raises(ConfigError, match="config must be a LaunchConfig, got 3"):
         elastic_launch(3, rank_times)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="health_check_server is torch's"):
         elastic_launch(LaunchConfig(), rank_times, object())  # type: ignore[arg-type]
@@ -232,7 +232,7 @@ def test_a_value_that_cannot_be_read_is_a_failure_with_its_cause() -> None:
 
 
 def test_a_folder_for_logs_that_cannot_be_made_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^log_dir '/dev/null/x' cannot be made"):
+    with pytest.raises(ConfigError, match=r"^log_dir '/dev/null/x' cannot be created"):
         elastic_launch(LaunchConfig(log_dir="/dev/null/x"), rank_times)(1)
 
 

@@ -95,7 +95,7 @@ def test_torchs_record_names_the_cause_last_on_the_screen(tmp_path: Path) -> Non
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "exited with code 1: ValueError: the loss is not finite" in last
-    report = done.stderr.partition("elasticrun: first failure")[2]
+    report = done.stderr.partition("elasticrun: root cause")[2]
     assert report.count("in main\n") == 1
 
 

@@ -68,15 +68,16 @@ def test_a_failed_job_raises_the_first_failure(tmp_path: Path) -> None:
 def test_a_signal_raises_whether_it_stops_the_job_or_has_it_save_and_leave(
     number: signal.Signals,
 ) -> None:
-    # The shell that is the worker was started by the launcher.
-    kind, said = ours(*SHELL, f"kill -{number.name[3:]} $PPID; exec sleep 60")
+    # The shell that is the worker was started by the supervisor process, a child of the launcher.
+    launcher = r"$(sed -n 's/^PPid:\t//p' /proc/$PPID/status)"
+    kind, said = ours(*SHELL, f"kill -{number.name[3:]} {launcher}; exec sleep 60")
     assert (kind, number.name in str(said)) == ("SignalException", True)
 
 
 def test_a_command_line_that_cannot_work_raises_before_anything_starts(tmp_path: Path) -> None:
     started = str(tmp_path / "started")
     told = ours("--nnodes=0", "--no-python", "touch", started)
-    assert told == ["ConfigError", "--nnodes needs 1 <= MIN <= MAX, got '0'"]
+    assert told == ["ConfigError", "--nnodes must be MIN:MAX with 1 <= MIN <= MAX, got '0'"]
     assert ours("--no-such-flag", "--no-python", "touch", started) == ["SystemExit", "2"]
     assert not Path(started).exists()
 

@@ -168,11 +168,11 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(
         agent = started(job, "--observe-port", port)
         assert agent.exit_code() == 2
         environment = {"TORCHELASTIC_HEALTH_CHECK_PORT": f"127.0.0.1:{port}"}
-        said = f"TORCHELASTIC_HEALTH_CHECK_PORT: 127.0.0.1, port {port}, cannot be served"
+        said = f"TORCHELASTIC_HEALTH_CHECK_PORT: cannot bind port {port} of 127.0.0.1"
         # Of torch's variable other launches may have been told as well.
         ObservabilityServer(LaunchConfig(), environment).close()
         assert said in caplog.text
-    assert f"--observe-port: 127.0.0.1, port {port}, cannot be served" in agent.text
+    assert f"--observe-port: cannot bind port {port} of 127.0.0.1" in agent.text
     assert "in use" in agent.text
     assert not list(job.folder.glob("talks.*"))
 
@@ -181,7 +181,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(
 def test_what_is_no_port_is_refused_by_name(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--observe-port must be \[HOST:\]PORT"):
         LaunchConfig(observe_port=text)
-    with pytest.raises(ConfigError, match=r"TORCHELASTIC_HEALTH_CHECK_PORT is \[HOST:\]PORT"):
+    with pytest.raises(ConfigError, match=r"TORCHELASTIC_HEALTH_CHECK_PORT must be \[HOST:\]PORT"):
         health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": text})
     script = tmp_path / "train.py"
     script.touch()

@@ -132,7 +132,7 @@ def test_two_places_for_one_secret_end_before_anything_starts(tmp_path: Path) ->
     assert done.returncode == 2
     assert done.stderr == (
         "elasticrun: error: ELASTICLIB_SECRET and --rdzv-conf secret_file both give a secret: "
-        "unset one of them\n"
+        "remove one of them\n"
     )
     assert not (tmp_path / "started").exists()
 

@@ -62,7 +62,11 @@ def main() -> None:
             time.sleep(1e-3)
         ranks.together(step)
         progress.write(2 * rank, step)
-        memory.keep(step, plan_layout({"step": step, "numbers": numbers.fill_(step)}), **line)
+        memory.keep(
+            step,
+            plan_layout({"step": step, "numbers": numbers.fill_(step)}, {"shards": []}),
+            **line,
+        )
         progress.write(2 * rank + 1, step)
 
 
