@@ -100,7 +100,7 @@ def read_port(text: str, label: str) -> tuple[str, int]:
 
     Args:
         text: the text to read.
-        label: the name of the setting, for the error message.
+        label: the name of the setting for the error message, in braces for an option.
 
     Raises:
         ConfigError: the text has another form.
@@ -114,9 +114,8 @@ def read_port(text: str, label: str) -> tuple[str, int]:
             raise ConfigError(text)
         return split_endpoint(text)
     except ConfigError:
-        raise ConfigError(
-            f"{label} must be [HOST:]PORT with a port up to 65535, got {text!r}"
-        ) from None
+        message = f"{label} must be [HOST:]PORT with a port up to 65535, got {{0!r}}"
+        raise SettingError(message, text) from None
 
 
 def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
@@ -377,7 +376,7 @@ class LaunchConfig:
     @property
     def observe_address(self) -> tuple[str, int] | None:
         """Host and port of health checks and metrics, or None."""
-        return None if self.observe_port is None else read_port(self.observe_port, OBSERVE_FLAG)
+        return None if self.observe_port is None else read_port(self.observe_port, "{observe_port}")
 
     @property
     def is_single_node(self) -> bool:

@@ -309,7 +309,7 @@ class WorkerChannel:
         return 0 < self._words[_ASSIGNED] == self._words[_FAILED_GROUP]
 
     @property
-    def is_between_groups(self) -> bool:
+    def _is_between_groups(self) -> bool:
         """Return whether all reports of the worker belong to an earlier group."""
         words = self._words
         return bool(words[_CAN_REGROUP]) and 1 < words[_ASSIGNED] > words[_ACCEPTED]
@@ -370,7 +370,7 @@ class WorkerChannel:
         after `request_stop`.
         """
         words = self._words
-        if self.is_between_groups:
+        if self._is_between_groups:
             return 1
         call = words[_CALL_STARTED]
         if words[_CALL_FINISHED] == call:
@@ -390,7 +390,7 @@ class WorkerChannel:
             can_dump_stacks=bool(words[_DUMPER_PID]),
             is_attached=bool(words[_OWNER_PID]),
         )
-        if self.is_between_groups:
+        if self._is_between_groups:
             return heartbeat
         count = words[_NUM_STEPS]
         durations = (

@@ -25,11 +25,10 @@ import torch.distributed as dist
 from ports import free_port
 
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.interface import STOP_REASONS
+from elasticlib.workers.interface import RESIZE
 from elasticlib.workers.spec import SNAPSHOTS_ENV
 from elasticlib.workers.worker_channel import CHANNEL_ENV, WorkerChannel
 
-RESIZE = STOP_REASONS.index("resize")
 MORE = 15  # steps after the last action of a test; workers are fewer steps apart
 _METHOD = multiprocessing.get_context("forkserver")
 _METHOD.set_forkserver_preload(["training", "torch._dynamo", "torch.distributed.nn"])
@@ -158,7 +157,7 @@ class Agent:
             channel.request_stop(RESIZE, deadline)
         call = 0
         for channel in channels:
-            wait_until("it is in no call", lambda c=channel: c.earliest_stop() is not None)
+            wait_until("it is in no call", lambda c=channel: c.earliest_stop_call() is not None)
             call = max(call, channel.earliest_stop_call() or 0)
         for channel in channels:
             channel.set_stop_call(call, RESIZE, deadline)
@@ -168,7 +167,7 @@ class Agent:
 
         def look(number: int) -> bool:
             assert self.processes[number].is_alive(), f"worker {number} has ended"
-            return self.channels[number].is_between_groups
+            return self.channels[number].is_standby
 
         for number in numbers:
             wait_until(f"worker {number} has left its group", partial(look, number))

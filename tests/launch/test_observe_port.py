@@ -179,13 +179,13 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize("text", ["65536", "x", "a:b", ":80", "1.2.3.4", "-1", "٣"])
 def test_what_is_no_port_is_refused_by_name(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--observe-port must be \[HOST:\]PORT"):
+    with pytest.raises(ConfigError, match=r"observe_port must be \[HOST:\]PORT"):
         LaunchConfig(observe_port=text)
     with pytest.raises(ConfigError, match=r"TORCHELASTIC_HEALTH_CHECK_PORT must be \[HOST:\]PORT"):
         health_port({"TORCHELASTIC_HEALTH_CHECK_PORT": text})
     script = tmp_path / "train.py"
     script.touch()
-    with pytest.raises(ConfigError, match=r"from PET_OBSERVE_PORT"):
+    with pytest.raises(ConfigError, match=r"set by PET_OBSERVE_PORT"):
         parse([str(script)], {"PET_OBSERVE_PORT": text})
 
 
