@@ -1,0 +1,1 @@
+"""The launcher: elasticrun, the command elasticlib, and elastic_launch from Python."""

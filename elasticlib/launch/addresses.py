@@ -75,10 +75,12 @@ def ambiguous_host_error(endpoint: str, addresses: Sequence[str]) -> str:
 
 
 def is_local_address(address: str) -> bool:
+    """Return True for an address of this machine."""
     return bind_error([address], 0) is None
 
 
 def is_localhost(host: str) -> bool:
+    """Return True for localhost and its subdomains, see RFC 6761."""
     return host == "localhost" or host.endswith(".localhost")
 
 
@@ -92,6 +94,7 @@ def is_literal(host: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
+    """Return True for a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

@@ -42,7 +42,7 @@ from .settings import Settings, Source, read_flags, read_scheduler_settings, rea
 
 @attrs.frozen
 class LaunchRequest:
-    """A launch as a command line and its environment ask for it."""
+    """A launch that a command line and its environment request."""
 
     config: LaunchConfig
     entrypoint: Entrypoint
@@ -53,7 +53,7 @@ class LaunchRequest:
 def parse(
     argv: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> tuple[LaunchConfig, Entrypoint]:
-    """Return the configuration and the entry point that a command line asks for.
+    """Return the configuration and the entry point that a command line requests.
 
     Args:
         argv: the command line without the name of the command.
@@ -61,7 +61,7 @@ def parse(
 
     Raises:
         ConfigError: the settings cannot work.
-        SystemExit: the command line asks for help, or has a usage error.
+        SystemExit: the command line requests help, or has a usage error.
     """
     request = parse_launch(argv, environment or {})
     return request.config, request.entrypoint
@@ -237,7 +237,7 @@ def _signal_options(settings: Settings) -> AgentOptions:
 
 
 def split_at_commas(text: str) -> tuple[str, ...]:
-    """Split text at single commas; a double comma stands for one comma of the text."""
+    """Split text at single commas; a double comma means one comma of the text."""
     parts = text.replace(",,", "\0").split(",")
     return tuple(part.replace("\0", ",") for part in parts if part)
 

@@ -1,7 +1,7 @@
 """Rendezvous backends that are not built on elasticlib's own store: plug-ins and etcd.
 
 A plug-in is named `package.module:function`. Its module is imported when a launch, or a command
-that asks about a run, opens it, and never before.
+about a run, opens it, and never before.
 
 etcd's settings are read from --rdzv-endpoint and the keys of --rdzv-conf, in the spellings of both
 of torch's etcd backends. Files that they name are read when the store is opened.

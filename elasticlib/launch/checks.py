@@ -89,6 +89,7 @@ def _error(check: str, message: str) -> CheckResult:
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `elasticlib doctor`."""
     parser.description = (
         "Check this machine, and optionally a rendezvous endpoint, for problems that would prevent "
         "a job from running, and suggest fixes. Exit status: 0 no errors, 1 at least one error, 2 "

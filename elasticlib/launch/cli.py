@@ -69,6 +69,7 @@ def _parser(called: str | None = None) -> argparse.ArgumentParser:
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `elasticlib store`."""
     parser.description = "Serve a store for the nodes of a job until SIGTERM or SIGINT."
     parser.add_argument(
         "--bind",
@@ -119,6 +120,7 @@ def _serve_store(args: argparse.Namespace) -> int:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `elasticlib report`."""
     parser.description = (
         "Write one self-contained HTML page about a run that is running or has finished."
     )

@@ -70,7 +70,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Return what the command line gives, without defaults.
 
     Raises:
-        SystemExit: the command line asks for help, or has a usage error.
+        SystemExit: the command line requests help, or has a usage error.
     """
     return build_parser().parse_args(argv)
 
@@ -140,7 +140,7 @@ class _ShowCommonHelp(argparse.Action):
 
 
 class _RejectTorchrunFlag(argparse.Action):
-    """Rejects a flag of torchrun that elasticlib lacks; `const` says what to use instead."""
+    """Rejects a flag of torchrun that elasticlib lacks; `const` names the replacement."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, _: object, _value: object, flag: str | None = None

@@ -115,7 +115,7 @@ def run_node(
     on_start: Callable[[ElasticAgent], object] = lambda _: None,
     on_summary: Callable[[str], object] = lambda _: None,
 ) -> RunResult:
-    """Run this node's agent until the job ends, and return the result, whatever it is.
+    """Run this node's agent until the job ends, and return the result, in any state.
 
     Args:
         config: the configuration of this node.

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ChildFailedError: the job failed.
         SignalException: a signal stopped or drained this node.
         ConfigError: the settings cannot work.
-        SystemExit: the command line asks for help, or has a usage error.
+        SystemExit: the command line requests help, or has a usage error.
     """
     result = _run_command(sys.argv[1:] if argv is None else argv)
     if result.run_result is not None:
@@ -118,7 +118,7 @@ def _run_node(request: LaunchRequest, workers: Workers) -> _CommandResult:
     config = request.config
     summary: list[str] = []
     result = run_node(config, request.entrypoint, workers, on_summary=summary.append)
-    # The reason comes last, where users look first.
+    # The reason is last, where users look first.
     _print_to_stderr("".join(summary) + format_result(result))
     if result.state in (WorkerState.FAILED, WorkerState.STOPPED):
         write_error_file(encode_error_file(result, wall()))

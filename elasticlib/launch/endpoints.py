@@ -113,7 +113,7 @@ def _resolve_standalone(settings: Settings) -> Settings:
 
 
 def _resolve_single_node(settings: Settings) -> Settings:
-    """Make one node without a port a single-node job, whatever its rank, as torchrun does."""
+    """Make one node without a port a single-node job, with any rank, as torchrun does."""
     rank = settings["node_rank"]
     static = settings["rdzv_backend"] in (None, "static") and not settings["rdzv_endpoint"]
     is_one_node = _nodes(settings) == (1, 1)
@@ -190,7 +190,7 @@ def rendezvous_fields(settings: Settings, max_nodes: int) -> dict[str, Any]:
             f"{{{master[0]}}} applies only to the static backend; use {{rdzv_endpoint}} with others"
         )
     if max_nodes == 1 and backend in _TCP and endpoint.endswith(":0"):
-        # torchrun's way to say that the port does not matter, because no other node comes.
+        # torchrun's way to say that the port does not matter, because there is no other node.
         endpoint = ""
     is_single_node = not endpoint and max_nodes == 1
     return {

@@ -1,8 +1,8 @@
-"""What elasticrun prints at the end of a run: what the run lost, and how it ended.
+"""The exit summary of elasticrun: what the run lost, and its result.
 
-The root cause comes last, because users read the last lines, on whichever node it occurred. The
+The root cause is printed last, because users read the last lines. It may be of another node. The
 same is written to failure.json if the run's directory is kept. The losses are aggregated while the
-run goes on, so that no file is read at the end.
+run continues, so that no file is read at the end.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ BUILTIN_BACKENDS = ("tcp", "c10d", "file", "static", *ETCD_BACKENDS)
 
 
 class Flag(NamedTuple):
-    """One option of elasticrun."""
+    """An option of elasticrun."""
 
     usage: str  # as --help shows it, for example "-t, --tee STREAMS"
     help: str
@@ -315,7 +315,7 @@ class SettingError(ConfigError):
 
     The same check serves the command line and Python, which call a setting by different names:
     `--max-restarts` is the field `max_restarts` of `LaunchConfig`. The message is a template in
-    which `{max_restarts}` stands for either name.
+    which `{max_restarts}` means either name.
 
     Args:
         template: the message, with names of settings in braces and `{0}`, `{1}`, ... for values.

@@ -119,7 +119,7 @@ def read_port(text: str, label: str) -> tuple[str, int]:
 
 
 def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the address for health checks that torch's variable asks for, or None.
+    """Return the address for health checks that torch's variable requires, or None.
 
     A probe from another machine, such as the kubelet's, needs a host in the variable:
     `0.0.0.0:PORT` or `[::]:PORT`.
@@ -137,7 +137,7 @@ def _port_text(value: str | int | None) -> str | None:
 
 @attrs.frozen(kw_only=True)
 class SupervisionOptions:
-    """How a node's agent supervises its workers."""
+    """Options of the supervision of a node's workers."""
 
     agent: AgentOptions = attrs.field(factory=AgentOptions)
     drain_exit_code: int = DEFAULTS["drain_exit_code"]
@@ -156,10 +156,10 @@ class SupervisionOptions:
 
 @attrs.frozen
 class LaunchConfig:
-    """One node's part in a job: torch's fields in torch's order, and ours by keyword.
+    """The configuration of a node: torch's fields in torch's order, and elasticlib's by keyword.
 
-    The values of torch's `logs_specs`, `numa_options` and `signals_to_handle` are stored in our own
-    fields, so that all other code reads only those.
+    The values of torch's `logs_specs`, `numa_options` and `signals_to_handle` are copied into
+    elasticlib's fields, so that all other code reads only those.
 
     Raises:
         ConfigError: the settings cannot work.
@@ -363,7 +363,7 @@ class LaunchConfig:
 
     @property
     def output(self) -> OutputPlan:
-        """Where the output of the workers goes."""
+        """The destinations of the workers' output."""
         return OutputPlan(
             redirect=self.redirects,
             tee=self.tee,

@@ -80,7 +80,7 @@ DEFERRED_SIGNALS = SignalBuffer()  # the buffer of the command `elasticrun`
 
 
 def run_as_init() -> int | None:
-    """In process 1 of a container, reap orphans while a child does the launcher's work.
+    """Reap orphans in process 1 of a container, while a child does the launcher's work.
 
     The work is done in a child so that this process never reaps a worker for which the agent waits.
     This function must be called before any thread is started.

@@ -16,7 +16,7 @@ from ..flag_values import TORCHRUN_ONLY
 from .command_line import NOT_IMPLEMENTED
 from .flags import DEFAULTS, FLAGS
 
-PREFIX = "PET_"  # torchrun's prefix of the variables that stand for its options
+PREFIX = "PET_"  # torchrun's prefix of the variables of its options
 
 
 class Source(enum.IntEnum):
@@ -29,7 +29,7 @@ class Source(enum.IntEnum):
 
 
 class Setting(NamedTuple):
-    """One value and where it comes from."""
+    """A value and its origin."""
 
     value: Any
     source: Source

@@ -21,6 +21,7 @@ DEFAULT_TIMEOUT_S = 5.0  # longer than a node waits for a worker that writes no 
 
 
 def add_stacks(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `elasticlib stacks`."""
     parser.description = (
         "Print the current Python stacks of all ranks. Identical stacks are printed once, the "
         "rarest first."

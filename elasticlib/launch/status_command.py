@@ -52,6 +52,7 @@ StatusSource = Callable[[], JobStatus]
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `elasticlib status`."""
     parser.description = (
         "Show the status that the nodes of a run publish in its store, or the result of a finished "
         "run."

@@ -30,7 +30,7 @@ def prepared_local_workers(
     """Yield workers whose fork server is starting, and close them at the end.
 
     Raises:
-        ConfigError: this machine lacks a resource that the configuration asks for.
+        ConfigError: this machine lacks a resource that the configuration requires.
     """
     check_local_resources(config, entrypoint, environment)
     workers = create_local_workers(config, environment)
@@ -51,7 +51,7 @@ def worker_spec(config: LaunchConfig, entrypoint: Entrypoint) -> WorkerSpec:
 def check_local_resources(
     config: LaunchConfig, entrypoint: Entrypoint, environment: Mapping[str, str]
 ) -> None:
-    """Check that this machine has the resources that the configuration asks for.
+    """Check that this machine has the resources that the configuration requires.
 
     Raises:
         ConfigError: a resource is missing.

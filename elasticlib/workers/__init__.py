@@ -1,0 +1,1 @@
+"""Worker processes: their specification, their start, and their connection to the agent."""
