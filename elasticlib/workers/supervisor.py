@@ -38,6 +38,7 @@ from .supervisor_protocol import (
     NUM_DESCRIPTORS,
     Connection,
     Message,
+    adopt_orphans,
     as_reason,
     enter_session,
     socket_pair,
@@ -46,6 +47,8 @@ from .supervisor_protocol import (
 FORK_TIMEOUT_S = 5.0  # A fork server does nothing but fork, so one that needs longer is stuck.
 AGENT_CHECK_INTERVAL_S = 1.0  # how often the parent is checked if the kernel has no pidfds
 FORK_SERVER_EXIT_TIMEOUT_S = 1.0
+REAP_TIMEOUT_S = 1.0  # for killed processes to exit, at the end
+REAP_POLL_INTERVAL_S = 0.05
 EXEC_FAILED = 127  # the shell's exit code for a program that cannot be executed
 IGNORED_SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
 
@@ -479,6 +482,9 @@ class Supervisor:
     def _clean_up(self) -> None:
         self._is_ending = True
         self._read_agent()
+        # The workers of a killed fork server become children of this process, which reaps them: no
+        # process of an agent, not even a zombie, remains after the agent has closed its workers.
+        adopt_orphans()
         sessions = {worker.pid: worker.start_ticks for worker in self._workers.values()}
         for worker in self._workers.values():
             if worker.is_child:
@@ -491,12 +497,22 @@ class Supervisor:
             for link in server.links:
                 sessions.update(_remaining_workers(link))
         kill_sessions(sessions)
+        self._reap_children()
         # Processes may write into the directories until they have been killed.
         if self._directories:
             import shutil
 
             for path in self._directories:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _reap_children(self) -> None:
+        limit = monotonic() + REAP_TIMEOUT_S
+        with contextlib.suppress(ChildProcessError):
+            while monotonic() < limit:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    select.select([self._wakeup[0]], [], [], REAP_POLL_INTERVAL_S)
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wakeup[0], 4096)
 
 
 def _remaining_workers(link: _ForkLink) -> dict[int, int]:

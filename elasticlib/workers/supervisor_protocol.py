@@ -29,6 +29,7 @@ NUM_DESCRIPTORS = 5
 MAX_MESSAGE_BYTES = 65536
 MAX_REASON_CHARS = 2000
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 Message = dict[str, Any]
 
@@ -132,6 +133,14 @@ def set_parent_death_signal(parent: int) -> None:
     # The parent may have exited before this call.
     if os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Have the kernel make orphaned descendants of this process its children from now on."""
+    import ctypes
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def enter_session(parent: int, descriptors: Sequence[int]) -> Message:

@@ -115,7 +115,7 @@ def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job)
     first = job.settled(2)
     again = job.settled(2, after=generation_of(first))
     assert [place["TORCHELASTIC_RESTART_COUNT"] for place in again] == ["1", "1"]
-    told = r"hung: rank \d on \S+ is at step 19, silent for \d\.\d s; so are the others"
+    told = r"hung: rank \d on \S+ is at step 19, inactive for \d\.\d s; so are the others"
     for node in nodes:
         assert re.search(told, node.text), node.text
         (stacks,) = logs[node.name].glob("*/attempt_0/0/stacks.txt")

@@ -179,7 +179,7 @@ def test_what_is_no_program_and_what_is_no_config_are_refused() -> None:
         elastic_launch(LaunchConfig(), None)()  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="config must be a LaunchConfig, got 3"):
         elastic_launch(3, rank_times)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="health_check_server is torch's"):
+    with pytest.raises(ConfigError, match="health_check_server must be None"):
         elastic_launch(LaunchConfig(), rank_times, object())  # type: ignore[arg-type]
 
 
