@@ -110,7 +110,7 @@ def test_an_indexed_job_is_scaled_from_one_pod_to_three_and_back(pods: Pods) -> 
     containers = [quick(indexed_job(job, index)) for index in range(3)]
     first = pods.start(containers[0], f"--samples={SAMPLES}")
     # The service has not published it, and the pod itself knows only its long name.
-    first.node.says("cannot resolve the host of train-0.train:29400 yet")
+    first.node.says("cannot resolve the host of train-0.train:29400")
     first.node.says(
         r"the store is unreachable, retrying for 600 s \(join_timeout\): "
         r"train-0.train:29400 could not be reached"
@@ -177,7 +177,7 @@ def test_who_is_told_to_host_behind_a_translated_address_serves_at_all_of_its_ow
     two.know({"train": one.address})
     flags = ("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")
     nodes = [one.run(*flags, "--rdzv-conf=is_host=true"), two.run(*flags)]
-    nodes[0].says("this node hosts the store at all of its addresses")
+    nodes[0].says("this node hosts the store on all of its addresses")
     places = cluster.job.settled(2)
     check_one_world(places)
     cluster.check_reachable(places)

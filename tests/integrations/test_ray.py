@@ -208,8 +208,7 @@ def test_workers_are_restarted_and_agents_replaced(job: Job, rays: Rays) -> None
     second = job.settled(2, generation_of(first))
     assert {place["TORCHELASTIC_RESTART_COUNT"] for place in second} == {"1"}
     memory = memory_of(second)
-    (agent,) = {pid for pid, line in rays.ours().items() if is_parent(pid, second[0]["pid"])}
-    os.kill(agent, signal.SIGKILL)
+    os.kill(agent_of(second[0]["pid"]), signal.SIGKILL)
     third = job.settled(2, generation_of(second))
     memory += memory_of(third)
     # What is lost is replaced, and charged to nobody's budget.
@@ -220,12 +219,17 @@ def test_workers_are_restarted_and_agents_replaced(job: Job, rays: Rays) -> None
     gone(memory)
 
 
-def is_parent(pid: int, child: int) -> bool:
-    try:
-        stat = Path(f"/proc/{child}/stat").read_text()
-    except OSError:
-        return False
-    return int(stat.rpartition(")")[2].split()[1]) == pid
+def agent_of(worker: int) -> int:
+    """Return the agent of a worker: the parent of its supervisor process."""
+    pid = worker
+    while Path(f"/proc/{pid}/comm").read_text() != "supervisor\n":
+        pid = parent_of(pid)
+    return parent_of(pid)
+
+
+def parent_of(pid: int) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
 
 
 def test_a_failure_is_raised_at_the_driver_with_its_cause(job: Job, rays: Rays) -> None:

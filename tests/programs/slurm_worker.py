@@ -40,10 +40,19 @@ def enter_folder() -> None:
         os.chdir(f"task.{task}")
 
 
+def agent() -> int:
+    """Return the pid of the agent: the parent of the supervisor process."""
+    pid, is_supervisor = os.getpid(), False
+    while not is_supervisor:
+        is_supervisor = Path(f"/proc/{pid}/comm").read_text() == "supervisor\n"
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
 def say_place() -> None:
     place = {name: os.environ[name] for name in NAMES}
     place |= {"node": os.uname().nodename, "pid": os.getpid(), "beside": []}
-    place |= {"id": os.environ["TORCHELASTIC_RUN_ID"], "agent": os.getppid()}
+    place |= {"id": os.environ["TORCHELASTIC_RUN_ID"], "agent": agent()}
     place["deaf"] = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     name = f"place.{place['ELASTICLIB_GENERATION']}.{place['RANK']}.{place['pid']}"
     Path(f"{name}.part").write_text(json.dumps(place))
