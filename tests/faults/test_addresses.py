@@ -113,7 +113,7 @@ def test_a_host_that_must_serve_at_anothers_name_says_so_at_once(cluster: Cluste
     node = one.run("--nnodes", "2", "--node-rank=0", "--master-addr=h2", f"--master-port={PORT}")
     assert node.exit_code() == 2
     assert f"must host the store at h2:{PORT}, but cannot" in node.text
-    assert "give this node --rdzv-conf is_host=true" in node.text
+    assert "set --rdzv-conf is_host=true on this node" in node.text
 
 
 def test_who_hosts_alone_by_an_old_meaning_of_the_name_goes_where_it_has_come_to_lead(

@@ -179,7 +179,7 @@ def test_a_damaged_image_ends_the_job_with_its_name_in_the_report(job: Job, draw
     victim.write_bytes(victim.read_bytes()[:60])
     node = Run(job, "run", bad).start(1, restarts=0)
     assert node.exit_code() == 1, node.text
-    report = node.text[node.text.index("elasticrun: first failure") :]
+    report = node.text[node.text.index("elasticrun: root cause") :]
     assert f"{victim} cannot be read as an image (" in report
     assert "replace it, or take it out of the data" in report
 

@@ -167,14 +167,14 @@ def test_who_saves_and_leaves_is_given_the_time_for_it(name: str) -> None:
     saved = options.checkpoint_grace + config.shutdown_timeout
     # Run:ai's pods have 30 s, and a save is worth more than a process that outlives SIGKILL.
     reaped = 0.0 if name == "runai" else StopTimeouts().kill_timeout
-    assert saved + reaped + config.rendezvous_timeouts.close < CONTAINERS[name].grace
+    assert saved + reaped + config.rendezvous_timeouts.close_timeout < CONTAINERS[name].grace
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_who_comes_back_to_an_empty_store_waits_for_as_long_as_dns_may_say_something_old(
     name: str,
 ) -> None:
-    assert launched(CONTAINERS[name]).config.rendezvous_settings.last_call == DNS_SECONDS
+    assert launched(CONTAINERS[name]).config.rendezvous_settings.last_call_timeout == DNS_SECONDS
 
 
 def test_what_the_operator_says_of_a_master_does_not_change_the_launch() -> None:
