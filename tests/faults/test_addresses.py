@@ -128,7 +128,7 @@ def test_who_hosts_alone_by_an_old_meaning_of_the_name_goes_where_it_has_come_to
     for node in nodes:
         node.says("this node hosts the store")
     hosts[1].know({"train-0.train": hosts[0].address})
-    nodes[1].says("goes to the store there")
+    nodes[1].says("joins the store there")
     check_one_world(cluster.job.settled(2, seconds=30.0))
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
