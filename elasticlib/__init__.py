@@ -29,6 +29,7 @@ _HOMES = {
     "launch.launch_config": ("LaunchConfig", "SupervisionOptions"),
     "launch.elastic_launch": ("elastic_launch", "keep_snapshots"),
     "launch.observability": ("observe_node",),
+    "observe.event": ("Event",),
     "observe.report": ("report",),
     "observe.history_reader": ("read_history",),
     # Parts of a launcher of your own.
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from .launch.launch_config import SupervisionOptions as SupervisionOptions
     from .launch.observability import observe_node as observe_node
     from .logical.logical_workers import LogicalWorkers as LogicalWorkers
+    from .observe.event import Event as Event
     from .observe.history_reader import read_history as read_history
     from .observe.report import report as report
     from .rendezvous.handler import DynamicRendezvousHandler as DynamicRendezvousHandler

@@ -31,8 +31,9 @@ PYTHON = [
     page
     for page in PAGES
     if "```python" in FOUND[page][0]
-    # It starts a job: tests/integrations/test_start_page.py does.
-    and page != "guide/launch.md"
+    # They start jobs, which tests/integrations/test_start_page.py and
+    # tests/launch/test_events_page.py do.
+    and page not in ("guide/launch.md", "guide/events.md")
 ]
 OTHERS = {"--help", "--shm-size"}
 

@@ -64,7 +64,7 @@ def shown(job: Job) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for event in events:
         if event.kind == "worker.started" and event.generation == newest:
-            path = run / f"attempt_{event.facts['attempt']}/{event.facts['local_rank']}/stdout.log"
+            path = run / f"attempt_{event.data['attempt']}/{event.data['local_rank']}/stdout.log"
             if path.exists():
                 found[event.rank or 0] = path.read_text().splitlines()
     return found
@@ -104,16 +104,16 @@ def test_what_is_shown_of_a_run_goes_on_with_the_worker_that_was_kept(job: Job) 
     one = [f"generation {number}" for number in (1, 2, 3)]
     assert shown(job) == {0: ["generation 3"], 1: one}
     (events,) = job.events()
-    began = [e.facts for e in events if e.kind == "worker.started"]
+    began = [e.data for e in events if e.kind == "worker.started"]
     assert [(fact["local_rank"], fact["attempt"]) for fact in began] == [
         *((0, 0), (1, 0)),
         (1, 0),
         *((0, 1), (1, 0)),
     ]
-    trained = [e.facts["duration_seconds"] for e in events if e.kind == "training.started"]
+    trained = [e.data["duration_seconds"] for e in events if e.kind == "training.started"]
     assert len(trained) == 3, "in each generation anew"
     assert all(seconds >= 0 for seconds in trained)
-    failed = [e for e in events if e.kind == "worker.exited" and not e.facts["succeeded"]]
+    failed = [e for e in events if e.kind == "worker.exited" and not e.data["succeeded"]]
     assert [event.rank for event in failed] == [0]
 
 

@@ -16,7 +16,6 @@ import secrets
 import socket
 import sys
 import threading
-import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +31,9 @@ from ...launch.console import start_logging
 from ...launch.elastic_launch import run_node, shutdown_timeout_of
 from ...launch.launch_config import LaunchConfig
 from ...launch.launcher_process import raise_open_file_limit
+from ...launch.run_id import generate_run_id
 from ...launch.store_host import CONNECT_TIMEOUT_S, RESERVED_DESCRIPTORS
+from ...observe.runs import NO_ID
 from ...rendezvous.store_layout import JobListing, StoreKeys
 from ...signals import signal_name
 from ...stores.authentication import SECRET_ENV as SECRET
@@ -288,7 +289,7 @@ def run_on(
     Raises:
         ElasticError: no agent can be started as configured.
     """
-    run_id = str(uuid.uuid4()) if config.run_id == "none" else config.run_id
+    run_id = generate_run_id(entrypoint) if config.run_id in ("", NO_ID) else config.run_id
     secret = secrets.token_hex(32)
     # As many again are the server's to spare, for all else that this process does.
     raise_open_file_limit(config.max_nodes + 2 * RESERVED_DESCRIPTORS)
