@@ -65,7 +65,7 @@ def test_a_job_is_disturbed_and_goes_on_and_its_history_tells_of_it(
     assert job.finish() == [0, 75]
     history = job.report().history
     assert history.state is JobState.SUCCEEDED
-    assert [one.why for one in history.generations] == [
+    assert [one.trigger for one in history.generations] == [
         GenerationTrigger.START,
         GenerationTrigger.FAILURE,
         GenerationTrigger.RESIZE,
