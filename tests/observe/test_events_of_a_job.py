@@ -58,7 +58,7 @@ def test_a_job_that_lost_a_worker_has_told_of_it_and_of_what_followed(job: Job) 
     events = run_with_a_loss(job)
     kinds = [event.kind for event in events]
     assert (kinds[0], kinds[-1]) == ("run.started", "run.finished")
-    # Each kind that one node's job can tell was told, and with all of its facts.
+    # Each kind that one node's job can tell was told, and with all of its data.
     assert set(kinds) == set(KINDS) - {"events.dropped"}
     begun = [event for event in events if event.kind == "generation.started"]
     assert [(e.generation, e.data["restarts"], e.data["ranks"]) for e in begun] == [
