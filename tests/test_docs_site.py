@@ -85,9 +85,7 @@ def test_each_link_of_a_page_leads_somewhere(page: str) -> None:
 MODES = "failure_modes"
 FOOTNOTES = {
     name: re.findall(r"`([^`]+)`", tests)
-    for name, tests in re.findall(
-        r"^\[\^([\w-]+)\]: (.*(?:\n    .*)*)", text(MODES), re.MULTILINE
-    )
+    for name, tests in re.findall(r"^\[\^([\w-]+)\]: (.*(?:\n    .*)*)", text(MODES), re.MULTILINE)
 }
 
 
