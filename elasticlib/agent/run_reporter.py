@@ -18,7 +18,7 @@ from ..observe.journal import Journal, SafeCaller
 from ..observe.step_monitor import MAX_INTERVAL_S, StepMonitor
 from ..rendezvous.interface import RendezvousInfo
 from ..rendezvous.membership import Change, ChangeKind
-from ..visible import shorten
+from ..sanitize import shorten
 from ..workers.exits import WorkerExit
 from ..workers.interface import StopNotice, Workers
 from ..workers.spec import WorkerGroup, WorkerState

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError, ConfigError
-from ..foreign import read_fields, read_object
+from ..untrusted import read_fields, read_object
 from .safetensors_header import PREFIX_BYTES, read_size
 from .storage import (
     SEGMENT_BYTES,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..errors import ConfigError, describe, did_you_mean
+from ..errors import ConfigError, did_you_mean, format_error
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from ..stores.interface import Store
@@ -83,7 +83,7 @@ def open_backend(name: str, parameters: BackendParameters) -> Store | Rendezvous
             "{rdzv_backend} {0} cannot be imported: {1}; install the module, or add its directory "
             "to PYTHONPATH",
             name,
-            describe(error),
+            format_error(error),
         ) from error
     try:
         backend = function(parameters)
@@ -91,7 +91,7 @@ def open_backend(name: str, parameters: BackendParameters) -> Store | Rendezvous
         raise
     except Exception as error:
         # The plug-in may raise anything, and the message must say whose code failed.
-        raise SettingError("{rdzv_backend} {0} failed: {1}", name, describe(error)) from error
+        raise SettingError("{rdzv_backend} {0} failed: {1}", name, format_error(error)) from error
     if not isinstance(backend, (Store, RendezvousHandler)):
         raise SettingError(
             "{rdzv_backend} {0} must return a Store or a RendezvousHandler, got {1}",

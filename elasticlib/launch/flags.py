@@ -12,13 +12,13 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import ConfigError
-from ..flag_values import (
-    CHECKPOINT_GRACE,
-    DRAIN_EXIT_CODE,
+from ..defaults import (
+    DEFAULT_CHECKPOINT_GRACE_S,
+    DEFAULT_DRAIN_EXIT_CODE,
+    DEFAULT_STORE_GRACE_S,
     NUMA_BINDINGS,
-    STORE_GRACE,
 )
+from ..errors import ConfigError
 
 MASTER_PORT = 29500
 SCHEDULERS = ("none", "auto", "slurm", "skypilot")
@@ -182,7 +182,7 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         _Extension(
             "--store-grace SECONDS",
             "keep workers running this long while the store is unreachable, then stop",
-            STORE_GRACE,
+            DEFAULT_STORE_GRACE_S,
             float,
         ),
     ),
@@ -241,12 +241,14 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             "job; none disables them",
             default_text="SIGUSR2, and SIGTERM if workers poll should_stop()",
         ),
-        _Extension("--drain-exit-code CODE", "exit code after a drain", DRAIN_EXIT_CODE, int),
+        _Extension(
+            "--drain-exit-code CODE", "exit code after a drain", DEFAULT_DRAIN_EXIT_CODE, int
+        ),
         _CommonExtension(
             "--checkpoint-grace SECONDS",
             "time that workers calling should_stop() get to save a checkpoint before their node "
             "leaves or the job changes its size",
-            CHECKPOINT_GRACE,
+            DEFAULT_CHECKPOINT_GRACE_S,
             float,
         ),
     ),

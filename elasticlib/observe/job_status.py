@@ -17,8 +17,8 @@ import attrs
 from ..rendezvous.membership import JobPhase, LeaderStatus, Membership, Node
 from ..rendezvous.store_layout import JobListing, StoreKeys
 from ..rendezvous.store_layout import decode as decode_record
+from ..sanitize import escape_to_one_line
 from ..stores.interface import Store
-from ..visible import visible_line
 from .aggregate import NodeStatus, WorkerStatus, finished_state
 from .event import Event
 from .formatting import (
@@ -559,7 +559,7 @@ def headline(status: JobStatus) -> list[str]:
     if status.reason:
         lines.append(f"  reason: {status.reason}")
     # Texts originate from other machines, and from files that anyone may have written.
-    return [visible_line(line) for line in lines]
+    return [escape_to_one_line(line) for line in lines]
 
 
 def _is_active(status: JobStatus) -> bool:
@@ -626,8 +626,8 @@ def rank_table(status: JobStatus) -> TableData:
     rows = [
         (
             str(worker.rank),
-            visible_line(host),
-            visible_line(worker.name if worker.running else f"{worker.name} (exited)"),
+            escape_to_one_line(host),
+            escape_to_one_line(worker.name if worker.running else f"{worker.name} (exited)"),
             format_cell(worker.step),
             format_cell(worker.steps_per_second, format_number),
             format_cell(worker.seconds_since_heartbeat, format_duration),
@@ -653,7 +653,7 @@ def _node_row(nodes: Sequence[NodeEntry], unranked: str) -> Sequence[str]:
     is_draining = bool(first.draining) and is_single
     return (
         position,
-        visible_line(first.host) if is_single else f"{len(nodes)} others",
+        escape_to_one_line(first.host) if is_single else f"{len(nodes)} others",
         f"{first.state_text}, draining" if is_draining else first.state_text,
         format_cell(_largest(ages), format_duration),
         format_ranges(worker.rank for worker in workers) or UNKNOWN,

@@ -19,7 +19,7 @@ from ..errors import (
     RendezvousConfigError,
     StoreConnectionError,
     StoreError,
-    present,
+    require_not_none,
 )
 from ..stores.interface import ABSENT, Entry, Listing, Store
 from .membership import (
@@ -426,7 +426,7 @@ class LocalNode:
 
     def _write(self, membership: Membership, snapshot: JobSnapshot, nonce: str) -> bool:
         """Replace the membership of the snapshot. Return False if another write was faster."""
-        before, view = snapshot.state, present(snapshot.view, "the view of the decision")
+        before, view = snapshot.state, require_not_none(snapshot.view, "the view of the decision")
         membership_id = membership.membership_id
         has_members = view.membership is not None and view.membership.membership_id == membership_id
         if not has_members:

@@ -16,7 +16,7 @@ from functools import partial
 
 import attrs
 
-from ..clock import Clock, monotonic, today
+from ..clock import Clock, monotonic, utc_now_text
 from ..endpoint import split_endpoint
 from ..errors import (
     ConfigError,
@@ -26,11 +26,11 @@ from ..errors import (
     RendezvousTimeoutError,
     StoreError,
     StoreRejectedError,
-    describe,
-    present,
+    format_error,
+    require_not_none,
 )
 from ..stores.interface import Listing, WatchResult
-from ..threads import helper
+from ..threads import daemon_thread
 from .bootstrap_store import BootstrapStoreServer
 from .interface import RendezvousInfo, RendezvousStoreInfo
 from .local_node import NEVER_REACHED, JobSnapshot, LocalNode, StoreGraceExpired, backoff
@@ -200,7 +200,9 @@ class NodeThread:
             + NEVER_REACHED
             * (node.snapshot is None)
         )
-        error.lost = node.state is not None and node.state.trigger is GenerationTrigger.NODE_LOSS
+        error.is_node_loss = (
+            node.state is not None and node.state.trigger is GenerationTrigger.NODE_LOSS
+        )
         return error
 
     def _start(self) -> None:
@@ -214,7 +216,7 @@ class NodeThread:
                 # Otherwise, the two threads would take the lease from each other.
                 earlier.request_stop()
             _THREADS[key] = self
-            self._thread = helper(
+            self._thread = daemon_thread(
                 self._run, "rendezvous", lambda reason: self.stop(RendezvousError(reason))
             )
             self._thread.start()
@@ -230,7 +232,7 @@ class NodeThread:
                 self.stop(error)
             except Exception as error:
                 log.exception("the rendezvous failed")
-                self.stop(RendezvousError(f"the rendezvous failed: {describe(error)}"))
+                self.stop(RendezvousError(f"the rendezvous failed: {format_error(error)}"))
             self._run_requests(pause)
         self.stop()
         self.close_bootstrap_store()
@@ -294,9 +296,9 @@ class NodeThread:
             return 0.0
         self._watch(snapshot)
         endpoint = "" if self._bootstrap_store is None else self._bootstrap_store.endpoint
-        if node.write_reports(snapshot, today(), endpoint=endpoint):
+        if node.write_reports(snapshot, utc_now_text(), endpoint=endpoint):
             return RETRY_INTERVAL_S if node.intent.close_reason else 0.0
-        result, has_written = node.reconcile_and_write(snapshot, today())
+        result, has_written = node.reconcile_and_write(snapshot, utc_now_text())
         if snapshot.view is not None:
             self._earliest_poll = now + POLL_INTERVAL_PER_NODE_S * len(snapshot.view.live_nodes)
         if result.new_membership is not None:
@@ -332,7 +334,7 @@ class NodeThread:
             callback=self._on_watch_result,
             with_listing=not node.is_leader,
         ):
-            helper(partial(self._wait, node.watch_prefix, after), "rendezvous-watch").start()
+            daemon_thread(partial(self._wait, node.watch_prefix, after), "rendezvous-watch").start()
         self._is_watching = True
 
     def _on_watch_result(self, result: WatchResult) -> None:
@@ -412,7 +414,7 @@ class NodeThread:
         if self._bootstrap_store is not None and self._bootstrap_store.error is not None:
             self._finish_join(join, self._bootstrap_store.error)
             return
-        snapshot = present(node.snapshot, "a snapshot")
+        snapshot = require_not_none(node.snapshot, "a snapshot")
         if snapshot.master_endpoint is not None:
             info = self._make_info(snapshot, snapshot.master_endpoint)
             with self._condition:
@@ -435,7 +437,7 @@ class NodeThread:
             server.open(address)
             self.post()
 
-        helper(open_store, "rendezvous-open").start()
+        daemon_thread(open_store, "rendezvous-open").start()
 
     def close_bootstrap_store(self) -> None:
         """Close the bootstrap store of this node, if there is one."""
@@ -444,11 +446,11 @@ class NodeThread:
             server.close()
 
     def _make_info(self, snapshot: JobSnapshot, endpoint: str) -> RendezvousInfo:
-        node, state = self.node, present(snapshot.state, "the state")
+        node, state = self.node, require_not_none(snapshot.state, "the state")
         return RendezvousInfo(
             run_id=node.run_id,
             generation=state.generation,
-            assignment=present(snapshot.assignment, "the assignment"),
+            assignment=require_not_none(snapshot.assignment, "the assignment"),
             bootstrap_store_info=RendezvousStoreInfo(*split_endpoint(endpoint)),
             restarts=state.restarts,
             max_restarts=state.settings.max_restarts,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from ..errors import present
+from ..errors import require_not_none
 from .membership import (
     GenerationTrigger,
     JobEnd,
@@ -318,7 +318,7 @@ def _restarts_exhausted(
     view: LeaderView, membership: Membership, candidates: Sequence[Node]
 ) -> ReconcileResult:
     """Evict the failed node, or end the job if too few nodes would remain."""
-    failure = present(membership.failure, "the failure")
+    failure = require_not_none(membership.failure, "the failure")
     settings = membership.settings
     failed = [n for n in candidates if n.id == failure.node]
     budget = f"{membership.restarts} of {settings.max_restarts} restarts used"

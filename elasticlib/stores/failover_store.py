@@ -25,7 +25,7 @@ from ..errors import (
     StoreRejectedError,
     StoreTimeoutError,
 )
-from ..threads import ForkAware, helper
+from ..threads import ForkAware, daemon_thread
 from .interface import CompareSetResult, Entry, Listing, Store, WatchResult
 from .tcp_client import TcpStore
 from .tcp_server import TcpStoreServer
@@ -332,7 +332,7 @@ class FailoverStore(Store, ForkAware):
                     future.set_result(store if is_accepted else None)
 
         try:
-            helper(probe, "store-elsewhere").start()
+            daemon_thread(probe, "store-elsewhere").start()
         except RuntimeError as error:
             self._probed.discard(number)
             raise StoreConnectionError(f"no thread to try other endpoints: {error}") from error

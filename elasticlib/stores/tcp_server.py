@@ -25,7 +25,7 @@ import attrs
 from ..clock import monotonic
 from ..endpoint import join_endpoint
 from ..errors import ConfigError, StoreRejectedError
-from ..threads import helper
+from ..threads import daemon_thread
 from .authentication import NONCE_BYTES, SECRET_ENV, check_secret
 from .connection import SocketRelay, enable_keepalive, numeric_address, update_selector_events
 from .key_space import KeySpace, KeySpaceLimits, Listing
@@ -176,7 +176,7 @@ class TcpStoreServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._set_accepting(True)
-        self._thread = helper(self._serve, "tcp-store-server")
+        self._thread = daemon_thread(self._serve, "tcp-store-server")
         self._thread.start()
         if self._secret is None and not ipaddress.ip_address(self.host).is_loopback:
             log.warning(

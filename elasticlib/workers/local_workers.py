@@ -20,7 +20,7 @@ import attrs
 
 from ..clock import monotonic, wall
 from ..errors import WorkerStartError
-from ..threads import helper
+from ..threads import daemon_thread
 from . import stack_dump
 from .cleanup import signal_group
 from .error_file import FailureReport, read_failure_report, remove_exit_file
@@ -292,7 +292,9 @@ class LocalWorkers(Workers):
 
         if process.result is None:
             try:
-                return helper(read, f"worker-{local}-value", lambda _: on_exit(local)).start()
+                return daemon_thread(
+                    read, f"worker-{local}-value", lambda _: on_exit(local)
+                ).start()
             except RuntimeError:
                 log.warning("cannot start a thread to read what a worker's function returned")
         return on_exit(local)

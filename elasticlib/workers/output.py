@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from typing import IO, Any
 
 from ..clock import monotonic
-from ..errors import WorkerStartError, present
-from ..threads import helper
+from ..errors import WorkerStartError, require_not_none
+from ..threads import daemon_thread
 from .output_plan import OutputFiles, OutputPlan, Streams
 from .spec import Worker
 
@@ -261,7 +261,7 @@ class OutputThread:
             if self._thread is not None:
                 return
             reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            thread = helper(lambda: self._run(reading), "workers-output")
+            thread = daemon_thread(lambda: self._run(reading), "workers-output")
             try:
                 start_thread(thread)
             except WorkerStartError:
@@ -337,7 +337,7 @@ class OutputThread:
         return any(console.has_pending for console in list(self._consoles.values()))
 
     def _add(self, reader: PipeReader) -> None:
-        selector = present(self._selector, "the selector of a running output thread")
+        selector = require_not_none(self._selector, "the selector of a running output thread")
 
         def forget() -> None:
             selector.unregister(reader.fd)

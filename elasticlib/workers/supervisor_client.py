@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..clock import monotonic
-from ..errors import WorkerStartError, present
+from ..errors import WorkerStartError, require_not_none
 from .event_loop import EventLoop
 from .fork_server import DEFERRED_IMPORTS
 from .supervisor_protocol import Connection, Message, socket_pair, write_job
@@ -182,7 +182,7 @@ class SupervisorClient:
         """The pid of the supervisor process, which is started if there is none. Raises OSError."""
         with self._lock:
             self._connect()
-            return present(self._process, "the supervisor process").pid
+            return require_not_none(self._process, "the supervisor process").pid
 
     def _connect(self) -> Connection:
         """Return the connection to the supervisor process, which is started if there is none."""

@@ -193,7 +193,7 @@ def test_a_wait_for_the_place_of_a_node_that_is_gone_ends_with_its_name(cluster:
     second.shutdown()
     with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2.*; b left; here: a;") as one:
         joining.result(20)
-    assert one.value.lost
+    assert one.value.is_node_loss
 
 
 def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) -> None:
