@@ -60,9 +60,7 @@ class RendezvousTimeouts:
     join_timeout: float = 600.0  # maximum wait for a generation to form
     lease_ttl: float = 5.0  # a node that has not refreshed its lease for this long is lost
     keep_alive_interval: float = 1.0  # interval between refreshes of the lease
-    store_grace: float = (
-        DEFAULT_STORE_GRACE_S  # workers keep running this long while the store is away
-    )
+    store_grace: float = DEFAULT_STORE_GRACE_S  # workers run this long while the store is away
     close_timeout: float = 30.0  # maximum duration of `shutdown` and `set_closed`
     loop_timeout: float = 30.0  # a node whose agent's loop is blocked for longer leaves the group
 
