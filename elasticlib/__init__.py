@@ -1,37 +1,42 @@
 """Elastic, fault-tolerant distributed training on PyTorch.
 
 `import elasticlib` costs milliseconds and does not import torch: each public name is loaded from
-its module when it is first used. What only the author of a store, a rendezvous handler or a class
-of workers needs is imported from its module, as `elasticlib.stores.interface`.
+its module when it is first used. Authors of a store, a rendezvous handler or a class of workers
+find what they need in `elasticlib.interfaces`, and the classes of errors are in
+`elasticlib.errors`. All other modules are internal.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ._lazy import lazy_exports
 from ._version import __version__ as __version__
 
-_HOMES = {
+# The public names by the module that defines them.
+_EXPORTS = {
     # In a training script.
-    "workers.context": ("context",),
-    "compat.failures": ("record", "ChildFailedError"),
+    "workers.context": ("context", "WorkerContext", "StopRequest"),
+    "compat.failures": ("record", "ChildFailedError", "ProcessFailure", "SignalException"),
     "data.sampler": ("ElasticDistributedSampler",),
-    "data.batch_sampler": ("ElasticBatchSampler",),
+    "data.batch_sampler": ("ElasticBatchSampler", "EmptyBatchCollator"),
     "data.shard_dataset": ("ShardDataset",),
     "data.loader_workers": ("ignore_signals_worker_init",),
     "checkpoint.manager": ("CheckpointManager",),
+    "checkpoint.save_handle": ("SaveHandle",),
+    "checkpoint.restore": ("RestoreResult",),
     "checkpoint.single_file": ("save_checkpoint", "load_checkpoint", "latest_checkpoint"),
     "in_place.process_group": ("init_process_group",),
-    "in_place.step_loop": ("steps",),
-    "logical.logical_workers": ("LogicalWorkers",),
-    # Launching a job, and reading what it left.
+    "in_place.step_loop": ("steps", "StepLoop", "StepAttempt"),
+    "logical.logical_workers": ("LogicalWorkers", "LogicalWorker"),
+    # Launching a job, and reading what it recorded.
     "launch.launch_config": ("LaunchConfig", "SupervisionOptions"),
     "launch.elastic_launch": ("elastic_launch", "keep_snapshots"),
     "launch.observability": ("observe_node",),
-    "observe.report": ("report",),
+    "observe.report": ("report", "Report"),
+    "observe.history": ("History",),
     "observe.history_reader": ("read_history",),
-    # Parts of a launcher of your own.
+    # Parts of a custom launcher.
     "agent.elastic_agent": ("ElasticAgent",),
     "agent.options": ("AgentOptions",),
     "agent.interface": ("RunResult",),
@@ -55,12 +60,14 @@ _HOMES = {
     "stores.tcp_client": ("TcpStore",),
     "stores.tcp_server": ("TcpStoreServer",),
     "stores.etcd_store": ("EtcdStore",),
-    # The base class of every error that elasticlib raises on purpose.
+    # The base class of all errors of elasticlib.
     "errors": ("ElasticError",),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *sorted(_HOME_OF)]
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__, _EXPORTS, ("errors", "integrations", "interfaces", "testing")
+)
+__all__ += ["__version__"]
 
 if TYPE_CHECKING:
     from .agent.elastic_agent import ElasticAgent as ElasticAgent
@@ -106,15 +113,15 @@ if TYPE_CHECKING:
     from .workers.spec import StopTimeouts as StopTimeouts
     from .workers.spec import WorkerSpec as WorkerSpec
     from .workers.spec import WorkerState as WorkerState
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'elasticlib' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+    from .workers.context import WorkerContext as WorkerContext
+    from .workers.context import StopRequest as StopRequest
+    from .compat.failures import ProcessFailure as ProcessFailure
+    from .compat.failures import SignalException as SignalException
+    from .data.batch_sampler import EmptyBatchCollator as EmptyBatchCollator
+    from .checkpoint.save_handle import SaveHandle as SaveHandle
+    from .checkpoint.restore import RestoreResult as RestoreResult
+    from .in_place.step_loop import StepLoop as StepLoop
+    from .in_place.step_loop import StepAttempt as StepAttempt
+    from .logical.logical_workers import LogicalWorker as LogicalWorker
+    from .observe.report import Report as Report
+    from .observe.history import History as History

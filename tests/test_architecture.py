@@ -291,18 +291,6 @@ def test_importing_elasticlib_does_not_import_torch() -> None:
     assert python(code) == 0
 
 
-def test_every_public_name_can_be_had() -> None:
-    assert python("import elasticlib; [getattr(elasticlib, n) for n in elasticlib.__all__]") == 0
-
-
-def test_dir_lists_the_public_names_alone() -> None:
-    code = (
-        "import sys, elasticlib; elasticlib.Store; "
-        "sys.exit(dir(elasticlib) != sorted(elasticlib.__all__))"
-    )
-    assert python(code) == 0
-
-
 def test_contract_suites_are_imported_with_their_dependencies_on_first_use() -> None:
     code = (
         "import sys, elasticlib.testing as testing; "

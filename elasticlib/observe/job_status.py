@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import attrs
 
-from ..rendezvous.membership import JobPhase, LeaderStatus, Membership, Node
+from ..rendezvous.membership import JobPhase, LeaderStatus, Membership, NodeRecord
 from ..rendezvous.store_layout import JobListing, StoreKeys
 from ..rendezvous.store_layout import decode as decode_record
 from ..sanitize import escape_to_one_line
@@ -44,7 +44,7 @@ class JobReading:
 
     run: str
     document: Membership | None
-    alive_nodes: tuple[Node, ...]
+    alive_nodes: tuple[NodeRecord, ...]
     note: LeaderStatus
     reports: Mapping[str, NodeReport]  # by node id
     is_final: bool = False  # the reports are known not to be renewed any more
@@ -248,7 +248,7 @@ def _node_entries(reading: JobReading) -> tuple[NodeEntry, ...]:
     is_settled = reading.document is None or reading.document.phase is JobPhase.ACTIVE
     alive = {node.id: node for node in reading.alive_nodes}
     member_ids = {node.id for node in members}
-    ranked: list[tuple[int | None, Node]] = [
+    ranked: list[tuple[int | None, NodeRecord]] = [
         (rank, alive.get(node.id, node)) for rank, node in enumerate(members)
     ]
     ranked += [(None, node) for node in reading.alive_nodes if node.id not in member_ids]
@@ -337,7 +337,7 @@ def _find_state(reading: JobReading, statuses: Iterable[NodeStatus]) -> tuple[Jo
     return JobState.RUNNING, document.reason
 
 
-def _rendezvous_state(document: Membership, alive: tuple[Node, ...]) -> JobState:
+def _rendezvous_state(document: Membership, alive: tuple[NodeRecord, ...]) -> JobState:
     if len(alive) < document.settings.min_nodes:
         return JobState.WAITING
     if document.failure is not None:

@@ -20,7 +20,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import StoreError
-from ..rendezvous.membership import Node
+from ..rendezvous.membership import NodeRecord
 from ..rendezvous.store_layout import JobListing, StoreKeys
 from ..sanitize import escape_to_one_line
 from ..stores.interface import Entry, Store
@@ -152,7 +152,7 @@ class StackKeys:
 class JobStacks:
     """Stacks of the nodes of a job."""
 
-    alive_nodes: tuple[Node, ...]  # that were queried
+    alive_nodes: tuple[NodeRecord, ...]  # that were queried
     stacks: Mapping[str, NodeStacks]  # of nodes that answered, by node id
 
 

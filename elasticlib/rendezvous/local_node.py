@@ -30,6 +30,7 @@ from .membership import (
     Membership,
     MembershipState,
     Node,
+    NodeRecord,
     RendezvousSettings,
     RendezvousTimeouts,
     end_job,
@@ -113,7 +114,7 @@ class LocalNode:
         self._ttl = timeouts.lease_ttl
         self._id = node.id
         self._id_digest = hashlib.blake2s(node.id.encode(), digest_size=6).hexdigest()
-        self.intent = NodeIntent(node)  # what the node wants; replaced by the caller
+        self.intent = NodeIntent(NodeRecord.of(node))  # what the node wants; replaced by the caller
         self.can_regroup = False  # the workers can continue in another generation; set by caller
         self.snapshot: JobSnapshot | None = None  # the last read, None before the first
         self.leader_status = NO_STATUS_YET  # the last status that was read or decided
@@ -122,7 +123,7 @@ class LocalNode:
         self.last_active_at = float("-inf")  # when a generation was last seen active
         self._num_nonces = 0  # nonces that were used
         # Publishing
-        self._published: Node | None = None  # the record in the store
+        self._published: NodeRecord | None = None  # the record in the store
         self._leases: dict[str, int] = {}  # version of each leased key
         self._refreshed_at = float("-inf")  # when the leases were last refreshed
         self._announced_at = float("-inf")  # when a record was last published after none was
@@ -200,7 +201,7 @@ class LocalNode:
             self._publish_record(record, now)
         self.last_refresh_at = now
 
-    def _publish_record(self, record: Node, now: float) -> None:
+    def _publish_record(self, record: NodeRecord, now: float) -> None:
         key = self.keys.node(self._id)
         if now - self._refreshed_at >= self._ttl * REFRESH_FRACTION:
             if self._published is not None and not self._refresh_lease(key):
@@ -293,7 +294,7 @@ class LocalNode:
     def _apply(self, snapshot: JobSnapshot, now: float) -> None:
         """Update the intent. The first read decides whether this node is part of the run."""
         state = snapshot.state
-        nodes: list[Node | Leader] = [] if snapshot.leader is None else [snapshot.leader]
+        nodes: list[NodeRecord | Leader] = [] if snapshot.leader is None else [snapshot.leader]
         if self.snapshot is None:
             self._job_found_at, self.next_status_read_at = now, now + 2 * STATUS_INTERVAL_S
             if state is not None and not nodes:
@@ -660,7 +661,7 @@ def make_status(result: ReconcileResult, view: LeaderView) -> LeaderStatus:
     )
 
 
-def _needs_write(published: Node, record: Node) -> bool:
+def _needs_write(published: NodeRecord, record: NodeRecord) -> bool:
     """Return whether the published record must be replaced.
 
     A change of only membership and rank is not written, as the shards name the members.

@@ -108,11 +108,7 @@ class RendezvousSettings:
 
 @attrs.frozen
 class Node:
-    """The record that a node publishes under its lease.
-
-    Generations are named by their membership id, because a generation number can occur twice if a
-    store loses the job.
-    """
+    """A node of a job, as its launcher describes it to a rendezvous handler."""
 
     id: str  # unique: no other process of the job ever has the same id
     host: str  # name shown to users
@@ -123,6 +119,16 @@ class Node:
     role: str = "default"
     rank_hint: int | None = None  # requested rank, or None
     topology: str = ""  # nodes with an equal value get adjacent ranks
+
+
+@attrs.frozen
+class NodeRecord(Node):
+    """The record that a node publishes under its lease: the node, and its state in the rendezvous.
+
+    Generations are named by their membership id, because a generation number can occur twice if a
+    store loses the job.
+    """
+
     membership_id: str = ""  # the last generation that the node was a member of
     group_rank: int = 0  # the node's rank in that generation
     may_run_workers: bool = False  # workers of that generation may be running
@@ -134,6 +140,11 @@ class Node:
     was_killed: bool = False  # a signal from outside killed the failed worker
     drain_reason: str = ""  # why the node leaves once its workers have saved; empty: it stays
     has_retained_workers: bool = False  # the offered workers have run in the last generation
+
+    @classmethod
+    def of(cls, node: Node) -> NodeRecord:
+        """Return the record of a node that has not taken part in a rendezvous yet."""
+        return cls(**attrs.asdict(node, recurse=False))
 
 
 @attrs.frozen
@@ -182,7 +193,7 @@ class Leader:
 
     id: str
     host: str
-    inactive_incarnation: str = ""  # as in `Node`
+    inactive_incarnation: str = ""  # as in `NodeRecord`
     can_regroup: bool = False  # its workers can continue in another generation
 
 
@@ -242,7 +253,7 @@ class Change:
 class Membership(MembershipState):
     """The state of a job with its members. The index of a member is its group rank."""
 
-    members: tuple[Node, ...] = ()
+    members: tuple[NodeRecord, ...] = ()
 
     @property
     def state(self) -> MembershipState:
@@ -257,7 +268,7 @@ def _state_fields(state: MembershipState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in attrs.fields_dict(MembershipState)}
 
 
-def with_members(state: MembershipState, members: Iterable[Node]) -> Membership:
+def with_members(state: MembershipState, members: Iterable[NodeRecord]) -> Membership:
     """Return the membership of this state with these members."""
     return Membership(**_state_fields(state), members=tuple(members))
 
@@ -295,7 +306,7 @@ def begin_resize(membership: Membership, reason: str) -> Membership:
 
 
 def form_generation(
-    membership: Membership, members: Iterable[Node], *, charged: bool, nonce: str
+    membership: Membership, members: Iterable[NodeRecord], *, charged: bool, nonce: str
 ) -> Membership:
     """Form the next generation of these members, in this order.
 

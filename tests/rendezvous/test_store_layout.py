@@ -16,7 +16,7 @@ from elasticlib.rendezvous.membership import (
     Leader,
     LeaderStatus,
     MembershipState,
-    Node,
+    NodeRecord,
     NodeFailure,
     RendezvousSettings,
 )
@@ -32,7 +32,7 @@ from elasticlib.rendezvous.store_layout import (
 )
 
 nodes = st.builds(
-    Node,
+    NodeRecord,
     id=st.text(min_size=1),
     host=st.text(),
     address=st.text(),
@@ -73,7 +73,7 @@ states = st.builds(
 
 
 @given(nodes)
-def test_a_node_comes_back_as_it_went(node: Node) -> None:
+def test_a_node_comes_back_as_it_went(node: NodeRecord) -> None:
     assert decode_node(encode(node)) == node
 
 
@@ -83,7 +83,7 @@ def test_a_head_comes_back_as_it_went(state: MembershipState) -> None:
 
 
 @given(st.lists(nodes, max_size=5, unique_by=lambda node: node.id))
-def test_a_shard_comes_back_with_everyones_seat(members: list[Node]) -> None:
+def test_a_shard_comes_back_with_everyones_seat(members: list[NodeRecord]) -> None:
     rows = tuple(zip(members, assign_ranks(members), strict=True))
     assert decode_shard(encode_shard(rows)) == rows
 
@@ -107,7 +107,7 @@ def test_a_note_comes_back_as_it_went(note: LeaderStatus) -> None:
 
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
-    for kind in (Leader, LeaderStatus, Node):
+    for kind in (Leader, LeaderStatus, NodeRecord):
         with pytest.raises(RendezvousConfigError):
             decode(kind, noise, "noise")
     with pytest.raises(RendezvousConfigError):
