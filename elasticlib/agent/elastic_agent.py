@@ -254,7 +254,7 @@ class ElasticAgent:
                     self._step()
                 cause = self._find_root_cause()
             except Exception as error:
-                log.exception("the agent's event loop failed")
+                log.exception("the agent's event loop failed: this node stops its workers and fails")
                 outcome = RunOutcome(WorkerState.FAILED, format_error(error))
                 self._now = SupervisorState(AgentState.ENDED, outcome=outcome)
             finally:
@@ -634,7 +634,10 @@ class ElasticAgent:
             # Without it, the other nodes would wait for this one until their join timeout.
             self._handler.set_closed()
         except Exception as error:
-            log.warning("cannot end the job for the other nodes: %s", format_error(error))
+            log.warning(
+                "cannot end the job for the other nodes, which wait until their join timeout: %s",
+                format_error(error),
+            )
         reason = f"{reason} ({budget} of {budget} restarts used)"
         self._react(policy.MembershipChanged(Change(ChangeKind.FAILED, reason)))
 
@@ -645,8 +648,8 @@ class ElasticAgent:
             return
         if info.world_size > 1:
             log.info(
-                "%s has no report_success: this node leaves without waiting for the other nodes; "
-                "workers that fail there from now on are restarted without it, or not at all",
+                "%s has no report_success: this node leaves without waiting for the other nodes; if "
+                "workers of another node fail later, the job restarts without this node",
                 type(self._handler).__name__,
             )
         self._react(policy.MembershipChanged(Change(ChangeKind.SUCCEEDED, "this node is done")))
@@ -685,7 +688,7 @@ class ElasticAgent:
                     if (cause := merge_root_cause(message.messages)) is not None:
                         return cause
         log.info(
-            "the store did not answer within %g s whether another node knows the cause",
+            "no node reported an earlier failure within %g s: the root cause is this node's own",
             ROOT_CAUSE_TIMEOUT_S,
         )
         return own
@@ -707,7 +710,7 @@ class ElasticAgent:
                 self._mark_progress(allowance_s)
                 close()
             except Exception:
-                log.exception("cleaning up after the run failed")
+                log.exception("a part of the agent could not be closed; the other parts are closed")
 
     def _close_snapshot_service(self) -> None:
         outcome, service = self._now.outcome, self._snapshot_service

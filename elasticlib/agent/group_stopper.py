@@ -150,7 +150,7 @@ class GroupStopper:
         procedure = self._procedure
         if procedure is None or not procedure.is_in_notice or exit_.succeeded or was_standby:
             return False, False
-        log.warning("failed after it was asked to save and exit: %s", exit_.describe())
+        log.warning("a worker failed after it was asked to save and exit: %s", exit_.describe())
         return True, procedure.is_negotiating or procedure.regroup_grace_s > 0
 
     # Commands

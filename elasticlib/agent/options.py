@@ -66,12 +66,14 @@ class AgentOptions:
                     )
         for name in ("checkpoint_grace", "regroup_grace"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"{name} must be a finite number of seconds from 0, got {getattr(self, name)}"
+                )
         if self.snapshot_replicas < 0:
-            raise ConfigError(f"need 0 <= snapshot_replicas, got {self.snapshot_replicas}")
+            raise ConfigError(f"snapshot_replicas must be at least 0, got {self.snapshot_replicas}")
         if self.resize_mode not in RESIZE_MODES:
             modes = ", ".join(RESIZE_MODES)
-            raise ConfigError(f"resize_mode is one of {modes}, got {self.resize_mode!r}")
+            raise ConfigError(f"resize_mode must be one of {modes}, got {self.resize_mode!r}")
 
     @property
     def handled_signals(self) -> tuple[int, ...]:

@@ -188,12 +188,17 @@ class PeerExchange:
                 if isinstance(error, StoreError) and not isinstance(error, StoreRejectedError):
                     if not self._is_store_down:
                         log.info(
-                            "cannot exchange messages with the other nodes, retrying: %s", error
+                            "the agents cannot exchange messages through the store, retrying: %s",
+                            error,
                         )
                     self._is_store_down = True
                     self._retry_at = self._clock() + RETRY_DELAY_S
                     return
-                log.info("cannot exchange messages with the other nodes: %s", format_error(error))
+                log.info(
+                    "the agents cannot exchange messages about %s, so that this generation does "
+                    "without: %s",
+                    *(topic.strip("/"), format_error(error)),
+                )
                 self._drop_topic(topic)
                 self._on_messages(PeerMessages(prefix, topic, None))
 
@@ -240,7 +245,8 @@ class PeerExchange:
                 )
             except Exception as error:
                 log.info(
-                    "cannot wait for changes in the store, polling it: %s", format_error(error)
+                    "cannot wait for messages of other agents in the store, polling it: %s",
+                    format_error(error),
                 )
                 has_changed, self._retry_at = True, self._clock() + RETRY_DELAY_S
             if has_changed:

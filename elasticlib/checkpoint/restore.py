@@ -591,7 +591,7 @@ def restore_from(
     skipped = search.skipped(agreement.step)
     if agreement.rank == 0:
         for reason in skipped:
-            log.warning("skipped: %s", reason)
+            log.warning("skipped a saved state: %s", reason)
         log.info(
             "restored step %s", agreement.step if fetched else "0: there is nothing to restore"
         )

@@ -302,7 +302,9 @@ class SnapshotSource(StateSource):
                 self.snapshot(found.step, state)
             except CheckpointError as error:
                 # All ranks have restored the state. This one continues without a snapshot of it.
-                log.warning("step %d is not kept on this node: %s", found.step, error)
+                log.warning(
+                    "this node keeps no snapshot of the restored step %d: %s", found.step, error
+                )
         else:
             self._preallocate(found)
 

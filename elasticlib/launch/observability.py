@@ -123,8 +123,8 @@ def _register_run(
     try:
         registration = RunRegistration(run_id, events)
     except OSError as error:
-        suffix = "; its events are not kept" * (events is None)
-        log.warning("this run cannot be found by its id%s: %s", suffix, error)
+        suffix = ", and its events are not kept" * (events is None)
+        log.warning("`elasticlib status` cannot find this run by its id%s: %s", suffix, error)
         return events, str(events or "")
     stack.callback(registration.close)
     try:
@@ -292,7 +292,7 @@ class ObservabilityServer:
                 self._bind(HEALTH_VARIABLE, health_address, (HEALTH_PATH, "/"))
             except ConfigError as error:
                 # Other launches on this machine may have the same variable. The first one binds.
-                log.warning("health checks are not served: %s", error)
+                log.warning("this node does not answer health checks: %s", error)
 
     def _bind(self, label: str, address: tuple[str, int], paths: tuple[str, ...]) -> None:
         host, port = address

@@ -94,7 +94,10 @@ class SafeCaller:
     def flush(self) -> None:
         """Wait for pending calls, up to CLOSE_TIMEOUT_S, and accept no more."""
         if not self._queue.close(CLOSE_TIMEOUT_S):
-            log.warning("%s did not handle all events within %g s", self._name, CLOSE_TIMEOUT_S)
+            log.warning(
+                "%s did not handle its events within %g s, and misses the last ones",
+                *(self._name, CLOSE_TIMEOUT_S),
+            )
         if self._num_dropped:
             log.warning("%s was too slow: it missed %d events", self._name, self._num_dropped)
 
@@ -216,7 +219,11 @@ class NodeJournal(Journal):
 
 
 def _on_write_error(error: BaseException) -> None:
-    log.error("events are no longer written to the file: %s", format_error(error), exc_info=error)
+    log.error(
+        "events are no longer written to the event file, so status and report miss what follows: %s",
+        format_error(error),
+        exc_info=error,
+    )
 
 
 def append_line(path: str, line: bytes) -> bool:

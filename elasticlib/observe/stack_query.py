@@ -220,7 +220,7 @@ class StackClient:
         try:
             fields = read_versioned_object(entry.value, "an answer", VERSION)
         except ValueError as error:
-            log.warning("ignoring the invalid answer %s: %s", entry.key, error)
+            log.warning("ignoring the invalid answer of a node at %s: %s", entry.key, error)
             return False
         return bool(fields.get("number") == self._number)
 

@@ -548,7 +548,9 @@ class LocalNode:
         self.leader_status = LeaderStatus(reason=str(error))
         if self._failures == 0:
             log.warning(
-                "the store is unreachable, retrying for %g s (%s): %s", grace, setting, error
+                "the store is unreachable: running workers continue, and this node retries for %g s "
+                "(%s): %s",
+                *(grace, setting, error),
             )
             if self.snapshot is None:
                 log.warning(
@@ -585,7 +587,7 @@ class LocalNode:
                 f"{self.leader_status.reason}"
             )
         elif missing_s >= self._ttl and self.store.try_other_endpoints(self._is_better_store):
-            log.warning("too few nodes were at the store: this node has moved to another store")
+            log.warning("too few nodes of the job use this store: this node has moved to another one")
             return True
         return False
 
@@ -624,8 +626,10 @@ class LocalNode:
             is_due or status.reason != self._logged_reason
         ):
             self._logged_reason, self._logged_at = status.reason, now
-            limit = f"gives up after {self.timeouts.join_timeout:g} s (join_timeout)"
-            log.info("waiting: %s (%s); %s", status.reason, status.present_names, limit)
+            log.info(
+                "waiting: %s (present: %s); timeout %g s (join_timeout)",
+                *(status.reason, status.present_names, self.timeouts.join_timeout),
+            )
         return max(0.01, min(again, self.next_status_read_at - now))
 
     def _exchange_status(self, result: ReconcileResult, snapshot: JobSnapshot, now: float) -> float:

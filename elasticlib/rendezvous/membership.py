@@ -67,12 +67,12 @@ class RendezvousTimeouts:
     def __attrs_post_init__(self) -> None:
         if not 0 < self.keep_alive_interval < self.lease_ttl:
             raise ConfigError(
-                "a lease must be refreshed before it expires: need 0 < keep_alive_interval < "
-                f"lease_ttl, got keep_alive_interval={self.keep_alive_interval:g} s and "
+                "keep_alive_interval must be above 0 and below lease_ttl, so that a lease is refreshed "
+                f"before it expires, got keep_alive_interval={self.keep_alive_interval:g} s and "
                 f"lease_ttl={self.lease_ttl:g} s"
             )
         if self.loop_timeout <= 0:
-            raise ConfigError(f"need loop_timeout > 0 seconds, got {self.loop_timeout:g}")
+            raise ConfigError(f"loop_timeout must be above 0 seconds, got {self.loop_timeout:g}")
 
 
 @attrs.frozen
@@ -94,16 +94,18 @@ class RendezvousSettings:
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise ConfigError(
-                "need 1 <= min_nodes <= max_nodes, "
+                "min_nodes and max_nodes must satisfy 1 <= min_nodes <= max_nodes, "
                 f"got min_nodes={self.min_nodes} and max_nodes={self.max_nodes}"
             )
         if self.max_restarts < 0:
-            raise ConfigError(f"need max_restarts >= 0, got {self.max_restarts}")
+            raise ConfigError(f"max_restarts must be at least 0, got {self.max_restarts}")
         if self.spares is not None and self.spares < 0:
-            raise ConfigError(f"need spares >= 0, got {self.spares}")
+            raise ConfigError(f"spares must be at least 0, got {self.spares}")
         for name in ("last_call_timeout", "restart_window"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"{name} must be a finite number of seconds from 0, got {getattr(self, name)}"
+                )
 
 
 @attrs.frozen

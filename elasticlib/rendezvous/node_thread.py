@@ -231,7 +231,7 @@ class NodeThread:
             except (StoreError, RendezvousConfigError, ConfigError) as error:
                 self.stop(error)
             except Exception as error:
-                log.exception("the rendezvous failed")
+                log.exception("the rendezvous thread failed: this node leaves the job")
                 self.stop(RendezvousError(f"the rendezvous failed: {format_error(error)}"))
             self._run_requests(pause)
         self.stop()
@@ -240,7 +240,9 @@ class NodeThread:
             self.node.leave()
         except StoreError as error:
             log.info(
-                "left without notifying the other nodes, as the store is unreachable: %s", error
+                "this node left while the store was unreachable, and the other nodes notice it when "
+                "its lease expires: %s",
+                error,
             )
 
     def _run_once(self) -> float:
@@ -356,7 +358,7 @@ class NodeThread:
         except StoreError as error:
             self._failed_watches += 1
             is_new = self._failed_watches == FAILED_WATCHES_BEFORE_WARNING
-            log.log(logging.WARNING if is_new else logging.DEBUG, "waiting: %s", error)
+            log.log(logging.WARNING if is_new else logging.DEBUG, "cannot wait for changes in the store, retrying: %s", error)
             if not self.is_stopping:
                 threading.Event().wait(backoff(self._failed_watches))
         self._on_watch_result(True)

@@ -426,7 +426,7 @@ def _wait_for_quorum(
 def _last_call(view: LeaderView, settings: RendezvousSettings) -> ReconcileResult:
     timeout = settings.last_call_timeout
     return ReconcileResult(
-        f"last call: joining nodes are admitted after {timeout:g} s without another arrival",
+        f"the rendezvous completes after {timeout:g} s without a new node",
         requeue_after_s=timeout - view.since_last_arrival_s,
     )
 

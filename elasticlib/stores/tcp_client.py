@@ -413,7 +413,10 @@ class _TcpConnection:
             self._end(StoreConnectionError(f"{broken}: {error}"))
         except Exception as error:
             # A defective callback ends its own connection, and not those of other stores.
-            log.exception("a callback for a store's reply failed")
+            log.exception(
+                "a callback for a reply of the store at %s failed: closing the connection",
+                self._address,
+            )
             self._end(StoreConnectionError(f"{broken}: {format_error(error)}"))
         return self.is_open
 

@@ -116,7 +116,7 @@ class EventLoop:
             callback()
         except Exception as error:
             # A callback that fails must not end the others.
-            log.error("a callback of the workers' event loop failed: %s", error, exc_info=error)
+            log.error("event of a worker was not handled: %s", error, exc_info=error)
 
     def _read_wakeup(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -128,13 +128,20 @@ class Console:
         except Exception as error:
             # The stream may be any object, whose own code may raise anything.
             self._is_broken = True
-            log.warning("stopped showing workers' output on the console: %s", error)
+            log.warning(
+                "the workers' output is no longer shown on the console (log files are not affected): %s",
+                error,
+            )
 
     def close(self) -> None:
         """Free the descriptor; report what was never shown."""
         num_lost = self._num_dropped + self._pending.count(b"\n")
         if num_lost and not self._is_broken:
-            log.warning("the console did not read %d lines of the workers' output", num_lost)
+            log.warning(
+                "%d lines of the workers' output were not shown, because the console did not read "
+                "them (log files are complete)",
+                num_lost,
+            )
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -182,7 +189,9 @@ class LogFile:
                 data = data[os.write(self._file.fileno(), data) :]
         except OSError as error:
             self._is_broken = True
-            log.warning("stopped writing a worker's output to %s: %s", self._file.name, error)
+            log.warning(
+                "a worker's output is no longer written to %s: %s", self._file.name, error
+            )
 
     def close(self) -> None:
         try:
@@ -357,7 +366,7 @@ class OutputThread:
             act()
         except Exception as error:
             # An error of one worker's output must not end the others'.
-            log.error("lost some of a worker's output: %s", error, exc_info=error)
+            log.error("some of a worker's output is missing: %s", error, exc_info=error)
 
 
 class WorkerOutput:

@@ -283,7 +283,7 @@ class SupervisorClient:
         with self._lock:
             if connection is not self._connection:
                 return
-            log.warning("the supervisor process has ended, and all workers with it")
+            log.warning("the supervisor process was lost: the kernel killed all workers with it")
             self._connection = None
             self._loop.remove_reader(connection.fileno(), connection.close)
             if self._process is not None:
@@ -302,7 +302,9 @@ class SupervisorClient:
                 try:
                     self._connect()
                 except OSError as error:
-                    log.warning("cannot start another supervisor process: %s", error)
+                    log.warning(
+                        "cannot start another supervisor process, so no worker can start: %s", error
+                    )
 
     def _on_loop_failed(self) -> None:
         """Kill all workers, because their exits cannot be noticed any more."""

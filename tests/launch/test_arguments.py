@@ -184,7 +184,7 @@ TWO = "--nnodes 2 --rdzv-endpoint"
 STATIC = "--nnodes 2 --rdzv-backend static --node-rank 0 --rdzv-endpoint"
 REFUSED_FOR_LOSS = [
     ("--store-grace 0", "--store-grace must be seconds above 0 and up to 1e+06, got 0.0"),
-    (f"{TWO} h:1 --spares=-1", "need spares >= 0, got -1"),
+    (f"{TWO} h:1 --spares=-1", "spares must be at least 0, got -1"),
     (
         "--spares 1",
         "--spares requires an elastic multi-node job; this job has a single node, got 1",

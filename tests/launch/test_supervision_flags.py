@@ -111,7 +111,7 @@ def test_a_notice_of_a_resize_says_when_and_an_immediate_one_is_none() -> None:
     assert AgentOptions(resize_mode="immediate").make_notice("resize") is None
     assert AgentOptions(resize_mode="at-step").make_notice("resize") == StopNotice("resize", 30.0)
     assert AgentOptions(resize_mode="immediate").make_notice("drain") == StopNotice("drain", 30.0)
-    with pytest.raises(ConfigError, match="resize_mode is one of immediate, at-step, got"):
+    with pytest.raises(ConfigError, match="resize_mode must be one of immediate, at-step, got"):
         AgentOptions(resize_mode="later")
 
 

@@ -152,7 +152,7 @@ LIMITS_SAID = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2)))
         ),
         (spoilt(generation=1 << 70), "generation"),
         (spoilt(settings={**LIMITS_SAID, "last_call_timeout": float("nan")}), "last_call_timeout"),
-        (spoilt(settings={**LIMITS_SAID, "min_nodes": 0}), "need 1 <= min_nodes"),
+        (spoilt(settings={**LIMITS_SAID, "min_nodes": 0}), "must satisfy 1 <= min_nodes"),
     ],
 )
 def test_an_error_names_the_field(data: bytes, named: str) -> None:
