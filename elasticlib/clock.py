@@ -13,7 +13,7 @@ from datetime import timedelta
 Clock = Callable[[], float]
 
 
-monotonic: Clock = time.monotonic  # seconds since an arbitrary origin; never goes back
+monotonic: Clock = time.monotonic  # seconds since an arbitrary origin; never decreases
 wall: Clock = time.time  # seconds since 1970 by this machine's wall clock; never for decisions
 sleep: Callable[[float], None] = time.sleep  # blocks the calling thread
 

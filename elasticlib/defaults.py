@@ -1,4 +1,4 @@
-"""Defaults and choices that flags share with the options objects behind them.
+"""Defaults and choices that flags share with options objects.
 
 This module imports nothing, so that `elasticrun --help` does not import attrs.
 """
@@ -10,8 +10,8 @@ DEFAULT_CHECKPOINT_GRACE_S = 30.0  # for workers to save before a resize or a dr
 DEFAULT_STORE_GRACE_S = 300.0  # workers keep running this long while the store is unreachable
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")  # torch's AffinityMode
 
-# Flags of torchrun, and fields of its LaunchConfig, that elasticlib does not implement. Each value
-# says what to use instead.
+# Flags of torchrun, and fields of its LaunchConfig, that elasticlib does not implement, each with
+# the replacement.
 UNSUPPORTED_TORCHRUN_OPTIONS = {
     "logs_specs": "choose where output goes with --log-dir, --redirects, --tee and "
     "--local-ranks-filter",

@@ -1,4 +1,4 @@
-"""Lock between processes that the kernel releases when its owner exits, for whatever reason."""
+"""Lock between processes that the kernel releases when its owner exits or is killed."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class LocalSave(SaveHandle):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the writer has finished, so that the memory of the copy can be used again."""
+        """True if the writer has finished, after which the memory of the copy can be used again."""
         return self._finished.is_set
 
     def settle(self) -> None:

@@ -310,7 +310,7 @@ def check_directory(check: str, path: str) -> CheckResult:
     if existing != os.path.abspath(path):
         suffix = f" (checked in {existing}, where it would be created)"
     try:
-        # Permissions alone are not enough: the file system can be full, or lack locks.
+        # Permissions are not sufficient: the file system can be full, or have no locks.
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"elasticlib")
             file.flush()

@@ -184,8 +184,8 @@ class Parser(argparse.ArgumentParser):
         )
         if unknown is not None:
             choices = re.findall(r"[\w-]+", message.partition("choose from")[2])
-            word = (unknown[1] or unknown[2]).replace("_", "-")
-            message += did_you_mean(word, choices or self._names()) or self._hint(message)
+            name = (unknown[1] or unknown[2]).replace("_", "-")
+            message += did_you_mean(name, choices or self._names()) or self._hint(message)
         super().error(message)
 
     def _hint(self, message: str) -> str:

@@ -80,7 +80,7 @@ def _run_command(argv: Sequence[str]) -> _CommandResult:
 
 
 def _run(argv: Sequence[str]) -> _CommandResult:
-    # In process 1 of a container this forks. It must come before torch is imported, which
+    # In process 1 of a container this forks. That must precede the import of torch, which
     # `--nproc-per-node auto` does, because torch's threads would not survive the fork.
     exit_code = run_as_init()
     if exit_code is not None:

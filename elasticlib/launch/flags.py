@@ -77,12 +77,12 @@ class Flag(NamedTuple):
 
 def _parse_bool(text: str, label: str) -> bool:
     # Kubernetes operators set a switch to an empty text and mean yes.
-    words = {"false": False, "no": False, "true": True, "yes": True, "": True}
-    word = text.strip().lower()
-    if word in words:
-        return words[word]
+    values = {"false": False, "no": False, "true": True, "yes": True, "": True}
+    value = text.strip().lower()
+    if value in values:
+        return values[value]
     try:
-        return int(word) != 0
+        return int(value) != 0
     except ValueError:
         raise ConfigError(f"{label} must be 1 or 0, got {text!r}") from None
 

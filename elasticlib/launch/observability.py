@@ -258,13 +258,15 @@ def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], NodeStac
             return NodeStacks({})
         stacks, heartbeats = agent.workers.dump_stacks(running), agent.workers.heartbeats()
         missing = [local for local in running if local not in stacks]
-        asked = [
+        unresponsive = [
             local for local in missing if local in heartbeats and heartbeats[local].can_dump_stacks
         ]
         return NodeStacks(
             {rank_of[local]: stacks[local] for local in running if local in stacks},
-            unresponsive_ranks=tuple(sorted(rank_of[local] for local in asked)),
-            unsupported={rank_of[local]: running[local] for local in missing if local not in asked},
+            unresponsive_ranks=tuple(sorted(rank_of[local] for local in unresponsive)),
+            unsupported={
+                rank_of[local]: running[local] for local in missing if local not in unresponsive
+            },
         )
 
     return collect

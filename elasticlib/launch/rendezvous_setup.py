@@ -122,7 +122,7 @@ class RendezvousSetup:
 
 
 def job_continues_without(node_id: str, job: JobListing) -> bool:
-    """Return True if the job has ended, or if a generation without this node is active."""
+    """Return True if the job has finished, or if a generation without this node is active."""
     membership, _ = job.membership(None)
     if membership is None or membership.phase is JobPhase.FORMING:
         return False

@@ -163,7 +163,7 @@ class JobEnd:
     """The node that recorded the end of the job, and the wall-clock time, for messages."""
 
     written_by: str
-    ended_at: str
+    finished_at: str
 
 
 @attrs.frozen

@@ -475,7 +475,7 @@ def _as_late_result(change: Change, state: MembershipState | None) -> Change:
     job_end = None if state is None else state.job_end
     if job_end is not None:
         reason += (
-            f" (reported by {job_end.written_by} at {job_end.ended_at}; to run it again, start it "
+            f" (reported by {job_end.written_by} at {job_end.finished_at}; to run it again, start it "
             "once all of its nodes have ended)"
         )
     return attrs.evolve(change, reason=reason)

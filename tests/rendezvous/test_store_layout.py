@@ -68,7 +68,7 @@ states = st.builds(
     is_planned=st.booleans(),
     quick_failure_count=st.integers(0, 9),
     trigger=st.sampled_from(GenerationTrigger),
-    job_end=st.none() | st.builds(JobEnd, written_by=st.text(), ended_at=st.text()),
+    job_end=st.none() | st.builds(JobEnd, written_by=st.text(), finished_at=st.text()),
 )
 
 
