@@ -88,7 +88,7 @@ class JobSnapshot(JobListing):
         return self.phase is JobPhase.ACTIVE
 
 
-class StoreGraceExpired(StoreConnectionError):
+class StoreGraceExpiredError(StoreConnectionError):
     """The store, or the job in it, was unreachable for longer than this node waits."""
 
 
@@ -540,7 +540,7 @@ class LocalNode:
             How long to pause, in seconds.
 
         Raises:
-            StoreGraceExpired: the store has been unreachable for too long.
+            StoreGraceExpiredError: the store has been unreachable for too long.
         """
         grace, setting = self.timeouts.store_grace, "store_grace, --store-grace"
         if self.snapshot is None:
@@ -563,7 +563,7 @@ class LocalNode:
         self._failures += 1
         if now - self._unreachable_since >= grace:
             never = NEVER_REACHED if self.snapshot is None else ""
-            raise StoreGraceExpired(
+            raise StoreGraceExpiredError(
                 f"the store was unreachable for {grace:g} s ({setting}): {error}{never}"
             )
         return backoff(self._failures)
@@ -575,13 +575,13 @@ class LocalNode:
             Whether the store was changed. The last read is then void.
 
         Raises:
-            StoreGraceExpired: too few members of the last generation returned in time.
+            StoreGraceExpiredError: too few members of the last generation returned in time.
         """
         grace, missing_s = self.timeouts.store_grace, now - self._job_found_at
         if not self._is_job_missing() and not self.leader_status.is_blocked:
             self._job_found_at = now
         elif missing_s >= grace and self.intent.remembered_state is not None:
-            raise StoreGraceExpired(
+            raise StoreGraceExpiredError(
                 f"too few nodes of generation {self.intent.current_generation} came back to the "
                 f"store within {grace:g} s (store_grace, --store-grace): "
                 f"{self.leader_status.reason}"

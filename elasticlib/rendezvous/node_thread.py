@@ -33,7 +33,7 @@ from ..stores.interface import Listing, WatchResult
 from ..threads import daemon_thread
 from .bootstrap_store import BootstrapStoreServer
 from .interface import RendezvousInfo, RendezvousStoreInfo
-from .local_node import NEVER_REACHED, JobSnapshot, LocalNode, StoreGraceExpired, backoff
+from .local_node import NEVER_REACHED, JobSnapshot, LocalNode, StoreGraceExpiredError, backoff
 from .membership import Change, ChangeKind, GenerationTrigger, MembershipState
 from .node_intent import NodeIntent
 
@@ -49,7 +49,7 @@ FAILED_WATCHES_BEFORE_WARNING = 3
 JoinCallback = Callable[[RendezvousInfo | Change | Exception], None]
 
 
-class RendezvousClosedByChange(RendezvousClosedError):
+class RendezvousClosedByChangeError(RendezvousClosedError):
     """There is no further generation for this node. `change` is the reason."""
 
     def __init__(self, change: Change) -> None:
@@ -254,7 +254,7 @@ class NodeThread:
         try:
             pause = self._publish_and_poll()
             node.on_store_success(self._clock())
-        except (StoreGraceExpired, StoreRejectedError):
+        except (StoreGraceExpiredError, StoreRejectedError):
             raise
         except StoreError as error:
             self._poll_at = now = self._clock()
@@ -400,7 +400,7 @@ class NodeThread:
                 if not node.intent.current_generation:
                     final = _as_late_result(final, node.state)
                 node.intent = node.intent.receive_result()
-                self._finish_join(join, RendezvousClosedByChange(final))
+                self._finish_join(join, RendezvousClosedByChangeError(final))
                 return
             assignment = node.enter_generation()
             if assignment is None:
