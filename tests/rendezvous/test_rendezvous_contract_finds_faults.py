@@ -202,7 +202,7 @@ class Place:
             RendezvousSettings(
                 request.min_nodes, request.max_nodes, request.max_restarts, last_call_timeout=0.0
             ),
-            timing=RendezvousTimeouts(
+            timeouts=RendezvousTimeouts(
                 join_timeout=request.join_timeout,
                 lease_ttl=2.0,
                 keep_alive_interval=0.2,
