@@ -74,25 +74,35 @@ if TYPE_CHECKING:
     from .agent.interface import RunResult as RunResult
     from .agent.options import AgentOptions as AgentOptions
     from .checkpoint.manager import CheckpointManager as CheckpointManager
+    from .checkpoint.restore import RestoreResult as RestoreResult
+    from .checkpoint.save_handle import SaveHandle as SaveHandle
     from .checkpoint.single_file import latest_checkpoint as latest_checkpoint
     from .checkpoint.single_file import load_checkpoint as load_checkpoint
     from .checkpoint.single_file import save_checkpoint as save_checkpoint
     from .compat.failures import ChildFailedError as ChildFailedError
+    from .compat.failures import ProcessFailure as ProcessFailure
+    from .compat.failures import SignalException as SignalException
     from .compat.failures import record as record
     from .data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
+    from .data.batch_sampler import EmptyBatchCollator as EmptyBatchCollator
     from .data.loader_workers import ignore_signals_worker_init as ignore_signals_worker_init
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .data.shard_dataset import ShardDataset as ShardDataset
     from .errors import ElasticError as ElasticError
     from .in_place.process_group import init_process_group as init_process_group
+    from .in_place.step_loop import StepAttempt as StepAttempt
+    from .in_place.step_loop import StepLoop as StepLoop
     from .in_place.step_loop import steps as steps
     from .launch.elastic_launch import elastic_launch as elastic_launch
     from .launch.elastic_launch import keep_snapshots as keep_snapshots
     from .launch.launch_config import LaunchConfig as LaunchConfig
     from .launch.launch_config import SupervisionOptions as SupervisionOptions
     from .launch.observability import observe_node as observe_node
+    from .logical.logical_workers import LogicalWorker as LogicalWorker
     from .logical.logical_workers import LogicalWorkers as LogicalWorkers
+    from .observe.history import History as History
     from .observe.history_reader import read_history as read_history
+    from .observe.report import Report as Report
     from .observe.report import report as report
     from .rendezvous.handler import DynamicRendezvousHandler as DynamicRendezvousHandler
     from .rendezvous.handler import StaticRendezvousHandler as StaticRendezvousHandler
@@ -103,6 +113,8 @@ if TYPE_CHECKING:
     from .stores.memory_store import MemoryStore as MemoryStore
     from .stores.tcp_client import TcpStore as TcpStore
     from .stores.tcp_server import TcpStoreServer as TcpStoreServer
+    from .workers.context import StopRequest as StopRequest
+    from .workers.context import WorkerContext as WorkerContext
     from .workers.context import context as context
     from .workers.interface import Workers as Workers
     from .workers.local_workers import LocalWorkers as LocalWorkers
@@ -113,15 +125,3 @@ if TYPE_CHECKING:
     from .workers.spec import StopTimeouts as StopTimeouts
     from .workers.spec import WorkerSpec as WorkerSpec
     from .workers.spec import WorkerState as WorkerState
-    from .workers.context import WorkerContext as WorkerContext
-    from .workers.context import StopRequest as StopRequest
-    from .compat.failures import ProcessFailure as ProcessFailure
-    from .compat.failures import SignalException as SignalException
-    from .data.batch_sampler import EmptyBatchCollator as EmptyBatchCollator
-    from .checkpoint.save_handle import SaveHandle as SaveHandle
-    from .checkpoint.restore import RestoreResult as RestoreResult
-    from .in_place.step_loop import StepLoop as StepLoop
-    from .in_place.step_loop import StepAttempt as StepAttempt
-    from .logical.logical_workers import LogicalWorker as LogicalWorker
-    from .observe.report import Report as Report
-    from .observe.history import History as History

@@ -1,6 +1,6 @@
 """Threads that report the exception that ends them, and calls that run in the background.
 
-The owner of a thread waits for its results, and would wait forever if an exception was not reported.
+The owner of a thread waits for its results, and would wait forever after an unreported exception.
 
 `Latch` and `ExclusiveCall` replace `threading.Event` and `threading.Lock` in calls that a signal
 handler may interrupt with an exception, such as KeyboardInterrupt, at any line.

@@ -85,7 +85,9 @@ def test_documented_programs_import_public_modules_only() -> None:
     internal = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in DOCS
-        for block in re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+        for block in re.findall(
+            r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE
+        )
         for name in re.findall(r"^\s*(?:from|import) (elasticlib[\w.]*)", block, re.MULTILINE)
         if "." in name or name == "elasticlib"
         if name not in PUBLIC_MODULES and not name.startswith("elasticlib.integrations.")

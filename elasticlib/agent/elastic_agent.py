@@ -254,7 +254,9 @@ class ElasticAgent:
                     self._step()
                 cause = self._find_root_cause()
             except Exception as error:
-                log.exception("the agent's event loop failed: this node stops its workers and fails")
+                log.exception(
+                    "the agent's event loop failed: this node stops its workers and fails"
+                )
                 outcome = RunOutcome(WorkerState.FAILED, format_error(error))
                 self._now = SupervisorState(AgentState.ENDED, outcome=outcome)
             finally:
@@ -648,8 +650,8 @@ class ElasticAgent:
             return
         if info.world_size > 1:
             log.info(
-                "%s has no report_success: this node leaves without waiting for the other nodes; if "
-                "workers of another node fail later, the job restarts without this node",
+                "%s has no report_success: this node leaves without waiting for the other nodes; "
+                "if workers of another node fail later, the job restarts without this node",
                 type(self._handler).__name__,
             )
         self._react(policy.MembershipChanged(Change(ChangeKind.SUCCEEDED, "this node is done")))

@@ -42,7 +42,9 @@ CONNECT_TIMEOUT_S = 1.0  # of one attempt; the handler retries, and can be stopp
 RESERVED_DESCRIPTORS = 256
 # Connections of a worker to torch's store through this port: its group, its watchdog, two spare.
 TORCH_CONNECTIONS_PER_WORKER = 4
-NAME_CHECK_INTERVAL_LEASES = 3  # leases between two checks that the name still resolves to this machine
+NAME_CHECK_INTERVAL_LEASES = (
+    3  # leases between two checks that the name still resolves to this machine
+)
 
 _FORWARDING_HINT = (
     "; if a Service or a router forwards the endpoint to this machine, set --rdzv-conf "

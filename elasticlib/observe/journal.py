@@ -220,7 +220,7 @@ class NodeJournal(Journal):
 
 def _on_write_error(error: BaseException) -> None:
     log.error(
-        "events are no longer written to the event file, so status and report miss what follows: %s",
+        "no more events are written to the event file, and status and report end there: %s",
         format_error(error),
         exc_info=error,
     )

@@ -548,8 +548,8 @@ class LocalNode:
         self.leader_status = LeaderStatus(reason=str(error))
         if self._failures == 0:
             log.warning(
-                "the store is unreachable: running workers continue, and this node retries for %g s "
-                "(%s): %s",
+                "the store is unreachable: running workers continue, and this node retries for "
+                "%g s (%s): %s",
                 *(grace, setting, error),
             )
             if self.snapshot is None:
@@ -587,7 +587,9 @@ class LocalNode:
                 f"{self.leader_status.reason}"
             )
         elif missing_s >= self._ttl and self.store.try_other_endpoints(self._is_better_store):
-            log.warning("too few nodes of the job use this store: this node has moved to another one")
+            log.warning(
+                "too few nodes of the job use this store: this node has moved to another one"
+            )
             return True
         return False
 

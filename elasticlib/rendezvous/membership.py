@@ -67,8 +67,9 @@ class RendezvousTimeouts:
     def __attrs_post_init__(self) -> None:
         if not 0 < self.keep_alive_interval < self.lease_ttl:
             raise ConfigError(
-                "keep_alive_interval must be above 0 and below lease_ttl, so that a lease is refreshed "
-                f"before it expires, got keep_alive_interval={self.keep_alive_interval:g} s and "
+                "keep_alive_interval must be above 0 and below lease_ttl, so that a lease is "
+                "refreshed before it expires, "
+                f"got keep_alive_interval={self.keep_alive_interval:g} s and "
                 f"lease_ttl={self.lease_ttl:g} s"
             )
         if self.loop_timeout <= 0:

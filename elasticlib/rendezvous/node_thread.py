@@ -240,8 +240,8 @@ class NodeThread:
             self.node.leave()
         except StoreError as error:
             log.info(
-                "this node left while the store was unreachable, and the other nodes notice it when "
-                "its lease expires: %s",
+                "this node left while the store was unreachable, and the other nodes notice it "
+                "when its lease expires: %s",
                 error,
             )
 
@@ -358,7 +358,11 @@ class NodeThread:
         except StoreError as error:
             self._failed_watches += 1
             is_new = self._failed_watches == FAILED_WATCHES_BEFORE_WARNING
-            log.log(logging.WARNING if is_new else logging.DEBUG, "cannot wait for changes in the store, retrying: %s", error)
+            log.log(
+                logging.WARNING if is_new else logging.DEBUG,
+                "cannot wait for changes in the store, retrying: %s",
+                error,
+            )
             if not self.is_stopping:
                 threading.Event().wait(backoff(self._failed_watches))
         self._on_watch_result(True)
@@ -475,8 +479,8 @@ def _as_late_result(change: Change, state: MembershipState | None) -> Change:
     job_end = None if state is None else state.job_end
     if job_end is not None:
         reason += (
-            f" (reported by {job_end.written_by} at {job_end.finished_at}; to run it again, start it "
-            "once all of its nodes have ended)"
+            f" (reported by {job_end.written_by} at {job_end.finished_at}; to run it again, start "
+            "it once all of its nodes have ended)"
         )
     return attrs.evolve(change, reason=reason)
 

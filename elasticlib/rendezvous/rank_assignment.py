@@ -96,7 +96,9 @@ def shard_members(membership: Membership) -> Mapping[int, tuple[AssignedNode, ..
     return {number: tuple(rows) for number, rows in shards.items()}
 
 
-def order_members(membership: Membership, candidates: Iterable[NodeRecord]) -> tuple[NodeRecord, ...]:
+def order_members(
+    membership: Membership, candidates: Iterable[NodeRecord]
+) -> tuple[NodeRecord, ...]:
     """Choose and order the members of the next generation.
 
     Survivors of the current generation are first, in their present order, so that their ranks

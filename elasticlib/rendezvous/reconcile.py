@@ -17,8 +17,8 @@ from .membership import (
     JobPhase,
     Membership,
     MembershipState,
-    NodeRecord,
     NodeFailure,
+    NodeRecord,
     RendezvousSettings,
     begin_resize,
     end_generation,
@@ -52,7 +52,9 @@ class LeaderView:
     node_id: str  # the leader
     settings: RendezvousSettings  # the leader's settings
     membership: Membership | None
-    live_nodes: tuple[NodeRecord, ...]  # nodes with a valid lease, most recently written record last
+    live_nodes: tuple[
+        NodeRecord, ...
+    ]  # nodes with a valid lease, most recently written record last
     finished_ids: frozenset[str] = frozenset()  # members whose workers have succeeded
     left_ids: frozenset[str] = frozenset()  # members that have left on purpose
     remembered_state: MembershipState | None = None  # state of a job that the store has lost

@@ -240,4 +240,6 @@ def _raw_rows(data: bytes) -> list[list[object]]:
 
 
 def _decode_row(row: list[object]) -> AssignedNode:
-    return from_json(NodeRecord, row[0], "a member"), from_json(RankAssignment, row[1], "an assignment")
+    return from_json(NodeRecord, row[0], "a member"), from_json(
+        RankAssignment, row[1], "an assignment"
+    )

@@ -269,7 +269,7 @@ class FailoverStore(Store, ForkAware):
             if following != self._index:
                 here, there = self._endpoints[self._index].name, self._endpoints[following].name
                 log.warning(
-                    "the store at %s has not answered for %.1f s: this node moves to the store at %s",
+                    "the store at %s has not answered for %.1f s: moving to the store at %s",
                     here,
                     silent_s,
                     there,

@@ -241,7 +241,8 @@ class TcpStoreServer:
                 code = frame.f_code
                 position = f"in {code.co_filename}, line {frame.f_lineno}, {code.co_name}"
             log.error(
-                "the store's server at %s has not stopped within %g s and is abandoned; its thread is %s",
+                "the store's server at %s has not stopped within %g s and is abandoned; its "
+                "thread is %s",
                 self.address,
                 self._limits.close_timeout_s,
                 position,
@@ -260,7 +261,9 @@ class TcpStoreServer:
             while not self._is_closing.is_set():
                 self._run_once()
         except Exception:
-            log.exception("the store's server at %s failed: its clients are disconnected", self.address)
+            log.exception(
+                "the store's server at %s failed: its clients are disconnected", self.address
+            )
         finally:
             for client in list(self._clients.values()):
                 self._disconnect(client)
@@ -494,8 +497,8 @@ class TcpStoreServer:
         if not self._limits.max_torch_relays and not self._has_warned_of_torch:
             self._has_warned_of_torch = True
             log.warning(
-                "a script tried to reach torch's store at the port of elasticlib's store (%s) and was "
-                "disconnected: use init_method='env://', or MASTER_ADDR and MASTER_PORT, or "
+                "a script tried to reach torch's store at the port of elasticlib's store (%s) and "
+                "was disconnected: use init_method='env://', or MASTER_ADDR and MASTER_PORT, or "
                 "--rdzv-backend static",
                 self.address,
             )

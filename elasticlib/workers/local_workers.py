@@ -183,8 +183,8 @@ class LocalWorkers(Workers):
         self.wait_until_prepared()
         if not self._supervisor.wait_until_clean(CLEAN_TIMEOUT_S):
             log.error(
-                "processes that exited workers had started survived SIGKILL; new workers start, but "
-                "GPUs or ports may still be in use"
+                "processes that exited workers had started survived SIGKILL; new workers start, "
+                "but GPUs or ports may still be in use"
             )
         everyone = (*group.workers, *group.standby_workers)
         stay = {worker.local_rank for worker in everyone}

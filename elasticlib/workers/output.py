@@ -129,7 +129,8 @@ class Console:
             # The stream may be any object, whose own code may raise anything.
             self._is_broken = True
             log.warning(
-                "the workers' output is no longer shown on the console (log files are not affected): %s",
+                "the workers' output is no longer shown on the console, but still written to log "
+                "files: %s",
                 error,
             )
 
@@ -189,9 +190,7 @@ class LogFile:
                 data = data[os.write(self._file.fileno(), data) :]
         except OSError as error:
             self._is_broken = True
-            log.warning(
-                "a worker's output is no longer written to %s: %s", self._file.name, error
-            )
+            log.warning("a worker's output is no longer written to %s: %s", self._file.name, error)
 
     def close(self) -> None:
         try:

@@ -28,7 +28,9 @@ LIMITS = RendezvousSettings(1, 4, max_restarts=9, restart_window=60.0)
 A, B, C = (NodeRecord(id=f"{name}-1", host=name, address="127.0.0.1", slots=1) for name in "abc")
 
 
-def settled(*members: NodeRecord, settings: RendezvousSettings = LIMITS, **fields: object) -> Membership:
+def settled(
+    *members: NodeRecord, settings: RendezvousSettings = LIMITS, **fields: object
+) -> Membership:
     document = form_generation(Membership(settings, "one"), members, charged=False, nonce="m")
     return attrs.evolve(document, **fields)
 

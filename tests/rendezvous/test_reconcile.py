@@ -13,8 +13,8 @@ from elasticlib.rendezvous.membership import (
     JobPhase,
     Leader,
     Membership,
-    NodeRecord,
     NodeFailure,
+    NodeRecord,
     RendezvousSettings,
     end_generation,
     form_generation,
@@ -33,7 +33,9 @@ def node(name: str, **fields: object) -> NodeRecord:
     return attrs.evolve(plain, **fields)
 
 
-def settled(*members: NodeRecord, settings: RendezvousSettings = LIMITS, **fields: object) -> Membership:
+def settled(
+    *members: NodeRecord, settings: RendezvousSettings = LIMITS, **fields: object
+) -> Membership:
     document = form_generation(Membership(settings, "one"), members, charged=False, nonce="m")
     return attrs.evolve(document, **fields)
 

@@ -16,8 +16,8 @@ from elasticlib.rendezvous.membership import (
     Leader,
     LeaderStatus,
     MembershipState,
-    NodeRecord,
     NodeFailure,
+    NodeRecord,
     RendezvousSettings,
 )
 from elasticlib.rendezvous.rank_assignment import assign_ranks
