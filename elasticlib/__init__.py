@@ -107,6 +107,9 @@ if TYPE_CHECKING:
     from .rendezvous.handler import DynamicRendezvousHandler as DynamicRendezvousHandler
     from .rendezvous.handler import StaticRendezvousHandler as StaticRendezvousHandler
     from .rendezvous.interface import RendezvousHandler as RendezvousHandler
+    from .rendezvous.membership import Node as Node
+    from .rendezvous.membership import RendezvousSettings as RendezvousSettings
+    from .rendezvous.membership import RendezvousTimeouts as RendezvousTimeouts
     from .stores.etcd_store import EtcdStore as EtcdStore
     from .stores.file_store import FileStore as FileStore
     from .stores.interface import Store as Store
