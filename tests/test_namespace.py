@@ -76,7 +76,17 @@ def test_interfaces_contain_what_the_interfaces_mention() -> None:
         for _, method in inspect.getmembers(interface, inspect.isfunction):
             for annotation in method.__annotations__.values():
                 mentioned |= set(re.findall(r"\b[A-Z]\w+", str(annotation)))
-    standard = {"Callable", "Collection", "Mapping", "None", "Path", "Self", "TracebackType"}
+    standard = {
+        "BaseException",
+        "Callable",
+        "Collection",
+        "Exception",
+        "Mapping",
+        "None",
+        "Path",
+        "Self",
+        "TracebackType",
+    }
     assert mentioned - standard <= set(interfaces.__all__)
 
 

@@ -87,7 +87,7 @@ REFUSED = [
     ("--nproc-per-node 0 SCRIPT", "at least 1, got 0"),
     ("--nproc-per-node many SCRIPT", "a registered torch backend, got 'many'"),
     ("--nproc-per-node gpu SCRIPT", "finds no GPU on this machine (found: no accelerator, "),
-    ("--max-restarts=-1 SCRIPT", "max_restarts >= 0, got -1"),
+    ("--max-restarts=-1 SCRIPT", "max_restarts must be at least 0, got -1"),
     ("--monitor-interval 0 SCRIPT", "--monitor-interval must be seconds above 0"),
     (
         "--shutdown-timeout=-1 SCRIPT",
@@ -144,7 +144,10 @@ REFUSED = [
         "ca_cert in two spellings",
     ),
     ("--rdzv-id \udcff SCRIPT", r"--rdzv-id must be text in UTF-8, got '\udcff'"),
-    ("--nnodes 2 --node-rank 0 --master-addr h:1 SCRIPT", "--master-addr is a name or an address"),
+    (
+        "--nnodes 2 --node-rank 0 --master-addr h:1 SCRIPT",
+        "--master-addr must be a name or an address",
+    ),
     (
         "--nnodes 2 --rdzv-endpoint h:1 --local-addr 0.0.0.0 SCRIPT",
         "--local-addr must be reachable",

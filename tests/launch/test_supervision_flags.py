@@ -69,7 +69,7 @@ def test_the_help_tells_the_exit_codes_and_the_true_defaults() -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--signals-to-handle TERM", "names of signals with commas between.*got 'TERM'"),
+        ("--signals-to-handle TERM", "signal names with commas between.*got 'TERM'"),
         ("--signals-to-handle SIGTERM,", "got ''"),
         ("--drain-signals 12", "got '12'"),
         ("--drain-signals SIGKILL", "--drain-signals cannot contain SIGKILL"),
@@ -125,5 +125,5 @@ def test_a_snapshot_has_replicas_on_as_many_nodes_as_there_may_be_others(script:
         read("--standalone --snapshot-replicas 1", script)
     with pytest.raises(ConfigError, match="--snapshot-replicas must be at least 0, got -1"):
         read(f"{meet} --snapshot-replicas -1", script)
-    with pytest.raises(ConfigError, match="snapshot_replicas, got -1"):
+    with pytest.raises(ConfigError, match="snapshot_replicas must be at least 0, got -1"):
         AgentOptions(snapshot_replicas=-1)
