@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
-from ..threads import CallRejected, ExclusiveCall
+from ..threads import CallRejectedError, ExclusiveCall
 from ..workers.context import context
 from .catalog import CheckpointCatalog, Retention, Selection, check_step
 from .collectives import PeerGroup
@@ -190,7 +190,8 @@ class CheckpointManager:
         Args:
             step: the number of completed steps, from 0.
             state: nested containers of tensors, NumPy arrays, plain values, and objects with
-                `state_dict` and `load_state_dict`; docs/checkpoints.md lists the types.
+                `state_dict` and `load_state_dict`; docs/reference/checkpoints.md lists the
+                types.
             pin: never delete this checkpoint, independently of `keep_last` and `keep_every`, until
                 the same step is saved again without `pin`. All ranks give the same value.
             if_busy: what to do while the previous save is still being written. "wait" waits for it.
@@ -222,7 +223,7 @@ class CheckpointManager:
         call = _SaveCall(step, state, started_at, bool(pin), if_busy == "skip", bool(snapshot))
         try:
             return self._copying.run(partial(self._save, call))
-        except CallRejected:
+        except CallRejectedError:
             error = self._rejection(f"step {step} was not saved")
             self._results.publish(self._results.next_number(), step, error)
             raise error from None
@@ -240,7 +241,7 @@ class CheckpointManager:
     def _run_exclusively(self, what: str, act: Callable[[], Result]) -> Result:
         try:
             return self._copying.run(act)
-        except CallRejected:
+        except CallRejectedError:
             raise self._rejection(what) from None
 
     def _save(self, call: _SaveCall) -> SaveHandle:

@@ -31,7 +31,7 @@ BATCH = 16
 MORE_EPOCHS = 3
 """In which a node joins, once it has imported torch, and is killed."""
 PROGRESS = re.compile(r"epoch (\d+) step (\d+)/\d+ loss (\S+) \(world (\d+), generation (\d+)\)")
-STARTED = re.compile(r"generation (\d+) after .* restarts; (.*)$")
+STARTED = re.compile(r"generation (\d+): .*, restarts \d+/\d+; reason: (.*)$")
 
 
 class DemoFailed(ElasticError):

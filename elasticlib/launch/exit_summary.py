@@ -21,7 +21,7 @@ from ..observe.formatting import NO_STEPS_TEXT, format_duration, format_percent,
 from ..observe.history import Generation, GenerationTrigger, JobState, RecoveryCost
 from ..observe.journal import NodeJournal
 from ..observe.totals import MAX_LISTED_GENERATIONS, NodeTotals, totals_of
-from ..visible import shorten
+from ..sanitize import shorten
 from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
 from ..workers.spec import WorkerState
@@ -137,7 +137,7 @@ def _command_lines(aggregate: NodeAggregate) -> Iterator[str]:
         yield f"command: {shorten(start.text('command'), MAX_COMMAND_CHARS)}"
 
 
-# -- how the run ended -----------------------------------------------------------------------------
+# -- result of the run -----------------------------------------------------------------------------
 
 
 def format_result(result: RunResult) -> str:

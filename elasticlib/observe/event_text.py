@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..clock import local_date_of
-from ..visible import visible
+from ..clock import format_local_time
+from ..sanitize import escape_to_one_line
 from .event import Event
 from .formatting import UNKNOWN, format_count, format_duration, format_number, format_ranges, plural
 
@@ -21,7 +21,7 @@ def format_event(event: Event) -> str:
     """Return local time, node, generation, kind and description of an event as one line."""
     generation = str(event.generation or UNKNOWN)
     head = f"{_format_time(event.timestamp)}  {event.node}  {generation:>3}"
-    return visible(_one_line(f"{head}  {event.kind:<{_KIND_WIDTH}}  {describe(event)}"))
+    return escape_to_one_line(f"{head}  {event.kind:<{_KIND_WIDTH}}  {describe(event)}").rstrip()
 
 
 def describe(event: Event) -> str:
@@ -37,13 +37,9 @@ def describe(event: Event) -> str:
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}..."
 
 
-def _one_line(text: str) -> str:
-    return text.replace("\n", " ").rstrip()
-
-
 def _format_time(timestamp: float) -> str:
     try:
-        seconds = local_date_of(timestamp).replace("_", " ")
+        seconds = format_local_time(timestamp).replace("_", " ")
     except (OverflowError, OSError, ValueError):  # a file may contain any number
         return UNKNOWN
     return f"{seconds}.{int(timestamp % 1 * 1000):03d}"

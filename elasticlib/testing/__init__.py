@@ -6,19 +6,18 @@ when it is first used, so that importing this package needs neither.
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "AgentContract": "agent_contract",
-    "AgentRequest": "agent_job",
-    "ClientRecipe": "store_process",
-    "HandlerRequest": "rendezvous_contract",
-    "RegroupContract": "agent_contract",
-    "RendezvousContract": "rendezvous_contract",
-    "StoreContract": "store_contract",
-    "StoreRendezvousContract": "rendezvous_over_store",
+from .._lazy import lazy_exports
+
+_EXPORTS = {
+    "testing.agent_contract": ("AgentContract", "RegroupContract"),
+    "testing.agent_job": ("AgentRequest",),
+    "testing.rendezvous_contract": ("HandlerRequest", "RendezvousContract"),
+    "testing.rendezvous_over_store": ("StoreRendezvousContract",),
+    "testing.store_contract": ("StoreContract",),
+    "testing.store_process": ("ClientRecipe",),
 }
 _ASSERTING = (
     "agent_contract",
@@ -30,12 +29,12 @@ _ASSERTING = (
     "store_model",
 )
 
-__all__ = sorted(_HOMES)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, _EXPORTS)
 
 if "pytest" in sys.modules:
     import pytest
 
-    # A failed assertion of a suite shows its values then, as one in a test file does.
+    # pytest then shows the values of a failed assertion, as it does in test files.
     pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
 
 if TYPE_CHECKING:
@@ -47,11 +46,3 @@ if TYPE_CHECKING:
     from .rendezvous_over_store import StoreRendezvousContract as StoreRendezvousContract
     from .store_contract import StoreContract as StoreContract
     from .store_process import ClientRecipe as ClientRecipe
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'elasticlib.testing' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value

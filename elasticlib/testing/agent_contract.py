@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ..agent.options import AgentOptions
+from ..defaults import DEFAULT_DRAIN_EXIT_CODE
 from ..errors import WorkerStartError
-from ..flag_values import DRAIN_EXIT_CODE
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 from .agent_acts import FAIL_EXIT_CODE, Act
@@ -156,7 +156,7 @@ class AgentContract(AgentSuite):
         ("number", "state", "code"),
         [
             (signal.SIGUSR1, WorkerState.STOPPED, 128 + signal.SIGUSR1),
-            (signal.SIGUSR2, WorkerState.DRAINED, DRAIN_EXIT_CODE),
+            (signal.SIGUSR2, WorkerState.DRAINED, DEFAULT_DRAIN_EXIT_CODE),
         ],
         ids=["ended", "drained"],
     )

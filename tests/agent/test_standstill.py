@@ -180,5 +180,5 @@ def test_pause_of_the_whole_process_does_not_count_as_a_blocked_loop() -> None:
 
 
 def test_a_bound_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="loop_timeout > 0"):
+    with pytest.raises(ConfigError, match="loop_timeout must be above 0"):
         RendezvousTimeouts(loop_timeout=0.0)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...agent.interface import RunResult
-from ...errors import ConfigError, ElasticError, describe
+from ...errors import ConfigError, ElasticError, format_error
 from ...launch.elastic_launch import values_of, with_args
 from ...launch.launch_config import LaunchConfig
 from ...workers.spec import Entrypoint, Function, entrypoint_name
@@ -159,7 +159,7 @@ def _sent(function: Function) -> Function:
     except Exception as error:
         # Whatever an argument's own __reduce__ raises, the cause is the same to the caller.
         what = f"cannot send {function.target!r} to a worker"
-        raise ConfigError(f"{what}: {describe(error)}") from error
+        raise ConfigError(f"{what}: {format_error(error)}") from error
 
 
 def call(work: bytes) -> tuple[int, bytes]:
@@ -194,6 +194,6 @@ def read_values(returned: Mapping[int, Any]) -> dict[int, Any]:
             values[rank] = pickle.loads(value)
         except Exception as error:
             raise ElasticError(
-                f"the value that rank {rank} returned cannot be read here: {describe(error)}"
+                f"the value that rank {rank} returned cannot be read here: {format_error(error)}"
             ) from error
     return values
