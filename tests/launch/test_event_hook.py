@@ -76,7 +76,7 @@ def test_function_that_never_returns_delays_the_end_of_a_job_for_a_bounded_time(
         with caplog.at_level(logging.WARNING, "elasticlib"):
             assert list(elastic_launch(config, run_id)()) == [0]
         assert entered.is_set()
-        assert re.search(r"on_event function .*wait did not handle its events within 2 s", caplog.text)
+        assert re.search(r"on_event function .*wait did not handle its events", caplog.text)
     finally:
         released.set()
 
