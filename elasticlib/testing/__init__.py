@@ -10,17 +10,17 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-_HOMES = {
+_MODULE_OF = {
     "AgentContract": "agent_contract",
     "AgentRequest": "agent_job",
-    "ClientRecipe": "store_process",
+    "ClientSpec": "store_process",
     "HandlerRequest": "rendezvous_contract",
     "RegroupContract": "agent_contract",
     "RendezvousContract": "rendezvous_contract",
     "StoreContract": "store_contract",
-    "StoreRendezvousContract": "rendezvous_over_store",
+    "StoreRendezvousContract": "store_rendezvous_contract",
 }
-_ASSERTING = (
+_MODULES_WITH_ASSERTIONS = (
     "agent_contract",
     "agent_job",
     "rendezvous_cluster",
@@ -28,15 +28,16 @@ _ASSERTING = (
     "rendezvous_machine",
     "store_contract",
     "store_model",
+    "store_process",
 )
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULE_OF)
 
 if "pytest" in sys.modules:
     import pytest
 
-    # A failed assertion of a suite shows its values then, as one in a test file does.
-    pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
+    # A failed assertion in these modules shows its values, as in a test file.
+    pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _MODULES_WITH_ASSERTIONS))
 
 if TYPE_CHECKING:
     from .agent_contract import AgentContract as AgentContract
@@ -44,14 +45,18 @@ if TYPE_CHECKING:
     from .agent_job import AgentRequest as AgentRequest
     from .rendezvous_contract import HandlerRequest as HandlerRequest
     from .rendezvous_contract import RendezvousContract as RendezvousContract
-    from .rendezvous_over_store import StoreRendezvousContract as StoreRendezvousContract
     from .store_contract import StoreContract as StoreContract
-    from .store_process import ClientRecipe as ClientRecipe
+    from .store_process import ClientSpec as ClientSpec
+    from .store_rendezvous_contract import StoreRendezvousContract as StoreRendezvousContract
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'elasticlib.testing' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,7 +14,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.local_node import LocalNode
 from elasticlib.rendezvous.membership import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.store_layout import StoreKeys
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import WorkerGroup
 
@@ -81,7 +81,7 @@ class Nodes:
             Node(name, name, "127.0.0.1", 1),
             self._limits,
             timeouts=self._timing,
-            open_bootstrap_store=Listener,
+            open_bootstrap_store=FakeBootstrapStore,
         )
 
     def here(self) -> set[str]:

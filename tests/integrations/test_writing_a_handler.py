@@ -29,11 +29,11 @@ MODULE, SUITE = "elasticlib_register", "test_elasticlib_register.py"
 (COMMAND,) = (code.strip() for kind, code in BLOCKS if kind == "sh")
 MEMBER = """
 import sys
-from elasticlib import Limits, Node
+from elasticlib import Node, RendezvousSettings
 from elasticlib_register import RegisterHandler
 
 node = Node(sys.argv[2], sys.argv[2], "127.0.0.1", 1)
-handler = RegisterHandler(sys.argv[1], "job", node, Limits(1, 2), 20.0)
+handler = RegisterHandler(sys.argv[1], "job", node, RendezvousSettings(1, 2), 20.0)
 while True:
     print(handler.next_rendezvous().world_size, flush=True)
     while handler.wait_for_change(1.0) is None:

@@ -26,7 +26,7 @@ from typing import Any
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.stores.tcp_client import TcpStore
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 
 BOUND = 900.0
 SWITCH_SECONDS = 0.1
@@ -50,7 +50,7 @@ class Member:
             Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1),
             limits,
             timeouts=TIMING,
-            open_bootstrap_store=Listener,
+            open_bootstrap_store=FakeBootstrapStore,
         )
 
     def join(self) -> Told:

@@ -20,7 +20,7 @@ from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 
 # No lease ends by itself within a test.
@@ -50,8 +50,8 @@ class Cluster:
             open_bootstrap_store=self.listen,
         )
 
-    def listen(self, address: str) -> Listener:
-        listener = Listener(address)
+    def listen(self, address: str) -> FakeBootstrapStore:
+        listener = FakeBootstrapStore(address)
         self._stack.callback(listener.close)
         return listener
 
@@ -132,7 +132,7 @@ LEAVES_WITHOUT_A_WORD = """
 import sys
 from elasticlib import DynamicRendezvousHandler, FileStore, Node
 from elasticlib import RendezvousSettings, RendezvousTimeouts
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 
 handler = DynamicRendezvousHandler(
     FileStore(sys.argv[1]),
@@ -140,7 +140,7 @@ handler = DynamicRendezvousHandler(
     Node(id="a-1", host="a", address="127.0.0.1", slots=1),
     RendezvousSettings(1, 2, last_call_timeout=0.0),
     timeouts=RendezvousTimeouts(lease_ttl=1000.0, keep_alive_interval=0.1),
-    open_bootstrap_store=Listener,
+    open_bootstrap_store=FakeBootstrapStore,
 )
 print(handler.next_rendezvous().generation)
 """

@@ -18,7 +18,7 @@ from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 
 RUN = "run"
@@ -53,7 +53,7 @@ def waiting_alone(stack: ExitStack, store: Store) -> None:
         Node(id="a-1", host="a", address="127.0.0.1", slots=1),
         RendezvousSettings(2, 2),
         timeouts=RendezvousTimeouts(join_timeout=600.0, lease_ttl=LEASE, keep_alive_interval=0.25),
-        open_bootstrap_store=Listener,
+        open_bootstrap_store=FakeBootstrapStore,
     )
 
     def join() -> None:

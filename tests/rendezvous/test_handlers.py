@@ -27,7 +27,7 @@ from elasticlib.rendezvous.membership import Node, RendezvousSettings, Rendezvou
 from elasticlib.rendezvous.store_layout import FORMAT, StoreKeys
 from elasticlib.stores.interface import Listing, WatchResult
 from elasticlib.stores.memory_store import MemoryStore
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 
 TIMING = RendezvousTimeouts(
@@ -62,7 +62,7 @@ class Cluster:
             Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=slots),
             limits,
             timeouts=timing,
-            open_bootstrap_store=Listener,
+            open_bootstrap_store=FakeBootstrapStore,
         )
         self.handlers.append(handler)
         return handler
@@ -117,10 +117,10 @@ def test_a_node_keeps_its_lease_while_its_own_name_is_looked_up(cluster: Cluster
     answers = threading.Event()
     answers.set()
 
-    def open_bootstrap(address: str) -> Listener:
+    def open_bootstrap(address: str) -> FakeBootstrapStore:
         assert address == "a.test"
         assert answers.wait(60)
-        return Listener("127.0.0.1")
+        return FakeBootstrapStore("127.0.0.1")
 
     limits = RendezvousSettings(2, 2, max_restarts=1)
     named = DynamicRendezvousHandler(
@@ -339,7 +339,7 @@ def static(cluster: Cluster, rank: int) -> StaticRendezvousHandler:
         Node(id=f"n{rank}-1", host=f"n{9 - rank}", address="127.0.0.1", slots=1, rank_hint=rank),
         2,
         timeouts=TIMING,
-        open_bootstrap_store=Listener,
+        open_bootstrap_store=FakeBootstrapStore,
     )
     cluster.handlers.append(handler)
     return handler

@@ -15,7 +15,7 @@ from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 
 COUNTS = [8, 32, 128, 256]
@@ -160,7 +160,7 @@ class Handlers:
                 Node(id=f"n{number}-1", host=f"n{number}", address="127.0.0.1", slots=1),
                 RendezvousSettings(count, count),
                 timeouts=timing,
-                open_bootstrap_store=Listener,
+                open_bootstrap_store=FakeBootstrapStore,
                 clock=clock,
             )
             for number, (store, clock) in enumerate(nodes)
