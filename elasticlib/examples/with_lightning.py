@@ -58,5 +58,5 @@ trainer = lightning.Trainer(
 net = Regression()
 trainer.fit(net, DataLoader(data, batch_sampler=batches), ckpt_path="last")
 if trainer.is_global_zero:
-    what = f"stopped: {elastic.stopped.reason}" if elastic.stopped else "done"
+    what = f"stopped: {elastic.stop_request.reason}" if elastic.stop_request else "done"
     print(what, f"after {trainer.global_step} steps", flush=True)

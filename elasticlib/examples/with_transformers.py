@@ -14,7 +14,7 @@ import sys
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from elasticlib.integrations.transformers import ElasticCallback, newest_checkpoint
+from elasticlib.integrations.transformers import ElasticCallback, last_complete_checkpoint
 
 CHECKPOINTS = sys.argv[1] if sys.argv[1:] else "checkpoints"
 SAMPLES, GLOBAL_BATCH, EPOCHS, SAVE_EVERY = 80, 8, 3, 5
@@ -34,7 +34,7 @@ settings = TrainingArguments(
     use_cpu=not torch.cuda.is_available(),
 )
 trainer = Trainer(net, settings, train_dataset=data, callbacks=[elastic])
-trainer.train(resume_from_checkpoint=newest_checkpoint(CHECKPOINTS))
+trainer.train(resume_from_checkpoint=last_complete_checkpoint(CHECKPOINTS))
 if trainer.is_world_process_zero():
-    what = f"stopped: {elastic.stopped.reason}" if elastic.stopped else "done"
+    what = f"stopped: {elastic.stop_request.reason}" if elastic.stop_request else "done"
     print(what, f"after {trainer.state.global_step} steps", flush=True)

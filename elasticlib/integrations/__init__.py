@@ -1,4 +1,5 @@
-"""What joins elasticlib to other people's programs; nothing else in elasticlib imports it.
+"""Integrations with other programs: Lightning, transformers and Ray.
 
-Each module imports its program when it is imported itself, and says how to install what is missing.
+No other package of elasticlib imports this one. Each module raises an error that names the missing
+program and how to install it.
 """

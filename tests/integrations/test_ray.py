@@ -272,7 +272,7 @@ def test_a_job_for_which_there_is_no_room_is_given_up_with_the_reason(job: Job, 
     rays.have(1)
     outcome = said(drive(job, rays, "starve", "2:2"))
     assert outcome["state"] == "failed"
-    assert re.search(r"of 2 to 2 agents run|join_timeout", outcome["says"])
+    assert re.search(r"\(2 to 2 required\)|join_timeout", outcome["says"])
 
 
 def test_the_page_on_ray_runs_as_it_stands(job: Job, rays: Rays) -> None:
