@@ -1,9 +1,10 @@
-"""A transformers Trainer that survives crashes, resizes and drains, on a tiny GPT-2 of no download.
+"""A transformers Trainer that survives crashes, resizes and drains. It trains a tiny GPT-2.
 
-`elasticrun --nproc-per-node 2 --max-restarts 3 --preload transformers.trainer
-with_transformers.py [FOLDER]`, with a folder for checkpoints. The batch a device is what keeps the
-global batch: with it the Trainer's own way of passing over the samples that it has trained on is
-right at any world size that divides it.
+Usage: `elasticrun --nproc-per-node 2 --max-restarts 3 --preload transformers.trainer
+with_transformers.py [DIRECTORY]`, with a directory for checkpoints (default: checkpoints). The
+batch size per device is the global batch size divided by the world size. So the Trainer, which
+skips the steps that it has completed, resumes at the right sample at any world size that divides
+the global batch size.
 """
 
 from __future__ import annotations
@@ -36,5 +37,5 @@ settings = TrainingArguments(
 trainer = Trainer(net, settings, train_dataset=data, callbacks=[elastic])
 trainer.train(resume_from_checkpoint=last_complete_checkpoint(CHECKPOINTS))
 if trainer.is_world_process_zero():
-    what = f"stopped: {elastic.stop_request.reason}" if elastic.stop_request else "done"
-    print(what, f"after {trainer.state.global_step} steps", flush=True)
+    result = f"stopped: {elastic.stop_request.reason}" if elastic.stop_request else "done"
+    print(result, f"after {trainer.state.global_step} steps", flush=True)

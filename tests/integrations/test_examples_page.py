@@ -64,7 +64,7 @@ def test_text_and_images_are_trained_on_by_the_pages_commands(tmp_path: Path) ->
 def test_the_command_for_a_cluster_is_understood_by_the_launcher_and_the_script() -> None:
     agent = build_parser().parse_args(shlex.split(CLUSTER_RUN)[1:])
     assert agent.training_script == "elasticlib.examples.imagenet"
-    script = imagenet.parse(agent.training_script_args)
+    script = imagenet.parse_args(agent.training_script_args)
     assert (script.arch, script.batch_size, script.max_micro_batch) == ("resnet50", 1024, 128)
 
 

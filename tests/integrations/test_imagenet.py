@@ -18,7 +18,7 @@ from jobs import Job, Node
 from processes import children, workers_of
 
 from elasticlib import CheckpointManager
-from elasticlib.examples.imagenet import DRAWN, Images, draw_images
+from elasticlib.examples.imagenet import POLYGON_COLORS, ImageDataset, draw_images
 from elasticlib.testing.waiting import wait_until
 
 LAUNCH = (sys.executable, "-m", "elasticlib.launch", "--standalone")
@@ -69,7 +69,7 @@ class Run:
 
     def weights(self) -> dict[str, torch.Tensor]:
         state: dict[str, Any] = CheckpointManager(self.checkpoints).load(STEPS)
-        assert state["progress"]["validated"] == EPOCHS
+        assert state["progress"]["validated_epochs"] == EPOCHS
         return state["model"]  # type: ignore[no-any-return]
 
 
@@ -124,7 +124,7 @@ def check_it_has_learned(text: str, best: float) -> None:
     assert len(losses) == STEPS
     first, last = losses[:STEPS_AN_EPOCH], losses[-STEPS_AN_EPOCH:]
     assert sum(last) < 0.7 * sum(first)
-    assert best > 2 * 100 / len(DRAWN), "twice what chance gets right"
+    assert best > 2 * 100 / len(POLYGON_COLORS), "twice what chance gets right"
 
 
 def test_a_signal_to_every_process_of_the_step_is_a_clean_stop_and_one_rank_goes_on(
@@ -170,7 +170,7 @@ def test_a_worker_killed_at_the_end_of_an_epoch_has_it_scored_and_trains_on_none
 
 def test_a_damaged_image_ends_the_job_with_its_name_in_the_report(job: Job, drawn: Path) -> None:
     bad = job.folder / "images"
-    for name in Images(drawn / "train", 32).names[::2]:
+    for name in ImageDataset(drawn / "train", 32).names[::2]:
         for split in ("train", "val"):
             copy = bad / split / name
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def test_a_damaged_image_ends_the_job_with_its_name_in_the_report(job: Job, draw
     assert node.exit_code() == 1, node.text
     report = node.text[node.text.index("elasticrun: root cause") :]
     assert f"{victim} cannot be read as an image (" in report
-    assert "replace it, or take it out of the data" in report
+    assert "replace it, or remove it" in report
 
 
 def test_a_folder_that_is_not_there_ends_the_job_with_its_name(job: Job) -> None:
