@@ -57,21 +57,21 @@ def test_a_job_is_disturbed_and_goes_on_and_its_history_tells_of_it(
     job.until(lambda status: status.restarts == 1 and status.step is not None)
     job.more_steps(5)
     job.start_node("second", 1)
-    job.until(lambda status: status.world == 3 and status.state is JobState.RUNNING)
+    job.until(lambda status: status.world_size == 3 and status.state is JobState.RUNNING)
     job.show()
     assert "watched: RUNNING" in capsys.readouterr().out
     assert job.drain("second") == 75
-    job.until(lambda status: status.world == 2 and status.step is not None)
+    job.until(lambda status: status.world_size == 2 and status.step is not None)
     assert job.finish() == [0, 75]
     history = job.report().history
     assert history.state is JobState.SUCCEEDED
-    assert [one.why for one in history.generations] == [
+    assert [one.trigger for one in history.generations] == [
         GenerationTrigger.START,
         GenerationTrigger.FAILURE,
         GenerationTrigger.RESIZE,
         GenerationTrigger.RESIZE,
     ]
-    assert [one.world for one in history.generations] == [2, 2, 3, 2]
+    assert [one.world_size for one in history.generations] == [2, 2, 3, 2]
 
 
 def test_closing_ends_all_processes_and_takes_the_folder(job: WatchedJob) -> None:
