@@ -107,7 +107,7 @@ def together(*workers: Recorded, after: int) -> int:
     return wait_until(f"all to be together after generation {after}", look)
 
 
-def test_the_others_go_on_without_a_node_whose_loop_stands_still_until_it_turns() -> None:
+def test_the_other_nodes_continue_without_a_node_whose_event_loop_is_blocked() -> None:
     nodes, a, b = Nodes(1, 2), Recorded(), Recorded()
     with running(a, nodes.handler("a")) as first, running(b, nodes.handler("b")) as second:
         before = together(a, b, after=0), len(a.history)
@@ -123,7 +123,7 @@ def test_the_others_go_on_without_a_node_whose_loop_stands_still_until_it_turns(
         assert finished((a, first), (b, second)) == [WorkerState.SUCCEEDED] * 2
 
 
-def test_a_node_whose_place_nobody_took_goes_on_where_it_was() -> None:
+def test_a_blocked_node_continues_if_no_other_generation_was_formed() -> None:
     nodes, workers = Nodes(1, 1), Recorded()
     with running(workers, nodes.handler("a")) as run:
         with workers.standing_still():
@@ -149,7 +149,7 @@ class SlowToStart(Recorded):
         super().start(group, on_exit)
 
 
-def test_a_node_that_starts_its_workers_for_long_keeps_its_place() -> None:
+def test_a_node_whose_workers_start_slowly_keeps_its_lease() -> None:
     nodes, workers = Nodes(1, 1), SlowToStart()
     workers.here = nodes.here
     with running(workers, nodes.handler("a")) as run:
@@ -179,6 +179,6 @@ def test_pause_of_the_whole_process_does_not_count_as_a_blocked_loop() -> None:
     assert is_member(1042.0, progress_due=1072.0)
 
 
-def test_a_bound_that_is_none_is_refused() -> None:
+def test_loop_timeout_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="loop_timeout > 0"):
         RendezvousTimeouts(loop_timeout=0.0)

@@ -41,7 +41,7 @@ class Kept(SnapshotService):
         (WorkerState.STOPPED, True),
     ],
 )
-def test_what_is_in_memory_is_kept_unless_the_job_is_done(state: WorkerState, keep: bool) -> None:
+def test_snapshots_are_written_unless_the_job_has_succeeded(state: WorkerState, keep: bool) -> None:
     workers, memory = OneWorker(), Kept()
     journal = NodeJournal("job", "n1")
     options = AgentOptions(drain_signals=(signal.SIGUSR1,), stop_signals=(signal.SIGUSR2,))

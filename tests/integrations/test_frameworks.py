@@ -43,7 +43,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return lambda name: undisturbed(name, base / name)
 
 
-def test_workers_are_killed_and_a_drain_ends_the_launch_and_the_next_ends_as_if_nothing_had_been(
+def test_training_is_unchanged_after_kills_a_drain_and_a_second_launch(
     framework: FrameworkJob, right: Callable[[str], str]
 ) -> None:
     framework.hold.write_text(str(DRAINED_AT))
@@ -72,7 +72,7 @@ def test_workers_are_killed_and_a_drain_ends_the_launch_and_the_next_ends_as_if_
 
 
 @pytest.mark.parametrize("framework", RESIZED, indirect=True)
-def test_a_node_is_lost_and_another_joins_and_each_sample_is_used_once(
+def test_each_sample_is_used_once_after_a_node_is_lost_and_another_joins(
     framework: FrameworkJob,
 ) -> None:
     framework.hold.write_text("7")

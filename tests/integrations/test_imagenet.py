@@ -88,7 +88,7 @@ def calm(job: Job, drawn: Path) -> tuple[Run, Node]:
     return run, run.start(2)
 
 
-def test_a_run_that_lost_a_worker_ends_with_the_weights_of_the_undisturbed_one(
+def test_weights_after_a_killed_worker_are_equal_to_those_without_faults(
     job: Job, drawn: Path, calm: tuple[Run, Node]
 ) -> None:
     run, undisturbed = calm
@@ -127,7 +127,7 @@ def check_it_has_learned(text: str, best: float) -> None:
     assert best > 2 * 100 / len(POLYGON_COLORS), "twice what chance gets right"
 
 
-def test_a_signal_to_every_process_of_the_step_is_a_clean_stop_and_one_rank_goes_on(
+def test_a_signal_to_all_processes_stops_cleanly_and_one_rank_can_resume(
     job: Job, drawn: Path, calm: tuple[Run, Node]
 ) -> None:
     """As a scheduler signals before it takes the node away: loader workers, too, hear it. One rank
@@ -154,7 +154,7 @@ def test_a_signal_to_every_process_of_the_step_is_a_clean_stop_and_one_rank_goes
     assert (mine - right).norm() < 0.005 * right.norm()
 
 
-def test_a_worker_killed_at_the_end_of_an_epoch_has_it_scored_and_trains_on_none_of_it_again(
+def test_a_worker_killed_at_the_end_of_an_epoch_resumes_with_its_validation(
     job: Job, drawn: Path, calm: tuple[Run, Node]
 ) -> None:
     run = Run(job, "run", drawn)
@@ -168,7 +168,7 @@ def test_a_worker_killed_at_the_end_of_an_epoch_has_it_scored_and_trains_on_none
     assert all(torch.equal(mine, right[name]) for name, mine in run.weights().items())
 
 
-def test_a_damaged_image_ends_the_job_with_its_name_in_the_report(job: Job, drawn: Path) -> None:
+def test_a_damaged_image_is_named_in_the_failure_report(job: Job, drawn: Path) -> None:
     bad = job.folder / "images"
     for name in ImageDataset(drawn / "train", 32).names[::2]:
         for split in ("train", "val"):
@@ -184,7 +184,7 @@ def test_a_damaged_image_ends_the_job_with_its_name_in_the_report(job: Job, draw
     assert "replace it, or remove it" in report
 
 
-def test_a_folder_that_is_not_there_ends_the_job_with_its_name(job: Job) -> None:
+def test_a_missing_directory_is_named_in_the_failure_report(job: Job) -> None:
     node = Run(job, "run", job.folder / "nowhere").start(1, restarts=0)
     assert node.exit_code() == 1, node.text
     assert f"{job.folder}/nowhere/train has no images" in node.text

@@ -153,7 +153,7 @@ def gone(folders: list[Path]) -> None:
     wait_until("what is in memory to be cleared", lambda: not any(f.exists() for f in folders))
 
 
-def test_a_function_trains_on_two_nodes_and_all_values_come_back(job: Job, rays: Rays) -> None:
+def test_a_function_trains_on_two_nodes_and_returns_all_values(job: Job, rays: Rays) -> None:
     rays.have(2)
     driver = drive(job, rays, "train")
     values = said(driver)
@@ -181,7 +181,7 @@ def test_workers_see_the_gpus_that_ray_gave_to_their_agent(job: Job, rays: Rays)
     assert len(given.pop().split(",")) == 2
 
 
-def test_a_job_goes_on_without_a_lost_node_and_takes_a_new_one(job: Job, rays: Rays) -> None:
+def test_a_job_continues_without_a_lost_node_and_uses_a_new_one(job: Job, rays: Rays) -> None:
     rays.have(2)
     driver = drive(job, rays, "work", "1:2")
     two = job.settled(2)
@@ -243,7 +243,7 @@ def test_a_failure_is_raised_at_the_driver_with_its_cause(job: Job, rays: Rays) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_runs_on_without_its_driver(job: Job, rays: Rays, number: int) -> None:
+def test_no_process_is_left_without_the_driver(job: Job, rays: Rays, number: int) -> None:
     rays.have(2)
     driver = drive(job, rays, "work")
     places = job.settled(2)
@@ -257,7 +257,7 @@ def test_nothing_runs_on_without_its_driver(job: Job, rays: Rays, number: int) -
     gone(memory)
 
 
-def test_a_drained_driver_has_all_workers_save_at_one_step(job: Job, rays: Rays) -> None:
+def test_a_drain_of_the_driver_lets_all_workers_save_at_one_step(job: Job, rays: Rays) -> None:
     rays.have(2)
     driver = drive(job, rays, "save")
     job.settled(2)
@@ -268,14 +268,14 @@ def test_a_drained_driver_has_all_workers_save_at_one_step(job: Job, rays: Rays)
     )
 
 
-def test_a_job_for_which_there_is_no_room_is_given_up_with_the_reason(job: Job, rays: Rays) -> None:
+def test_a_job_without_enough_resources_fails_with_the_reason(job: Job, rays: Rays) -> None:
     rays.have(1)
     outcome = said(drive(job, rays, "starve", "2:2"))
     assert outcome["state"] == "failed"
     assert re.search(r"\(2 to 2 required\)|join_timeout", outcome["says"])
 
 
-def test_the_page_on_ray_runs_as_it_stands(job: Job, rays: Rays) -> None:
+def test_the_program_of_the_page_runs(job: Job, rays: Rays) -> None:
     text, blocks = blocks_of("ray.md")
     [program] = [code for language, code in blocks if language == "python"]
     train = str(job.folder / "train.py")

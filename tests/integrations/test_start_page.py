@@ -97,7 +97,7 @@ def has(subcommand: str, terminal: Terminal) -> bool:
     return subcommand in terminal.types("elasticlib --help")
 
 
-def test_a_worker_is_killed_and_the_training_goes_on(terminal: Terminal) -> None:
+def test_training_continues_after_a_killed_worker(terminal: Terminal) -> None:
     folder = terminal.folder
     (folder / "train.py").write_text(SCRIPT)
     # A reader takes longer to type than a test.
@@ -130,7 +130,7 @@ def test_a_worker_is_killed_and_the_training_goes_on(terminal: Terminal) -> None
             )
 
 
-def test_started_again_it_goes_on_with_another_number_of_workers(terminal: Terminal) -> None:
+def test_training_resumes_with_another_number_of_workers(terminal: Terminal) -> None:
     folder = terminal.folder
     assert (folder / "checkpoints").exists(), "the test above comes first"
     said = terminal.types(AGAIN.replace(" 700", " 90"))
@@ -138,7 +138,7 @@ def test_started_again_it_goes_on_with_another_number_of_workers(terminal: Termi
     assert "rank 0 ends after step 90" in said
 
 
-def test_the_launch_from_python_returns_what_the_guide_says(terminal: Terminal) -> None:
+def test_launch_from_python_returns_the_values_in_the_guide(terminal: Terminal) -> None:
     (code,) = (code for language, code in blocks_of("guide/launch.md")[1] if language == "python")
     (terminal.folder / "sums.py").write_text(code)
     said = re.search(r"^ +print\(.*\) +# (.*)$", code, re.MULTILINE)

@@ -61,7 +61,7 @@ def test_a_job_in_several_processes_settles_and_resizes_and_ends(port: int) -> N
 
 @pytest.mark.release
 @pytest.mark.timeout(1800)
-def test_so_does_one_of_ten_thousand_nodes(port: int) -> None:
+def test_a_job_of_ten_thousand_nodes_settles_and_resizes_and_ends(port: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < NODES + 100:
         pytest.fail(f"the store needs {NODES} descriptors, and may have {hard}: ulimit -Hn")
@@ -71,7 +71,7 @@ def test_so_does_one_of_ten_thousand_nodes(port: int) -> None:
 
 @pytest.mark.release
 @pytest.mark.timeout(3600)
-def test_every_promise_holds_for_twenty_thousand_simulated_nodes() -> None:
+def test_invariants_hold_for_twenty_thousand_simulated_nodes() -> None:
     """Their agents run in turns here; some crash, leave, come, stand still and fail meanwhile."""
     limits = RendezvousSettings(1, SIMULATED + 10, max_restarts=10)
     faults = Faults(leaves=3, span=6.0)

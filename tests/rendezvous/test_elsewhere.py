@@ -66,7 +66,9 @@ def waiting_alone(stack: ExitStack, store: Store) -> None:
     thread.start()
 
 
-def test_who_waits_keeps_its_lease_however_many_places_are_silent(stack: ExitStack) -> None:
+def test_a_waiting_node_keeps_its_lease_while_other_endpoints_do_not_answer(
+    stack: ExitStack,
+) -> None:
     server = stack.enter_context(TcpStoreServer("127.0.0.1", 0, job=RUN))
     silent = [silent_place(stack) for _ in range(SILENT)]
     ports = [server.port, *(one.getsockname()[1] for one in silent)]

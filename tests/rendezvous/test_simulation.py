@@ -34,7 +34,7 @@ def harsh_simulation(seed: int) -> Simulation:
 
 @pytest.mark.parametrize("cluster", [simulation, harsh_simulation])
 @pytest.mark.parametrize("part", range(SLICES))
-def test_every_promise_holds_for_every_seed(
+def test_invariants_hold_for_every_seed(
     part: int, cluster: Callable[[int], Simulation], request: pytest.FixtureRequest
 ) -> None:
     """Of the seeds that --seeds allows, half are played with each kind of cluster."""
@@ -53,7 +53,7 @@ def drained_simulation(seed: int) -> Simulation:
     return played
 
 
-def test_every_promise_holds_where_nodes_are_drained(request: pytest.FixtureRequest) -> None:
+def test_invariants_hold_with_drained_nodes(request: pytest.FixtureRequest) -> None:
     planned = 0
     for seed in range(request.config.getoption("--seeds") // 10):
         documents = drained_simulation(seed).documents
@@ -75,7 +75,7 @@ def keeping_simulation(seed: int) -> Simulation:
     return Simulation(seed, limits, nodes=draw.randint(1, 5), faults=faults)
 
 
-def test_every_promise_holds_where_some_nodes_keep_their_workers(
+def test_invariants_hold_with_retained_workers(
     request: pytest.FixtureRequest,
 ) -> None:
     smaller = let_in = ahead = 0
@@ -91,12 +91,12 @@ def test_every_promise_holds_where_some_nodes_keep_their_workers(
     assert ahead
 
 
-def test_seed_378_a_drain_is_waited_for_while_the_node_that_leads_stands_still() -> None:
+def test_seed_378_a_drain_completes_while_the_leader_is_paused() -> None:
     """The story was over with a drain under way, past a leader whose lease had yet to end."""
     drained_simulation(378)
 
 
-def test_seed_75_a_member_that_slept_through_its_generation_says_that_it_is_free() -> None:
+def test_seed_75_a_member_that_missed_its_generation_reports_that_it_has_no_workers() -> None:
     """It was put into generation 2 while it stood still, and woke when that was over.
 
     It waited for any generation after the one it had known, without a word that it ran no
@@ -105,7 +105,7 @@ def test_seed_75_a_member_that_slept_through_its_generation_says_that_it_is_free
     simulation(75).run()
 
 
-def test_seed_130_a_member_that_entered_as_the_store_was_emptied_remembers_its_generation() -> None:
+def test_seed_130_a_member_that_joined_while_the_store_was_reset_remembers_the_generation() -> None:
     """All had entered generation 4 and not read again when the store came back empty.
 
     A member that remembered only what it had read since would have had nothing to say of it:
@@ -114,9 +114,7 @@ def test_seed_130_a_member_that_entered_as_the_store_was_emptied_remembers_its_g
     harsh_simulation(130).run()
 
 
-def test_seed_112_acting_twice_on_one_snapshot_takes_nothing_from_the_generation_it_settled() -> (
-    None
-):
+def test_seed_112_acting_twice_on_one_snapshot_keeps_the_new_generation() -> None:
     """The node that led acted again on the snapshot of which generation 1 had come.
 
     Under the mark of the first time, it took what it had lost for its own, and removed it: the
@@ -125,7 +123,7 @@ def test_seed_112_acting_twice_on_one_snapshot_takes_nothing_from_the_generation
     harsh_simulation(112).run()
 
 
-def test_forgetting_alone_stops_no_workers_and_generation_1_stands_for_ever() -> None:
+def test_store_resets_without_other_faults_stop_no_workers() -> None:
     stood = 0
     for seed in range(60):
         nodes = 1 + seed % 4
@@ -143,7 +141,7 @@ def test_forgetting_alone_stops_no_workers_and_generation_1_stands_for_ever() ->
     assert stood > 40
 
 
-def test_a_forgotten_job_goes_on_where_some_remember_it_and_begins_anew_where_none_do() -> None:
+def test_a_lost_job_continues_if_a_node_remembers_it_and_else_starts_again() -> None:
     """A number alone says nothing then: a new incarnation counts from 1 again."""
     anew = 0
     for seed in range(100):
@@ -153,17 +151,17 @@ def test_a_forgotten_job_goes_on_where_some_remember_it_and_begins_anew_where_no
     assert 0 < anew < 50
 
 
-def test_the_same_seed_is_the_same_story() -> None:
+def test_a_seed_is_reproducible() -> None:
     assert simulation(7).run().story == simulation(7).run().story
 
 
-def test_without_faults_all_nodes_meet_once() -> None:
+def test_without_faults_there_is_one_generation() -> None:
     quiet = Faults(crashes=0, arrivals=0, leaves=0, worker_failures=0, stalls=0, span=5.0)
     played = Simulation(1, RendezvousSettings(2, 4), nodes=4, faults=quiet).run()
     assert [d.generation for d in played.documents if d.phase is JobPhase.ACTIVE] == [1]
 
 
-def test_failures_beyond_the_budget_end_the_job_for_all() -> None:
+def test_failures_beyond_the_restart_budget_end_the_job_for_all_nodes() -> None:
     faults = Faults(crashes=0, arrivals=0, leaves=0, worker_failures=6, stalls=0, span=60.0)
     played = Simulation(3, RendezvousSettings(3, 3, max_restarts=1), nodes=3, faults=faults).run()
     assert played.documents[-1].phase is JobPhase.FAILED
