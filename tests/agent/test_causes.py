@@ -1,4 +1,4 @@
-"""The first cause over all nodes: told in bounds, taken in the store's order, had in time."""
+"""The root cause of a failure over all nodes: bounded messages, order of the store, time limits."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_the_node_that_failed_first_publishes_the_root_cause() -> None:
 
 
 class Watched(MemoryStore):
-    """Says when somebody has listed why a generation failed."""
+    """A store that sets an event when the messages about a failure are listed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def test_a_node_waits_for_the_root_cause_of_the_failed_node() -> None:
 
 
 class Deserted(LoneNode):
-    """Its peer is lost, which its worker fails of; and nobody takes the peer's place."""
+    """A handler whose peer is lost. The worker fails because of it, and no other node joins."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.generation:
@@ -208,7 +208,7 @@ def test_a_worker_that_failed_because_a_node_was_lost_is_not_the_root_cause() ->
 
 
 class Hanging(MemoryStore):
-    """Does not answer before it is told to."""
+    """A store that does not answer until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()

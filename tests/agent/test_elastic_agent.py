@@ -1,4 +1,4 @@
-"""The agent's loop goes on whatever those do who ask it, watch it or look on beside it."""
+"""The agent's event loop with faulty handlers, workers, journals and signals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from elasticlib.workers.interface import Heartbeat, StopNotice
 
 
 class Stands(OneWorker):
-    """A worker of which nobody can say for a while how it ended."""
+    """A worker whose exit status cannot be read until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_a_negative_restart_budget_is_rejected() -> None:
 
 
 class Raises(Journal):
-    """A view of the events that breaks at the second one."""
+    """A journal that raises an exception for the second event."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -141,7 +141,7 @@ class Raises(Journal):
 
 
 class Keeps(Raises):
-    """One that does not."""
+    """A journal that records all events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Keeps(Raises):
 
 
 class StandsStill(Keeps):
-    """One that takes its time."""
+    """A journal that blocks until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_a_signal_without_a_python_name_can_drain_the_node(number: int, name: st
 
 
 class Leaves(LoneNode):
-    """Somebody else's handler, which ends what it was called in."""
+    """A third-party handler that raises SystemExit."""
 
     def next_rendezvous(self) -> Any:
         raise SystemExit("the handler leaves")
@@ -264,7 +264,7 @@ def test_an_event_listener_that_raises_or_blocks_does_not_delay_the_run(
 
 
 class Stepping(OneWorker):
-    """A worker that makes ten steps in each generation, and tells of them as it ends."""
+    """A worker that makes ten steps in each generation, and reports them when it exits."""
 
     reports_heartbeats = True
 
@@ -353,7 +353,7 @@ def test_an_error_while_reading_heartbeats_ends_a_run_with_hang_detection() -> N
 
 
 class Unprepared(OneWorker):
-    """Workers that cannot be started at all, as is found out before the nodes meet."""
+    """Workers whose preparation raises an exception."""
 
     def wait_until_prepared(self) -> None:
         raise ZeroDivisionError("a preparation of mine")
@@ -449,7 +449,7 @@ def test_leaving_before_other_nodes_is_logged_if_the_handler_has_no_report_succe
 
 
 class Listens(OneWorker):
-    """A worker that saves and ends when it is told to, and not before `finish`."""
+    """A worker that supports stop notices, and exits after `finish`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -468,7 +468,7 @@ class Listens(OneWorker):
 
 
 class Grows(LoneNode):
-    """A rendezvous at which another node waits once it is told so."""
+    """A rendezvous at which another node waits if `more` is set."""
 
     more = 0
 
@@ -520,7 +520,7 @@ def test_events_distinguish_a_planned_resize_from_a_failure() -> None:
 
 
 class CannotAgree(OneWorker):
-    """Workers that listen, and then cannot be asked at which call they stop."""
+    """Workers that support stop notices, but raise an exception when a call is proposed."""
 
     supports_coordinated_stop = True
 

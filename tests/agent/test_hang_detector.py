@@ -1,4 +1,4 @@
-"""When silence is a hang, and which rank the others wait for."""
+"""Hang detection: timeouts, the slowest rank, and its stacks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def beat(at: float, *durations: float, steps: int = 5) -> Heartbeat:
     ("limits", "told", "allowed"),
     [
         (AUTO, Heartbeat(), 900.0),
-        # One whose second step is compiled anew, or meets its peers, tells nothing of the third.
+        # The second step may be compiled again, so its duration does not predict the third.
         (AUTO, beat(0.0, steps=1), 900.0),
         (AUTO, beat(0.0, 0.1, 0.2, 0.1), 900.0),
         (AUTO, beat(0.0, *[0.1] * 9), 900.0),
@@ -105,8 +105,7 @@ def test_the_slowest_rank_is_the_longest_inactive_one_at_the_lowest_step() -> No
 
 
 class Watched:
-    """Two workers, of which the first told of a step at 100 s and never again, and one more node,
-    of rank 2, if there is one."""
+    """Two workers, the first of which reported its last step at 100 s, and maybe another node."""
 
     def __init__(self, limit: float = 8.0, others: int = 0) -> None:
         self.now = 100.0
@@ -118,7 +117,7 @@ class Watched:
         )
 
     def look(self, at: float) -> list[AgentCommand]:
-        """What is done at this time."""
+        """Poll the detector at this time, and return its commands."""
         self.now = at
         self.watch, commands = self.watch.poll(at, self.beats)
         return list(commands)
@@ -193,7 +192,7 @@ def test_stacks_are_reported_if_the_node_is_stopped_before_a_hang_is_confirmed()
 
 
 def test_the_rarest_stacks_are_shown_first_for_ranks_at_the_same_step() -> None:
-    """In most jobs a collective in each step keeps all ranks at one step, and most wait in it."""
+    """Collectives keep all ranks at the same step, and most ranks wait in one."""
     watched = Watched()
     watched.beats = {local: attrs.evolve(beat(100.0), step=4) for local in range(3)}
     watched.watch = attrs.evolve(watched.watch, ranks={0: 0, 1: 1, 2: 2})

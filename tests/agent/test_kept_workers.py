@@ -1,6 +1,6 @@
-"""Workers that outlive their group: kept by their agent, and let in beside them those that are new.
+"""Workers that survive their group are retained, and replacements join them.
 
-The agents are real, and so are the workers, which use no torch.
+The agents and workers are real processes; the workers use no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def kill(place: Place) -> None:
 
 
 def newcomer(job: Job) -> int:
-    """The first that has said that it is one."""
+    """Return the pid of the first replacement worker."""
     found = wait_until("a newcomer", lambda: sorted(job.folder.glob("newcomer.*")))
     return int(found[0].suffix[1:])
 
@@ -320,7 +320,7 @@ def test_a_signal_stops_workers_that_wait_for_a_generation(job: Job) -> None:
 
 def test_a_worker_that_dies_while_it_waits_for_a_generation_is_replaced(job: Job) -> None:
     store = job.store()
-    slow = ("start", "3")  # a newcomer is not to be let in before all others have begun
+    slow = ("start", "3")  # a replacement must not join before all others have started
     node, other = (join(job, store, n, "--nnodes=2:2", worker=slow) for n in ("one", "two"))
     first = job.settled(4)
     other.kill()

@@ -1,4 +1,4 @@
-"""The agent's loop with real workers, and with a handler as somebody else would write it."""
+"""The agent with real workers and a third-party handler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from elasticlib.workers.spec import StopTimeouts
 
 
 class OneNode(RendezvousHandler):
-    """A handler with no more than torch's own methods: it never heard of our additions."""
+    """A handler that implements only the methods that torch has."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -110,7 +110,7 @@ class Supervised:
 def supervised(tmp_path: Path) -> Iterator[Supervised]:
     before = set(threading.enumerate())
     yield Supervised(tmp_path)
-    # Who told of a worker's end ends a moment later.
+    # The thread that reported the exit of a worker finishes a moment later.
     wait_until("its threads to end", lambda: set(threading.enumerate()) <= before)
 
 

@@ -1,4 +1,4 @@
-"""What nodes post for one another over a store, whatever that does."""
+"""Messages between nodes over a store that may fail, hang or reject them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 30.0
 
 
 class Side:
-    """One node's board, and what it has heard there."""
+    """The exchange of one node, and the messages that it has received."""
 
     def __init__(self, store: Store | None, rank: int = 0) -> None:
         self.heard: queue.SimpleQueue[PeerMessages | str] = queue.SimpleQueue()
@@ -58,7 +58,7 @@ def make() -> Iterator[Callable[..., Side]]:
 
 
 class Pushing(MemoryStore):
-    """Says of itself that something has changed, with what is there then; never waited for."""
+    """A store that delivers changes to a callback, so that `wait` is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_a_node_without_peers_or_a_store_exchanges_no_messages(store: Store | No
 
 
 class Hanging(MemoryStore):
-    """Does not answer before it is told to."""
+    """A store that does not answer until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()

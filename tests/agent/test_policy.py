@@ -1,4 +1,4 @@
-"""Every event in every state: what is done about it, or an error that names both."""
+"""Every event in every state leads to a transition, or to an error that names both."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_a_node_joins_before_its_workers_start_unless_one_has_survived() -> None
     assert not transition(now, WorkerStartFailed("no such file"))[0].is_prestarting
     settled, _ = transition(now, GenerationFormed(frozenset({0, 1})))
     assert not settled.is_prestarting
-    # What was started is ended with the run.
+    # Workers that were started are stopped with the run.
     after, actions = transition(now, TERM)
     assert (after.state, actions) == (AgentState.ENDING, (StopWorkers(),))
 
@@ -292,12 +292,12 @@ def test_every_history_ends_with_an_outcome_and_no_running_workers(names: list[s
             and isinstance(event, WorkersStopped)
             and event.standby_ranks
         ):
-            continue  # nobody is left out of it who could wait
+            continue  # a history in which a standby worker was stopped too
         try:
             now, actions = transition(now, event)
         except InvalidTransitionError:
             continue
-        # The ladder's end, and the last worker's success, are how a group comes to have ended.
+        # A group ends with the stop procedure, or with the success of its last worker.
         if isinstance(event, WorkersStopped):
             running, waiting = False, event.standby_ranks
         running = running and ReportSuccess() not in actions
@@ -305,7 +305,7 @@ def test_every_history_ends_with_an_outcome_and_no_running_workers(names: list[s
             waiting -= {event.exit.local_rank}
         over = StartRendezvous() in actions or now.state is AgentState.ENDED
         assert not running or not over, names
-        # What waits when all others are done is ended with the run.
+        # Standby workers are stopped with the run when all others have succeeded.
         assert not waiting or now.state is not AgentState.ENDED or before is AgentState.FINISHED, (
             names
         )
@@ -328,6 +328,6 @@ def test_a_drain_with_an_unsaved_worker_names_it_in_the_reason() -> None:
     assert after.outcome.state is WorkerState.DRAINED
     assert "received SIGUSR2, but worker of rank 4" in after.outcome.reason
     assert actions == ()
-    # Before the ranks have agreed where to stop, nobody saves, and nobody needs to be waited for.
+    # Before the ranks have agreed on a call, no rank saves, so the agent does not wait.
     _, actions = transition(now, attrs.evolve(killed, stop_call_undecided=True))
     assert actions == (ShortenNotice(),)

@@ -1,4 +1,4 @@
-"""A node whose agent's loop stands still gives up its place, and no node whose loop turns does."""
+"""A node whose event loop is blocked loses its membership, and no other node does."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from elasticlib.workers.spec import WorkerGroup
 
 PATIENCE = 60.0
 LOOP = 1.0
-OF_NOBODY = 7
-"""The local rank of no worker, of which an end is told all the same."""
+UNKNOWN_LOCAL_RANK = 7  # its exit is reported to wake the event loop
 
 
 class Recorded(OneWorker):
-    """A worker whose starts and stops stand in a list, in their order."""
+    """A worker that records its starts and stops in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,9 +44,9 @@ class Recorded(OneWorker):
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
-        """Whoever looks after them waits for an answer, from `with` to its end."""
+        """Block the event loop within the `with` block."""
         self._held, self._free = threading.Event(), threading.Event()
-        self._ended(OF_NOBODY)
+        self._ended(UNKNOWN_LOCAL_RANK)
         assert self._held.wait(PATIENCE)
         try:
             yield
@@ -61,7 +60,7 @@ class Recorded(OneWorker):
 
 
 class Nodes:
-    """Those of one job, each an agent in a thread of its own, over a store in memory."""
+    """The nodes of one job over a store in memory; each has an agent in its own thread."""
 
     def __init__(self, least: int, most: int, loop: float = LOOP) -> None:
         self.store = MemoryStore()
@@ -85,7 +84,7 @@ class Nodes:
         )
 
     def here(self) -> set[str]:
-        """Whose lease stands."""
+        """Return the nodes whose lease is valid."""
         keys = StoreKeys("job").node()
         return {entry.key.removeprefix(keys) for entry in self.store.list(keys).entries}
 
@@ -134,7 +133,7 @@ def test_a_blocked_node_continues_if_no_other_generation_was_formed() -> None:
 
 
 class SlowToStart(Recorded):
-    """Workers whose start takes three times as long as a loop may stand still."""
+    """Workers whose start takes three times as long as the loop timeout."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Workers that are started before their node is let in, as those of the others are kept at work.
+"""Workers are started before their node joins, while the workers of the other nodes train on.
 
-The agents are real, and so are the workers, which use no torch.
+The agents and workers are real processes; the workers use no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SLOW = ("start", "2")
 
 
 def newcomers(job: Job, count: int = 2) -> set[int]:
-    """Those that have said that they are newcomers, once there are so many."""
+    """Wait until `count` standby workers have started, and return their pids."""
 
     def look() -> set[int]:
         found = {int(path.suffix[1:]) for path in job.folder.glob("newcomer.*")}
@@ -28,7 +28,7 @@ def newcomers(job: Job, count: int = 2) -> set[int]:
 
 
 def pair(job: Job, *flags: str) -> tuple[Node, Node]:
-    """Two nodes that have met, or that may go on alone."""
+    """Start two nodes."""
     store = job.store()
     one, two = (join(job, store, name, *flags, worker=SLOW) for name in ("one", "two"))
     return one, two

@@ -1,4 +1,4 @@
-"""A group on its way out, by the time and by what the nodes say alone."""
+"""The stop procedure of a group, as a function of time and of the messages of the nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LADDER = StopTimeouts(shutdown_timeout=30.0, kill_timeout=10.0)
 
 
 class Side:
-    """One of two nodes that stop, with what they have posted for all to read."""
+    """One of two nodes that stop, with the proposals that both have published."""
 
     def __init__(self, posts: dict[str, bytes], rank: int, nodes: int = 2) -> None:
         self.posts, self.now = posts, 0.0

@@ -1,4 +1,4 @@
-"""docs/examples.md: what it names is there, and its commands run as they stand."""
+"""docs/examples.md: the files that it names exist, and its commands run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DONE = r"^done: .*\bsteps \d+\b"
 
 
 def run(command: str, folder: Path) -> str:
-    """A line of the page, with this Python's programs; what it prints."""
+    """Run a command of the page with this Python, and return its output."""
     words = shlex.split(command)
     module = {"elasticrun": ["-m", "elasticlib.launch"], "python": []}[words[0]]
     done = subprocess.run(

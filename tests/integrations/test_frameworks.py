@@ -1,4 +1,4 @@
-"""Frameworks as shipped, under elasticrun: killed, drained and resized, and counted."""
+"""Examples for frameworks under elasticrun with kills, drains and resizes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from elasticlib.testing.waiting import wait_until
 
 NAMES = ("lightning", "transformers", "accelerate", "torchdata")
 NEEDS = {"torchdata": "torchdata.stateful_dataloader"}
-KILLS = (12, 18)
-"""In the midst of an epoch both: the one after its first checkpoint, which ends an epoch."""
-DRAINED_AT = 22
-"""In the midst of the last epoch."""
+KILLS = (12, 18)  # steps within an epoch
+DRAINED_AT = 22  # a step within the last epoch
 # The others' loops are the examples' own, over our sampler and checkpoints, whose resizes
 # tests/faults/test_kept_steps.py has; under these frameworks before a release.
 RESIZED = (

@@ -1,4 +1,4 @@
-"""docs/frameworks.md shows what is run: its commands, its code and its versions."""
+"""docs/frameworks.md has the commands, code and versions that the tests use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example on images with real processes: killed, signalled, resized, and given a bad file."""
+"""The image example with real processes: kills, signals, resizes and a damaged file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VALIDATED = r"step (\d+) validated: loss \S+ top-1 (\S+) on (\d+) images"
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """94 images to train on, of which the last batch has 6, and 23 held out: odd on two ranks."""
+    """94 training images, of which the last batch has 6, and 23 validation images."""
     folder = tmp_path_factory.mktemp("images") / "drawn"
     draw_images(folder, IMAGES, 32)
     return folder
@@ -50,7 +50,7 @@ def job(job: Job) -> Iterator[Job]:
 
 @attrs.frozen
 class Run:
-    """The example on these images, with a folder of its own for what it leaves."""
+    """The example with these images and its own checkpoint directory."""
 
     job: Job
     name: str
@@ -74,7 +74,7 @@ class Run:
 
 
 def check_validated(node: Node) -> None:
-    """Each epoch, on all that is held out."""
+    """Check that each epoch was validated on all validation images."""
     scored = re.findall(VALIDATED, node.text)
     ends = [STEPS_AN_EPOCH * (epoch + 1) for epoch in range(EPOCHS)]
     assert sorted({int(step) for step, _, _ in scored}) == ends
@@ -83,7 +83,7 @@ def check_validated(node: Node) -> None:
 
 @pytest.fixture
 def calm(job: Job, drawn: Path) -> tuple[Run, Node]:
-    """A run on two ranks to which nothing happens, begun."""
+    """A run on two ranks without faults, which has been started."""
     run = Run(job, "calm", drawn)
     return run, run.start(2)
 
@@ -130,8 +130,8 @@ def check_it_has_learned(text: str, best: float) -> None:
 def test_a_signal_to_all_processes_stops_cleanly_and_one_rank_can_resume(
     job: Job, drawn: Path, calm: tuple[Run, Node]
 ) -> None:
-    """As a scheduler signals before it takes the node away: loader workers, too, hear it. One rank
-    ends where two would have, but for rounding: a batch that is lost, or used again, shows."""
+    # A scheduler also signals the data loader workers. The weights of one rank differ from those of
+    # two by rounding; a lost or repeated batch would change them more.
     run = Run(job, "run", drawn)
     node = run.start(2)
     node.says(r"epoch 0 step 2 ")

@@ -1,7 +1,7 @@
-"""The manifests of docs/kubernetes at work: pods are evicted, come back elsewhere, and are scaled.
+"""Jobs with the manifests of docs/kubernetes: pods are evicted, recreated and scaled.
 
-No cluster is needed: a pod is a set of namespaces, its command and variables are the manifest's,
-and what a controller would add is added by `manifests`.
+The tests need no cluster. A pod is a set of namespaces with the command and variables of the
+manifest, and `manifests` adds what a controller would add.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pods(cluster: Cluster) -> Pods:
 
 
 def quick(container: Container) -> Container:
-    """With seconds of a test's size where DNS is waited for."""
+    """Return the container with a shorter last call, which waits for DNS."""
     there, here = "last_call_timeout=30", "last_call_timeout=4"
     texts = (*container.command, *container.environment.values())
     assert sum(there in text for text in texts) == 1
@@ -80,7 +80,7 @@ def test_a_pytorchjob_continues_after_each_worker_is_evicted_and_recreated(
     pods.trained(3, after=less)
     assert pods.finish() == [0, 0, 0], pods.said()
     check_all_was_used_once(pods)
-    # Its generations were counted on, and nobody began it anew.
+    # The job was not started a second time.
     assert len(pods.launches()) == 1
 
 

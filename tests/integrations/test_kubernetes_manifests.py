@@ -1,4 +1,4 @@
-"""docs/kubernetes is valid by the models of the clients of those who read it, and by our rules."""
+"""docs/kubernetes is valid for the client libraries of its controllers and for elasticrun."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def launched(container: Container) -> LaunchRequest:
 
 
 def valid(document: Yaml) -> None:
-    """Raises ValueError where the model says no."""
+    """Raise ValueError if the document does not match the model of its kind."""
     name = MODELS[document["kind"]]
     if not hasattr(trainer, name):
         build(name, (kubeflow, kubernetes), document)
@@ -115,7 +115,7 @@ def test_a_manifest_has_only_fields_of_its_kind(document: Yaml) -> None:
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where the mappings stand whose keys are fields, and not labels, requests or kinds."""
+    """Return the paths of all mappings whose keys are fields, not labels, requests or kinds."""
     if isinstance(value, list):
         return [found for n, one in enumerate(value) for found in paths(one, (*path, n))]
     if not isinstance(value, dict) or (path and path[-1] in FREE):

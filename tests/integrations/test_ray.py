@@ -1,7 +1,7 @@
-"""Jobs whose agents are actors of a real Ray cluster: several raylets of this machine.
+"""Jobs whose agents are actors of a real Ray cluster with several raylets on this machine.
 
-Ray's nodes are killed here, its actors, the workers, and the driver; a job goes on with what is
-left, and takes what is added. Of a job that is over, however it ended, nothing runs any more.
+The tests kill nodes, actors, workers and the driver. Jobs continue with the remaining nodes and use
+added ones. No process of a job is left after its end.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from ray.cluster_utils import Cluster
 DRIVER = str(Path(__file__).with_name("ray_driver.py"))
 MARK = "ELASTICLIB_TEST_RAY"
 SMALL = {"object_store_memory": 78 * 1024 * 1024}
-# Ray takes a quarter of a minute to miss a node unless it is told otherwise.
+# By default, Ray notices a lost node after about 15 s.
 QUICK = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 300,
     # Who is killed refuses the connection at once, and a machine with much to do is slow to answer.
     "health_check_timeout_ms": 10_000,
     "health_check_failure_threshold": 5,
-    # Ray starts actors with a niceness of 15: beside other tests they hardly ran.
+    # By default, actors have a niceness of 15, and hardly run while other tests do.
     "worker_niceness": 0,
 }
 
 
 class Rays:
-    """A head that has no room for agents, and nodes that come and go."""
+    """A Ray cluster: a head without CPUs for agents, and nodes that are added and killed."""
 
     def __init__(self, folder: str) -> None:
         self.mark = uuid.uuid4().hex
@@ -62,7 +62,7 @@ class Rays:
         return self.nodes[-1]
 
     def have(self, count: int) -> None:
-        """So many nodes of one CPU, as the next test wants them."""
+        """Add or kill nodes with one CPU until there are `count`."""
         while len(self.nodes) < count:
             self.add()
         while len(self.nodes) > count:
@@ -73,7 +73,7 @@ class Rays:
         self._cluster.remove_node(node, allow_graceful=False)
 
     def raylet_of(self, pid: int) -> int:
-        """The raylet that started this process's actor, of which its environment tells."""
+        """Return the pid of the raylet that started the actor of this process."""
         return int(environment_of(pid)["RAY_RAYLET_PID"])
 
     def node_of(self, pid: int) -> Any:
@@ -86,7 +86,7 @@ class Rays:
         return found
 
     def processes(self) -> dict[int, str]:
-        """All that descend from the cluster, with their command lines."""
+        """Return the command line of every process of the cluster, by pid."""
         found = {}
         for pid in filter(alive, marked(MARK, self.mark)):
             with contextlib.suppress(OSError):
@@ -95,7 +95,7 @@ class Rays:
         return found
 
     def ours(self) -> dict[int, str]:
-        """Those of them that are not Ray's own: agents, workers, and what clears up."""
+        """Return the processes of jobs: agents, their supervisors and workers."""
         rays = ("/ray/", "ray::")
         return {
             pid: line
@@ -104,7 +104,7 @@ class Rays:
         }
 
     def clear(self) -> None:
-        """Waits until no agent or worker is left."""
+        """Wait until no agent or worker is left."""
         try:
             wait_until("the job's processes to be gone", lambda: not self.ours(), 60.0)
         except AssertionError as error:
@@ -127,7 +127,7 @@ def cluster() -> Iterator[Rays]:
 
 @pytest.fixture
 def rays(cluster: Rays) -> Iterator[Rays]:
-    """The cluster, on which nothing of the test is left, also in shared memory."""
+    """The cluster. After the test, no process of it is left."""
     yield cluster
     cluster.clear()
 
@@ -139,13 +139,13 @@ def drive(job: Job, rays: Rays, mode: str, *args: str) -> Node:
 
 
 def said(driver: Node) -> Any:
-    """What the driver printed at its end."""
+    """Return the JSON value that the driver printed at the end."""
     assert driver.exit_code() == 0, driver.text
     return json.loads(driver.text.strip().splitlines()[-1])
 
 
 def memory_of(places: list[dict[str, Any]]) -> list[Path]:
-    """The folders in shared memory of these workers' agents."""
+    """Return the directories in shared memory of the agents of these workers."""
     return [Path(environment_of(p["pid"])["ELASTICLIB_SNAPSHOTS"]).parent for p in places]
 
 
@@ -211,7 +211,7 @@ def test_workers_are_restarted_and_agents_replaced(job: Job, rays: Rays) -> None
     os.kill(agent_of(second[0]["pid"]), signal.SIGKILL)
     third = job.settled(2, generation_of(second))
     memory += memory_of(third)
-    # What is lost is replaced, and charged to nobody's budget.
+    # Replacing a lost agent uses no restart.
     assert {place["TORCHELASTIC_RESTART_COUNT"] for place in third} == {"1"}
     assert not any(alive(place["pid"]) for place in second)
     job.finish()

@@ -1,5 +1,4 @@
-"""A report as a browser lays it out: on a phone, at a desk, in the dark, on paper and in a page
-that holds more. What is asked for here is measured in the page itself."""
+"""Layout of the report in a browser: phone, desktop, dark mode, print, and embedded in a page."""
 
 from __future__ import annotations
 
@@ -110,7 +109,7 @@ def light(colour: str) -> tuple[float, float, float]:
 
 
 def luminance(colour: tuple[float, float, float]) -> float:
-    """As WCAG defines it, from 0 to 1."""
+    """Return the relative luminance of WCAG, from 0 to 1."""
     parts = [value / 255 for value in colour]
     red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -235,7 +234,7 @@ def test_text_from_workers_is_not_executed(browser: Browser, tmp_path: Path) -> 
 
 
 def test_two_reports_in_one_page_do_not_affect_the_page(browser: Browser, tmp_path: Path) -> None:
-    """As in a notebook that says how all of its tables look."""
+    # A notebook also has styles for all of its tables.
     around = """<!DOCTYPE html><meta name=viewport content='width=device-width'>
         <style>td, th { text-align: right } .cell table { font-size: 30px; margin-left: auto }
         .cell tbody tr:nth-child(odd) { background: rgb(9, 9, 9) }</style>

@@ -1,4 +1,4 @@
-"""The tasks and the component of docs/skypilot_torchx.md, run as they stand there."""
+"""The tasks and the component of docs/skypilot_torchx.md run."""
 
 from __future__ import annotations
 

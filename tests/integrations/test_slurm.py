@@ -1,4 +1,4 @@
-"""The batch scripts of docs/slurm.md, run as they stand there by a real Slurm of two nodes."""
+"""The batch scripts of docs/slurm.md under a real Slurm with two nodes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Batch:
             raise AssertionError(f"{error}\n{self.said}") from None
 
     def ends(self, reason: str, folder: str = ".") -> list[tuple[int, int]]:
-        """The ranks that ended for this reason, each with the step at which it did."""
+        """Return the ranks that stopped for this reason, with their last steps."""
         found = (self.folder / folder).glob(f"end.*.*.{reason}")
         return sorted((int(p.name.split(".")[1]), int(p.name.split(".")[2])) for p in found)
 
@@ -76,7 +76,7 @@ class Batch:
         self._slurm.wait_for_state(self.id, state, details=lambda: self.said)
 
     def check_drained_and_goes_on(self) -> None:
-        """All ranks have saved at one step; the job is in the queue again, and goes on there."""
+        """Check that all ranks saved at one step, and that the requeued job continues there."""
         wait_until("the job to be requeued", lambda: self._slurm.field(self.id, "Restarts") == "1")
         ends = self.ends(DRAINED)
         (step,) = {step for _, step in ends}
@@ -113,7 +113,7 @@ class Batch:
 
 
 def is_far(moment: str) -> bool:
-    """Whether it is more than half a minute away, as Slurm tells times."""
+    """Return True if a time in the format of Slurm is more than half a minute ahead."""
     return moment != "Unknown" and datetime.fromisoformat(moment) > datetime.now() + MINUTE / 2
 
 

@@ -1,4 +1,4 @@
-"""A small soak: cheap faults, one after another, and the proof at its end."""
+"""A short soak test of a framework with a campaign of faults."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""docs/start.md, word by word: a checkout is installed, a training is killed, and it goes on.
+"""docs/start.md: a checkout is installed, and a training continues after a worker is killed.
 
-All lines of the page are run, in its order, in an environment that they make; only torch is not
-downloaded again. `make test-integrations`, since that takes a while.
+All commands of the page run in order, in the environment that they create. Only torch is not
+downloaded again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(500)]
 
 
 class Terminal:
-    """What a reader types, in a folder, once the page's environment is there and active."""
+    """A terminal in a directory, with the environment of the page."""
 
     def __init__(self, top: Path) -> None:
         self.top = top
@@ -93,7 +93,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
 
 
 def has(subcommand: str, terminal: Terminal) -> bool:
-    """Whether that part of the same work is there yet."""
+    """Return True if elasticlib has this subcommand."""
     return subcommand in terminal.types("elasticlib --help")
 
 

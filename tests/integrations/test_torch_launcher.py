@@ -1,5 +1,4 @@
-"""The launcher of docs/coming_from_torch.md does under torch what it does here: its import alone
-differs."""
+"""The launcher of docs/coming_from_torch.md has the same result with torch and elasticlib."""
 
 from __future__ import annotations
 

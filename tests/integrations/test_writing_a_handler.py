@@ -1,4 +1,4 @@
-"""docs/writing_a_handler.md, followed by a third party: its files, its tests, its command line."""
+"""The files, tests and command line of docs/writing_a_handler.md work."""
 
 from __future__ import annotations
 

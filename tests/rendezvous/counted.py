@@ -1,4 +1,4 @@
-"""A store that counts what one node asks of it, and nodes that take turns on a clock of ours."""
+"""A store that counts its operations, and nodes that run in turns on a simulated clock."""
 
 from __future__ import annotations
 

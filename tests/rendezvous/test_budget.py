@@ -1,4 +1,4 @@
-"""What a failure costs, what a drain is, and when the membership may change: rule by rule."""
+"""Rules of the restart budget, of delayed restarts and of drains."""
 
 from __future__ import annotations
 

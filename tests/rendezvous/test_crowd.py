@@ -1,5 +1,4 @@
-"""Nodes by the thousand: they settle, some leave and others come, and the job ends, in several
-processes over one real store; and twice as many in the simulator."""
+"""Jobs with thousands of nodes: in processes over a real store, and in the simulator."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def play(crowd: Crowd, nodes: int, some: int) -> dict[str, float]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Of an `elasticlib store` in a process of its own."""
+    """The port of an `elasticlib store` process."""
     command = [sys.executable, "-m", "elasticlib.launch.cli", "store", "--bind", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
         assert store.stdout is not None
@@ -72,7 +71,7 @@ def test_a_job_of_ten_thousand_nodes_settles_and_resizes_and_ends(port: int) -> 
 @pytest.mark.release
 @pytest.mark.timeout(3600)
 def test_invariants_hold_for_twenty_thousand_simulated_nodes() -> None:
-    """Their agents run in turns here; some crash, leave, come, stand still and fail meanwhile."""
+    """The agents run in turns. Some crash, leave, join, pause or fail."""
     limits = RendezvousSettings(1, SIMULATED + 10, max_restarts=10)
     faults = Faults(leaves=3, span=6.0)
     played = Simulation(1, limits, nodes=SIMULATED, faults=faults).run()

@@ -1,4 +1,4 @@
-"""Drains and forgiven restarts through the real handlers, with their threads and a store."""
+"""Drains and the reset of restarts, with real handlers over a store."""
 
 from __future__ import annotations
 

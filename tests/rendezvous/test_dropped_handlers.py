@@ -1,4 +1,4 @@
-"""A handler that nobody shuts down gives up its node's place all the same, for another to have."""
+"""A handler that is garbage collected without `shutdown` leaves the job."""
 
 from __future__ import annotations
 

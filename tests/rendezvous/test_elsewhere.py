@@ -1,4 +1,4 @@
-"""A node that looks for its job at other places of the store goes on being here meanwhile."""
+"""A node that tries other endpoints of the store keeps its membership."""
 
 from __future__ import annotations
 

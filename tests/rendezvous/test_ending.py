@@ -1,4 +1,4 @@
-"""How a job ends, who hears of it, and how its run id is used again: the real handlers."""
+"""The end of a job, its result for later nodes, and a new run with the same run id."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def leave(handlers: Sequence[RendezvousHandler]) -> None:
 
 
 def turned_away(cluster: Cluster, name: str, limits: RendezvousSettings) -> str:
-    """What a node hears that comes now."""
+    """Return the error that a node gets that joins now."""
     with pytest.raises(RendezvousClosedError) as closed:
         cluster.join(cluster.node(name, limits)).result(20)
     return str(closed.value)

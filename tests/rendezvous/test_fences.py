@@ -1,4 +1,4 @@
-"""What is written under a generation that is over is refused, and nothing of it stays behind."""
+"""Writes of an ended generation or of an old leader are rejected, and leave no keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMITS = RendezvousSettings(1, 4, max_restarts=1000, last_call_timeout=0.0)
 
 
 def crew_of(count: int, limits: RendezvousSettings = LIMITS) -> Crew:
-    """So many nodes that meet at once, of whom none says where torch's store is."""
+    """Return nodes that are in one generation. None of them publishes the master endpoint."""
     crew = Crew()
     crew.add(count, attrs.evolve(limits, max_nodes=count))
     for member in crew.members:

@@ -1,4 +1,4 @@
-"""The real handler: threads, a store, and a bootstrap that is a plain listening socket."""
+"""The real handler with its threads, a store, and a listening socket as bootstrap store."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_a_second_next_rendezvous_replaces_the_first(cluster: Cluster) -> None:
 def test_shutdown_does_not_wait_for_a_store_that_was_never_reached(
     cluster: Cluster,
 ) -> None:
-    """As where a name server is silent."""
+    # A name server that does not answer has the same effect.
     searching, found = threading.Event(), threading.Event()
 
     class Searched(MemoryStore):

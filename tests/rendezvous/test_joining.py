@@ -1,4 +1,4 @@
-"""`join`: a handler that tells what comes of it, without a thread of its caller's that waits."""
+"""`start_join` delivers the generation and its changes to a callback."""
 
 from __future__ import annotations
 

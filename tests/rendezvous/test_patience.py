@@ -1,4 +1,4 @@
-"""How long a node waits for a store that is away, or without its job, and where it looks then."""
+"""Time limits for a store that is unreachable or without the job, and the search elsewhere."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_minority_only_moves_to_a_store_with_a_later_generation(
 
 
 def goes(here: Membership | None, there: Membership | None, *, earlier: bool) -> bool:
-    """Whether a node goes elsewhere that has heard here that there are too few."""
+    """Return True if a node moves to another store that knows that nodes are missing here."""
     store = Scattered(holding(there), earlier=earlier)
     if here is not None:
         store.inner.set(KEYS.state, encode_state(here))

@@ -1,4 +1,4 @@
-"""Where the store may move: which part of the last generation may go on without the others."""
+"""The quorum for a store that may move: which part of a generation may continue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_over(*members: Node, settings: RendezvousSettings = QUORUM) -> Membership
 
 
 def check_stuck(decision: ReconcileResult, *out_of_reach: str) -> None:
-    """It waits for the others by name, and no time makes it go on."""
+    """Check that the nodes wait for the others by name, for any time."""
     assert (decision.new_membership, decision.requeue_after_s, decision.is_blocked) == (
         None,
         None,
@@ -152,7 +152,7 @@ def test_a_minority_with_joining_nodes_never_forms_a_generation() -> None:
 
 
 def test_the_first_generation_needs_more_than_half_of_max_nodes() -> None:
-    """Whoever remembers nothing cannot know whether the job goes on elsewhere."""
+    """Nodes of a first generation cannot know whether the job continues elsewhere."""
     settings = attrs.evolve(QUORUM, min_nodes=1, max_nodes=4)
     few = reconcile(view(Membership(settings, "one"), A, B, since_last_arrival_s=9.0))
     assert (few.new_membership, few.is_blocked) == (None, True)
@@ -185,7 +185,7 @@ def test_restoring_a_lost_generation_needs_more_than_half_of_its_nodes(
 
 
 def test_two_parts_with_different_stores_never_both_continue() -> None:
-    """Whoever is where the store was needs half, and whoever has gone elsewhere more than half."""
+    """Nodes at the old store need half of the generation, and nodes elsewhere more than half."""
     for size in range(1, 6):
         document = stands(*FIVE[:size])
         for staying in range(size + 1):

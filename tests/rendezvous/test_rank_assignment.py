@@ -1,4 +1,4 @@
-"""Who may wait, who stands beside whom, and who is missed by its rank."""
+"""Spares, topology and missing node ranks in the rank assignment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rule of the decision, and what holds for every document and view."""
+"""Each rule of `reconcile`, and invariants for every document and view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every handler here keeps the one contract, over every store."""
+"""Every handler of elasticlib fulfills the contract over every store."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestOverFiles(StoreRendezvousContract):
 
 
 class TestStatic(StoreRendezvousContract):
-    """As far as it fits a fixed number of nodes, each at the rank of its letter."""
+    """Tests with a fixed number of nodes. The rank of a node is the position of its letter."""
 
     @pytest.fixture
     def make_store(self) -> Callable[[], Store]:

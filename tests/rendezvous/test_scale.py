@@ -1,4 +1,4 @@
-"""What N nodes ask of their store: a constant each, in operations and in bytes, whatever N is."""
+"""The numbers of store operations and bytes per node do not depend on the number of nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LISTINGS = 8
 
 
 def crew_of(count: int) -> Crew:
-    """So many nodes that have settled; they came in four waves."""
+    """Return nodes that have settled. They joined in four groups."""
     crew = Crew()
     for _ in range(4):
         crew.add(count // 4, RendezvousSettings(1, count))

@@ -1,4 +1,4 @@
-"""A thousand clusters that never were, and each seed that once found a fault."""
+"""Simulated clusters with random faults, and each seed that has found a fault."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def harsh_simulation(seed: int) -> Simulation:
 def test_invariants_hold_for_every_seed(
     part: int, cluster: Callable[[int], Simulation], request: pytest.FixtureRequest
 ) -> None:
-    """Of the seeds that --seeds allows, half are played with each kind of cluster."""
+    """Half of the seeds of --seeds are used for each kind of cluster."""
     for seed in range(part, request.config.getoption("--seeds") // 2, SLICES):
         cluster(seed).run()
 

@@ -1,4 +1,4 @@
-"""What goes through the store comes back the same, and what does not belong is named."""
+"""Documents are decoded as they were encoded, and malformed ones are rejected by name."""
 
 from __future__ import annotations
 
