@@ -19,7 +19,7 @@ PROCESSES = 8
 
 
 def check_one_generation(told: list[Told], nodes: int) -> int:
-    """All were told of the same generation, and each of a rank of its own; its number."""
+    """Check that all nodes are in one generation with unique ranks, and return its number."""
     generations, ranks, sizes, masters = map(list, zip(*told, strict=True))
     assert set(sizes) == {nodes}
     assert sorted(ranks) == list(range(nodes))
@@ -29,8 +29,11 @@ def check_one_generation(told: list[Told], nodes: int) -> int:
 
 
 def play(crowd: Crowd, nodes: int, some: int) -> dict[str, float]:
-    """A whole job: all settle, some of the first process leave, as many others come there, and
-    all are done. How many seconds each part of it took."""
+    """Run a job: all nodes join, some leave, as many join, and all finish.
+
+    Returns:
+        The duration of each part in seconds.
+    """
     taken = {}
     told, taken["settle"] = crowd.ask("join", "join")
     assert check_one_generation(told, nodes) == 1
@@ -77,4 +80,4 @@ def test_invariants_hold_for_twenty_thousand_simulated_nodes() -> None:
     played = Simulation(1, limits, nodes=SIMULATED, faults=faults).run()
     settled = [d for d in played.documents if d.phase is JobPhase.ACTIVE]
     assert len(settled) > 1
-    assert len(settled[-1].members) == len(played.living) > SIMULATED - 10
+    assert len(settled[-1].members) == len(played.alive_nodes) > SIMULATED - 10
