@@ -86,7 +86,7 @@ class Permutation:
     def __init__(self, length: int, *, seed: int, epoch: int = 0) -> None:
         if not 0 <= length <= MAX_SHUFFLED:
             raise ConfigError(f"need 0 <= length <= 2**62 to shuffle, got {length}")
-        key = f"elasticlib order 2: {seed:d} {epoch:d} {length:d}"
+        key = f"elasticlib order 3: {seed:d} {epoch:d} {length:d}"
         self._length = length
         self._sorted: Tensor | None = None  # the whole order, if it is short
         if length <= MAX_SORTED:
@@ -96,13 +96,9 @@ class Permutation:
         self.low_bits = (bits + 1) // 2
         self.high_size = -(-length >> self.low_bits)
         self._dtype = torch.int32 if bits <= MAX_INT32_BITS else torch.int64
-        self.rounds = [
-            (
-                self._random_function(f"{key} {i} low", self.low_bits, self.high_size),
-                self._random_function(f"{key} {i} high", bits - self.low_bits, 1 << self.low_bits),
-            )
-            for i in range(ROUNDS)
-        ]
+        of_low = self._random_functions(f"{key} low", self.low_bits, self.high_size)
+        of_high = self._random_functions(f"{key} high", bits - self.low_bits, 1 << self.low_bits)
+        self.rounds = list(zip(of_low, of_high, strict=True))
 
     def __len__(self) -> int:
         return self._length
@@ -128,16 +124,20 @@ class Permutation:
                 low ^= table.look_up(high)
         return high.bitwise_left_shift_(self.low_bits).bitwise_or_(low)
 
-    def _random_function(self, key: str, num_bits: int, size: int) -> list[LookupTable]:
-        """Return tables of all bits of a number, with random values in range(size)."""
+    def _random_functions(self, key: str, num_bits: int, size: int) -> list[list[LookupTable]]:
+        """Return for each round the tables of all bits of a number, with values in range(size)."""
         width = -(-num_bits // -(-num_bits // MAX_TABLE_BITS))
-        tables = []
-        for shift in range(0, num_bits, width):
-            mask = (1 << min(width, num_bits - shift)) - 1
-            words = _random_words(f"{key} {shift}", mask + 1).to(torch.int64) & 2**31 - 1
-            values = (words * size >> 31).to(self._dtype)
-            tables.append(LookupTable(shift, None if width >= num_bits else mask, values))
-        return tables
+        widths = [(shift, min(width, num_bits - shift)) for shift in range(0, num_bits, width)]
+        words = _random_words(key, ROUNDS * sum(1 << bits for _, bits in widths))
+        scaled = (words.to(torch.int64) & 2**31 - 1).mul_(size).bitwise_right_shift_(31)
+        values = iter(scaled.to(self._dtype).split([1 << bits for _, bits in widths] * ROUNDS))
+        return [
+            [
+                LookupTable(shift, None if width >= num_bits else (1 << bits) - 1, next(values))
+                for shift, bits in widths
+            ]
+            for _ in range(ROUNDS)
+        ]
 
 
 @attrs.frozen(eq=False)

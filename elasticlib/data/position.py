@@ -35,7 +35,7 @@ OnMismatch = Literal["raise", "restart", "keep"]
   in the state). Some samples of the epoch are then used twice, and others are not used.
 """
 
-STATE_FORMAT = 5  # raise it when the fields of the state or the shuffled order change
+STATE_FORMAT = 6  # raise it when the fields of the state or the shuffled order change
 
 
 @attrs.frozen

@@ -55,9 +55,9 @@ def test_the_saved_state_has_integers_and_a_name_and_can_be_decoded(position):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"format": 3}, "format is 3 .*only format 5"),
-        ({"format": [5]}, r"format is \[5\] .*only format 5"),
-        ({"format": 5.0}, "format is 5.0.*int"),
+        ({"format": 3}, "format is 3 .*only format 6"),
+        ({"format": [6]}, r"format is \[6\] .*only format 6"),
+        ({"format": 6.0}, "format is 6.0.*int"),
         ({"consumed": 11}, "consumed.*got 11 and 10"),
         ({"consumed": -1}, "consumed.*got -1 and 10"),
         ({"epoch": -1}, "epoch.*got -1"),

@@ -227,10 +227,10 @@ def test_invalid_shards_are_rejected():
 
 
 def test_a_state_of_shards_of_other_sizes_is_rejected():
-    state = rank_of(ShardDataset("ab", (4, 3), read), 2, 0).state_dict()
-    rank_of(ShardDataset("cd", (4, 3), read), 3, 1).load_state_dict(state)
+    state = rank_of(ShardDataset("abcde", (4, 3, 2, 5, 1), read), 2, 0).state_dict()
+    rank_of(ShardDataset("fghij", (4, 3, 2, 5, 1), read), 3, 1).load_state_dict(state)
     with pytest.raises(
         StateMismatchError,
         match=r"order is 'custom \w+' in the state, this sampler has 'custom \w+'",
     ):
-        rank_of(ShardDataset("ab", (3, 4), read), 2, 0).load_state_dict(state)
+        rank_of(ShardDataset("abcde", (3, 4, 2, 5, 1), read), 2, 0).load_state_dict(state)
