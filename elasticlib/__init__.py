@@ -1,37 +1,42 @@
 """Elastic, fault-tolerant distributed training on PyTorch.
 
 `import elasticlib` costs milliseconds and does not import torch: each public name is loaded from
-its module when it is first used. What only the author of a store, a rendezvous handler or a class
-of workers needs is imported from its module, as `elasticlib.stores.interface`.
+its module when it is first used. Authors of a store, a rendezvous handler or a class of workers
+find what they need in `elasticlib.interfaces`, and the classes of errors are in
+`elasticlib.errors`. All other modules are internal.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ._lazy import lazy_exports
 from ._version import __version__ as __version__
 
-_HOMES = {
+# The public names by the module that defines them.
+_EXPORTS = {
     # In a training script.
-    "workers.context": ("context",),
-    "compat.failures": ("record", "ChildFailedError"),
+    "workers.context": ("context", "WorkerContext", "StopRequest"),
+    "compat.failures": ("record", "ChildFailedError", "ProcessFailure", "SignalException"),
     "data.sampler": ("ElasticDistributedSampler",),
-    "data.batch_sampler": ("ElasticBatchSampler",),
+    "data.batch_sampler": ("ElasticBatchSampler", "EmptyBatchCollator"),
     "data.shard_dataset": ("ShardDataset",),
     "data.loader_workers": ("ignore_signals_worker_init",),
     "checkpoint.manager": ("CheckpointManager",),
+    "checkpoint.save_handle": ("SaveHandle",),
+    "checkpoint.restore": ("RestoreResult",),
     "checkpoint.single_file": ("save_checkpoint", "load_checkpoint", "latest_checkpoint"),
     "in_place.process_group": ("init_process_group",),
-    "in_place.step_loop": ("steps",),
-    "logical.logical_workers": ("LogicalWorkers",),
-    # Launching a job, and reading what it left.
+    "in_place.step_loop": ("steps", "StepLoop", "StepAttempt"),
+    "logical.logical_workers": ("LogicalWorkers", "LogicalWorker"),
+    # Launching a job, and reading what it recorded.
     "launch.launch_config": ("LaunchConfig", "SupervisionOptions"),
     "launch.elastic_launch": ("elastic_launch", "keep_snapshots"),
     "launch.observability": ("observe_node",),
-    "observe.report": ("report",),
+    "observe.report": ("report", "Report"),
+    "observe.history": ("History",),
     "observe.history_reader": ("read_history",),
-    # Parts of a launcher of your own.
+    # Parts of a custom launcher.
     "agent.elastic_agent": ("ElasticAgent",),
     "agent.options": ("AgentOptions",),
     "agent.interface": ("RunResult",),
@@ -55,47 +60,64 @@ _HOMES = {
     "stores.tcp_client": ("TcpStore",),
     "stores.tcp_server": ("TcpStoreServer",),
     "stores.etcd_store": ("EtcdStore",),
-    # The base class of every error that elasticlib raises on purpose.
+    # The base class of all errors of elasticlib.
     "errors": ("ElasticError",),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *sorted(_HOME_OF)]
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__, _EXPORTS, ("errors", "integrations", "interfaces", "testing")
+)
+__all__ += ["__version__"]
 
 if TYPE_CHECKING:
     from .agent.elastic_agent import ElasticAgent as ElasticAgent
     from .agent.interface import RunResult as RunResult
     from .agent.options import AgentOptions as AgentOptions
     from .checkpoint.manager import CheckpointManager as CheckpointManager
+    from .checkpoint.restore import RestoreResult as RestoreResult
+    from .checkpoint.save_handle import SaveHandle as SaveHandle
     from .checkpoint.single_file import latest_checkpoint as latest_checkpoint
     from .checkpoint.single_file import load_checkpoint as load_checkpoint
     from .checkpoint.single_file import save_checkpoint as save_checkpoint
     from .compat.failures import ChildFailedError as ChildFailedError
+    from .compat.failures import ProcessFailure as ProcessFailure
+    from .compat.failures import SignalException as SignalException
     from .compat.failures import record as record
     from .data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
+    from .data.batch_sampler import EmptyBatchCollator as EmptyBatchCollator
     from .data.loader_workers import ignore_signals_worker_init as ignore_signals_worker_init
     from .data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from .data.shard_dataset import ShardDataset as ShardDataset
     from .errors import ElasticError as ElasticError
     from .in_place.process_group import init_process_group as init_process_group
+    from .in_place.step_loop import StepAttempt as StepAttempt
+    from .in_place.step_loop import StepLoop as StepLoop
     from .in_place.step_loop import steps as steps
     from .launch.elastic_launch import elastic_launch as elastic_launch
     from .launch.elastic_launch import keep_snapshots as keep_snapshots
     from .launch.launch_config import LaunchConfig as LaunchConfig
     from .launch.launch_config import SupervisionOptions as SupervisionOptions
     from .launch.observability import observe_node as observe_node
+    from .logical.logical_workers import LogicalWorker as LogicalWorker
     from .logical.logical_workers import LogicalWorkers as LogicalWorkers
+    from .observe.history import History as History
     from .observe.history_reader import read_history as read_history
+    from .observe.report import Report as Report
     from .observe.report import report as report
     from .rendezvous.handler import DynamicRendezvousHandler as DynamicRendezvousHandler
     from .rendezvous.handler import StaticRendezvousHandler as StaticRendezvousHandler
     from .rendezvous.interface import RendezvousHandler as RendezvousHandler
+    from .rendezvous.membership import Node as Node
+    from .rendezvous.membership import RendezvousSettings as RendezvousSettings
+    from .rendezvous.membership import RendezvousTimeouts as RendezvousTimeouts
     from .stores.etcd_store import EtcdStore as EtcdStore
     from .stores.file_store import FileStore as FileStore
     from .stores.interface import Store as Store
     from .stores.memory_store import MemoryStore as MemoryStore
     from .stores.tcp_client import TcpStore as TcpStore
     from .stores.tcp_server import TcpStoreServer as TcpStoreServer
+    from .workers.context import StopRequest as StopRequest
+    from .workers.context import WorkerContext as WorkerContext
     from .workers.context import context as context
     from .workers.interface import Workers as Workers
     from .workers.local_workers import LocalWorkers as LocalWorkers
@@ -106,15 +128,3 @@ if TYPE_CHECKING:
     from .workers.spec import StopTimeouts as StopTimeouts
     from .workers.spec import WorkerSpec as WorkerSpec
     from .workers.spec import WorkerState as WorkerState
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'elasticlib' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__

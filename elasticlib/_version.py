@@ -1,11 +1,13 @@
-"""The package's version, read by setup.cfg and by `import elasticlib`, and those of its company."""
+"""Versions of elasticlib, torch and Python. setup.cfg reads `__version__` as well."""
 
 __version__ = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """Which elasticlib, torch and Python this is, by name, without importing torch; empty for what
-    is not installed."""
+    """Return the versions of elasticlib, torch and Python by name, without importing torch.
+
+    The version of a package that is not installed is empty.
+    """
     import platform
     from importlib.metadata import PackageNotFoundError, version
 

@@ -1,7 +1,7 @@
-"""The only module that reads a clock, and it reads the monotonic one.
+"""Clocks. This is the only module of the core that imports `time`.
 
-Seconds as float, from an origin of this process's own: fit for differences taken here, never
-for comparison with another machine's.
+Decisions use the monotonic clock, whose values are comparable only within one machine. The wall
+clock is for people.
 """
 
 from __future__ import annotations
@@ -13,32 +13,26 @@ from datetime import timedelta
 Clock = Callable[[], float]
 
 
-monotonic: Clock = time.monotonic
-"""Seconds since an arbitrary origin, never going back."""
-
-sleep: Callable[[float], None] = time.sleep
-"""Block this thread for a number of seconds."""
+monotonic: Clock = time.monotonic  # seconds since an arbitrary origin; never decreases
+wall: Clock = time.time  # seconds since 1970 by this machine's wall clock; never for decisions
+sleep: Callable[[float], None] = time.sleep  # blocks the calling thread
 
 
-def duration(seconds: float) -> timedelta:
-    """So many seconds, as torch's stores take them."""
+def to_timedelta(seconds: float) -> timedelta:
+    """Return the duration as torch's stores expect it."""
     return timedelta(seconds=seconds)
 
 
-wall: Clock = time.time
-"""Seconds since 1970 by this machine's wall clock: to show to people, never to decide."""
+def utc_now_text() -> str:
+    """Return the current date and time in UTC by this machine's wall clock."""
+    return format_utc(time.time())
 
 
-def today() -> str:
-    """The date and time in UTC by this machine's wall clock, for people to read."""
-    return date_of(time.time())
+def format_utc(timestamp: float) -> str:
+    """Return the date and time of a value of `wall` in UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(timestamp))
 
 
-def date_of(wall_seconds: float) -> str:
-    """What `wall` answered, as a date and time in UTC, for people to read."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall_seconds))
-
-
-def local_date_of(wall_seconds: float) -> str:
-    """The same in this machine's time zone, as torch writes it: 2026-01-31_23:59:59."""
-    return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(wall_seconds))
+def format_local_time(timestamp: float) -> str:
+    """Return the same in this machine's time zone and torch's format: 2026-01-31_23:59:59."""
+    return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(timestamp))

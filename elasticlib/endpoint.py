@@ -1,4 +1,4 @@
-"""`host:port` as text, with IPv6 addresses in brackets, both ways and without loss."""
+"""Parsing and formatting of `host:port`, with IPv6 addresses in brackets."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ import re
 
 from .errors import ConfigError
 
-STORE_PORT = 29400
-"""Where a store listens unless told otherwise, as torch's c10d backend does."""
+STORE_PORT = 29400  # the default port of a store, as of torch's c10d backend
 
-HERE = frozenset({"localhost", "127.0.0.1", "::1"})
-LONGEST_NAME = 253
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+MAX_NAME_CHARS = 253
+# A label of a host name by RFC 1123. Underscores are also accepted: names of containers have them.
 _LABEL = re.compile(r"\w(?:[\w-]{0,61}\w)?", re.ASCII)
-"""Of a host's name, by RFC 1123; an underscore is none of its, and names of containers have it."""
 _ZONE = re.compile(r"[\w.-]+", re.ASCII)
+# 0.0.0.0 in every form that resolvers accept: one to four parts, octal or hexadecimal.
 _ZEROS = re.compile(r"(0x)?0+(\.(0x)?0+){0,3}", re.IGNORECASE)
-"""0.0.0.0 as resolvers read it too: in one to four parts, octal or hexadecimal."""
 
 
 def join_endpoint(host: str, port: int) -> str:
+    """Return `host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_endpoint(endpoint: str, default_port: int | None = None) -> tuple[str, int]:
-    """Host and port; `[::1]:29400`, `node7:29400`, and without a port where one is the default.
+    """Return the host and the port of an endpoint such as `[::1]:29400` or `node7:29400`.
+
+    Args:
+        endpoint: The text.
+        default_port: The port if the text has none. Without a default, the port is required.
 
     Raises:
-        ConfigError: not of this form, or the host cannot be looked up.
+        ConfigError: The text has another form, or the host is not a valid name or address.
     """
     text = endpoint.strip()
     if text.startswith("["):
@@ -39,41 +43,45 @@ def split_endpoint(endpoint: str, default_port: int | None = None) -> tuple[str,
     else:
         host, colon, digits = text.partition(":")
         valid = bool(host)
-    port = port_of(digits) if colon else default_port
+    port = parse_port(digits) if colon else default_port
     if not valid or port is None:
-        raise ConfigError(f"an endpoint is HOST:PORT or [IPV6]:PORT, got {endpoint!r}")
-    check_host("an endpoint's host", host)
+        raise ConfigError(f"an endpoint must be HOST:PORT or [IPV6]:PORT, got {endpoint!r}")
+    check_host("the host of an endpoint", host)
     return host, port
 
 
-def port_of(digits: str) -> int | None:
-    """The port, if it is one."""
+def parse_port(digits: str) -> int | None:
+    """Return the port number, or None if the text is not a port."""
     if not (digits.isascii() and digits.isdigit() and len(digits) < 10):
         return None
     port = int(digits)
     return port if port <= 65535 else None
 
 
-def check_host(said: str, host: str) -> None:
-    """Refuse what cannot be looked up as a host; said: what gave it. Whether one may be left out,
-    and is empty then, is for the caller to say.
+def check_host(label: str, host: str) -> None:
+    """Reject a host that is neither a valid name nor an address. An empty host is accepted.
+
+    Args:
+        label: The name of the setting, for the error message.
+        host: The host.
 
     Raises:
-        ConfigError: names both and the rule.
+        ConfigError: The host is not valid.
     """
     if ":" in host:
         if not _is_ipv6(host):
-            raise ConfigError(f"{said} is a name or an address, without a port, got {host!r}")
+            raise ConfigError(f"{label} must be a name or an address without a port, got {host!r}")
         return
     if host and not _is_name(host):
         raise ConfigError(
-            f"{said} is a name of parts between dots, each of 1 to 63 letters, digits, - or _, or "
-            f"an IPv4 address, got {host!r}; if it was put together, look whether a part is missing"
+            f"{label} must be an IPv4 address or a host name, whose parts between dots have 1 to "
+            f"63 letters, digits, - or _, got {host!r}; if a script composed it, check whether a "
+            "part is missing"
         )
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether it stands for all addresses of whoever uses it, in any of the spellings."""
+    """Return whether the host is a wildcard address such as 0.0.0.0 or ::, in any form."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -82,13 +90,13 @@ def is_wildcard(host: str) -> bool:
     return address.is_unspecified or (mapped is not None and mapped.is_unspecified)
 
 
-def is_any_port_here(text: str) -> bool:
-    """Whether this is torchrun's `localhost:0`: some free port of this machine, for it alone."""
+def is_localhost_port_zero(text: str) -> bool:
+    """Return whether this is torchrun's `localhost:0`, a free port for a job on this machine."""
     try:
         host, port = split_endpoint(text, STORE_PORT)
     except ConfigError:
-        return False  # refused with its reason where it is looked at as an endpoint
-    return port == 0 and host.lower() in HERE
+        return False  # The endpoint is rejected with its reason when it is parsed.
+    return port == 0 and host.lower() in LOOPBACK_NAMES
 
 
 def _is_ipv6(host: str) -> bool:
@@ -101,12 +109,12 @@ def _is_ipv6(host: str) -> bool:
 
 
 def _is_name(host: str) -> bool:
-    """Whether a resolver may know it: what else there is, it would be asked for in vain."""
+    """Return whether a resolver accepts the host as a name or an IPv4 address."""
     try:
-        name = host.encode("idna").decode().removesuffix(".")  # as getaddrinfo does
+        name = host.encode("idna").decode().removesuffix(".")  # as in getaddrinfo
     except UnicodeError:
         return False
     labels = name.split(".")
     if len(labels) == 4 and all(map(str.isdigit, labels)):
         return all(len(label) < 4 and int(label) < 256 for label in labels)
-    return len(name) <= LONGEST_NAME and all(map(_LABEL.fullmatch, labels))
+    return len(name) <= MAX_NAME_CHARS and all(map(_LABEL.fullmatch, labels))

@@ -1,7 +1,7 @@
-"""The hierarchy of errors that elasticlib raises.
+"""Hierarchy of the errors that elasticlib raises.
 
-Classes differ where callers act differently: an unreachable store is tried again, a lost lease is
-written again, a closed rendezvous ends the node. Messages name the object, the value and the rule.
+Classes differ where callers act differently. After StoreConnectionError a caller tries again, after
+LeaseLostError it writes the lease again, and after RendezvousClosedError the node ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
-Present = TypeVar("Present")
+T = TypeVar("T")
 
 
 class ElasticError(Exception):
@@ -17,7 +17,7 @@ class ElasticError(Exception):
 
 
 class ConfigError(ElasticError, ValueError):
-    """A setting is invalid. Nothing has been started."""
+    """A setting is invalid. Nothing was started."""
 
 
 class StoreError(ElasticError):
@@ -48,11 +48,11 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
     """No generation was formed within the join timeout.
 
     Attributes:
-        lost: True if a node of the previous generation was lost. Failures of its workers then have
-            that cause.
+        is_node_loss: True if a node of the previous generation was lost, which then also explains
+            failures of the workers of that generation.
     """
 
-    lost: bool = False
+    is_node_loss: bool = False
 
 
 class RendezvousClosedError(RendezvousError):
@@ -72,7 +72,7 @@ class WorkerStartError(ElasticError):
 
 
 class NoFailureError(ElasticError, LookupError):
-    """The job failed, and the failure of no worker is known."""
+    """The job failed without a known failure of a worker."""
 
 
 class CheckpointError(ElasticError):
@@ -80,11 +80,11 @@ class CheckpointError(ElasticError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is truncated or changed, or elasticlib has not written it."""
+    """A checkpoint is truncated or modified, or was not written by elasticlib."""
 
 
 class CheckpointUnreadableError(CheckpointError):
-    """A checkpoint could not be read, or not by this version. It may be intact."""
+    """A checkpoint could not be read, perhaps only by this version. It may be intact."""
 
 
 class CheckpointFencedError(CheckpointError):
@@ -103,14 +103,18 @@ class NotReproducibleError(ElasticError):
     """A step would give other weights at another world size, so it was not finished."""
 
 
-def present(value: Present | None, what: str) -> Present:
-    """Return a value that cannot be None at this point. Raises TypeError if it is None."""
+def require_not_none(value: T | None, label: str) -> T:
+    """Return a value that cannot be None at this point.
+
+    Raises:
+        TypeError: The value is None, which is a bug. `label` names the value in the message.
+    """
     if value is None:
-        raise TypeError(f"{what} should exist by now: this is a bug in elasticlib")
+        raise TypeError(f"{label} should exist by now: this is a bug in elasticlib")
     return value
 
 
-def describe(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return the message of an error, with its class unless elasticlib raised it."""
     return str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
 
@@ -147,7 +151,7 @@ def _compile_hint(names: set[str], saved: set[str]) -> str:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return a hint with the name that is most similar to an unknown one, or ""."""
-    # The import is slow, and only errors need it.
+    # difflib is imported here because the import is slow and only error messages need it.
     from difflib import get_close_matches
 
     known = [*names]

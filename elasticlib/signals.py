@@ -1,4 +1,4 @@
-"""Signals by their names, those too that Python's own list has no name for: the real-time ones."""
+"""Names and numbers of signals, including real-time signals, which Python has no names for."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import signal
 
 from .errors import ConfigError
 
-NOT_TO_BE_HEARD = frozenset({signal.SIGKILL, signal.SIGSTOP})
-NEVER = frozenset(
+UNCATCHABLE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSTOP})
+# Signals that no flag may give another meaning: the kernel delivers them for faults of the process
+# and for events of its children, or no process can catch them.
+RESERVED_SIGNALS = frozenset(
     {
         *("SIGKILL", "SIGSTOP"),
         *("SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGPIPE"),
     }
 )
-"""Those that nobody can catch, and those that tell a process of its own affairs."""
 
 
 def signal_name(number: int) -> str:
-    """As `SIGTERM` or `SIGRTMIN+3`; `signal 4711` for one that this system does not have."""
+    """Return the name of a signal: `SIGTERM`, `SIGRTMIN+3` or, if it is unknown, `signal 4711`."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -27,7 +28,7 @@ def signal_name(number: int) -> str:
 
 
 def as_signal(number: int) -> signal.Signals | int:
-    """Python's own value where it has one."""
+    """Return the member of `signal.Signals`, or the number if there is none."""
     try:
         return signal.Signals(number)
     except ValueError:
@@ -35,7 +36,7 @@ def as_signal(number: int) -> signal.Signals | int:
 
 
 def signal_number(name: str) -> int | None:
-    """The signal of this name, as `signal_name` gives it; None if there is none."""
+    """Return the signal with a name as `signal_name` returns it, or None if there is none."""
     try:
         return int(signal.Signals[name])
     except KeyError:
@@ -44,30 +45,35 @@ def signal_number(name: str) -> int | None:
     return known.get(name)
 
 
-def can_be_heard(number: int) -> bool:
-    """Whether a process may decide what this signal does to it."""
-    return number in signal.valid_signals() and number not in NOT_TO_BE_HEARD
+def is_catchable(number: int) -> bool:
+    """Return whether a process can handle or ignore this signal."""
+    return number in signal.valid_signals() and number not in UNCATCHABLE_SIGNALS
 
 
 def read_signals(text: str | None, flag: str) -> tuple[int, ...] | None:
-    """The signals that a flag names, each once; None if it was not given.
+    """Return the signals that the value of a flag names, each once, or None without a value.
+
+    Args:
+        text: Names with commas between them, or `none`.
+        flag: The name of the flag, for error messages.
 
     Raises:
-        ConfigError: it names no signal, or one that cannot be heard or means something else.
+        ConfigError: A name is unknown, or its signal is reserved.
     """
     if text is None:
         return None
     if text == "none":
         return ()
-    return tuple(dict.fromkeys(_number(name.strip(), flag) for name in text.split(",")))
+    return tuple(dict.fromkeys(_parse_signal(name.strip(), flag) for name in text.split(",")))
 
 
-def _number(name: str, flag: str) -> int:
-    if name in NEVER:
-        raise ConfigError(f"{flag}: {name} cannot mean that")
+def _parse_signal(name: str, flag: str) -> int:
+    if name in RESERVED_SIGNALS:
+        raise ConfigError(f"{flag} cannot contain {name}: a process cannot handle this signal")
     number = signal_number(name)
     if number is None:
         raise ConfigError(
-            f"{flag} is names of signals with commas between, as SIGTERM,SIGUSR1, got {name!r}"
+            f"{flag} must be signal names with commas between them, as SIGTERM,SIGUSR1, "
+            f"got {name!r}"
         )
     return number

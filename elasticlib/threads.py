@@ -1,6 +1,6 @@
-"""Threads whose end by an exception is told, and calls made aside for who must not wait for them.
+"""Threads that report the exception that ends them, and calls that run in the background.
 
-Who starts a thread depends on it: one that ended unheard would leave its owner to wait for ever.
+The owner of a thread waits for its results, and would wait forever after an unreported exception.
 
 `Latch` and `ExclusiveCall` replace `threading.Event` and `threading.Lock` in calls that a signal
 handler may interrupt with an exception, such as KeyboardInterrupt, at any line.
@@ -26,76 +26,84 @@ Result = TypeVar("Result")
 RECHECK_S = 0.1  # how late a second waiter of a Latch notices, if the first one was interrupted
 
 
-def helper(
-    work: Callable[[], object], name: str, broke: Callable[[str], object] | None = None
+def daemon_thread(
+    target: Callable[[], object], name: str, on_error: Callable[[str], object] | None = None
 ) -> threading.Thread:
-    """A daemon thread, not started yet. If an exception ends it, that is logged, and `broke` hears
-    it as a sentence, in that thread."""
+    """Return a daemon thread, which the caller starts.
+
+    Args:
+        target: The function that the thread calls.
+        name: The name of the thread.
+        on_error: Receives the error message, in the thread, if `target` raises. The error is logged
+            as well.
+    """
 
     def run() -> None:
         try:
-            work()
+            target()
         except BaseException as error:
-            # Not passed on: nobody is above a thread's first function.
-            sentence = f"the thread {name} broke: {type(error).__name__}: {error}"
-            log.error("%s", sentence, exc_info=error)
-            if broke is not None:
-                broke(sentence)
+            # It is not raised again: a thread has no caller that could handle it.
+            message = f"thread {name} failed: {type(error).__name__}: {error}"
+            log.error("%s", message, exc_info=error)
+            if on_error is not None:
+                on_error(message)
 
     return threading.Thread(target=run, name=name, daemon=True)
 
 
-class Aside:
-    """Makes calls in a thread of its own, in their order, until one of them raises.
+class BackgroundQueue:
+    """Queue of calls that a thread of its own makes in order, until one of them raises.
 
     Args:
-        name: of the thread, which starts with the first call.
-        broke: hears what was raised, once; nothing is called after that.
-        waiting: so many calls may wait for their turn; more of them are not made.
+        name: The name of the thread, which starts with the first call.
+        on_error: Receives the exception of a call, once. No more calls are made after that.
+        max_pending: The maximum number of calls that wait for their turn. More are rejected.
     """
 
     def __init__(
-        self, name: str, broke: Callable[[BaseException], object], *, waiting: int = 10_000
+        self, name: str, on_error: Callable[[BaseException], object], *, max_pending: int = 10_000
     ) -> None:
         self._name = name
-        self._broke = broke
-        self._waiting: queue.Queue[Callable[[], object] | None] = queue.Queue(waiting)
+        self._on_error = on_error
+        self._pending: queue.Queue[Callable[[], object] | None] = queue.Queue(max_pending)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._over = False
+        self._is_closed = False  # no more calls are accepted: it was closed, or a call raised
         self._closing = threading.Event()
 
     def call(self, work: Callable[[], object]) -> bool:
-        """Whether it will be called, if no call before it raises."""
+        """Append a call and return True, or return False if the queue is closed or full."""
         with self._lock:
-            if self._over:
+            if self._is_closed:
                 return False
             if self._thread is None:
-                self._thread = helper(self._run, self._name)
+                self._thread = daemon_thread(self._run, self._name)
                 self._thread.start()
             try:
-                self._waiting.put_nowait(work)
+                self._pending.put_nowait(work)
             except queue.Full:
                 return False
         return True
 
-    def rest(self, seconds: float) -> bool:
-        """For a call that would try again: whether it may, after so many seconds. Not when this is
-        closed meanwhile, or no more calls can wait behind it."""
-        return not (self._closing.wait(seconds) or self._waiting.full())
+    def wait_before_retry(self, seconds: float) -> bool:
+        """Wait for some seconds, and return whether the current call may try again.
 
-    def close(self, seconds: float) -> bool:
-        """Whether all calls have been made within so many seconds; no others are accepted."""
+        It may not if the queue was closed, or is full.
+        """
+        return not (self._closing.wait(seconds) or self._pending.full())
+
+    def close(self, timeout: float) -> bool:
+        """Accept no more calls. Return whether all calls were made within `timeout` seconds."""
         with self._lock:
-            self._over, thread = True, self._thread
+            self._is_closed, thread = True, self._thread
         self._closing.set()
         if thread is None:
             return True
         try:
-            self._waiting.put(None, timeout=seconds)
+            self._pending.put(None, timeout=timeout)
         except queue.Full:
-            return False  # its end is noticed behind the call that it is in
-        thread.join(seconds)
+            return False  # The thread notices after its current call that the queue is closed.
+        thread.join(timeout)
         return not thread.is_alive()
 
     def _run(self) -> None:
@@ -104,16 +112,16 @@ class Aside:
                 work()
             except BaseException as error:
                 with self._lock:
-                    self._over = True
-                self._broke(error)
+                    self._is_closed = True
+                self._on_error(error)
                 return
 
     def _next(self) -> Callable[[], object] | None:
         while True:
             try:
-                return self._waiting.get(timeout=1.0)
+                return self._pending.get(timeout=1.0)
             except queue.Empty:
-                if self._over:
+                if self._is_closed:
                     return None
 
 
@@ -126,7 +134,7 @@ class Latch:
 
     def __init__(self) -> None:
         self.is_set = False
-        self._lock = threading.Lock()  # held until the flag is set
+        self._lock = threading.Lock()  # locked until the flag is set
         self._lock.acquire()
 
     def set(self) -> None:
@@ -154,53 +162,61 @@ class Latch:
 _Call = tuple[Generator[Any, None, None], int]
 
 
-class CallRejected(RuntimeError):
+class CallRejectedError(RuntimeError):
     """Another call is still running."""
 
 
 class ExclusiveCall:
     """Runs one call at a time, and rejects calls from signal handlers and from other threads.
 
-    An exception of a signal handler can interrupt the code that releases a lock, and the lock is
-    then held for ever. Here nothing has to be released: the call runs in a generator, which knows
+    An exception of a signal handler can interrupt the code that releases a lock, and the lock then
+    stays locked forever. Here nothing has to be released: the call runs in a generator, which knows
     whether it is executing, and is not once an exception has left it.
     """
 
     def __init__(self) -> None:
-        # Each with the thread that runs it. The first one that is executing is admitted.
+        # Each call with the thread that runs it. The first one that is executing is admitted.
         self._calls: list[_Call] = []
 
-    def run(self, act: Callable[[], Result]) -> Result:
-        """Return what `act` returns. Raises CallRejected if another call is running."""
+    def run(self, func: Callable[[], Result]) -> Result:
+        """Return the result of `func`.
+
+        Raises:
+            CallRejectedError: Another call is running.
+        """
         own: list[_Call] = []
-        generator = self._run(act, own)
+        generator = self._run(func, own)
         own.append((generator, threading.get_ident()))
         try:
             return next(generator)
         finally:
             with contextlib.suppress(ValueError):
                 self._calls.remove(own[0])
-            own.clear()  # Else the generator, and with it what `act` holds, would hold itself.
+            # The generator refers to `own`. Without this, it would keep itself and `func` alive.
+            own.clear()
 
-    def _run(self, act: Callable[[], Result], own: list[_Call]) -> Generator[Result, None, None]:
+    def _run(self, func: Callable[[], Result], own: list[_Call]) -> Generator[Result, None, None]:
         self._calls.append(own[0])  # The generator is executing by now.
         if not self._is_admitted(own[0]):
-            raise CallRejected("another call is running")
-        yield act()
+            raise CallRejectedError("another call is running")
+        yield func()
 
     def _is_admitted(self, own: _Call) -> bool:
         return next(call for call in list(self._calls) if _is_executing(call[0])) is own
 
     @property
     def is_running(self) -> bool:
-        """Whether a call runs."""
+        """True while a call runs."""
         return any(_is_executing(generator) for generator, _ in list(self._calls))
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a call runs in the calling thread, which is then in a signal handler."""
-        here = threading.get_ident()
-        return any(_is_executing(one) and thread == here for one, thread in list(self._calls))
+        """True if a call runs in the calling thread, which is then in a signal handler."""
+        current = threading.get_ident()
+        return any(
+            _is_executing(generator) and thread == current
+            for generator, thread in list(self._calls)
+        )
 
 
 def _is_executing(generator: Generator[Any, None, None]) -> bool:

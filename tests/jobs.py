@@ -23,7 +23,7 @@ import pytest
 from ports import held_port
 from processes import alive, described, marked
 
-from elasticlib.held_folder import LOCK
+from elasticlib.dir_lock import LOCK_FILE
 from elasticlib.launch.cli import main
 from elasticlib.observe.event import KINDS, Event, decode
 from elasticlib.observe.runs import find_runs, runs_dir
@@ -51,7 +51,7 @@ def left_in(folder: Path) -> list[Path]:
 
 def forget_own_records(folder: Path, since: float) -> None:
     """Remove the records that runs in this process have left there since then."""
-    for lock in folder.glob(f"*/{LOCK}"):
+    for lock in folder.glob(f"*/{LOCK_FILE}"):
         with contextlib.suppress(OSError):  # whoever starts a run removes old ones, too
             if lock.stat().st_mtime >= since and lock.read_text() == f"{os.getpid()}\n":
                 shutil.rmtree(lock.parent)

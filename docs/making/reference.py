@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import elasticlib
-from elasticlib import testing
+from elasticlib import interfaces, testing
 from elasticlib.launch import cli
 from elasticlib.launch.command_line import build_parser
 from elasticlib.launch.flags import FLAGS
@@ -35,38 +35,6 @@ FOLDERS = {
     "errors": "Errors",
 }
 """The pages of names, in their order; what stands elsewhere comes under its folder's own name."""
-FROM_MODULES = {
-    "stores.interface": (
-        "Entry",
-        "CompareSetResult",
-        "Listing",
-        "ABSENT",
-        "check_key",
-        "check_ttl",
-    ),
-    "rendezvous.interface": (
-        "RendezvousInfo",
-        "RendezvousStoreInfo",
-        "RankAssignment",
-        "assign_ranks",
-        "Change",
-        "ChangeKind",
-    ),
-    "workers.interface": ("StopNotice",),
-    "workers.spec": ("WorkerGroup", "Worker", "worker_environment"),
-    "workers.exits": ("WorkerExit",),
-    "workers.context": ("WorkerContext", "StopRequest"),
-    "compat.failures": ("ProcessFailure", "SignalException"),
-    "launch.backends": ("BackendParameters",),
-    "data.batch_sampler": ("EmptyBatchCollator",),
-    "logical.logical_workers": ("LogicalWorker",),
-    "checkpoint.save_handle": ("SaveHandle",),
-    "checkpoint.restore": ("RestoreResult",),
-    "in_place.step_loop": ("StepLoop", "StepAttempt"),
-    "observe.report": ("Report",),
-    "observe.history": ("History",),
-}
-"""Names outside `elasticlib.__all__` that users import from a module or get from a call."""
 CONTRACTS = {"stores", "rendezvous", "workers"}
 """Folders whose `interface.py` says in its docstring what an author has to keep."""
 COLUMNS = 88
@@ -95,10 +63,12 @@ def pages() -> dict[str, str]:
 
 def _names_pages() -> Iterator[tuple[str, str]]:
     by_folder: dict[str, list[tuple[str, str]]] = {folder: [] for folder in FOLDERS}
-    for module, names in elasticlib._HOMES.items():
+    for module, names in elasticlib._EXPORTS.items():
         by_folder.setdefault(module.split(".")[0], []).extend(("elasticlib", n) for n in names)
-    for module, names in FROM_MODULES.items():
-        by_folder[module.split(".")[0]].extend((f"elasticlib.{module}", n) for n in names)
+    for module, names in interfaces._EXPORTS.items():
+        by_folder[module.split(".")[0]].extend(
+            ("elasticlib.interfaces", n) for n in names if n not in elasticlib.__all__
+        )
     for folder, places in by_folder.items():
         title = FOLDERS.get(folder, folder.capitalize())
         if folder == "errors":
@@ -119,7 +89,7 @@ def _named(module: str, name: str) -> str:
         if not {base.__name__ for base in value.__bases__} <= NOTHING_TOLD:
             options.append(":show-inheritance:")
         ours = [base for base in value.__mro__[1:] if base.__module__.startswith("elasticlib.")]
-        shown = {*elasticlib.__all__, *(name for names in FROM_MODULES.values() for name in names)}
+        shown = {*elasticlib.__all__, *interfaces.__all__}
         if any(base.__name__ not in shown for base in ours):
             # What such a base tells stands nowhere else; what others' bases tell stands with them.
             others = {base.__name__ for base in value.__mro__[1:]} - {one.__name__ for one in ours}

@@ -8,10 +8,10 @@ import queue
 from collections.abc import Callable
 
 from ..clock import monotonic
-from ..errors import describe
+from ..errors import format_error
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo
 from ..rendezvous.membership import Change, ChangeKind
-from ..threads import helper
+from ..threads import daemon_thread
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -42,7 +42,7 @@ class BlockingHandlerThread:
         self._joined_at = 0.0  # start of the last attempt
         self._log_at = float("inf")  # time of the next log message about it
         self._attempts: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None ends the thread
-        self._thread = helper(self._serve, "agent-rendezvous", on_error)
+        self._thread = daemon_thread(self._serve, "agent-rendezvous", on_error)
 
     def join(self, attempt: int, now: float) -> None:
         """Request the next generation, and report its changes from then on."""
@@ -95,7 +95,7 @@ class BlockingHandlerThread:
             try:
                 change = self._handler.wait_for_change(self._monitor_interval)
             except Exception as error:
-                change = Change(ChangeKind.STORE_LOST, describe(error))
+                change = Change(ChangeKind.STORE_LOST, format_error(error))
             if change is not None:
                 self._on_result(attempt, change)
                 return self._attempts.get()

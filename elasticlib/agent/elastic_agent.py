@@ -19,12 +19,18 @@ from typing import Any
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import ConfigError, ElasticError, RendezvousClosedError, describe, present
+from ..errors import (
+    ConfigError,
+    ElasticError,
+    RendezvousClosedError,
+    format_error,
+    require_not_none,
+)
 from ..observe.journal import Journal
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
 from ..rendezvous.membership import Change, ChangeKind
 from ..signals import signal_name
-from ..threads import helper
+from ..threads import daemon_thread
 from ..workers.exits import WorkerExit
 from ..workers.interface import Workers
 from ..workers.spec import (
@@ -248,8 +254,10 @@ class ElasticAgent:
                     self._step()
                 cause = self._find_root_cause()
             except Exception as error:
-                log.exception("the agent's event loop failed")
-                outcome = RunOutcome(WorkerState.FAILED, describe(error))
+                log.exception(
+                    "the agent's event loop failed: this node stops its workers and fails"
+                )
+                outcome = RunOutcome(WorkerState.FAILED, format_error(error))
                 self._now = SupervisorState(AgentState.ENDED, outcome=outcome)
             finally:
                 self._close()
@@ -378,14 +386,14 @@ class ElasticAgent:
 
     def _on_rendezvous_error(self, error: Exception) -> AgentEvent:
         if self._now.state is not AgentState.JOINING:
-            change = Change(ChangeKind.STORE_LOST, describe(error))
+            change = Change(ChangeKind.STORE_LOST, format_error(error))
             return policy.MembershipChanged(change, self._slots.can_regroup())
         end = getattr(error, "change", None)
         if isinstance(error, RendezvousClosedError) and isinstance(end, Change):
             self._reporter.on_change(end)
             return policy.RendezvousEnded(policy.end_of_job(end))
-        self._reporter.lost_node_not_replaced = getattr(error, "lost", False)
-        reason = describe(error)
+        self._reporter.lost_node_not_replaced = getattr(error, "is_node_loss", False)
+        reason = format_error(error)
         if self._info is not None and not self._reporter.lost_node_not_replaced:
             # The failure that led to the rendezvous is more important than its timeout.
             last = self._reporter.reason
@@ -493,7 +501,7 @@ class ElasticAgent:
         callback = partial(self._post_for_attempt, self._attempt)
         if not self._is_prepared:
             work = partial(self._prepare, callback)
-            helper(work, "agent-prepare", self._post_failure).start()
+            daemon_thread(work, "agent-prepare", self._post_failure).start()
             return
         if self._slots.should_prestart(self._info):
             self._react(policy.PeersStillTraining(self._all_local_ranks))
@@ -524,7 +532,7 @@ class ElasticAgent:
             self._react(failure)
 
     def _start_workers(self) -> None:
-        info = present(self._info, "the generation")
+        info = require_not_none(self._info, "the generation")
         self._mark_progress(WORKER_START_TIMEOUT_S)
         self._stopper.on_group_started()
         self._peers.start_generation(info)
@@ -628,19 +636,22 @@ class ElasticAgent:
             # Without it, the other nodes would wait for this one until their join timeout.
             self._handler.set_closed()
         except Exception as error:
-            log.warning("cannot end the job for the other nodes: %s", describe(error))
+            log.warning(
+                "cannot end the job for the other nodes, which wait until their join timeout: %s",
+                format_error(error),
+            )
         reason = f"{reason} ({budget} of {budget} restarts used)"
         self._react(policy.MembershipChanged(Change(ChangeKind.FAILED, reason)))
 
     def _report_success(self) -> None:
-        info = present(self._info, "the generation")
+        info = require_not_none(self._info, "the generation")
         self._peers.publish(propose_stop(info.rank, STOP_AT_ANY_CALL))
         if self._handler.report_success():
             return
         if info.world_size > 1:
             log.info(
                 "%s has no report_success: this node leaves without waiting for the other nodes; "
-                "workers that fail there from now on are restarted without it, or not at all",
+                "if workers of another node fail later, the job restarts without this node",
                 type(self._handler).__name__,
             )
         self._react(policy.MembershipChanged(Change(ChangeKind.SUCCEEDED, "this node is done")))
@@ -653,7 +664,7 @@ class ElasticAgent:
             stacks = self.workers.dump_stacks(self.workers.running(), save=True)
             self._post_for_attempt(attempt, StacksDumped(stacks))
 
-        helper(dump, "agent-stacks", self._post_failure).start()
+        daemon_thread(dump, "agent-stacks", self._post_failure).start()
 
     # -- the end of the run -------------------------------------------------------------------
 
@@ -679,7 +690,7 @@ class ElasticAgent:
                     if (cause := merge_root_cause(message.messages)) is not None:
                         return cause
         log.info(
-            "the store did not answer within %g s whether another node knows the cause",
+            "no node reported an earlier failure within %g s: the root cause is this node's own",
             ROOT_CAUSE_TIMEOUT_S,
         )
         return own
@@ -701,7 +712,7 @@ class ElasticAgent:
                 self._mark_progress(allowance_s)
                 close()
             except Exception:
-                log.exception("cleaning up after the run failed")
+                log.exception("a part of the agent could not be closed; the other parts are closed")
 
     def _close_snapshot_service(self) -> None:
         outcome, service = self._now.outcome, self._snapshot_service

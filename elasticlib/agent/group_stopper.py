@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 
 from ..clock import Clock
-from ..errors import present
+from ..errors import require_not_none
 from ..rendezvous.interface import RendezvousInfo
 from ..workers.exits import WorkerExit
 from ..workers.interface import StopNotice, Workers
@@ -150,7 +150,7 @@ class GroupStopper:
         procedure = self._procedure
         if procedure is None or not procedure.is_in_notice or exit_.succeeded or was_standby:
             return False, False
-        log.warning("failed after it was asked to save and exit: %s", exit_.describe())
+        log.warning("a worker failed after it was asked to save and exit: %s", exit_.describe())
         return True, procedure.is_negotiating or procedure.regroup_grace_s > 0
 
     # Commands
@@ -187,7 +187,7 @@ class GroupStopper:
 
     @property
     def _current(self) -> StopProcedure:
-        return present(self._procedure, "the stop")
+        return require_not_none(self._procedure, "the stop")
 
     def _make_notice(self, reason: str) -> StopNotice | None:
         return self._options.make_notice(reason) if reason else None

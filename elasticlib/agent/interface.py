@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from ..flag_values import DRAIN_EXIT_CODE
+from ..defaults import DEFAULT_DRAIN_EXIT_CODE
 from ..rendezvous.interface import RendezvousInfo
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
@@ -56,7 +56,7 @@ class RunResult:
     def exit_code(self) -> int:
         """0 for success, 1 for failure, 75 after a drain, 128 + n after signal n."""
         if self.state is WorkerState.DRAINED:
-            return DRAIN_EXIT_CODE
+            return DEFAULT_DRAIN_EXIT_CODE
         if self.state is WorkerState.STOPPED:
             return 128 + self.signal
         return 0 if self.state is WorkerState.SUCCEEDED else 1

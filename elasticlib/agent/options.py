@@ -13,9 +13,9 @@ from typing import Any
 
 import attrs
 
+from ..defaults import DEFAULT_CHECKPOINT_GRACE_S
 from ..errors import ConfigError
-from ..flag_values import CHECKPOINT_GRACE
-from ..signals import can_be_heard, signal_name
+from ..signals import is_catchable, signal_name
 from ..workers.interface import DRAIN, PREEMPTED, RESIZE, StopNotice
 from .hang_detector import HangLimits
 
@@ -46,7 +46,7 @@ class AgentOptions:
     # Stop signals that are drain signals if the workers can receive a stop notice.
     notice_signals: tuple[int, ...] = attrs.field(default=NOTICE_SIGNALS, converter=_to_ints)
     # Seconds that notified workers have to save and exit on a resize, a drain or a preemption.
-    checkpoint_grace: float = CHECKPOINT_GRACE
+    checkpoint_grace: float = DEFAULT_CHECKPOINT_GRACE_S
     # How workers stop for a resize: after a notice ("at-step"), or without one ("immediate").
     resize_mode: str = AT_STEP
     # When an inactive worker counts as hanging. None disables hang detection.
@@ -59,19 +59,21 @@ class AgentOptions:
     def __attrs_post_init__(self) -> None:
         for name in ("stop_signals", "drain_signals", "notice_signals"):
             for number in getattr(self, name):
-                if not can_be_heard(number):
+                if not is_catchable(number):
                     raise ConfigError(
                         f"{name}: a process cannot handle {signal_name(number)} ({number}): "
                         "choose other signals"
                     )
         for name in ("checkpoint_grace", "regroup_grace"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"{name} must be a finite number of seconds from 0, got {getattr(self, name)}"
+                )
         if self.snapshot_replicas < 0:
-            raise ConfigError(f"need 0 <= snapshot_replicas, got {self.snapshot_replicas}")
+            raise ConfigError(f"snapshot_replicas must be at least 0, got {self.snapshot_replicas}")
         if self.resize_mode not in RESIZE_MODES:
             modes = ", ".join(RESIZE_MODES)
-            raise ConfigError(f"resize_mode is one of {modes}, got {self.resize_mode!r}")
+            raise ConfigError(f"resize_mode must be one of {modes}, got {self.resize_mode!r}")
 
     @property
     def handled_signals(self) -> tuple[int, ...]:

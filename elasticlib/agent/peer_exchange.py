@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from ..clock import Clock, monotonic
-from ..errors import StoreError, StoreRejectedError, describe
+from ..errors import StoreError, StoreRejectedError, format_error
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.interface import ABSENT, Listing, Store, WatchResult
-from ..threads import helper
+from ..threads import daemon_thread
 from .policy import Publish, Subscribe
 
 log = logging.getLogger("elasticlib.agent")
@@ -122,7 +122,7 @@ class PeerExchange:
         with self._lock:
             self._requests.put((self._info, request))
             if self._thread is None:
-                self._thread = helper(self._serve, "agent-peers", self._on_error)
+                self._thread = daemon_thread(self._serve, "agent-peers", self._on_error)
                 self._thread.start()
 
     # In the thread
@@ -188,12 +188,17 @@ class PeerExchange:
                 if isinstance(error, StoreError) and not isinstance(error, StoreRejectedError):
                     if not self._is_store_down:
                         log.info(
-                            "cannot exchange messages with the other nodes, retrying: %s", error
+                            "the agents cannot exchange messages through the store, retrying: %s",
+                            error,
                         )
                     self._is_store_down = True
                     self._retry_at = self._clock() + RETRY_DELAY_S
                     return
-                log.info("cannot exchange messages with the other nodes: %s", describe(error))
+                log.info(
+                    "the agents cannot exchange messages about %s, so that this generation does "
+                    "without: %s",
+                    *(topic.strip("/"), format_error(error)),
+                )
                 self._drop_topic(topic)
                 self._on_messages(PeerMessages(prefix, topic, None))
 
@@ -239,7 +244,10 @@ class PeerExchange:
                     f"{info.exchange_prefix}{topic}", after=version, timeout=WAIT_TIMEOUT_S
                 )
             except Exception as error:
-                log.info("cannot wait for changes in the store, polling it: %s", describe(error))
+                log.info(
+                    "cannot wait for messages of other agents in the store, polling it: %s",
+                    format_error(error),
+                )
                 has_changed, self._retry_at = True, self._clock() + RETRY_DELAY_S
             if has_changed:
                 del self._polled[topic]

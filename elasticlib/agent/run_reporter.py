@@ -18,7 +18,7 @@ from ..observe.journal import Journal, SafeCaller
 from ..observe.step_monitor import MAX_INTERVAL_S, StepMonitor
 from ..rendezvous.interface import RendezvousInfo
 from ..rendezvous.membership import Change, ChangeKind
-from ..visible import shorten
+from ..sanitize import shorten
 from ..workers.exits import WorkerExit
 from ..workers.interface import StopNotice, Workers
 from ..workers.spec import WorkerGroup, WorkerState
@@ -164,13 +164,13 @@ class RunReporter:
         import_s = max(0.0, self._prepared_at - self._idle_since)
         first, last = group.workers[0], group.workers[-1]
         ranks = format_ranks(range(first.rank, last.rank + 1))
-        imports = f"{import_s:.2f} s of imports and " if import_s else ""
+        imports = f"imports took {import_s:.2f} s, " if import_s else ""
         cause = info.reason or self._reason  # a user's handler may give no cause
         log.info(
             "%s",
-            f"generation {info.generation} after {imports}{waited_s - import_s:.2f} s of "
-            f"rendezvous: node {info.rank} of {info.world_size}, {ranks} of {first.world_size}, "
-            f"{group.restarts} of {group.max_restarts} restarts; {cause}",
+            f"generation {info.generation}: {imports}rendezvous took {waited_s - import_s:.2f} s; "
+            f"node rank {info.rank} of {info.world_size}, {ranks} of world size "
+            f"{first.world_size}, restarts {group.restarts}/{group.max_restarts}; reason: {cause}",
         )
         self._record(
             "generation.started",
@@ -219,7 +219,7 @@ class RunReporter:
             self._steps, events = watch.read(now, heartbeats, is_final=final)
         except Exception:
             # An error in a report must not stop the training.
-            log.exception("cannot read the workers' steps")
+            log.exception("cannot read the workers' steps, trying again in %g s", MAX_INTERVAL_S)
             self._steps, events = attrs.evolve(watch, due_at=now + MAX_INTERVAL_S), []
         for kind, facts in events:
             self._record(kind, **facts)

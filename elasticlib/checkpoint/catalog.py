@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointUnreadableError, ConfigError
-from ..foreign import read_fields, read_object
+from ..untrusted import read_fields, read_object
 from .safetensors_header import PREFIX_BYTES, read_size
 from .storage import (
     SEGMENT_BYTES,
@@ -419,7 +419,7 @@ class CheckpointCatalog:
             except CheckpointCorruptError:
                 continue
             except CheckpointUnreadableError as error:
-                log.warning("the checkpoint is kept: %s", error)
+                log.warning("a checkpoint that cannot be read is not deleted: %s", error)
                 unreadable.add(entry.step)
         return unreadable
 
@@ -590,7 +590,7 @@ class CheckpointCatalog:
                 raise
             except CheckpointError as error:
                 self.skipped[entry.step] = str(error)
-                log.warning("checkpoint skipped: %s", error)
+                log.warning("skipped a checkpoint: %s", error)
         if self.skipped:
             reasons = "; ".join(self.skipped.values())
             raise CheckpointCorruptError(

@@ -24,7 +24,7 @@ from ..errors import (
     CheckpointUnreadableError,
     ConfigError,
     StateMismatchError,
-    describe,
+    format_error,
 )
 
 BROADCAST_CHUNK_BYTES = 4 << 20  # a rank that neither sends nor receives needs buffers of this size
@@ -47,7 +47,7 @@ class RankError:
     def of(cls, error: Exception) -> RankError:
         """Return the description of an exception."""
         return cls(
-            describe(error)[:_MAX_ERROR_CHARS],
+            format_error(error)[:_MAX_ERROR_CHARS],
             is_mismatch=isinstance(error, StateMismatchError),
             is_unreadable=isinstance(error, CheckpointUnreadableError),
             is_corrupt=isinstance(error, CheckpointCorruptError),

@@ -31,7 +31,7 @@ import attrs
 
 from ..clock import monotonic, wall
 from ..errors import CheckpointCorruptError, CheckpointError, CheckpointFencedError
-from ..foreign import read_fields, read_object
+from ..untrusted import read_fields, read_object
 from .catalog import (
     MANIFEST_NAME,
     CheckpointCatalog,

@@ -62,9 +62,9 @@ from typing import Any
 import attrs
 
 from ..clock import monotonic
-from ..errors import CheckpointError, describe
+from ..errors import CheckpointError, format_error
 from ..rendezvous.interface import RendezvousInfo
-from ..threads import helper
+from ..threads import daemon_thread
 from .boxes import TensorShard, read_shards
 from .catalog import CheckpointCatalog, DataFile, Retention, folder_of, step_of
 from .commit import (
@@ -210,7 +210,7 @@ class SetSaver:
         """Return an error message about what was not written, or an empty string."""
         self._started_at = monotonic()
         is_over, problem = threading.Event(), ""
-        renewing = helper(lambda: self._renew(is_over), "agent-final-save-renew")
+        renewing = daemon_thread(lambda: self._renew(is_over), "agent-final-save-renew")
         renewing.start()
         try:
             problem = self._work()
@@ -269,7 +269,7 @@ class SetSaver:
 
     def _handle_error(self, error: Exception) -> Finish | None:
         """Try again later. Or write nothing more, and wait for what the other agents can do."""
-        now, problem = monotonic(), describe(error)
+        now, problem = monotonic(), format_error(error)
         if now - max(self._first_error_at, self._last_error_at) > self.limits.retry_s:
             self._first_error_at = now
         self._last_error_at = now
@@ -465,7 +465,7 @@ class FinalSave:
             An error message about what was not written, or an empty string if nothing is lost.
         """
         # Nothing can interrupt a thread that writes to a disk that hangs.
-        thread = helper(self._save_all, "agent-final-save")
+        thread = daemon_thread(self._save_all, "agent-final-save")
         self._mark_progress()
         thread.start()
         reason = self._wait(thread, cancel_reason)
@@ -506,7 +506,7 @@ class FinalSave:
         try:
             sets = snapshot_sets(self._memory)
         except Exception as error:
-            self._problems.append(f"snapshots in memory were not written: {describe(error)}")
+            self._problems.append(f"snapshots in memory were not written: {format_error(error)}")
             return
         self._unfinished = [s for s in sets if self._is_leaving or s.state.is_sharded]
         savers: dict[str, SetSaver] = {}  # by name
@@ -524,7 +524,7 @@ class FinalSave:
                     self.saved = self.saved if saver.saved_step is None else saver.saved_step
                 except Exception as error:
                     # Any error must be part of the report on how the run ended.
-                    problem = snapshots.describe_failure(describe(error))
+                    problem = snapshots.describe_failure(format_error(error))
                 if problem:
                     self._problems.append(problem)
                 self._unfinished.remove(snapshots)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import attrs
 
 from ..errors import CheckpointError
-from ..foreign import read_fields, read_object
+from ..untrusted import read_fields, read_object
 from .boxes import TensorShard, describe_missing, format_numbers
 from .catalog import DataFile, append_checksum, strip_checksum
 

@@ -14,7 +14,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import CheckpointError
-from ..foreign import read_json
+from ..untrusted import read_json
 from .boxes import TensorShard, read_shards
 from .final_save_plan import AgentReport, count_nodes, decode_report, encode_report
 from .storage import CheckpointStorage

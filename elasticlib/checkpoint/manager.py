@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..clock import monotonic
 from ..errors import CheckpointError, ConfigError
-from ..threads import CallRejected, ExclusiveCall
+from ..threads import CallRejectedError, ExclusiveCall
 from ..workers.context import context
 from .catalog import CheckpointCatalog, Retention, Selection, check_step
 from .collectives import PeerGroup
@@ -222,7 +222,7 @@ class CheckpointManager:
         call = _SaveCall(step, state, started_at, bool(pin), if_busy == "skip", bool(snapshot))
         try:
             return self._copying.run(partial(self._save, call))
-        except CallRejected:
+        except CallRejectedError:
             error = self._rejection(f"step {step} was not saved")
             self._results.publish(self._results.next_number(), step, error)
             raise error from None
@@ -240,7 +240,7 @@ class CheckpointManager:
     def _run_exclusively(self, what: str, act: Callable[[], Result]) -> Result:
         try:
             return self._copying.run(act)
-        except CallRejected:
+        except CallRejectedError:
             raise self._rejection(what) from None
 
     def _save(self, call: _SaveCall) -> SaveHandle:

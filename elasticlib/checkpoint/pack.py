@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import attrs
 import torch
 
-from ..errors import CheckpointCorruptError, CheckpointError, present
+from ..errors import CheckpointCorruptError, CheckpointError, require_not_none
 from .safetensors_header import (
     ARRAY_DTYPES,
     DTYPES,
@@ -194,7 +194,7 @@ class LayoutCache:
                     return PackImage(layout, header, [tensors[at] for at in layout.stored])
         layout = _plan(tensors, key, text, shards)
         header = encode_header(text, layout.tree, layout.start, layout.size - layout.start)
-        header = present(header, "room for the values")
+        header = require_not_none(header, "room for the values")
         self._last = [layout, *self._last[:1]]
         return PackImage(layout, header, [tensors[at] for at in layout.stored])
 

@@ -44,8 +44,7 @@ from pathlib import Path
 import attrs
 
 from ..clock import monotonic
-from ..errors import CheckpointError, ElasticError, present
-from ..foreign import read_fields, read_json
+from ..errors import CheckpointError, ElasticError, require_not_none
 from ..rendezvous.interface import RendezvousInfo
 from ..stores.authentication import (
     NONCE_BYTES,
@@ -56,7 +55,8 @@ from ..stores.authentication import (
     is_hex_digest,
     verify_proof,
 )
-from ..threads import helper
+from ..threads import daemon_thread
+from ..untrusted import read_fields, read_json
 from .snapshot_slots import (
     HEADER_BYTES,
     SnapshotHeader,
@@ -293,7 +293,7 @@ class ReplicaReceiver:
         self._lock = threading.Lock()  # for the next two
         self._connections: dict[socket.socket, bool] = {}  # whether it is authenticated
         self._is_stopped = False
-        self._acceptor = helper(self._accept_connections, "agent-replicas-accept")
+        self._acceptor = daemon_thread(self._accept_connections, "agent-replicas-accept")
 
     def start(self, address: str) -> ReplicaEndpoint:
         """Listen on a free port of `address`.
@@ -333,7 +333,9 @@ class ReplicaReceiver:
                     continue
                 self._admit(connection)
                 threads = [thread for thread in threads if thread.is_alive()]
-                threads.append(helper(partial(self._serve, connection), "agent-replicas-from"))
+                threads.append(
+                    daemon_thread(partial(self._serve, connection), "agent-replicas-from")
+                )
                 threads[-1].start()
         for thread in threads:
             thread.join()
@@ -418,7 +420,7 @@ class ReplicaSender:
         self._logged = ""  # the last message, which is not logged twice
         self._stopped = threading.Event()
         self._news = threading.Event()  # there may be a snapshot that was not offered
-        self._thread = helper(self._run, f"agent-replicas-to-{target}")
+        self._thread = daemon_thread(self._run, f"agent-replicas-to-{target}")
 
     def start(self) -> None:
         """Start the thread that sends."""
@@ -462,7 +464,7 @@ class ReplicaSender:
 
     def _send_all(self) -> None:
         """Send snapshots until this sender is stopped. Return if there is no target yet."""
-        store = present(self._info.store, "the store")
+        store = require_not_none(self._info.store, "the store")
         exchange_prefix = self._info.exchange_prefix
         entry = store.get(endpoint_key(exchange_prefix, self._target))
         endpoint = decode_endpoint(entry.value) if entry else None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import attrs
 import torch
 
-from ..errors import CheckpointCorruptError, CheckpointError, StateMismatchError, present
+from ..errors import CheckpointCorruptError, CheckpointError, StateMismatchError, require_not_none
 from .boxes import (
     Box,
     BoxRead,
@@ -418,7 +418,7 @@ class ShardedRestore:
         """
         if not self._verify_parts():
             return None
-        rest = present(self._fetch_rest(), "the part of a rank")
+        rest = require_not_none(self._fetch_rest(), "the part of a rank")
         put, targets, own_reads = self._group.run_on_all(
             lambda: self._match(rest, state, strict=strict), f"cannot restore step {self._step}"
         )

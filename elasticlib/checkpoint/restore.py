@@ -28,7 +28,7 @@ from ..errors import (
     CheckpointError,
     CheckpointUnreadableError,
     ConfigError,
-    present,
+    require_not_none,
 )
 from .catalog import CheckpointCatalog, Integrity, Manifest
 from .collectives import (
@@ -591,7 +591,7 @@ def restore_from(
     skipped = search.skipped(agreement.step)
     if agreement.rank == 0:
         for reason in skipped:
-            log.warning("skipped: %s", reason)
+            log.warning("skipped a saved state: %s", reason)
         log.info(
             "restored step %s", agreement.step if fetched else "0: there is nothing to restore"
         )
@@ -656,7 +656,9 @@ def _fetch_replicated(
         pack = pack if received is None else received
 
     def match() -> Callable[[], None]:
-        return plan_restore(state, unpack(present(pack, "a pack"), copy=False), strict=strict)
+        return plan_restore(
+            state, unpack(require_not_none(pack, "a pack"), copy=False), strict=strict
+        )
 
     put, error = capture_exception(match)
     errors = group.all_gather_errors(error)
@@ -667,10 +669,10 @@ def _fetch_replicated(
             return None
     raise_first_error(errors, f"cannot restore step {step}", cause=error)
     holder = group.rank if group.rank in holders else sender
-    pack_bytes = len(present(pack, "a pack"))
+    pack_bytes = len(require_not_none(pack, "a pack"))
     kind = holders[holder].kind
     agreement = RestoreAgreement(step, kind, holder, group.rank, pack_bytes=pack_bytes)
-    return present(put, "a plan"), agreement
+    return require_not_none(put, "a plan"), agreement
 
 
 def _exclude_divergent_copies(

@@ -15,8 +15,8 @@ import attrs
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..errors import CheckpointError, StateMismatchError, describe, wrapper_hint
-from ..foreign import with_article
+from ..errors import CheckpointError, StateMismatchError, format_error, wrapper_hint
+from ..untrusted import class_name_with_article
 from .state_tree import (
     StateAccessor,
     StatePath,
@@ -77,7 +77,9 @@ def plan_restore(
             the first mismatches with both shapes or types.
     """
     if not isinstance(saved, dict):
-        raise StateMismatchError(f"what was saved is no dict of names, but {with_article(saved)}")
+        raise StateMismatchError(
+            f"what was saved is no dict of names, but {class_name_with_article(saved)}"
+        )
     if strict:
         _check_same_names(state, saved)
     planner = _RestorePlanner()
@@ -225,7 +227,7 @@ class _RestorePlanner:
         if is_container(old):
             return self._into_container(old, new, path)
         if old is not None and not is_plain_value(old):
-            self._reject(path, f"is {with_article(old)}, which has no load_state_dict")
+            self._reject(path, f"is {class_name_with_article(old)}, which has no load_state_dict")
         return partial(self._private_copy, new)
 
     def _reject(self, path: StatePath, reason: str) -> None:
@@ -301,7 +303,11 @@ class _RestorePlanner:
 
     def _into_array(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
         mine = f"a NumPy array of {old.shape} {old.dtype}"
-        saved = f"a NumPy array of {new.shape} {new.dtype}" if is_array(new) else with_article(new)
+        saved = (
+            f"a NumPy array of {new.shape} {new.dtype}"
+            if is_array(new)
+            else class_name_with_article(new)
+        )
         if mine != saved:
             self._reject(path, f"is {mine}, and {saved} was saved")
         if not old.flags.writeable:
@@ -315,7 +321,10 @@ class _RestorePlanner:
 
     def _into_container(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
         if type(old) is not type(new):
-            self._reject(path, f"is {with_article(old)}, and {with_article(new)} was saved")
+            self._reject(
+                path,
+                f"is {class_name_with_article(old)}, and {class_name_with_article(new)} was saved",
+            )
             return partial(self._private_copy, new)
         mine, theirs = parts_of(old), parts_of(new)
         tensors = [key for key, part in mine.items() if isinstance(part, torch.Tensor)]
@@ -324,7 +333,9 @@ class _RestorePlanner:
         for key, part in mine.items():
             if key not in theirs and state_accessor(part) is not None:
                 where = format_path((*path, key))
-                self.mismatches.append(f"nothing was saved for {where}, {with_article(part)}")
+                self.mismatches.append(
+                    f"nothing was saved for {where}, {class_name_with_article(part)}"
+                )
         actions = {key: self.plan(mine.get(key), theirs[key], (*path, key)) for key in theirs}
 
         def refill() -> Any:
@@ -350,16 +361,18 @@ class _RestorePlanner:
                 if is_mismatch or isinstance(error, StateMismatchError)
                 else CheckpointError
             )
-            what = f"{format_path(path)}, {with_article(old)}, could not load its state"
+            what = f"{format_path(path)}, {class_name_with_article(old)}, could not load its state"
             names = dict(old.named_parameters()) if isinstance(old, torch.nn.Module) else ()
-            raise kind(f"{what}: {describe(error).rstrip()}{wrapper_hint(names, new)}") from error
+            raise kind(
+                f"{what}: {format_error(error).rstrip()}{wrapper_hint(names, new)}"
+            ) from error
         return old
 
 
 def _describe_tensor(value: Any) -> str:
     """Describe the properties that a tensor must share with another to be copied into it."""
     if not isinstance(value, torch.Tensor):
-        return with_article(value)
+        return class_name_with_article(value)
     if value.is_nested:
         return "a nested tensor"
     placements = list(getattr(value, "placements", ()))

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..clock import monotonic
 from ..errors import CheckpointError
-from ..threads import CallRejected, ExclusiveCall, Latch
+from ..threads import CallRejectedError, ExclusiveCall, Latch
 from .catalog import CheckpointCatalog
 
 log = logging.getLogger("elasticlib.checkpoint")
@@ -187,7 +187,7 @@ class LocalSave(SaveHandle):
 
     def _run(self, started: Latch) -> None:
         """Write, unless another thread writes."""
-        with contextlib.suppress(CallRejected):
+        with contextlib.suppress(CallRejectedError):
             self._call.run(partial(self._write_once, started))
         started.set()
 
@@ -210,7 +210,7 @@ class LocalSave(SaveHandle):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the writer has finished, so that the memory of the copy can be used again."""
+        """True if the writer has finished, after which the memory of the copy can be used again."""
         return self._finished.is_set
 
     def settle(self) -> None:

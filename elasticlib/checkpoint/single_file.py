@@ -135,7 +135,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], pattern: str = "*.pt") -> 
             with open(path, "rb") as file:
                 _verify_data(file, path, _read_file_header(file, path))
         except (CheckpointError, OSError) as error:
-            log.warning("checkpoint skipped: %s", error)
+            log.warning("skipped a checkpoint: %s", error)
             newest_error = newest_error or error
         else:
             return path

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from ..agent.interface import SnapshotService
 from ..clock import monotonic
-from ..errors import ConfigError, ElasticError, present
+from ..errors import ConfigError, ElasticError, require_not_none
 from ..rendezvous.interface import RendezvousInfo
-from ..threads import helper
+from ..threads import daemon_thread
 from ..workers.spec import WorkerGroup
 from .final_save import FinalSave
 from .replication import (
@@ -75,7 +75,7 @@ class ReplicationSession:
         targets = replica_targets(info.rank, info.world_size, replicas)
         self._receiver = ReplicaReceiver(info, sources, attempt_dir, secret)
         self._senders = [ReplicaSender(info, target, attempt_dir, secret) for target in targets]
-        self._thread = helper(self._run, "agent-snapshots")
+        self._thread = daemon_thread(self._run, "agent-snapshots")
         self._is_stopped = False
         self._is_endpoint_published = False
         self._is_replication_published = False
@@ -144,7 +144,7 @@ class ReplicationSession:
     def _publish_endpoint(self) -> None:
         if not self._is_endpoint_published:
             key = endpoint_key(self._exchange_prefix, self._rank)
-            present(self._store, "the store").set(key, self._endpoint.encode())
+            require_not_none(self._store, "the store").set(key, self._endpoint.encode())
             self._is_endpoint_published = True
 
     def _free_superseded(self) -> None:
@@ -168,7 +168,7 @@ class ReplicationSession:
 
         This node publishes it here, once all of its snapshots, `own`, are replicated.
         """
-        store = present(self._store, "the store")
+        store = require_not_none(self._store, "the store")
         prefix = f"{self._exchange_prefix}snapshots/replicated/"
         if not self._is_replication_published:
             is_stored = all(own <= sender.stored for sender in self._senders)
@@ -246,7 +246,7 @@ class NodeSnapshotService(SnapshotService):
         if self._attempt_dir is not None and self._helping is None:
             # A node that leaves may need parts that are here, and waits for this node to write.
             self._helping = self._final_save(self._attempt_dir, leaves=False)
-            helper(self._helping.run, "agent-helps").start()
+            daemon_thread(self._helping.run, "agent-helps").start()
 
     def close(self, *, flush: bool, cancel_reason: Callable[[], str] = str) -> str:
         if flush and self._session is not None:

@@ -37,8 +37,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import attrs
 
 from ..clock import monotonic
-from ..errors import CheckpointError, present
-from ..foreign import opened, read_fields, read_json
+from ..errors import CheckpointError, require_not_none
+from ..untrusted import open_regular_file, read_fields, read_json
 from .safetensors_header import round_up
 from .storage import new_memory
 
@@ -433,7 +433,7 @@ class SnapshotSlots:
         """
         write = SlotWrite(self, image.size, header)
         with write:
-            slot = present(write.slot, "the slot")
+            slot = require_not_none(write.slot, "the slot")
             image.copy_to_slot(slot)
         return slot
 
@@ -690,7 +690,7 @@ def list_snapshots(memory: str | os.PathLike[str]) -> list[SnapshotRef]:
     refs = []
     for path in _slot_paths(memory):
         _, *owner, _, _ = path.name.split(".")
-        with contextlib.suppress(OSError), opened(path) as handle:
+        with contextlib.suppress(OSError), open_regular_file(path) as handle:
             header = _read_header(handle)
             if header is not None:
                 file = f"{path.parent.name}/{path.name}"
@@ -728,7 +728,7 @@ def lock_snapshot(memory: str | os.PathLike[str], ref: SnapshotRef) -> Iterator[
     """
     with contextlib.ExitStack() as stack:
         try:
-            handle = stack.enter_context(opened(Path(memory, ref.file)))
+            handle = stack.enter_context(open_regular_file(Path(memory, ref.file)))
         except OSError:
             yield None
             return
@@ -809,7 +809,7 @@ def remove_incomplete(memory: str | os.PathLike[str], era: int) -> None:
     for path in _slot_paths(memory):
         if int(path.parent.name) >= era:
             continue
-        with contextlib.suppress(OSError), opened(path) as handle:
+        with contextlib.suppress(OSError), open_regular_file(path) as handle:
             # A writer that has the lock is still writing.
             is_locked = _try_lock(handle, fcntl.LOCK_EX)
             if is_locked and decode_header(os.pread(handle, HEADER_BYTES, 0)) is None:

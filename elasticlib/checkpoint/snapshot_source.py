@@ -20,7 +20,7 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import CheckpointCorruptError, CheckpointError
-from ..threads import CallRejected, ExclusiveCall, Latch, helper
+from ..threads import CallRejectedError, ExclusiveCall, Latch, daemon_thread
 from ..workers.spec import SNAPSHOTS_ENV
 from .pack import LayoutCache, PackImage
 from .reshard import plan_part_layout
@@ -302,7 +302,9 @@ class SnapshotSource(StateSource):
                 self.snapshot(found.step, state)
             except CheckpointError as error:
                 # All ranks have restored the state. This one continues without a snapshot of it.
-                log.warning("step %d is not kept on this node: %s", found.step, error)
+                log.warning(
+                    "this node keeps no snapshot of the restored step %d: %s", found.step, error
+                )
         else:
             self._preallocate(found)
 
@@ -367,7 +369,9 @@ class _Preallocation:
         if not (self._working.is_running or self._is_closed):
             # The thread is started by a thread, because signal handlers run in the main thread. An
             # exception of one of them in `Thread.start` can leave a lock of `threading` locked.
-            _thread.start_new_thread(helper(self._run, "elasticlib-snapshot-memory").start, ())
+            _thread.start_new_thread(
+                daemon_thread(self._run, "elasticlib-snapshot-memory").start, ()
+            )
 
     def close(self) -> None:
         """Stop the thread, and wait until it has exited."""
@@ -377,7 +381,7 @@ class _Preallocation:
             Latch().wait(_STOP_POLL_INTERVAL_S)
 
     def _run(self) -> None:
-        with contextlib.suppress(CallRejected):  # Another thread was started before.
+        with contextlib.suppress(CallRejectedError):  # Another thread was started before.
             self._working.run(self._work)
 
     def _work(self) -> None:

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import attrs
 import torch
 
-from ..errors import CheckpointError, CheckpointUnreadableError, describe
-from ..foreign import full_name, with_article
+from ..errors import CheckpointError, CheckpointUnreadableError, format_error
+from ..untrusted import class_name_with_article, full_name
 from .state_dicts import describe_state_dict, state_dict_owner
 from .tensor_layout import dtype_from_name, dtype_name
 
@@ -262,7 +262,7 @@ def _get_state(accessor: StateAccessor, path: StatePath, value: object) -> Any:
     except Exception as error:
         raise CheckpointError(
             f"{format_path(path)}, a {type(value).__qualname__}, failed in state_dict(): "
-            f"{describe(error)}"
+            f"{format_error(error)}"
         ) from error
 
 
@@ -442,7 +442,11 @@ def _decode_plain(encoded: Any) -> Any:
 
 
 def _rejection(path: StatePath, value: object) -> CheckpointError:
-    name = with_article(value) if type(value).__module__ == "builtins" else f"a {full_name(value)}"
+    name = (
+        class_name_with_article(value)
+        if type(value).__module__ == "builtins"
+        else f"a {full_name(value)}"
+    )
     what = f"{format_path(path)} is {name}"
     if isinstance(value, torch.Tensor):
         return CheckpointError(f"{what}: a subclass of torch.Tensor is not saved as it is")

@@ -32,8 +32,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from ..clock import monotonic
 from ..errors import CheckpointError
-from ..foreign import opened
-from ..threads import helper
+from ..threads import daemon_thread
+from ..untrusted import open_regular_file
 
 T = TypeVar("T")
 OnChunk: TypeAlias = Callable[[memoryview], None]
@@ -211,7 +211,7 @@ class LocalStorage(CheckpointStorage):
         self._make_folder(self.name)
         path = os.path.join(self.name, LOCK_NAME)
         # Each call opens the file, so that two threads of this process exclude each other, too.
-        with opened(path, os.O_RDWR | os.O_CREAT, mode=0o644) as handle:
+        with open_regular_file(path, os.O_RDWR | os.O_CREAT, mode=0o644) as handle:
             _wait_for_lock(handle, path)
             try:
                 yield
@@ -377,7 +377,7 @@ class _FollowingChecksum:
         if size > SEGMENT_BYTES:
             # Where no more threads can be started, the caller's thread computes the checksum.
             with contextlib.suppress(RuntimeError, MemoryError):
-                thread = helper(self._run, "elasticlib-checksum")
+                thread = daemon_thread(self._run, "elasticlib-checksum")
                 thread.start()
                 self._thread = thread
 
@@ -653,7 +653,9 @@ def _map_in_threads(act: Callable[[int], T], items: range, max_threads: int) -> 
         except BaseException as error:
             errors.append(error)
 
-    threads = [helper(work, "elasticlib-read") for _ in range(min(max_threads, len(items)) - 1)]
+    threads = [
+        daemon_thread(work, "elasticlib-read") for _ in range(min(max_threads, len(items)) - 1)
+    ]
     for thread in threads:
         # Where no more threads can be started, the others do all the work.
         with contextlib.suppress(RuntimeError, MemoryError):

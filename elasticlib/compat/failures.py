@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import attrs
 
-from ..clock import local_date_of, wall
+from ..clock import format_local_time, wall
 from ..errors import ElasticError, NoFailureError
-from ..foreign import read_file, read_object
-from ..visible import visible
+from ..sanitize import escape_control_chars
+from ..untrusted import read_file, read_object
 from ..workers.error_file import (
     EMPTY_ERROR_RECORD,
     MAX_ERROR_FILE_BYTES,
@@ -100,7 +100,7 @@ class ProcessFailure:
 
     def timestamp_isoformat(self) -> str:
         """Return the time as `2026-01-31_23:59:59` in this machine's time zone."""
-        return local_date_of(self.timestamp)
+        return format_local_time(self.timestamp)
 
     @property
     def text(self) -> str:
@@ -231,7 +231,7 @@ class ChildFailedError(ElasticError):
             lines.append(section_delim * 60)
         lines.append("Root cause (first failure):")
         lines += [f"  {line}" for line in _describe(rank, first)]
-        return visible("\n".join(lines))
+        return escape_control_chars("\n".join(lines))
 
 
 def _headline(rank: int, failure: ProcessFailure) -> str:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..agent.options import DRAIN_SIGNALS, STOP_SIGNALS
-from ..endpoint import is_any_port_here
+from ..defaults import NUMA_BINDINGS, UNSUPPORTED_TORCHRUN_OPTIONS
+from ..endpoint import is_localhost_port_zero
 from ..errors import ConfigError
-from ..flag_values import NUMA_BINDINGS, TORCHRUN_ONLY
 from ..signals import as_signal, read_signals
 from ..workers.output_plan import StreamChoice, Streams
 from ..workers.spec import WorkerState
@@ -55,7 +55,7 @@ def plain_values(config: LaunchConfig) -> dict[str, Any]:
     if config.event_log_handler != "null":
         raise ConfigError(
             f"event_log_handler must be 'null', got {config.event_log_handler!r}: "
-            f"{TORCHRUN_ONLY['event_log_handler']}"
+            f"{UNSUPPORTED_TORCHRUN_OPTIONS['event_log_handler']}"
         )
     return {**_rendezvous(config), **_logs(config), **_binding(config), **_signals(config)}
 
@@ -64,7 +64,7 @@ def _rendezvous(config: LaunchConfig) -> dict[str, Any]:
     """Return endpoint, backend, rank and run id, with torch's forms of a single-node job."""
     found: dict[str, Any] = {}
     tcp = config.rdzv_backend in ("tcp", "c10d", "static")
-    if config.max_nodes == 1 and tcp and is_any_port_here(config.rdzv_endpoint):
+    if config.max_nodes == 1 and tcp and is_localhost_port_zero(config.rdzv_endpoint):
         found["rdzv_endpoint"] = ""
         if config.rdzv_backend == "static":
             found["rdzv_backend"] = "tcp"

@@ -30,7 +30,7 @@ SCRIPT = str(Path(__file__).with_name("train_text.py"))
 BATCH_SIZE = 16
 RESIZE_EPOCHS = 3  # enough for a node to import torch, to join and to be killed
 PROGRESS = re.compile(r"epoch (\d+) step (\d+)/\d+ loss (\S+) \(world (\d+), generation (\d+)\)")
-STARTED = re.compile(r"generation (\d+) after .* restarts; (.*)$")
+STARTED = re.compile(r"generation (\d+): .*, restarts \d+/\d+; reason: (.*)$")
 
 
 class DemoError(ElasticError):

@@ -23,7 +23,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from ..clock import duration, monotonic
+from ..clock import monotonic, to_timedelta
 
 # Nothing interrupts torch while it connects a group, not even the loss of a member. So the limit is
 # shorter than the time within which the agent expects workers to leave their group.
@@ -172,7 +172,7 @@ class TorchReconfigurableBackend(GroupBackend):
                         self._nccl.abort()
 
     def _connect(self, uuid: int, handles: Sequence[str]) -> None:
-        timeout = duration(CONNECT_TIMEOUT_S)
+        timeout = to_timedelta(CONNECT_TIMEOUT_S)
         _c10d._reconfigure(uuid=uuid, handles=[*handles], timeout=timeout).wait()
 
 

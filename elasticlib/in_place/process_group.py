@@ -21,9 +21,9 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
-from ..clock import duration, monotonic
+from ..clock import monotonic, to_timedelta
 from ..errors import ElasticError
-from ..threads import helper
+from ..threads import daemon_thread
 from ..workers.context import context
 from .group_backend import GroupBackend, GroupMembership, find_backend
 from .takeover import MemberStatus
@@ -162,7 +162,7 @@ class RegroupableGroup:
     def abort_on_group_end(self) -> Iterator[None]:
         """Within this block, collectives fail soon after the agent stops the generation."""
         stop = threading.Event()
-        thread = helper(partial(self._watch, stop), "elasticlib-group")
+        thread = daemon_thread(partial(self._watch, stop), "elasticlib-group")
         thread.start()
         try:
             yield
@@ -215,7 +215,7 @@ def _connect_to_store() -> Any:
                 host,
                 port,
                 is_master=is_served_by_rank_0 and os.environ["RANK"] == "0",
-                timeout=duration(STORE_CONNECT_TIMEOUT_S),
+                timeout=to_timedelta(STORE_CONNECT_TIMEOUT_S),
                 wait_for_workers=False,
                 multi_tenant=is_served_by_rank_0,
             )
@@ -223,7 +223,7 @@ def _connect_to_store() -> Any:
             if context().should_leave_group() or monotonic() > deadline:
                 raise
         else:
-            store.set_timeout(duration(EXCHANGE_TIMEOUT_S))
+            store.set_timeout(to_timedelta(EXCHANGE_TIMEOUT_S))
             return store
 
 

@@ -39,7 +39,7 @@ from ..checkpoint.storage import new_memory
 from ..clock import monotonic
 from ..data.batch_sampler import ElasticBatchSampler
 from ..data.position import check_int
-from ..errors import CheckpointError, ConfigError, present
+from ..errors import CheckpointError, ConfigError, require_not_none
 from ..logical.logical_workers import LogicalWorkers
 from ..workers.context import StopRequest, context
 from .process_group import POLL_INTERVAL_S, RegroupableGroup, current_group
@@ -506,7 +506,7 @@ class StepLoop:
                 pack = peers.broadcast_pack(plan.step, pack, plan.source, plan.receivers)
         if is_receiver:
             self._is_complete = False
-            plan_restore(self._parts, unpack(present(pack, "a pack"), copy=False))()
+            plan_restore(self._parts, unpack(require_not_none(pack, "a pack"), copy=False))()
             self._write_values()
             self.step, self._has_state, self._is_complete = plan.step, True, True
         if self._manager is not None and self._snapshot_every:

@@ -3,3 +3,9 @@
 No other package of elasticlib imports this one. Each module raises an error that names the missing
 program and how to install it.
 """
+
+from __future__ import annotations
+
+
+def __dir__() -> list[str]:
+    return ["lightning", "ray", "transformers"]

@@ -216,7 +216,7 @@ def _signal_options(settings: Settings) -> AgentOptions:
     drain = read_signals(settings["drain_signals"], "--drain-signals")
     default_drain: tuple[int, ...] = DRAIN_SIGNALS
     if settings.settings["drain_signals"].source is Source.SCHEDULER:
-        # The scheduler's signals replace our defaults; the user has not asked for any.
+        # The scheduler's signals replace elasticlib's defaults, because the user gave none.
         drain, default_drain = None, drain or ()
     both = sorted({*(stop or ())} & {*(drain or ())})
     if both:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..errors import ConfigError, describe, did_you_mean
+from ..errors import ConfigError, did_you_mean, format_error
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from ..stores.interface import Store
@@ -83,15 +83,15 @@ def open_backend(name: str, parameters: BackendParameters) -> Store | Rendezvous
             "{rdzv_backend} {0} cannot be imported: {1}; install the module, or add its directory "
             "to PYTHONPATH",
             name,
-            describe(error),
+            format_error(error),
         ) from error
     try:
         backend = function(parameters)
     except ConfigError:
         raise
     except Exception as error:
-        # The plug-in may raise anything, and the message must say whose code failed.
-        raise SettingError("{rdzv_backend} {0} failed: {1}", name, describe(error)) from error
+        # The plug-in may raise any exception. The message names the plug-in as the cause.
+        raise SettingError("{rdzv_backend} {0} failed: {1}", name, format_error(error)) from error
     if not isinstance(backend, (Store, RendezvousHandler)):
         raise SettingError(
             "{rdzv_backend} {0} must return a Store or a RendezvousHandler, got {1}",
@@ -185,7 +185,7 @@ class EtcdConfig:
         """Return this node's address on the route to etcd, or else on the default route."""
         for member in self.members:
             address = source_address(resolve(member.host, member.port), member.port)
-            # A member may run on each node, and then says nothing about the way to the others.
+            # If a member runs on each node, its loopback address does not show the route to others.
             if address is not None and not is_loopback(address):
                 return address
         return outward_address()

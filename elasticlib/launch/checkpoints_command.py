@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from ..checkpoint.catalog import CheckpointCatalog, CheckpointEntry
 from ..checkpoint.storage import open_storage
-from ..clock import date_of, monotonic, wall
+from ..clock import format_utc, monotonic, wall
 from ..errors import CheckpointError, ConfigError
 from ..observe.formatting import format_bytes, format_duration
 from .cli_output import Table, print_error, show
@@ -175,7 +175,7 @@ def _row(entry: CheckpointEntry, intact: str) -> tuple[str, ...]:
     return (
         str(entry.step),
         format_bytes(manifest.size) + parts,
-        date_of(manifest.saved_at),
+        format_utc(manifest.saved_at),
         format_duration(max(0.0, wall() - manifest.saved_at)),
         str(manifest.world_size or "-"),
         "pinned" if manifest.is_pinned else "-",

@@ -27,8 +27,8 @@ from .._version import versions
 from ..endpoint import STORE_PORT, join_endpoint, split_endpoint
 from ..errors import ConfigError, StoreError, StoreRejectedError
 from ..observe.formatting import format_bytes
+from ..sanitize import escape_to_one_line
 from ..stores.tcp_client import TcpStore
-from ..visible import visible_line
 from ..workers.run_dirs import SHARED_MEMORY
 from .addresses import (
     addresses_of,
@@ -117,7 +117,7 @@ def _diagnose(args: argparse.Namespace) -> int:
     # Each result is printed at once, so that the output shows where a check hangs.
     for result in run_checks(args.rdzv_endpoint, secret, args.log_dir):
         line = f"{result.status.value:7}  {result.check:13}  {result.message}"
-        print(visible_line(line), flush=True)
+        print(escape_to_one_line(line), flush=True)
         has_error = has_error or result.status is CheckStatus.ERROR
     return int(has_error)
 
@@ -310,7 +310,7 @@ def check_directory(check: str, path: str) -> CheckResult:
     if existing != os.path.abspath(path):
         suffix = f" (checked in {existing}, where it would be created)"
     try:
-        # Permissions alone are not enough: the file system can be full, or lack locks.
+        # Permissions are not sufficient: the file system can be full, or have no locks.
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"elasticlib")
             file.flush()

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _parser(argv[0] if argv else "").parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names and reasons come from workers, and may contain half of a surrogate pair.
+        # Names and reasons originate from workers, and may contain half of a surrogate pair.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = args.run(args)

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from ..errors import ConfigError
 from ..observe.formatting import format_table
-from ..visible import visible, visible_line
+from ..sanitize import escape_control_chars, escape_to_one_line
 from .flags import flag_message
 
 CLEAR_SCREEN = "\x1b[H\x1b[2J"  # also moves the cursor to the first line
@@ -43,14 +43,14 @@ def argument_type(parse: Callable[[str], T]) -> Callable[[str], T]:
 def print_error(command: str, error: object, status: int) -> int:
     """Print an error to stderr and return the exit status."""
     text = flag_message(error) if isinstance(error, ConfigError) else str(error)
-    print(f"elasticlib {command}: {visible(text)}", file=sys.stderr)
+    print(f"elasticlib {command}: {escape_control_chars(text)}", file=sys.stderr)
     return status
 
 
 def table_lines(content: Table) -> list[str]:
     """Return the lines of a table, or no lines if it has no row."""
     lines = format_table(
-        content.head, [[visible_line(cell) for cell in row] for row in content.rows]
+        content.head, [[escape_to_one_line(cell) for cell in row] for row in content.rows]
     )
     return [content.title, *(f"  {line}" for line in lines)] if content.title and lines else lines
 

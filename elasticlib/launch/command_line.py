@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from .._version import __version__
+from ..defaults import UNSUPPORTED_TORCHRUN_OPTIONS
 from ..errors import did_you_mean
-from ..flag_values import TORCHRUN_ONLY
 from .flags import FLAGS, GROUPS, Flag
 
 EXTENSION_MARK = "[+]"  # marks the options in --help that torchrun does not have
@@ -58,7 +58,7 @@ def build_parser(*, all_options: bool = True) -> Parser:
         for flag in flags:
             _add_flag(group, flag, is_shown=all_options or flag.is_common)
     _add_information(group)
-    for dest, instead in TORCHRUN_ONLY.items():
+    for dest, instead in UNSUPPORTED_TORCHRUN_OPTIONS.items():
         spellings = dict.fromkeys((f"--{dest.replace('_', '-')}", f"--{dest}"))
         parser.add_argument(
             *spellings, action=_RejectTorchrunFlag, const=instead, help=argparse.SUPPRESS
@@ -184,8 +184,8 @@ class Parser(argparse.ArgumentParser):
         )
         if unknown is not None:
             choices = re.findall(r"[\w-]+", message.partition("choose from")[2])
-            word = (unknown[1] or unknown[2]).replace("_", "-")
-            message += did_you_mean(word, choices or self._names()) or self._hint(message)
+            name = (unknown[1] or unknown[2]).replace("_", "-")
+            message += did_you_mean(name, choices or self._names()) or self._hint(message)
         super().error(message)
 
     def _hint(self, message: str) -> str:

@@ -11,7 +11,7 @@ import select
 import sys
 
 from ..errors import ConfigError
-from ..visible import visible
+from ..sanitize import escape_control_chars
 
 CHUNK_BYTES = 512  # a pipe or terminal that is ready accepts this much without blocking
 WRITE_TIMEOUT_S = 1.0
@@ -60,7 +60,7 @@ class _EscapingFormatter(logging.Formatter):
     """Escapes control characters, because messages contain text of workers and other nodes."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return escape_control_chars(super().format(record))
 
 
 def start_logging(level: int, line_format: str) -> None:

@@ -51,7 +51,7 @@ def print_plan(request: LaunchRequest, inherited: Mapping[str, str]) -> None:
 
 
 def _settings(request: LaunchRequest) -> Iterator[tuple[str, ...]]:
-    """Yield a row per setting; the rows that were given come before the defaults."""
+    """Yield a row per setting; the settings that were given precede the defaults."""
     config, settings = request.config, request.settings
     low, high = config.min_nodes, config.max_nodes
     nodes = f"{low} to {high} nodes" if low < high else plural(low, "node")

@@ -286,7 +286,7 @@ def shutdown_timeout_of(config: LaunchConfig) -> float:
 
 @contextlib.contextmanager
 def _signal_check(options: AgentOptions) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True once a signal has asked this process to end."""
+    """Yield a function that returns True once this process has received a stop signal."""
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     with SignalObserver(options.stop_signals, signals.put):
         yield lambda: not signals.empty()

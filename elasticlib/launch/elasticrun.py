@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..clock import wall
 from ..errors import ConfigError
-from ..visible import visible
+from ..sanitize import escape_control_chars
 from .command_line import parse_command_line
 from .console import log_level, start_logging, write_with_timeout
 from .flags import flag_message
@@ -53,7 +53,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     try:
         return _run_command(sys.argv[1:] if argv is None else argv).exit_code
     except ConfigError as error:
-        print(f"elasticrun: error: {visible(flag_message(error))}", file=sys.stderr)
+        print(f"elasticrun: error: {escape_control_chars(flag_message(error))}", file=sys.stderr)
         return 2
 
 
@@ -80,7 +80,7 @@ def _run_command(argv: Sequence[str]) -> _CommandResult:
 
 
 def _run(argv: Sequence[str]) -> _CommandResult:
-    # In process 1 of a container this forks. It must come before torch is imported, which
+    # In process 1 of a container this forks. That must precede the import of torch, which
     # `--nproc-per-node auto` does, because torch's threads would not survive the fork.
     exit_code = run_as_init()
     if exit_code is not None:
@@ -155,7 +155,7 @@ def _print_to_stderr(text: str) -> None:
     """Print the exit summary. A failure, such as a full disk, does not change the exit code."""
     try:
         sys.stderr.flush()
-        data = visible(text).encode(errors="backslashreplace")
+        data = escape_control_chars(text).encode(errors="backslashreplace")
         write_with_timeout(sys.stderr.fileno(), data, FINAL_WRITE_TIMEOUT_S)
     except (OSError, ValueError, AttributeError):
         with open(os.devnull, "w") as devnull:

@@ -190,7 +190,7 @@ def rendezvous_fields(settings: Settings, max_nodes: int) -> dict[str, Any]:
             f"{{{master[0]}}} applies only to the static backend; use {{rdzv_endpoint}} with others"
         )
     if max_nodes == 1 and backend in _TCP and endpoint.endswith(":0"):
-        # torchrun's way to say that the port does not matter, because there is no other node.
+        # In torchrun, port 0 means any free port, because there is no other node.
         endpoint = ""
     is_single_node = not endpoint and max_nodes == 1
     return {
@@ -251,7 +251,7 @@ def check_endpoints(text: str, *, is_host: bool, quorum: bool) -> None:
 
     Args:
         text: the list of endpoints, separated by commas.
-        is_host: True if this node was told to host the store.
+        is_host: True if the settings require this node to host the store.
         quorum: True if a quorum rule was given.
 
     Raises:

@@ -123,7 +123,7 @@ def _file_lines(run: str, log_dir: str, events: str) -> Iterator[str]:
         yield "; ".join(parts)
 
 
-# -- how the run ended -----------------------------------------------------------------------------
+# -- result of the run -----------------------------------------------------------------------------
 
 
 def format_result(result: RunResult) -> str:

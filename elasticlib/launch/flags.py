@@ -12,13 +12,13 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import ConfigError
-from ..flag_values import (
-    CHECKPOINT_GRACE,
-    DRAIN_EXIT_CODE,
+from ..defaults import (
+    DEFAULT_CHECKPOINT_GRACE_S,
+    DEFAULT_DRAIN_EXIT_CODE,
+    DEFAULT_STORE_GRACE_S,
     NUMA_BINDINGS,
-    STORE_GRACE,
 )
+from ..errors import ConfigError
 
 MASTER_PORT = 29500
 SCHEDULERS = ("none", "auto", "slurm", "skypilot")
@@ -77,12 +77,12 @@ class Flag(NamedTuple):
 
 def _parse_bool(text: str, label: str) -> bool:
     # Kubernetes operators set a switch to an empty text and mean yes.
-    words = {"false": False, "no": False, "true": True, "yes": True, "": True}
-    word = text.strip().lower()
-    if word in words:
-        return words[word]
+    values = {"false": False, "no": False, "true": True, "yes": True, "": True}
+    value = text.strip().lower()
+    if value in values:
+        return values[value]
     try:
-        return int(word) != 0
+        return int(value) != 0
     except ValueError:
         raise ConfigError(f"{label} must be 1 or 0, got {text!r}") from None
 
@@ -182,7 +182,7 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
         _Extension(
             "--store-grace SECONDS",
             "keep workers running this long while the store is unreachable, then stop",
-            STORE_GRACE,
+            DEFAULT_STORE_GRACE_S,
             float,
         ),
     ),
@@ -241,12 +241,14 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             "job; none disables them",
             default_text="SIGUSR2, and SIGTERM if workers poll should_stop()",
         ),
-        _Extension("--drain-exit-code CODE", "exit code after a drain", DRAIN_EXIT_CODE, int),
+        _Extension(
+            "--drain-exit-code CODE", "exit code after a drain", DEFAULT_DRAIN_EXIT_CODE, int
+        ),
         _CommonExtension(
             "--checkpoint-grace SECONDS",
             "time that workers calling should_stop() get to save a checkpoint before their node "
             "leaves or the job changes its size",
-            CHECKPOINT_GRACE,
+            DEFAULT_CHECKPOINT_GRACE_S,
             float,
         ),
     ),

@@ -16,9 +16,9 @@ import attrs
 
 from ..agent.options import AgentOptions
 from ..compat.torch_launch import TorchrunOptions, plain_values, texts
-from ..endpoint import port_of, split_endpoint
+from ..defaults import NUMA_BINDINGS
+from ..endpoint import parse_port, split_endpoint
 from ..errors import ConfigError
-from ..flag_values import NUMA_BINDINGS
 from ..rendezvous.membership import RendezvousSettings, RendezvousTimeouts
 from ..workers.output_plan import OutputPlan, StreamChoice, Streams
 from ..workers.spec import check_start_method
@@ -106,7 +106,7 @@ def read_port(text: str, label: str) -> tuple[str, int]:
         ConfigError: the text has another form.
     """
     text = text.strip()
-    port = port_of(text)
+    port = parse_port(text)
     if port is not None:
         return LOOPBACK_ADDRESS, port
     try:

@@ -123,8 +123,8 @@ def _register_run(
     try:
         registration = RunRegistration(run_id, events)
     except OSError as error:
-        suffix = "; its events are not kept" * (events is None)
-        log.warning("this run cannot be found by its id%s: %s", suffix, error)
+        suffix = ", and its events are not kept" * (events is None)
+        log.warning("`elasticlib status` cannot find this run by its id%s: %s", suffix, error)
         return events, str(events or "")
     stack.callback(registration.close)
     try:
@@ -258,13 +258,15 @@ def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], NodeStac
             return NodeStacks({})
         stacks, heartbeats = agent.workers.dump_stacks(running), agent.workers.heartbeats()
         missing = [local for local in running if local not in stacks]
-        asked = [
+        unresponsive = [
             local for local in missing if local in heartbeats and heartbeats[local].can_dump_stacks
         ]
         return NodeStacks(
             {rank_of[local]: stacks[local] for local in running if local in stacks},
-            unresponsive_ranks=tuple(sorted(rank_of[local] for local in asked)),
-            unsupported={rank_of[local]: running[local] for local in missing if local not in asked},
+            unresponsive_ranks=tuple(sorted(rank_of[local] for local in unresponsive)),
+            unsupported={
+                rank_of[local]: running[local] for local in missing if local not in unresponsive
+            },
         )
 
     return collect
@@ -292,7 +294,7 @@ class ObservabilityServer:
                 self._bind(HEALTH_VARIABLE, health_address, (HEALTH_PATH, "/"))
             except ConfigError as error:
                 # Other launches on this machine may have the same variable. The first one binds.
-                log.warning("health checks are not served: %s", error)
+                log.warning("this node does not answer health checks: %s", error)
 
     def _bind(self, label: str, address: tuple[str, int], paths: tuple[str, ...]) -> None:
         host, port = address

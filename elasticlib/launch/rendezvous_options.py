@@ -76,11 +76,11 @@ def read_pairs(text: str) -> dict[str, str]:
     """Return the pairs of a text `k=v,k=v`. White space around keys and values is ignored.
 
     Raises:
-        ConfigError: a part is no pair, has an empty value, or repeats a key.
+        ConfigError: a part is not a pair, has an empty value, or repeats a key.
     """
     pairs: dict[str, str] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
-        key, _, value = (word.strip() for word in part.partition("="))
+        key, _, value = (text.strip() for text in part.partition("="))
         if not key or not value:
             raise SettingError("{rdzv_conf} must be k=v,k=v, got {0!r} in {1!r}", part, text)
         if key in pairs:

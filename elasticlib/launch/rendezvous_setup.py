@@ -65,11 +65,14 @@ class RendezvousSetup:
             while not is_interrupted() and (nodes := self.store.list(prefix)).entries:
                 if not is_logged:
                     is_logged = True
-                    log.info("still serving the store to %s", plural(len(nodes.entries), "node"))
+                    log.info(
+                        "this node is done and serves the store until %s more have left",
+                        plural(len(nodes.entries), "node"),
+                    )
                 self.store.wait(prefix, after=nodes.version, timeout=0.5)
         except StoreError as error:
             # The result of this node's run is known by now, and does not depend on the server.
-            log.warning("no longer serving the store: %s", error)
+            log.warning("this node no longer serves the store to the other nodes: %s", error)
 
     def serve_until_handover(
         self,
@@ -105,7 +108,7 @@ class RendezvousSetup:
                     deadline = min(deadline, monotonic() + timeouts.close_timeout)
                 self.store.wait(keys.job_prefix, after=job.version, timeout=0.2)
         except ElasticError as error:
-            log.warning("no longer serving the store: %s", error)
+            log.warning("this node no longer serves the store to the other nodes: %s", error)
 
     def close(self) -> None:
         """Close the store and its server. A failure is logged."""
@@ -113,13 +116,13 @@ class RendezvousSetup:
             if self.store is not None:
                 self.store.close()
         except StoreError as error:
-            log.warning("closing the store failed: %s", error)
+            log.warning("the store could not be closed, and the run ends without that: %s", error)
         if self.own_server is not None:
             self.own_server.close()
 
 
 def job_continues_without(node_id: str, job: JobListing) -> bool:
-    """Return True if the job has ended, or if a generation without this node is active."""
+    """Return True if the job has finished, or if a generation without this node is active."""
     membership, _ = job.membership(None)
     if membership is None or membership.phase is JobPhase.FORMING:
         return False

@@ -20,7 +20,7 @@ from .flags import SettingError
 SchedulerSettings = Mapping[str, tuple[str, str]]
 SchedulerDetector = Callable[[Mapping[str, str]], "SchedulerSettings | None"]
 
-# Ports of the rendezvous. They lie below the ephemeral ports of Linux (32768 and up), and exclude
+# Ports of the rendezvous. They are below the ephemeral ports of Linux (32768 and up), and exclude
 # the defaults 29400 and 29500 of jobs that choose no port.
 PORTS = range(20000, 29000)
 # Distance between the ports of two steps of one Slurm job. Jobs with adjacent ids, such as those of
@@ -231,7 +231,7 @@ def _numbers(text: str) -> list[str]:
 def read_skypilot(environment: Mapping[str, str]) -> SchedulerSettings | None:
     """Return the settings of a SkyPilot task.
 
-    All recoveries of a managed job have the same SKYPILOT_TASK_ID, which becomes the job's id.
+    All recoveries of a managed job have the same SKYPILOT_TASK_ID, which is the job's id here.
 
     Raises:
         ConfigError: the variables contradict each other.

@@ -11,8 +11,8 @@ from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..defaults import UNSUPPORTED_TORCHRUN_OPTIONS
 from ..errors import ConfigError, did_you_mean
-from ..flag_values import TORCHRUN_ONLY
 from .command_line import NOT_IMPLEMENTED
 from .flags import DEFAULTS, FLAGS
 
@@ -20,7 +20,7 @@ PREFIX = "PET_"  # torchrun's prefix of the variables of its options
 
 
 class Source(enum.IntEnum):
-    """The layer that a setting comes from. A lower number takes precedence."""
+    """The layer that a setting originates from. A lower number takes precedence."""
 
     FLAG = 0
     ENVIRONMENT = 1
@@ -59,7 +59,7 @@ def read_variables(environment: Mapping[str, str]) -> tuple[Layer, tuple[str, ..
     Raises:
         ConfigError: a variable has an invalid value, or elasticlib does not implement its flag.
     """
-    for dest, instead in TORCHRUN_ONLY.items():
+    for dest, instead in UNSUPPORTED_TORCHRUN_OPTIONS.items():
         name = PREFIX + dest.upper()
         if environment.get(name):
             raise ConfigError(f"{name}: {NOT_IMPLEMENTED}; {instead}")

@@ -30,9 +30,9 @@ from ..observe.job_status import (
     status_of,
 )
 from ..observe.node_status import REFRESH_INTERVAL_S, StatusReader
+from ..sanitize import escape_to_one_line
 from ..stores.file_store import FileStore
 from ..stores.interface import Store
-from ..visible import visible_line
 from .cli_output import Block, Table, print_error, redraw, show
 from .run_target import (
     RunTarget,
@@ -192,7 +192,7 @@ def _blocks(status: JobStatus, args: argparse.Namespace) -> tuple[Block, ...]:
     tables = (Table(*rows) for rows in (node_table(status), rank_table(status)))
     lines = headline(status)
     if status.is_recorded:
-        name = shlex.quote(visible_line(args.named or status.run))
+        name = shlex.quote(escape_to_one_line(args.named or status.run))
         lines.append(f"  more: elasticlib report {name}")
     return "\n".join(lines), *tables
 

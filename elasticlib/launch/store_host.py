@@ -1,8 +1,8 @@
 """Decides whether this node hosts the job's TCP store, by addresses and not by names.
 
 The node that can bind an endpoint hosts the store there. The decision is logged in one line. It is
-repeated while a name may still come to mean this machine, as a container's name does some time
-after its start. A name of several machines is rejected.
+repeated while a name may still change its address, as a container's name does some time after its
+start. A name that resolves to several machines is rejected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..stores.failover_store import FailoverStore, StoreEndpoint
 from ..stores.interface import Store
 from ..stores.tcp_client import TcpStore
 from ..stores.tcp_server import ServerLimits, TcpStoreServer
-from ..threads import helper
+from ..threads import daemon_thread
 from .addresses import (
     NOT_LOCAL_ERRNOS,
     addresses_of,
@@ -40,9 +40,11 @@ log = logging.getLogger("elasticlib.launch")
 
 CONNECT_TIMEOUT_S = 1.0  # of one attempt; the handler retries, and can be stopped in between
 RESERVED_DESCRIPTORS = 256
-# Connections of a worker to torch's store behind our port: its group, its watchdog and two spare.
+# Connections of a worker to torch's store through this port: its group, its watchdog, two spare.
 TORCH_CONNECTIONS_PER_WORKER = 4
-NAME_CHECK_INTERVAL_LEASES = 3  # leases between two checks that the name still means this machine
+NAME_CHECK_INTERVAL_LEASES = (
+    3  # leases between two checks that the name still resolves to this machine
+)
 
 _FORWARDING_HINT = (
     "; if a Service or a router forwards the endpoint to this machine, set --rdzv-conf "
@@ -128,11 +130,11 @@ class TcpStoreHost:
             store = FailoverStore(
                 endpoints, failover_timeout=failover_timeout, hosted=(hosted, client)
             )
-            helper(lambda: self._watch_name(store, hosted, host), "endpoint-name").start()
+            daemon_thread(lambda: self._watch_name(store, hosted, host), "endpoint-name").start()
             return None, store
         if self._is_designated is False or self._is_address_in_use or is_literal(host):
             return None, endpoints[0].connect()
-        # The name may still come to mean this machine.
+        # The name may resolve to this machine later.
         return None, FailoverStore(endpoints, failover_timeout=failover_timeout)
 
     def proxy_finder(
@@ -153,7 +155,7 @@ class TcpStoreHost:
         return find if self._torch_connections else None
 
     def _watch_name(self, store: FailoverStore, hosted: TcpStoreServer, host: str) -> None:
-        """Move to the store elsewhere if the name comes to mean another machine.
+        """Move to another store if the name resolves to another machine.
 
         DNS may give an old address that belonged to another machine before. A node that has peers
         stays, because they use the store that it serves.
@@ -265,11 +267,11 @@ class TcpStoreHost:
         return ("127.0.0.1", *sorted(loopbacks - {"127.0.0.1"}))
 
     def _is_ambiguous(self, host: str, endpoint: str, addresses: list[str]) -> bool:
-        """Return True if the name means several machines, of which each would host the store.
+        """Return True if the name resolves to several machines, each of which would host a store.
 
         Raises:
             ConfigError: this is the first check of the endpoint. Later, the name may be about to
-                change, and no node hosts meanwhile.
+                change, and no node hosts the store until then.
         """
         is_first = endpoint not in self._checked_endpoints
         self._checked_endpoints.add(endpoint)

@@ -20,7 +20,7 @@ import attrs
 
 from ..clock import monotonic
 from ..endpoint import join_endpoint
-from ..threads import helper
+from ..threads import daemon_thread
 
 log = logging.getLogger("elasticlib.observe")
 
@@ -90,7 +90,7 @@ class HttpServer:
                 function at a time, in one of its threads.
         """
         self._server.pages = pages
-        self._thread = helper(self._server.serve_forever, "http-server")
+        self._thread = daemon_thread(self._server.serve_forever, "http-server")
         self._thread.start()
 
     def close(self) -> None:

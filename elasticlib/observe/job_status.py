@@ -14,11 +14,11 @@ from urllib.parse import unquote
 
 import attrs
 
-from ..rendezvous.membership import JobPhase, LeaderStatus, Membership, Node
+from ..rendezvous.membership import JobPhase, LeaderStatus, Membership, NodeRecord
 from ..rendezvous.store_layout import JobListing, StoreKeys
 from ..rendezvous.store_layout import decode as decode_record
+from ..sanitize import escape_to_one_line
 from ..stores.interface import Store
-from ..visible import visible_line
 from .aggregate import NodeStatus, WorkerStatus, finished_state
 from .event import Event
 from .formatting import (
@@ -44,7 +44,7 @@ class JobReading:
 
     run: str
     document: Membership | None
-    alive_nodes: tuple[Node, ...]
+    alive_nodes: tuple[NodeRecord, ...]
     note: LeaderStatus
     reports: Mapping[str, NodeReport]  # by node id
     is_final: bool = False  # the reports are known not to be renewed any more
@@ -248,7 +248,7 @@ def _node_entries(reading: JobReading) -> tuple[NodeEntry, ...]:
     is_settled = reading.document is None or reading.document.phase is JobPhase.ACTIVE
     alive = {node.id: node for node in reading.alive_nodes}
     member_ids = {node.id for node in members}
-    ranked: list[tuple[int | None, Node]] = [
+    ranked: list[tuple[int | None, NodeRecord]] = [
         (rank, alive.get(node.id, node)) for rank, node in enumerate(members)
     ]
     ranked += [(None, node) for node in reading.alive_nodes if node.id not in member_ids]
@@ -337,7 +337,7 @@ def _find_state(reading: JobReading, statuses: Iterable[NodeStatus]) -> tuple[Jo
     return JobState.RUNNING, document.reason
 
 
-def _rendezvous_state(document: Membership, alive: tuple[Node, ...]) -> JobState:
+def _rendezvous_state(document: Membership, alive: tuple[NodeRecord, ...]) -> JobState:
     if len(alive) < document.settings.min_nodes:
         return JobState.WAITING
     if document.failure is not None:
@@ -559,7 +559,7 @@ def headline(status: JobStatus) -> list[str]:
     if status.reason:
         lines.append(f"  reason: {status.reason}")
     # Texts originate from other machines, and from files that anyone may have written.
-    return [visible_line(line) for line in lines]
+    return [escape_to_one_line(line) for line in lines]
 
 
 def _is_active(status: JobStatus) -> bool:
@@ -626,8 +626,8 @@ def rank_table(status: JobStatus) -> TableData:
     rows = [
         (
             str(worker.rank),
-            visible_line(host),
-            visible_line(worker.name if worker.running else f"{worker.name} (exited)"),
+            escape_to_one_line(host),
+            escape_to_one_line(worker.name if worker.running else f"{worker.name} (exited)"),
             format_cell(worker.step),
             format_cell(worker.steps_per_second, format_number),
             format_cell(worker.seconds_since_heartbeat, format_duration),
@@ -653,7 +653,7 @@ def _node_row(nodes: Sequence[NodeEntry], unranked: str) -> Sequence[str]:
     is_draining = bool(first.draining) and is_single
     return (
         position,
-        visible_line(first.host) if is_single else f"{len(nodes)} others",
+        escape_to_one_line(first.host) if is_single else f"{len(nodes)} others",
         f"{first.state_text}, draining" if is_draining else first.state_text,
         format_cell(_largest(ages), format_duration),
         format_ranges(worker.rank for worker in workers) or UNKNOWN,

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import attrs
 
 from ..clock import monotonic, wall
-from ..errors import describe
-from ..threads import Aside
+from ..errors import format_error
+from ..threads import BackgroundQueue
 from ..workers.interface import Heartbeat
 from .aggregate import NodeAggregate, NodeStatus, with_heartbeats
 from .event import MAX_EVENT_BYTES, Event, decode, encode
@@ -76,7 +76,7 @@ class SafeCaller:
         self._name = type(component).__name__
         self._has_failed = False
         self._num_dropped = 0  # calls for which there was no room
-        self._queue = Aside("event-listener", self._on_error, waiting=max_pending)
+        self._queue = BackgroundQueue("event-listener", self._on_error, max_pending=max_pending)
 
     def call(self, work: Callable[[], object], *, is_nonblocking: bool) -> None:
         """Call `work` in this thread if it never blocks, else in a thread of its own."""
@@ -94,13 +94,16 @@ class SafeCaller:
     def flush(self) -> None:
         """Wait for pending calls, up to CLOSE_TIMEOUT_S, and accept no more."""
         if not self._queue.close(CLOSE_TIMEOUT_S):
-            log.warning("%s did not handle all events within %g s", self._name, CLOSE_TIMEOUT_S)
+            log.warning(
+                "%s did not handle its events within %g s, and misses the last ones",
+                *(self._name, CLOSE_TIMEOUT_S),
+            )
         if self._num_dropped:
             log.warning("%s was too slow: it missed %d events", self._name, self._num_dropped)
 
     def _on_error(self, error: BaseException) -> None:
         self._has_failed = True
-        reason = describe(error)
+        reason = format_error(error)
         log.warning("%s failed and gets no more events: %s", self._name, reason, exc_info=error)
 
 
@@ -142,7 +145,7 @@ class NodeJournal(Journal):
         self._node = node
         self._aggregate_caller = SafeCaller(self.aggregate)
         self._listeners = [(listener, SafeCaller(listener)) for listener in listeners]
-        self._file_queue = Aside("journal", _on_write_error, waiting=max_pending)
+        self._file_queue = BackgroundQueue("journal", _on_write_error, max_pending=max_pending)
         self._retry_interval = retry_interval
         # Owned by the thread that records events:
         self._num_recorded = 0
@@ -197,7 +200,7 @@ class NodeJournal(Journal):
         self._last = event
         while not self._append(encode(event), event):
             # Retry for as long as there is room for the events that follow.
-            if not self._file_queue.rest(self._retry_interval):
+            if not self._file_queue.wait_before_retry(self._retry_interval):
                 self._num_failed += 1
                 return
         self._num_written += 1
@@ -216,7 +219,11 @@ class NodeJournal(Journal):
 
 
 def _on_write_error(error: BaseException) -> None:
-    log.error("events are no longer written to the file: %s", describe(error), exc_info=error)
+    log.error(
+        "no more events are written to the event file, and status and report end there: %s",
+        format_error(error),
+        exc_info=error,
+    )
 
 
 def append_line(path: str, line: bytes) -> bool:

@@ -18,10 +18,10 @@ from typing import Any
 import attrs
 
 from ..clock import Clock, monotonic, wall
-from ..errors import StoreConnectionError, StoreTimeoutError, describe
+from ..errors import StoreConnectionError, StoreTimeoutError, format_error
 from ..rendezvous.store_layout import StoreKeys
 from ..stores.interface import Store
-from ..threads import helper
+from ..threads import daemon_thread
 from .aggregate import NodeStatus, WorkerStatus
 from .event import MAX_NUMBER, read_versioned_object, truncate
 from .history import JobState
@@ -232,7 +232,7 @@ class PollingThread(abc.ABC):
         self._retry_interval = retry_interval
         self._is_stopping = False
         self._woken = threading.Event()
-        self._thread = helper(self._run, name)
+        self._thread = daemon_thread(self._run, name)
 
     @abc.abstractmethod
     def _poll(self) -> float:
@@ -261,7 +261,9 @@ class PollingThread(abc.ABC):
                 if not has_warned and not is_unreachable:
                     has_warned, level = True, logging.WARNING
                 message = "%s: %s; retrying every %g s"
-                log.log(level, message, self._consequence, describe(error), self._retry_interval)
+                log.log(
+                    level, message, self._consequence, format_error(error), self._retry_interval
+                )
             self._woken.wait(pause)
             self._woken.clear()
 

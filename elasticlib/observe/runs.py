@@ -22,8 +22,8 @@ from pathlib import Path
 import attrs
 
 from ..clock import wall
+from ..dir_lock import LOCK_FILE, DirLock, is_locked
 from ..errors import RunNotFoundError
-from ..held_folder import LOCK, FolderLock, is_held
 from .event import MAX_EVENT_BYTES, Event, decode
 from .formatting import format_list
 
@@ -82,7 +82,7 @@ class RunRegistration:
         new = Path(tempfile.mkdtemp(prefix=UNFINISHED_PREFIX, dir=directory))
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, new, ignore_errors=True)
-            self._lock = undo.enter_context(contextlib.closing(FolderLock(new)))
+            self._lock = undo.enter_context(contextlib.closing(DirLock(new)))
             if events is not None:
                 (new / EVENTS_FILE).symlink_to(events.absolute())
             self.path = directory / f"{_safe_name(run_id)}_{new.name[len(UNFINISHED_PREFIX) :]}"
@@ -116,7 +116,7 @@ def remove_old_records(directory: Path, max_finished: int = MAX_FINISHED_RECORDS
 
 
 def _created_at(path: Path) -> float:
-    for candidate in (path / LOCK, path):
+    for candidate in (path / LOCK_FILE, path):
         with contextlib.suppress(OSError):
             return candidate.lstat().st_mtime
     return 0.0
@@ -211,7 +211,7 @@ class AliveAgents:
 def is_alive(record: Path) -> bool:
     """Return True if the agent of a record holds its lock, or if this cannot be determined."""
     try:
-        return bool(is_held(record))
+        return bool(is_locked(record))
     except OSError:
         return True
 

@@ -20,10 +20,10 @@ import attrs
 
 from ..clock import monotonic
 from ..errors import StoreError
-from ..rendezvous.membership import Node
+from ..rendezvous.membership import NodeRecord
 from ..rendezvous.store_layout import JobListing, StoreKeys
+from ..sanitize import escape_to_one_line
 from ..stores.interface import Entry, Store
-from ..visible import visible_line
 from .event import read_versioned_object
 from .formatting import format_ranges, format_ranks, group_stacks
 from .node_status import PollingThread, observer_prefix, read_field
@@ -152,7 +152,7 @@ class StackKeys:
 class JobStacks:
     """Stacks of the nodes of a job."""
 
-    alive_nodes: tuple[Node, ...]  # that were queried
+    alive_nodes: tuple[NodeRecord, ...]  # that were queried
     stacks: Mapping[str, NodeStacks]  # of nodes that answered, by node id
 
 
@@ -220,7 +220,7 @@ class StackClient:
         try:
             fields = read_versioned_object(entry.value, "an answer", VERSION)
         except ValueError as error:
-            log.warning("ignoring the invalid answer %s: %s", entry.key, error)
+            log.warning("ignoring the invalid answer of a node at %s: %s", entry.key, error)
             return False
         return bool(fields.get("number") == self._number)
 
@@ -344,7 +344,7 @@ def stack_lines(job: JobStacks, ranks: frozenset[int] | None) -> list[str]:
     without = {rank for node in nodes for rank in (*node.unresponsive_ranks, *node.unsupported)}
     if ranks is not None and (unknown := ranks - texts.keys() - without):
         lines.append(f"no node that answered has a worker of rank {format_ranges(unknown)}")
-    return [visible_line(line) for line in lines]
+    return [escape_to_one_line(line) for line in lines]
 
 
 def _missing_lines(job: JobStacks) -> list[str]:

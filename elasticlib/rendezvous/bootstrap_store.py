@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ..endpoint import join_endpoint
 from ..errors import RendezvousError
-from ..threads import helper
+from ..threads import daemon_thread
 
 IMPORT_TIMEOUT_S = 60.0  # importing torch from a cold disk can take this long
 
@@ -110,7 +110,7 @@ def import_torch() -> threading.Thread:
         with contextlib.suppress(Exception):
             import torch.distributed  # noqa: F401
 
-    thread = helper(work, "rendezvous-import")
+    thread = daemon_thread(work, "rendezvous-import")
     thread.start()
     atexit.register(thread.join, IMPORT_TIMEOUT_S)
     return thread

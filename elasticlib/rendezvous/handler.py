@@ -233,7 +233,9 @@ class StaticRendezvousHandler(DynamicRendezvousHandler):
         clock: Clock = monotonic,
     ) -> None:
         if node.rank_hint is None or not 0 <= node.rank_hint < nnodes:
-            raise ConfigError(f"need 0 <= node rank < nnodes={nnodes}, got {node.rank_hint}")
+            raise ConfigError(
+                f"the rank of a static node must be from 0 to {nnodes - 1}, got {node.rank_hint}"
+            )
         settings = RendezvousSettings(
             nnodes, nnodes, max_restarts, last_call_timeout=0.0, has_fixed_ranks=True
         )

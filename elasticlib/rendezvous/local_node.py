@@ -19,7 +19,7 @@ from ..errors import (
     RendezvousConfigError,
     StoreConnectionError,
     StoreError,
-    present,
+    require_not_none,
 )
 from ..stores.interface import ABSENT, Entry, Listing, Store
 from .membership import (
@@ -30,6 +30,7 @@ from .membership import (
     Membership,
     MembershipState,
     Node,
+    NodeRecord,
     RendezvousSettings,
     RendezvousTimeouts,
     end_job,
@@ -87,7 +88,7 @@ class JobSnapshot(JobListing):
         return self.phase is JobPhase.ACTIVE
 
 
-class StoreGraceExpired(StoreConnectionError):
+class StoreGraceExpiredError(StoreConnectionError):
     """The store, or the job in it, was unreachable for longer than this node waits."""
 
 
@@ -113,7 +114,7 @@ class LocalNode:
         self._ttl = timeouts.lease_ttl
         self._id = node.id
         self._id_digest = hashlib.blake2s(node.id.encode(), digest_size=6).hexdigest()
-        self.intent = NodeIntent(node)  # what the node wants; replaced by the caller
+        self.intent = NodeIntent(NodeRecord.of(node))  # what the node wants; replaced by the caller
         self.can_regroup = False  # the workers can continue in another generation; set by caller
         self.snapshot: JobSnapshot | None = None  # the last read, None before the first
         self.leader_status = NO_STATUS_YET  # the last status that was read or decided
@@ -122,7 +123,7 @@ class LocalNode:
         self.last_active_at = float("-inf")  # when a generation was last seen active
         self._num_nonces = 0  # nonces that were used
         # Publishing
-        self._published: Node | None = None  # the record in the store
+        self._published: NodeRecord | None = None  # the record in the store
         self._leases: dict[str, int] = {}  # version of each leased key
         self._refreshed_at = float("-inf")  # when the leases were last refreshed
         self._announced_at = float("-inf")  # when a record was last published after none was
@@ -200,7 +201,7 @@ class LocalNode:
             self._publish_record(record, now)
         self.last_refresh_at = now
 
-    def _publish_record(self, record: Node, now: float) -> None:
+    def _publish_record(self, record: NodeRecord, now: float) -> None:
         key = self.keys.node(self._id)
         if now - self._refreshed_at >= self._ttl * REFRESH_FRACTION:
             if self._published is not None and not self._refresh_lease(key):
@@ -293,7 +294,7 @@ class LocalNode:
     def _apply(self, snapshot: JobSnapshot, now: float) -> None:
         """Update the intent. The first read decides whether this node is part of the run."""
         state = snapshot.state
-        nodes: list[Node | Leader] = [] if snapshot.leader is None else [snapshot.leader]
+        nodes: list[NodeRecord | Leader] = [] if snapshot.leader is None else [snapshot.leader]
         if self.snapshot is None:
             self._job_found_at, self.next_status_read_at = now, now + 2 * STATUS_INTERVAL_S
             if state is not None and not nodes:
@@ -426,7 +427,7 @@ class LocalNode:
 
     def _write(self, membership: Membership, snapshot: JobSnapshot, nonce: str) -> bool:
         """Replace the membership of the snapshot. Return False if another write was faster."""
-        before, view = snapshot.state, present(snapshot.view, "the view of the decision")
+        before, view = snapshot.state, require_not_none(snapshot.view, "the view of the decision")
         membership_id = membership.membership_id
         has_members = view.membership is not None and view.membership.membership_id == membership_id
         if not has_members:
@@ -539,7 +540,7 @@ class LocalNode:
             How long to pause, in seconds.
 
         Raises:
-            StoreGraceExpired: the store has been unreachable for too long.
+            StoreGraceExpiredError: the store has been unreachable for too long.
         """
         grace, setting = self.timeouts.store_grace, "store_grace, --store-grace"
         if self.snapshot is None:
@@ -547,7 +548,9 @@ class LocalNode:
         self.leader_status = LeaderStatus(reason=str(error))
         if self._failures == 0:
             log.warning(
-                "the store is unreachable, retrying for %g s (%s): %s", grace, setting, error
+                "the store is unreachable: running workers continue, and this node retries for "
+                "%g s (%s): %s",
+                *(grace, setting, error),
             )
             if self.snapshot is None:
                 log.warning(
@@ -560,7 +563,7 @@ class LocalNode:
         self._failures += 1
         if now - self._unreachable_since >= grace:
             never = NEVER_REACHED if self.snapshot is None else ""
-            raise StoreGraceExpired(
+            raise StoreGraceExpiredError(
                 f"the store was unreachable for {grace:g} s ({setting}): {error}{never}"
             )
         return backoff(self._failures)
@@ -572,19 +575,21 @@ class LocalNode:
             Whether the store was changed. The last read is then void.
 
         Raises:
-            StoreGraceExpired: too few members of the last generation returned in time.
+            StoreGraceExpiredError: too few members of the last generation returned in time.
         """
         grace, missing_s = self.timeouts.store_grace, now - self._job_found_at
         if not self._is_job_missing() and not self.leader_status.is_blocked:
             self._job_found_at = now
         elif missing_s >= grace and self.intent.remembered_state is not None:
-            raise StoreGraceExpired(
+            raise StoreGraceExpiredError(
                 f"too few nodes of generation {self.intent.current_generation} came back to the "
                 f"store within {grace:g} s (store_grace, --store-grace): "
                 f"{self.leader_status.reason}"
             )
         elif missing_s >= self._ttl and self.store.try_other_endpoints(self._is_better_store):
-            log.warning("too few nodes were at the store: this node has moved to another store")
+            log.warning(
+                "too few nodes of the job use this store: this node has moved to another one"
+            )
             return True
         return False
 
@@ -623,8 +628,10 @@ class LocalNode:
             is_due or status.reason != self._logged_reason
         ):
             self._logged_reason, self._logged_at = status.reason, now
-            limit = f"gives up after {self.timeouts.join_timeout:g} s (join_timeout)"
-            log.info("waiting: %s (%s); %s", status.reason, status.present_names, limit)
+            log.info(
+                "waiting: %s (present: %s); timeout %g s (join_timeout)",
+                *(status.reason, status.present_names, self.timeouts.join_timeout),
+            )
         return max(0.01, min(again, self.next_status_read_at - now))
 
     def _exchange_status(self, result: ReconcileResult, snapshot: JobSnapshot, now: float) -> float:
@@ -660,7 +667,7 @@ def make_status(result: ReconcileResult, view: LeaderView) -> LeaderStatus:
     )
 
 
-def _needs_write(published: Node, record: Node) -> bool:
+def _needs_write(published: NodeRecord, record: NodeRecord) -> bool:
     """Return whether the published record must be replaced.
 
     A change of only membership and rank is not written, as the shards name the members.

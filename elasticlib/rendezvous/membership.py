@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 import attrs
 
+from ..defaults import DEFAULT_STORE_GRACE_S
 from ..errors import ConfigError
-from ..flag_values import STORE_GRACE
 
 
 class GenerationTrigger(enum.Enum):
@@ -60,19 +60,20 @@ class RendezvousTimeouts:
     join_timeout: float = 600.0  # maximum wait for a generation to form
     lease_ttl: float = 5.0  # a node that has not refreshed its lease for this long is lost
     keep_alive_interval: float = 1.0  # interval between refreshes of the lease
-    store_grace: float = STORE_GRACE  # workers keep running this long while the store is away
+    store_grace: float = DEFAULT_STORE_GRACE_S  # workers run this long while the store is away
     close_timeout: float = 30.0  # maximum duration of `shutdown` and `set_closed`
     loop_timeout: float = 30.0  # a node whose agent's loop is blocked for longer leaves the group
 
     def __attrs_post_init__(self) -> None:
         if not 0 < self.keep_alive_interval < self.lease_ttl:
             raise ConfigError(
-                "a lease must be refreshed before it expires: need 0 < keep_alive_interval < "
-                f"lease_ttl, got keep_alive_interval={self.keep_alive_interval:g} s and "
+                "keep_alive_interval must be above 0 and below lease_ttl, so that a lease is "
+                "refreshed before it expires, "
+                f"got keep_alive_interval={self.keep_alive_interval:g} s and "
                 f"lease_ttl={self.lease_ttl:g} s"
             )
         if self.loop_timeout <= 0:
-            raise ConfigError(f"need loop_timeout > 0 seconds, got {self.loop_timeout:g}")
+            raise ConfigError(f"loop_timeout must be above 0 seconds, got {self.loop_timeout:g}")
 
 
 @attrs.frozen
@@ -94,25 +95,23 @@ class RendezvousSettings:
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:
             raise ConfigError(
-                "need 1 <= min_nodes <= max_nodes, "
+                "min_nodes and max_nodes must satisfy 1 <= min_nodes <= max_nodes, "
                 f"got min_nodes={self.min_nodes} and max_nodes={self.max_nodes}"
             )
         if self.max_restarts < 0:
-            raise ConfigError(f"need max_restarts >= 0, got {self.max_restarts}")
+            raise ConfigError(f"max_restarts must be at least 0, got {self.max_restarts}")
         if self.spares is not None and self.spares < 0:
-            raise ConfigError(f"need spares >= 0, got {self.spares}")
+            raise ConfigError(f"spares must be at least 0, got {self.spares}")
         for name in ("last_call_timeout", "restart_window"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"need 0 <= {name} seconds, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"{name} must be a finite number of seconds from 0, got {getattr(self, name)}"
+                )
 
 
 @attrs.frozen
 class Node:
-    """The record that a node publishes under its lease.
-
-    Generations are named by their membership id, because a generation number can occur twice if a
-    store loses the job.
-    """
+    """A node of a job, as its launcher describes it to a rendezvous handler."""
 
     id: str  # unique: no other process of the job ever has the same id
     host: str  # name shown to users
@@ -123,6 +122,16 @@ class Node:
     role: str = "default"
     rank_hint: int | None = None  # requested rank, or None
     topology: str = ""  # nodes with an equal value get adjacent ranks
+
+
+@attrs.frozen
+class NodeRecord(Node):
+    """The record that a node publishes under its lease: the node, and its state in the rendezvous.
+
+    Generations are named by their membership id, because a generation number can occur twice if a
+    store loses the job.
+    """
+
     membership_id: str = ""  # the last generation that the node was a member of
     group_rank: int = 0  # the node's rank in that generation
     may_run_workers: bool = False  # workers of that generation may be running
@@ -134,6 +143,11 @@ class Node:
     was_killed: bool = False  # a signal from outside killed the failed worker
     drain_reason: str = ""  # why the node leaves once its workers have saved; empty: it stays
     has_retained_workers: bool = False  # the offered workers have run in the last generation
+
+    @classmethod
+    def of(cls, node: Node) -> NodeRecord:
+        """Return the record of a node that has not taken part in a rendezvous yet."""
+        return cls(**attrs.asdict(node, recurse=False))
 
 
 @attrs.frozen
@@ -150,7 +164,7 @@ class JobEnd:
     """The node that recorded the end of the job, and the wall-clock time, for messages."""
 
     written_by: str
-    ended_at: str
+    finished_at: str
 
 
 @attrs.frozen
@@ -182,7 +196,7 @@ class Leader:
 
     id: str
     host: str
-    inactive_incarnation: str = ""  # as in `Node`
+    inactive_incarnation: str = ""  # as in `NodeRecord`
     can_regroup: bool = False  # its workers can continue in another generation
 
 
@@ -242,7 +256,7 @@ class Change:
 class Membership(MembershipState):
     """The state of a job with its members. The index of a member is its group rank."""
 
-    members: tuple[Node, ...] = ()
+    members: tuple[NodeRecord, ...] = ()
 
     @property
     def state(self) -> MembershipState:
@@ -257,7 +271,7 @@ def _state_fields(state: MembershipState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in attrs.fields_dict(MembershipState)}
 
 
-def with_members(state: MembershipState, members: Iterable[Node]) -> Membership:
+def with_members(state: MembershipState, members: Iterable[NodeRecord]) -> Membership:
     """Return the membership of this state with these members."""
     return Membership(**_state_fields(state), members=tuple(members))
 
@@ -295,7 +309,7 @@ def begin_resize(membership: Membership, reason: str) -> Membership:
 
 
 def form_generation(
-    membership: Membership, members: Iterable[Node], *, charged: bool, nonce: str
+    membership: Membership, members: Iterable[NodeRecord], *, charged: bool, nonce: str
 ) -> Membership:
     """Form the next generation of these members, in this order.
 

@@ -13,7 +13,7 @@ from .membership import (
     JobPhase,
     Leader,
     MembershipState,
-    Node,
+    NodeRecord,
     has_live_node,
     is_replaceable,
 )
@@ -28,7 +28,7 @@ class NodeIntent:
     record rather than claim workers that the other nodes have continued without.
     """
 
-    node: Node  # the record to publish
+    node: NodeRecord  # the record to publish
     has_not_joined: bool = True  # the agent has not requested a generation yet
     remembered_state: MembershipState | None = None  # last state that the node was a member of
     finished_membership_id: str = ""  # the generation whose workers have succeeded here
@@ -98,7 +98,7 @@ class NodeIntent:
         self,
         state: MembershipState | None,
         assignment: RankAssignment | None,
-        nodes: Iterable[Node | Leader],
+        nodes: Iterable[NodeRecord | Leader],
     ) -> NodeIntent:
         """Find out whether the node is part of the run that is in the store when it starts.
 
@@ -134,7 +134,7 @@ class NodeIntent:
         return attrs.evolve(outside, remembered_state=None)
 
     def check_run_alive(
-        self, state: MembershipState | None, nodes: Iterable[Node | Leader]
+        self, state: MembershipState | None, nodes: Iterable[NodeRecord | Leader]
     ) -> NodeIntent:
         """Become part of the run if one of its nodes is alive after all.
 
@@ -154,7 +154,7 @@ class NodeIntent:
             inactive_incarnation=terminal_incarnation,
         )
 
-    def node_record(self, state: MembershipState | None) -> Node | None:
+    def node_record(self, state: MembershipState | None) -> NodeRecord | None:
         """Return the record to publish, or None to publish nothing."""
         is_inactive = state is not None and state.incarnation == self.inactive_incarnation
         if self.has_not_joined or is_inactive:

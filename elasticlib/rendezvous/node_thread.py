@@ -16,7 +16,7 @@ from functools import partial
 
 import attrs
 
-from ..clock import Clock, monotonic, today
+from ..clock import Clock, monotonic, utc_now_text
 from ..endpoint import split_endpoint
 from ..errors import (
     ConfigError,
@@ -26,14 +26,14 @@ from ..errors import (
     RendezvousTimeoutError,
     StoreError,
     StoreRejectedError,
-    describe,
-    present,
+    format_error,
+    require_not_none,
 )
 from ..stores.interface import Listing, WatchResult
-from ..threads import helper
+from ..threads import daemon_thread
 from .bootstrap_store import BootstrapStoreServer
 from .interface import RendezvousInfo, RendezvousStoreInfo
-from .local_node import NEVER_REACHED, JobSnapshot, LocalNode, StoreGraceExpired, backoff
+from .local_node import NEVER_REACHED, JobSnapshot, LocalNode, StoreGraceExpiredError, backoff
 from .membership import Change, ChangeKind, GenerationTrigger, MembershipState
 from .node_intent import NodeIntent
 
@@ -49,7 +49,7 @@ FAILED_WATCHES_BEFORE_WARNING = 3
 JoinCallback = Callable[[RendezvousInfo | Change | Exception], None]
 
 
-class RendezvousClosedByChange(RendezvousClosedError):
+class RendezvousClosedByChangeError(RendezvousClosedError):
     """There is no further generation for this node. `change` is the reason."""
 
     def __init__(self, change: Change) -> None:
@@ -200,7 +200,9 @@ class NodeThread:
             + NEVER_REACHED
             * (node.snapshot is None)
         )
-        error.lost = node.state is not None and node.state.trigger is GenerationTrigger.NODE_LOSS
+        error.is_node_loss = (
+            node.state is not None and node.state.trigger is GenerationTrigger.NODE_LOSS
+        )
         return error
 
     def _start(self) -> None:
@@ -214,7 +216,7 @@ class NodeThread:
                 # Otherwise, the two threads would take the lease from each other.
                 earlier.request_stop()
             _THREADS[key] = self
-            self._thread = helper(
+            self._thread = daemon_thread(
                 self._run, "rendezvous", lambda reason: self.stop(RendezvousError(reason))
             )
             self._thread.start()
@@ -229,8 +231,8 @@ class NodeThread:
             except (StoreError, RendezvousConfigError, ConfigError) as error:
                 self.stop(error)
             except Exception as error:
-                log.exception("the rendezvous failed")
-                self.stop(RendezvousError(f"the rendezvous failed: {describe(error)}"))
+                log.exception("the rendezvous thread failed: this node leaves the job")
+                self.stop(RendezvousError(f"the rendezvous failed: {format_error(error)}"))
             self._run_requests(pause)
         self.stop()
         self.close_bootstrap_store()
@@ -238,7 +240,9 @@ class NodeThread:
             self.node.leave()
         except StoreError as error:
             log.info(
-                "left without notifying the other nodes, as the store is unreachable: %s", error
+                "this node left while the store was unreachable, and the other nodes notice it "
+                "when its lease expires: %s",
+                error,
             )
 
     def _run_once(self) -> float:
@@ -250,7 +254,7 @@ class NodeThread:
         try:
             pause = self._publish_and_poll()
             node.on_store_success(self._clock())
-        except (StoreGraceExpired, StoreRejectedError):
+        except (StoreGraceExpiredError, StoreRejectedError):
             raise
         except StoreError as error:
             self._poll_at = now = self._clock()
@@ -294,9 +298,9 @@ class NodeThread:
             return 0.0
         self._watch(snapshot)
         endpoint = "" if self._bootstrap_store is None else self._bootstrap_store.endpoint
-        if node.write_reports(snapshot, today(), endpoint=endpoint):
+        if node.write_reports(snapshot, utc_now_text(), endpoint=endpoint):
             return RETRY_INTERVAL_S if node.intent.close_reason else 0.0
-        result, has_written = node.reconcile_and_write(snapshot, today())
+        result, has_written = node.reconcile_and_write(snapshot, utc_now_text())
         if snapshot.view is not None:
             self._earliest_poll = now + POLL_INTERVAL_PER_NODE_S * len(snapshot.view.live_nodes)
         if result.new_membership is not None:
@@ -332,7 +336,7 @@ class NodeThread:
             callback=self._on_watch_result,
             with_listing=not node.is_leader,
         ):
-            helper(partial(self._wait, node.watch_prefix, after), "rendezvous-watch").start()
+            daemon_thread(partial(self._wait, node.watch_prefix, after), "rendezvous-watch").start()
         self._is_watching = True
 
     def _on_watch_result(self, result: WatchResult) -> None:
@@ -354,7 +358,11 @@ class NodeThread:
         except StoreError as error:
             self._failed_watches += 1
             is_new = self._failed_watches == FAILED_WATCHES_BEFORE_WARNING
-            log.log(logging.WARNING if is_new else logging.DEBUG, "waiting: %s", error)
+            log.log(
+                logging.WARNING if is_new else logging.DEBUG,
+                "cannot wait for changes in the store, retrying: %s",
+                error,
+            )
             if not self.is_stopping:
                 threading.Event().wait(backoff(self._failed_watches))
         self._on_watch_result(True)
@@ -396,7 +404,7 @@ class NodeThread:
                 if not node.intent.current_generation:
                     final = _as_late_result(final, node.state)
                 node.intent = node.intent.receive_result()
-                self._finish_join(join, RendezvousClosedByChange(final))
+                self._finish_join(join, RendezvousClosedByChangeError(final))
                 return
             assignment = node.enter_generation()
             if assignment is None:
@@ -412,7 +420,7 @@ class NodeThread:
         if self._bootstrap_store is not None and self._bootstrap_store.error is not None:
             self._finish_join(join, self._bootstrap_store.error)
             return
-        snapshot = present(node.snapshot, "a snapshot")
+        snapshot = require_not_none(node.snapshot, "a snapshot")
         if snapshot.master_endpoint is not None:
             info = self._make_info(snapshot, snapshot.master_endpoint)
             with self._condition:
@@ -435,7 +443,7 @@ class NodeThread:
             server.open(address)
             self.post()
 
-        helper(open_store, "rendezvous-open").start()
+        daemon_thread(open_store, "rendezvous-open").start()
 
     def close_bootstrap_store(self) -> None:
         """Close the bootstrap store of this node, if there is one."""
@@ -444,11 +452,11 @@ class NodeThread:
             server.close()
 
     def _make_info(self, snapshot: JobSnapshot, endpoint: str) -> RendezvousInfo:
-        node, state = self.node, present(snapshot.state, "the state")
+        node, state = self.node, require_not_none(snapshot.state, "the state")
         return RendezvousInfo(
             run_id=node.run_id,
             generation=state.generation,
-            assignment=present(snapshot.assignment, "the assignment"),
+            assignment=require_not_none(snapshot.assignment, "the assignment"),
             bootstrap_store_info=RendezvousStoreInfo(*split_endpoint(endpoint)),
             restarts=state.restarts,
             max_restarts=state.settings.max_restarts,
@@ -471,8 +479,8 @@ def _as_late_result(change: Change, state: MembershipState | None) -> Change:
     job_end = None if state is None else state.job_end
     if job_end is not None:
         reason += (
-            f" (reported by {job_end.written_by} at {job_end.ended_at}; to run it again, start it "
-            "once all of its nodes have ended)"
+            f" (reported by {job_end.written_by} at {job_end.finished_at}; to run it again, start "
+            "it once all of its nodes have ended)"
         )
     return attrs.evolve(change, reason=reason)
 

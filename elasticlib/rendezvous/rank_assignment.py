@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
-from .membership import Membership, Node
+from .membership import Membership, Node, NodeRecord
 
 # Each node reads one shard. A small shard keeps that read cheap, for the node and for the store.
 NODES_PER_SHARD = 16  # on average
@@ -32,7 +32,7 @@ class RankAssignment:
     role_world_size: int  # workers of this role on all nodes
 
 
-AssignedNode = tuple[Node, RankAssignment]
+AssignedNode = tuple[NodeRecord, RankAssignment]
 
 
 def assign_ranks(members: Iterable[Node]) -> tuple[RankAssignment, ...]:
@@ -96,7 +96,9 @@ def shard_members(membership: Membership) -> Mapping[int, tuple[AssignedNode, ..
     return {number: tuple(rows) for number, rows in shards.items()}
 
 
-def order_members(membership: Membership, candidates: Iterable[Node]) -> tuple[Node, ...]:
+def order_members(
+    membership: Membership, candidates: Iterable[NodeRecord]
+) -> tuple[NodeRecord, ...]:
     """Choose and order the members of the next generation.
 
     Survivors of the current generation are first, in their present order, so that their ranks
@@ -129,22 +131,22 @@ def natural_sort_key(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(p), p) if p.isdecimal() else (1, 0, p) for p in parts if p)
 
 
-def _joining_order(node: Node) -> tuple[object, ...]:
+def _joining_order(node: NodeRecord) -> tuple[object, ...]:
     hint = (node.rank_hint is None, node.rank_hint or 0)
     return (hint, natural_sort_key(node.host), natural_sort_key(node.id))
 
 
-def _at_fixed_ranks(ordered: Iterable[Node], num_nodes: int) -> tuple[Node, ...]:
-    node_at_rank: dict[int, Node] = {}
+def _at_fixed_ranks(ordered: Iterable[NodeRecord], num_nodes: int) -> tuple[NodeRecord, ...]:
+    node_at_rank: dict[int, NodeRecord] = {}
     for node in ordered:
         if node.rank_hint is not None:
             node_at_rank.setdefault(node.rank_hint, node)
     return tuple(node_at_rank[rank] for rank in range(num_nodes) if rank in node_at_rank)
 
 
-def _group_by_topology(ordered: Iterable[Node]) -> tuple[Node, ...]:
+def _group_by_topology(ordered: Iterable[NodeRecord]) -> tuple[NodeRecord, ...]:
     """Make nodes of one domain adjacent, at the position of the first node of the domain."""
-    domains: dict[tuple[str, str], list[Node]] = {}
+    domains: dict[tuple[str, str], list[NodeRecord]] = {}
     for node in ordered:
         domain = ("topology", node.topology) if node.topology else ("node", node.id)
         domains.setdefault(domain, []).append(node)

@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from ..errors import present
+from ..errors import require_not_none
 from .membership import (
     GenerationTrigger,
     JobEnd,
     JobPhase,
     Membership,
     MembershipState,
-    Node,
     NodeFailure,
+    NodeRecord,
     RendezvousSettings,
     begin_resize,
     end_generation,
@@ -52,7 +52,9 @@ class LeaderView:
     node_id: str  # the leader
     settings: RendezvousSettings  # the leader's settings
     membership: Membership | None
-    live_nodes: tuple[Node, ...]  # nodes with a valid lease, most recently written record last
+    live_nodes: tuple[
+        NodeRecord, ...
+    ]  # nodes with a valid lease, most recently written record last
     finished_ids: frozenset[str] = frozenset()  # members whose workers have succeeded
     left_ids: frozenset[str] = frozenset()  # members that have left on purpose
     remembered_state: MembershipState | None = None  # state of a job that the store has lost
@@ -197,7 +199,7 @@ def _reconcile_active(view: LeaderView, membership: Membership) -> ReconcileResu
 
 
 def _end_after_loss(
-    view: LeaderView, membership: Membership, lost: Sequence[Node]
+    view: LeaderView, membership: Membership, lost: Sequence[NodeRecord]
 ) -> ReconcileResult:
     if view.return_grace_s > 0:
         reason = f"the store was unreachable, waiting for {_names(lost, view)}"
@@ -299,7 +301,7 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
 
 
 def _charge_restart(
-    view: LeaderView, membership: Membership, candidates: Sequence[Node]
+    view: LeaderView, membership: Membership, candidates: Sequence[NodeRecord]
 ) -> ReconcileResult | None:
     """Enforce the restart budget and the delay of restarts. None if the restart may begin."""
     if membership.restarts >= membership.settings.max_restarts:
@@ -315,10 +317,10 @@ def _charge_restart(
 
 
 def _restarts_exhausted(
-    view: LeaderView, membership: Membership, candidates: Sequence[Node]
+    view: LeaderView, membership: Membership, candidates: Sequence[NodeRecord]
 ) -> ReconcileResult:
     """Evict the failed node, or end the job if too few nodes would remain."""
-    failure = present(membership.failure, "the failure")
+    failure = require_not_none(membership.failure, "the failure")
     settings = membership.settings
     failed = [n for n in candidates if n.id == failure.node]
     budget = f"{membership.restarts} of {settings.max_restarts} restarts used"
@@ -331,7 +333,7 @@ def _restarts_exhausted(
 
 
 def _form(
-    view: LeaderView, membership: Membership, ordered: tuple[Node, ...], *, charged: bool
+    view: LeaderView, membership: Membership, ordered: tuple[NodeRecord, ...], *, charged: bool
 ) -> ReconcileResult:
     settings = membership.settings
     is_first = not membership.membership_id
@@ -367,7 +369,7 @@ def _blame_loss(view: LeaderView, membership: Membership) -> ReconcileResult | N
     return ReconcileResult(reason, forming)
 
 
-def _too_few_nodes(ordered: Sequence[Node], membership: Membership) -> ReconcileResult:
+def _too_few_nodes(ordered: Sequence[NodeRecord], membership: Membership) -> ReconcileResult:
     settings = membership.settings
     reason = f"{len(ordered)} of at least {settings.min_nodes} nodes are here"
     if settings.has_fixed_ranks:
@@ -402,7 +404,7 @@ def restart_reset_in_s(membership: Membership, age_s: float) -> float | None:
 
 
 def _wait_for_quorum(
-    view: LeaderView, membership: Membership, absent: Sequence[Node]
+    view: LeaderView, membership: Membership, absent: Sequence[NodeRecord]
 ) -> ReconcileResult | None:
     """Wait if fewer than half of the last generation's members are here.
 
@@ -426,7 +428,7 @@ def _wait_for_quorum(
 def _last_call(view: LeaderView, settings: RendezvousSettings) -> ReconcileResult:
     timeout = settings.last_call_timeout
     return ReconcileResult(
-        f"last call: joining nodes are admitted after {timeout:g} s without another arrival",
+        f"the rendezvous completes after {timeout:g} s without a new node",
         requeue_after_s=timeout - view.since_last_arrival_s,
     )
 
@@ -442,12 +444,12 @@ def _end_job(
     return end_job(membership, phase, reason, job_end=job_end, failure=failure)
 
 
-def _candidates(view: LeaderView, membership: Membership) -> list[Node]:
+def _candidates(view: LeaderView, membership: Membership) -> list[NodeRecord]:
     excluded = {*membership.evicted, *membership.rejected_spares}
     return [n for n in view.live_nodes if n.id not in excluded]
 
 
-def _is_stopped(node: Node, membership: Membership) -> bool:
+def _is_stopped(node: NodeRecord, membership: Membership) -> bool:
     return node.stopped_membership_id == membership.membership_id
 
 
@@ -461,9 +463,9 @@ def _first_failure(view: LeaderView, membership: Membership) -> NodeFailure | No
     return None
 
 
-def _describe_loss(lost: Iterable[Node], view: LeaderView) -> str:
-    left: list[Node] = []
-    vanished: list[Node] = []
+def _describe_loss(lost: Iterable[NodeRecord], view: LeaderView) -> str:
+    left: list[NodeRecord] = []
+    vanished: list[NodeRecord] = []
     for node in lost:
         (left if node.id in view.left_ids else vanished).append(node)
     parts = [f"{_names(left, view)} left"] if left else []
@@ -473,7 +475,7 @@ def _describe_loss(lost: Iterable[Node], view: LeaderView) -> str:
     return "; ".join(parts)
 
 
-def _names(nodes: Sequence[Node], view: LeaderView) -> str:
+def _names(nodes: Sequence[NodeRecord], view: LeaderView) -> str:
     more = f" and {len(nodes) - MAX_NAMES} more" if len(nodes) > MAX_NAMES else ""
     return ", ".join(_name_of(node.id, view) for node in nodes[:MAX_NAMES]) + more
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from ..errors import RendezvousConfigError
 from ..stores.key_space import Entry, Listing
-from .membership import JobPhase, Leader, Membership, MembershipState, Node, with_members
+from .membership import JobPhase, Leader, Membership, MembershipState, NodeRecord, with_members
 from .rank_assignment import AssignedNode, RankAssignment, num_shards
 from .record_codec import decode as decode
 from .record_codec import encode as encode
@@ -134,11 +134,11 @@ class JobListing:
         rows.sort(key=lambda row: row[1].group_rank)
         return with_members(state, (node for node, _ in rows)), True
 
-    def live_nodes(self) -> tuple[Node, ...]:
+    def live_nodes(self) -> tuple[NodeRecord, ...]:
         """Return the nodes whose lease is valid, most recently written record last."""
         return self.node_records()[0]
 
-    def node_records(self) -> tuple[tuple[Node, ...], dict[str, str]]:
+    def node_records(self) -> tuple[tuple[NodeRecord, ...], dict[str, str]]:
         """Return the live nodes, and the error of each record that cannot be decoded, by key.
 
         An invalid record, such as one of another version, must not end the job of other nodes.
@@ -209,9 +209,9 @@ def decode_state(data: bytes) -> MembershipState:
 
 
 @lru_cache(maxsize=4096)  # the leader decodes all records at each poll, and few have changed
-def decode_node(data: bytes) -> Node:
+def decode_node(data: bytes) -> NodeRecord:
     """Decode the record of a node. Raises RendezvousConfigError if it is invalid."""
-    return decode(Node, data, "a node")
+    return decode(NodeRecord, data, "a node")
 
 
 def encode_shard(rows: Iterable[AssignedNode]) -> bytes:
@@ -240,4 +240,6 @@ def _raw_rows(data: bytes) -> list[list[object]]:
 
 
 def _decode_row(row: list[object]) -> AssignedNode:
-    return from_json(Node, row[0], "a member"), from_json(RankAssignment, row[1], "an assignment")
+    return from_json(NodeRecord, row[0], "a member"), from_json(
+        RankAssignment, row[1], "an assignment"
+    )

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from ..clock import monotonic
-from ..threads import ForkAware, helper
+from ..threads import ForkAware, daemon_thread
 
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
 MAX_ANSWER_AGE_S = 30.0  # an answer for a caller that has given up is used for so long
@@ -165,7 +165,7 @@ class NameLookup(ForkAware):
             if lookup is None or monotonic() - lookup.answered_at > MAX_ANSWER_AGE_S:
                 lookup = _Lookup()
                 try:
-                    helper(lambda: lookup.run(*name), "name-lookup").start()
+                    daemon_thread(lambda: lookup.run(*name), "name-lookup").start()
                 except RuntimeError as error:
                     raise OSError(f"cannot start a thread to resolve {name[0]}: {error}") from error
                 self._lookups[name] = lookup

@@ -35,10 +35,10 @@ from ..errors import (
     StoreError,
     StoreRejectedError,
     StoreTimeoutError,
-    describe,
-    present,
+    format_error,
+    require_not_none,
 )
-from ..threads import ForkAware, helper
+from ..threads import ForkAware, daemon_thread
 from .connection import create_connection, enable_keepalive
 from .interface import CompareSetResult, Entry, Listing, Store, check_key, check_ttl
 from .key_space import check_lease, lost_lease
@@ -241,7 +241,7 @@ class _Connection(HTTPConnection):
             ) from error
         except (OSError, HTTPException) as error:
             raise StoreConnectionError(
-                f"the connection to {name} broke, to {request.description}: {describe(error)}"
+                f"the connection to {name} broke, to {request.description}: {format_error(error)}"
             ) from error
 
     def _error_of(self, status: int, text: bytes, request: Request) -> StoreError:
@@ -376,7 +376,9 @@ class _Watch:
         self._newest_revision = start - 1
         self._socket: socket.socket | None = None  # set once the watch is connected
         # If the thread fails, the watch ends, so that no wait relies on it.
-        self.thread = helper(run, "etcd-watch", lambda why: self.end(StoreConnectionError(why)))
+        self.thread = daemon_thread(
+            run, "etcd-watch", lambda why: self.end(StoreConnectionError(why))
+        )
         self.thread.start()
 
     def wait(self, after: int, timeout: float) -> bool:
@@ -415,7 +417,7 @@ class _Watch:
             self.end(error)
         # Reading from a TLS socket after its shutdown raises ValueError.
         except (OSError, HTTPException, ValueError) as error:
-            self.end(StoreConnectionError(f"the watch at {name} broke: {describe(error)}"))
+            self.end(StoreConnectionError(f"the watch at {name} broke: {format_error(error)}"))
 
     def _on_message(self, name: str, line: bytes) -> None:
         message = json.loads(line)
@@ -503,7 +505,9 @@ class EtcdStore(Store, ForkAware):
         return next(iter(self._entries(self._find(check_key(key)))), None)
 
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
-        return present(self._write(key, bytes(value), None, ttl, f"set {key!r}").entry, key)
+        return require_not_none(
+            self._write(key, bytes(value), None, ttl, f"set {key!r}").entry, key
+        )
 
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None

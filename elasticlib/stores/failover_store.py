@@ -25,7 +25,7 @@ from ..errors import (
     StoreRejectedError,
     StoreTimeoutError,
 )
-from ..threads import ForkAware, helper
+from ..threads import ForkAware, daemon_thread
 from .interface import CompareSetResult, Entry, Listing, Store, WatchResult
 from .tcp_client import TcpStore
 from .tcp_server import TcpStoreServer
@@ -227,7 +227,11 @@ class FailoverStore(Store, ForkAware):
     def _record_rejection(self, number: int, error: StoreRejectedError) -> None:
         """Log the first rejection of an endpoint. Raise the error if all endpoints reject."""
         if number not in self._rejecting:
-            log.warning("cannot use the store at %s: %s", self._endpoints[number].name, error)
+            log.warning(
+                "the store at %s rejects this node, which tries the other endpoints: %s",
+                self._endpoints[number].name,
+                error,
+            )
         self._rejecting.add(number)
         if len(self._rejecting) == len(self._endpoints):
             raise error
@@ -265,7 +269,10 @@ class FailoverStore(Store, ForkAware):
             if following != self._index:
                 here, there = self._endpoints[self._index].name, self._endpoints[following].name
                 log.warning(
-                    "no answer from %s for %.1f s: moving to the store at %s", here, silent_s, there
+                    "the store at %s has not answered for %.1f s: moving to the store at %s",
+                    here,
+                    silent_s,
+                    there,
                 )
             self._move_reason = str(error)
             self._move_to(following)
@@ -293,7 +300,7 @@ class FailoverStore(Store, ForkAware):
         """Make an endpoint the current one, and close what was used before."""
         old, self._never_moves = (self._store, self._server), False
         if store is not None and number != self._index:
-            log.info("now using the store at %s", self._endpoints[number].name)
+            log.info("this node now uses the store at %s", self._endpoints[number].name)
         self._index, self._store, self._server = number, store, server
         self._last_reply_at = self._clock()
         for part in old:
@@ -332,7 +339,7 @@ class FailoverStore(Store, ForkAware):
                     future.set_result(store if is_accepted else None)
 
         try:
-            helper(probe, "store-elsewhere").start()
+            daemon_thread(probe, "store-elsewhere").start()
         except RuntimeError as error:
             self._probed.discard(number)
             raise StoreConnectionError(f"no thread to try other endpoints: {error}") from error

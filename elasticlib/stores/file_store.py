@@ -37,7 +37,7 @@ from ..errors import (
     StoreRejectedError,
     StoreTimeoutError,
 )
-from ..hard_lock import hard_lock
+from ..file_lock import kernel_file_lock
 from ..threads import ForkAware
 from .interface import ABSENT, CompareSetResult, Entry, Listing, Store, check_key, check_ttl
 from .key_space import ChangeLog, LeaseTimers, check_lease, lost_lease
@@ -197,7 +197,7 @@ class _StoreDirectory:
         if not self._thread_lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise timeout
         try:
-            self._file_lock = self._file_lock or hard_lock(self.path / "lock")
+            self._file_lock = self._file_lock or kernel_file_lock(self.path / "lock")
             try:
                 self._file_lock.acquire(timeout=timeout_s, poll_interval=LOCK_POLL_INTERVAL_S)
             except filelock.Timeout:

@@ -30,9 +30,9 @@ from ..errors import (
     StoreConnectionError,
     StoreRejectedError,
     StoreTimeoutError,
-    describe,
+    format_error,
 )
-from ..threads import ForkAware, helper
+from ..threads import ForkAware, daemon_thread
 from .authentication import NONCE_BYTES, check_secret
 from .connection import create_connection, enable_keepalive, numeric_address
 from .interface import CompareSetResult, Entry, Listing, Store, WatchResult, check_key, check_ttl
@@ -413,8 +413,11 @@ class _TcpConnection:
             self._end(StoreConnectionError(f"{broken}: {error}"))
         except Exception as error:
             # A defective callback ends its own connection, and not those of other stores.
-            log.exception("a callback for a store's reply failed")
-            self._end(StoreConnectionError(f"{broken}: {describe(error)}"))
+            log.exception(
+                "a callback for a reply of the store at %s failed: closing the connection",
+                self._address,
+            )
+            self._end(StoreConnectionError(f"{broken}: {format_error(error)}"))
         return self.is_open
 
     def release(self) -> None:
@@ -468,7 +471,7 @@ class _ReaderThread(ForkAware):
             selector.register(connection.socket, selectors.EVENT_READ, connection)
             if self._selector is not None:
                 return
-            thread = helper(lambda: self._run(selector), "tcp-store-receiver")
+            thread = daemon_thread(lambda: self._run(selector), "tcp-store-receiver")
             try:
                 thread.start()
             except RuntimeError as error:

@@ -25,7 +25,7 @@ import attrs
 from ..clock import monotonic
 from ..endpoint import join_endpoint
 from ..errors import ConfigError, StoreRejectedError
-from ..threads import helper
+from ..threads import daemon_thread
 from .authentication import NONCE_BYTES, SECRET_ENV, check_secret
 from .connection import SocketRelay, enable_keepalive, numeric_address, update_selector_events
 from .key_space import KeySpace, KeySpaceLimits, Listing
@@ -169,14 +169,14 @@ class TcpStoreServer:
             try:
                 self._listeners.append(_listen_at(host, self.port))
             except OSError as error:
-                log.info("cannot also serve the store at %s: %s", host, error)
+                log.info("the store at %s is not served at %s as well: %s", self.host, host, error)
         self._max_clients = self._limits.available_connections()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._set_accepting(True)
-        self._thread = helper(self._serve, "tcp-store-server")
+        self._thread = daemon_thread(self._serve, "tcp-store-server")
         self._thread.start()
         if self._secret is None and not ipaddress.ip_address(self.host).is_loopback:
             log.warning(
@@ -241,7 +241,8 @@ class TcpStoreServer:
                 code = frame.f_code
                 position = f"in {code.co_filename}, line {frame.f_lineno}, {code.co_name}"
             log.error(
-                "the store's server at %s has not ended within %g s; it is %s",
+                "the store's server at %s has not stopped within %g s and is abandoned; its "
+                "thread is %s",
                 self.address,
                 self._limits.close_timeout_s,
                 position,
@@ -260,7 +261,9 @@ class TcpStoreServer:
             while not self._is_closing.is_set():
                 self._run_once()
         except Exception:
-            log.exception("the store's server failed: its clients are disconnected")
+            log.exception(
+                "the store's server at %s failed: its clients are disconnected", self.address
+            )
         finally:
             for client in list(self._clients.values()):
                 self._disconnect(client)
@@ -328,7 +331,10 @@ class TcpStoreServer:
             except OSError as error:
                 # For example, no descriptor is left. The listener stays readable, so it is ignored
                 # for a while. Half of the unauthenticated clients are disconnected.
-                log.warning("cannot accept a connection at the moment: %s", error)
+                log.warning(
+                    "the store's server at %s cannot accept a connection, retrying in %g s: %s",
+                    *(self.address, ACCEPT_RETRY_DELAY_S, error),
+                )
                 for client in list(self._unauthenticated)[: len(self._unauthenticated) // 2 + 1]:
                     self._disconnect(client)
                 self._set_accepting(False)
@@ -491,9 +497,10 @@ class TcpStoreServer:
         if not self._limits.max_torch_relays and not self._has_warned_of_torch:
             self._has_warned_of_torch = True
             log.warning(
-                "a script looks for torch's store at the port of elasticlib's store, and it is not "
-                "there: use init_method='env://', or MASTER_ADDR and MASTER_PORT, or "
-                "--rdzv-backend static"
+                "a script tried to reach torch's store at the port of elasticlib's store (%s) and "
+                "was disconnected: use init_method='env://', or MASTER_ADDR and MASTER_PORT, or "
+                "--rdzv-backend static",
+                self.address,
             )
         if self._torch_store is None or len(self._relays) >= self._limits.max_torch_relays:
             self._disconnect(client)  # torch's client tries again
@@ -502,7 +509,7 @@ class TcpStoreServer:
         try:
             upstream = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            log.warning("cannot forward a client to torch's store at the moment: %s", error)
+            log.warning("disconnected a client of torch's store, which tries again: %s", error)
             self._disconnect(client)
             return
         self._disconnect(client, close=False)

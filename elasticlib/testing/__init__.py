@@ -6,19 +6,18 @@ when it is first used, so that importing this package needs neither.
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_MODULE_OF = {
-    "AgentContract": "agent_contract",
-    "AgentRequest": "agent_job",
-    "ClientSpec": "store_process",
-    "HandlerRequest": "rendezvous_contract",
-    "RegroupContract": "agent_contract",
-    "RendezvousContract": "rendezvous_contract",
-    "StoreContract": "store_contract",
-    "StoreRendezvousContract": "store_rendezvous_contract",
+from .._lazy import lazy_exports
+
+_EXPORTS = {
+    "testing.agent_contract": ("AgentContract", "RegroupContract"),
+    "testing.agent_job": ("AgentRequest",),
+    "testing.rendezvous_contract": ("HandlerRequest", "RendezvousContract"),
+    "testing.store_contract": ("StoreContract",),
+    "testing.store_process": ("ClientSpec",),
+    "testing.store_rendezvous_contract": ("StoreRendezvousContract",),
 }
 _MODULES_WITH_ASSERTIONS = (
     "agent_contract",
@@ -31,7 +30,7 @@ _MODULES_WITH_ASSERTIONS = (
     "store_process",
 )
 
-__all__ = sorted(_MODULE_OF)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, _EXPORTS)
 
 if "pytest" in sys.modules:
     import pytest
@@ -48,15 +47,3 @@ if TYPE_CHECKING:
     from .store_contract import StoreContract as StoreContract
     from .store_process import ClientSpec as ClientSpec
     from .store_rendezvous_contract import StoreRendezvousContract as StoreRendezvousContract
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'elasticlib.testing' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ..agent.options import AgentOptions
+from ..defaults import DEFAULT_DRAIN_EXIT_CODE
 from ..errors import WorkerStartError
-from ..flag_values import DRAIN_EXIT_CODE
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
 from .agent_job import WORKERS_PER_NODE, AgentJob, MakeAgent
@@ -171,7 +171,7 @@ class AgentContract(AgentSuite):
         ("number", "state", "code"),
         [
             (signal.SIGUSR1, WorkerState.STOPPED, 128 + signal.SIGUSR1),
-            (signal.SIGUSR2, WorkerState.DRAINED, DRAIN_EXIT_CODE),
+            (signal.SIGUSR2, WorkerState.DRAINED, DEFAULT_DRAIN_EXIT_CODE),
         ],
         ids=["stopped", "drained"],
     )

@@ -25,8 +25,8 @@ from typing import Any
 import attrs
 
 from ..clock import wall
-from ..foreign import opened, read_object
-from ..visible import shorten
+from ..sanitize import shorten
+from ..untrusted import open_regular_file, read_object
 
 EXIT_FILE_SUFFIX = ".exit"  # of the file with the exit code, 0 for an exception, and the time
 EMPTY_ERROR_RECORD = {"message": "<NONE>"}  # torch's record of a worker without an error.json
@@ -303,7 +303,7 @@ def _timestamp(record: Mapping[str, Any]) -> float:
 
 def _read(path: Path, max_bytes: int) -> bytes:
     try:
-        with opened(path) as fd:
+        with open_regular_file(path) as fd:
             return os.read(fd, max_bytes)
     except OSError:
         return b""

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable
 
 from ..clock import monotonic
-from ..errors import WorkerStartError, present
-from ..threads import helper
+from ..errors import WorkerStartError, require_not_none
+from ..threads import daemon_thread
 from .output import start_thread
 
 log = logging.getLogger("elasticlib.workers")
@@ -53,7 +53,7 @@ class EventLoop:
                 self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
                 self._selector = selectors.DefaultSelector()
                 self._selector.register(self._wakeup[0], selectors.EVENT_READ, self._read_wakeup)
-                start_thread(helper(self._run, "workers-loop", self._fail))
+                start_thread(daemon_thread(self._run, "workers-loop", self._fail))
             except (OSError, WorkerStartError):
                 self._release()
                 raise
@@ -94,7 +94,7 @@ class EventLoop:
 
     @property
     def _selected(self) -> selectors.BaseSelector:
-        return present(self._selector, "the selector of a loop that was started")
+        return require_not_none(self._selector, "the selector of a loop that was started")
 
     def _run(self) -> None:
         selector = self._selected
@@ -116,7 +116,7 @@ class EventLoop:
             callback()
         except Exception as error:
             # A callback that fails must not end the others.
-            log.error("a callback of the workers' event loop failed: %s", error, exc_info=error)
+            log.error("event of a worker was not handled: %s", error, exc_info=error)
 
     def _read_wakeup(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from ..visible import shorten, visible
+from ..sanitize import escape_control_chars, shorten
 
 # Linux numbers. The module is pure, so it does not import signal.
 SIGNAL_NAMES = {
@@ -110,7 +110,7 @@ class WorkerExit:
         if self.preceding_failure is not None:
             return f"{self.preceding_failure.describe()}; rank {self.rank} failed after it"
         text = self.message or find_error_line(self.stderr_tail, self.returncode)
-        cause = visible(shorten(text, MAX_SUMMARY_CHARS))
+        cause = escape_control_chars(shorten(text, MAX_SUMMARY_CHARS))
         worker = f"worker of rank {self.rank} (local {self.local_rank}, pid {self.pid})"
         return f"{worker} {self.exit_description}{f': {cause}' if cause else ''}"
 

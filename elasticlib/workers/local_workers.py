@@ -20,7 +20,7 @@ import attrs
 
 from ..clock import monotonic, wall
 from ..errors import WorkerStartError
-from ..threads import helper
+from ..threads import daemon_thread
 from . import stack_dump
 from .cleanup import signal_group
 from .error_file import FailureReport, read_failure_report, remove_exit_file
@@ -179,10 +179,13 @@ class LocalWorkers(Workers):
         try:
             self.prepare(group.spec)
         except OSError as error:
-            raise WorkerStartError(f"cannot begin to start workers: {error}") from error
+            raise WorkerStartError(f"cannot prepare the start of workers: {error}") from error
         self.wait_until_prepared()
         if not self._supervisor.wait_until_clean(CLEAN_TIMEOUT_S):
-            log.error("processes that exited workers have started survived SIGKILL")
+            log.error(
+                "processes that exited workers had started survived SIGKILL; new workers start, "
+                "but GPUs or ports may still be in use"
+            )
         everyone = (*group.workers, *group.standby_workers)
         stay = {worker.local_rank for worker in everyone}
         self._processes = {n: one for n, one in self._processes.items() if n in stay}
@@ -292,9 +295,14 @@ class LocalWorkers(Workers):
 
         if process.result is None:
             try:
-                return helper(read, f"worker-{local}-value", lambda _: on_exit(local)).start()
+                return daemon_thread(
+                    read, f"worker-{local}-value", lambda _: on_exit(local)
+                ).start()
             except RuntimeError:
-                log.warning("cannot start a thread to read what a worker's function returned")
+                log.warning(
+                    "cannot start a thread that reads the return value of rank %d, which is lost",
+                    process.worker.rank,
+                )
         return on_exit(local)
 
     def reap(self, local_rank: int) -> WorkerExit:
@@ -432,7 +440,10 @@ class LocalWorkers(Workers):
                 self.reap(local_rank)
             else:
                 # The supervisor continues to kill it when the agent has exited.
-                log.error("pid %d survived SIGKILL", process.pid)
+                log.error(
+                    "worker of rank %d (pid %d) survived SIGKILL and may still use its GPU",
+                    *(process.worker.rank, process.pid),
+                )
                 del self._processes[local_rank]
 
     def close(self) -> None:

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from typing import IO, Any
 
 from ..clock import monotonic
-from ..errors import WorkerStartError, present
-from ..threads import helper
+from ..errors import WorkerStartError, require_not_none
+from ..threads import daemon_thread
 from .output_plan import OutputFiles, OutputPlan, Streams
 from .spec import Worker
 
@@ -128,13 +128,21 @@ class Console:
         except Exception as error:
             # The stream may be any object, whose own code may raise anything.
             self._is_broken = True
-            log.warning("stopped showing workers' output on the console: %s", error)
+            log.warning(
+                "the workers' output is no longer shown on the console, but still written to log "
+                "files: %s",
+                error,
+            )
 
     def close(self) -> None:
         """Free the descriptor; report what was never shown."""
         num_lost = self._num_dropped + self._pending.count(b"\n")
         if num_lost and not self._is_broken:
-            log.warning("the console did not read %d lines of the workers' output", num_lost)
+            log.warning(
+                "%d lines of the workers' output were not shown, because the console did not read "
+                "them (log files are complete)",
+                num_lost,
+            )
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -182,7 +190,7 @@ class LogFile:
                 data = data[os.write(self._file.fileno(), data) :]
         except OSError as error:
             self._is_broken = True
-            log.warning("stopped writing a worker's output to %s: %s", self._file.name, error)
+            log.warning("a worker's output is no longer written to %s: %s", self._file.name, error)
 
     def close(self) -> None:
         try:
@@ -261,7 +269,7 @@ class OutputThread:
             if self._thread is not None:
                 return
             reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            thread = helper(lambda: self._run(reading), "workers-output")
+            thread = daemon_thread(lambda: self._run(reading), "workers-output")
             try:
                 start_thread(thread)
             except WorkerStartError:
@@ -337,7 +345,7 @@ class OutputThread:
         return any(console.has_pending for console in list(self._consoles.values()))
 
     def _add(self, reader: PipeReader) -> None:
-        selector = present(self._selector, "the selector of a running output thread")
+        selector = require_not_none(self._selector, "the selector of a running output thread")
 
         def forget() -> None:
             selector.unregister(reader.fd)
@@ -357,7 +365,7 @@ class OutputThread:
             act()
         except Exception as error:
             # An error of one worker's output must not end the others'.
-            log.error("lost some of a worker's output: %s", error, exc_info=error)
+            log.error("some of a worker's output is missing: %s", error, exc_info=error)
 
 
 class WorkerOutput:

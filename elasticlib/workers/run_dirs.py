@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-from ..errors import ConfigError, describe
-from ..held_folder import FolderLock, try_to_hold
+from ..dir_lock import DirLock, try_lock_dir
+from ..errors import ConfigError, format_error
 from .supervisor_client import SupervisorClient
 
 log = logging.getLogger("elasticlib.workers")
@@ -106,7 +106,7 @@ class SnapshotDir:
         self._supervisor = supervisor
         self._path: Path | None = None  # once the directory has been created
         self._inode = 0  # of that directory
-        self._lock: FolderLock | None = None  # locked as long as the directory is in use
+        self._lock: DirLock | None = None  # locked as long as the directory is in use
         self._has_warned = False  # that the directory cannot be created
 
     def attempt_dir(self, number: int) -> Path | None:
@@ -123,7 +123,7 @@ class SnapshotDir:
                     "workers keep no snapshots in memory from now on, because no directory can be "
                     "created for them (%s); restarted workers resume from the newest checkpoint "
                     "on a disk. Free space and files in %s, or enlarge it (docker: --shm-size)",
-                    describe(error),
+                    format_error(error),
                     SHARED_MEMORY,
                 )
             return None
@@ -163,7 +163,7 @@ class SnapshotDir:
                 path = None
         path = path or _create_in_memory()
         self._unlock()
-        self._path, self._inode, self._lock = path, _inode_of(path), try_to_hold(path)
+        self._path, self._inode, self._lock = path, _inode_of(path), try_lock_dir(path)
         self._supervisor.add_directory(str(path))
         return path
 

@@ -30,8 +30,8 @@ import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import ConfigError, describe
-from ..foreign import opened
+from ..errors import ConfigError, format_error
+from ..untrusted import open_regular_file
 from . import stack_dump
 from .cleanup import stat_fields
 from .error_file import install_exception_hooks, record_exception
@@ -196,7 +196,7 @@ def _pickled_value(value: object, name: str) -> bytes:
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(
             f"cannot pickle what {name} returned on rank {os.environ.get('RANK')}: "
-            f"{path} of type {kind} ({describe(error)}): "
+            f"{path} of type {kind} ({format_error(error)}): "
             "return plain data, or save it to a file and return its path"
         ) from error
 
@@ -375,7 +375,7 @@ def pickled(function: Function) -> bytes:
     except Exception as error:
         # The __reduce__ of an argument may raise anything.
         raise ConfigError(
-            f"cannot send {function.target!r} to a worker: {describe(error)}; "
+            f"cannot send {function.target!r} to a worker: {format_error(error)}; "
             "it and its arguments must be picklable (a function at the top level of a module)"
         ) from error
     if pickler.main_names and not _can_import_main():
@@ -431,7 +431,7 @@ def write_payload(path: Path, function: Function) -> None:
 def read_result(path: Path) -> tuple[Any, str]:
     """Return the function's return value, and why it cannot be read; empty if it can."""
     try:
-        with opened(path) as handle, open(handle, "rb", closefd=False) as file:
+        with open_regular_file(path) as handle, open(handle, "rb", closefd=False) as file:
             return pickle.load(file), ""
     except FileNotFoundError:
         return None, ""

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..clock import monotonic
-from ..foreign import opened
+from ..untrusted import open_regular_file
 from .worker_channel import CHANNEL_ENV, WorkerChannel
 
 STACK_FILE = "stacks.txt"  # in the worker's log directory
@@ -107,7 +107,7 @@ def collect_stacks(workers: Mapping[int, StackDumper], timeout: float = 1.0) -> 
 def append_to_stack_file(log_dir: Path, text: str) -> None:
     """Add stacks to the file in the worker's log directory. An error of the disk loses them."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    with contextlib.suppress(OSError), opened(log_dir / STACK_FILE, flags) as fd:
+    with contextlib.suppress(OSError), open_regular_file(log_dir / STACK_FILE, flags) as fd:
         os.write(fd, text.encode(errors="replace"))
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..clock import monotonic
-from ..errors import WorkerStartError, present
+from ..errors import WorkerStartError, require_not_none
 from .event_loop import EventLoop
 from .fork_server import DEFERRED_IMPORTS
 from .supervisor_protocol import Connection, Message, socket_pair, write_job
@@ -182,7 +182,7 @@ class SupervisorClient:
         """The pid of the supervisor process, which is started if there is none. Raises OSError."""
         with self._lock:
             self._connect()
-            return present(self._process, "the supervisor process").pid
+            return require_not_none(self._process, "the supervisor process").pid
 
     def _connect(self) -> Connection:
         """Return the connection to the supervisor process, which is started if there is none."""
@@ -283,7 +283,7 @@ class SupervisorClient:
         with self._lock:
             if connection is not self._connection:
                 return
-            log.warning("the supervisor process has ended, and all workers with it")
+            log.warning("the supervisor process was lost: the kernel killed all workers with it")
             self._connection = None
             self._loop.remove_reader(connection.fileno(), connection.close)
             if self._process is not None:
@@ -302,7 +302,9 @@ class SupervisorClient:
                 try:
                     self._connect()
                 except OSError as error:
-                    log.warning("cannot start another supervisor process: %s", error)
+                    log.warning(
+                        "cannot start another supervisor process, so no worker can start: %s", error
+                    )
 
     def _on_loop_failed(self) -> None:
         """Kill all workers, because their exits cannot be noticed any more."""

@@ -188,7 +188,7 @@ class Deserted(LoneNode):
     def next_rendezvous(self) -> RendezvousInfo:
         if self.generation:
             error = RendezvousTimeoutError("1 of at least 2 nodes are here; n1 was lost")
-            error.lost = True
+            error.is_node_loss = True
             raise error
         return super().next_rendezvous()
 

@@ -95,7 +95,7 @@ def test_output_and_status_of_a_retained_worker_continue(job: Job) -> None:
     first = job.settled(2)
     kill(first[0])
     job.settled(1, after=1)
-    node.says("generation 2 after")
+    node.says("generation 2: rendezvous took")
     left = {0: ["generation 1", "generation 2"]}
     wait_until("all lines of the one that is left", lambda: shown(job) == left)
     job.settled(2, after=2)
@@ -311,7 +311,7 @@ def test_a_signal_stops_workers_that_wait_for_a_generation(job: Job) -> None:
     node, other = (join(job, store, name, "--nnodes=2:2") for name in ("one", "two"))
     first = job.settled(4)
     other.kill()
-    node.says("generation 1 after[^$]*1 of at least 2 nodes are here")
+    node.says("generation 1: [^$]*1 of at least 2 nodes are here")
     assert all(alive(pid) for pid in pids(first, "one"))
     node.signal(signal.SIGTERM)
     assert node.exit_code() == 128 + signal.SIGTERM, job.logs
@@ -324,7 +324,7 @@ def test_a_worker_that_dies_while_it_waits_for_a_generation_is_replaced(job: Job
     node, other = (join(job, store, n, "--nnodes=2:2", worker=slow) for n in ("one", "two"))
     first = job.settled(4)
     other.kill()
-    node.says("generation 1 after[^$]*1 of at least 2 nodes are here")
+    node.says("generation 1: [^$]*1 of at least 2 nodes are here")
     gone, kept = (place for place in first if place["node"] == "one")
     kill(gone)
     join(job, store, "three", "--nnodes=2:2")

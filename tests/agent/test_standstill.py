@@ -179,5 +179,5 @@ def test_pause_of_the_whole_process_does_not_count_as_a_blocked_loop() -> None:
 
 
 def test_loop_timeout_must_be_positive() -> None:
-    with pytest.raises(ConfigError, match="loop_timeout > 0"):
+    with pytest.raises(ConfigError, match="loop_timeout must be above 0"):
         RendezvousTimeouts(loop_timeout=0.0)

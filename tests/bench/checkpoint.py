@@ -9,9 +9,10 @@ one rank, writing the same bytes with one fsync, and `torch.load`. A snapshot go
 agent of ours has it; the first one of a job comes when the training has gone on for as long as its
 memory took to be made. What a disk takes differs much from one write to the next; a copy does not.
 
-What is read was written a moment before, and is in the page cache. `load` and `torch.load` (with
-`mmap=False`) read into new tensors; `restore` and DCP's `load` into those that are there. Ours sum
-all that they read; `restore`, its sums left out, shows what these cost: nobody can have it so.
+What is timed as a read was read once before, and is in the page cache: `save` gives its pages back
+to the system, `torch.save` leaves them. `load` and `torch.load` (with `mmap=False`) read into new
+tensors; `restore` and DCP's `load` into those that are there. Ours verify the checksums of all that
+they read; `restore` without its sums shows what these cost, and is not an option for users.
 
 The part `beside` shows how much slower a loop of Python code, which holds the interpreter's lock,
 is while a checkpoint is written: by a thread, as `save` does it, and by a process of its own.
@@ -152,6 +153,7 @@ def one_round(
 
 def from_disk(ways: Ways, into: State, manager: CheckpointManager) -> None:
     """Of what was saved last."""
+    manager.load()
     ways.note("load", seconds(manager.load))
     ways.note("restore", seconds(lambda: manager.restore(into)))
     with unsummed():
@@ -202,9 +204,13 @@ def compare(mib: int, repeat: int, folder: Path) -> Iterator[Row]:
         CheckpointManager(folder / "ours", keep_last=1) as manager,
         agents_memory() as memory,
     ):
-        # The second snapshot makes memory, too.
-        memory.snapshot(0, state)
-        one_round(Ways(), state, folder, copy, (manager, memory))
+        # The first save and the first two snapshots allocate memory.
+        made = memory.snapshot(0, state)
+        assert made is not None
+        first = Ways()
+        one_round(first, state, folder, copy, (manager, memory))
+        ways.note("first snapshot: stall", made.seconds)
+        ways.note("first save: stall", first.taken["save: stall"][0])
         for _ in range(repeat):
             one_round(ways, state, folder, copy, (manager, memory))
     dist.destroy_process_group()
@@ -216,6 +222,13 @@ def compare(mib: int, repeat: int, folder: Path) -> Iterator[Row]:
 COMPARED = (
     ("save", "a step waits for `save`", "save: stall", "plain copy"),
     ("snapshot", "a step waits for `snapshot`", "snapshot: stall", "plain copy"),
+    ("save.first", "a step waits for its first `save`", "first save: stall", "plain copy"),
+    (
+        "snapshot.first",
+        "a step waits for its first `snapshot`",
+        "first snapshot: stall",
+        "plain copy",
+    ),
     ("save.torch", "a step waits for `save`", "save: stall", "torch.save"),
     ("save.fsync", "a step waits for `save`", "save: stall", "torch.save and fsync"),
     ("save.dcp", "a step waits for `save`", "save: stall", "async_save: stall"),

@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE.parent / "bench"), str(HERE)]
 
 import checkpointing  # noqa: E402
 import torch  # noqa: E402
-from figures import Found, Row, Samples, in_plain_text, to_plain  # noqa: E402
+from figures import HEAD, Found, Row, Samples, cells, in_markdown, to_plain  # noqa: E402
 from launched import job  # noqa: E402
 
 WORKER = str(HERE / "worker.py")
@@ -73,7 +73,7 @@ def main() -> None:
         return
     name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
     rows = [row for part in given.parts.split(",") for row in PARTS[part](given)]
-    print(f"{name}, torch {torch.__version__}\n{in_plain_text(rows)}")
+    print(f"{name}, torch {torch.__version__}\n{in_markdown(HEAD, map(cells, rows))}")
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         kept = {"device": name, "torch": torch.__version__, **to_plain(Found(rows))}

@@ -87,7 +87,7 @@ REFUSED = [
     ("--nproc-per-node 0 SCRIPT", "at least 1, got 0"),
     ("--nproc-per-node many SCRIPT", "a registered torch backend, got 'many'"),
     ("--nproc-per-node gpu SCRIPT", "finds no GPU on this machine (found: no accelerator, "),
-    ("--max-restarts=-1 SCRIPT", "max_restarts >= 0, got -1"),
+    ("--max-restarts=-1 SCRIPT", "max_restarts must be at least 0, got -1"),
     ("--monitor-interval 0 SCRIPT", "--monitor-interval must be seconds above 0"),
     (
         "--shutdown-timeout=-1 SCRIPT",
@@ -144,7 +144,10 @@ REFUSED = [
         "ca_cert in two spellings",
     ),
     ("--rdzv-id \udcff SCRIPT", r"--rdzv-id must be text in UTF-8, got '\udcff'"),
-    ("--nnodes 2 --node-rank 0 --master-addr h:1 SCRIPT", "--master-addr is a name or an address"),
+    (
+        "--nnodes 2 --node-rank 0 --master-addr h:1 SCRIPT",
+        "--master-addr must be a name or an address",
+    ),
     (
         "--nnodes 2 --rdzv-endpoint h:1 --local-addr 0.0.0.0 SCRIPT",
         "--local-addr must be reachable",
@@ -184,7 +187,7 @@ TWO = "--nnodes 2 --rdzv-endpoint"
 STATIC = "--nnodes 2 --rdzv-backend static --node-rank 0 --rdzv-endpoint"
 REFUSED_FOR_LOSS = [
     ("--store-grace 0", "--store-grace must be seconds above 0 and up to 1e+06, got 0.0"),
-    (f"{TWO} h:1 --spares=-1", "need spares >= 0, got -1"),
+    (f"{TWO} h:1 --spares=-1", "spares must be at least 0, got -1"),
     (
         "--spares 1",
         "--spares requires an elastic multi-node job; this job has a single node, got 1",

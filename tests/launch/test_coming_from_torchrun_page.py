@@ -11,8 +11,8 @@ import torch.distributed.run as torchrun
 from pages import blocks_of
 
 from elasticlib import Command, Module, Script, WorkerSpec
+from elasticlib.defaults import UNSUPPORTED_TORCHRUN_OPTIONS
 from elasticlib.errors import ConfigError
-from elasticlib.flag_values import TORCHRUN_ONLY
 from elasticlib.launch.arguments import parse_launch
 from elasticlib.workers.spec import Worker, WorkerGroup, worker_environment
 
@@ -34,7 +34,7 @@ OTHER = {
     "--signals-to-handle": "--signals-to-handle SIGSEGV SCRIPT",
 }
 """What torchrun's parser takes and we refuse, of each flag of which the page says so."""
-ABSENT = {f"--{dest.replace('_', '-')}" for dest in TORCHRUN_ONLY}
+ABSENT = {f"--{dest.replace('_', '-')}" for dest in UNSUPPORTED_TORCHRUN_OPTIONS}
 NEWEST = {"--log-line-prefix-template", "--print-completion"}
 """Flags that torch 2.15 has brought, which the installed torchrun may not have."""
 MORE = {

@@ -199,7 +199,9 @@ def test_the_host_of_the_store_serves_until_the_others_have_ended(job: Job) -> N
     (job.folder / "fail.host").touch()
     alone = job.settled(1, after=1)
     assert alone[0]["node"] == "guest"
-    wait_until("the host to say what it waits for", lambda: "still serving the store" in host.text)
+    wait_until(
+        "the host to say what it waits for", lambda: "serves the store until 1 node" in host.text
+    )
     job.finish()
     assert guest.exit_code() == 0
     assert host.exit_code() == 1

@@ -46,7 +46,9 @@ def test_what_is_no_endpoint_is_refused(text: str) -> None:
     ],
 )
 def test_what_no_resolver_takes_for_a_name_is_refused(host: str) -> None:
-    with pytest.raises(ConfigError, match="an endpoint's host is a name of parts between dots"):
+    with pytest.raises(
+        ConfigError, match="the host of an endpoint must be an IPv4 address or a host name"
+    ):
         split_endpoint(f"{host}:1")
 
 

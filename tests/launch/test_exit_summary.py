@@ -80,7 +80,7 @@ def test_import_of_torch_is_not_counted_as_rendezvous(job: Job) -> None:
     command = job.agent("--standalone", "--start-method", "forkserver")
     agent = job.start("a", *command, PYTHONPATH=path_with(torch.parent))
     assert agent.exit_code() == 0
-    found = agent.says(r"generation 1 after (\S+) s of imports and (\S+) s of rendezvous")
+    found = agent.says(r"generation 1: imports took (\S+) s, rendezvous took (\S+) s; ")
     assert float(found.group(1)) > 2
     (began,) = (e for e in job.events()[0] if e.kind == "generation.started")
     assert 2 < began.facts["import_seconds"] <= began.facts["duration_seconds"]

@@ -72,7 +72,7 @@ def test_a_script_that_looks_for_torchs_store_where_none_is_is_told_of(job: Job)
     endpoint = f"127.0.0.1:{free_port()}"
     place = ("--nnodes=1", f"--rdzv-endpoint={endpoint}")
     node = start(job, 0, *place, url=f"tcp://{endpoint}")
-    node.says("a script looks for torch's store at the port .* use init_method='env://'")
+    node.says("a script tried to reach torch's store at the port .* use init_method='env://'")
     node.signal(signal.SIGTERM)
     assert node.exit_code() == 128 + signal.SIGTERM
 

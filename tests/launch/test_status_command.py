@@ -36,7 +36,7 @@ from elasticlib.observe.node_status import NodeReport, observer_prefix
 from elasticlib.observe.node_status import encode as encode_status
 from elasticlib.observe.runs import RunRegistration
 from elasticlib.observe.stack_query import MAX_QUERY_BYTES, StackQuery, encode_query
-from elasticlib.rendezvous.membership import Node
+from elasticlib.rendezvous.membership import NodeRecord
 from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.rendezvous.store_layout import encode as encode_node
 from elasticlib.stores.file_store import FileStore
@@ -179,7 +179,7 @@ def test_a_folder_of_old_statuses_is_looked_at_until_a_node_renews_its_own_or_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, ours, keys = FileStore(tmp_path), FileStore(tmp_path), StoreKeys("job")
-    node = Node("n1", "h", "", 1)
+    node = NodeRecord("n1", "h", "", 1)
 
     def publish(generation: int) -> None:
         """With a clock that is an hour behind."""

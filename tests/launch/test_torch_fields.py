@@ -198,8 +198,8 @@ SIGUSR1_ENDS = SupervisionOptions(agent=AgentOptions(stop_signals=(signal.SIGUSR
         ),
         ({"numa_options": "node"}, "numa_options must be torch's NumaOptions"),
         ({"numa_options": NODE, "numa_binding": "socket"}, "numa_options has numa_binding='node'"),
-        ({"signals_to_handle": "SIGWHAT"}, "signals_to_handle is names of signals"),
-        ({"signals_to_handle": "SIGKILL"}, "signals_to_handle: SIGKILL cannot mean that"),
+        ({"signals_to_handle": "SIGWHAT"}, "signals_to_handle must be signal names"),
+        ({"signals_to_handle": "SIGKILL"}, "signals_to_handle cannot contain SIGKILL"),
         (
             {"signals_to_handle": "SIGHUP", "supervision": SIGUSR1_ENDS},
             "signals_to_handle .SIGHUP. and supervision disagree",

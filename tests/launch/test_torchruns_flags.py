@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed.run as torchrun
 
+from elasticlib.defaults import UNSUPPORTED_TORCHRUN_OPTIONS
 from elasticlib.errors import ConfigError
-from elasticlib.flag_values import TORCHRUN_ONLY
 from elasticlib.launch.arguments import parse_launch
 from elasticlib.launch.command_line import EXTENSION_MARK, build_parser
 from elasticlib.launch.flags import FLAGS
@@ -46,7 +46,7 @@ def is_switch(action: argparse.Action) -> bool:
     return action.nargs == 0
 
 
-@pytest.mark.parametrize("dest", sorted(ACTIONS.keys() - TORCHRUN_ONLY.keys()))
+@pytest.mark.parametrize("dest", sorted(ACTIONS.keys() - UNSUPPORTED_TORCHRUN_OPTIONS.keys()))
 def test_each_flag_of_torchrun_is_here_in_all_its_spellings(dest: str) -> None:
     theirs, parser = ACTIONS[dest], OURS
     for spelling in theirs.option_strings:
@@ -95,12 +95,13 @@ BESIDE = {"nnodes": "1:3", "rdzv_endpoint": "h:1", "nproc_per_node": "2", "tee":
 ELSEWHERE = {"standalone": {}, "master_addr": {"nnodes": "2"}, "master_port": {"nnodes": "2"}}
 
 
-@pytest.mark.parametrize("dest", sorted(TORCHRUN_ONLY))
+@pytest.mark.parametrize("dest", sorted(UNSUPPORTED_TORCHRUN_OPTIONS))
 def test_a_flag_of_torchrun_that_is_not_implemented_is_refused_with_what_to_use(
     dest: str, script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert dest not in FLAGS
-    refusal = f": elasticlib does not implement this flag of torchrun; {TORCHRUN_ONLY[dest]}"
+    instead = UNSUPPORTED_TORCHRUN_OPTIONS[dest]
+    refusal = f": elasticlib does not implement this flag of torchrun; {instead}"
     for spelling in ACTIONS[dest].option_strings:
         for words in ([spelling, "null", script], [f"{spelling}=null", script], [spelling, "null"]):
             with pytest.raises(SystemExit) as ended:
@@ -114,7 +115,7 @@ def test_a_flag_of_torchrun_that_is_not_implemented_is_refused_with_what_to_use(
     assert parse_launch([script], {variable: ""}).config
 
 
-@pytest.mark.parametrize("dest", sorted(ACTIONS.keys() - TORCHRUN_ONLY.keys()))
+@pytest.mark.parametrize("dest", sorted(ACTIONS.keys() - UNSUPPORTED_TORCHRUN_OPTIONS.keys()))
 def test_a_flag_says_what_its_variable_says(dest: str, script: str) -> None:
     flag, variable = ACTIONS[dest].option_strings[-1], PREFIX + dest.upper()
     beside = ELSEWHERE.get(dest, {**BESIDE, dest: ""})

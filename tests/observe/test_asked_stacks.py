@@ -29,7 +29,12 @@ from elasticlib.observe.stack_query import (
     encode_query,
     encode_stacks,
 )
-from elasticlib.rendezvous.membership import Membership, Node, RendezvousSettings, form_generation
+from elasticlib.rendezvous.membership import (
+    Membership,
+    NodeRecord,
+    RendezvousSettings,
+    form_generation,
+)
 from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode, encode_shard, encode_state
 from elasticlib.stores.file_store import FileStore
@@ -38,7 +43,7 @@ from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing.waiting import wait_until
 
-NODES = tuple(Node(f"id{n}", f"h{n}", "", 1) for n in range(3))
+NODES = tuple(NodeRecord(f"id{n}", f"h{n}", "", 1) for n in range(3))
 KEYS, ASKED = StoreKeys("job"), StackKeys("job")
 TOLD = NodeStacks({0: "here"}, unresponsive_ranks=(1,))
 
@@ -57,7 +62,7 @@ def settled(store: Store) -> None:
 
 @contextlib.contextmanager
 def answering(
-    store: Store, *nodes: Node, look_every: float = 0.0
+    store: Store, *nodes: NodeRecord, look_every: float = 0.0
 ) -> Iterator[list[StackResponder]]:
     def stacks(ranks: frozenset[int] | None) -> NodeStacks:
         return TOLD if ranks is None else NodeStacks({})

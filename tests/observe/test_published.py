@@ -29,7 +29,12 @@ from elasticlib.observe.node_status import (
     encode,
     observer_prefix,
 )
-from elasticlib.rendezvous.membership import Membership, Node, RendezvousSettings, form_generation
+from elasticlib.rendezvous.membership import (
+    Membership,
+    NodeRecord,
+    RendezvousSettings,
+    form_generation,
+)
 from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode_shard, encode_state
 from elasticlib.rendezvous.store_layout import encode as encode_record
@@ -116,7 +121,7 @@ def test_what_would_fill_the_memory_or_the_screen_is_cut_or_refused() -> None:
     assert found.workers[0].step == 7
 
 
-NODE = Node("id0", "h0", "", 1)
+NODE = NodeRecord("id0", "h0", "", 1)
 
 
 @pytest.mark.parametrize("name", ["run", "expelled", "loop_blocked_seconds"])
@@ -217,7 +222,7 @@ def test_another_state_is_written_at_once_and_a_silence_alone_is_nothing_new() -
     assert len(store.written) == before
 
 
-def settled(store: Store, nodes: tuple[Node, ...]) -> None:
+def settled(store: Store, nodes: tuple[NodeRecord, ...]) -> None:
     """A job of which all nodes live."""
     keys = StoreKeys("job")
     document = form_generation(
@@ -232,7 +237,7 @@ def settled(store: Store, nodes: tuple[Node, ...]) -> None:
 
 def test_a_thousand_nodes_are_read_in_one_listing_and_none_is_asked() -> None:
     store = Counted()
-    nodes = tuple(Node(f"id{n}", f"h{n}", "", 8) for n in range(1000))
+    nodes = tuple(NodeRecord(f"id{n}", f"h{n}", "", 8) for n in range(1000))
     settled(store, nodes)
     for n, node in enumerate(nodes):
         workers = tuple(WorkerStatus(8 * n + k, k, f"pid {k}", step=50 + n % 3) for k in range(8))

@@ -13,8 +13,8 @@ import pytest
 from jobs import forget_own_records
 
 from elasticlib.clock import wall
+from elasticlib.dir_lock import LOCK_FILE
 from elasticlib.errors import RunNotFoundError
-from elasticlib.held_folder import LOCK
 from elasticlib.observe.event import Event, encode
 from elasticlib.observe.journal import NodeJournal
 from elasticlib.observe.runs import (
@@ -41,7 +41,7 @@ def recorded(
     event = Event("run.started", run, "n", 0, began, began, facts=told)
     record.events.write_bytes(encode(event))
     os.utime(record.events, (until, until))
-    os.utime(record.path / LOCK, (began, began))
+    os.utime(record.path / LOCK_FILE, (began, began))
     return record.path
 
 
@@ -53,7 +53,7 @@ def test_a_record_is_its_users_alone(tmp_path: Path) -> None:
     record = RunRegistration("job", directory=tmp_path / "runs")
     for path in (tmp_path / "runs", record.path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert stat.S_IMODE((record.path / LOCK).stat().st_mode) == 0o600
+    assert stat.S_IMODE((record.path / LOCK_FILE).stat().st_mode) == 0o600
     record.close()
     (tmp_path / "runs").chmod(0o777)
     RunRegistration("job", directory=tmp_path / "runs").close()
@@ -97,7 +97,7 @@ def test_the_suite_removes_the_records_of_its_own_process_and_no_others(tmp_path
     began = wall() - 1.0
     mine, old = recorded(tmp_path, "mine", wall()), recorded(tmp_path, "old", began - 60.0)
     theirs = recorded(tmp_path, "theirs")
-    (theirs / LOCK).write_text("1\n")
+    (theirs / LOCK_FILE).write_text("1\n")
     forget_own_records(tmp_path, began)
     assert [path.exists() for path in (mine, old, theirs)] == [False, True, True]
 
@@ -119,7 +119,7 @@ def test_of_runs_that_are_over_the_newest_stay_and_of_those_that_are_not_all(
 ) -> None:
     living = [RunRegistration(f"living{n}", directory=tmp_path) for n in range(3)]
     for record in living:
-        os.utime(record.path / LOCK, (0, 0))
+        os.utime(record.path / LOCK_FILE, (0, 0))
     over = [recorded(tmp_path, f"over{n}", began=float(n)) for n in range(9)]
     remove_old_records(tmp_path, max_finished=4)
     assert all(record.path.exists() for record in living)
@@ -172,7 +172,7 @@ def test_an_agent_that_is_killed_lives_no_longer_whatever_it_has_started(tmp_pat
         agent.wait(20)
         # Its child may not have begun to be another program when the agent was killed.
         wait_until("the lock to be let go", lambda: not is_alive(path))
-        assert (path / LOCK).read_text() == f"{agent.pid}\n"
+        assert (path / LOCK_FILE).read_text() == f"{agent.pid}\n"
     finally:
         os.killpg(agent.pid, signal.SIGKILL)
         agent.stdin.close()
@@ -346,7 +346,7 @@ def test_a_run_whose_lock_file_a_cleaner_removed_lives_and_keeps_its_events(tmp_
     folder = tmp_path / "runs"
     record = RunRegistration("job", directory=folder)
     record.events.write_bytes(encode(Event("run.started", "job", "n", 0, 1.0, 1.0)))
-    (record.path / LOCK).unlink()
+    (record.path / LOCK_FILE).unlink()
     for number in range(3):
         recorded(folder, f"over-{number}", began=float(number + 2))
     (living,) = [known for known in known_runs(directory=folder) if known.is_alive]

@@ -37,22 +37,22 @@ from elasticlib.rendezvous.membership import (
     JobPhase,
     LeaderStatus,
     Membership,
-    Node,
     NodeFailure,
+    NodeRecord,
     RendezvousSettings,
     begin_resize,
     end_generation,
     form_generation,
 )
 
-NODES = tuple(Node(f"id{n}", f"h{n}", "", 2) for n in range(3))
+NODES = tuple(NodeRecord(f"id{n}", f"h{n}", "", 2) for n in range(3))
 SETTLED = form_generation(
     Membership(RendezvousSettings(2, 3, 4)), NODES[:2], charged=False, nonce="m"
 )
 S = JobState
 
 
-def published(node: Node, state: JobState = S.RUNNING, seconds: float = 1.0) -> NodeReport:
+def published(node: NodeRecord, state: JobState = S.RUNNING, seconds: float = 1.0) -> NodeReport:
     rank = NODES.index(node)
     workers = (
         WorkerStatus(

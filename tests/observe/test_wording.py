@@ -20,7 +20,7 @@ from elasticlib.observe.formatting import (
     plural,
 )
 from elasticlib.observe.report.build import seconds_text
-from elasticlib.visible import shorten, visible
+from elasticlib.sanitize import escape_control_chars, shorten
 
 
 @pytest.mark.parametrize(
@@ -97,4 +97,7 @@ def test_a_long_line_stays_one_where_it_is_cut(between: str) -> None:
 
 
 def test_control_characters_are_shown_as_escapes() -> None:
-    assert visible("a\x1b[31mb\x1b[0m\x07\u202ec\r\nd\ud800") == "ab\\x07\\u202ec\nd\\ud800"
+    assert (
+        escape_control_chars("a\x1b[31mb\x1b[0m\x07\u202ec\r\nd\ud800")
+        == "ab\\x07\\u202ec\nd\\ud800"
+    )

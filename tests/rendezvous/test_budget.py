@@ -9,7 +9,7 @@ from elasticlib.rendezvous.interface import ChangeKind
 from elasticlib.rendezvous.membership import (
     JobPhase,
     Membership,
-    Node,
+    NodeRecord,
     RendezvousSettings,
     end_generation,
     form_generation,
@@ -25,30 +25,32 @@ from elasticlib.rendezvous.reconcile import (
 )
 
 LIMITS = RendezvousSettings(1, 4, max_restarts=9, restart_window=60.0)
-A, B, C = (Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1) for name in "abc")
+A, B, C = (NodeRecord(id=f"{name}-1", host=name, address="127.0.0.1", slots=1) for name in "abc")
 
 
-def settled(*members: Node, settings: RendezvousSettings = LIMITS, **fields: object) -> Membership:
+def settled(
+    *members: NodeRecord, settings: RendezvousSettings = LIMITS, **fields: object
+) -> Membership:
     document = form_generation(Membership(settings, "one"), members, charged=False, nonce="m")
     return attrs.evolve(document, **fields)
 
 
-def next_of(document: Membership, *live: Node, **fields: object) -> ReconcileResult:
+def next_of(document: Membership, *live: NodeRecord, **fields: object) -> ReconcileResult:
     seen = LeaderView(live[0].id, document.settings, document, live, nonce="next", wall_time="now")
     return reconcile(attrs.evolve(seen, **fields))
 
 
-def written(document: Membership, *live: Node, **fields: object) -> Membership:
+def written(document: Membership, *live: NodeRecord, **fields: object) -> Membership:
     decision = next_of(document, *live, **fields)
     assert decision.new_membership is not None, decision.reason
     return decision.new_membership
 
 
-def waiting(*members: Node) -> list[Node]:
+def waiting(*members: NodeRecord) -> list[NodeRecord]:
     return [attrs.evolve(member, stopped_membership_id="1.m") for member in members]
 
 
-def failed(member: Node, *, killed: bool = False) -> Node:
+def failed(member: NodeRecord, *, killed: bool = False) -> NodeRecord:
     return attrs.evolve(
         member, failure_reason=f"{member.host} broke", failed_membership_id="1.m", was_killed=killed
     )
@@ -57,7 +59,7 @@ def failed(member: Node, *, killed: bool = False) -> Node:
 # -- drains ----------------------------------------------------------------------------------------
 
 
-def drained(member: Node) -> Node:
+def drained(member: NodeRecord) -> NodeRecord:
     return attrs.evolve(member, membership_id="1.m", may_run_workers=True, drain_reason="SIGUSR2")
 
 

@@ -214,4 +214,4 @@ def test_the_result_names_the_node_and_the_time(cluster: Cluster) -> None:
     ending = state_of(cluster).job_end
     assert ending is not None
     assert ending.written_by == "b"
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d.*", ending.ended_at)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d.*", ending.finished_at)

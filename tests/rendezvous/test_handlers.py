@@ -193,7 +193,7 @@ def test_join_timeout_names_the_lost_node(cluster: Cluster) -> None:
     second.shutdown()
     with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2.*; b left; here: a;") as one:
         joining.result(20)
-    assert one.value.lost
+    assert one.value.is_node_loss
 
 
 def test_a_spare_waits_while_the_generation_is_active(cluster: Cluster) -> None:
@@ -351,7 +351,7 @@ def test_static_nodes_get_their_ranks(cluster: Cluster) -> None:
 
 
 def test_a_static_rank_outside_the_job_is_rejected(cluster: Cluster) -> None:
-    with pytest.raises(ConfigError, match="0 <= node rank < nnodes=2, got 2"):
+    with pytest.raises(ConfigError, match="the rank of a static node must be from 0 to 1, got 2"):
         static(cluster, 2)
 
 

@@ -14,7 +14,7 @@ from elasticlib.rendezvous.local_node import (
     NO_STATUS_YET,
     STATUS_INTERVAL_S,
     LocalNode,
-    StoreGraceExpired,
+    StoreGraceExpiredError,
 )
 from elasticlib.rendezvous.membership import (
     LeaderStatus,
@@ -67,7 +67,7 @@ def test_a_store_that_was_never_reached_is_retried_for_the_join_timeout() -> Non
     assert 0 < part.on_store_error(AWAY, 100.0 + TIMING.join_timeout - 0.1) <= MAX_BACKOFF_S
     assert part.leader_status.reason == str(AWAY)
     with pytest.raises(
-        StoreGraceExpired, match=r"60 s \(join_timeout\): no route.*was never reached"
+        StoreGraceExpiredError, match=r"60 s \(join_timeout\): no route.*was never reached"
     ):
         part.on_store_error(AWAY, 100.0 + TIMING.join_timeout)
 
@@ -80,7 +80,7 @@ def test_a_store_that_was_reached_is_retried_for_the_grace_since_its_last_answer
         assert part.on_store_error(AWAY, came_back + TIMING.store_grace - 0.1) > 0
         part.on_store_success(came_back + TIMING.store_grace)
     part.on_store_error(AWAY, 300.0)
-    with pytest.raises(StoreGraceExpired) as spent:
+    with pytest.raises(StoreGraceExpiredError) as spent:
         part.on_store_error(AWAY, 300.0 + TIMING.store_grace)
     assert (
         str(spent.value)
@@ -171,7 +171,7 @@ def test_a_node_that_remembers_a_generation_gives_up_after_the_grace() -> None:
     grace = member.part.timeouts.store_grace
     assert not member.part.try_other_store(crew.now + grace - 0.1)
     with pytest.raises(
-        StoreGraceExpired, match=r"too few nodes of generation 1 came back to the sto"
+        StoreGraceExpiredError, match=r"too few nodes of generation 1 came back to the sto"
     ):
         member.part.try_other_store(crew.now + grace)
 

@@ -9,7 +9,7 @@ from test_reconcile import A, B, C, D, E, holding, node, settled, view, waiting
 from elasticlib.rendezvous.membership import (
     JobPhase,
     Membership,
-    Node,
+    NodeRecord,
     RendezvousSettings,
     end_generation,
     evict,
@@ -21,11 +21,11 @@ QUORUM = attrs.evolve(ANY, quorum=True)
 FOUR, FIVE = (A, B, C, D), (A, B, C, D, E)
 
 
-def stands(*members: Node, settings: RendezvousSettings = QUORUM) -> Membership:
+def stands(*members: NodeRecord, settings: RendezvousSettings = QUORUM) -> Membership:
     return settled(*members, settings=settings)
 
 
-def is_over(*members: Node, settings: RendezvousSettings = QUORUM) -> Membership:
+def is_over(*members: NodeRecord, settings: RendezvousSettings = QUORUM) -> Membership:
     return end_generation(stands(*members, settings=settings), "d left")
 
 

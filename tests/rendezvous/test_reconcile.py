@@ -13,8 +13,8 @@ from elasticlib.rendezvous.membership import (
     JobPhase,
     Leader,
     Membership,
-    Node,
     NodeFailure,
+    NodeRecord,
     RendezvousSettings,
     end_generation,
     form_generation,
@@ -28,17 +28,19 @@ from elasticlib.rendezvous.reconcile import num_nodes_waiting as number_waiting
 LIMITS = RendezvousSettings(2, 4, max_restarts=1, last_call_timeout=2.0)
 
 
-def node(name: str, **fields: object) -> Node:
-    plain = Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1)
+def node(name: str, **fields: object) -> NodeRecord:
+    plain = NodeRecord(id=f"{name}-1", host=name, address="127.0.0.1", slots=1)
     return attrs.evolve(plain, **fields)
 
 
-def settled(*members: Node, settings: RendezvousSettings = LIMITS, **fields: object) -> Membership:
+def settled(
+    *members: NodeRecord, settings: RendezvousSettings = LIMITS, **fields: object
+) -> Membership:
     document = form_generation(Membership(settings, "one"), members, charged=False, nonce="m")
     return attrs.evolve(document, **fields)
 
 
-def view(document: Membership | None, *live: Node, **fields: object) -> LeaderView:
+def view(document: Membership | None, *live: NodeRecord, **fields: object) -> LeaderView:
     settings = LIMITS if document is None else document.settings
     me = live[0].id if live else "nobody"
     return attrs.evolve(
@@ -49,11 +51,11 @@ def view(document: Membership | None, *live: Node, **fields: object) -> LeaderVi
 A, B, C, D, E = (node(name) for name in "abcde")
 
 
-def waiting(member: Node, left: str = "1.m") -> Node:
+def waiting(member: NodeRecord, left: str = "1.m") -> NodeRecord:
     return attrs.evolve(member, stopped_membership_id=left)
 
 
-def holding(document: Membership) -> list[Node]:
+def holding(document: Membership) -> list[NodeRecord]:
     """Its members, as each of them remembers where it is."""
     return [
         attrs.evolve(
@@ -385,7 +387,7 @@ def documents(draw: st.DrawFn) -> Membership:
 
 @given(documents(), lives, st.floats(0, 5), st.sets(names, max_size=3))
 def test_every_decision_fulfills_the_invariants(
-    document: Membership, live: list[Node], quiet: float, done: set[str]
+    document: Membership, live: list[NodeRecord], quiet: float, done: set[str]
 ) -> None:
     ids = frozenset(f"{name}-1" for name in done) & document.member_ids
     me = live[0].id if live else "nobody"
@@ -397,7 +399,7 @@ def test_every_decision_fulfills_the_invariants(
         _check(document, after, live)
 
 
-def _check(before: Membership, after: Membership, live: list[Node]) -> None:
+def _check(before: Membership, after: Membership, live: list[NodeRecord]) -> None:
     assert after != before
     assert after.generation in (before.generation, before.generation + 1)
     assert before.restarts <= after.restarts <= before.settings.max_restarts
@@ -428,7 +430,7 @@ def _check(before: Membership, after: Membership, live: list[Node]) -> None:
 # -- what a store has forgotten --------------------------------------------------------------------
 
 
-def forgotten(document: Membership, *live: Node, **fields: object) -> LeaderView:
+def forgotten(document: Membership, *live: NodeRecord, **fields: object) -> LeaderView:
     return view(None, *live, remembered_state=document.state, **fields)
 
 
@@ -538,7 +540,7 @@ def test_a_new_run_starts_if_all_nodes_of_a_running_one_are_lost_but_not_while_a
     ids=["nobody", "a new node", "a new leader", "an old node", "an old leader", "new and old"],
 )
 def test_a_node_that_starts_is_part_of_an_ended_run_only_while_one_of_its_nodes_lives(
-    alive: list[Node | Leader], is_part: bool, phase: JobPhase
+    alive: list[NodeRecord | Leader], is_part: bool, phase: JobPhase
 ) -> None:
     # However many nodes the ended run had, and whether it had room for more.
     for members in ((A, B), (A, B, C, D)):

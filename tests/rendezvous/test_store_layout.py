@@ -16,8 +16,8 @@ from elasticlib.rendezvous.membership import (
     Leader,
     LeaderStatus,
     MembershipState,
-    Node,
     NodeFailure,
+    NodeRecord,
     RendezvousSettings,
 )
 from elasticlib.rendezvous.rank_assignment import assign_ranks
@@ -32,7 +32,7 @@ from elasticlib.rendezvous.store_layout import (
 )
 
 nodes = st.builds(
-    Node,
+    NodeRecord,
     id=st.text(min_size=1),
     host=st.text(),
     address=st.text(),
@@ -68,12 +68,12 @@ states = st.builds(
     is_planned=st.booleans(),
     quick_failure_count=st.integers(0, 9),
     trigger=st.sampled_from(GenerationTrigger),
-    job_end=st.none() | st.builds(JobEnd, written_by=st.text(), ended_at=st.text()),
+    job_end=st.none() | st.builds(JobEnd, written_by=st.text(), finished_at=st.text()),
 )
 
 
 @given(nodes)
-def test_a_node_is_decoded_as_it_was_encoded(node: Node) -> None:
+def test_a_node_is_decoded_as_it_was_encoded(node: NodeRecord) -> None:
     assert decode_node(encode(node)) == node
 
 
@@ -83,7 +83,7 @@ def test_a_state_is_decoded_as_it_was_encoded(state: MembershipState) -> None:
 
 
 @given(st.lists(nodes, max_size=5, unique_by=lambda node: node.id))
-def test_a_shard_is_decoded_with_all_rank_assignments(members: list[Node]) -> None:
+def test_a_shard_is_decoded_with_all_rank_assignments(members: list[NodeRecord]) -> None:
     rows = tuple(zip(members, assign_ranks(members), strict=True))
     assert decode_shard(encode_shard(rows)) == rows
 
@@ -107,7 +107,7 @@ def test_a_leader_status_is_decoded_as_it_was_encoded(note: LeaderStatus) -> Non
 
 @given(st.binary(max_size=200))
 def test_malformed_documents_are_rejected(noise: bytes) -> None:
-    for kind in (Leader, LeaderStatus, Node):
+    for kind in (Leader, LeaderStatus, NodeRecord):
         with pytest.raises(RendezvousConfigError):
             decode(kind, noise, "noise")
     with pytest.raises(RendezvousConfigError):
@@ -152,7 +152,7 @@ LIMITS_SAID = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2)))
         ),
         (spoilt(generation=1 << 70), "generation"),
         (spoilt(settings={**LIMITS_SAID, "last_call_timeout": float("nan")}), "last_call_timeout"),
-        (spoilt(settings={**LIMITS_SAID, "min_nodes": 0}), "need 1 <= min_nodes"),
+        (spoilt(settings={**LIMITS_SAID, "min_nodes": 0}), "must satisfy 1 <= min_nodes"),
     ],
 )
 def test_an_error_names_the_field(data: bytes, named: str) -> None:

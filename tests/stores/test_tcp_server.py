@@ -316,7 +316,7 @@ def test_closing_a_server_whose_thread_is_blocked_returns_and_logs_where_it_is(
     with dial(server):
         assert blocked.wait(60)
         server.close()
-        assert "has not ended within 0.2 s; it is in" in caplog.text
+        assert "has not stopped within 0.2 s and is abandoned; its thread is in" in caplog.text
         assert server.is_serving
         free.set()
     server.close()

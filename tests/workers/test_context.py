@@ -22,8 +22,8 @@ from elasticlib.agent.stop_procedure import (
     propose_stop,
 )
 from elasticlib.clock import monotonic
+from elasticlib.dir_lock import is_locked
 from elasticlib.errors import ConfigError
-from elasticlib.held_folder import is_held
 from elasticlib.workers.context import WorkerContext
 from elasticlib.workers.event_loop import EventLoop
 from elasticlib.workers.interface import (
@@ -345,7 +345,7 @@ def test_the_folder_of_memory_is_held_as_long_as_it_is_in_use() -> None:
     made = memory.attempt_dir(0)
     assert made is not None
     folder = made.parent
-    assert is_held(folder)
+    assert is_locked(folder)
     memory.remove()
     supervisor.close()
     loop.close()

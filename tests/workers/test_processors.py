@@ -12,8 +12,8 @@ from modules import path_with
 from test_local import Run
 from torch.numa import binding
 
+from elasticlib.defaults import NUMA_BINDINGS
 from elasticlib.errors import ConfigError
-from elasticlib.flag_values import NUMA_BINDINGS
 from elasticlib.workers.local_workers import LocalWorkers
 from elasticlib.workers.node_resources import call_torch_numa, count_usable_cpus, numa_cpu_sets
 from elasticlib.workers.spec import Function

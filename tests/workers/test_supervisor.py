@@ -45,7 +45,7 @@ def test_workers_end_with_a_killed_supervisor_and_others_start(
     killed = supervisor_of(run)
     os.kill(killed, signal.SIGKILL)
     assert run.end().returncode == -signal.SIGKILL
-    assert "the supervisor process has ended" in caplog.text
+    assert "the supervisor process was lost" in caplog.text
     # Its successor kills what the worker has left before it starts another one.
     run.start(shell("exit 3"), attempt=1)
     assert not alive(worker)

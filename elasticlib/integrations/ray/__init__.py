@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...agent.interface import RunResult
-from ...errors import ConfigError, ElasticError, describe
+from ...errors import ConfigError, ElasticError, format_error
 from ...launch.elastic_launch import values_of, with_args
 from ...launch.launch_config import LaunchConfig
 from ...workers.spec import Entrypoint, Function, entrypoint_name
@@ -167,7 +167,7 @@ def _pickle_function(function: Function) -> Function:
         pickled = bytes(cloudpickle.dumps((function.target, function.args)))
     except Exception as error:  # the __reduce__ method of an argument may raise any exception
         raise ConfigError(
-            f"cannot send {function.target!r} to a worker: {describe(error)}"
+            f"cannot send {function.target!r} to a worker: {format_error(error)}"
         ) from error
     return Function(call_pickled, (pickled,))
 
@@ -207,6 +207,6 @@ def unpickle_values(values: Mapping[int, tuple[int, bytes]]) -> dict[int, Any]:
             unpickled[rank] = pickle.loads(value)
         except Exception as error:
             raise ElasticError(
-                f"the return value of rank {rank} cannot be unpickled: {describe(error)}"
+                f"the return value of rank {rank} cannot be unpickled: {format_error(error)}"
             ) from error
     return unpickled

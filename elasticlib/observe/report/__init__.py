@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from ...errors import ConfigError
-from ...visible import visible
+from ...sanitize import escape_control_chars
 from ..formatting import NO_STEPS_TEXT, plural
 from ..history import History
 from ..history_reader import RunName, read_history
@@ -119,7 +119,7 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         # Reasons and names originate from workers; control characters in them are made visible.
-        finalize=lambda value: visible(value) if type(value) is str else value,
+        finalize=lambda value: escape_control_chars(value) if type(value) is str else value,
     )
     environment.filters.update(
         number=lambda value: f"{value:.2f}".rstrip("0").rstrip("."),

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from ...clock import date_of
+from ...clock import format_utc
 from ..event import TimelineEvent
 from ..formatting import (
     DAY,
@@ -213,7 +213,7 @@ def state_text(history: History) -> str:
 def format_date(seconds: float) -> str:
     """Format a wall clock time; a file may contain any number, so the text may be empty."""
     try:
-        return date_of(seconds)
+        return format_utc(seconds)
     except (OverflowError, OSError, ValueError):
         return ""
 
