@@ -81,6 +81,6 @@ def test_a_line_that_is_no_event_is_refused(change: dict[str, Any], sentence: st
 
 
 @pytest.mark.parametrize("line", ["", "{", "[]", "null", b"\xff\xfe", "1", "[" * 9999])
-def test_noise_is_refused(line: str | bytes) -> None:
+def test_malformed_events_are_rejected(line: str | bytes) -> None:
     with pytest.raises(ValueError, match="an event must be a"):
         decode(line)
