@@ -41,7 +41,7 @@ DAY := not (processes or long or release)
 
 help:
 	@echo "make demo       a training job that survives: half a minute"
-	@echo "make picture    runs the job of the README's picture, draws it, and keeps its report"
+	@echo "make picture    runs the jobs of the README's picture and of docs/guide/output.md, and draws them"
 	@echo "make test       what a person runs all day: three minutes on two cores"
 	@echo "make test-processes  real jobs: workers, agents and stores are killed, stopped and cut off"
 	@echo "make test-long  jobs between hosts (network namespaces), the demo, many drawn examples"
@@ -79,6 +79,7 @@ demo: $(RUNTIME)
 
 picture: $(RUNTIME)
 	@$(BIN)/python docs/making/survives.py
+	@$(BIN)/python docs/making/outputs.py
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m "$(DAY)"

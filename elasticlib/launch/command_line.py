@@ -169,6 +169,8 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Shows each option in its dash spelling only."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return action.dest
         if action.dest in FLAGS:
             return FLAGS[action.dest].usage
         spellings = super()._format_action_invocation(action).split(", ")

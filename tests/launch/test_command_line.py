@@ -69,3 +69,11 @@ def test_so_is_a_misspelt_command_and_a_flag_of_one(
         main(line.split())
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(f" (did you mean {meant}?)\n")
+
+
+def test_help_names_the_script_and_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_command_line(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("  training_script ") for line in lines)
+    assert any(line.startswith("  training_script_args ") for line in lines)
