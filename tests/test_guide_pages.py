@@ -34,9 +34,10 @@ PYTHON = [
     page
     for page in PAGES
     if "```python" in FOUND[page][0]
-    # Tests of their own run these: tests/integrations/test_start_page.py starts the job, and
-    # tests/checkpoint/test_checkpoints_page.py writes the checkpoints.
-    and page not in ("guide/launch.md", "guide/checkpoints.md")
+    # Tests of their own run these: tests/integrations/test_start_page.py and
+    # tests/launch/test_events_page.py start the jobs, and tests/checkpoint/test_checkpoints_page.py
+    # writes the checkpoints.
+    and page not in ("guide/launch.md", "guide/events.md", "guide/checkpoints.md")
 ]
 OTHERS = {"--help", "--ipc", "--pids-limit", "--shm-size", "--ulimit"}  # Docker's, except --help
 
