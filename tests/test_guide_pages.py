@@ -1,4 +1,4 @@
-"""The pages of the guide: their Python runs, and their command lines and flags are known."""
+"""The guide and the troubleshooting page: Python code runs, commands and flags are known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from elasticlib.launch.command_line import build_parser
 from elasticlib.observe.history import PHASES
 from elasticlib.observe.metrics import FAMILIES
 
-PAGES = sorted(str(path.relative_to(DOCS)) for path in (DOCS / "guide").glob("*.md"))
+GUIDE = sorted(str(path.relative_to(DOCS)) for path in (DOCS / "guide").glob("*.md"))
+PAGES = [*GUIDE, "troubleshooting.md"]
 FOUND = {page: blocks_of(page) for page in PAGES}
 LINES = [
     (page, line)
@@ -38,7 +39,7 @@ PYTHON = [
     # writes the checkpoints.
     and page not in ("guide/launch.md", "guide/events.md", "guide/checkpoints.md")
 ]
-OTHERS = {"--help", "--shm-size"}
+OTHERS = {"--help", "--ipc", "--pids-limit", "--shm-size", "--ulimit"}  # Docker's, except --help
 
 
 @pytest.fixture
