@@ -24,7 +24,7 @@ from elasticlib.launch.arguments import parse_launch
 from elasticlib.launch.rendezvous_options import RendezvousOptions
 
 ROOT = DOCS.parent
-PAGES = ["concepts.md", "gpu.md", "installation.md", "timeouts.md"]
+PAGES = ["concepts.md", "gpu.md", "installation.md", "security.md", "timeouts.md"]
 COMMAND_LINES = [
     (page, line)
     for page in PAGES
