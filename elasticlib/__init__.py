@@ -33,6 +33,7 @@ _EXPORTS = {
     "launch.launch_config": ("LaunchConfig", "SupervisionOptions"),
     "launch.elastic_launch": ("elastic_launch", "keep_snapshots"),
     "launch.observability": ("observe_node",),
+    "observe.event": ("Event",),
     "observe.report": ("report", "Report"),
     "observe.history": ("History",),
     "observe.history_reader": ("read_history",),
@@ -100,6 +101,7 @@ if TYPE_CHECKING:
     from .launch.observability import observe_node as observe_node
     from .logical.logical_workers import LogicalWorker as LogicalWorker
     from .logical.logical_workers import LogicalWorkers as LogicalWorkers
+    from .observe.event import Event as Event
     from .observe.history import History as History
     from .observe.history_reader import read_history as read_history
     from .observe.report import Report as Report

@@ -144,7 +144,7 @@ class Training:
     def sources(self) -> set[str]:
         """Return the sources from which nodes have restored a state."""
         events = (event for node in self.job.events(self.folder.name) for event in node)
-        return {event.facts["source"] for event in events if event.kind == "state.restored"}
+        return {event.data["source"] for event in events if event.kind == "state.restored"}
 
 
 def _read(path: Path) -> list[Worker]:

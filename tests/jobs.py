@@ -226,7 +226,7 @@ class Job:
             lines = path.read_bytes().splitlines()
             events = [decode(line) for line in lines]
             for event in events:
-                assert set(event.facts) == set(KINDS[event.kind]), event
+                assert set(event.data) == set(KINDS[event.kind]), event
             assert [event.monotonic for event in events] == sorted(
                 event.monotonic for event in events
             )

@@ -80,34 +80,48 @@ def test_each_link_of_a_page_leads_somewhere(page: str) -> None:
             assert anchor in anchors(name), f"{page} links to {target}: no such heading"
 
 
-# What happens when ... dies
+# Failure modes
+
+MODES = "failure_modes"
+FOOTNOTES = {
+    name: re.findall(r"`([^`]+)`", tests)
+    for name, tests in re.findall(r"^\[\^([\w-]+)\]: (.*(?:\n    .*)*)", text(MODES), re.MULTILINE)
+}
 
 
-def rows(path: Path) -> list[list[str]]:
-    """The cells of the table under the heading of that name."""
-    section = path.read_text().partition("# What happens when")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+def rows_of_failure_table(markdown: str) -> list[list[str]]:
+    """Return the cells of each row of all tables with the column "what elasticlib does"."""
+    header = r"^\| fault \| what elasticlib does \|.*\n\|[-|]+\n((?:\| .*\n)+)"
+    lines = "".join(re.findall(header, markdown, re.MULTILINE)).splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_page_has_each_row_of_the_readmes_table() -> None:
-    there = {row[0]: row[1] for row in rows(DOCS / "what_happens_when.md")}
-    readme = ROOT / "README.md"
-    assert f"has {len(there)} rows" in readme.read_text()
-    readmes = rows(readme)
-    assert len(readmes) >= 6
-    for first, second in readmes:
-        assert there.get(first) == second.replace("](docs/", "]("), first
+ROWS = rows_of_failure_table(text(MODES))
 
 
-@pytest.mark.parametrize("row", rows(DOCS / "what_happens_when.md"), ids=lambda row: row[0][:40])
-def test_the_tests_that_a_row_names_are_there(row: list[str]) -> None:
-    named = re.findall(r"`([^`]+)`", row[2])
-    assert named
-    for name in named:
-        path, _, test = name.partition("::")
+def test_readme_quotes_rows_of_the_failure_modes() -> None:
+    effects = {row[0]: row[1] for row in ROWS}
+    assert len(effects) == len(ROWS)
+    readme = (ROOT / "README.md").read_text()
+    assert f"has {len(ROWS)} rows" in readme
+    quoted = rows_of_failure_table(readme)
+    assert len(quoted) >= 6
+    for fault, effect in quoted:
+        assert effects.get(fault) == effect.replace("](docs/", "]("), fault
+
+
+def test_each_failure_mode_has_one_footnote_of_its_own() -> None:
+    assert len(ROWS) > 80
+    assert sorted(row[2] for row in ROWS) == sorted(f"[^{name}]" for name in FOOTNOTES)
+
+
+@pytest.mark.parametrize("name", FOOTNOTES)
+def test_each_test_named_by_a_failure_mode_exists(name: str) -> None:
+    assert FOOTNOTES[name]
+    for test_id in FOOTNOTES[name]:
+        path, _, test = test_id.partition("::")
         tree = ast.parse((ROOT / path).read_text())
-        assert test in set(functions_of(tree)), name
+        assert test in set(functions_of(tree)), test_id
 
 
 def functions_of(tree: ast.Module | ast.ClassDef, within: str = "") -> Iterator[str]:

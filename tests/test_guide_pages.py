@@ -1,4 +1,4 @@
-"""The pages of the guide: their Python runs, and their command lines and flags are known."""
+"""The guide and the troubleshooting page: Python code runs, commands and flags are known."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from pages import DOCS, blocks_of
 from elasticlib.launch import cli
 from elasticlib.launch.arguments import parse_launch
 from elasticlib.launch.command_line import build_parser
+from elasticlib.observe.history import PHASES
+from elasticlib.observe.metrics import FAMILIES
 
-PAGES = sorted(str(path.relative_to(DOCS)) for path in (DOCS / "guide").glob("*.md"))
+GUIDE = sorted(str(path.relative_to(DOCS)) for path in (DOCS / "guide").glob("*.md"))
+PAGES = [*GUIDE, "troubleshooting.md"]
 FOUND = {page: blocks_of(page) for page in PAGES}
 LINES = [
     (page, line)
@@ -31,10 +34,12 @@ PYTHON = [
     page
     for page in PAGES
     if "```python" in FOUND[page][0]
-    # It starts a job: tests/integrations/test_start_page.py does.
-    and page != "guide/launch.md"
+    # Tests of their own run these: tests/integrations/test_start_page.py and
+    # tests/launch/test_events_page.py start the jobs, and tests/checkpoint/test_checkpoints_page.py
+    # writes the checkpoints.
+    and page not in ("guide/launch.md", "guide/events.md", "guide/checkpoints.md")
 ]
-OTHERS = {"--help", "--shm-size"}
+OTHERS = {"--help", "--ipc", "--pids-limit", "--shm-size", "--ulimit"}  # Docker's, except --help
 
 
 @pytest.fixture
@@ -111,3 +116,18 @@ def test_flags_and_subcommands_that_a_page_names_are_there(page: str) -> None:
     named = {flag for text in code for flag in re.findall(r"(?:^|\s)(--[a-z-]+)", text)}
     named |= {m[1] for text in code if (m := re.match(r"elasticlib ([a-z]+)", text))}
     assert named <= FLAGS | COMMANDS.keys() | OTHERS
+
+
+def test_reports_page_describes_each_phase_of_lost_time() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", FOUND["guide/reports.md"][0], re.MULTILINE)
+    assert rows == list(PHASES.items())
+
+
+def test_metrics_page_describes_each_metric() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\w+) \| (.*?) ?\| (.*) \|$", FOUND["guide/metrics.md"][0], re.MULTILINE
+    )
+    assert rows == [
+        (family.name, family.type, ", ".join(f"`{name}`" for name in family.labels), family.help)
+        for family in FAMILIES.values()
+    ]

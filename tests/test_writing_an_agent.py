@@ -19,16 +19,16 @@ from elasticlib import ElasticAgent, FileStore, WorkerState, read_history
 from elasticlib.observe.history import JobState
 from elasticlib.observe.job_status import read_job
 from elasticlib.testing import AgentRequest
-from elasticlib.testing.agent_acts import Act
-from elasticlib.testing.agent_job import Job
-from elasticlib.testing.agent_stage import Scene, Stage
+from elasticlib.testing.agent_job import AgentJob
 from elasticlib.testing.waiting import wait_until
+from elasticlib.testing.worker_behavior import WorkerBehavior
+from elasticlib.testing.worker_harness import Scenario, WorkerHarness
 
 _, BLOCKS = blocks_of("writing_an_agent.md")
 FILES = by_name([code for _, code in BLOCKS])
 MODULE, LAUNCHER, SUITE = "elasticlib_remote", "launch_remote.py", "test_elasticlib_remote.py"
 OBSERVED = "launch_observed.py"
-PATIENCE = 20.0
+TIMEOUT_S = 20.0
 
 # Another host, as far as one machine can be one: what runs there gets nothing of this side's
 # environment, and a shell reads the command line.
@@ -49,21 +49,22 @@ LONE = """
 import sys
 from pathlib import Path
 from elasticlib.testing import AgentRequest
-from elasticlib.testing.agent_acts import Act
-from elasticlib.testing.agent_job import Job
-from elasticlib.testing.agent_stage import Scene, Stage
+from elasticlib.testing.agent_job import AgentJob
+from elasticlib.testing.worker_behavior import WorkerBehavior
+from elasticlib.testing.worker_harness import Scenario, WorkerHarness
 from elasticlib import ElasticAgent
 from elasticlib_remote import RemoteWorkers
 
-class Elsewhere(Stage):
+class ExistingPipes(WorkerHarness):
     def __init__(self):
-        self.functions, self._folder = False, Path(sys.argv[1])
+        self.use_functions, self._pipe_dir = False, Path(sys.argv[1])
 
-def make(asked):
+def make(request):
     workers = RemoteWorkers(("ssh", "gpu7"))
-    return ElasticAgent(asked.spec, asked.handler, workers, **asked.settings)
+    return ElasticAgent(request.spec, request.handler, workers, **request.settings)
 
-Job(make, Elsewhere(), 20.0, 1.0).node(Scene.of(Act.STAY_DEAF, Act.STAY)).agent.run()
+scenario = Scenario.of(WorkerBehavior.IGNORE_SIGTERM, WorkerBehavior.RUN)
+AgentJob(make, ExistingPipes(), 20.0, 1.0).node(scenario).agent.run()
 """
 
 
@@ -90,20 +91,20 @@ def module(site: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    folder = tmp_path / "stage"
-    folder.mkdir()
-    with closing(Stage(folder, PATIENCE)) as stage:
-        yield stage
+def harness(tmp_path: Path) -> Iterator[WorkerHarness]:
+    pipe_dir = tmp_path / "pipes"
+    pipe_dir.mkdir()
+    with closing(WorkerHarness(pipe_dir, TIMEOUT_S)) as harness:
+        yield harness
 
 
 @pytest.fixture
-def job(module: Any, stage: Stage) -> Iterator[Job]:
-    def make(asked: AgentRequest) -> ElasticAgent:
+def job(module: Any, harness: WorkerHarness) -> Iterator[AgentJob]:
+    def make(request: AgentRequest) -> ElasticAgent:
         workers = module.RemoteWorkers(("ssh", "gpu7"))
-        return ElasticAgent(asked.spec, asked.handler, workers, **asked.settings)
+        return ElasticAgent(request.spec, request.handler, workers, **request.settings)
 
-    with closing(Job(make, stage, PATIENCE, 2.0)) as job:
+    with closing(AgentJob(make, harness, TIMEOUT_S, 2.0)) as job:
         yield job
 
 
@@ -147,32 +148,34 @@ def test_the_pages_observable_launcher_has_a_status_and_a_report(site: Path) -> 
     assert node.status.host == "here"
 
 
-def test_an_agent_that_is_killed_leaves_no_worker_elsewhere(site: Path, stage: Stage) -> None:
+def test_a_killed_agent_leaves_no_worker_on_the_other_host(
+    site: Path, harness: WorkerHarness
+) -> None:
     (site / "lone.py").write_text(LONE)
-    folder = site.parent / "stage"
-    with subprocess.Popen([sys.executable, str(site / "lone.py"), str(folder)]) as agent:
+    pipe_dir = site.parent / "pipes"
+    with subprocess.Popen([sys.executable, str(site / "lone.py"), str(pipe_dir)]) as agent:
         try:
-            stage.until_up(1, 2)
+            harness.wait_until_started(1, 2)
         finally:
             agent.kill()
-    wait_until("the workers to be gone", lambda: not stage.busy(1), PATIENCE)
+    wait_until("the workers to exit", lambda: not harness.is_running(1), TIMEOUT_S)
 
 
-def test_a_connection_that_is_lost_is_a_failure_that_is_charged(job: Job) -> None:
-    node = job.node(Scene.of(Act.STAY, Act.STAY), max_restarts=1)
-    node.begin()
-    job.stage.until_up(1, 2)
+def test_a_lost_connection_is_a_failure_that_uses_a_restart(job: AgentJob) -> None:
+    node = job.node(Scenario.of(WorkerBehavior.RUN, WorkerBehavior.RUN), max_restarts=1)
+    node.start()
+    job.harness.wait_until_started(1, 2)
     node.agent.workers._process.kill()  # type: ignore[attr-defined]
     result = node.result()
     assert (result.state, result.restarts) == (WorkerState.SUCCEEDED, 1), result.reason
 
 
-def test_a_shell_that_is_not_there_is_told(module: Any, stage: Stage) -> None:
-    def make(asked: AgentRequest) -> ElasticAgent:
+def test_a_missing_remote_shell_is_named_in_the_result(module: Any, harness: WorkerHarness) -> None:
+    def make(request: AgentRequest) -> ElasticAgent:
         workers = module.RemoteWorkers(("no-such-shell", "gpu7"))
-        return ElasticAgent(asked.spec, asked.handler, workers, **asked.settings)
+        return ElasticAgent(request.spec, request.handler, workers, **request.settings)
 
-    with closing(Job(make, stage, PATIENCE, 1.0)) as job:
-        result = job.node(Scene.of(Act.SUCCEED, Act.SUCCEED)).runs()
+    with closing(AgentJob(make, harness, TIMEOUT_S, 1.0)) as job:
+        result = job.node(Scenario.of(WorkerBehavior.SUCCEED, WorkerBehavior.SUCCEED)).run()
     assert result.state is WorkerState.FAILED
     assert "cannot run no-such-shell: No such file or directory" in result.reason

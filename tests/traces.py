@@ -1,8 +1,8 @@
-"""The proof that a run used each sample exactly once, from what its ranks have written down.
+"""Check that a run used each sample exactly once, from the traces of its ranks.
 
-A rank writes a step's line before it takes part in that step (`train_text.write_down`), so whatever
-a checkpoint holds has been written down by every rank. Steps that a later generation, or one of a
-later launch, did not build on are struck out.
+A rank writes the line of a step before it takes part in the step (`train_text.append_trace`), so
+the traces contain every step of every checkpoint. Steps are discarded if a later generation, or one
+of a later launch, resumed from an earlier step.
 """
 
 from __future__ import annotations
@@ -20,44 +20,41 @@ from elasticlib.errors import ElasticError
 
 
 class TraceError(ElasticError):
-    """The surviving history is not whole: a step is missing, or ranks are missing in it."""
+    """The surviving history is incomplete: a step, or the line of a rank, is missing."""
 
 
 @attrs.frozen
 class Survey:
-    """What the surviving history of a run used."""
+    """Steps and samples of the surviving history of a run."""
 
-    steps: int
-    """Steps that the last state rests on, numbered 1 to this."""
-    redone: int
-    """Steps that were begun and struck out, since a later generation resumed before them."""
-    uses: dict[int, Counter[int]]
-    """Of each epoch, how often each sample was used."""
+    steps: int  # number of steps that led to the last state
+    redone: int  # steps that were discarded because a later generation resumed before them
+    uses: dict[int, Counter[int]]  # for each epoch, how often each sample was used
 
     def exactly_once(self, length: int) -> bool:
-        """Whether each epoch used each of `length` samples once and nothing else."""
+        """Return True if each epoch used each of `length` samples once and nothing else."""
         return all(used == Counter(range(length)) for used in self.uses.values())
 
 
 def survey(prefix: str | Path) -> Survey:
-    """Read all traces of a run that has ended, and strike out what did not survive.
+    """Read all traces of a finished run, and discard steps that did not survive.
 
-    A step's line survives unless a later line of its file, or any file of a later generation,
-    says that it resumed from an earlier step. A generation that never came to the step from which
-    a later one resumed is none that this rests on: two launches of a job that cannot see each other
-    may go on side by side until they meet, and then the further one's state is taken.
+    The line of a step survives unless a later line of its file, or any file of a later generation,
+    resumed from an earlier step. A generation that never reached the step from which a later one
+    resumed is discarded: two launches of a job that cannot see each other may run at the same time
+    until they meet, and then continue from the state with more steps.
 
     Raises:
-        TraceError: steps 1, 2, ... have a gap, or a step has not one line of each of its ranks.
+        TraceError: Steps 1, 2, ... have a gap, or a step does not have one line of each rank.
     """
     surviving: list[dict[str, Any]] = []
-    struck: set[tuple[int, int]] = set()
+    discarded: set[tuple[int, int]] = set()
     resumed_later: list[int] = []
     for number, files in enumerate(reversed(_files_by_generation(prefix))):
-        told = {line["step"] for lines in files for line in lines if "step" in line}
+        steps = {line["step"] for lines in files for line in lines if "step" in line}
         own = {line["resumed"] for lines in files for line in lines if "resumed" in line}
-        if resumed_later and max(told | own, default=0) < min(resumed_later):
-            struck |= {(number, step) for step in told}
+        if resumed_later and max(steps | own, default=0) < min(resumed_later):
+            discarded |= {(number, step) for step in steps}
             continue
         for lines in files:
             resumed = list(resumed_later)
@@ -65,29 +62,29 @@ def survey(prefix: str | Path) -> Survey:
                 if "resumed" in line:
                     resumed.append(line["resumed"])
                 elif any(step < line["step"] for step in resumed):
-                    struck.add((number, line["step"]))
+                    discarded.add((number, line["step"]))
                 else:
                     surviving.append(line)
         resumed_later += own
-    return _count(surviving, len(struck))
+    return _count(surviving, len(discarded))
 
 
 def _files_by_generation(prefix: str | Path) -> list[list[list[dict[str, Any]]]]:
-    """The lines of each file, in the order of launches, and of generations in each."""
+    """Return the lines of each file, ordered by launch and generation."""
     prefix = Path(prefix)
     generations: dict[tuple[str, int], list[list[dict[str, Any]]]] = defaultdict(list)
-    began: dict[str, float] = {}
+    started: dict[str, float] = {}
     for path in prefix.parent.glob(f"{prefix.name}.*.*.*.jsonl"):
-        # A launch's name may have dots itself.
+        # The name of a launch may contain dots.
         launch, generation, _, _ = path.name.removeprefix(f"{prefix.name}.").rsplit(".", 3)
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         generations[launch, int(generation)].append(lines)
-        # Names of launches do not sort. Clocks of machines may differ by less than what lies
-        # between two launches; within one, generations are counted and need no clock.
+        # Launches are ordered by time. The clocks of machines differ by less than the time between
+        # two launches.
         times = [line["at"] for line in lines if "resumed" in line]
-        began[launch] = min([*times, began.get(launch, math.inf)])
-    order = sorted(generations, key=lambda one: (began[one[0]], one))
-    return [generations[one] for one in order]
+        started[launch] = min([*times, started.get(launch, math.inf)])
+    order = sorted(generations, key=lambda key: (started[key[0]], key))
+    return [generations[key] for key in order]
 
 
 def _count(lines: Iterable[dict[str, Any]], redone: int) -> Survey:

@@ -198,8 +198,8 @@ def _events_page() -> str:
     kinds = [
         _heading(kind, "-")
         + "\n\n"
-        + "\n".join(f"``{fact}``\n   {plain(meaning)}\n" for fact, meaning in facts.items())
-        for kind, facts in KINDS.items()
+        + "\n".join(f"``{name}``\n   {plain(meaning)}\n" for name, meaning in values.items())
+        for kind, values in KINDS.items()
     ]
     return _page("Events", "", _directive("automodule", "elasticlib.observe.event"), told, *kinds)
 

@@ -202,8 +202,8 @@ class RunReporter:
         for worker in group.workers:
             local = worker.local_rank
             if local in names:
-                facts = {"local_rank": local, "name": names[local], "attempt": attempts[local]}
-                self._record("worker.started", worker.rank, **facts)
+                data = {"local_rank": local, "name": names[local], "attempt": attempts[local]}
+                self._record("worker.started", worker.rank, **data)
         if names and self._workers.reports_heartbeats and self._journal is not None:
             self._steps = StepMonitor(self._started_at)
 
@@ -221,8 +221,8 @@ class RunReporter:
             # An error in a report must not stop the training.
             log.exception("cannot read the workers' steps, trying again in %g s", MAX_INTERVAL_S)
             self._steps, events = attrs.evolve(watch, due_at=now + MAX_INTERVAL_S), []
-        for kind, facts in events:
-            self._record(kind, **facts)
+        for kind, data in events:
+            self._record(kind, **data)
 
     def _report_last_steps(self) -> None:
         self.report_steps(final=True)
@@ -366,8 +366,8 @@ class RunReporter:
     def _generation(self) -> int:
         return 0 if self._group is None else self._group.generation
 
-    def _record(self, kind: str, rank: int | None = None, **facts: object) -> None:
+    def _record(self, kind: str, rank: int | None = None, **data: object) -> None:
         if self._journal is not None:
             generation, journal = self._generation, self._journal
-            record = partial(journal.record, kind, generation=generation, rank=rank, **facts)
+            record = partial(journal.record, kind, generation=generation, rank=rank, **data)
             self._caller.call(record, is_nonblocking=journal.is_nonblocking)

@@ -190,7 +190,8 @@ class CheckpointManager:
         Args:
             step: the number of completed steps, from 0.
             state: nested containers of tensors, NumPy arrays, plain values, and objects with
-                `state_dict` and `load_state_dict`; docs/checkpoints.md lists the types.
+                `state_dict` and `load_state_dict`; docs/reference/checkpoints.md lists the
+                types.
             pin: never delete this checkpoint, independently of `keep_last` and `keep_every`, until
                 the same step is saved again without `pin`. All ranks give the same value.
             if_busy: what to do while the previous save is still being written. "wait" waits for it.

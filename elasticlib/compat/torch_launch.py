@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import uuid
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +60,7 @@ def plain_values(config: LaunchConfig) -> dict[str, Any]:
 
 
 def _rendezvous(config: LaunchConfig) -> dict[str, Any]:
-    """Return endpoint, backend, rank and run id, with torch's forms of a single-node job."""
+    """Return endpoint, backend and rank, with torch's forms of a single-node job."""
     found: dict[str, Any] = {}
     tcp = config.rdzv_backend in ("tcp", "c10d", "static")
     if config.max_nodes == 1 and tcp and is_localhost_port_zero(config.rdzv_endpoint):
@@ -75,9 +74,6 @@ def _rendezvous(config: LaunchConfig) -> dict[str, Any]:
         found["node_rank"] = _rank(conf.pop("rank"))
     if conf != config.rdzv_configs:
         found["rdzv_configs"] = conf
-    if config.run_id == "" and config.max_nodes == 1:
-        # No other node has to know the name of a job that has only one node.
-        found["run_id"] = str(uuid.uuid4())
     return found
 
 

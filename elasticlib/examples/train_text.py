@@ -1,8 +1,9 @@
-"""Train a small byte-level transformer on English text, through every crash and resize.
+"""Train a small byte-level transformer on English text, with workers that may crash or be resized.
 
-`elasticrun --nproc-per-node 2 train_text.py`, or torchrun, or plain python starts it. What makes it
-elastic stands in `train` and `finish_step`: restore first, count each batch once it is trained on,
-snapshot and save, stop when asked. Text and model need no download, no dropout and no threads.
+Usage: `elasticrun --nproc-per-node 2 train_text.py`, or with torchrun or python. The functions
+`train` and `end_step` make the training elastic: restore the state first, advance the sampler after
+each step, make snapshots and checkpoints, and stop when requested. The text is part of Python, so
+nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP would import it late, and hold the group: see main
+import torch.distributed.nn  # imported before init_process_group, see the comment in main
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -32,20 +33,19 @@ from elasticlib import (
 )
 from elasticlib.clock import wall
 
-CONTEXT = 64
-"""Bytes that the model sees at once."""
+CONTEXT_LENGTH = 64  # bytes
 
 
-class Windows(Dataset[Tensor]):
-    """Python's own documentation (about 460 kB) as windows of CONTEXT + 1 bytes.
+class TextDataset(Dataset[Tensor]):
+    """Python's documentation (about 460 kB) as windows of CONTEXT_LENGTH + 1 bytes.
 
-    Indexed by lists: n indices give n x 65 int64.
+    An index is a list of n sample numbers, and returns an int64 tensor of shape (n, 65).
     """
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, num_samples: int) -> None:
         text = "\n".join(topics[name] for name in sorted(topics)).encode()
-        whole = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-        self.windows = whole.unfold(0, CONTEXT + 1, CONTEXT)[:samples]
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        self.windows = data.unfold(0, CONTEXT_LENGTH + 1, CONTEXT_LENGTH)[:num_samples]
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -55,38 +55,50 @@ class Windows(Dataset[Tensor]):
 
 
 class ByteTransformer(nn.Module):
-    """Bytes (n x length) to logits of each next byte (n x length x 256); 137,216 weights."""
+    """Maps bytes of shape (n, length) to logits of the next bytes of shape (n, length, 256)."""
 
-    def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+    def __init__(self, width: int = 64, num_layers: int = 2, num_heads: int = 4) -> None:
         super().__init__()
-        self.byte, self.place = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
-        block = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        self.byte = nn.Embedding(256, width)
+        self.position = nn.Embedding(CONTEXT_LENGTH, width)
+        layer = nn.TransformerEncoderLayer(
+            width,
+            num_heads,
+            dim_feedforward=4 * width,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
         )
         norm = nn.LayerNorm(width)
-        self.blocks = nn.TransformerEncoder(block, layers, norm, enable_nested_tensor=False)
+        self.blocks = nn.TransformerEncoder(layer, num_layers, norm, enable_nested_tensor=False)
         self.head = nn.Linear(width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
         length = text.shape[1]
-        before = nn.Transformer.generate_square_subsequent_mask(length)
-        x = self.byte(text) + self.place(torch.arange(length))
-        logits: Tensor = self.head(self.blocks(x, before, is_causal=True))
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        x = self.byte(text) + self.position(torch.arange(length))
+        logits: Tensor = self.head(self.blocks(x, mask, is_causal=True))
         return logits
 
 
 class Training:
-    """What is trained, and where it stands: `state` is all that a checkpoint must hold."""
+    """Model, optimizer, data and progress. `state` is the content of a checkpoint."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
-        count, seed = args.logical_workers, args.seed
-        self.model, self.windows = ByteTransformer(), Windows(args.samples)
+        self.model = ByteTransformer()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr)
-        self.logical = LogicalWorkers(self.model, count, seed=seed) if count else None
-        # Logical workers find their samples in the whole batch, of which each rank has its own.
-        ranks = (1, 0) if count else (dist.get_world_size(), dist.get_rank())
-        self.sampler = ElasticDistributedSampler(self.windows, *ranks, seed=seed, tail="exact")
+        self.dataset = TextDataset(args.samples)
+        self.logical: LogicalWorkers | None = None
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        if args.logical_workers:
+            self.logical = LogicalWorkers(self.model, args.logical_workers, seed=args.seed)
+            # Each rank gets the whole batch, and selects the samples of its logical workers.
+            world_size, rank = 1, 0
+        self.sampler = ElasticDistributedSampler(
+            self.dataset, world_size, rank, seed=args.seed, tail="exact"
+        )
         self.batches = ElasticBatchSampler(self.sampler, args.global_batch)
         self.progress = {"step": 0, "loss": float("nan")}
         self.state: dict[str, Any] = {
@@ -96,120 +108,121 @@ class Training:
             "progress": self.progress,
         }
         if self.logical:
-            self.state["logical"] = self.logical  # so that another count or seed is refused
+            self.state["logical"] = self.logical  # restoring checks its count and seed
 
     @property
     def step(self) -> int:
         return int(self.progress["step"])
 
-    def mine(self, batch: list[int]) -> list[int]:
-        """Of the indices that the sampler gives this rank those that it trains on."""
+    def local_indices(self, batch: list[int]) -> list[int]:
+        """Return the samples of a batch that this rank trains on."""
         if self.logical is None:
             return batch
-        places = self.logical.samples(len(batch))
-        return batch[places.start : places.stop]
+        positions = self.logical.samples(len(batch))
+        return batch[positions.start : positions.stop]
 
 
-def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
-    """The sum over windows of their mean loss; 0 of none, for a rank that has none."""
+def summed_loss(model: nn.Module, windows: Tensor) -> Tensor:
+    """Return the sum of the mean losses of the windows, which is 0 for an empty batch."""
     logits, targets = model(windows[:, :-1]), windows[:, 1:]
     total = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return total / targets.shape[1]
 
 
-def parallel_gradient(training: Training, parallel: nn.Module, windows: Tensor) -> Tensor:
-    """Leave the whole batch's gradient behind, by DDP; this rank's share of its mean loss."""
+def backward_ddp(training: Training, model: nn.Module, windows: Tensor) -> Tensor:
+    """Compute the gradient of the global batch, and return this rank's part of its mean loss."""
     training.optimizer.zero_grad()
-    share = loss_of(parallel, windows) / training.batches.next_batch_size
-    (share * dist.get_world_size()).backward()  # DDP averages; these are shares
-    return share.detach()
+    loss = summed_loss(model, windows) / training.batches.next_batch_size
+    (loss * dist.get_world_size()).backward()  # DDP averages the gradients of the ranks
+    return loss.detach()
 
 
-def logical_gradient(training: Training, logical: LogicalWorkers, windows: Tensor) -> Tensor:
-    """The same, by logical workers: with the same bits at any world size."""
-    batch = training.batches.next_batch_size
-    first, share = logical.samples(batch).start, torch.zeros(())
+def backward_logical(training: Training, logical: LogicalWorkers, windows: Tensor) -> Tensor:
+    """Compute the same with logical workers: the gradient is bitwise equal at any world size."""
+    batch_size = training.batches.next_batch_size
+    first, rank_loss = logical.samples(batch_size).start, torch.zeros(())
     for worker in logical.step(training.step):
-        places = worker.samples(batch)
-        if places:
-            own = windows[places.start - first : places.stop - first]
-            loss = loss_of(training.model, own) / batch
+        positions = worker.samples(batch_size)
+        if positions:
+            local = windows[positions.start - first : positions.stop - first]
+            loss = summed_loss(training.model, local) / batch_size
             loss.backward()
-            share += loss.detach()
+            rank_loss += loss.detach()
     logical.reduce()
-    return share
+    return rank_loss
 
 
 def train(training: Training, manager: CheckpointManager, args: argparse.Namespace) -> bool:
-    """To the end, or until we are asked to stop; whether it was the end."""
+    """Train to the end, or until a stop is requested. Return True at the end."""
     logical = training.logical
     model = training.model if logical else DistributedDataParallel(training.model)
     manager.restore(training.state)
-    write_down(args.trace, resumed=training.step, at=wall())
+    append_trace(args.trace, resumed=training.step, at=wall())
     for epoch in range(training.sampler.epoch, args.epochs):
         training.sampler.set_epoch(epoch)
-        drawn = [training.mine(indices) for indices in training.batches]
-        loader = DataLoader(training.windows, sampler=drawn, batch_size=None)
-        for indices, windows in zip(drawn, loader, strict=True):
-            step, world = training.step + 1, dist.get_world_size()
-            write_down(args.trace, step=step, epoch=epoch, indices=indices, world_size=world)
+        batches = [training.local_indices(indices) for indices in training.batches]
+        loader = DataLoader(training.dataset, sampler=batches, batch_size=None)
+        for indices, windows in zip(batches, loader, strict=True):
+            step, world_size = training.step + 1, dist.get_world_size()
+            append_trace(args.trace, step=step, epoch=epoch, indices=indices, world_size=world_size)
             if logical:
-                share = logical_gradient(training, logical, windows)
+                loss = backward_logical(training, logical, windows)
             else:
-                share = parallel_gradient(training, model, windows)
+                loss = backward_ddp(training, model, windows)
             training.optimizer.step()
             training.batches.advance()
-            dist.all_reduce(share)
-            training.progress.update(step=step, loss=share.item())
-            if finish_step(training, manager, args, samples=len(indices)):
+            dist.all_reduce(loss)
+            training.progress.update(step=step, loss=loss.item())
+            if end_step(training, manager, args, num_samples=len(indices)):
                 return False
     manager.save(training.step, training.state)
     return True
 
 
-def finish_step(
-    training: Training, manager: CheckpointManager, args: argparse.Namespace, *, samples: int
+def end_step(
+    training: Training, manager: CheckpointManager, args: argparse.Namespace, *, num_samples: int
 ) -> bool:
-    """Keep what has to be kept of this step, of `samples` on this rank; whether we are to stop."""
+    """Report, save and print the step that has just finished. Return True if training must stop."""
     step, state, loss = training.step, training.state, training.progress["loss"]
-    context().step(step, loss=loss, samples=samples)
+    context().step(step, loss=loss, samples=num_samples)
     if step % args.snapshot_every == 0:
         manager.snapshot(step, state)
     stop = context().should_stop()
     if stop or step % args.save_every == 0:
         manager.save(step, state)
     if stop or (step % args.print_every == 0 and dist.get_rank() == 0):
-        last = args.epochs * -(-len(training.windows) // args.global_batch)
-        progress = f"epoch {training.sampler.epoch} step {step}/{last} loss {loss:.2f}"
+        last_step = args.epochs * -(-len(training.dataset) // args.global_batch)
+        progress = f"epoch {training.sampler.epoch} step {step}/{last_step} loss {loss:.2f}"
         group = f"(world {dist.get_world_size()}, generation {args.generation})"
         print(progress, group, f"stopping: {stop.reason}" if stop else "", flush=True)
     return stop is not None
 
 
-def write_down(prefix: str | None, **line: Any) -> None:
-    """Append a line to PREFIX.LAUNCH.GENERATION.RANK.jsonl, if there is a prefix.
+def append_trace(prefix: str | None, **line: Any) -> None:
+    """Append a JSON line to PREFIX.INCARNATION.GENERATION.RANK.jsonl, if there is a prefix.
 
-    It is out of the process when the call returns, so SIGKILL loses none. A rank writes a step's
-    line before it takes part in that step: whatever a checkpoint holds has been written down.
+    A rank writes the line of a step before it takes part in the step, and the file is closed when
+    the call returns. So the traces contain every step of every checkpoint, even after SIGKILL.
     """
     if prefix:
         names = ("ELASTICLIB_INCARNATION", "ELASTICLIB_GENERATION", "RANK")
-        launch, generation, rank = (os.environ.get(name, "0") for name in names)
-        with open(f"{prefix}.{launch}.{generation}.{rank}.jsonl", "a", encoding="utf-8") as file:
+        incarnation, generation, rank = (os.environ.get(name, "0") for name in names)
+        path = f"{prefix}.{incarnation}.{generation}.{rank}.jsonl"
+        with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"generation": int(generation), **line}) + "\n")
 
 
-def sha256_of(model: nn.Module) -> str:
-    """Equal for two models only if their weights are bitwise equal."""
+def weights_sha256(model: nn.Module) -> str:
+    """Return a digest that is equal for two models only if their weights are bitwise equal."""
     digest = hashlib.sha256()
-    for weights in model.state_dict().values():
-        plain = weights.cpu().contiguous()  # and no .numpy(): the demo runs without NumPy
-        digest.update(ctypes.string_at(plain.data_ptr(), plain.nbytes))
+    for weight in model.state_dict().values():
+        data = weight.cpu().contiguous()  # not .numpy(), because NumPy may not be installed
+        digest.update(ctypes.string_at(data.data_ptr(), data.nbytes))
     return digest.hexdigest()
 
 
-def join_process_group() -> None:
-    """The launcher's, or one of this process alone."""
+def init_process_group() -> None:
+    """Join the process group of the launcher, or create one for a single process."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
@@ -219,37 +232,44 @@ def join_process_group() -> None:
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    join_process_group()
+    init_process_group()
     training = Training(args)
     with CheckpointManager(args.checkpoint_dir, keep_last=args.keep_last) as manager:
-        done = train(training, manager, args)
-    if done and dist.get_rank() == 0:
+        is_done = train(training, manager, args)
+    if is_done and dist.get_rank() == 0:
         progress = f"done: loss {training.progress['loss']:.4f} steps {training.step}"
-        print(f"{progress} weights sha256 {sha256_of(training.model)}", flush=True)
-    # Its threads abort the process, about once in 20 runs, if one still holds a tensor when Python
-    # ends. So nothing else may have the group: not DDP, which went with `train`, nor
-    # torch.distributed.nn, whose functions take a group that exists at its import as a default.
+        print(f"{progress} weights sha256 {weights_sha256(training.model)}", flush=True)
+    # If a gloo thread is still running when Python exits, it sometimes aborts the process. It ends
+    # with the last reference to the group. DistributedDataParallel was released when `train`
+    # returned. torch.distributed.nn takes a group that exists when it is imported as the default
+    # of its functions, so it is imported at the top.
     dist.destroy_process_group()
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="train a small transformer on English text")
     add = parser.add_argument
-    add("--checkpoint-dir", default="checkpoints", help="a folder, or a URL")
+    add("--checkpoint-dir", default="checkpoints", help="a directory or an fsspec URL")
     add("--epochs", type=int, default=1)
-    add("--global-batch", type=int, default=16, help="samples a step, of all ranks")
-    add("--samples", type=int, default=6400, help="how much of the text to use")
+    add("--global-batch", type=int, default=16, help="samples per step, over all ranks")
+    add("--samples", type=int, default=6400, help="samples per epoch")
     add("--save-every", type=int, default=20, metavar="STEPS")
     add("--snapshot-every", type=int, default=1, metavar="STEPS")
     add("--keep-last", type=int, default=3, metavar="CHECKPOINTS")
     add("--print-every", type=int, default=20, metavar="STEPS")
-    add("--logical-workers", type=int, default=0, metavar="V", help="equal weights at any world")
+    add(
+        "--logical-workers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compute bitwise equal weights at any world size up to N",
+    )
     add("--seed", type=int, default=0)
     add("--lr", type=float, default=2e-3)
-    add("--trace", metavar="PREFIX", help="write which samples each step used")
+    add("--trace", metavar="PREFIX", help="record the samples of each step in PREFIX.*.jsonl")
     parser.set_defaults(generation=int(os.environ.get("ELASTICLIB_GENERATION", "0")))
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main(parse())
+    main(parse_args())

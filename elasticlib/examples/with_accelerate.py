@@ -1,8 +1,8 @@
-"""A plain loop under accelerate's Accelerator that survives crashes, resizes and drains.
+"""A training loop with accelerate's Accelerator that survives crashes, resizes and drains.
 
-`elasticrun --nproc-per-node 2 --max-restarts 3 --preload accelerate with_accelerate.py [FOLDER]`,
-with a folder or URL for checkpoints. elasticlib deals the samples and keeps the states, so that any
-world size goes on where another was.
+Usage: `elasticrun --nproc-per-node 2 --max-restarts 3 --preload accelerate with_accelerate.py
+[DIRECTORY]`, with a directory or fsspec URL for checkpoints (default: checkpoints). elasticlib
+distributes the samples and saves the state, so training can resume at any world size.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ model, optimizer = accelerator.prepare(net, sgd)
 world, rank = accelerator.num_processes, accelerator.process_index
 sampler = ElasticDistributedSampler(data, world, rank, drop_last=True)
 batches = ElasticBatchSampler(sampler, GLOBAL_BATCH)
-# Not prepared: the Accelerator would deal out again what is this rank's share already.
+# Do not prepare the loader: the Accelerator would divide this rank's part of each batch again.
 loader = DataLoader(data, batch_sampler=batches)
 state = {"model": net, "optimizer": sgd, "sampler": batches}
 
 
-def batches_left() -> Iterator[list[torch.Tensor]]:
+def remaining_batches() -> Iterator[list[torch.Tensor]]:
+    """Yield the remaining batches of the current epoch, and those of all later epochs."""
     for epoch in range(sampler.epoch, EPOCHS):
         batches.set_epoch(epoch)
         yield from loader
@@ -43,7 +44,7 @@ def batches_left() -> Iterator[list[torch.Tensor]]:
 
 with CheckpointManager(CHECKPOINTS) as manager:
     step, stop = manager.restore(state).step, None
-    for x, y in batches_left():
+    for x, y in remaining_batches():
         optimizer.zero_grad()
         prediction = model(x.to(accelerator.device))
         accelerator.backward(torch.nn.functional.mse_loss(prediction, y.to(accelerator.device)))
@@ -59,7 +60,7 @@ with CheckpointManager(CHECKPOINTS) as manager:
             break
 if accelerator.is_main_process:
     print(f"stopped: {stop.reason}" if stop else "done", f"after {step} steps", flush=True)
-# The group must end here: if DDP, which holds it, goes last, torch 2.13 hangs now and then.
+# Release DistributedDataParallel before its process group: otherwise torch 2.13 sometimes hangs.
 del model, optimizer
 accelerator.free_memory()
 accelerator.end_training()

@@ -1,9 +1,9 @@
 """A Lightning Trainer that survives crashes, resizes and drains, and uses each sample once.
 
-`elasticrun --nproc-per-node 2 --max-restarts 3 --preload lightning.pytorch with_lightning.py
-[FOLDER]`, with a folder for checkpoints. What Lightning needs of the launcher is the number of
-nodes and of workers; the rest is two parts of `elasticlib.integrations.lightning`, and
-`ckpt_path="last"`.
+Usage: `elasticrun --nproc-per-node 2 --max-restarts 3 --preload lightning.pytorch with_lightning.py
+[DIRECTORY]`, with a directory for checkpoints (default: checkpoints). Differences from a script for
+a fixed number of nodes: the numbers of nodes and workers are read from the environment, and the
+Trainer gets `ElasticCallback`, `EpochBatchSampler` and `ckpt_path="last"`.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ workers, nodes = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORL
 sampler = ElasticDistributedSampler(data, world, rank, drop_last=True)
 batches = EpochBatchSampler(sampler, GLOBAL_BATCH)
 elastic = ElasticCallback(batches)
-keep = ModelCheckpoint(CHECKPOINTS, every_n_train_steps=SAVE_EVERY, save_last=True)
+checkpoint = ModelCheckpoint(CHECKPOINTS, every_n_train_steps=SAVE_EVERY, save_last=True)
 trainer = lightning.Trainer(
     devices=workers,
     num_nodes=nodes,
     strategy="ddp",
     max_epochs=EPOCHS,
-    callbacks=[keep, elastic],
-    use_distributed_sampler=False,  # ours deals the samples
+    callbacks=[checkpoint, elastic],
+    use_distributed_sampler=False,  # ElasticDistributedSampler is used instead
     logger=False,
     enable_progress_bar=False,
 )
 net = Regression()
 trainer.fit(net, DataLoader(data, batch_sampler=batches), ckpt_path="last")
 if trainer.is_global_zero:
-    what = f"stopped: {elastic.stopped.reason}" if elastic.stopped else "done"
-    print(what, f"after {trainer.global_step} steps", flush=True)
+    result = f"stopped: {elastic.stop_request.reason}" if elastic.stop_request else "done"
+    print(result, f"after {trainer.global_step} steps", flush=True)

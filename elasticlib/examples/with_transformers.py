@@ -1,9 +1,10 @@
-"""A transformers Trainer that survives crashes, resizes and drains, on a tiny GPT-2 of no download.
+"""A transformers Trainer that survives crashes, resizes and drains. It trains a tiny GPT-2.
 
-`elasticrun --nproc-per-node 2 --max-restarts 3 --preload transformers.trainer
-with_transformers.py [FOLDER]`, with a folder for checkpoints. The batch a device is what keeps the
-global batch: with it the Trainer's own way of passing over the samples that it has trained on is
-right at any world size that divides it.
+Usage: `elasticrun --nproc-per-node 2 --max-restarts 3 --preload transformers.trainer
+with_transformers.py [DIRECTORY]`, with a directory for checkpoints (default: checkpoints). The
+batch size per device is the global batch size divided by the world size. So the Trainer, which
+skips the steps that it has completed, resumes at the right sample at any world size that divides
+the global batch size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from elasticlib.integrations.transformers import ElasticCallback, newest_checkpoint
+from elasticlib.integrations.transformers import ElasticCallback, last_complete_checkpoint
 
 CHECKPOINTS = sys.argv[1] if sys.argv[1:] else "checkpoints"
 SAMPLES, GLOBAL_BATCH, EPOCHS, SAVE_EVERY = 80, 8, 3, 5
@@ -34,7 +35,7 @@ settings = TrainingArguments(
     use_cpu=not torch.cuda.is_available(),
 )
 trainer = Trainer(net, settings, train_dataset=data, callbacks=[elastic])
-trainer.train(resume_from_checkpoint=newest_checkpoint(CHECKPOINTS))
+trainer.train(resume_from_checkpoint=last_complete_checkpoint(CHECKPOINTS))
 if trainer.is_world_process_zero():
-    what = f"stopped: {elastic.stopped.reason}" if elastic.stopped else "done"
-    print(what, f"after {trainer.state.global_step} steps", flush=True)
+    result = f"stopped: {elastic.stop_request.reason}" if elastic.stop_request else "done"
+    print(result, f"after {trainer.state.global_step} steps", flush=True)

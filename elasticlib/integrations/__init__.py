@@ -1,7 +1,7 @@
-"""Adapters between elasticlib and other frameworks. No other package of elasticlib imports them.
+"""Integrations with other programs: Lightning, transformers and Ray.
 
-Each module imports its framework when it is imported itself. If the framework is missing, the error
-says how to install it.
+No other package of elasticlib imports this one. Each module raises an error that names the missing
+program and how to install it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Lightning's Trainer as a worker that its agent can stop: at a step, with a checkpoint of it.
+"""Callback and batch sampler for Lightning's Trainer.
 
-Lightning keeps its own loops, checkpoints and process group; this counts samples and listens.
+Lightning keeps its own training loop, checkpoints and process group. The callback reports steps to
+the agent, and stops training when the agent requests it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    # What leaves `fit` at once and in order. A trainer that is told `should_stop` ends the epoch
-    # first: with validation, and with checkpoints that say that the epoch is over.
-    from lightning.pytorch.utilities.exceptions import _TunerExitException as LeaveFit
+    # This exception makes `fit` return at once. With `trainer.should_stop`, the Trainer would first
+    # finish the epoch: it would run validation, and save checkpoints of a finished epoch.
+    from lightning.pytorch.utilities.exceptions import _TunerExitException as ExitFit
 except ImportError as error:
     raise ImportError(
         "elasticlib.integrations.lightning needs Lightning 2.4 or later: pip install lightning, or"
@@ -29,57 +30,59 @@ from ..data.batch_sampler import ElasticBatchSampler
 from ..errors import ConfigError
 from ..workers.context import StopRequest, context
 
-STOPPED = "last-0.ckpt"
-"""In the ModelCheckpoint's folder; named as `ckpt_path="last"` looks for it, which takes the newest
-by the file's time, and as no ModelCheckpoint names its own (`last.ckpt`, `last-v1.ckpt`)."""
+# With ckpt_path="last", Lightning resumes from the newest file whose name starts with "last".
+# ModelCheckpoint itself uses the names last.ckpt, last-v1.ckpt, ...
+STOP_CHECKPOINT_NAME = "last-0.ckpt"
 
 
 class EpochBatchSampler(ElasticBatchSampler):
-    """An `ElasticBatchSampler` with the length of a whole epoch, wherever it stands in it.
+    """An `ElasticBatchSampler` whose length is that of a whole epoch.
 
-    Lightning asks once, and counts the batches of a resumed epoch on from the checkpoint's.
+    The length of an `ElasticBatchSampler` is the number of remaining batches. Lightning reads the
+    length once, and counts the batches of a resumed epoch from the number in the checkpoint.
     """
 
     def __len__(self) -> int:
-        """Batches of a whole epoch; the same on every rank."""
+        """Return the number of batches of a whole epoch, which is the same on every rank."""
         start = attrs.evolve(self.sampler.position, consumed=0)
         return -(-self._epoch_end(start) // self.global_batch)
 
 
 class ElasticCallback(Callback):
-    """Tells the agent each step and its loss; when it asks, saves a checkpoint and leaves `fit`.
+    """Callback that reports steps to the agent, and saves and stops when the agent requests it.
 
-    Then `fit` returns, with `stopped` set; end the script, and the next launch or generation goes
-    on at the next step, by `fit(..., ckpt_path="last")`. Hooks that end an epoch, or training, are
-    not called, as neither has ended. Needs a `ModelCheckpoint(dirpath=...,
-    save_last=True)`, in whose folder it saves. Name it as the last of the callbacks: those behind
-    it miss the end of the last batch.
+    After a stop request, the callback saves a checkpoint in the directory of the `ModelCheckpoint`,
+    and `fit` returns with `stop_request` set. The hooks for the end of an epoch and of training are
+    not called. The script must then exit. The next run resumes with `fit(..., ckpt_path="last")`.
 
-    A loss that is on a device is waited for, so it is told as often as the Trainer logs
-    (`log_every_n_steps`) and no oftener.
+    The Trainer needs a `ModelCheckpoint(dirpath=..., save_last=True)`. Make this callback the last
+    in the list, because later callbacks are not called for the last batch. Reading a loss from a
+    device waits for the device, so the callback reads it only every `log_every_n_steps` steps.
 
     Args:
-        batches: what the training DataLoader has as its `batch_sampler`, if that is to go on in
-            the midst of an epoch, at any world size: its position is in every checkpoint.
+        batches: The batch sampler of the training DataLoader. If given, its position is saved in
+            every checkpoint, so that training can resume within an epoch at any world size.
 
     Attributes:
-        stopped: why and until when, once it has; None before.
+        stop_request: Reason and deadline of the stop request for which `fit` returned, or None.
     """
 
     def __init__(self, batches: EpochBatchSampler | None = None) -> None:
-        self.stopped: StopRequest | None = None
+        self.stop_request: StopRequest | None = None
         self._batches = batches
-        self._step = 0
+        self._step = 0  # last optimizer step that was reported
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raises ConfigError if there is nowhere to save where the next launch will look, or if
-        that launch's own checkpoints would never be looked at."""
-        if stage == "fit" and not _folders(trainer):
+        """Check that the Trainer saves its last checkpoint in a fixed directory.
+
+        Raises:
+            ConfigError: The Trainer has no such ModelCheckpoint.
+        """
+        if stage == "fit" and not _last_checkpoint_dirs(trainer):
             raise ConfigError(
-                "ElasticCallback saves beside a ModelCheckpoint whose folder is the same in each"
-                " launch and that saves a last checkpoint of its own, without which"
-                f" ckpt_path='last' finds what a stop has left ({STOPPED}) for ever, and there is"
-                " none: give the Trainer ModelCheckpoint(dirpath=..., save_last=True) as well"
+                "ElasticCallback requires ModelCheckpoint(dirpath=..., save_last=True) in the"
+                " Trainer's callbacks. Without it, ckpt_path='last' would always resume from the"
+                f" first checkpoint that a stop request has left ({STOP_CHECKPOINT_NAME})"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -98,14 +101,15 @@ class ElasticCallback(Callback):
             self._batches.advance()
         step = trainer.global_step
         if step == self._step:
-            return  # gradients are being accumulated, and no checkpoint holds them
+            return  # gradients are being accumulated; a checkpoint would not contain them
         self._step = step
-        context().step(step, loss=_loss(trainer, outputs))
-        self.stopped = context().should_stop()
-        if self.stopped is not None:
-            trainer.save_checkpoint(os.path.join(_folders(trainer)[0], STOPPED))
+        context().step(step, loss=_read_loss(trainer, outputs))
+        self.stop_request = context().should_stop()
+        if self.stop_request is not None:
+            directory = _last_checkpoint_dirs(trainer)[0]
+            trainer.save_checkpoint(os.path.join(directory, STOP_CHECKPOINT_NAME))
             context().report_saved(step)
-            raise LeaveFit
+            raise ExitFit
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._batches is None else {"batches": self._batches.state_dict()}
@@ -113,26 +117,29 @@ class ElasticCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._batches is not None and "batches" in state_dict:
             self._batches.load_state_dict(state_dict["batches"])
-            # Lightning makes the loader's iterator before it calls set_epoch.
+            # Lightning creates the iterator of the DataLoader before it calls set_epoch.
             if not self._batches.next_batch_size:
                 self._batches.set_epoch(self._batches.position.epoch + 1)
 
 
-def _loss(trainer: Trainer, outputs: object) -> float | None:
-    """Of the last batch of the step; None if there is none, or it is not to be waited for."""
+def _read_loss(trainer: Trainer, outputs: object) -> float | None:
+    """Return the loss of the last batch, or None if it is missing or not to be read now."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         return None
-    every = trainer.log_every_n_steps
-    if loss.device.type != "cpu" and not (every and trainer.global_step % every == 0):
+    interval = trainer.log_every_n_steps
+    if loss.device.type != "cpu" and not (interval and trainer.global_step % interval == 0):
         return None
-    # Lightning gives callbacks what it has divided, so that the gradients are a mean.
-    divided_by: int = trainer.accumulate_grad_batches
-    return float(loss) * divided_by
+    # Lightning divides the loss, so that the accumulated gradients are a mean.
+    divisor: int = trainer.accumulate_grad_batches
+    return float(loss) * divisor
 
 
-def _folders(trainer: Trainer) -> list[str]:
-    """Of the ModelCheckpoints that were told where to save, and to save their last; Lightning sets
-    them up after us."""
-    found = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-    return [os.fspath(one.dirpath) for one in found if one.dirpath is not None and one.save_last]
+def _last_checkpoint_dirs(trainer: Trainer) -> list[str]:
+    """Return the directories in which a ModelCheckpoint saves its last checkpoint."""
+    callbacks = [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+    ]
+    return [os.fspath(c.dirpath) for c in callbacks if c.dirpath is not None and c.save_last]

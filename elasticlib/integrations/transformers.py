@@ -1,6 +1,7 @@
-"""transformers' Trainer as a worker that its agent can stop: at a step, with a checkpoint of it.
+"""Callback for transformers' Trainer, and a function that finds its last complete checkpoint.
 
-The Trainer keeps its own loop, checkpoints and data; this listens, and finds what is whole.
+The Trainer keeps its own training loop, checkpoints and data loading. The callback reports steps to
+the agent, and lets the Trainer save and stop when the agent requests it.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ from ..workers.context import StopRequest, context
 
 
 class ElasticCallback(TrainerCallback):
-    """Tells the agent each step, and the loss as often as the Trainer logs it; when the agent asks,
-    has the Trainer save and leave `train`.
+    """Callback that reports steps to the agent, and saves and stops when the agent requests it.
+
+    The loss is reported as often as the Trainer logs it. After a stop request, the Trainer saves a
+    checkpoint, and `train` returns with `stop_request` set. The script must then exit.
 
     Attributes:
-        stopped: why and until when, once it has; None before.
+        stop_request: Reason and deadline of the stop request for which `train` returned, or None.
     """
 
     def __init__(self) -> None:
-        self.stopped: StopRequest | None = None
+        self.stop_request: StopRequest | None = None
 
     def on_train_begin(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **rest: Any,
+        **kwargs: Any,
     ) -> None:
         context().report_starting()
 
@@ -49,13 +52,13 @@ class ElasticCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **rest: Any,
+        **kwargs: Any,
     ) -> TrainerControl:
         context().step(state.global_step)
-        self.stopped = context().should_stop()
-        if self.stopped is not None:
+        self.stop_request = context().should_stop()
+        if self.stop_request is not None:
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # it would take of the time that there is to save
+            control.should_evaluate = False  # leave the remaining time for the save
         return control
 
     def on_log(
@@ -64,9 +67,9 @@ class ElasticCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, Any] | None = None,
-        **rest: Any,
+        **kwargs: Any,
     ) -> None:
-        loss = (logs or {}).get("loss")  # of training; others are eval_loss and train_loss
+        loss = (logs or {}).get("loss")  # not eval_loss, and not train_loss, a mean at the end
         if isinstance(loss, (int, float)):
             context().step(state.global_step, loss=loss)
 
@@ -75,11 +78,11 @@ class ElasticCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **rest: Any,
+        **kwargs: Any,
     ) -> TrainerControl:
-        """The Trainer calls this as it leaves, too, in the midst of an epoch, after its own
-        callback has asked for what an epoch's end is to have: all is saved by then."""
-        if self.stopped is not None:
+        # The Trainer also calls this when it stops within an epoch, after it has saved. Its own
+        # callback may have requested a save and an evaluation for the end of the epoch.
+        if self.stop_request is not None:
             control.should_save = control.should_evaluate = False
         return control
 
@@ -88,53 +91,63 @@ class ElasticCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **rest: Any,
+        **kwargs: Any,
     ) -> None:
         context().report_saved(state.global_step)
 
 
-def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The `checkpoint-N` of the highest N in `folder` that was written to its end; None of none.
+def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """Return the complete `checkpoint-N` with the highest N, or None if there is none.
 
-    For `train(resume_from_checkpoint=...)`. The Trainer writes `trainer_state.json` last, so a
-    folder without it, or with one that is cut short, is of a save that was killed: it is passed
-    over, where transformers' own `get_last_checkpoint` takes it. So is one with an earlier save's
-    state, where weights, optimizer or generators end before the end that they tell of. Of what
-    several ranks write side by side (FSDP, DeepSpeed) rank 0's end says nothing.
+    Use it for `train(resume_from_checkpoint=...)`. transformers' own `get_last_checkpoint` also
+    returns a checkpoint whose save was interrupted. The Trainer writes `trainer_state.json` last,
+    so a checkpoint is skipped if this file is missing, truncated or of another step, or if a file
+    of weights, optimizer or random generators is truncated.
+
+    The function cannot detect files that other ranks did not finish (FSDP, DeepSpeed), because
+    `trainer_state.json` only shows that rank 0 has finished.
+
+    Args:
+        output_dir: The Trainer's `output_dir`.
     """
-    steps: dict[int, Path] = {}
-    for path in Path(folder).glob("checkpoint-*"):
-        number = re.fullmatch(r"checkpoint-(\d+)", path.name)
-        if number and _is_whole(path, int(number[1])):
-            steps[int(number[1])] = path
-    return str(steps[max(steps)]) if steps else None
+    checkpoints: dict[int, Path] = {}
+    for path in Path(output_dir).glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if match and _is_complete(path, int(match[1])):
+            checkpoints[int(match[1])] = path
+    return str(checkpoints[max(checkpoints)]) if checkpoints else None
 
 
-def _is_whole(folder: Path, step: int) -> bool:
+def _is_complete(checkpoint: Path, step: int) -> bool:
     try:
-        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
         return bool(state["global_step"] == step) and all(
-            whole(file) for pattern, whole in _SAVED.items() for file in folder.glob(pattern)
+            is_complete(file)
+            for pattern, is_complete in _FILE_CHECKS.items()
+            for file in checkpoint.glob(pattern)
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def _ends_where_it_says(file: Path) -> bool:
-    """A `.safetensors` begins with the length of its header, and that header, in JSON."""
+def _is_complete_safetensors(file: Path) -> bool:
+    """Compare the size of a safetensors file with the offsets in its header.
+
+    The file starts with the length of the header, followed by the header in JSON.
+    """
     size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > size:
+    with file.open("rb") as stream:
+        header_size = int.from_bytes(stream.read(8), "little")
+        if header_size > size:
             return False
-        header = json.loads(opened.read(length))
-    ends = [part["data_offsets"][1] for name, part in header.items() if name != "__metadata__"]
-    return size == 8 + length + max(ends, default=0)
+        header = json.loads(stream.read(header_size))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return size == 8 + header_size + max(ends, default=0)
 
 
-_SAVED: dict[str, Callable[[Path], bool]] = {
-    "*.safetensors": _ends_where_it_says,
-    # torch's own, whose directory is at the end.
+_FILE_CHECKS: dict[str, Callable[[Path], bool]] = {
+    "*.safetensors": _is_complete_safetensors,
+    # A file of torch.save is a ZIP archive, whose directory is at the end.
     "*.pt": is_zipfile,
     "*.pth": is_zipfile,
     "pytorch_model*.bin": is_zipfile,

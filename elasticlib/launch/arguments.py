@@ -36,6 +36,7 @@ from .launch_config import (
     check_seconds,
 )
 from .rendezvous_options import MAX_SECONDS, read_pairs
+from .run_id import with_run_id
 from .schedulers import detect_scheduler
 from .settings import Settings, Source, read_flags, read_scheduler_settings, read_variables
 
@@ -90,7 +91,7 @@ def resolve_launch(args: argparse.Namespace, environment: Mapping[str, str]) -> 
             settings = settings.drop("no_python", reason=reason)
         config, settings = _config(settings, environment)
         entrypoint = _entrypoint(settings, args.training_script, tuple(args.training_script_args))
-        return LaunchRequest(config, entrypoint, settings, scheduler)
+        return LaunchRequest(with_run_id(config, entrypoint), entrypoint, settings, scheduler)
     except ConfigError as error:
         raise _with_origins(error, settings) from error.__cause__
 

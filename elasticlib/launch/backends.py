@@ -48,7 +48,37 @@ class BackendParameters:
     timeouts: RendezvousTimeouts
 
 
-_PLUGIN_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_FUNCTION_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def is_function_name(name: str) -> bool:
+    """Return True if a text has the form `package.module:function`."""
+    return _FUNCTION_NAME.fullmatch(name) is not None
+
+
+def import_function(name: str, option: str) -> Any:
+    """Import what `package.module:function` names.
+
+    Args:
+        name: the name.
+        option: the option that gave it, as a key of `FLAGS`.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    module, _, path = name.partition(":")
+    try:
+        function: Any = importlib.import_module(module)
+        for attribute in path.split("."):
+            function = getattr(function, attribute)
+    except Exception as error:
+        raise SettingError(
+            f"{{{option}}} {{0}} cannot be imported: {{1}}; install the module, or add its "
+            "directory to PYTHONPATH",
+            name,
+            format_error(error),
+        ) from error
+    return function
 
 
 def check_backend(name: str) -> None:
@@ -57,7 +87,7 @@ def check_backend(name: str) -> None:
     Raises:
         ConfigError: the name is neither a built-in backend nor `package.module:function`.
     """
-    if name not in BUILTIN_BACKENDS and not _PLUGIN_NAME.fullmatch(name):
+    if name not in BUILTIN_BACKENDS and not is_function_name(name):
         raise SettingError(
             "{rdzv_backend} must be one of {0}, or package.module:function for your own backend, "
             "got {1!r}{2}",
@@ -73,18 +103,7 @@ def open_backend(name: str, parameters: BackendParameters) -> Store | Rendezvous
     Raises:
         ConfigError: the plug-in cannot be imported, fails, or returns something else.
     """
-    module, _, path = name.partition(":")
-    try:
-        function: Any = importlib.import_module(module)
-        for attribute in path.split("."):
-            function = getattr(function, attribute)
-    except Exception as error:
-        raise SettingError(
-            "{rdzv_backend} {0} cannot be imported: {1}; install the module, or add its directory "
-            "to PYTHONPATH",
-            name,
-            format_error(error),
-        ) from error
+    function = import_function(name, "rdzv_backend")
     try:
         backend = function(parameters)
     except ConfigError:

@@ -32,6 +32,7 @@ COMMANDS = {
     "checkpoints": ("checkpoints_command", "list or verify the checkpoints in a directory"),
     "report": ("cli", "write an HTML report of a run (timeline, recoveries, failures)"),
     "status": ("status_command", "show the state, nodes, ranks and steps of a run"),
+    "events": ("events_command", "print the events of a run, and follow them"),
     "stacks": ("stacks_command", "print the current Python stacks of a run's workers"),
     "doctor": ("checks", "check this machine for problems that would prevent a job from running"),
 }

@@ -43,6 +43,7 @@ from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .launcher_process import DEFERRED_SIGNALS, SignalBuffer
 from .observability import ObservabilityServer, open_journal, persistent_log_dir, publish_status
 from .rendezvous_setup import RendezvousSetup, open_rendezvous
+from .run_id import with_run_id
 from .worker_setup import check_local_resources, create_local_workers, worker_spec
 
 log = logging.getLogger("elasticlib.launch")
@@ -127,7 +128,7 @@ def run_node(
     Raises:
         ConfigError: the configuration cannot work.
     """
-    config = with_torch_environment(config, os.environ)
+    config = with_run_id(with_torch_environment(config, os.environ), entrypoint)
     options = config.supervision.agent
     with contextlib.ExitStack() as stack:
         # Signals are buffered until the end, because a draining node often gets a second one.

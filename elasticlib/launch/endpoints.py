@@ -8,7 +8,6 @@ command line is an error.
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -192,9 +191,8 @@ def rendezvous_fields(settings: Settings, max_nodes: int) -> dict[str, Any]:
     if max_nodes == 1 and backend in _TCP and endpoint.endswith(":0"):
         # In torchrun, port 0 means any free port, because there is no other node.
         endpoint = ""
-    is_single_node = not endpoint and max_nodes == 1
     return {
-        "run_id": _single_node_id(settings) if is_single_node else settings["rdzv_id"],
+        "run_id": settings["rdzv_id"],
         "rdzv_backend": backend or "tcp",
         "rdzv_endpoint": endpoint,
         "node_rank": settings["node_rank"],
@@ -215,7 +213,7 @@ def _standalone_fields(settings: Settings, max_nodes: int) -> dict[str, Any]:
             "{standalone} uses its own tcp store: remove {rdzv_backend} {0} or {standalone}",
             settings["rdzv_backend"],
         )
-    return {"run_id": _single_node_id(settings), "rdzv_backend": "tcp"}
+    return {"run_id": settings["rdzv_id"], "rdzv_backend": "tcp"}
 
 
 def _static_fields(settings: Settings, max_nodes: int) -> dict[str, Any]:
@@ -239,11 +237,6 @@ def _static_fields(settings: Settings, max_nodes: int) -> dict[str, Any]:
         "rdzv_endpoint": settings["rdzv_endpoint"] or master,
         "node_rank": settings["node_rank"] or 0,
     }
-
-
-def _single_node_id(settings: Settings) -> str:
-    """Return the id of a job that no other node can join; one is generated if none was given."""
-    return str(uuid.uuid4()) if settings["rdzv_id"] == "none" else str(settings["rdzv_id"])
 
 
 def check_endpoints(text: str, *, is_host: bool, quorum: bool) -> None:

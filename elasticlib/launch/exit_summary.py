@@ -16,10 +16,12 @@ from collections.abc import Iterator
 import attrs
 
 from ..agent.interface import RootCause, RunResult
+from ..observe.aggregate import NodeAggregate, finished_state
 from ..observe.formatting import NO_STEPS_TEXT, format_duration, format_percent, plural
-from ..observe.history import Generation, GenerationTrigger, RecoveryCost
+from ..observe.history import Generation, GenerationTrigger, JobState, RecoveryCost
 from ..observe.journal import NodeJournal
 from ..observe.totals import MAX_LISTED_GENERATIONS, NodeTotals, totals_of
+from ..sanitize import shorten
 from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
 from ..workers.spec import WorkerState
@@ -29,6 +31,7 @@ log = logging.getLogger("elasticlib.launch")
 FAILURE_FILE = "failure.json"
 NAME = "elasticrun"
 MAX_REASON_CHARS = 100
+MAX_COMMAND_CHARS = 500
 
 
 # -- what the run lost -----------------------------------------------------------------------------
@@ -45,7 +48,11 @@ def format_summary(journal: NodeJournal, log_dir: str) -> str:
     if not totals.num_generations:
         return ""
     events = journal.path if os.path.exists(journal.path) else ""
-    lines = (*summary_lines(totals), *_file_lines(journal.run_selector, log_dir, events))
+    lines = (
+        *summary_lines(totals),
+        *_file_lines(journal.run_selector, log_dir, events),
+        *_command_lines(journal.aggregate),
+    )
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -121,6 +128,13 @@ def _file_lines(run: str, log_dir: str, events: str) -> Iterator[str]:
         parts.append(f"more: elasticlib report {shlex.quote(run)}")
     if parts:
         yield "; ".join(parts)
+
+
+def _command_lines(aggregate: NodeAggregate) -> Iterator[str]:
+    """Yield the command line of a run that failed, so that the output names what was run."""
+    start, end = aggregate.start_event, aggregate.end_event
+    if end is not None and finished_state(end.text("state")) is JobState.FAILED:
+        yield f"command: {shorten(start.text('command'), MAX_COMMAND_CHARS)}"
 
 
 # -- result of the run -----------------------------------------------------------------------------

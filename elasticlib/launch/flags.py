@@ -146,7 +146,12 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             "for etcd",
             "",
         ),
-        _Common("--rdzv-id ID", "id of the job, the same on all of its nodes", "none"),
+        _Common(
+            "--rdzv-id ID",
+            "id of the job, the same on all of its nodes",
+            "none",
+            default_text="generated for a single node, such as train-7f3a; else none",
+        ),
         Flag(
             "--rdzv-conf K=V,K=V",
             "options of the rendezvous, such as join_timeout and last_call_timeout; may be "
@@ -288,6 +293,10 @@ GROUPS: Mapping[str, Sequence[Flag]] = {
             "--observe-port [HOST:]PORT",
             "serve /healthz, /status.json and /metrics over HTTP on [HOST:]PORT (PORT 0: choose a "
             "free port and log it; HOST defaults to 127.0.0.1, use 0.0.0.0 for remote probes)",
+        ),
+        _Extension(
+            "--on-event MODULE:FUNCTION",
+            "call this Python function with each event of this node, in a thread of the agent",
         ),
     ),
     "GPUs and processors": (

@@ -7,7 +7,7 @@ except for two that torch has twice: its `LaunchConfig` restarts three times and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any
@@ -19,10 +19,17 @@ from ..compat.torch_launch import TorchrunOptions, plain_values, texts
 from ..defaults import NUMA_BINDINGS
 from ..endpoint import parse_port, split_endpoint
 from ..errors import ConfigError
+from ..observe.event import Event
 from ..rendezvous.membership import RendezvousSettings, RendezvousTimeouts
 from ..workers.output_plan import OutputPlan, StreamChoice, Streams
 from ..workers.spec import check_start_method
-from .backends import EtcdConfig, check_backend, check_etcd_keys, read_etcd_config
+from .backends import (
+    EtcdConfig,
+    check_backend,
+    check_etcd_keys,
+    is_function_name,
+    read_etcd_config,
+)
 from .endpoints import check_endpoints, check_local_addr, split_endpoints
 from .flags import BUILTIN_BACKENDS, DEFAULTS, ETCD_BACKENDS, SettingError
 from .rendezvous_options import MAX_SECONDS, OPTION_NAMES, RendezvousOptions, read_options
@@ -44,6 +51,7 @@ _FIELD_TYPES: Mapping[str, tuple[str, Any]] = {
     "frozenset[int]": ("a set of integers", (frozenset, set)),
     "Mapping[str, Any]": ("a dict", Mapping),
     "StreamChoice": ("a StreamChoice", StreamChoice),
+    "Callable[[Event], object] | str": ("a function or its name", (Callable, str)),
 }
 
 
@@ -169,7 +177,8 @@ class LaunchConfig:
     max_nodes: int = 1
     nproc_per_node: int = 1
     logs_specs: Any = None  # torch's DefaultLogsSpecs
-    # Name of the job. A single-node job may leave it empty, and then generates one.
+    # Id of the job, the same on all nodes. If it is "none" in a single-node job, or empty in a job
+    # of up to one node, a launch generates one from the name of the program.
     run_id: str = "none"
     role: str = "default_role"
     # `host:port[,host:port...]` for a TCP store, of which the first reachable one is used; a shared
@@ -215,6 +224,9 @@ class LaunchConfig:
     # Modules that the fork server imports besides torch.
     preload: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     events: bool = attrs.field(default=True, kw_only=True)  # write an events.jsonl
+    # Called with a copy of each `Event` of this node, in a thread of its own; an exception is
+    # logged. A function, or the name of one, `package.module:function`.
+    on_event: Callable[[Event], object] | str | None = attrs.field(default=None, kw_only=True)
     # Settings that torchrun reads from variables without an option.
     torchrun: TorchrunOptions = attrs.field(factory=TorchrunOptions, kw_only=True)
     # `[HOST:]PORT` of /healthz, /status.json and /metrics. None: no port.
@@ -224,7 +236,8 @@ class LaunchConfig:
         check_types(self)
         for name, value in plain_values(self).items():
             object.__setattr__(self, name, value)
-        check_run_id(self.run_id)
+        if self.run_id or self.max_nodes > 1:
+            check_run_id(self.run_id)
         check_start_method(self.start_method, self.preload)
         error = next(self._errors(), None)
         if error is not None:
@@ -240,6 +253,10 @@ class LaunchConfig:
                 "{numa_binding} must be one of {0}, got {1!r}",
                 ", ".join(NUMA_BINDINGS),
                 self.numa_binding,
+            )
+        if isinstance(self.on_event, str) and not is_function_name(self.on_event):
+            yield SettingError(
+                "{on_event} must be package.module:function, got {0!r}", self.on_event
             )
         yield from self._rendezvous_errors()
         # Computed for their errors, so that an invalid value is found before anything starts.

@@ -7,6 +7,7 @@ warning. A port is bound before the node joins the job, and requests never delay
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ import attrs
 from .._version import versions
 from ..agent.elastic_agent import ElasticAgent
 from ..clock import monotonic
-from ..errors import ConfigError
+from ..errors import ConfigError, format_error
 from ..observe.aggregate import NodeStatus
 from ..observe.event import Event
 from ..observe.http_server import HttpResponse, HttpServer, Pages, text_response
@@ -38,6 +39,8 @@ from ..stores.file_store import FileStore
 from ..stores.interface import Store
 from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
+from .backends import import_function
+from .flags import SettingError
 from .launch_config import (
     HEALTH_VARIABLE,
     OBSERVE_FLAG,
@@ -74,9 +77,15 @@ def open_journal(
         workers: the workers, whose log directory holds the events if it is kept.
         node_id: the id of this node.
         endpoint: the endpoint at which this node serves the store, or an empty string.
+
+    Raises:
+        ConfigError: the user's `on_event` cannot be imported.
     """
     log_dir = persistent_log_dir(workers)
     with contextlib.ExitStack() as stack:
+        listeners: list[EventListener] = [MissingRestoreWarning()]
+        if config.on_event is not None:
+            listeners.append(stack.enter_context(EventHook(config.on_event)))
         path, selector = None, ""
         if config.events:
             path, selector = _register_run(stack, config.run_id, log_dir)
@@ -84,7 +93,7 @@ def open_journal(
             config.run_id,
             node_id,
             path,
-            listeners=[MissingRestoreWarning()],
+            listeners=listeners,
             run_selector=selector,
         )
         stack.callback(journal.close)
@@ -98,9 +107,20 @@ def open_journal(
             lease_ttl_seconds=config.rendezvous_timeouts.lease_ttl,
             endpoint=endpoint,
             versions=versions(),
-            command=shlex.join(sys.argv),
+            command=command_line(),
         )
         yield journal
+
+
+def command_line() -> str:
+    """Return the command line of this process, with the short name of elasticlib's commands."""
+    program, *args = sys.argv or [""]
+    path = Path(program)
+    if path.name == "elasticrun":
+        program = path.name
+    elif path.parts[-3:] == ("elasticlib", "launch", "__main__.py"):
+        return f"python -m elasticlib.launch {shlex.join(args)}"
+    return shlex.join([program, *args])
 
 
 def persistent_log_dir(workers: Workers) -> str:
@@ -149,6 +169,55 @@ def _recorded_settings(config: LaunchConfig) -> dict[str, str]:
     return {name: str(value) for name, value in settings.items()}
 
 
+class EventHook(EventListener):
+    """Calls the user's `on_event` function with each event.
+
+    The journal calls it in a thread of its own, and drops events if the function is too slow. If
+    the function raises, the first exception is logged, and the next event is passed to it as usual.
+    As a context manager, it logs at the end how many calls failed.
+
+    Args:
+        function: the function, or its name, `package.module:function`.
+
+    Raises:
+        ConfigError: the name cannot be imported, or does not name a function.
+    """
+
+    def __init__(self, function: Callable[[Event], object] | str) -> None:
+        name = function if isinstance(function, str) else _name_of(function)
+        self.label = f"the on_event function {name}"
+        self._num_failed = 0  # calls that raised
+        if isinstance(function, str):
+            function = import_function(function, "on_event")
+            if not callable(function):
+                raise SettingError("{on_event} {0} must be a function, got {1!r}", name, function)
+        self._function = function
+
+    def __enter__(self) -> EventHook:
+        return self
+
+    def on_event(self, event: Event) -> None:
+        try:
+            # A copy, because the journal may write the event at the same time.
+            self._function(copy.deepcopy(event))
+        except Exception as error:
+            self._num_failed += 1
+            if self._num_failed == 1:
+                log.warning(
+                    "%s failed for an event %s: %s; it is called again for the next event",
+                    *(self.label, event.kind, format_error(error)),
+                    exc_info=error,
+                )
+
+    def __exit__(self, *_: object) -> None:
+        if self._num_failed > 1:
+            log.warning("%s failed for %d events in total", self.label, self._num_failed)
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
 class MissingRestoreWarning(EventListener):
     """Warns if workers train from the start although a step was saved.
 
@@ -183,7 +252,13 @@ class MissingRestoreWarning(EventListener):
 
 @contextlib.contextmanager
 def observe_node(
-    run_id: str, node: Node, workers: Workers, store: Store, path: str | os.PathLike[str]
+    run_id: str,
+    node: Node,
+    workers: Workers,
+    store: Store,
+    path: str | os.PathLike[str],
+    *,
+    on_event: Callable[[Event], object] | None = None,
 ) -> Iterator[NodeJournal]:
     """Yield the journal for an `ElasticAgent` of a custom launcher.
 
@@ -195,8 +270,12 @@ def observe_node(
         workers: the workers of the agent.
         store: the store of the job's rendezvous.
         path: the file to which events are appended, for `elasticlib report`.
+        on_event: called with each event of this node, as `on_event` of a `LaunchConfig` is.
     """
-    with contextlib.closing(NodeJournal(run_id, node.id, path)) as journal:
+    with contextlib.ExitStack() as stack:
+        hooks = [] if on_event is None else [stack.enter_context(EventHook(on_event))]
+        journal = NodeJournal(run_id, node.id, path, listeners=hooks)
+        stack.callback(journal.close)
         journal.record("run.started", host=node.host, pid=os.getpid(), slots=node.slots)
 
         def report() -> NodeReport:

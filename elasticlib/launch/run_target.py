@@ -148,11 +148,11 @@ def _recorded_target(records: tuple[Path, ...], conf: Mapping[str, str]) -> RunT
         if event is None:
             continue
         run_id = event.run
-        settings = event.facts.get("settings")
+        settings = event.data.get("settings")
         if event.kind == "run.started" and isinstance(settings, dict):
             backend = str(settings.get("rdzv_backend", ""))
             # A store that an agent served is gone with the agent.
-            served = event.facts.get("endpoint") if agents.is_known_alive(path) else ""
+            served = event.data.get("endpoint") if agents.is_known_alive(path) else ""
             endpoint = str(served or settings.get("rdzv_endpoint", ""))
             conf = {**read_pairs(str(settings.get("rdzv_conf", ""))), **conf}
             if endpoint:

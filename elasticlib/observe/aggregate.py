@@ -432,7 +432,7 @@ class NodeAggregate:
         if self.generations and self.generations[-1].stopped_at is None:
             # No event reports how the previous generation finished, but it must have.
             last = self.generations[-1]
-            end = attrs.evolve(event, kind="rendezvous.started", facts={})
+            end = attrs.evolve(event, kind="rendezvous.started", data={})
             self.generations[-1] = update_generation(last, end)
         self.generations.append(new_generation(event, self._rendezvous_started_at))
         self._rendezvous_started_at = None

@@ -1,6 +1,6 @@
 """Event: one thing that happened on one node, as a value and as one line of JSON (`events.jsonl`).
 
-Readers skip kinds and facts that they do not know. A change of the format that is not only an
+Readers skip kinds and data that they do not know. A change of the format that is not only an
 addition raises `VERSION`, and readers reject other versions.
 """
 
@@ -28,7 +28,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "lease_ttl_seconds": "time without a lease renewal after which other nodes consider this "
         "node lost",
         "versions": "versions of elasticlib, torch and Python, by name",
-        "command": "command line of the workers, as text",
+        "command": "command line of the agent, as text",
     },
     "rendezvous.started": {
         "reason": "why the previous generation ended, or that the node is new",
@@ -116,7 +116,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "events.dropped": {"count": "events that could not be written: disk full or too slow"},
 }
-"""Each kind of event with its facts and their meaning."""
+"""Each kind of event, with the names of its data and their meaning."""
 
 COMMON_KEYS = {
     "version": "version of this format",
@@ -152,20 +152,20 @@ class TimelineEvent:
 
 @attrs.frozen
 class Event:
-    """An event of one node: a line of `events.jsonl`.
+    """An event of one node: a line of `events.jsonl`, and the argument of an `on_event` function.
 
-    Facts hold JSON values. A file may have been written by anyone, so facts are read by type: a
-    fact that is missing or of another type than in `KINDS` is unknown.
+    A file may have been written by anyone. The methods therefore read the data by type: a value
+    that is missing or of another type is unknown.
     """
 
-    kind: str
-    run: str
-    node: str
-    generation: int
-    timestamp: float
-    monotonic: float
-    rank: int | None = None
-    facts: Mapping[str, Any] = attrs.field(factory=dict)
+    kind: str  # a key of `KINDS`, for example "worker.exited"
+    run: str  # id of the job
+    node: str  # id of the node
+    generation: int  # 0 before the first generation
+    timestamp: float  # seconds since 1970 by the node's clock, for people
+    monotonic: float  # seconds by the node's monotonic clock, for differences between its events
+    rank: int | None = None  # global rank, if the event is about one worker
+    data: Mapping[str, Any] = attrs.field(factory=dict)  # JSON values, by the names in `KINDS`
 
     @property
     def is_plausible(self) -> bool:
@@ -195,12 +195,12 @@ class Event:
         return self.is_true("succeeded") or self.is_true("stopped")
 
     def number(self, name: str) -> float | None:
-        """Return a fact that is a finite number, else None."""
-        return _as_number(self.facts.get(name))
+        """Return a value that is a finite number, else None."""
+        return _as_number(self.data.get(name))
 
     def value(self, name: str) -> float | None:
         """Return a number that may be infinite or NaN, which are written as text, else None."""
-        return _as_value(self.facts.get(name))
+        return _as_value(self.data.get(name))
 
     def seconds(self, name: str) -> float | None:
         """Return a number that is not negative, else None."""
@@ -209,30 +209,31 @@ class Event:
 
     def count(self, name: str) -> int | None:
         """Return an integer that is not negative, else None."""
-        return _as_count(self.facts.get(name))
+        return _as_count(self.data.get(name))
 
     def text(self, name: str) -> str:
         """Return a text, empty if there is none."""
-        value = self.facts.get(name)
+        value = self.data.get(name)
         return value if isinstance(value, str) else ""
 
     def texts(self, name: str) -> dict[str, str]:
         """Return texts by name, empty if there are none."""
-        value = self.facts.get(name)
+        value = self.data.get(name)
         if not isinstance(value, Mapping):
             return {}
         return {str(key): str(item) for key, item in value.items()}
 
     def pair(self, name: str) -> tuple[int, int] | None:
         """Return two integers that are not negative, else None."""
-        value = self.facts.get(name)
+        value = self.data.get(name)
         if not isinstance(value, (list, tuple)) or len(value) != 2:
             return None
         first, last = map(_as_count, value)
         return None if first is None or last is None else (first, last)
 
     def is_true(self, name: str) -> bool:
-        return self.facts.get(name) is True
+        """Return True if a value is true, and not only similar to it."""
+        return self.data.get(name) is True
 
 
 def _as_number(value: object) -> float | None:
@@ -268,8 +269,8 @@ def encode(event: Event) -> bytes:
         head["rank"] = event.rank
     limit = MAX_EVENT_BYTES
     while True:
-        facts = {name: truncate(value, limit) for name, value in event.facts.items()}
-        line = json.dumps({**head, **facts}, separators=(",", ":"), default=str).encode() + b"\n"
+        data = {name: truncate(value, limit) for name, value in event.data.items()}
+        line = json.dumps({**head, **data}, separators=(",", ":"), default=str).encode() + b"\n"
         if len(line) <= MAX_EVENT_BYTES or limit == 0:
             return line
         limit //= 4
@@ -308,8 +309,8 @@ def decode(line: bytes | str) -> Event:
     rank = fields.get("rank")
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool)):
         raise ValueError(f"rank of an event must be an integer, got {rank!r}")
-    facts = {name: value for name, value in fields.items() if name not in COMMON_KEYS}
-    return Event(**common, rank=rank, facts=facts)
+    data = {name: value for name, value in fields.items() if name not in COMMON_KEYS}
+    return Event(**common, rank=rank, data=data)
 
 
 def read_versioned_object(data: bytes | str, label: str, version: int) -> dict[str, Any]:

@@ -195,7 +195,7 @@ class _PlacedAgent:
     @property
     def root_cause(self) -> Mapping[str, Any] | None:
         end = self.aggregate.end_event
-        cause = None if end is None else end.facts.get("root_cause")
+        cause = None if end is None else end.data.get("root_cause")
         return cause if isinstance(cause, Mapping) else None
 
     def generations(self) -> Iterator[tuple[int, NodeGeneration]]:

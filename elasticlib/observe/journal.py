@@ -8,10 +8,12 @@ or slow disk never delays the agent; and passed to listeners.
 from __future__ import annotations
 
 import abc
+import heapq
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any, BinaryIO
 
 import attrs
@@ -41,7 +43,7 @@ class Journal(abc.ABC):
 
     @abc.abstractmethod
     def record(
-        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
+        self, kind: str, *, generation: int = 0, rank: int | None = None, **data: Any
     ) -> None:
         """Record an event.
 
@@ -49,12 +51,14 @@ class Journal(abc.ABC):
             kind: one of `elasticlib.observe.event.KINDS`.
             generation: number of the generation, 0 before the first.
             rank: global rank, if the event is about one worker.
-            **facts: facts of the kind.
+            **data: data of the kind, by name.
         """
 
 
 class EventListener(abc.ABC):
     """Receives the events of a node, in a thread of its own. One that raises is disabled."""
+
+    label = ""  # name in log messages; empty for the name of the class
 
     @abc.abstractmethod
     def on_event(self, event: Event) -> None:
@@ -68,12 +72,16 @@ class SafeCaller:
     component has no room are counted, and the log reports how many there were.
 
     Args:
-        component: receives the events; the log names its type.
+        component: receives the events.
+        label: name of the component in log messages; empty for that of its class.
         max_pending: limit on the events that wait for a component that may block.
     """
 
-    def __init__(self, component: object, *, max_pending: int = MAX_PENDING) -> None:
-        self._name = type(component).__name__
+    def __init__(
+        self, component: object, *, label: str = "", max_pending: int = MAX_PENDING
+    ) -> None:
+        self._name = label or type(component).__name__
+        self._max_pending = max_pending
         self._has_failed = False
         self._num_dropped = 0  # calls for which there was no room
         self._queue = BackgroundQueue("event-listener", self._on_error, max_pending=max_pending)
@@ -84,7 +92,7 @@ class SafeCaller:
             return
         if not is_nonblocking:
             if not self._queue.call(work):
-                self._num_dropped += 1
+                self._count_dropped()
             return
         try:
             work()
@@ -100,6 +108,14 @@ class SafeCaller:
             )
         if self._num_dropped:
             log.warning("%s was too slow: it missed %d events", self._name, self._num_dropped)
+
+    def _count_dropped(self) -> None:
+        self._num_dropped += 1
+        if self._num_dropped == 1 and not self._has_failed:
+            log.warning(
+                "%s is too slow: %d events are waiting for it, so it misses further ones",
+                *(self._name, self._max_pending),
+            )
 
     def _on_error(self, error: BaseException) -> None:
         self._has_failed = True
@@ -144,7 +160,9 @@ class NodeJournal(Journal):
         self._run = run
         self._node = node
         self._aggregate_caller = SafeCaller(self.aggregate)
-        self._listeners = [(listener, SafeCaller(listener)) for listener in listeners]
+        self._listeners = [
+            (listener, SafeCaller(listener, label=listener.label)) for listener in listeners
+        ]
         self._file_queue = BackgroundQueue("journal", _on_write_error, max_pending=max_pending)
         self._retry_interval = retry_interval
         # Owned by the thread that records events:
@@ -162,9 +180,9 @@ class NodeJournal(Journal):
         return self._num_unqueued + self._num_failed
 
     def record(
-        self, kind: str, *, generation: int = 0, rank: int | None = None, **facts: Any
+        self, kind: str, *, generation: int = 0, rank: int | None = None, **data: Any
     ) -> None:
-        event = Event(kind, self._run, self._node, generation, wall(), monotonic(), rank, facts)
+        event = Event(kind, self._run, self._node, generation, wall(), monotonic(), rank, data)
         self._aggregate_caller.call(partial(self.aggregate.apply, event), is_nonblocking=True)
         self.on_recorded()
         for listener, caller in self._listeners:
@@ -209,8 +227,8 @@ class NodeJournal(Journal):
         """Append a line, after an event that contains how many were dropped since the last one."""
         dropped = self.num_dropped
         if dropped > self._num_reported:
-            facts = {"count": dropped - self._num_reported}
-            notice = attrs.evolve(template, kind="events.dropped", rank=None, facts=facts)
+            data = {"count": dropped - self._num_reported}
+            notice = attrs.evolve(template, kind="events.dropped", rank=None, data=data)
             line = encode(notice) + line
         if line and not append_line(self.path, line):
             return False
@@ -256,22 +274,31 @@ class EventFile:
         self.path = os.fspath(path)
         self.invalid_lines = 0
         self.is_truncated = False
+        self._offset = 0  # behind the last complete line that was read
 
     def __iter__(self) -> Iterator[Event]:
-        self.invalid_lines, self.is_truncated = 0, False
+        self.invalid_lines, self._offset = 0, 0
+        return self.new_events()
+
+    def new_events(self) -> Iterator[Event]:
+        """Yield the events that were appended since the last reading, or all at first."""
+        self.is_truncated = False
         with open(self.path, "rb") as file:
+            file.seek(self._offset)
             while line := file.readline(MAX_EVENT_BYTES + 1):
-                if not line.endswith(b"\n"):
-                    if len(line) <= MAX_EVENT_BYTES:
-                        self.is_truncated = True
-                        return
-                    self.is_truncated = not _skip_line(file)
-                    self.invalid_lines += not self.is_truncated
-                    continue
+                is_complete = line.endswith(b"\n")
+                if not is_complete and (len(line) <= MAX_EVENT_BYTES or not _skip_line(file)):
+                    self.is_truncated = True
+                    return
+                self._offset = file.tell()
                 try:
-                    yield decode(line)
+                    if not is_complete:
+                        raise ValueError("the line is too long")
+                    event = decode(line)
                 except ValueError:
                     self.invalid_lines += 1
+                else:
+                    yield event
 
 
 def _skip_line(file: BinaryIO) -> bool:
@@ -280,3 +307,50 @@ def _skip_line(file: BinaryIO) -> bool:
         if line.endswith(b"\n"):
             return True
     return False
+
+
+class EventStream:
+    """Reads the growing event files of a run in the order of time.
+
+    Args:
+        paths: the event files.
+    """
+
+    def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
+        self._files: dict[str, EventFile] = {}  # by real path, because records link to files
+        # The last `run.started` of each file, by path, until a `run.finished` follows it.
+        self._starts: dict[str, Event] = {}
+        self.add(paths)
+
+    @property
+    def paths(self) -> list[str]:
+        """The event files."""
+        return [file.path for file in self._files.values()]
+
+    def add(self, paths: Iterable[str | os.PathLike[str]]) -> None:
+        """Also read these files, unless they are read already."""
+        for path in paths:
+            self._files.setdefault(os.path.realpath(path), EventFile(path))
+
+    def read(self) -> Iterator[Event]:
+        """Yield the events that were appended since the last call, sorted by time.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        new = [self._read(file) for file in self._files.values()]
+        yield from heapq.merge(*new, key=attrgetter("timestamp"))
+
+    @property
+    def unfinished(self) -> dict[str, Event]:
+        """The `run.started` of each file whose agent has not recorded its end, by path."""
+        return dict(self._starts)
+
+    def _read(self, file: EventFile) -> Iterator[Event]:
+        for event in file.new_events():
+            if event.kind == "run.started":
+                self._starts[file.path] = event
+            elif event.kind == "run.finished":
+                self._starts.pop(file.path, None)
+            if event.is_plausible:
+                yield event

@@ -16,7 +16,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import attrs
@@ -132,7 +132,7 @@ def _safe_name(run_id: str) -> str:
 
 @attrs.frozen
 class RunRecord:
-    """The event file of one agent, and the facts of its first event."""
+    """The event file of one agent, and what its first event says."""
 
     events: Path
     run: str  # empty if it is not known
@@ -171,6 +171,18 @@ def find_runs(name: str | os.PathLike[str] = "", *, directory: Path | None = Non
     launch = _newest_launch(found)
     _warn_of_others(launch, found, is_named=bool(text))
     return [record.events for record in launch]
+
+
+def launch_members(
+    events: Iterable[str | os.PathLike[str]], *, directory: Path | None = None
+) -> list[Path]:
+    """Return the recorded event files of the launch to which these files belong.
+
+    The result includes agents that have joined later, and is empty if no file is recorded.
+    """
+    files, known = {os.path.realpath(path) for path in events}, known_runs(directory)
+    launch = [record for record in known if os.path.realpath(record.events) in files]
+    return [record.events for record in _with_overlapping(launch, known)] if launch else []
 
 
 def earlier_launches(name: str | os.PathLike[str], *, directory: Path | None = None) -> list[Path]:
@@ -294,10 +306,15 @@ def _decode(line: bytes) -> Event | None:
         return None
 
 
-def _newest_launch(found: Iterable[RunRecord]) -> list[RunRecord]:
-    rest = sorted(found, key=lambda record: (record.is_alive, record.started_at))
-    launch = [rest.pop()]
-    rest = [record for record in rest if is_same_job(record, launch[0])]
+def _newest_launch(found: Sequence[RunRecord]) -> list[RunRecord]:
+    newest = max(found, key=lambda record: (record.is_alive, record.started_at))
+    return _with_overlapping([newest], found)
+
+
+def _with_overlapping(launch: Sequence[RunRecord], found: Iterable[RunRecord]) -> list[RunRecord]:
+    """Return a launch with all other records of the same job whose times overlap with it."""
+    launch = list(launch)
+    rest = [record for record in found if record not in launch and is_same_job(record, launch[0])]
     while overlapping := [r for r in rest if any(_overlaps(r, other) for other in launch)]:
         launch += overlapping
         rest = [record for record in rest if record not in overlapping]

@@ -12,7 +12,7 @@ from ..workers.interface import NO_STEP, RESTORE_SOURCES, Heartbeat
 MAX_INTERVAL_S = 10.0  # between two progress events
 MIN_INTERVAL_S = 1.0  # between two progress events, and between readings before training starts
 
-Events = list[tuple[str, dict[str, Any]]]  # kind and facts
+Events = list[tuple[str, dict[str, Any]]]  # kind and data
 
 
 @attrs.frozen
@@ -107,8 +107,8 @@ class StepMonitor:
             monitor = attrs.evolve(monitor, training_at=reading.at, reported_at=reading.at)
             if reading.first_step is not None:
                 step, at = reading.first_step
-                facts = {"step": step, "duration_seconds": round(at - reading.started_at, 6)}
-                events.append(("training.started", facts))
+                data = {"step": step, "duration_seconds": round(at - reading.started_at, 6)}
+                events.append(("training.started", data))
         return monitor, events
 
     def _progress_events(self, reading: HeartbeatReading) -> tuple[StepMonitor, Events]:
@@ -123,9 +123,9 @@ class StepMonitor:
         snapshots = min((beat.num_snapshots for beat in holders), default=0)
         if snapshots > monitor.snapshots:
             step = min(beat.last_snapshot_step for beat in holders)
-            facts = {"step": step, "count": snapshots - monitor.snapshots}
+            data = {"step": step, "count": snapshots - monitor.snapshots}
             monitor = attrs.evolve(monitor, snapshots=snapshots)
-            events.append(("snapshot.taken", facts))
+            events.append(("snapshot.taken", data))
         saves = max((beat.num_saves for beat in reading.beats.values()), default=0)
         if saves > monitor.saves:
             step = max(beat.last_saved_step for beat in reading.beats.values())

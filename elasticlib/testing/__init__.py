@@ -15,11 +15,11 @@ _EXPORTS = {
     "testing.agent_contract": ("AgentContract", "RegroupContract"),
     "testing.agent_job": ("AgentRequest",),
     "testing.rendezvous_contract": ("HandlerRequest", "RendezvousContract"),
-    "testing.rendezvous_over_store": ("StoreRendezvousContract",),
     "testing.store_contract": ("StoreContract",),
-    "testing.store_process": ("ClientRecipe",),
+    "testing.store_process": ("ClientSpec",),
+    "testing.store_rendezvous_contract": ("StoreRendezvousContract",),
 }
-_ASSERTING = (
+_MODULES_WITH_ASSERTIONS = (
     "agent_contract",
     "agent_job",
     "rendezvous_cluster",
@@ -27,6 +27,7 @@ _ASSERTING = (
     "rendezvous_machine",
     "store_contract",
     "store_model",
+    "store_process",
 )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, _EXPORTS)
@@ -34,8 +35,8 @@ __getattr__, __dir__, __all__ = lazy_exports(__name__, _EXPORTS)
 if "pytest" in sys.modules:
     import pytest
 
-    # pytest then shows the values of a failed assertion, as it does in test files.
-    pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
+    # A failed assertion in these modules shows its values, as in a test file.
+    pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _MODULES_WITH_ASSERTIONS))
 
 if TYPE_CHECKING:
     from .agent_contract import AgentContract as AgentContract
@@ -43,6 +44,6 @@ if TYPE_CHECKING:
     from .agent_job import AgentRequest as AgentRequest
     from .rendezvous_contract import HandlerRequest as HandlerRequest
     from .rendezvous_contract import RendezvousContract as RendezvousContract
-    from .rendezvous_over_store import StoreRendezvousContract as StoreRendezvousContract
     from .store_contract import StoreContract as StoreContract
-    from .store_process import ClientRecipe as ClientRecipe
+    from .store_process import ClientSpec as ClientSpec
+    from .store_rendezvous_contract import StoreRendezvousContract as StoreRendezvousContract

@@ -19,45 +19,51 @@ from ..defaults import DEFAULT_DRAIN_EXIT_CODE
 from ..errors import WorkerStartError
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
-from .agent_acts import FAIL_EXIT_CODE, Act
-from .agent_job import WORKERS, Job, MakeAgent
-from .agent_stage import Scene, Stage, place
+from .agent_job import WORKERS_PER_NODE, AgentJob, MakeAgent
 from .waiting import wait_until
+from .worker_behavior import FAIL_EXIT_CODE, WorkerBehavior
+from .worker_harness import Scenario, WorkerHarness, expected_variables
 
-SUCCEED, FAIL, STAY, KEEP = Act.SUCCEED, Act.FAIL, Act.STAY, Act.KEEP
+SUCCEED, FAIL, RUN = WorkerBehavior.SUCCEED, WorkerBehavior.FAIL, WorkerBehavior.RUN
+IGNORE_SIGTERM, REGROUP = WorkerBehavior.IGNORE_SIGTERM, WorkerBehavior.REGROUP
 
 
 class AgentSuite:
     """Fixtures of the contracts below.
 
-    A node has two workers. They are shell scripts, or Python functions if `functions` is True, and
-    report through named pipes in a directory of this machine. If your workers cannot reach these
-    pipes, override the fixture `stage`.
+    A node has two workers. They are shell scripts, or Python functions if `use_functions` is True,
+    and report through named pipes in a directory of this machine. If your workers cannot reach
+    these pipes, override the fixture `harness`.
     """
 
-    patience = 20.0  # seconds after which an expected event counts as missing
-    moment = 1.0  # seconds in which a worker exits after SIGTERM, and a killed process disappears
+    timeout_s = 20.0  # seconds after which an expected event counts as missing
+    exit_timeout_s = 1.0  # a worker exits so soon after SIGTERM, and a killed process disappears
 
-    functions = False
+    use_functions = False
 
     @pytest.fixture
     def make_agent(self) -> MakeAgent:
-        """Override: a callable that makes an agent for an `AgentRequest`.
+        """Override: return a function that creates an agent for an `AgentRequest`.
 
         Usually `lambda request: MyAgent(request.spec, request.handler, **request.settings)`.
         """
         raise NotImplementedError("override the fixture make_agent")
 
     @pytest.fixture
-    def stage(self, tmp_path: Path) -> Iterator[Stage]:
-        """Directory of the pipes. Override it for workers that cannot reach a directory here."""
-        with contextlib.closing(Stage(tmp_path, self.patience, functions=self.functions)) as stage:
-            yield stage
+    def harness(self, tmp_path: Path) -> Iterator[WorkerHarness]:
+        """Entry points and reports of the workers.
+
+        Override it for workers that cannot open a named pipe on this machine.
+        """
+        harness = WorkerHarness(tmp_path, self.timeout_s, use_functions=self.use_functions)
+        with contextlib.closing(harness):
+            yield harness
 
     @pytest.fixture
-    def job(self, make_agent: MakeAgent, stage: Stage) -> Iterator[Job]:
+    def job(self, make_agent: MakeAgent, harness: WorkerHarness) -> Iterator[AgentJob]:
         """A job. After the test, its agents are stopped, and no process may be left."""
-        with contextlib.closing(Job(make_agent, stage, self.patience, self.moment)) as job:
+        job = AgentJob(make_agent, harness, self.timeout_s, self.exit_timeout_s)
+        with contextlib.closing(job):
             yield job
 
 
@@ -66,91 +72,100 @@ class AgentContract(AgentSuite):
 
     # Success
 
-    def test_run_succeeds_if_all_workers_succeed(self, job: Job) -> None:
-        node = job.node(Scene.of(SUCCEED, SUCCEED))
+    def test_run_succeeds_if_all_workers_succeed(self, job: AgentJob) -> None:
+        node = job.node(Scenario.of(SUCCEED, SUCCEED))
         assert node.agent.get_worker_group() is None
-        result = node.runs()
+        result = node.run()
         assert (result.state, result.exit_code) == (WorkerState.SUCCEEDED, 0), result.reason
         assert (result.generation, result.restarts) == (1, 0)
-        assert result.return_values == {rank: job.stage.value(rank) for rank in range(WORKERS)}
+        assert result.return_values == {
+            rank: job.harness.return_value(rank) for rank in range(WORKERS_PER_NODE)
+        }
         assert result.failures == {}
         group = node.agent.get_worker_group()
         assert group is not None
         assert [worker.rank for worker in group.workers] == [0, 1]
 
-    def test_each_worker_gets_its_ranks_and_addresses(self, job: Job) -> None:
-        scene = Scene.of(*[SUCCEED] * (2 * WORKERS))
-        nodes = [job.node(scene, nodes=(2, 2)) for _ in range(2)]
+    def test_each_worker_gets_its_ranks_and_addresses(self, job: AgentJob) -> None:
+        scenario = Scenario.of(*[SUCCEED] * (2 * WORKERS_PER_NODE))
+        nodes = [job.node(scenario, nodes=(2, 2)) for _ in range(2)]
         for node in nodes:
-            node.begin()
+            node.start()
         results = [node.result() for node in nodes]
         assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
         groups = [node.agent.get_worker_group() for node in nodes]
-        expected = [place(group, local) for group in groups if group for local in range(WORKERS)]
-        assert sorted(job.stage.up(1)) == sorted(expected)
+        expected = [
+            expected_variables(group, local)
+            for group in groups
+            if group
+            for local in range(WORKERS_PER_NODE)
+        ]
+        assert sorted(job.harness.started_workers(1)) == sorted(expected)
 
     # Failure
 
-    def test_failure_uses_a_restart_and_restarts_all_workers(self, job: Job) -> None:
-        result = job.node(Scene.of(STAY, FAIL), max_restarts=1).runs()
+    def test_failure_uses_a_restart_and_restarts_all_workers(self, job: AgentJob) -> None:
+        result = job.node(Scenario.of(RUN, FAIL), max_restarts=1).run()
         assert result.state is WorkerState.SUCCEEDED, result.reason
         assert (result.generation, result.restarts) == (2, 1)
-        assert len(job.stage.up(2)) == WORKERS
+        assert len(job.harness.started_workers(2)) == WORKERS_PER_NODE
 
-    def test_run_fails_and_names_the_rank_if_no_restart_is_left(self, job: Job) -> None:
-        result = job.node(Scene.of(STAY, FAIL, later=(STAY, FAIL)), max_restarts=1).runs()
+    def test_run_fails_and_names_the_rank_if_no_restart_is_left(self, job: AgentJob) -> None:
+        result = job.node(Scenario.of(RUN, FAIL, later=(RUN, FAIL)), max_restarts=1).run()
         assert (result.state, result.exit_code) == (WorkerState.FAILED, 1)
         assert (result.generation, result.restarts) == (2, 1)
         assert "rank 1" in result.reason
-        assert list(result.failures) == [1], "only who failed has failed, and not who was stopped"
+        assert list(result.failures) == [1], "workers that the agent stopped count as failed"
         failure = result.failures[1]
         assert (failure.rank, failure.local_rank, failure.returncode) == (1, 1, FAIL_EXIT_CODE)
         assert result.root_cause is not None
         assert result.root_cause.rank == 1
 
-    def test_killed_worker_counts_as_failed(self, job: Job) -> None:
-        result = job.node(Scene.of(STAY, Act.DIE)).runs()
+    def test_killed_worker_counts_as_failed(self, job: AgentJob) -> None:
+        result = job.node(Scenario.of(RUN, WorkerBehavior.KILL_SELF)).run()
         assert result.state is WorkerState.FAILED
         assert list(result.failures) == [1]
         assert "rank 1" in result.reason
 
-    def test_program_that_does_not_exist_is_reported_as_failure(self, job: Job) -> None:
-        result = job.node(job.stage.missing()).runs()
+    def test_program_that_does_not_exist_is_reported_as_failure(self, job: AgentJob) -> None:
+        result = job.node(job.harness.missing_entrypoint()).run()
         assert result.state is WorkerState.FAILED
         assert "rank" in result.reason
 
-    def test_start_that_fails_halfway_uses_a_restart_and_leaves_no_process(self, job: Job) -> None:
-        node = job.node(Scene.of(STAY, STAY, later=(STAY, STAY)), max_restarts=1)
+    def test_start_that_fails_halfway_uses_a_restart_and_leaves_no_process(
+        self, job: AgentJob
+    ) -> None:
+        node = job.node(Scenario.of(RUN, RUN, later=(RUN, RUN)), max_restarts=1)
         start = node.agent.start
 
         def start_and_fail(group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
             start(group, on_exit)
-            job.stage.until_up(group.generation, WORKERS)
-            raise WorkerStartError("there is no room for one more")
+            job.harness.wait_until_started(group.generation, WORKERS_PER_NODE)
+            raise WorkerStartError("no memory for another worker")
 
         node.agent.start = start_and_fail  # type: ignore[method-assign]
-        result = node.runs()
+        result = node.run()
         assert (result.state, result.generation) == (WorkerState.FAILED, 2)
-        assert "there is no room for one more" in result.reason
+        assert "no memory for another worker" in result.reason
         assert result.root_cause is not None
-        assert result.root_cause.summary == "there is no room for one more"
+        assert result.root_cause.summary == "no memory for another worker"
 
     # Stopping
 
-    def test_worker_that_ignores_sigterm_is_killed_after_the_timeout(self, job: Job) -> None:
-        node = job.node(Scene.of(STAY, Act.STAY_DEAF), grace=self.moment)
-        node.begin()
-        job.stage.until_up(1, WORKERS)
+    def test_worker_that_ignores_sigterm_is_killed_after_the_timeout(self, job: AgentJob) -> None:
+        node = job.node(Scenario.of(RUN, IGNORE_SIGTERM), shutdown_timeout=self.exit_timeout_s)
+        node.start()
+        job.harness.wait_until_started(1, WORKERS_PER_NODE)
         node.handler.set_closed()
         result = node.result()
         assert result.state is WorkerState.FAILED
         assert "survived SIGKILL" not in result.reason
-        assert job.stage.asked(1) == {0, 1}, "each worker is asked before it is killed"
+        assert job.harness.terminated_ranks(1) == {0, 1}, "a worker was killed without SIGTERM"
 
-    def test_child_processes_of_a_worker_are_killed_with_it(self, job: Job) -> None:
-        result = job.node(Scene.of(Act.LEAVE_CHILD, Act.LEAVE_CHILD)).runs()
+    def test_child_processes_of_a_worker_are_killed_with_it(self, job: AgentJob) -> None:
+        result = job.node(Scenario.of(WorkerBehavior.LEAVE_CHILD, WorkerBehavior.LEAVE_CHILD)).run()
         assert result.state is WorkerState.SUCCEEDED, result.reason
-        assert not job.stage.busy(1)
+        assert not job.harness.is_running(1)
 
     @pytest.mark.parametrize(
         ("number", "state", "code"),
@@ -158,52 +173,57 @@ class AgentContract(AgentSuite):
             (signal.SIGUSR1, WorkerState.STOPPED, 128 + signal.SIGUSR1),
             (signal.SIGUSR2, WorkerState.DRAINED, DEFAULT_DRAIN_EXIT_CODE),
         ],
-        ids=["ended", "drained"],
+        ids=["stopped", "drained"],
     )
     def test_signal_stops_or_drains_the_node(
-        self, job: Job, number: int, state: WorkerState, code: int
+        self, job: AgentJob, number: int, state: WorkerState, code: int
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
-            pytest.skip("Python lets only the main thread hear signals")
+            pytest.skip("Python runs signal handlers only in the main thread")
         options = AgentOptions(stop_signals=(signal.SIGUSR1,), drain_signals=(signal.SIGUSR2,))
-        node = job.node(Scene.of(STAY, STAY), options=options)
+        node = job.node(Scenario.of(RUN, RUN), options=options)
 
-        def ask() -> None:
-            job.stage.until_up(1, WORKERS)
-            # To this thread, as the kernel may: it does not interrupt what the main one waits in.
+        def send_signal() -> None:
+            job.harness.wait_until_started(1, WORKERS_PER_NODE)
+            # The kernel may also choose a thread like this one, whose signal does not interrupt the
+            # blocking calls of the main thread.
             signal.pthread_kill(threading.get_ident(), number)
 
         # The signal must not kill the tests if the agent does not handle it.
         before = signal.signal(number, lambda *_: None)
         try:
-            result = node.runs_here(ask)
+            result = node.run_in_current_thread(send_signal)
         finally:
             signal.signal(number, before)
         assert (result.state, result.exit_code, result.signal) == (state, code, number)
-        assert job.stage.asked(1) == {0, 1}
+        assert job.harness.terminated_ranks(1) == {0, 1}
 
     # Several nodes
 
-    def test_joining_node_restarts_workers_without_using_a_restart(self, job: Job) -> None:
-        scene = Scene.of(STAY, Act.STAY_DEAF, later=(SUCCEED,) * 4)
-        first, second = (job.node(scene, nodes=(1, 2), grace=self.moment) for _ in range(2))
-        first.begin()
-        job.stage.until_up(1, WORKERS)
-        second.begin()
-        job.stage.until_up(2, 1)
-        assert not job.stage.busy(1), "workers were started before those they replace had ended"
+    def test_joining_node_restarts_workers_without_using_a_restart(self, job: AgentJob) -> None:
+        scenario = Scenario.of(RUN, IGNORE_SIGTERM, later=(SUCCEED,) * 4)
+        first, second = (
+            job.node(scenario, nodes=(1, 2), shutdown_timeout=self.exit_timeout_s) for _ in range(2)
+        )
+        first.start()
+        job.harness.wait_until_started(1, WORKERS_PER_NODE)
+        second.start()
+        job.harness.wait_until_started(2, 1)
+        assert not job.harness.is_running(1), "new workers were started before the old ones exited"
         results = [first.result(), second.result()]
         assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
         assert [(result.generation, result.restarts) for result in results] == [(2, 0)] * 2
         assert [sorted(result.return_values) for result in results] == [[0, 1], [2, 3]]
-        assert len(job.stage.up(2)) == 2 * WORKERS
+        assert len(job.harness.started_workers(2)) == 2 * WORKERS_PER_NODE
 
-    def test_failure_on_one_node_restarts_both_and_both_report_the_cause(self, job: Job) -> None:
-        acts = (STAY, STAY, STAY, FAIL)
-        scene = Scene.of(*acts, later=acts)
-        nodes = [job.node(scene, nodes=(2, 2), max_restarts=1) for _ in range(2)]
+    def test_failure_on_one_node_restarts_both_and_both_report_the_cause(
+        self, job: AgentJob
+    ) -> None:
+        behaviors = (RUN, RUN, RUN, FAIL)
+        scenario = Scenario.of(*behaviors, later=behaviors)
+        nodes = [job.node(scenario, nodes=(2, 2), max_restarts=1) for _ in range(2)]
         for node in nodes:
-            node.begin()
+            node.start()
         results = [node.result() for node in nodes]
         assert [result.state for result in results] == [WorkerState.FAILED] * 2
         assert [(result.generation, result.restarts) for result in results] == [(2, 1)] * 2
@@ -212,39 +232,39 @@ class AgentContract(AgentSuite):
 
     # Errors in the agent or its workers
 
-    def test_repeated_or_late_exit_callback_is_ignored(self, job: Job) -> None:
-        node = job.node(Scene.of(STAY, FAIL), max_restarts=1)
-        start, late = node.agent.start, []
+    def test_repeated_or_late_exit_callback_is_ignored(self, job: AgentJob) -> None:
+        node = job.node(Scenario.of(RUN, FAIL), max_restarts=1)
+        start, callbacks = node.agent.start, []
 
-        def start_with_echo(group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
-            def twice(local_rank: int) -> None:
+        def start_and_repeat_callbacks(group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
+            def call_twice(local_rank: int) -> None:
                 on_exit(local_rank)
                 threading.Thread(target=on_exit, args=(local_rank,)).start()
 
-            start(group, twice)
-            late.append(on_exit)
-            for report in late[:-1]:
-                for local_rank in range(WORKERS):
-                    report(local_rank)
+            start(group, call_twice)
+            callbacks.append(on_exit)
+            for late_callback in callbacks[:-1]:
+                for local_rank in range(WORKERS_PER_NODE):
+                    late_callback(local_rank)
 
-        node.agent.start = start_with_echo  # type: ignore[method-assign]
-        result = node.runs()
+        node.agent.start = start_and_repeat_callbacks  # type: ignore[method-assign]
+        result = node.run()
         assert (result.state, result.generation) == (WorkerState.SUCCEEDED, 2), result.reason
         assert sorted(result.return_values) == [0, 1]
-        late[-1](0)
+        callbacks[-1](0)
 
-    def test_exception_of_workers_ends_the_run_with_its_message(self, job: Job) -> None:
-        node = job.node(Scene.of(STAY, FAIL), max_restarts=1)
+    def test_exception_of_workers_ends_the_run_with_its_message(self, job: AgentJob) -> None:
+        node = job.node(Scenario.of(RUN, FAIL), max_restarts=1)
 
-        def collect(local_rank: int) -> WorkerExit:
-            # A worker is running that could be left.
-            job.stage.until_up(1, WORKERS)
-            raise RuntimeError(f"where worker {local_rank} ran, there is fire")
+        def fail_to_reap(local_rank: int) -> WorkerExit:
+            # The other worker is running, and must not be left running.
+            job.harness.wait_until_started(1, WORKERS_PER_NODE)
+            raise RuntimeError(f"cannot reap worker {local_rank}")
 
-        node.agent.reap = collect  # type: ignore[method-assign]
-        result = node.runs()
+        node.agent.reap = fail_to_reap  # type: ignore[method-assign]
+        result = node.run()
         assert result.state is WorkerState.FAILED
-        assert result.reason == "RuntimeError: where worker 1 ran, there is fire"
+        assert result.reason == "RuntimeError: cannot reap worker 1"
 
 
 class RegroupContract(AgentSuite):
@@ -253,37 +273,48 @@ class RegroupContract(AgentSuite):
     The workers must be able to reach this agent through `elasticlib.context()`.
     """
 
-    functions = True
+    use_functions = True
 
-    def test_surviving_worker_regroups_and_new_worker_is_admitted(self, job: Job) -> None:
-        node = job.node(Scene.of(Act.DIE_ON_CUE, KEEP, later=(KEEP, KEEP)), max_restarts=1)
-        node.begin()
-        (first,) = job.stage.until_kept(1, 1).values()
-        job.stage.cue()
-        (second,) = job.stage.until_kept(2, 1).items()
-        whole = job.stage.until_kept(3, WORKERS)
+    def test_surviving_worker_regroups_and_new_worker_is_admitted(self, job: AgentJob) -> None:
+        node = job.node(
+            Scenario.of(WorkerBehavior.KILL_SELF_ON_FILE, REGROUP, later=(REGROUP, REGROUP)),
+            max_restarts=1,
+        )
+        node.start()
+        (first,) = job.harness.wait_until_regrouped(1, 1).values()
+        job.harness.create_kill_file()
+        (second,) = job.harness.wait_until_regrouped(2, 1).items()
+        all_workers = job.harness.wait_until_regrouped(3, WORKERS_PER_NODE)
         result = node.result()
         assert (result.state, result.generation) == (WorkerState.SUCCEEDED, 3), result.reason
-        assert result.restarts == 1, "who is let in costs nothing"
-        assert second[1] == first, "the one that can be kept has gone on"
-        assert second[0][:4] == ("0", "1", "1", str(WORKERS)), "in a group of its own"
-        assert first in whole.values()
-        assert len(set(whole.values())) == WORKERS
+        assert result.restarts == 1, "admitting a worker used a restart"
+        assert second[1] == first, "the surviving worker was restarted"
+        assert second[0][:4] == ("0", "1", "1", str(WORKERS_PER_NODE)), (
+            "the surviving worker is not in a group of one"
+        )
+        assert first in all_workers.values()
+        assert len(set(all_workers.values())) == WORKERS_PER_NODE
         group = node.agent.get_worker_group()
         assert group is not None
-        assert set(whole) == {place(group, local) for local in range(WORKERS)}
-        assert result.return_values == {rank: rank for rank in range(WORKERS)}
+        assert set(all_workers) == {
+            expected_variables(group, local) for local in range(WORKERS_PER_NODE)
+        }
+        assert result.return_values == {rank: rank for rank in range(WORKERS_PER_NODE)}
 
-    def test_no_standby_worker_is_left_at_the_end(self, job: Job) -> None:
-        scene = Scene.of(*[KEEP] * (2 * WORKERS))
-        node, other = (job.node(scene, nodes=(2, 2)) for _ in range(2))
-        node.begin()
-        other.begin()
-        job.stage.until_kept(1, 2 * WORKERS)
+    def test_no_standby_worker_is_left_at_the_end(self, job: AgentJob) -> None:
+        scenario = Scenario.of(*[REGROUP] * (2 * WORKERS_PER_NODE))
+        node, other = (job.node(scenario, nodes=(2, 2)) for _ in range(2))
+        node.start()
+        other.start()
+        job.harness.wait_until_regrouped(1, 2 * WORKERS_PER_NODE)
         other.handler.shutdown()
-        spare = node.agent.workers.standby_ranks
-        wait_until("the others to wait", lambda: sum(spare().values()) == WORKERS, self.patience)
+        standby_ranks = node.agent.workers.standby_ranks
+        wait_until(
+            "standby workers for the other node",
+            lambda: sum(standby_ranks().values()) == WORKERS_PER_NODE,
+            self.timeout_s,
+        )
         node.handler.set_closed()
         results = [node.result(), other.result()]
         assert [result.state for result in results] == [WorkerState.FAILED] * 2
-        assert not job.stage.busy(1)
+        assert not job.harness.is_running(1)

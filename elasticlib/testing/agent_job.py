@@ -1,7 +1,7 @@
 """The agents of one job, each in a thread as if on a node of its own. Every wait is bounded.
 
 The agents use elasticlib's rendezvous over a store in memory. Closing the job stops all agents, and
-checks that no process of a worker is left.
+checks that no process of a worker is still running.
 """
 
 from __future__ import annotations
@@ -22,26 +22,21 @@ from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from ..stores.memory_store import MemoryStore
 from ..workers.spec import Entrypoint, StopTimeouts, WorkerSpec
-from .agent_stage import Scene, Stage
-from .rendezvous_cluster import in_thread
-from .rendezvous_over_store import Listener
+from .rendezvous_cluster import FakeBootstrapStore, run_in_thread
 from .waiting import wait_until
+from .worker_harness import Scenario, WorkerHarness
 
-WORKERS = 2
-"""A node."""
-_NUMBERS = itertools.count(1)
+WORKERS_PER_NODE = 2
+_JOB_NUMBERS = itertools.count(1)
 
 
 @attrs.frozen
 class AgentRequest:
-    """The arguments of the agent that a test needs.
-
-    `settings` has the keyword arguments of `ElasticAgent`.
-    """
+    """The arguments of the agent that a test needs."""
 
     spec: WorkerSpec
     handler: RendezvousHandler
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # keyword arguments of ElasticAgent
 
 
 MakeAgent = Callable[[AgentRequest], ElasticAgent]
@@ -50,15 +45,16 @@ MakeAgent = Callable[[AgentRequest], ElasticAgent]
 class AgentNode:
     """An agent of a test, and the result of its run."""
 
-    def __init__(self, agent: ElasticAgent, handler: RendezvousHandler, patience: float) -> None:
+    def __init__(self, agent: ElasticAgent, handler: RendezvousHandler, timeout_s: float) -> None:
         self.agent = agent
         self.handler = handler
-        self._patience = patience
-        self._over = threading.Event()
+        self._timeout_s = timeout_s
+        self._is_released = threading.Event()
         self._result: Future[RunResult] = Future()
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
+        """Run the agent in a thread."""
         self._thread = threading.Thread(target=self._run, name="contract-agent", daemon=True)
         self._thread.start()
 
@@ -68,108 +64,131 @@ class AgentNode:
         except BaseException as error:
             self._result.set_exception(error)
         # Workers may be killed when the thread that started them exits.
-        self._over.wait()
+        self._is_released.wait()
 
     def result(self) -> RunResult:
-        """Wait for the result of the run that `begin` started, and return it."""
-        result = self._result.result(self._patience)
+        """Wait for the result of the run that `start` started, and return it."""
+        result = self._result.result(self._timeout_s)
         assert isinstance(result, RunResult), f"run returned {result!r}, which is no RunResult"
         return result
 
-    def runs(self) -> RunResult:
+    def run(self) -> RunResult:
         """Run the agent in a thread, and return the result."""
-        self.begin()
+        self.start()
         return self.result()
 
-    def runs_here(self, action: Callable[[], None]) -> RunResult:
+    def run_in_current_thread(self, action: Callable[[], None]) -> RunResult:
         """Run the agent in this thread, which may receive signals, and `action` in another one."""
-        over = threading.Event()
+        is_finished = threading.Event()
 
-        def watch() -> None:
+        def act_and_watch() -> None:
             try:
                 action()
             finally:
-                if not over.wait(self._patience):
+                if not is_finished.wait(self._timeout_s):
                     self.handler.set_closed()
 
-        watching = in_thread(watch)
+        watching = run_in_thread(act_and_watch)
         try:
             return self.agent.run()
         finally:
-            over.set()
-            watching.result(self._patience)
+            is_finished.set()
+            watching.result(self._timeout_s)
 
-    def end(self) -> None:
-        """Stop the agent by ending the job, if it is still running."""
+    def stop(self) -> None:
+        """Stop the agent by closing the job, if it is still running."""
         if self._thread is None:
-            in_thread(self.handler.shutdown).result(self._patience)
+            run_in_thread(self.handler.shutdown).result(self._timeout_s)
         elif not self._result.done():
-            in_thread(self.handler.set_closed).result(self._patience)
+            run_in_thread(self.handler.set_closed).result(self._timeout_s)
             # The agent may need all stages of the stop procedure.
-            self._result.result(2 * self._patience)
+            self._result.result(2 * self._timeout_s)
 
-    def free(self) -> None:
-        """Close the workers, a second time if the run is over, and wait for the thread."""
-        self._over.set()
+    def release(self) -> None:
+        """Close the workers, a second time if the run is finished, and wait for the thread."""
+        self._is_released.set()
         if self._thread is None or self._result.done():
             self.agent.workers.close()
         if self._thread is not None:
-            self._thread.join(self._patience)
+            self._thread.join(self._timeout_s)
 
 
-class Job:
-    """The agents of a test. `close` stops them, and checks that no process is left."""
+class AgentJob:
+    """The agents of a test. `close` stops them, and checks that no process is still running.
 
-    def __init__(self, make: MakeAgent, stage: Stage, patience: float, moment: float) -> None:
-        self.stage = stage
+    Args:
+        make: Creates an agent.
+        harness: Entry points and reports of the workers.
+        timeout_s: Seconds after which an expected event counts as missing.
+        exit_timeout_s: Seconds in which the processes must exit after all agents have stopped.
+    """
+
+    def __init__(
+        self, make: MakeAgent, harness: WorkerHarness, timeout_s: float, exit_timeout_s: float
+    ) -> None:
+        self.harness = harness
         self.nodes: list[AgentNode] = []
         self._make = make
-        self._patience = patience
-        self._moment = moment
+        self._timeout_s = timeout_s
+        self._exit_timeout_s = exit_timeout_s
         self._store = MemoryStore()
-        self._id = f"agents-{next(_NUMBERS)}"
+        self._run_id = f"agents-{next(_JOB_NUMBERS)}"
 
     def node(
         self,
-        scene: Scene | Entrypoint,
+        scenario: Scenario | Entrypoint,
         *,
         nodes: tuple[int, int] = (1, 1),
         max_restarts: int = 0,
-        grace: float | None = None,
+        shutdown_timeout: float | None = None,
         options: AgentOptions | None = None,
     ) -> AgentNode:
-        """Create an agent of a job with `nodes` (minimum, maximum) nodes."""
+        """Create an agent, which does not run yet.
+
+        Args:
+            scenario: Behavior of the workers, or another entry point.
+            nodes: Minimum and maximum number of nodes of the job.
+            max_restarts: Restart budget of the job.
+            shutdown_timeout: Seconds between SIGTERM and SIGKILL.
+            options: Options of the agent.
+        """
         name = f"node{len(self.nodes)}"
         handler = DynamicRendezvousHandler(
             self._store.client(),
-            self._id,
-            Node(f"{self._id}-{name}", name, "127.0.0.1", WORKERS),
+            self._run_id,
+            Node(f"{self._run_id}-{name}", name, "127.0.0.1", WORKERS_PER_NODE),
             RendezvousSettings(*nodes, max_restarts, last_call_timeout=0.0),
             timeouts=RendezvousTimeouts(
-                join_timeout=self._patience,
+                join_timeout=self._timeout_s,
                 lease_ttl=2.0,
                 keep_alive_interval=0.2,
                 close_timeout=5.0,
             ),
-            open_bootstrap_store=Listener,
+            open_bootstrap_store=FakeBootstrapStore,
         )
-        entrypoint = self.stage.entrypoint(scene) if isinstance(scene, Scene) else scene
-        ladder = StopTimeouts(
-            self._patience / 2 if grace is None else grace, kill_timeout=self._patience / 2
+        if isinstance(scenario, Scenario):
+            entrypoint = self.harness.entrypoint(scenario)
+        else:
+            entrypoint = scenario
+        stop_timeouts = StopTimeouts(
+            self._timeout_s / 2 if shutdown_timeout is None else shutdown_timeout,
+            kill_timeout=self._timeout_s / 2,
         )
-        settings = {"stop_timeouts": ladder, "options": options or AgentOptions()}
-        request = AgentRequest(WorkerSpec(entrypoint, WORKERS), handler, settings)
-        self.nodes.append(AgentNode(self._make(request), handler, self._patience))
+        settings = {"stop_timeouts": stop_timeouts, "options": options or AgentOptions()}
+        request = AgentRequest(WorkerSpec(entrypoint, WORKERS_PER_NODE), handler, settings)
+        self.nodes.append(AgentNode(self._make(request), handler, self._timeout_s))
         return self.nodes[-1]
 
     def close(self) -> None:
-        """Stop all agents, and check that no process of a worker is left."""
+        """Stop all agents, and check that no process of a worker is still running."""
         try:
             for node in self.nodes:
-                node.end()
+                node.stop()
             wait_until(
-                "nothing to be left of the workers", lambda: not self.stage.left(), self._moment
+                "all processes of the workers to exit",
+                lambda: not self.harness.running_generations(),
+                self._exit_timeout_s,
             )
         finally:
             for node in self.nodes:
-                node.free()
+                node.release()

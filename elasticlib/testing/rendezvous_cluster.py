@@ -1,7 +1,7 @@
-"""Handlers as the agents of one job use them, a thread each, with a bound on every wait.
+"""Nodes of one job in the rendezvous contract suite: each node is a handler, used from a thread.
 
-What a node is told is kept in its history, and what holds of all of them together (one set of
-ranks, one master a generation, generations that grow) is checked on the histories.
+Every wait is bounded. Each node records the generations that it received, and `Cluster` checks the
+records of all nodes together: unique ranks, one master per generation, increasing numbers.
 """
 
 from __future__ import annotations
@@ -20,39 +20,34 @@ from ..errors import RendezvousClosedError
 from ..rendezvous.interface import Change, RendezvousHandler, RendezvousInfo
 from .waiting import wait_until
 
-PAUSE = 0.01
-"""Seconds between looks at a handler that cannot tell of changes itself."""
+POLL_INTERVAL_S = 0.01  # between two calls of a handler method that does not block
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @attrs.frozen
 class HandlerRequest:
-    """The handler that a test needs: of which job, for which node, and how patient.
-
-    name: differs among the nodes of a job that live at one time; `a`, `b`, `c` and so on.
-    join_timeout: seconds in which a generation must settle, or RendezvousTimeoutError is raised.
-    """
+    """The arguments of the handler that a test needs."""
 
     run_id: str
-    name: str
+    name: str  # unique among the nodes of a job that are alive at the same time: "a", "b", ...
     min_nodes: int
     max_nodes: int
     slots: int = 1
     max_restarts: int = 3
-    join_timeout: float = 20.0
+    join_timeout: float = 20.0  # seconds after which next_rendezvous raises RendezvousTimeoutError
 
 
 MakeHandler = Callable[[HandlerRequest], RendezvousHandler]
 
 
-def in_thread(call: Callable[[], Found]) -> Future[Found]:
-    """What the call comes to; one that never ends keeps nobody from ending."""
-    future: Future[Found] = Future()
+def run_in_thread(function: Callable[[], Result]) -> Future[Result]:
+    """Call a function in a daemon thread, and return the future of its result."""
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            future.set_result(call())
+            future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
 
@@ -60,106 +55,119 @@ def in_thread(call: Callable[[], Found]) -> Future[Found]:
     return future
 
 
-class Node:
-    """One handler, and what it has answered."""
+class FakeBootstrapStore:
+    """A minimal bootstrap store: a socket that listens until it is closed. Needs no torch."""
 
-    def __init__(self, name: str, handler: RendezvousHandler, patience: float) -> None:
+    def __init__(self, address: str) -> None:
+        self._socket = socket.create_server((address, 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class HandlerNode:
+    """A node of a test: its handler, and the generations that the handler has returned."""
+
+    def __init__(self, name: str, handler: RendezvousHandler, timeout_s: float) -> None:
         self.name = name
         self.handler = handler
         self.history: list[RendezvousInfo] = []
-        self._patience = patience
+        self._timeout_s = timeout_s
 
-    def meet(self) -> RendezvousInfo:
-        """Call next_rendezvous, and remember the answer."""
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Call next_rendezvous, and record the result."""
         info = self.handler.next_rendezvous()
         self.history.append(info)
         return info
 
-    def join(self) -> Future[RendezvousInfo]:
-        """The same in a thread, as an agent without workers does."""
-        return in_thread(self.meet)
+    def start_joining(self) -> Future[RendezvousInfo]:
+        """Call next_rendezvous in a thread, as an agent without workers does."""
+        return run_in_thread(self.next_rendezvous)
 
-    def joined(self) -> RendezvousInfo:
-        """The generation that this node comes into."""
-        return self.join().result(self._patience)
+    def join(self) -> RendezvousInfo:
+        """Call next_rendezvous in a thread, and wait for its result."""
+        return self.start_joining().result(self._timeout_s)
 
-    def join_when_counted(self) -> Future[RendezvousInfo]:
-        """The same once some node is said to wait, as an agent does that goes by that alone."""
+    def start_joining_when_nodes_wait(self) -> Future[RendezvousInfo]:
+        """Call next_rendezvous in a thread as soon as num_nodes_waiting is positive."""
 
-        def joins() -> RendezvousInfo:
-            wait_until("num_nodes_waiting above 0", self.handler.num_nodes_waiting, self._patience)
-            return self.meet()
+        def poll_and_join() -> RendezvousInfo:
+            num_nodes_waiting = self.handler.num_nodes_waiting
+            wait_until("num_nodes_waiting above 0", num_nodes_waiting, self._timeout_s)
+            return self.next_rendezvous()
 
-        return in_thread(joins)
+        return run_in_thread(poll_and_join)
 
-    def counts_nobody(self, seconds: float) -> bool:
-        """Whether no node is said to wait for so long; at first, an older answer may stand."""
-        look = self.handler.num_nodes_waiting
-        wait_until("num_nodes_waiting to be 0", lambda: look() == 0, self._patience)
+    def reports_no_waiting_nodes(self, seconds: float) -> bool:
+        """Return True if num_nodes_waiting becomes 0, and remains 0 for this time."""
+        num_nodes_waiting = self.handler.num_nodes_waiting
+        wait_until("num_nodes_waiting to be 0", lambda: num_nodes_waiting() == 0, self._timeout_s)
         deadline = monotonic() + seconds
         while monotonic() < deadline:
-            if look() != 0:
+            if num_nodes_waiting() != 0:
                 return False
-            threading.Event().wait(PAUSE)
+            threading.Event().wait(POLL_INTERVAL_S)
         return True
 
-    def leaves(self) -> bool:
-        """Call shutdown."""
-        return in_thread(self.handler.shutdown).result(self._patience)
+    def shutdown(self) -> bool:
+        return run_in_thread(self.handler.shutdown).result(self._timeout_s)
 
-    def change(self) -> Change:
-        """What becomes of the generation that this node holds."""
-        what = f"wait_for_change to tell {self.name} of a change"
-        return wait_until(what, lambda: self.handler.wait_for_change(0.1), self._patience)
+    def wait_for_change(self) -> Change:
+        """Wait until the handler reports a change of the current generation, and return it."""
+        description = f"wait_for_change to return a change on node {self.name}"
+        return wait_until(description, lambda: self.handler.wait_for_change(0.1), self._timeout_s)
 
-    def keeps(self, seconds: float) -> bool:
-        """Whether no change is told of for so long."""
+    def sees_no_change(self, seconds: float) -> bool:
+        """Return True if the handler reports no change for this time."""
         deadline = monotonic() + seconds
         while monotonic() < deadline:
             if self.handler.wait_for_change(0.1) is not None:
                 return False
-            threading.Event().wait(PAUSE)
+            threading.Event().wait(POLL_INTERVAL_S)
         return True
 
 
 class Cluster:
-    """The nodes of one job; `close` shuts all of them down and checks what they were told."""
+    """The nodes of one job. `close` shuts all of them down, and checks their records."""
 
-    def __init__(self, make: MakeHandler, run_id: str, patience: float) -> None:
-        self.patience = patience
-        self.nodes: list[Node] = []
+    def __init__(self, make: MakeHandler, run_id: str, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.nodes: list[HandlerNode] = []
         self._make = make
         self._run_id = run_id
 
-    def node(self, name: str, min_nodes: int, max_nodes: int, **settings: Any) -> Node:
-        """A node that has not joined yet."""
+    def node(self, name: str, min_nodes: int, max_nodes: int, **settings: Any) -> HandlerNode:
+        """Create a node, which does not join yet."""
         request = HandlerRequest(self._run_id, name, min_nodes, max_nodes, **settings)
-        node = Node(name, self._make(request), self.patience)
+        node = HandlerNode(name, self._make(request), self.timeout_s)
         self.nodes.append(node)
         return node
 
-    def settled(self, *nodes: Node) -> list[RendezvousInfo]:
-        """All of these join now; what each is told, in the order given."""
-        joining = [node.join() for node in nodes]
-        infos = [future.result(self.patience) for future in joining]
-        self.check_one_world(nodes, infos)
+    def join(self, *nodes: HandlerNode) -> list[RendezvousInfo]:
+        """Let these nodes join at the same time, and return their results in the same order."""
+        joining = [node.start_joining() for node in nodes]
+        infos = [future.result(self.timeout_s) for future in joining]
+        self.check_single_generation(nodes, infos)
         return infos
 
-    def check_one_world(self, nodes: Sequence[Node], infos: Sequence[RendezvousInfo]) -> None:
-        """These nodes, and no others, make up one generation, whose master serves."""
+    def check_single_generation(
+        self, nodes: Sequence[HandlerNode], infos: Sequence[RendezvousInfo]
+    ) -> None:
+        """Check that exactly these nodes form one generation, and that its master listens."""
         assert sorted(info.rank for info in infos) == list(range(len(infos)))
         assert {info.world_size for info in infos} == {len(infos)}
         assert len({info.generation for info in infos}) == 1
         assert {info.run_id for info in infos} == {self._run_id}
-        places = {info.bootstrap_store_info for info in infos}
-        assert len(places) == 1, f"one generation has several masters: {places}"
-        (place,) = places
+        masters = {info.bootstrap_store_info for info in infos}
+        assert len(masters) == 1, f"one generation has several masters: {masters}"
+        (master,) = masters
         if all(node.handler.use_agent_store for node in nodes):
-            address = (place.master_addr, place.master_port)
-            socket.create_connection(address, self.patience).close()
+            address = (master.master_addr, master.master_port)
+            socket.create_connection(address, self.timeout_s).close()
 
     def check_histories(self) -> None:
-        """What holds of all that was ever told, whoever left or joined meanwhile."""
+        """Check the generations that all nodes have received since the start of the test."""
         generations: dict[int, list[RendezvousInfo]] = defaultdict(list)
         for node in self.nodes:
             numbers = [info.generation for info in node.history]
@@ -175,16 +183,16 @@ class Cluster:
             assert len({info.bootstrap_store_info for info in infos}) == 1
 
     def close(self) -> None:
-        """Shut all down; each must say that it could free what it held."""
-        freed = [(node.name, node.leaves()) for node in self.nodes]
-        assert freed == [(node.name, True) for node in self.nodes]
+        """Shut all nodes down, and check that each shutdown returns True."""
+        results = [(node.name, node.shutdown()) for node in self.nodes]
+        assert results == [(node.name, True) for node in self.nodes]
         self.check_histories()
 
 
-def closed(joining: Future[RendezvousInfo], patience: float) -> bool:
-    """Whether a call of next_rendezvous ends by RendezvousClosedError."""
+def raises_closed(joining: Future[RendezvousInfo], timeout_s: float) -> bool:
+    """Return True if a call of next_rendezvous raises RendezvousClosedError."""
     try:
-        joining.result(patience)
+        joining.result(timeout_s)
     except RendezvousClosedError:
         return True
     return False

@@ -1,7 +1,7 @@
-"""What an agent needs of any rendezvous handler, as tests, also for yours.
+"""Contract of a rendezvous handler as a pytest suite.
 
-Subclass `RendezvousContract` in a test file and override the fixture `make_handler`. The suite
-calls the public methods of `RendezvousHandler` and looks at nothing else.
+Subclass `RendezvousContract` in a test file and override the fixture `make_handler`. The suite uses
+only the public methods of `RendezvousHandler`.
 """
 
 from __future__ import annotations
@@ -17,214 +17,223 @@ from hypothesis.stateful import run_state_machine_as_test
 from ..clock import monotonic
 from ..errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from ..rendezvous.interface import ChangeKind
-from .rendezvous_cluster import Cluster, Node, closed
+from .rendezvous_cluster import Cluster, HandlerNode, raises_closed
 from .rendezvous_cluster import HandlerRequest as HandlerRequest
 from .rendezvous_cluster import MakeHandler as MakeHandler
 from .rendezvous_machine import RendezvousMachine
 from .waiting import wait_until
 
-_RUNS = (f"run-{number}" for number in itertools.count())
+_RUN_IDS = (f"run-{number}" for number in itertools.count())
 
 
 class RendezvousContract:
-    """Every promise of `RendezvousHandler`, as a test whose name is the claim."""
+    """The promises of `RendezvousHandler`. The name of a test states the promise."""
 
-    patience = 20.0
-    """Seconds after which something that should have happened has not."""
-
-    moment = 0.3
-    """Seconds in which what should not happen has the chance to."""
-
-    examples = 10
-    steps = 8
+    timeout_s = 20.0  # seconds after which an expected event counts as missing
+    observation_s = 0.3  # seconds for which the tests observe that something does not happen
+    max_examples = 10  # random histories
+    steps_per_example = 8  # actions of each of them
 
     @pytest.fixture
     def make_handler(self) -> MakeHandler:
-        """Override: a callable that makes a handler for a `HandlerRequest`.
+        """Override: return a function that creates a handler for a `HandlerRequest`.
 
-        All that it makes during one test meet in one place, which is fresh for each test. A last
-        call, if there is one, is best of no length. The suite shuts the handlers down.
+        The handlers of one test share a store or another meeting point, which is empty at the start
+        of the test. If the handler waits for more nodes (last call), set this time to 0. The suite
+        calls `shutdown` on every handler.
         """
         raise NotImplementedError("override the fixture make_handler")
 
     @pytest.fixture
     def cluster(self, make_handler: MakeHandler) -> Iterator[Cluster]:
-        """The nodes of a job, which leave at the end of the test."""
-        with contextlib.closing(Cluster(make_handler, next(_RUNS), self.patience)) as cluster:
+        """The nodes of a job, which are shut down after the test."""
+        with contextlib.closing(Cluster(make_handler, next(_RUN_IDS), self.timeout_s)) as cluster:
             yield cluster
 
-    # Meeting
+    # Forming a generation
 
-    def test_one_node_settles_by_itself(self, cluster: Cluster) -> None:
+    def test_a_single_node_forms_a_generation(self, cluster: Cluster) -> None:
         node = cluster.node("a", 1, 1)
-        (info,) = cluster.settled(node)
+        (info,) = cluster.join(node)
         assert info.run_id == node.handler.get_run_id()
         assert node.handler.get_backend()
         assert not node.handler.is_closed()
         assert node.handler.num_nodes_waiting() == 0
-        assert node.keeps(self.moment)
+        assert node.sees_no_change(self.observation_s)
 
     @pytest.mark.parametrize("count", [2, 5])
-    def test_nodes_settle_as_one_world(self, cluster: Cluster, count: int) -> None:
-        cluster.settled(*(cluster.node("abcde"[at], count, count) for at in range(count)))
+    def test_nodes_that_join_together_form_one_generation(
+        self, cluster: Cluster, count: int
+    ) -> None:
+        cluster.join(*(cluster.node(name, count, count) for name in "abcde"[:count]))
 
-    def test_below_the_minimum_nobody_settles(self, cluster: Cluster) -> None:
+    def test_next_rendezvous_times_out_with_fewer_than_min_nodes(self, cluster: Cluster) -> None:
         node = cluster.node("a", 2, 2, join_timeout=0.5)
         with pytest.raises(RendezvousTimeoutError):
-            node.joined()
-        assert node.leaves() is True
+            node.join()
+        assert node.shutdown() is True
 
-    def test_each_generation_is_later_than_the_one_before(self, cluster: Cluster) -> None:
+    def test_generation_numbers_increase(self, cluster: Cluster) -> None:
         nodes = [cluster.node("a", 2, 2), cluster.node("b", 2, 2)]
-        found = [cluster.settled(*nodes)[0].generation for _ in range(3)]
-        assert 0 < found[0] < found[1] < found[2]
+        numbers = [cluster.join(*nodes)[0].generation for _ in range(3)]
+        assert 0 < numbers[0] < numbers[1] < numbers[2]
 
     # Joining and leaving
 
-    def test_who_joins_is_told_to_the_members_and_let_in(self, cluster: Cluster) -> None:
+    def test_a_joining_node_is_reported_to_the_members_and_admitted(self, cluster: Cluster) -> None:
         first, second = cluster.node("a", 1, 2), cluster.node("b", 1, 2)
-        (before,) = cluster.settled(first)
-        assert self._let_in(cluster, first, second) > before.generation
+        (before,) = cluster.join(first)
+        assert self._admit(cluster, first, second) > before.generation
 
-    def test_who_leaves_is_missed_and_the_others_go_on(self, cluster: Cluster) -> None:
+    def test_the_other_nodes_form_a_new_generation_after_a_node_leaves(
+        self, cluster: Cluster
+    ) -> None:
         first, second = cluster.node("a", 1, 2), cluster.node("b", 1, 2)
-        cluster.settled(first)
-        before = self._let_in(cluster, first, second)
-        assert first.leaves() is True
-        assert second.change().kind is ChangeKind.GENERATION_ENDED
-        (after,) = cluster.settled(second)
+        cluster.join(first)
+        before = self._admit(cluster, first, second)
+        assert first.shutdown() is True
+        assert second.wait_for_change().kind is ChangeKind.GENERATION_ENDED
+        (after,) = cluster.join(second)
         assert after.generation > before
 
-    def test_who_comes_back_is_a_member_again(self, cluster: Cluster) -> None:
+    def test_a_node_that_left_can_join_again(self, cluster: Cluster) -> None:
         first, second = cluster.node("a", 2, 2), cluster.node("b", 2, 2)
-        before, _ = cluster.settled(first, second)
-        assert first.leaves() is True
-        assert second.change().kind is ChangeKind.GENERATION_ENDED
-        after, _ = cluster.settled(cluster.node("a", 2, 2), second)
+        before, _ = cluster.join(first, second)
+        assert first.shutdown() is True
+        assert second.wait_for_change().kind is ChangeKind.GENERATION_ENDED
+        after, _ = cluster.join(cluster.node("a", 2, 2), second)
         assert after.generation > before.generation
 
-    def test_above_the_maximum_a_node_waits_for_a_place(self, cluster: Cluster) -> None:
+    def test_a_node_above_max_nodes_waits_until_a_member_leaves(self, cluster: Cluster) -> None:
         first, spare = cluster.node("a", 1, 1), cluster.node("b", 1, 1)
-        began = monotonic()
-        (before,) = cluster.settled(first)
-        # To be noticed takes a node less than to settle, however busy the machine is.
-        seconds = max(self.moment, 2 * (monotonic() - began))
-        waiting = spare.join()
-        # Counted, it would have agents that go by that start their workers anew for nobody.
-        assert first.counts_nobody(seconds)
+        started_at = monotonic()
+        (before,) = cluster.join(first)
+        # On a busy machine, observe for longer: a handler sees a node faster than it admits one.
+        seconds = max(self.observation_s, 2 * (monotonic() - started_at))
+        waiting = spare.start_joining()
+        # If num_nodes_waiting included the spare, torch's agent would restart its workers for it.
+        assert first.reports_no_waiting_nodes(seconds)
         assert not waiting.done()
-        assert first.leaves() is True
-        after = waiting.result(self.patience)
-        cluster.check_one_world((spare,), [after])
+        assert first.shutdown() is True
+        after = waiting.result(self.timeout_s)
+        cluster.check_single_generation((spare,), [after])
         assert after.generation > before.generation
 
-    def test_agents_that_only_count_who_waits_let_newcomers_in(self, cluster: Cluster) -> None:
-        """As torch's agent does: it asks for nothing but `num_nodes_waiting`."""
+    def test_agents_that_only_poll_num_nodes_waiting_admit_a_joining_node(
+        self, cluster: Cluster
+    ) -> None:
+        # torch's agent calls no other method to learn about joining nodes.
         members = [cluster.node(name, 2, 4) for name in "ab"]
-        before = cluster.settled(*members)[0].generation
-        newcomer = cluster.node("c", 2, 4)
-        joining = [newcomer.join(), *(node.join_when_counted() for node in members)]
-        infos = [future.result(self.patience) for future in joining]
-        cluster.check_one_world((newcomer, *members), infos)
+        before = cluster.join(*members)[0].generation
+        joining_node = cluster.node("c", 2, 4)
+        joining = [joining_node.start_joining()]
+        joining += [node.start_joining_when_nodes_wait() for node in members]
+        infos = [future.result(self.timeout_s) for future in joining]
+        cluster.check_single_generation((joining_node, *members), infos)
         assert infos[0].generation > before
-        for node in (newcomer, *members):
-            assert node.counts_nobody(self.moment)
+        for node in (joining_node, *members):
+            assert node.reports_no_waiting_nodes(self.observation_s)
 
-    # Ending
+    # Closing
 
-    def test_closing_ends_the_job_for_members(self, cluster: Cluster) -> None:
+    def test_set_closed_ends_the_job_for_all_members(self, cluster: Cluster) -> None:
         first, second = cluster.node("a", 2, 2), cluster.node("b", 2, 2)
-        cluster.settled(first, second)
+        cluster.join(first, second)
         first.handler.set_closed()
         for node in (first, second):
-            wait_until("is_closed to say so", node.handler.is_closed, self.patience)
-            assert node.change().kind.is_final
-            assert closed(node.join(), self.patience)
+            wait_until("is_closed to be True", node.handler.is_closed, self.timeout_s)
+            assert node.wait_for_change().kind.is_final
+            assert raises_closed(node.start_joining(), self.timeout_s)
 
-    def test_closing_ends_the_job_for_those_who_wait(self, cluster: Cluster) -> None:
+    def test_set_closed_ends_the_job_for_waiting_nodes(self, cluster: Cluster) -> None:
         first, second = cluster.node("a", 3, 3), cluster.node("b", 3, 3)
-        waiting = [first.join(), second.join()]
+        waiting = [first.start_joining(), second.start_joining()]
         second.handler.set_closed()
-        assert [closed(joining, self.patience) for joining in waiting] == [True, True]
-        assert closed(cluster.node("c", 3, 3).join(), self.patience)
+        assert [raises_closed(joining, self.timeout_s) for joining in waiting] == [True, True]
+        assert raises_closed(cluster.node("c", 3, 3).start_joining(), self.timeout_s)
         assert first.handler.is_closed()
 
-    def test_shutdown_ends_a_wait_and_may_be_called_again(self, cluster: Cluster) -> None:
+    def test_shutdown_ends_next_rendezvous_and_can_be_called_again(self, cluster: Cluster) -> None:
         node = cluster.node("a", 2, 2)
-        waiting = node.join()
-        assert node.leaves() is True
-        assert closed(waiting, self.patience)
-        assert node.leaves() is True
-        assert closed(node.join(), self.patience)
+        waiting = node.start_joining()
+        assert node.shutdown() is True
+        assert raises_closed(waiting, self.timeout_s)
+        assert node.shutdown() is True
+        assert raises_closed(node.start_joining(), self.timeout_s)
 
     def test_a_handler_that_never_joined_can_be_shut_down(self, cluster: Cluster) -> None:
-        assert cluster.node("a", 1, 1).leaves() is True
+        assert cluster.node("a", 1, 1).shutdown() is True
 
-    # What the rendezvous decides on the workers' behalf, where it does
+    # Failures and success, if the handler implements report_failure and report_success
 
-    def test_a_failure_that_is_taken_up_starts_all_anew(self, cluster: Cluster) -> None:
+    def test_a_reported_failure_leads_to_a_new_generation(self, cluster: Cluster) -> None:
         first, second = cluster.node("a", 2, 2), cluster.node("b", 2, 2)
-        before, _ = cluster.settled(first, second)
-        self._fails(first)
+        before, _ = cluster.join(first, second)
+        self._report_failure(first)
         for node in (first, second):
-            assert node.change().kind is ChangeKind.GENERATION_ENDED
-        after, _ = cluster.settled(first, second)
+            assert node.wait_for_change().kind is ChangeKind.GENERATION_ENDED
+        after, _ = cluster.join(first, second)
         assert after.generation > before.generation
 
-    def test_a_spent_budget_ends_the_job_for_all(self, cluster: Cluster) -> None:
+    def test_a_failure_with_no_restarts_left_ends_the_job_for_all_nodes(
+        self, cluster: Cluster
+    ) -> None:
         nodes = [cluster.node(name, 2, 2, max_restarts=0) for name in "ab"]
-        cluster.settled(*nodes)
-        self._fails(nodes[0])
+        cluster.join(*nodes)
+        self._report_failure(nodes[0])
         for node in nodes:
-            node.change()
-        for joining in [node.join() for node in nodes]:
+            node.wait_for_change()
+        for joining in [node.start_joining() for node in nodes]:
             with pytest.raises(RendezvousError):
-                joining.result(self.patience)
+                joining.result(self.timeout_s)
 
-    def test_success_is_that_of_all_nodes(self, cluster: Cluster) -> None:
+    def test_the_job_succeeds_after_all_nodes_report_success(self, cluster: Cluster) -> None:
         first, second = cluster.node("a", 2, 2), cluster.node("b", 2, 2)
-        cluster.settled(first, second)
+        cluster.join(first, second)
         if not first.handler.report_success():
             pytest.skip(
                 "no report_success: a node that succeeds leaves without waiting for the others"
             )
-        assert second.keeps(self.moment)
+        assert second.sees_no_change(self.observation_s)
         assert second.handler.report_success() is True
         for node in (first, second):
-            assert node.change().kind is ChangeKind.SUCCEEDED
+            assert node.wait_for_change().kind is ChangeKind.SUCCEEDED
         with pytest.raises(RendezvousClosedError):
-            cluster.node("c", 2, 2).joined()
+            cluster.node("c", 2, 2).join()
 
-    # Anything in any order
+    # Random histories
 
-    def test_any_history_keeps_the_nodes_together(self, make_handler: MakeHandler) -> None:
+    def test_random_actions_keep_all_members_in_one_generation(
+        self, make_handler: MakeHandler
+    ) -> None:
         def machine() -> RendezvousMachine:
-            cluster = Cluster(make_handler, next(_RUNS), self.patience)
-            return RendezvousMachine(cluster, self.moment / 3)
+            cluster = Cluster(make_handler, next(_RUN_IDS), self.timeout_s)
+            return RendezvousMachine(cluster, self.observation_s / 3)
 
         run_state_machine_as_test(
             machine,  # type: ignore[arg-type]
             settings=settings(
-                max_examples=self.examples,
-                stateful_step_count=self.steps,
+                max_examples=self.max_examples,
+                stateful_step_count=self.steps_per_example,
                 deadline=None,
                 database=None,
                 report_multiple_bugs=False,
-                # A step that fails may take all our patience, and a shorter history many of them.
+                # Shrinking would repeat the failed step, which may take timeout_s each time.
                 phases=[Phase.generate],
                 suppress_health_check=list(HealthCheck),
             ),
         )
 
-    def _let_in(self, cluster: Cluster, member: Node, newcomer: Node) -> int:
-        """The number of the generation in which the two meet."""
-        joining = newcomer.join()
-        # A handler that cannot tell the two apart has its workers stopped without a notice.
-        assert member.change().kind in (ChangeKind.RESIZE, ChangeKind.GENERATION_ENDED)
-        infos = [member.joined(), joining.result(self.patience)]
-        cluster.check_one_world((member, newcomer), infos)
+    def _admit(self, cluster: Cluster, member: HandlerNode, joining_node: HandlerNode) -> int:
+        """Let a node join the job of a member, and return the number of the new generation."""
+        joining = joining_node.start_joining()
+        # A handler that does not distinguish the two has its workers stopped without a notice.
+        kinds = (ChangeKind.RESIZE, ChangeKind.GENERATION_ENDED)
+        assert member.wait_for_change().kind in kinds
+        infos = [member.join(), joining.result(self.timeout_s)]
+        cluster.check_single_generation((member, joining_node), infos)
         return infos[0].generation
 
-    def _fails(self, node: Node) -> None:
-        if not node.handler.report_failure("the test says so", killed=True):
-            pytest.skip("this handler leaves failures to the agents")
+    def _report_failure(self, node: HandlerNode) -> None:
+        if not node.handler.report_failure("failure reported by the test", killed=True):
+            pytest.skip("no report_failure: the agents count failures themselves")

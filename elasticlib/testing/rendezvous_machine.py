@@ -1,183 +1,191 @@
-"""Agents that do nothing but rendezvous, and a state machine that has them come, go and ask again.
+"""State machine of the rendezvous contract suite: agents without workers join and leave at random.
 
-After each step it waits for what must become of the job, and checks that those who are in it
-stand in one world.
+After each step, the machine waits until the job is in the expected state, and checks that all
+members are in the same generation.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from ..errors import RendezvousClosedError
 from ..rendezvous.interface import RendezvousInfo
-from .rendezvous_cluster import PAUSE, Cluster, Node, in_thread
+from .rendezvous_cluster import POLL_INTERVAL_S, Cluster, HandlerNode, run_in_thread
 from .waiting import wait_until
 
-LEAST, MOST, AGENTS = 2, 3, 4
-"""Nodes of a generation at least and at most, and how many there are at most: one is a spare."""
+MIN_NODES, MAX_NODES = 2, 3  # of a generation
+MAX_AGENTS = 4  # at the same time; one of them is a spare
 
 NAMES = "abcdefghijklmnopqrstuvwxyz"
 
 
-class Agent:
-    """Meets, holds the generation until it changes, and meets again, until that has an end."""
+class MachineAgent:
+    """An agent without workers. It joins a generation, waits for a change, and joins the next."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: HandlerNode) -> None:
         self.node = node
-        self.again = threading.Event()
-        self._held: RendezvousInfo | None = None
-        self._run = in_thread(self._live)
+        self.rejoin = threading.Event()  # set by the machine: join again without a change
+        self._info: RendezvousInfo | None = None
+        self._run = run_in_thread(self._join_until_closed)
 
     @property
-    def held(self) -> RendezvousInfo | None:
-        """The generation that it holds; None while it seeks one. Raises what went wrong."""
-        if self.ended:
+    def info(self) -> RendezvousInfo | None:
+        """Current generation, or None while the agent joins. Raises the error of the agent."""
+        if self.is_finished:
             self._run.result()
             return None
-        return self._held
+        return self._info
 
     @property
-    def ended(self) -> bool:
-        """Whether the job is over for it."""
+    def is_finished(self) -> bool:
         return self._run.done()
 
-    def hear_of_the_end(self, patience: float) -> None:
-        """It ends by itself, and without an error."""
-        wait_until(f"{self.node.name} to hear of the end", lambda: self.ended, patience)
-        assert self.held is None
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until the agent has learned that the job is closed, and has finished."""
+        wait_until(f"{self.node.name} to finish", lambda: self.is_finished, timeout_s)
+        assert self.info is None
         assert self.node.handler.is_closed()
 
-    def _live(self) -> None:
+    def _join_until_closed(self) -> None:
         try:
-            while self._meet_and_hold():
-                self.again.clear()
+            while self._join_and_wait_for_change():
+                self.rejoin.clear()
         except RendezvousClosedError:
             return
 
-    def _meet_and_hold(self) -> bool:
-        """Whether there is anything left to meet for."""
-        self._held = None
-        self._held = self.node.meet()
-        while not self.again.is_set():
+    def _join_and_wait_for_change(self) -> bool:
+        """Return True if the agent must join again, or False if the job is finished."""
+        self._info = None
+        self._info = self.node.next_rendezvous()
+        while not self.rejoin.is_set():
             change = self.node.handler.wait_for_change(0.05)
             if change is not None:
                 return not change.kind.is_final
-            self.again.wait(PAUSE)
+            self.rejoin.wait(POLL_INTERVAL_S)
         return True
 
 
 class RendezvousMachine(RuleBasedStateMachine):
-    """Any history of a job's agents."""
+    """Random actions of the agents of one job."""
 
-    def __init__(self, cluster: Cluster, moment: float) -> None:
+    def __init__(self, cluster: Cluster, observation_s: float) -> None:
         super().__init__()
         self._cluster = cluster
-        self._moment = moment
-        self._agents: list[Agent] = []
-        self._closed = False
-        # The agents that were here when the job was closed. While one of them is alive, an agent
-        # that starts gets the job's result; after that, it would start a new run.
-        self._ended_with: list[Agent] = []
-        self._came = 0
+        self._observation_s = observation_s
+        self._agents: list[MachineAgent] = []  # the agents that have not left
+        self._is_closed = False
+        # The agents that were alive when the job was closed. While one of them is alive, an agent
+        # that starts gets the job's result. Later, it would start a new run.
+        self._alive_at_close: list[MachineAgent] = []
+        self._num_started = 0
 
     def teardown(self) -> None:
         self._cluster.close()
 
-    @precondition(lambda self: len(self._agents) < AGENTS and self._came < len(NAMES))
-    @precondition(lambda self: self._ended_with or not self._closed)
+    @precondition(lambda self: len(self._agents) < MAX_AGENTS and self._num_started < len(NAMES))
+    @precondition(lambda self: self._alive_at_close or not self._is_closed)
     @rule()
     def join(self) -> None:
-        node = self._cluster.node(NAMES[self._came], LEAST, MOST, max_restarts=1000)
-        self._came += 1
-        self._agents.append(Agent(node))
-        self._settles()
+        name = NAMES[self._num_started]
+        node = self._cluster.node(name, MIN_NODES, MAX_NODES, max_restarts=1000)
+        self._num_started += 1
+        self._agents.append(MachineAgent(node))
+        self._wait_until_settled()
 
     @precondition(lambda self: self._agents)
-    @rule(which=st.integers(0, AGENTS - 1))
-    def leave(self, which: int) -> None:
-        agent = self._agents.pop(which % len(self._agents))
-        if agent in self._ended_with:
-            self._ended_with.remove(agent)
-        before = 0 if agent.held is None else agent.held.generation
-        assert agent.node.leaves() is True
-        self._settles(after=before)
-        wait_until(f"{agent.node.name} to end", lambda: agent.ended, self._cluster.patience)
+    @rule(index=st.integers(0, MAX_AGENTS - 1))
+    def leave(self, index: int) -> None:
+        agent = self._agents.pop(index % len(self._agents))
+        if agent in self._alive_at_close:
+            self._alive_at_close.remove(agent)
+        generation = 0 if agent.info is None else agent.info.generation
+        assert agent.node.shutdown() is True
+        self._wait_until_settled(after=generation)
+        timeout_s = self._cluster.timeout_s
+        wait_until(f"{agent.node.name} to finish", lambda: agent.is_finished, timeout_s)
 
-    @precondition(lambda self: self._closed and not self._agents)
+    @precondition(lambda self: self._is_closed and not self._agents)
     @rule()
-    def nothing_more(self) -> None:
-        """The history is over, whatever number of steps was to be made."""
+    def do_nothing(self) -> None:
+        """Fill the remaining steps of a history whose job is closed and has no agents left."""
 
     @precondition(lambda self: self._members())
-    @rule(which=st.integers(0, MOST - 1))
-    def ask_again(self, which: int) -> None:
+    @rule(index=st.integers(0, MAX_NODES - 1))
+    def one_rejoins(self, index: int) -> None:
         members = self._members()
-        self._anew(members[which % len(members)])
+        self._rejoin(members[index % len(members)])
 
     @precondition(lambda self: self._members())
     @rule()
-    def all_ask_again(self) -> None:
-        self._anew(*self._members())
+    def all_rejoin(self) -> None:
+        self._rejoin(*self._members())
 
     @precondition(lambda self: self._members())
-    @rule(which=st.integers(0, MOST - 1))
-    def fail(self, which: int) -> None:
+    @rule(index=st.integers(0, MAX_NODES - 1))
+    def fail(self, index: int) -> None:
         members = self._members()
-        before = _newest(members)
-        failed = members[which % len(members)]
+        generation = _newest_generation(members)
+        failed = members[index % len(members)]
         # Consecutive quick failures delay a restart, unless the workers were killed.
-        if failed.node.handler.report_failure("the test says so", killed=True):
-            self._settles(after=before)
+        if failed.node.handler.report_failure("failure reported by the test", killed=True):
+            self._wait_until_settled(after=generation)
 
     @precondition(lambda self: self._agents)
-    @rule(which=st.integers(0, AGENTS - 1))
-    def close(self, which: int) -> None:
-        self._agents[which % len(self._agents)].node.handler.set_closed()
-        if not self._closed:
-            self._closed = True
-            self._ended_with = list(self._agents)
-        self._settles()
+    @rule(index=st.integers(0, MAX_AGENTS - 1))
+    def close(self, index: int) -> None:
+        self._agents[index % len(self._agents)].node.handler.set_closed()
+        if not self._is_closed:
+            self._is_closed = True
+            self._alive_at_close = list(self._agents)
+        self._wait_until_settled()
 
-    def _members(self) -> list[Agent]:
-        return [agent for agent in self._agents if agent.held is not None]
+    def _members(self) -> list[MachineAgent]:
+        return [agent for agent in self._agents if agent.info is not None]
 
-    def _anew(self, *agents: Agent) -> None:
-        before = _newest(agents)
+    def _infos(self) -> list[RendezvousInfo]:
+        return [info for agent in self._agents if (info := agent.info) is not None]
+
+    def _rejoin(self, *agents: MachineAgent) -> None:
+        generation = _newest_generation(agents)
         for agent in agents:
-            agent.again.set()
-        self._settles(after=before)
+            agent.rejoin.set()
+        self._wait_until_settled(after=generation)
 
-    def _settles(self, after: int = 0) -> None:
-        """Wait for what must be: all over, nobody in, or one world later than `after`."""
-        patience = self._cluster.patience
-        if self._closed:
+    def _wait_until_settled(self, after: int = 0) -> None:
+        """Wait until the job is in the expected state.
+
+        The expected state is: all agents finished if the job is closed; no generation if there are
+        fewer agents than MIN_NODES; else one generation with a number above `after`.
+        """
+        timeout_s = self._cluster.timeout_s
+        if self._is_closed:
             for agent in self._agents:
-                agent.hear_of_the_end(patience)
+                agent.wait_for_end(timeout_s)
             return
-        size = min(len(self._agents), MOST) if len(self._agents) >= LEAST else 0
+        size = min(len(self._agents), MAX_NODES) if len(self._agents) >= MIN_NODES else 0
         wait_until(
             f"{size} of {len(self._agents)} nodes in one generation after {after}",
-            lambda: self._stands(size, after),
-            patience,
+            lambda: self._is_settled(size, after),
+            timeout_s,
         )
-        members = self._members()
-        infos = [info for agent in members if (info := agent.held) is not None]
+        members, infos = self._members(), self._infos()
         if size == 0 and self._agents:
-            threading.Event().wait(self._moment)
-            assert not self._members(), f"settled below the minimum of {LEAST} nodes"
+            threading.Event().wait(self._observation_s)
+            assert not self._members(), f"a generation has fewer than {MIN_NODES} nodes"
         elif infos:
-            self._cluster.check_one_world([agent.node for agent in members], infos)
+            self._cluster.check_single_generation([agent.node for agent in members], infos)
 
-    def _stands(self, size: int, after: int) -> bool:
-        infos = [info for agent in self._agents if (info := agent.held) is not None]
+    def _is_settled(self, size: int, after: int) -> bool:
+        infos = self._infos()
         numbers = {info.generation for info in infos}
         if not infos or size == 0:
             return len(infos) == size
         return len(infos) == size and len(numbers) == 1 and min(numbers) > after
 
 
-def _newest(agents: list[Agent] | tuple[Agent, ...]) -> int:
-    return max(info.generation for agent in agents if (info := agent.held) is not None)
+def _newest_generation(agents: Sequence[MachineAgent]) -> int:
+    return max(info.generation for agent in agents if (info := agent.info) is not None)

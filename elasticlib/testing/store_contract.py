@@ -1,7 +1,7 @@
 """Tests of the contract that `elasticlib.stores.interface` describes, for any `Store`.
 
 A test file subclasses `StoreContract` and overrides the fixture `make_store`, and also
-`client_recipe` if other processes can reach the store.
+`client_spec` if other processes can reach the store.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from ..errors import ConfigError, LeaseLostError, StoreConnectionError
 from ..stores.interface import ABSENT, Listing, Store
-from .store_model import ODD_KEYS, StoreMachine
+from .store_model import EDGE_CASE_KEYS, StoreMachine
 from .store_process import (
-    ClientRecipe,
-    in_a_child,
+    ClientSpec,
+    exercise_in_child,
     increment,
-    kept_lease,
-    number_at,
     race,
     read_line,
-    use_as_child,
+    read_number,
+    refresh_lease,
+    run_in_child,
 )
 
 Connect = Callable[[], Store]
@@ -40,11 +40,11 @@ class StoreContract:
     The tests check the classes of errors, and not their messages.
     """
 
-    ttl = 0.5  # seconds; long enough that a busy machine refreshes in time
-    patience = 20.0  # seconds after which an expected event counts as missing
-    processes = 3  # processes that write at the same time
-    increments = 15  # writes of each of them
-    examples = 25  # random histories
+    lease_ttl_s = 0.5  # seconds; long enough that a busy machine refreshes in time
+    timeout_s = 20.0  # seconds after which an expected event counts as missing
+    num_processes = 3  # processes that write at the same time
+    num_increments = 15  # writes of each of them
+    max_examples = 25  # random histories
 
     @pytest.fixture
     def make_store(self) -> Connect:
@@ -52,7 +52,7 @@ class StoreContract:
         raise NotImplementedError("override the fixture make_store")
 
     @pytest.fixture
-    def client_recipe(self) -> ClientRecipe | None:
+    def client_spec(self) -> ClientSpec | None:
         """Override, if other processes can reach the store: return how they create a client."""
         return None
 
@@ -77,13 +77,15 @@ class StoreContract:
             assert (written.key, written.value) == ("key", value)
             assert other.get("key") == written == one.get("key")
 
-    def test_keys_are_any_text_and_are_never_confused(self, connect: Connect) -> None:
+    def test_keys_that_differ_are_never_confused(self, connect: Connect) -> None:
         store = connect()
-        entries = {key: store.set(key, key.encode()) for key in ODD_KEYS}
-        assert {key: store.get(key) for key in ODD_KEYS} == entries
-        assert store.list("").entries == tuple(entries[key] for key in sorted(ODD_KEYS))
-        for key in ODD_KEYS:
-            under = tuple(entries[other] for other in sorted(ODD_KEYS) if other.startswith(key))
+        entries = {key: store.set(key, key.encode()) for key in EDGE_CASE_KEYS}
+        assert {key: store.get(key) for key in EDGE_CASE_KEYS} == entries
+        assert store.list("").entries == tuple(entries[key] for key in sorted(EDGE_CASE_KEYS))
+        for key in EDGE_CASE_KEYS:
+            under = tuple(
+                entries[other] for other in sorted(EDGE_CASE_KEYS) if other.startswith(key)
+            )
             assert store.list(key).entries == under
 
     @pytest.mark.parametrize("key", ["", "a\0b", "x" * 1025, "ü" * 513, "\ud800"])
@@ -166,12 +168,12 @@ class StoreContract:
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(write)
             try:
-                assert started.wait(self.patience)
+                assert started.wait(self.timeout_s)
                 for _ in range(30):
                     self._check_pair(reader.list("pair/"))
             finally:
                 enough.set()
-            writing.result(self.patience)
+            writing.result(self.timeout_s)
 
     def test_a_list_of_4_mib_is_complete_and_a_snapshot(self, connect: Connect) -> None:
         writer, reader = connect(), connect()
@@ -198,7 +200,7 @@ class StoreContract:
                     assert found == filler
             finally:
                 done.set()
-            writing.result(self.patience)
+            writing.result(self.timeout_s)
 
     def _check_pair(self, listing: Listing) -> None:
         values = {entry.key: int(entry.value) for entry in listing.entries}
@@ -206,12 +208,12 @@ class StoreContract:
         if listing.entries:
             assert max(entry.version for entry in listing.entries) == listing.version
 
-    def test_any_history_agrees_with_a_dictionary(self, connect: Connect) -> None:
+    def test_random_operations_agree_with_a_dictionary(self, connect: Connect) -> None:
         clients = (connect(), connect())
         run_state_machine_as_test(
             lambda: StoreMachine(clients),  # type: ignore[arg-type]
             settings=settings(
-                max_examples=self.examples,
+                max_examples=self.max_examples,
                 stateful_step_count=25,
                 deadline=None,
                 database=None,
@@ -222,22 +224,22 @@ class StoreContract:
 
     # Races
 
-    def test_threads_lose_no_update(self, connect: Connect) -> None:
+    def test_no_update_is_lost_between_threads(self, connect: Connect) -> None:
         stores = [connect(), connect()]
         with ThreadPoolExecutor(4) as pool:
             for done in [
-                pool.submit(increment, stores[number % 2], "count", self.increments)
+                pool.submit(increment, stores[number % 2], "count", self.num_increments)
                 for number in range(4)
             ]:
-                done.result(self.patience)
-        assert number_at(stores[0], "count") == 4 * self.increments
+                done.result(self.timeout_s)
+        assert read_number(stores[0], "count") == 4 * self.num_increments
 
-    def test_processes_lose_no_update(
-        self, connect: Connect, client_recipe: ClientRecipe | None
+    def test_no_update_is_lost_between_processes(
+        self, connect: Connect, client_spec: ClientSpec | None
     ) -> None:
-        recipe = _needed(client_recipe)
-        race(recipe, self.processes, "count", self.increments, self.patience)
-        assert number_at(connect(), "count") == self.processes * self.increments
+        spec = _require(client_spec)
+        race(spec, self.num_processes, "count", self.num_increments, self.timeout_s)
+        assert read_number(connect(), "count") == self.num_processes * self.num_increments
 
     # Waiting
 
@@ -272,7 +274,7 @@ class StoreContract:
         with ThreadPoolExecutor(1) as pool:
             waiting = self._start_waiting(pool, one, "watched/", entry.version)
             changes[change]()
-            assert waiting.result(self.patience) is True
+            assert waiting.result(self.timeout_s) is True
 
     def test_a_wait_does_not_block_other_threads(self, connect: Connect) -> None:
         store = connect()
@@ -283,7 +285,7 @@ class StoreContract:
                 store.set("key", b"%d" % number)
                 assert store.get("key") == store.list("key").entries[0]
             store.set("quiet", b"")
-            assert waiting.result(self.patience) is True
+            assert waiting.result(self.timeout_s) is True
 
     def test_list_and_wait_miss_no_change(self, connect: Connect) -> None:
         writer, watcher = connect(), connect()
@@ -294,7 +296,7 @@ class StoreContract:
                 if listing.entries and listing.entries[0].value == b"last":
                     return listing.version
                 # If a change were missed, this wait would time out.
-                assert watcher.wait("key", after=listing.version, timeout=self.patience)
+                assert watcher.wait("key", after=listing.version, timeout=self.timeout_s)
 
         with ThreadPoolExecutor(1) as pool:
             watching = pool.submit(watch)
@@ -311,7 +313,7 @@ class StoreContract:
     ) -> None:
         owner, other = connect(), connect()
         for _ in range(5):
-            lease = kept_lease(owner, other, "lease", self.ttl)
+            lease = refresh_lease(owner, other, "lease", self.lease_ttl_s)
             if lease is not None:
                 break
         else:
@@ -319,11 +321,11 @@ class StoreContract:
         assert other.get("lease") == lease
         assert other.list("").version == lease.version
 
-    def test_a_lease_without_refreshes_expires_for_every_client(self, connect: Connect) -> None:
+    def test_a_lease_that_is_not_refreshed_expires_for_every_client(self, connect: Connect) -> None:
         owner, one, other = connect(), connect(), connect()
-        lease = owner.set("lease", b"mine", ttl=self.ttl)
+        lease = owner.set("lease", b"mine", ttl=self.lease_ttl_s)
         assert one.get("lease") == lease
-        assert one.wait("lease", after=lease.version, timeout=self.patience) is True
+        assert one.wait("lease", after=lease.version, timeout=self.timeout_s) is True
         listing = one.list("lease")
         assert listing.entries == ()
         assert listing.version > lease.version
@@ -335,76 +337,76 @@ class StoreContract:
 
     def test_one_lease_expires_while_another_is_refreshed(self, connect: Connect) -> None:
         one, other = connect(), connect()
-        kept = one.set("lease/kept", b"", ttl=self.ttl)
-        version = one.set("lease/left", b"", ttl=self.ttl).version
-        for _ in range(int(4 * self.patience / self.ttl)):
-            if other.wait("lease/", after=version, timeout=self.ttl / 4):
+        refreshed = one.set("lease/refreshed", b"", ttl=self.lease_ttl_s)
+        version = one.set("lease/abandoned", b"", ttl=self.lease_ttl_s).version
+        for _ in range(int(4 * self.timeout_s / self.lease_ttl_s)):
+            if other.wait("lease/", after=version, timeout=self.lease_ttl_s / 4):
                 break
-            one.refresh("lease/kept", kept.version)
-        assert other.list("lease/").entries == (kept,)
+            one.refresh("lease/refreshed", refreshed.version)
+        assert other.list("lease/").entries == (refreshed,)
 
     def test_writing_a_leased_key_without_ttl_ends_the_lease(self, connect: Connect) -> None:
         owner, other = connect(), connect()
-        lease = owner.set("lease", b"mine", ttl=self.ttl)
+        lease = owner.set("lease", b"mine", ttl=self.lease_ttl_s)
         plain = other.set("lease", b"plain")
         with pytest.raises(LeaseLostError):
             owner.refresh("lease", lease.version)
         with pytest.raises(LeaseLostError):
             owner.refresh("lease", plain.version)
-        assert other.wait("lease", after=plain.version, timeout=self.ttl * 2) is False
+        assert other.wait("lease", after=plain.version, timeout=self.lease_ttl_s * 2) is False
         assert owner.get("lease") == plain
 
     def test_a_new_lease_replaces_the_old_one(self, connect: Connect) -> None:
         owner, other = connect(), connect()
-        old = owner.set("lease", b"old", ttl=1000 * self.ttl)
-        outcome = other.compare_set("lease", b"new", expected=old.version, ttl=self.ttl)
+        old = owner.set("lease", b"old", ttl=1000 * self.lease_ttl_s)
+        outcome = other.compare_set("lease", b"new", expected=old.version, ttl=self.lease_ttl_s)
         assert outcome.succeeded
         assert outcome.entry is not None
         with pytest.raises(LeaseLostError):
             owner.refresh("lease", old.version)
         other.refresh("lease", outcome.entry.version)
-        assert owner.wait("lease", after=outcome.entry.version, timeout=self.patience) is True
+        assert owner.wait("lease", after=outcome.entry.version, timeout=self.timeout_s) is True
         assert owner.get("lease") is None
 
     def test_a_deleted_lease_is_lost(self, connect: Connect) -> None:
         owner, other = connect(), connect()
-        lease = owner.set("lease", b"", ttl=1000 * self.ttl)
+        lease = owner.set("lease", b"", ttl=1000 * self.lease_ttl_s)
         assert other.delete("lease") is True
         with pytest.raises(LeaseLostError):
             owner.refresh("lease", lease.version)
 
     def test_only_the_owner_can_refresh_a_lease(self, connect: Connect) -> None:
         owner, other = connect(), connect()
-        lease = owner.set("lease", b"", ttl=1000 * self.ttl)
+        lease = owner.set("lease", b"", ttl=1000 * self.lease_ttl_s)
         with pytest.raises(LeaseLostError):
             other.refresh("lease", lease.version)
         owner.refresh("lease", lease.version)
 
     def test_the_lease_of_a_killed_owner_expires(
-        self, connect: Connect, client_recipe: ClientRecipe | None
+        self, connect: Connect, client_spec: ClientSpec | None
     ) -> None:
-        recipe = _needed(client_recipe)
+        spec = _require(client_spec)
         watcher = connect()
-        with recipe.start("hold", "lease", str(self.ttl * 4)) as owner:
+        with spec.start("lease", "lease", str(self.lease_ttl_s * 4)) as owner:
             try:
                 assert read_line(owner) == "done"
                 lease = watcher.get("lease")
                 assert lease is not None
             finally:
                 owner.kill()
-            assert watcher.wait("lease", after=lease.version, timeout=self.patience) is True
+            assert watcher.wait("lease", after=lease.version, timeout=self.timeout_s) is True
         assert watcher.list("lease").entries == ()
 
     # Closing
 
     def test_close_ends_the_leases_of_this_client_only(self, connect: Connect) -> None:
         one, other = connect(), connect()
-        kept = other.set("lease/other", b"", ttl=1000 * self.ttl)
-        one.set("lease/one", b"", ttl=1000 * self.ttl)
+        kept = other.set("lease/other", b"", ttl=1000 * self.lease_ttl_s)
+        one.set("lease/one", b"", ttl=1000 * self.lease_ttl_s)
         plain = one.set("lease/plain", b"")
         one.close()
         one.close()
-        assert other.wait("lease/", after=plain.version, timeout=self.patience) is True
+        assert other.wait("lease/", after=plain.version, timeout=self.timeout_s) is True
         assert other.list("lease/").entries == (kept, plain)
 
     def test_close_ends_waits_with_an_error(self, connect: Connect) -> None:
@@ -414,21 +416,23 @@ class StoreContract:
             waiting = self._start_waiting(pool, one, "quiet", version)
             one.close()
             with pytest.raises(StoreConnectionError):
-                waiting.result(self.patience)
+                waiting.result(self.timeout_s)
         with pytest.raises(StoreConnectionError):
             one.get("key")
 
     # Forks
 
-    @pytest.mark.parametrize("at_work", [False, True], ids=["at rest", "at work"])
-    def test_the_copy_in_a_forked_child_works_or_raises_and_does_not_affect_its_parent(
-        self, connect: Connect, at_work: bool
+    @pytest.mark.parametrize("is_busy", [False, True], ids=["idle parent", "busy parent"])
+    def test_a_client_in_a_forked_child_works_or_raises_and_does_not_affect_its_parent(
+        self, connect: Connect, is_busy: bool
     ) -> None:
         one, other = connect(), connect()
-        lease = one.set("lease/parent", b"", ttl=1000 * self.ttl)
-        with _used(one) if at_work else nullcontext():
-            results = [in_a_child(partial(use_as_child, one), self.patience) for _ in range(5)]
-        assert set(results) <= {"worked", "refused"}
+        lease = one.set("lease/parent", b"", ttl=1000 * self.lease_ttl_s)
+        with _used_by_threads(one) if is_busy else nullcontext():
+            results = [
+                run_in_child(partial(exercise_in_child, one), self.timeout_s) for _ in range(5)
+            ]
+        assert set(results) <= {"worked", "raised"}
         assert len(set(results)) == 1
         one.refresh("lease/parent", lease.version)
         assert other.list("lease/").entries == (lease,)
@@ -439,19 +443,19 @@ class StoreContract:
         self, pool: ThreadPoolExecutor, store: Store, prefix: str, version: int
     ) -> Future[bool]:
         # A wait that only returns when its timeout ends is too late for the test.
-        waiting = pool.submit(store.wait, prefix, after=version, timeout=2 * self.patience)
+        waiting = pool.submit(store.wait, prefix, after=version, timeout=2 * self.timeout_s)
         # The other thread probably waits by then. If not, it must still see the change.
-        store.wait("nothing is ever written here", after=version, timeout=0.05)
+        store.wait("never-written", after=version, timeout=0.05)
         return waiting
 
 
 @contextmanager
-def _used(store: Store) -> Iterator[None]:
+def _used_by_threads(store: Store) -> Iterator[None]:
     """Let two threads use the store, so that a fork happens while they do."""
-    over = threading.Event()
+    is_finished = threading.Event()
 
     def use(number: int) -> None:
-        while not over.is_set():
+        while not is_finished.is_set():
             store.set(f"busy/{number}", b"x" * 1000)
             store.list("busy/")
 
@@ -460,12 +464,12 @@ def _used(store: Store) -> Iterator[None]:
         try:
             yield
         finally:
-            over.set()
+            is_finished.set()
         for done in using:
             done.result()
 
 
-def _needed(recipe: ClientRecipe | None) -> ClientRecipe:
-    if recipe is None:
-        pytest.skip("no client_recipe: other processes cannot reach this store")
-    return recipe
+def _require(spec: ClientSpec | None) -> ClientSpec:
+    if spec is None:
+        pytest.skip("no client_spec: other processes cannot reach this store")
+    return spec

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from ..errors import LeaseLostError
 from ..stores.interface import ABSENT, Entry, Store
 
-ODD_KEYS = (
+EDGE_CASE_KEYS = (
     "a", "A", "/", "..", ".", "a/b", "a b", "a%2fb", "a\\b", "k.a", "lock", "~", "-", "ä", "日本",
     "\U0001f600", "\n", "*", "x" * 255, "y" * 1024, "ü" * 512, "x" * 254 + "z",
 )  # fmt: skip
@@ -22,27 +22,27 @@ ODD_KEYS = (
 KEYS = st.sampled_from(["a", "b", "a/1", "a/2"])
 PREFIXES = st.sampled_from(["", "a", "a/", "b", "c"])
 VALUES = st.binary(max_size=20)
-LONG = 1000.0  # ttl of a lease that does not expire during a test
+LONG_TTL_S = 1000.0  # ttl of a lease that does not expire during a test
 
-_ROOMS = (f"room{number}/" for number in itertools.count())
+_TEST_PREFIXES = (f"test{number}/" for number in itertools.count())
 
 
 class DictionaryModel:
-    """The expected contents of the part of a store that one test uses."""
+    """Expected contents of a store under the prefix of one test."""
 
-    def __init__(self, room: str) -> None:
-        self.room = room
-        self._there: dict[str, tuple[bytes, int]] = {}
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self._entries: dict[str, tuple[bytes, int]] = {}
         self._owners: dict[str, int | None] = {}
-        self._old: dict[str, int] = {}
+        self._old_versions: dict[str, int] = {}
         self._changes: list[tuple[int, str]] = []
 
     def read(self, store: Store, key: str) -> None:
         entry = store.get(key)
-        assert (entry and (entry.value, entry.version)) == self._there.get(key)
+        assert (entry and (entry.value, entry.version)) == self._entries.get(key)
 
     def set(self, store: Store, key: str, value: bytes, owner: int | None) -> None:
-        ttl = None if owner is None else LONG
+        ttl = None if owner is None else LONG_TTL_S
         entry = store.set(key, value, ttl=ttl)
         assert (entry.key, entry.value) == (key, value)
         self._written(store, entry, owner)
@@ -55,48 +55,48 @@ class DictionaryModel:
             assert (outcome.entry.key, outcome.entry.value) == (key, value)
             self._written(store, outcome.entry, None)
         entry = outcome.entry
-        assert (entry and (entry.value, entry.version)) == self._there.get(key)
+        assert (entry and (entry.value, entry.version)) == self._entries.get(key)
 
     def delete(self, store: Store, key: str, expected: int | None) -> None:
-        removes = key in self._there and expected in (None, self._there[key][1])
-        assert store.delete(key, expected=expected) is removes
-        if removes:
-            self._old[key] = self._there.pop(key)[1]
+        is_removed = key in self._entries and expected in (None, self._entries[key][1])
+        assert store.delete(key, expected=expected) is is_removed
+        if is_removed:
+            self._old_versions[key] = self._entries.pop(key)[1]
             self._changed(store, key, store.list(key).version)
 
     def refresh(self, store: Store, key: str, version: int, owner: int) -> None:
         is_owned = version == self.version(key, "now") != ABSENT and self._owners[key] == owner
         try:
             store.refresh(key, version)
-            kept = True
+            succeeded = True
         except LeaseLostError:
-            kept = False
-        assert kept is is_owned
+            succeeded = False
+        assert succeeded is is_owned
 
     def list(self, store: Store, prefix: str) -> None:
         found = [(e.key, (e.value, e.version)) for e in store.list(prefix).entries]
-        assert found == sorted(i for i in self._there.items() if i[0].startswith(prefix))
+        assert found == sorted(i for i in self._entries.items() if i[0].startswith(prefix))
 
     def wait(self, store: Store, prefix: str, back: int) -> None:
         """Check that a wait notices each of the last `back` changes."""
-        past = self._changes[-back:]
-        if past:
-            after = past[0][0] - 1
-            missed = any(key.startswith(prefix) for _, key in past)
-            assert store.wait(prefix, after=after, timeout=0.0) or not missed
+        changes = self._changes[-back:]
+        if changes:
+            after = changes[0][0] - 1
+            is_changed = any(key.startswith(prefix) for _, key in changes)
+            assert store.wait(prefix, after=after, timeout=0.0) or not is_changed
 
     def version(self, key: str, which: str) -> int:
         """Return the version of the key now, the one before, or that of a missing key."""
         if which == "old":
-            return self._old.get(key, 10**9)
-        return self._there.get(key, (b"", ABSENT))[1] if which == "now" else ABSENT
+            return self._old_versions.get(key, 10**9)
+        return self._entries.get(key, (b"", ABSENT))[1] if which == "now" else ABSENT
 
     def _written(self, store: Store, entry: Entry, owner: int | None) -> None:
         key = entry.key
         self._changed(store, key, entry.version)
-        if key in self._there:
-            self._old[key] = self._there[key][1]
-        self._there[key] = (entry.value, entry.version)
+        if key in self._entries:
+            self._old_versions[key] = self._entries[key][1]
+        self._entries[key] = (entry.value, entry.version)
         self._owners[key] = owner
 
     def _changed(self, store: Store, key: str, version: int) -> None:
@@ -112,10 +112,10 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self._turns: Iterator[tuple[int, Store]] = itertools.cycle(enumerate(clients))
         self._clients = clients
-        self._model = DictionaryModel(next(_ROOMS))
+        self._model = DictionaryModel(next(_TEST_PREFIXES))
 
     def _key(self, name: str) -> str:
-        return self._model.room + name
+        return self._model.prefix + name
 
     def _check(self, key: str) -> None:
         """Check that every client reads the entry, and only the owner can refresh a lease."""

@@ -1,6 +1,6 @@
 """Clients of a store in processes of their own, for races and for tests that kill a client.
 
-`ClientRecipe` describes how a process creates its client. The process does one thing, and exits
+`ClientSpec` describes how a process creates its client. The process does one thing, and exits
 when its standard input is closed, so it does not outlive the test.
 """
 
@@ -27,7 +27,7 @@ from ..errors import LeaseLostError, StoreConnectionError
 from ..stores.interface import ABSENT, Entry, Store
 
 # The child gets the import path of its parent, which contains the modules of the test.
-_BOOT = f"""
+_CHILD_SCRIPT = f"""
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from {__name__} import main
@@ -36,7 +36,7 @@ main(*sys.argv[2:])
 
 
 @attrs.frozen
-class ClientRecipe:
+class ClientSpec:
     """A description of how another process creates a client.
 
     Attributes:
@@ -57,9 +57,9 @@ class ClientRecipe:
 
     def start(self, *command: str) -> subprocess.Popen[str]:
         """Start a process with a client that executes a command of `main`."""
-        described = (json.dumps(sys.path), json.dumps(attrs.asdict(self)))
+        arguments = (json.dumps(sys.path), json.dumps(attrs.asdict(self)))
         return subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *described, *command],
+            [sys.executable, "-c", _CHILD_SCRIPT, *arguments, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -79,7 +79,7 @@ def increment(store: Store, key: str, times: int) -> None:
             entry = outcome.entry
 
 
-def kept_lease(owner: Store, watcher: Store, key: str, ttl: float) -> Entry | None:
+def refresh_lease(owner: Store, watcher: Store, key: str, ttl: float) -> Entry | None:
     """Write a lease, and refresh it for four times its ttl.
 
     Returns:
@@ -107,18 +107,18 @@ def read_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def use_as_child(store: Store) -> str:
+def exercise_in_child(store: Store) -> str:
     """Use the copy of a client in a forked child.
 
     Returns:
-        "worked" if each kind of call has worked, "refused" if each has raised
+        "worked" if each kind of call has worked, "raised" if each has raised
         StoreConnectionError, or a message.
     """
     outcomes = set()
     calls: list[Callable[[], object]] = [
         lambda: store.get("child"),
         lambda: store.list("lease/"),
-        lambda: store.wait("nothing is ever written here", after=0, timeout=0.05),
+        lambda: store.wait("never-written", after=0, timeout=0.05),
         lambda: store.refresh("lease/child", store.set("lease/child", b"", ttl=1000.0).version),
         lambda: store.set("child", b""),
         lambda: store.delete("lease/child"),
@@ -128,49 +128,50 @@ def use_as_child(store: Store) -> str:
             call()
             outcomes.add("worked")
         except StoreConnectionError:
-            outcomes.add("refused")
+            outcomes.add("raised")
     store.close()
     return outcomes.pop() if len(outcomes) == 1 else "some calls worked, and others did not"
 
 
-def in_a_child(act: Callable[[], str], patience: float) -> str:
+def run_in_child(function: Callable[[], str], timeout_s: float) -> str:
     """Call a function in a forked child, which exits without any cleanup.
 
     Returns:
-        The result of the function, the traceback of its error, or "hung" after `patience` seconds.
+        The result of the function, the traceback of its error, or "hung" after `timeout_s` seconds.
     """
-    reading, writing = os.pipe()
+    read_end, write_end = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about forks of a process with threads
         pid = os.fork()
     if not pid:
         try:
-            result = act()
+            result = function()
         except BaseException as error:
             result = "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):
-            os.write(writing, result.encode()[-4000:])
+            os.write(write_end, result.encode()[-4000:])
         os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as answer:
-        if not select.select([answer], [], [], patience)[0]:
+    os.close(write_end)
+    with open(read_end, "rb") as answer:
+        if not select.select([answer], [], [], timeout_s)[0]:
             os.kill(pid, signal.SIGKILL)
         output = answer.read().decode()
     _, status = os.waitpid(pid, 0)
-    return output or ("hung" if status == signal.SIGKILL else f"ended with status {status}")
+    return output or ("hung" if status == signal.SIGKILL else f"exited with status {status}")
 
 
-def number_at(store: Store, key: str) -> int:
+def read_number(store: Store, key: str) -> int:
     """Return the number that `increment` has written, or 0."""
     entry = store.get(key)
     return int(entry.value) if entry else 0
 
 
-def race(recipe: ClientRecipe, racers: int, key: str, times: int, patience: float) -> None:
+def race(spec: ClientSpec, num_processes: int, key: str, times: int, timeout_s: float) -> None:
     """Let several processes increment the number at the key `times` times at the same time."""
     with ExitStack() as stack:
         processes = [
-            stack.enter_context(recipe.start("increment", key, str(times))) for _ in range(racers)
+            stack.enter_context(spec.start("increment", key, str(times)))
+            for _ in range(num_processes)
         ]
         for process in processes:
             assert read_line(process) == "ready"
@@ -179,20 +180,20 @@ def race(recipe: ClientRecipe, racers: int, key: str, times: int, patience: floa
             process.stdin.write("go\n")
             process.stdin.flush()
         for process in processes:
-            out, _ = process.communicate(timeout=patience)
+            out, _ = process.communicate(timeout=timeout_s)
             assert (out, process.returncode) == ("done\n", 0)
 
 
-def main(recipe: str, command: str, key: str, number: str) -> None:
-    """Run `increment KEY TIMES`, or `hold KEY TTL` until the standard input is closed."""
-    with ClientRecipe(**json.loads(recipe)).build() as store:
+def main(spec: str, command: str, key: str, number: str) -> None:
+    """Run `increment KEY TIMES`, or `lease KEY TTL` until the standard input is closed."""
+    with ClientSpec(**json.loads(spec)).build() as store:
         store.get(key)
         if command == "increment":
             print("ready", flush=True)
             sys.stdin.readline()
             increment(store, key, int(number))
         else:
-            entry = store.set(key, b"held", ttl=float(number))
+            entry = store.set(key, b"lease", ttl=float(number))
             store.refresh(key, entry.version)
         print("done", flush=True)
         sys.stdin.read()

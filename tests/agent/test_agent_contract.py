@@ -1,4 +1,4 @@
-"""Our own agent keeps the contract, with real processes."""
+"""ElasticAgent with LocalWorkers fulfills the agent contract, with real processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elasticlib.testing import AgentContract, AgentRequest, RegroupContract
 from elasticlib.testing.agent_job import MakeAgent
 
 
-def make(request: AgentRequest) -> ElasticAgent:
+def make_elastic_agent(request: AgentRequest) -> ElasticAgent:
     workers = LocalWorkers(os.environ, start_method="spawn")
     return ElasticAgent(request.spec, request.handler, workers, **request.settings)
 
@@ -19,10 +19,10 @@ def make(request: AgentRequest) -> ElasticAgent:
 class TestElasticAgent(AgentContract):
     @pytest.fixture
     def make_agent(self) -> MakeAgent:
-        return make
+        return make_elastic_agent
 
 
-class TestWorkersThatAreKept(RegroupContract):
+class TestWorkersThatRegroup(RegroupContract):
     @pytest.fixture
     def make_agent(self) -> MakeAgent:
-        return make
+        return make_elastic_agent

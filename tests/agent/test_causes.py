@@ -1,4 +1,4 @@
-"""The first cause over all nodes: told in bounds, taken in the store's order, had in time."""
+"""The root cause of a failure over all nodes: bounded messages, order of the store, time limits."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def failure(rank: int, message: str = "") -> WorkerExit:
 
 
 @given(st.text(max_size=50))
-def test_a_cause_is_read_as_it_was_told(text: str) -> None:
+def test_a_root_cause_is_decoded_as_it_was_encoded(text: str) -> None:
     cause = root_cause_of(failure(1, text), "host", 3)
     assert read(told(cause)) == cause
 
 
-def test_whatever_a_worker_wrote_a_cause_stays_small_and_ends_as_it_did() -> None:
+def test_an_encoded_root_cause_is_bounded_and_keeps_the_end_of_the_traceback() -> None:
     huge = attrs.evolve(failure(1, "é" * 10**6 + " the end"), stderr_tail="y\n" * 10**6)
     posted = told(root_cause_of(huge, "h", 1))
     assert len(posted) < 128 * 1024
@@ -68,13 +68,13 @@ def test_whatever_a_worker_wrote_a_cause_stays_small_and_ends_as_it_did() -> Non
         told(root_cause_of(WorkerExit(0, 0, 1, 1), "h", 1)).replace(b"{", b'{"new":1,'),
     ],
 )
-def test_a_post_that_is_no_cause_is_ignored(data: bytes) -> None:
+def test_a_message_that_is_no_root_cause_is_ignored(data: bytes) -> None:
     assert read(data) is None
     first = told(root_cause_of(failure(1), "h", 1))
     assert merge_root_cause({"first": first, "also/0": data}) == read(first)
 
 
-def test_those_that_followed_are_named_and_not_the_first() -> None:
+def test_subsequent_failures_are_listed_without_the_root_cause() -> None:
     said = {"first": told(root_cause_of(failure(1, "no"), "h", 1))}
     said |= {
         "also/0": publish_failed_ranks(0, [4, 1]).value,
@@ -86,7 +86,7 @@ def test_those_that_followed_are_named_and_not_the_first() -> None:
     assert len(publish_failed_ranks(0, range(10**6)).value) < 1000
 
 
-def test_what_was_told_of_earlier_generations_is_cleared_away_with_them() -> None:
+def test_messages_of_earlier_generations_are_deleted_with_their_keys() -> None:
     store, keys = MemoryStore(), StoreKeys("run")
     for roll in ("1.a", "2.b"):
         store.set(f"{keys.exchange_prefix(roll)}first", b"")
@@ -130,7 +130,7 @@ class OfRankOne(OneWorker):
         return attrs.evolve(super().reap(local_rank), rank=1)
 
 
-def test_the_first_to_tell_is_the_first_cause_and_who_comes_later_has_followed() -> None:
+def test_the_first_published_failure_is_the_root_cause_and_later_ones_are_subsequent() -> None:
     workers, store = OfRankOne(), MemoryStore()
     with running(workers, Second(store)) as run:
         posted = told(root_cause_of(failure(0, "the cause"), "n0", 1))
@@ -145,7 +145,7 @@ def test_the_first_to_tell_is_the_first_cause_and_who_comes_later_has_followed()
     assert entry.value == posted
 
 
-def test_who_failed_first_says_so() -> None:
+def test_the_node_that_failed_first_publishes_the_root_cause() -> None:
     workers, store = OfRankOne(), MemoryStore()
     with running(workers, Second(store, failed="n1")) as run:
         workers.finish(7)
@@ -157,7 +157,7 @@ def test_who_failed_first_says_so() -> None:
 
 
 class Watched(MemoryStore):
-    """Says when somebody has listed why a generation failed."""
+    """A store that sets an event when the messages about a failure are listed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Watched(MemoryStore):
         return found
 
 
-def test_a_node_waits_for_the_word_of_the_one_that_failed() -> None:
+def test_a_node_waits_for_the_root_cause_of_the_failed_node() -> None:
     workers, store = OfRankOne(), Watched()
     handler = Second(store)
     with running(workers, handler) as run:
@@ -183,7 +183,7 @@ def test_a_node_waits_for_the_word_of_the_one_that_failed() -> None:
 
 
 class Deserted(LoneNode):
-    """Its peer is lost, which its worker fails of; and nobody takes the peer's place."""
+    """A handler whose peer is lost. The worker fails because of it, and no other node joins."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.generation:
@@ -197,7 +197,7 @@ class Deserted(LoneNode):
         return True
 
 
-def test_where_a_lost_node_ends_the_job_no_worker_that_failed_of_it_is_the_cause() -> None:
+def test_a_worker_that_failed_because_a_node_was_lost_is_not_the_root_cause() -> None:
     workers = OneWorker()
     with running(workers, Deserted(restarts=0, max_restarts=3)) as run:
         workers.finish(7)
@@ -208,7 +208,7 @@ def test_where_a_lost_node_ends_the_job_no_worker_that_failed_of_it_is_the_cause
 
 
 class Hanging(MemoryStore):
-    """Does not answer before it is told to."""
+    """A store that does not answer until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Hanging(MemoryStore):
         return super().compare_set(key, value, expected=expected, ttl=ttl)
 
 
-def test_a_store_that_hangs_costs_bounded_time_and_the_own_cause_is_told() -> None:
+def test_a_node_reports_its_own_failure_if_the_store_hangs() -> None:
     workers, store = OfRankOne(), Hanging()
     with running(workers, Second(store)) as run:
         workers.finish(7)

@@ -1,4 +1,4 @@
-"""The agent's loop goes on whatever those do who ask it, watch it or look on beside it."""
+"""The agent's event loop with faulty handlers, workers, journals and signals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from elasticlib.workers.interface import Heartbeat, StopNotice
 
 
 class Stands(OneWorker):
-    """A worker of which nobody can say for a while how it ended."""
+    """A worker whose exit status cannot be read until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Stands(OneWorker):
         return super().reap(local_rank)
 
 
-def test_a_loop_that_stands_still_is_silent_until_it_turns_and_one_that_is_done_is_not() -> None:
+def test_stalled_time_grows_while_the_event_loop_is_blocked_and_is_zero_after_the_run() -> None:
     workers, now = Stands(), [0.0]
     with running(workers, clock=lambda: now[0]) as run:
         workers.finish()
@@ -63,7 +63,7 @@ def test_a_loop_that_stands_still_is_silent_until_it_turns_and_one_that_is_done_
         assert run.agent.stalled_s() == 0.0
 
 
-def test_an_agent_that_is_running_or_has_run_cannot_run_again() -> None:
+def test_an_agent_can_only_be_run_once() -> None:
     workers = OneWorker()
     with running(workers) as run:
         with pytest.raises(ElasticError, match="an agent runs once"):
@@ -91,7 +91,7 @@ NODE = Node("n-1", "n", "127.0.0.1", slots=2)
         ),
     ],
 )
-def test_a_budget_that_contradicts_the_handlers_is_rejected_before_anything_starts(
+def test_a_restart_budget_other_than_the_handlers_is_rejected(
     given: int | None, make_handler: Callable[[], RendezvousHandler]
 ) -> None:
     spec = WorkerSpec(Command("none"), 2)
@@ -103,14 +103,14 @@ def test_a_budget_that_contradicts_the_handlers_is_rejected_before_anything_star
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_number_of_workers_that_contradicts_the_handlers_slots_is_rejected(workers: int) -> None:
+def test_a_number_of_workers_other_than_the_handlers_slots_is_rejected(workers: int) -> None:
     handler = DynamicRendezvousHandler(MemoryStore(), "j", NODE, RendezvousSettings(1, 1))
     spec = WorkerSpec(Command("none"), workers)
     with pytest.raises(ConfigError, match=rf"slots=2, .* local_world_size={workers}: give both"):
         ElasticAgent(spec, handler, OneWorker())
 
 
-def test_a_budget_that_contradicts_that_of_a_generation_ends_the_run_with_both_numbers() -> None:
+def test_a_restart_budget_other_than_that_of_the_generation_ends_the_run() -> None:
     workers = OneWorker()
     workers.up.set()
     with running(workers, LoneNode(max_restarts=0), max_restarts=2) as run:
@@ -120,13 +120,13 @@ def test_a_budget_that_contradicts_that_of_a_generation_ends_the_run_with_both_n
     assert "max_restarts=0" in result.reason
 
 
-def test_a_negative_budget_is_rejected() -> None:
+def test_a_negative_restart_budget_is_rejected() -> None:
     with pytest.raises(ConfigError, match="max_restarts must be at least 0, got -1"):
         ElasticAgent(WorkerSpec(Command("none")), LoneNode(), OneWorker(), max_restarts=-1)
 
 
 class Raises(Journal):
-    """A view of the events that breaks at the second one."""
+    """A journal that raises an exception for the second event."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -141,7 +141,7 @@ class Raises(Journal):
 
 
 class Keeps(Raises):
-    """One that does not."""
+    """A journal that records all events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Keeps(Raises):
 
 
 class StandsStill(Keeps):
-    """One that takes its time."""
+    """A journal that blocks until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class StandsStill(Keeps):
         super().record(kind, generation=generation, rank=rank, **facts)
 
 
-def test_a_view_of_the_events_that_breaks_is_told_of_once_and_the_run_goes_on(
+def test_a_journal_that_raises_is_logged_once_and_does_not_end_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     workers, view = OneWorker(), Raises()
@@ -181,7 +181,7 @@ def test_a_view_of_the_events_that_breaks_is_told_of_once_and_the_run_goes_on(
     assert "ZeroDivisionError: a view of mine" in said.getMessage()
 
 
-def test_all_that_a_view_is_to_hear_it_has_heard_when_the_run_is_over() -> None:
+def test_a_journal_has_all_events_when_the_run_returns() -> None:
     workers, view = OneWorker(), Keeps()
     with running(workers, journal=view) as run:
         workers.finish()
@@ -189,7 +189,7 @@ def test_all_that_a_view_is_to_hear_it_has_heard_when_the_run_is_over() -> None:
         assert (view.told[0], view.told[-1]) == ("rendezvous.started", "run.finished")
 
 
-def test_a_view_that_stands_still_holds_up_nothing() -> None:
+def test_a_journal_that_blocks_does_not_delay_the_run() -> None:
     workers, view = OneWorker(), StandsStill()
     with running(workers, journal=view) as run:
         workers.finish()
@@ -199,7 +199,7 @@ def test_a_view_that_stands_still_holds_up_nothing() -> None:
 
 @pytest.mark.parametrize("field", ["stop_signals", "drain_signals", "notice_signals"])
 @pytest.mark.parametrize("number", [0, 9, 4711])
-def test_a_signal_that_nobody_can_hear_is_refused_by_its_name(field: str, number: int) -> None:
+def test_a_signal_that_cannot_be_caught_is_rejected_with_the_field(field: str, number: int) -> None:
     with pytest.raises(ConfigError, match=rf"{field}: .* \({number}\)"):
         AgentOptions(**{field: (number,)})
 
@@ -207,7 +207,7 @@ def test_a_signal_that_nobody_can_hear_is_refused_by_its_name(field: str, number
 @pytest.mark.parametrize(
     ("number", "name"), [(37, "SIGRTMIN+3"), (64, "SIGRTMAX"), (10, "SIGUSR1")]
 )
-def test_a_signal_without_a_name_of_its_own_drains_like_any_other(number: int, name: str) -> None:
+def test_a_signal_without_a_python_name_can_drain_the_node(number: int, name: str) -> None:
     workers = OneWorker()
     with running(workers, options=AgentOptions(drain_signals=(number,))) as run:
         run.agent.handle_signal(number)
@@ -217,13 +217,13 @@ def test_a_signal_without_a_name_of_its_own_drains_like_any_other(number: int, n
 
 
 class Leaves(LoneNode):
-    """Somebody else's handler, which ends what it was called in."""
+    """A third-party handler that raises SystemExit."""
 
     def next_rendezvous(self) -> Any:
         raise SystemExit("the handler leaves")
 
 
-def test_a_thread_that_a_handler_ends_ends_the_run_with_its_words() -> None:
+def test_system_exit_in_a_handler_ends_the_run_with_its_message() -> None:
     workers = OneWorker()
     workers.up.set()
     with running(workers, Leaves()) as run:
@@ -248,7 +248,7 @@ class FaultyView(EventListener):
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_view_of_a_journal_that_raises_or_blocks_does_not_hold_up_the_run(
+def test_an_event_listener_that_raises_or_blocks_does_not_delay_the_run(
     raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers, view = OneWorker(), FaultyView(raises)
@@ -264,7 +264,7 @@ def test_a_view_of_a_journal_that_raises_or_blocks_does_not_hold_up_the_run(
 
 
 class Stepping(OneWorker):
-    """A worker that makes ten steps in each generation, and tells of them as it ends."""
+    """A worker that makes ten steps in each generation, and reports them when it exits."""
 
     reports_heartbeats = True
 
@@ -285,7 +285,7 @@ class Stepping(OneWorker):
         return {0: attrs.evolve(told, is_attached=True)}
 
 
-def test_the_last_step_of_each_generation_is_told_before_the_next() -> None:
+def test_the_last_step_of_a_generation_is_recorded_before_the_next_generation() -> None:
     workers, view = Stepping(), Keeps()
     with running(workers, journal=view, max_restarts=1) as run:
         workers.finish(1)
@@ -301,7 +301,7 @@ def test_the_last_step_of_each_generation_is_told_before_the_next() -> None:
 
 
 @pytest.mark.parametrize("attached", [False, True])
-def test_it_is_told_once_that_nothing_is_known_of_steps_and_what_to_call(
+def test_missing_step_reports_are_logged_once_with_the_remedy(
     caplog: pytest.LogCaptureFixture, attached: bool
 ) -> None:
     class Silent(Stepping):
@@ -334,7 +334,7 @@ class Blind(OneWorker):
         raise ZeroDivisionError("a beat of mine")
 
 
-def test_steps_that_cannot_be_looked_at_are_told_of_and_end_nothing(
+def test_an_error_while_reading_heartbeats_is_logged_and_does_not_end_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     workers, view = Blind(), Keeps()
@@ -345,7 +345,7 @@ def test_steps_that_cannot_be_looked_at_are_told_of_and_end_nothing(
     assert "cannot read the workers" in caplog.text
 
 
-def test_a_run_does_not_go_on_unwatched_that_was_to_be_watched_for_hangs() -> None:
+def test_an_error_while_reading_heartbeats_ends_a_run_with_hang_detection() -> None:
     with running(Blind(), options=AgentOptions(hang_limits=HangLimits(timeout=1.0))) as run:
         result = run.result()
     assert result.state is WorkerState.FAILED
@@ -353,13 +353,13 @@ def test_a_run_does_not_go_on_unwatched_that_was_to_be_watched_for_hangs() -> No
 
 
 class Unprepared(OneWorker):
-    """Workers that cannot be started at all, as is found out before the nodes meet."""
+    """Workers whose preparation raises an exception."""
 
     def wait_until_prepared(self) -> None:
         raise ZeroDivisionError("a preparation of mine")
 
 
-def test_what_breaks_the_preparation_ends_the_run_with_its_words() -> None:
+def test_an_error_in_the_preparation_of_workers_ends_the_run_with_its_message() -> None:
     workers = Unprepared()
     workers.up.set()
     with running(workers) as run:
@@ -380,7 +380,7 @@ class Prepares(LoneNode):
         self.ready.wait(60)
 
 
-def test_a_node_that_is_not_prepared_does_not_join_and_can_be_told_to_leave() -> None:
+def test_a_node_in_preparation_does_not_join_and_can_be_stopped() -> None:
     workers, handler = OneWorker(), Prepares()
     workers.up.set()
     with running(workers, handler) as run:
@@ -404,7 +404,7 @@ class Waits(LoneNode):
         return super().next_rendezvous()
 
 
-def test_a_wait_for_a_handler_of_somebody_elses_is_logged_every_ten_seconds(
+def test_waiting_for_a_third_party_handler_is_logged_every_ten_seconds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     workers, handler, now = OneWorker(), Waits(), [100.0]
@@ -437,7 +437,7 @@ def test_a_wait_for_a_handler_of_somebody_elses_is_logged_every_ten_seconds(
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_node_that_leaves_before_the_others_because_it_cannot_wait_for_them_says_so(
+def test_leaving_before_other_nodes_is_logged_if_the_handler_has_no_report_success(
     caplog: pytest.LogCaptureFixture, nodes: int
 ) -> None:
     members = [Node(f"n-{n}", "n", "127.0.0.1", slots=1) for n in range(nodes)]
@@ -449,7 +449,7 @@ def test_a_node_that_leaves_before_the_others_because_it_cannot_wait_for_them_sa
 
 
 class Listens(OneWorker):
-    """A worker that saves and ends when it is told to, and not before `finish`."""
+    """A worker that supports stop notices, and exits after `finish`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -468,7 +468,7 @@ class Listens(OneWorker):
 
 
 class Grows(LoneNode):
-    """A rendezvous at which another node waits once it is told so."""
+    """A rendezvous at which another node waits if `more` is set."""
 
     more = 0
 
@@ -476,7 +476,7 @@ class Grows(LoneNode):
         return self.more
 
 
-def test_a_scheduler_that_repeats_itself_cuts_no_save_short() -> None:
+def test_repeated_drain_signals_do_not_interrupt_the_save() -> None:
     workers = Listens()
     with running(workers, options=AgentOptions(checkpoint_grace=600.0)) as run:
         for _ in range(3):
@@ -487,7 +487,7 @@ def test_a_scheduler_that_repeats_itself_cuts_no_save_short() -> None:
     assert (workers.notices, workers.terminated) == (["preempted"], 0)
 
 
-def test_a_node_that_is_told_to_leave_while_the_job_changes_its_size_drains() -> None:
+def test_a_node_that_is_drained_during_a_resize_drains() -> None:
     workers, handler, view = Listens(), Grows(), Keeps()
     options = AgentOptions(checkpoint_grace=600.0)
     with running(workers, handler, options=options, journal=view) as run:
@@ -503,7 +503,7 @@ def test_a_node_that_is_told_to_leave_while_the_job_changes_its_size_drains() ->
     ]
 
 
-def test_that_nodes_come_on_purpose_is_told_apart_from_a_failure() -> None:
+def test_events_distinguish_a_planned_resize_from_a_failure() -> None:
     workers, handler, view = Listens(), Grows(), Keeps()
     with running(workers, handler, max_restarts=1, journal=view) as run:
         handler.more = 1
@@ -520,7 +520,7 @@ def test_that_nodes_come_on_purpose_is_told_apart_from_a_failure() -> None:
 
 
 class CannotAgree(OneWorker):
-    """Workers that listen, and then cannot be asked at which call they stop."""
+    """Workers that support stop notices, but raise an exception when a call is proposed."""
 
     supports_coordinated_stop = True
 
@@ -532,7 +532,7 @@ class CannotAgree(OneWorker):
         raise ZeroDivisionError("a call of mine")
 
 
-def test_workers_that_cannot_be_asked_when_to_stop_end_the_run_with_their_words() -> None:
+def test_an_error_in_the_stop_request_ends_the_run_with_its_message() -> None:
     workers, options = CannotAgree(), AgentOptions(checkpoint_grace=600.0)
     with running(workers, options=options) as run:
         run.agent.handle_signal(signal.SIGUSR2)

@@ -1,4 +1,4 @@
-"""When silence is a hang, and which rank the others wait for."""
+"""Hang detection: timeouts, the slowest rank, and its stacks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def beat(at: float, *durations: float, steps: int = 5) -> Heartbeat:
     ("limits", "told", "allowed"),
     [
         (AUTO, Heartbeat(), 900.0),
-        # One whose second step is compiled anew, or meets its peers, tells nothing of the third.
+        # The second step may be compiled again, so its duration does not predict the third.
         (AUTO, beat(0.0, steps=1), 900.0),
         (AUTO, beat(0.0, 0.1, 0.2, 0.1), 900.0),
         (AUTO, beat(0.0, *[0.1] * 9), 900.0),
@@ -52,13 +52,13 @@ def beat(at: float, *durations: float, steps: int = 5) -> Heartbeat:
         (HangLimits(timeout=2000.0), Heartbeat(), 2000.0),
     ],
 )
-def test_how_long_a_worker_may_be_silent(
+def test_timeout_depends_on_the_reported_steps(
     limits: HangLimits, told: Heartbeat, allowed: float
 ) -> None:
     assert limits.timeout_for(told) == allowed
 
 
-def test_the_worker_nearest_to_its_limit_counts() -> None:
+def test_longest_inactivity_is_that_of_the_worker_nearest_to_its_timeout() -> None:
     quick, slow = [0.1] * 10, [100.0] * 10
     beats = {0: beat(100.0, *quick), 1: beat(90.0, *slow), 2: Heartbeat(is_attached=True)}
     found = longest_inactivity(130.0, 50.0, beats, AUTO)
@@ -70,7 +70,7 @@ def test_the_worker_nearest_to_its_limit_counts() -> None:
     assert late.fraction > 1
 
 
-def test_who_never_asked_for_its_context_or_leaves_it_to_others_is_not_held_to_it() -> None:
+def test_workers_that_report_no_steps_are_ignored() -> None:
     assert longest_inactivity(1e6, 0.0, {0: Heartbeat()}, AUTO) is None
     beats = {0: beat(9e5, 0.1), 1: Heartbeat(is_attached=True)}
     found = longest_inactivity(9e5 + 1, 0.0, beats, AUTO)
@@ -78,14 +78,14 @@ def test_who_never_asked_for_its_context_or_leaves_it_to_others_is_not_held_to_i
     assert (found.local_rank, found.seconds) == (0, 1.0)
 
 
-def test_who_saves_or_asks_is_alive() -> None:
+def test_a_worker_that_saves_or_calls_should_stop_is_active() -> None:
     saving = attrs.evolve(beat(0.0, 0.1), last_activity_at=99.0)
     found = longest_inactivity(100.0, 0.0, {0: saving}, AUTO)
     assert found is not None
     assert found.seconds == 1.0
 
 
-def test_who_is_furthest_behind_is_the_slowest_and_of_several_the_first_to_fall_silent() -> None:
+def test_the_slowest_rank_is_the_longest_inactive_one_at_the_lowest_step() -> None:
     pulses = [
         RankProgress(0, "a", 7, 9.0, 1),
         RankProgress(1, "a", 6, 3.0, 1),
@@ -105,8 +105,7 @@ def test_who_is_furthest_behind_is_the_slowest_and_of_several_the_first_to_fall_
 
 
 class Watched:
-    """Two workers, of which the first told of a step at 100 s and never again, and one more node,
-    of rank 2, if there is one."""
+    """Two workers, the first of which reported its last step at 100 s, and maybe another node."""
 
     def __init__(self, limit: float = 8.0, others: int = 0) -> None:
         self.now = 100.0
@@ -118,7 +117,7 @@ class Watched:
         )
 
     def look(self, at: float) -> list[AgentCommand]:
-        """What is done at this time."""
+        """Poll the detector at this time, and return its commands."""
         self.now = at
         self.watch, commands = self.watch.poll(at, self.beats)
         return list(commands)
@@ -135,7 +134,7 @@ class Watched:
         return done
 
 
-def test_who_leaves_it_to_others_to_tell_of_steps_is_not_blamed_for_a_hang() -> None:
+def test_a_rank_that_reports_no_steps_is_not_named_as_hung() -> None:
     watched = Watched()
     assert watched.look_until(200.0) == [DumpStacks()]
     assert watched.look(109.0) == [], "nobody is stopped before the evidence is there"
@@ -150,14 +149,14 @@ def test_who_leaves_it_to_others_to_tell_of_steps_is_not_blamed_for_a_hang() -> 
     assert hung.inactive_since == 100.0
 
 
-def test_what_stood_still_as_a_whole_has_not_been_silent_meanwhile() -> None:
+def test_a_pause_of_the_whole_process_does_not_count_as_inactivity() -> None:
     watched = Watched()
     assert watched.look(1000.0) == []
     assert watched.look_until(1007.5) == []
     assert watched.look_until(1008.0) == [DumpStacks()]
 
 
-def test_a_worker_that_steps_again_is_watched_on() -> None:
+def test_a_worker_that_makes_a_step_again_is_not_hung() -> None:
     watched = Watched()
     watched.look_until(107.5)
     watched.beats[0] = beat(107.5)
@@ -165,7 +164,7 @@ def test_a_worker_that_steps_again_is_watched_on() -> None:
     assert watched.look_until(116.0) == [DumpStacks()]
 
 
-def test_the_others_are_asked_for_a_while_and_what_they_say_is_told() -> None:
+def test_progress_of_other_nodes_is_awaited_for_a_limited_time() -> None:
     for answers in (True, False):
         watched = Watched(others=1)
         heard, _, dump = watched.look_until(200.0)
@@ -182,7 +181,7 @@ def test_the_others_are_asked_for_a_while_and_what_they_say_is_told() -> None:
         assert hung.reason.startswith(f"hung: rank {2 if answers else 0} on ")
 
 
-def test_who_is_stopped_before_it_could_judge_still_shows_where_its_slowest_worker_stands() -> None:
+def test_stacks_are_reported_if_the_node_is_stopped_before_a_hang_is_confirmed() -> None:
     watched = Watched(others=1)
     assert watched.watch.stack_report() == ""
     watched.look_until(200.0)
@@ -192,8 +191,8 @@ def test_who_is_stopped_before_it_could_judge_still_shows_where_its_slowest_work
     assert watched.watch.stack_report() == "the stacks of rank 0, at step 4:\nin a loop"
 
 
-def test_of_those_at_the_same_step_the_rarest_stacks_are_shown_first() -> None:
-    """In most jobs a collective in each step keeps all ranks at one step, and most wait in it."""
+def test_the_rarest_stacks_are_shown_first_for_ranks_at_the_same_step() -> None:
+    """Collectives keep all ranks at the same step, and most ranks wait in one."""
     watched = Watched()
     watched.beats = {local: attrs.evolve(beat(100.0), step=4) for local in range(3)}
     watched.watch = attrs.evolve(watched.watch, ranks={0: 0, 1: 1, 2: 2})
@@ -205,14 +204,14 @@ def test_of_those_at_the_same_step_the_rarest_stacks_are_shown_first() -> None:
     )
 
 
-def test_a_hang_of_another_node_is_one_of_ours_once_we_are_silent_for_half_as_long() -> None:
+def test_a_hang_of_another_node_halves_the_timeout() -> None:
     watched = Watched(others=1)
     watched.watch = watched.watch.on_peer_reports({"1": OTHER})
     assert watched.look_until(103.5) == []
     assert watched.look_until(104.0) == [Subscribe("hang/"), DumpStacks()]
 
 
-def test_nor_one_of_another_node_but_one_that_may_stand_in_its_first_step_is() -> None:
+def test_a_rank_of_another_node_in_its_first_step_can_be_the_hung_one() -> None:
     other = RankProgress(1, "b", NO_STEP, 90.0, 0)
     for steps, rank in ((1, 1), (2, 0)):
         pulses = [RankProgress(0, "a", 700, 9.0, steps), *decode_progress(encode_progress([other]))]
@@ -223,7 +222,7 @@ def test_nor_one_of_another_node_but_one_that_may_stand_in_its_first_step_is() -
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"{}", b"[1]", b'[{"rank": "x"}]', b'[{"rank": 1}]'])
-def test_what_cannot_be_read_says_nothing(data: bytes) -> None:
+def test_malformed_progress_of_other_nodes_is_ignored(data: bytes) -> None:
     assert decode_progress(data) == []
     pulses = [RankProgress(0, "a", 7, 9.0, 1)]
     assert decode_progress(encode_progress(pulses)) == pulses
@@ -233,6 +232,6 @@ def test_what_cannot_be_read_says_nothing(data: bytes) -> None:
     "bad",
     [{"timeout": 0.0}, {"min_timeout": 0.0}, {"median_factor": -1.0}, {"first_step_timeout": 0.0}],
 )
-def test_a_limit_that_is_none_is_refused(bad: dict[str, float]) -> None:
+def test_hang_limits_must_be_positive(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="positive"):
         HangLimits(**bad)

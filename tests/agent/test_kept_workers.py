@@ -1,6 +1,6 @@
-"""Workers that outlive their group: kept by their agent, and let in beside them those that are new.
+"""Workers that survive their group are retained, and replacements join them.
 
-The agents are real, and so are the workers, which use no torch.
+The agents and workers are real processes; the workers use no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def kill(place: Place) -> None:
 
 
 def newcomer(job: Job) -> int:
-    """The first that has said that it is one."""
+    """Return the pid of the first replacement worker."""
     found = wait_until("a newcomer", lambda: sorted(job.folder.glob("newcomer.*")))
     return int(found[0].suffix[1:])
 
@@ -64,13 +64,13 @@ def shown(job: Job) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for event in events:
         if event.kind == "worker.started" and event.generation == newest:
-            path = run / f"attempt_{event.facts['attempt']}/{event.facts['local_rank']}/stdout.log"
+            path = run / f"attempt_{event.data['attempt']}/{event.data['local_rank']}/stdout.log"
             if path.exists():
                 found[event.rank or 0] = path.read_text().splitlines()
     return found
 
 
-def test_the_survivor_goes_on_in_a_smaller_group_and_the_newcomer_is_let_in(job: Job) -> None:
+def test_a_survivor_continues_in_a_smaller_group_until_the_replacement_joins(job: Job) -> None:
     node = begin(job, "one", "--standalone")
     first = job.settled(2)
     kill(first[0])
@@ -89,7 +89,7 @@ def test_the_survivor_goes_on_in_a_smaller_group_and_the_newcomer_is_let_in(job:
     assert node.exit_code() == 0, job.logs
 
 
-def test_what_is_shown_of_a_run_goes_on_with_the_worker_that_was_kept(job: Job) -> None:
+def test_output_and_status_of_a_retained_worker_continue(job: Job) -> None:
     logs = f"--log-dir={job.folder / 'logs'}"
     node = begin(job, "one", "--standalone", logs, "--redirects=3", worker=("start", "3"))
     first = job.settled(2)
@@ -104,20 +104,20 @@ def test_what_is_shown_of_a_run_goes_on_with_the_worker_that_was_kept(job: Job) 
     one = [f"generation {number}" for number in (1, 2, 3)]
     assert shown(job) == {0: ["generation 3"], 1: one}
     (events,) = job.events()
-    began = [e.facts for e in events if e.kind == "worker.started"]
+    began = [e.data for e in events if e.kind == "worker.started"]
     assert [(fact["local_rank"], fact["attempt"]) for fact in began] == [
         *((0, 0), (1, 0)),
         (1, 0),
         *((0, 1), (1, 0)),
     ]
-    trained = [e.facts["duration_seconds"] for e in events if e.kind == "training.started"]
+    trained = [e.data["duration_seconds"] for e in events if e.kind == "training.started"]
     assert len(trained) == 3, "in each generation anew"
     assert all(seconds >= 0 for seconds in trained)
-    failed = [e for e in events if e.kind == "worker.exited" and not e.facts["succeeded"]]
+    failed = [e for e in events if e.kind == "worker.exited" and not e.data["succeeded"]]
     assert [event.rank for event in failed] == [0]
 
 
-def test_survivors_of_all_nodes_go_on_when_one_has_lost_a_worker(job: Job) -> None:
+def test_survivors_on_all_nodes_continue_after_a_worker_is_lost(job: Job) -> None:
     store = job.store()
     nodes = [join(job, store, name, "--nnodes=2:2") for name in ("one", "two")]
     first = job.settled(4)
@@ -132,7 +132,7 @@ def test_survivors_of_all_nodes_go_on_when_one_has_lost_a_worker(job: Job) -> No
     assert [node.exit_code() for node in nodes] == [0, 0], job.logs
 
 
-def test_workers_of_a_node_go_on_when_another_is_lost_and_when_one_comes(job: Job) -> None:
+def test_workers_continue_when_another_node_joins_and_is_lost(job: Job) -> None:
     store = job.store()
     join(job, store, "one")
     alone = job.settled(2)
@@ -147,7 +147,7 @@ def test_workers_of_a_node_go_on_when_another_is_lost_and_when_one_comes(job: Jo
     assert job.nodes[1].exit_code() == 0, job.logs
 
 
-def test_workers_of_a_node_go_on_when_another_drains(job: Job) -> None:
+def test_workers_continue_when_another_node_drains(job: Job) -> None:
     store = job.store()
     node, other = (join(job, store, name, "--nnodes=1:2") for name in ("one", "two"))
     both = job.settled(4)
@@ -159,7 +159,9 @@ def test_workers_of_a_node_go_on_when_another_drains(job: Job) -> None:
     assert node.exit_code() == 0, job.logs
 
 
-def test_what_sticks_to_its_group_is_ended_and_the_others_go_on(job: Job) -> None:
+def test_a_worker_that_does_not_leave_its_group_is_stopped_and_the_others_continue(
+    job: Job,
+) -> None:
     node = begin(job, "one", "--standalone", "--nproc-per-node=3")
     first = job.settled(3)
     tell(job, "stick", first[1])
@@ -172,7 +174,7 @@ def test_what_sticks_to_its_group_is_ended_and_the_others_go_on(job: Job) -> Non
     assert node.exit_code() == 0, job.logs
 
 
-def test_one_that_hangs_is_ended_and_the_others_go_on(job: Job) -> None:
+def test_a_hung_worker_is_killed_and_the_others_continue(job: Job) -> None:
     node = begin(job, "one", "--standalone", "--hang-timeout=1")
     first = job.settled(2)
     os.kill(first[0]["pid"], signal.SIGSTOP)
@@ -184,7 +186,7 @@ def test_one_that_hangs_is_ended_and_the_others_go_on(job: Job) -> None:
     assert node.exit_code() == 0, job.logs
 
 
-def test_a_newcomer_that_fails_is_charged_and_the_members_go_on(job: Job) -> None:
+def test_a_replacement_that_fails_uses_a_restart_and_the_others_continue(job: Job) -> None:
     node = begin(job, "one", "--standalone", worker=("start", "0.5"))
     first = job.settled(2)
     kill(first[0])
@@ -199,7 +201,7 @@ def test_a_newcomer_that_fails_is_charged_and_the_members_go_on(job: Job) -> Non
     assert node.exit_code() == 0, job.logs
 
 
-def test_newcomers_that_are_starting_outlive_a_regroup_and_are_let_in(job: Job) -> None:
+def test_replacements_that_are_starting_survive_a_regroup_and_join(job: Job) -> None:
     node = begin(job, "one", "--standalone", "--nproc-per-node=3", worker=("start", "4"))
     first = job.settled(3)
     kill(first[0])
@@ -214,7 +216,7 @@ def test_newcomers_that_are_starting_outlive_a_regroup_and_are_let_in(job: Job) 
     assert node.exit_code() == 0, job.logs
 
 
-def test_all_leave_a_group_that_breaks_while_it_is_to_change_its_size(job: Job) -> None:
+def test_all_workers_leave_a_group_that_breaks_during_a_resize(job: Job) -> None:
     store = job.store()
     nodes = [join(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")]
     first = job.settled(4)
@@ -236,7 +238,7 @@ def test_all_leave_a_group_that_breaks_while_it_is_to_change_its_size(job: Job) 
     assert [node.exit_code() for node in nodes] == [0, 0], job.logs
 
 
-def test_members_that_are_starting_when_a_node_joins_are_kept(job: Job) -> None:
+def test_workers_that_are_starting_when_a_node_joins_are_retained(job: Job) -> None:
     store = job.store()
     (starting := job.folder / "starting.one.1").touch()
     node = join(job, store, "one")
@@ -250,7 +252,7 @@ def test_members_that_are_starting_when_a_node_joins_are_kept(job: Job) -> None:
     assert [node.exit_code(), other.exit_code()] == [0, 0], job.logs
 
 
-def test_a_member_is_kept_if_one_fails_while_another_is_starting(job: Job) -> None:
+def test_a_worker_is_retained_if_one_fails_while_another_is_starting(job: Job) -> None:
     (starting := job.folder / "starting.one.1").touch()
     node = begin(job, "one", "--standalone", "--nproc-per-node=3")
     first = wait_until("two workers", lambda: job.places(1)[1:] and job.places(1))
@@ -263,7 +265,7 @@ def test_a_member_is_kept_if_one_fails_while_another_is_starting(job: Job) -> No
     assert node.exit_code() == 0, job.logs
 
 
-def test_one_who_finds_its_group_broken_need_not_wait_for_the_others(job: Job) -> None:
+def test_a_worker_whose_group_is_broken_does_not_wait_for_the_others(job: Job) -> None:
     store = job.store()
     nodes = [join(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")]
     first = job.settled(4)
@@ -282,7 +284,7 @@ def test_one_who_finds_its_group_broken_need_not_wait_for_the_others(job: Job) -
     assert [node.exit_code() for node in nodes] == [0, 0], job.logs
 
 
-def test_where_no_worker_is_left_all_are_started(job: Job) -> None:
+def test_all_workers_are_started_if_none_has_survived(job: Job) -> None:
     node = begin(job, "one", "--standalone")
     first = job.settled(2)
     for place in first:
@@ -293,7 +295,7 @@ def test_where_no_worker_is_left_all_are_started(job: Job) -> None:
     assert node.exit_code() == 0, job.logs
 
 
-def test_a_spent_budget_ends_all_and_nothing_is_left(job: Job) -> None:
+def test_no_process_is_left_after_the_last_restart_is_used(job: Job) -> None:
     node = begin(job, "one", "--standalone", "--max-restarts=1")
     first = job.settled(2)
     kill(first[0])
@@ -304,7 +306,7 @@ def test_a_spent_budget_ends_all_and_nothing_is_left(job: Job) -> None:
     job.gone()
 
 
-def test_a_signal_ends_those_that_wait_for_a_place(job: Job) -> None:
+def test_a_signal_stops_workers_that_wait_for_a_generation(job: Job) -> None:
     store = job.store()
     node, other = (join(job, store, name, "--nnodes=2:2") for name in ("one", "two"))
     first = job.settled(4)
@@ -316,9 +318,9 @@ def test_a_signal_ends_those_that_wait_for_a_place(job: Job) -> None:
     wait_until("its workers to be gone", lambda: not any(map(alive, pids(first, "one"))))
 
 
-def test_one_that_dies_while_it_waits_for_a_place_is_replaced(job: Job) -> None:
+def test_a_worker_that_dies_while_it_waits_for_a_generation_is_replaced(job: Job) -> None:
     store = job.store()
-    slow = ("start", "3")  # a newcomer is not to be let in before all others have begun
+    slow = ("start", "3")  # a replacement must not join before all others have started
     node, other = (join(job, store, n, "--nnodes=2:2", worker=slow) for n in ("one", "two"))
     first = job.settled(4)
     other.kill()
@@ -334,7 +336,7 @@ def test_one_that_dies_while_it_waits_for_a_place_is_replaced(job: Job) -> None:
     assert node.exit_code() == 0, job.logs
 
 
-def test_all_stop_at_the_end_though_a_newcomer_is_still_starting(job: Job) -> None:
+def test_the_job_ends_while_a_replacement_is_still_starting(job: Job) -> None:
     node = begin(job, "one", "--standalone", worker=("start", "3"))
     first = job.settled(2)
     kill(first[0])
@@ -344,7 +346,7 @@ def test_all_stop_at_the_end_though_a_newcomer_is_still_starting(job: Job) -> No
     job.gone()
 
 
-def test_a_drain_saves_and_waits_for_no_newcomer(job: Job) -> None:
+def test_a_drain_does_not_wait_for_a_replacement_that_is_starting(job: Job) -> None:
     node = begin(job, "one", "--standalone", worker=("start", "30"))
     first = job.settled(2)
     kill(first[0])

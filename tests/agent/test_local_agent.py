@@ -1,4 +1,4 @@
-"""The agent's loop with real workers, and with a handler as somebody else would write it."""
+"""The agent with real workers and a third-party handler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from elasticlib.workers.spec import StopTimeouts
 
 
 class OneNode(RendezvousHandler):
-    """A handler with no more than torch's own methods: it never heard of our additions."""
+    """A handler that implements only the methods that torch has."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -110,30 +110,30 @@ class Supervised:
 def supervised(tmp_path: Path) -> Iterator[Supervised]:
     before = set(threading.enumerate())
     yield Supervised(tmp_path)
-    # Who told of a worker's end ends a moment later.
+    # The thread that reported the exit of a worker finishes a moment later.
     wait_until("its threads to end", lambda: set(threading.enumerate()) <= before)
 
 
-def test_success_is_a_result(supervised: Supervised) -> None:
+def test_successful_workers_give_a_successful_result(supervised: Supervised) -> None:
     result = supervised.run("exit 0")
     assert (result.state, result.exit_code, result.generation) == (WorkerState.SUCCEEDED, 0, 1)
     assert result.return_values == {0: None, 1: None}
 
 
-def test_a_handler_without_a_budget_gets_the_agents_own(supervised: Supervised) -> None:
+def test_the_agents_restart_budget_is_used_if_the_handler_has_none(supervised: Supervised) -> None:
     result = supervised.run('[ "$RANK" = 0 ] || exit 5', max_restarts=2)
     assert (result.state, result.generation) == (WorkerState.FAILED, 3)
     assert "exited with code 5 (2 of 2 restarts used)" in result.reason
     assert [failure.returncode for failure in result.failures.values()] == [5]
 
 
-def test_a_failure_then_success_is_success(supervised: Supervised) -> None:
+def test_a_run_succeeds_after_a_restart(supervised: Supervised) -> None:
     line = 'if [ "$TORCHELASTIC_RESTART_COUNT" = 0 ]; then exit 1; fi'
     result = supervised.run(line, max_restarts=1)
     assert (result.state, result.restarts) == (WorkerState.SUCCEEDED, 1)
 
 
-def test_a_waiting_node_that_is_polled_restarts_the_group_uncharged(
+def test_a_waiting_node_restarts_the_workers_without_using_a_restart(
     supervised: Supervised,
 ) -> None:
     supervised.begin('touch "$1/up.$ELASTICLIB_GENERATION"; until [ -e "$1/end" ]; do :; done')
@@ -153,14 +153,14 @@ def test_a_closed_rendezvous_ends_the_run(supervised: Supervised) -> None:
     assert (result.state, result.reason) == (WorkerState.FAILED, "the rendezvous was closed")
 
 
-def test_one_failure_stops_the_other_worker_up_the_same_ladder(supervised: Supervised) -> None:
+def test_a_failure_stops_the_other_worker_with_sigterm_and_sigkill(supervised: Supervised) -> None:
     line = 'trap "" TERM; [ "$RANK" = 0 ] && exit 9; while :; do sleep 1; done'
     result = supervised.run(line, grace=0.2)
     assert result.state is WorkerState.FAILED
     assert list(result.failures) == [0]
 
 
-def test_workers_that_fail_as_soon_as_they_start_are_restarted_within_the_budget(
+def test_workers_that_fail_at_once_are_restarted_within_the_budget(
     supervised: Supervised,
 ) -> None:
     result = supervised.run("exit 2", max_restarts=2)
@@ -173,7 +173,7 @@ class Broken(OneNode):
         raise OSError("the network is on fire")
 
 
-def test_whatever_a_handler_raises_ends_the_run_with_its_words(supervised: Supervised) -> None:
+def test_an_exception_of_the_handler_ends_the_run_with_its_message(supervised: Supervised) -> None:
     supervised.handler = Broken()
     result = supervised.run("exit 0")
     assert (result.state, result.reason) == (
@@ -182,7 +182,7 @@ def test_whatever_a_handler_raises_ends_the_run_with_its_words(supervised: Super
     )
 
 
-def test_an_agent_in_a_thread_is_told_what_it_cannot_hear_as_a_signal(
+def test_an_agent_in_a_thread_is_stopped_with_handle_signal(
     supervised: Supervised,
 ) -> None:
     agent = supervised.begin('touch "$1/up"; exec sleep 600')
@@ -192,7 +192,7 @@ def test_an_agent_in_a_thread_is_told_what_it_cannot_hear_as_a_signal(
     assert (result.state, result.signal) == (WorkerState.STOPPED, signal.SIGINT)
 
 
-def test_a_spent_budget_of_the_agents_own_ends_the_job_for_the_other_nodes(
+def test_the_agent_closes_the_rendezvous_after_its_last_restart(
     supervised: Supervised,
 ) -> None:
     assert supervised.run("exit 5", max_restarts=1).state is WorkerState.FAILED
@@ -204,7 +204,7 @@ class CannotClose(OneNode):
         raise OSError("the network is on fire")
 
 
-def test_a_job_that_cannot_be_closed_fails_with_its_own_reason(
+def test_a_job_that_cannot_be_closed_keeps_the_reason_of_its_failure(
     supervised: Supervised, caplog: pytest.LogCaptureFixture
 ) -> None:
     supervised.handler = CannotClose()
@@ -224,7 +224,7 @@ class Deserted(OneNode):
         return super().next_rendezvous()
 
 
-def test_a_node_that_finds_no_new_generation_says_what_ended_the_last_one(
+def test_a_node_without_a_new_generation_reports_why_the_last_one_ended(
     supervised: Supervised,
 ) -> None:
     supervised.handler = Deserted()
@@ -237,7 +237,7 @@ def test_a_node_that_finds_no_new_generation_says_what_ended_the_last_one(
     )
 
 
-def test_the_line_of_a_generation_ends_with_a_cause_if_the_handler_gives_none(
+def test_the_log_line_of_a_generation_names_the_reason_if_the_handler_does_not(
     supervised: Supervised, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "elasticlib.agent"):

@@ -1,4 +1,4 @@
-"""What nodes post for one another over a store, whatever that does."""
+"""Messages between nodes over a store that may fail, hang or reject them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 30.0
 
 
 class Side:
-    """One node's board, and what it has heard there."""
+    """The exchange of one node, and the messages that it has received."""
 
     def __init__(self, store: Store | None, rank: int = 0) -> None:
         self.heard: queue.SimpleQueue[PeerMessages | str] = queue.SimpleQueue()
@@ -58,7 +58,7 @@ def make() -> Iterator[Callable[..., Side]]:
 
 
 class Pushing(MemoryStore):
-    """Says of itself that something has changed, with what is there then; never waited for."""
+    """A store that delivers changes to a callback, so that `wait` is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Pushing(MemoryStore):
 
 
 @pytest.mark.parametrize("kind", [MemoryStore, Pushing])
-def test_what_a_node_posts_all_hear_and_the_first_word_stands(
+def test_all_nodes_receive_a_message_and_the_first_value_of_a_topic_is_kept(
     kind: type[MemoryStore], make: Callable[..., Side]
 ) -> None:
     store = kind()
@@ -137,7 +137,7 @@ class Faltering(MemoryStore):
         return super().compare_set(key, value, expected=expected, ttl=ttl)
 
 
-def test_a_store_that_falters_is_asked_until_it_answers(make: Callable[..., Side]) -> None:
+def test_a_store_that_fails_is_retried_until_it_answers(make: Callable[..., Side]) -> None:
     store = Faltering()
     side = make(store)
     side.board.publish(Publish("stop/", "a", b"1", only_if_absent=True))
@@ -147,7 +147,7 @@ def test_a_store_that_falters_is_asked_until_it_answers(make: Callable[..., Side
 
 
 @pytest.mark.parametrize("error", [StoreRejectedError, ZeroDivisionError])
-def test_what_a_store_refuses_or_breaks_at_is_told_and_the_rest_goes_on(
+def test_a_rejected_message_is_logged_and_others_are_still_exchanged(
     error: type[Exception], make: Callable[..., Side]
 ) -> None:
     store = Faltering(error)
@@ -159,7 +159,7 @@ def test_what_a_store_refuses_or_breaks_at_is_told_and_the_rest_goes_on(
     side.hears()
 
 
-def test_another_generations_posts_are_not_this_ones(make: Callable[..., Side]) -> None:
+def test_messages_of_another_generation_are_not_received(make: Callable[..., Side]) -> None:
     store = MemoryStore()
     one, other = make(store, 0), make(store, 1)
     other.board.publish(Publish("cause/", "first", b"old", only_if_absent=True))
@@ -171,7 +171,7 @@ def test_another_generations_posts_are_not_this_ones(make: Callable[..., Side]) 
 
 
 @pytest.mark.parametrize("store", [None, MemoryStore()])
-def test_a_node_without_others_or_a_store_has_no_board(store: Store | None) -> None:
+def test_a_node_without_peers_or_a_store_exchanges_no_messages(store: Store | None) -> None:
     before = threading.active_count()
     side = Side(None)
     if store is not None:
@@ -189,7 +189,7 @@ def test_a_node_without_others_or_a_store_has_no_board(store: Store | None) -> N
 
 
 class Hanging(MemoryStore):
-    """Does not answer before it is told to."""
+    """A store that does not answer until an event is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Hanging(MemoryStore):
         return super().set(key, value, ttl=ttl)
 
 
-def test_a_store_that_hangs_holds_nobody_up() -> None:
+def test_a_store_that_hangs_does_not_block_the_callers() -> None:
     store = Hanging()
     side = Side(store)
     side.board.publish(Publish("also/", "0", b"[]"))

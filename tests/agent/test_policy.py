@@ -1,4 +1,4 @@
-"""Every event in every state: what is done about it, or an error that names both."""
+"""Every event in every state leads to a transition, or to an error that names both."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ NEXT = {
 
 @pytest.mark.parametrize("name", EVENTS)
 @pytest.mark.parametrize("state", AgentState)
-def test_each_event_in_each_state_has_one_answer(state: AgentState, name: str) -> None:
+def test_each_event_in_each_state_has_one_transition(state: AgentState, name: str) -> None:
     now = SupervisorState(state, running_ranks=frozenset({0, 1}), outcome=FAILED)
     expected = NEXT.get((state, name))
     if expected is None:
@@ -207,7 +207,7 @@ def test_each_event_in_each_state_has_one_answer(state: AgentState, name: str) -
     assert (after.state, list(actions)) == expected
 
 
-def test_a_node_comes_ahead_of_its_workers_until_one_of_them_is_left() -> None:
+def test_a_node_joins_before_its_workers_start_unless_one_has_survived() -> None:
     now, _ = transition(SupervisorState(), PeersStillTraining(frozenset({0, 1})))
     assert now.is_prestarting
     now, _ = transition(now, ended(0, 1))
@@ -217,7 +217,7 @@ def test_a_node_comes_ahead_of_its_workers_until_one_of_them_is_left() -> None:
     assert not transition(now, WorkerStartFailed("no such file"))[0].is_prestarting
     settled, _ = transition(now, GenerationFormed(frozenset({0, 1})))
     assert not settled.is_prestarting
-    # What was started is ended with the run.
+    # Workers that were started are stopped with the run.
     after, actions = transition(now, TERM)
     assert (after.state, actions) == (AgentState.ENDING, (StopWorkers(),))
 
@@ -229,7 +229,7 @@ def test_the_node_is_finished_when_its_last_worker_is_done() -> None:
     assert (now.state, actions) == (AgentState.FINISHED, (ReportSuccess(),))
 
 
-def test_the_first_reason_to_end_is_the_one_that_is_told() -> None:
+def test_the_first_reason_to_end_is_reported() -> None:
     now = SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0}))
     now, _ = transition(now, changed(ChangeKind.EVICTED))
     now, _ = transition(now, TERM)
@@ -237,7 +237,7 @@ def test_the_first_reason_to_end_is_the_one_that_is_told() -> None:
     assert now.outcome == RunOutcome(WorkerState.FAILED, "because evicted", evicted=True)
 
 
-def test_what_would_not_die_is_named_in_the_outcome() -> None:
+def test_an_unkillable_worker_is_named_in_the_outcome() -> None:
     now = SupervisorState(AgentState.ENDING, outcome=FAILED)
     now, _ = transition(now, WorkersStopped("pid 7"))
     assert now.outcome is not None
@@ -261,7 +261,7 @@ def test_a_failure_is_reported_with_whether_the_worker_was_killed(code: int, kil
 @pytest.mark.parametrize(
     "state", [AgentState.JOINING, AgentState.RUNNING, AgentState.STOPPING, AgentState.FINISHED]
 )
-def test_a_drain_is_told_from_a_signal_in_the_outcome(state: AgentState) -> None:
+def test_the_outcome_distinguishes_a_drain_from_a_stop(state: AgentState) -> None:
     now = SupervisorState(state, running_ranks=frozenset({0}))
     for event, kind in ((USR2, WorkerState.DRAINED), (TERM, WorkerState.STOPPED)):
         after, _ = transition(now, event)
@@ -269,7 +269,7 @@ def test_a_drain_is_told_from_a_signal_in_the_outcome(state: AgentState) -> None
         assert (after.outcome.state, after.outcome.signal) == (kind, event.number)
 
 
-def test_what_has_begun_as_a_drain_ends_as_one_however_it_is_hurried() -> None:
+def test_a_drain_ends_as_a_drain_after_further_signals() -> None:
     now, _ = transition(SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0})), USR2)
     for event in (changed(ChangeKind.RESIZE), TERM, ended(0, 1), WorkersStopped()):
         now, _ = transition(now, event)
@@ -277,12 +277,12 @@ def test_what_has_begun_as_a_drain_ends_as_one_however_it_is_hurried() -> None:
     assert (now.state, now.outcome.state) == (AgentState.ENDED, WorkerState.DRAINED)
 
 
-def test_the_table_names_every_state_but_the_last() -> None:
+def test_the_transition_table_has_every_state_except_the_final_one() -> None:
     assert {state for state, _ in TRANSITIONS} == set(AgentState) - {AgentState.ENDED}
 
 
 @given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=12))
-def test_no_history_ends_without_an_outcome_or_leaves_workers_unstopped(names: list[str]) -> None:
+def test_every_history_ends_with_an_outcome_and_no_running_workers(names: list[str]) -> None:
     now, running = SupervisorState(), False
     waiting: frozenset[int] = frozenset()
     for name in names:
@@ -292,12 +292,12 @@ def test_no_history_ends_without_an_outcome_or_leaves_workers_unstopped(names: l
             and isinstance(event, WorkersStopped)
             and event.standby_ranks
         ):
-            continue  # nobody is left out of it who could wait
+            continue  # a history in which a standby worker was stopped too
         try:
             now, actions = transition(now, event)
         except InvalidTransitionError:
             continue
-        # The ladder's end, and the last worker's success, are how a group comes to have ended.
+        # A group ends with the stop procedure, or with the success of its last worker.
         if isinstance(event, WorkersStopped):
             running, waiting = False, event.standby_ranks
         running = running and ReportSuccess() not in actions
@@ -305,7 +305,7 @@ def test_no_history_ends_without_an_outcome_or_leaves_workers_unstopped(names: l
             waiting -= {event.exit.local_rank}
         over = StartRendezvous() in actions or now.state is AgentState.ENDED
         assert not running or not over, names
-        # What waits when all others are done is ended with the run.
+        # Standby workers are stopped with the run when all others have succeeded.
         assert not waiting or now.state is not AgentState.ENDED or before is AgentState.FINISHED, (
             names
         )
@@ -319,7 +319,7 @@ def test_no_history_ends_without_an_outcome_or_leaves_workers_unstopped(names: l
             return
 
 
-def test_a_drain_that_did_not_save_everything_says_so() -> None:
+def test_a_drain_with_an_unsaved_worker_names_it_in_the_reason() -> None:
     drained = RunOutcome(WorkerState.DRAINED, "received SIGUSR2", 12)
     now = SupervisorState(AgentState.ENDING, running_ranks=frozenset({0, 1}), outcome=drained)
     killed = WorkerExited(WorkerExit(0, 4, 77, -9), exited_before_saving=True)
@@ -328,6 +328,6 @@ def test_a_drain_that_did_not_save_everything_says_so() -> None:
     assert after.outcome.state is WorkerState.DRAINED
     assert "received SIGUSR2, but worker of rank 4" in after.outcome.reason
     assert actions == ()
-    # Before the ranks have agreed where to stop, nobody saves, and nobody needs to be waited for.
+    # Before the ranks have agreed on a call, no rank saves, so the agent does not wait.
     _, actions = transition(now, attrs.evolve(killed, stop_call_undecided=True))
     assert actions == (ShortenNotice(),)

@@ -1,4 +1,4 @@
-"""A node whose agent's loop stands still gives up its place, and no node whose loop turns does."""
+"""A node whose event loop is blocked loses its membership, and no other node does."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from elasticlib.errors import ConfigError
 from elasticlib.rendezvous.local_node import LocalNode
 from elasticlib.rendezvous.membership import RendezvousSettings, RendezvousTimeouts
 from elasticlib.rendezvous.store_layout import StoreKeys
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import WorkerGroup
 
 PATIENCE = 60.0
 LOOP = 1.0
-OF_NOBODY = 7
-"""The local rank of no worker, of which an end is told all the same."""
+UNKNOWN_LOCAL_RANK = 7  # its exit is reported to wake the event loop
 
 
 class Recorded(OneWorker):
-    """A worker whose starts and stops stand in a list, in their order."""
+    """A worker that records its starts and stops in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,9 +44,9 @@ class Recorded(OneWorker):
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
-        """Whoever looks after them waits for an answer, from `with` to its end."""
+        """Block the event loop within the `with` block."""
         self._held, self._free = threading.Event(), threading.Event()
-        self._ended(OF_NOBODY)
+        self._ended(UNKNOWN_LOCAL_RANK)
         assert self._held.wait(PATIENCE)
         try:
             yield
@@ -61,7 +60,7 @@ class Recorded(OneWorker):
 
 
 class Nodes:
-    """Those of one job, each an agent in a thread of its own, over a store in memory."""
+    """The nodes of one job over a store in memory; each has an agent in its own thread."""
 
     def __init__(self, least: int, most: int, loop: float = LOOP) -> None:
         self.store = MemoryStore()
@@ -81,11 +80,11 @@ class Nodes:
             Node(name, name, "127.0.0.1", 1),
             self._limits,
             timeouts=self._timing,
-            open_bootstrap_store=Listener,
+            open_bootstrap_store=FakeBootstrapStore,
         )
 
     def here(self) -> set[str]:
-        """Whose lease stands."""
+        """Return the nodes whose lease is valid."""
         keys = StoreKeys("job").node()
         return {entry.key.removeprefix(keys) for entry in self.store.list(keys).entries}
 
@@ -107,7 +106,7 @@ def together(*workers: Recorded, after: int) -> int:
     return wait_until(f"all to be together after generation {after}", look)
 
 
-def test_the_others_go_on_without_a_node_whose_loop_stands_still_until_it_turns() -> None:
+def test_the_other_nodes_continue_without_a_node_whose_event_loop_is_blocked() -> None:
     nodes, a, b = Nodes(1, 2), Recorded(), Recorded()
     with running(a, nodes.handler("a")) as first, running(b, nodes.handler("b")) as second:
         before = together(a, b, after=0), len(a.history)
@@ -123,7 +122,7 @@ def test_the_others_go_on_without_a_node_whose_loop_stands_still_until_it_turns(
         assert finished((a, first), (b, second)) == [WorkerState.SUCCEEDED] * 2
 
 
-def test_a_node_whose_place_nobody_took_goes_on_where_it_was() -> None:
+def test_a_blocked_node_continues_if_no_other_generation_was_formed() -> None:
     nodes, workers = Nodes(1, 1), Recorded()
     with running(workers, nodes.handler("a")) as run:
         with workers.standing_still():
@@ -134,7 +133,7 @@ def test_a_node_whose_place_nobody_took_goes_on_where_it_was() -> None:
 
 
 class SlowToStart(Recorded):
-    """Workers whose start takes three times as long as a loop may stand still."""
+    """Workers whose start takes three times as long as the loop timeout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +148,7 @@ class SlowToStart(Recorded):
         super().start(group, on_exit)
 
 
-def test_a_node_that_starts_its_workers_for_long_keeps_its_place() -> None:
+def test_a_node_whose_workers_start_slowly_keeps_its_lease() -> None:
     nodes, workers = Nodes(1, 1), SlowToStart()
     workers.here = nodes.here
     with running(workers, nodes.handler("a")) as run:
@@ -179,6 +178,6 @@ def test_pause_of_the_whole_process_does_not_count_as_a_blocked_loop() -> None:
     assert is_member(1042.0, progress_due=1072.0)
 
 
-def test_a_bound_that_is_none_is_refused() -> None:
+def test_loop_timeout_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="loop_timeout must be above 0"):
         RendezvousTimeouts(loop_timeout=0.0)

@@ -1,6 +1,6 @@
-"""Workers that are started before their node is let in, as those of the others are kept at work.
+"""Workers are started before their node joins, while the workers of the other nodes train on.
 
-The agents are real, and so are the workers, which use no torch.
+The agents and workers are real processes; the workers use no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SLOW = ("start", "2")
 
 
 def newcomers(job: Job, count: int = 2) -> set[int]:
-    """Those that have said that they are newcomers, once there are so many."""
+    """Wait until `count` standby workers have started, and return their pids."""
 
     def look() -> set[int]:
         found = {int(path.suffix[1:]) for path in job.folder.glob("newcomer.*")}
@@ -28,13 +28,13 @@ def newcomers(job: Job, count: int = 2) -> set[int]:
 
 
 def pair(job: Job, *flags: str) -> tuple[Node, Node]:
-    """Two nodes that have met, or that may go on alone."""
+    """Start two nodes."""
     store = job.store()
     one, two = (join(job, store, name, *flags, worker=SLOW) for name in ("one", "two"))
     return one, two
 
 
-def test_members_go_on_while_the_workers_of_a_node_that_joins_start(job: Job) -> None:
+def test_members_continue_while_the_workers_of_a_joining_node_start(job: Job) -> None:
     store = job.store()
     one = join(job, store, "one", worker=SLOW)
     alone = job.settled(2)
@@ -51,7 +51,7 @@ def test_members_go_on_while_the_workers_of_a_node_that_joins_start(job: Job) ->
     assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
 
 
-def test_members_go_on_while_a_node_that_has_lost_all_its_workers_starts_them(job: Job) -> None:
+def test_members_continue_while_a_node_restarts_all_its_workers(job: Job) -> None:
     one, two = pair(job)
     first = job.settled(4)
     for place in first[2:]:
@@ -67,7 +67,7 @@ def test_members_go_on_while_a_node_that_has_lost_all_its_workers_starts_them(jo
     assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
 
 
-def test_members_that_took_no_step_together_wait_for_a_node_that_has_lost_its_workers(
+def test_members_without_a_common_step_wait_for_a_node_that_lost_its_workers(
     job: Job,
 ) -> None:
     one, two = pair(job)
@@ -89,7 +89,7 @@ def test_members_that_took_no_step_together_wait_for_a_node_that_has_lost_its_wo
     assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
 
 
-def test_where_all_workers_are_lost_no_node_goes_on_without_the_others(job: Job) -> None:
+def test_no_node_continues_without_the_others_if_all_workers_are_lost(job: Job) -> None:
     one, two = pair(job)
     first = job.settled(4)
     for place in first:
@@ -102,7 +102,7 @@ def test_where_all_workers_are_lost_no_node_goes_on_without_the_others(job: Job)
     assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
 
 
-def test_workers_that_fail_before_their_node_is_let_in_are_started_again_in_it(job: Job) -> None:
+def test_workers_that_fail_before_their_node_joins_are_started_again(job: Job) -> None:
     store = job.store()
     one = join(job, store, "one", worker=SLOW)
     alone = job.settled(2)
@@ -119,7 +119,7 @@ def test_workers_that_fail_before_their_node_is_let_in_are_started_again_in_it(j
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR2, 75)])
-def test_a_signal_ends_those_that_are_started_before_their_node_was_ever_in(
+def test_a_signal_stops_workers_whose_node_has_not_joined_yet(
     job: Job, number: int, code: int
 ) -> None:
     store = job.store()
@@ -135,7 +135,7 @@ def test_a_signal_ends_those_that_are_started_before_their_node_was_ever_in(
     assert one.exit_code() == 0, job.logs
 
 
-def test_a_spare_node_has_its_workers_ready(job: Job) -> None:
+def test_a_spare_node_has_started_workers(job: Job) -> None:
     store = job.store()
     one = join(job, store, "one", "--nnodes=1:1")
     first = job.settled(2)

@@ -1,4 +1,4 @@
-"""A group on its way out, by the time and by what the nodes say alone."""
+"""The stop procedure of a group, as a function of time and of the messages of the nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LADDER = StopTimeouts(shutdown_timeout=30.0, kill_timeout=10.0)
 
 
 class Side:
-    """One of two nodes that stop, with what they have posted for all to read."""
+    """One of two nodes that stop, with the proposals that both have published."""
 
     def __init__(self, posts: dict[str, bytes], rank: int, nodes: int = 2) -> None:
         self.posts, self.now = posts, 0.0
@@ -74,7 +74,7 @@ def sides() -> tuple[Side, Side]:
     return Side(posts, 0), Side(posts, 1)
 
 
-def test_both_nodes_stop_at_the_later_call_for_the_more_urgent_reason(
+def test_both_nodes_stop_at_the_later_call_with_the_more_urgent_reason(
     sides: tuple[Side, Side],
 ) -> None:
     one, other = sides
@@ -89,7 +89,7 @@ def test_both_nodes_stop_at_the_later_call_for_the_more_urgent_reason(
         assert not side.stopping.is_negotiating
 
 
-def test_a_node_whose_workers_are_kept_stops_with_the_others_for_its_own_reason(
+def test_a_node_that_regroups_stops_with_the_others_but_keeps_its_own_reason(
     sides: tuple[Side, Side],
 ) -> None:
     one, other = sides
@@ -106,7 +106,7 @@ def test_a_node_whose_workers_are_kept_stops_with_the_others_for_its_own_reason(
     assert other.stops_at == StopAtCall(9, StopNotice(DRAIN, 30.0))
 
 
-def test_workers_that_are_kept_leave_their_group_and_climb_the_ladder_after_a_while() -> None:
+def test_workers_that_do_not_leave_their_group_are_stopped_after_a_delay() -> None:
     side = Side({}, 0, nodes=1)
     side.stopping = attrs.evolve(side.stopping, regroup_grace_s=10.0)
     side.begin(None)
@@ -126,7 +126,7 @@ def test_workers_that_are_kept_leave_their_group_and_climb_the_ladder_after_a_wh
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["a resize", "a failure"])
-def test_workers_that_were_to_be_kept_and_are_not_are_stopped_at_once(asked: bool) -> None:
+def test_workers_are_stopped_at_once_if_the_regroup_is_cancelled(asked: bool) -> None:
     side = Side({}, 0, nodes=1)
     side.stopping = attrs.evolve(side.stopping, regroup_grace_s=10.0)
     side.begin(StopNotice(RESIZE, 60.0) if asked else None)
@@ -136,7 +136,7 @@ def test_workers_that_were_to_be_kept_and_are_not_are_stopped_at_once(asked: boo
     assert isinstance(side.did[-1], SignalWorkers)
 
 
-def test_workers_leave_their_group_where_they_cannot_agree_on_a_call(
+def test_workers_leave_their_group_if_the_nodes_cannot_agree_on_a_call(
     sides: tuple[Side, Side],
 ) -> None:
     one, other = sides
@@ -149,7 +149,7 @@ def test_workers_leave_their_group_where_they_cannot_agree_on_a_call(
     assert one.stopping.time_to_next_stage(one.now) == 10.0
 
 
-def test_all_leave_their_group_at_once_where_it_breaks_before_they_have_stopped(
+def test_all_workers_leave_a_group_that_breaks_before_they_have_stopped(
     sides: tuple[Side, Side],
 ) -> None:
     one, other = sides
@@ -169,7 +169,7 @@ def test_all_leave_their_group_at_once_where_it_breaks_before_they_have_stopped(
     assert one.stopping.on_group_broken(one.now, {"1"}) == (one.stopping, ()), "once is enough"
 
 
-def test_a_node_alone_stops_where_its_own_workers_can() -> None:
+def test_a_single_node_stops_at_the_call_of_its_own_workers() -> None:
     side = Side({}, 0, nodes=1)
     side.begin(StopNotice(DRAIN, 30.0))
     side.look()
@@ -179,7 +179,7 @@ def test_a_node_alone_stops_where_its_own_workers_can() -> None:
     assert side.did == [StopAtCall(5, StopNotice(DRAIN, 26.0))]
 
 
-def test_a_node_that_is_done_keeps_nobody_waiting(sides: tuple[Side, Side]) -> None:
+def test_a_finished_node_does_not_delay_the_agreement(sides: tuple[Side, Side]) -> None:
     one, other = sides
     other.posts["1"] = propose_stop(1, STOP_AT_ANY_CALL).value
     one.begin(StopNotice(DRAIN, 30.0))
@@ -188,7 +188,7 @@ def test_a_node_that_is_done_keeps_nobody_waiting(sides: tuple[Side, Side]) -> N
     assert one.stops_at == StopAtCall(5, StopNotice(DRAIN, 30.0))
 
 
-def test_a_node_that_stops_for_another_reason_says_so_at_once(sides: tuple[Side, Side]) -> None:
+def test_a_node_that_stops_at_once_tells_the_others(sides: tuple[Side, Side]) -> None:
     one, other = sides
     one.begin(StopNotice(DRAIN, 600.0))
     other.begin(None)
@@ -200,7 +200,7 @@ def test_a_node_that_stops_for_another_reason_says_so_at_once(sides: tuple[Side,
     assert asked.log_message.startswith("the workers cannot all stop at one step")
 
 
-def test_workers_have_their_grace_after_sigterm_where_the_time_to_agree_is_up(
+def test_workers_get_the_shutdown_timeout_after_the_agreement_has_timed_out(
     sides: tuple[Side, Side],
 ) -> None:
     one, _ = sides
@@ -218,7 +218,7 @@ def test_workers_have_their_grace_after_sigterm_where_the_time_to_agree_is_up(
     assert killed.startswith("still running 30 s after SIGTERM")
 
 
-def test_workers_of_a_node_that_cannot_reach_the_others_are_stopped_at_once(
+def test_workers_are_stopped_at_once_if_the_other_nodes_are_unreachable(
     sides: tuple[Side, Side],
 ) -> None:
     one, _ = sides
@@ -229,7 +229,7 @@ def test_workers_of_a_node_that_cannot_reach_the_others_are_stopped_at_once(
     assert isinstance(one.did[-1], SignalWorkers)
 
 
-def test_a_node_whose_workers_are_gone_has_spoken(sides: tuple[Side, Side]) -> None:
+def test_a_node_whose_workers_have_exited_publishes_its_proposal(sides: tuple[Side, Side]) -> None:
     one, _ = sides
     one.begin(StopNotice(DRAIN, 600.0))
     one.look(call=1, running=())
@@ -237,12 +237,12 @@ def test_a_node_whose_workers_are_gone_has_spoken(sides: tuple[Side, Side]) -> N
     assert one.did[-1] == WorkersStopped()
 
 
-def test_a_node_whose_time_is_over_leaves_the_others_none() -> None:
+def test_an_expired_proposal_leaves_no_time_to_the_others() -> None:
     said = propose_stop(0, StopProposal(1, DRAIN, -3.0)).value
     assert decode_proposal(said) == StopProposal(1, DRAIN, 0.0)
 
 
-def test_a_drain_that_comes_before_a_resize_is_agreed_on_is_what_all_hear_of(
+def test_a_drain_during_the_agreement_on_a_resize_reaches_all_nodes(
     sides: tuple[Side, Side],
 ) -> None:
     one, other = sides
@@ -259,7 +259,7 @@ def test_a_drain_that_comes_before_a_resize_is_agreed_on_is_what_all_hear_of(
         assert side.stops_at == StopAtCall(9, StopNotice(DRAIN, 55.0))
 
 
-def test_a_shorter_notice_shortens_the_climb_and_none_ends_it() -> None:
+def test_a_later_notice_can_shorten_the_deadline_and_a_missing_one_ends_it() -> None:
     side = Side({}, 0, nodes=1)
     side.begin(StopNotice(RESIZE, 60.0))
     side.sooner(StopNotice(DRAIN, 10.0))
@@ -273,7 +273,7 @@ def test_a_shorter_notice_shortens_the_climb_and_none_ends_it() -> None:
     assert len(side.did) == 2, "who has been asked to stop gets no other notice"
 
 
-def test_the_ladder_is_climbed_by_the_time_alone() -> None:
+def test_the_stop_stages_follow_their_timeouts() -> None:
     side = Side({}, 0, nodes=1)
     side.stopping = attrs.evolve(side.stopping, is_coordinated=False)
     side.begin(StopNotice(DRAIN, 5.0))
@@ -290,7 +290,7 @@ def test_the_ladder_is_climbed_by_the_time_alone() -> None:
     assert side.did[-1] == WorkersStopped(unkillable="pid 1")
 
 
-def test_who_is_in_a_hurry_goes_a_rung_on_each_time() -> None:
+def test_each_escalation_goes_to_the_next_stop_stage() -> None:
     side = Side({}, 0, nodes=1)
     side.begin(None)
     side.stopping = side.stopping.escalate(1.0)

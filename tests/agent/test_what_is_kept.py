@@ -1,4 +1,4 @@
-"""What an agent keeps for its workers is told how the run ended."""
+"""The snapshot service writes snapshots at the end of a run, depending on its result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Kept(SnapshotService):
         (WorkerState.STOPPED, True),
     ],
 )
-def test_what_is_in_memory_is_kept_unless_the_job_is_done(state: WorkerState, keep: bool) -> None:
+def test_snapshots_are_written_unless_the_job_has_succeeded(state: WorkerState, keep: bool) -> None:
     workers, memory = OneWorker(), Kept()
     journal = NodeJournal("job", "n1")
     options = AgentOptions(drain_signals=(signal.SIGUSR1,), stop_signals=(signal.SIGUSR2,))
@@ -73,7 +73,7 @@ class Hangs(Kept):
         return f"step 7 was not written: {reason}"
 
     def looked(self, times: int) -> bool:
-        """Whether the signals are read so many times more."""
+        """Return True if the signals are read `times` more times."""
         return all(self.looks.acquire(timeout=30) for _ in range(times))
 
 

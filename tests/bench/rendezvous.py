@@ -41,7 +41,7 @@ from elasticlib import (
     Store,
     TcpStore,
 )
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 
 BOUND = 60.0
 SWITCH_SECONDS = 1.0
@@ -97,7 +97,7 @@ class Nodes:
                 Node(f"n{i}", f"n{i}", "127.0.0.1", 1),
                 limits,
                 timeouts=timing,
-                open_bootstrap_store=Listener,
+                open_bootstrap_store=FakeBootstrapStore,
             )
             for i, store in zip(mine, self.stores, strict=True)
         ]

@@ -417,9 +417,9 @@ def test_a_stop_and_the_exit_of_the_process_wait_for_saves(job: Job, tmp_path: P
     manifest = json.loads(lines[0])
     assert [manifest["run_id"], manifest["incarnation"], str(manifest["generation"])] == writer
     [events] = job.events()
-    [restored] = [event.facts for event in events if event.kind == "state.restored"]
+    [restored] = [event.data for event in events if event.kind == "state.restored"]
     assert (restored["step"], restored["source"]) == (step, "disk")
-    assert [event.facts["step"] for event in events if event.kind == "checkpoint.saved"][-1] >= step
+    assert [event.data["step"] for event in events if event.kind == "checkpoint.saved"][-1] >= step
 
 
 def test_an_unchecked_failure_is_logged_at_exit(

@@ -1,4 +1,4 @@
-"""The comparison of elasticlib and DCP in docs/checkpoints.md, checked with the installed torch."""
+"""The comparison with DCP in docs/reference/checkpoints.md, checked with the installed torch."""
 
 from __future__ import annotations
 

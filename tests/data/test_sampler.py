@@ -307,7 +307,7 @@ def test_world_and_rank_come_from_the_process_group():
 
 
 def test_a_checkpoint_of_a_changed_dataset_is_restored_without_the_sampler(tmp_path):
-    """As docs/checkpoints.md says of a sampler that refuses its state."""
+    """As docs/guide/checkpoints.md says of a sampler that refuses its state."""
     sampler = ElasticDistributedSampler(range(10), 1, 0)
     sampler.advance(4)
     with CheckpointManager(tmp_path) as manager:

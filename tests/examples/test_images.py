@@ -1,4 +1,4 @@
-"""The example on images, in one process: their order, what chance does to them, and one step."""
+"""The image example in one process: order and augmentation of the images, and one step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 from elasticlib import ignore_signals_worker_init
 from elasticlib.errors import ConfigError
 from elasticlib.examples import imagenet
-from elasticlib.examples.imagenet import Images, build_model, draw_images
+from elasticlib.examples.imagenet import ImageDataset, build_model, draw_images
 
 
-def put(folder: Path, name: str, colour: tuple[int, int, int] = (9, 9, 9)) -> Path:
-    path = folder / name
+def save_image(directory: Path, name: str, colour: tuple[int, int, int] = (9, 9, 9)) -> Path:
+    path = directory / name
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (6, 4), colour).save(path)
     return path
@@ -38,85 +38,87 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_numbers_and_labels_follow_the_bytes_of_names_whatever_was_there_first(
-    tmp_path: Path,
-) -> None:
+def test_images_and_classes_are_sorted_by_the_bytes_of_their_names(tmp_path: Path) -> None:
     names = ["b/10.png", "b/9.PNG", "a/é.jpeg", "a/z.bmp", "b/1.png", "Z/x.jpg"]
     for name in names:
-        put(tmp_path, name)
-    put(tmp_path, "beside.png")
-    put(tmp_path, "a/.hidden.png")
-    put(tmp_path, ".cache/1.png")
+        save_image(tmp_path, name)
+    save_image(tmp_path, "beside.png")
+    save_image(tmp_path, "a/.hidden.png")
+    save_image(tmp_path, ".cache/1.png")
     (tmp_path / "a/notes.txt").write_text("cats")
-    images = Images(tmp_path, 4)
+    images = ImageDataset(tmp_path, 4)
     assert images.classes == ["Z", "a", "b"]
     assert images.names == sorted(names, key=os.fsencode)
     assert [images[index][1] for index in range(len(images))] == [0, 1, 1, 2, 2, 2]
 
 
-def test_a_folder_without_images_and_other_classes_held_out_are_refused(tmp_path: Path) -> None:
+def test_a_directory_without_images_and_other_validation_classes_are_rejected(
+    tmp_path: Path,
+) -> None:
     for split in ("none", "train"):
-        with pytest.raises(ConfigError, match=rf"/{split} has no images: it must have some as "):
-            Images(tmp_path / split, 4)
+        with pytest.raises(ConfigError, match=rf"/{split} has no images: expected files like "):
+            ImageDataset(tmp_path / split, 4)
         (tmp_path / "train/cat").mkdir(parents=True, exist_ok=True)
-    put(tmp_path, "train/cat/1.png")
-    put(tmp_path, "val/dog/1.png")
-    args = imagenet.parse([str(tmp_path)])
+    save_image(tmp_path, "train/cat/1.png")
+    save_image(tmp_path, "val/dog/1.png")
+    args = imagenet.parse_args([str(tmp_path)])
     args.device = torch.device("cpu")
     with pytest.raises(ConfigError, match=r"/val has other classes than .*/train"):
         imagenet.Training(args)
 
 
-@pytest.mark.parametrize("damage", ["cut short", "text", "nothing", "no file", "a folder"])
-def test_what_is_no_image_is_named_by_the_loader_worker_that_reads_it(
-    tmp_path: Path, damage: str
-) -> None:
-    good = put(tmp_path, "cat/1.png")
+@pytest.mark.parametrize("damage", ["truncated", "text", "empty", "missing", "directory"])
+def test_a_file_that_is_not_an_image_is_named_in_the_error(tmp_path: Path, damage: str) -> None:
+    good = save_image(tmp_path, "cat/1.png")
     bad = tmp_path / "cat/2.png"
-    whole = good.read_bytes()
-    bad.write_bytes({"cut short": whole[:-30], "text": b"a cat"}.get(damage, b""))
-    images = Images(tmp_path, 4)
-    if damage in ("no file", "a folder"):
+    content = good.read_bytes()
+    bad.write_bytes({"truncated": content[:-30], "text": b"a cat"}.get(damage, b""))
+    images = ImageDataset(tmp_path, 4)
+    if damage in ("missing", "directory"):
         bad.unlink()
-    if damage == "a folder":
+    if damage == "directory":
         bad.mkdir()
-    workers = 1 if damage == "cut short" else 0
+    workers = 1 if damage == "truncated" else 0
     loader = DataLoader(images, num_workers=workers, worker_init_fn=ignore_signals_worker_init)
     with pytest.raises(ValueError, match=r"cat/2\.png cannot be read as an image \(\w+: .*\):"):
         list(loader)
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
-def test_images_of_other_kinds_of_pixels_are_read_as_colours(tmp_path: Path, mode: str) -> None:
+def test_images_in_other_pixel_modes_are_converted_to_rgb(tmp_path: Path, mode: str) -> None:
     (tmp_path / "x").mkdir()
     Image.new(mode, (5, 7)).save(tmp_path / "x" / "1.tif")
-    assert Images(tmp_path, 4)[0][0].shape == (3, 4, 4)
+    assert ImageDataset(tmp_path, 4)[0][0].shape == (3, 4, 4)
 
 
-def test_chance_depends_on_seed_epoch_and_number_alone(drawn: Path) -> None:
-    def seen(seed: int, epoch: int, order: range, workers: int = 0) -> torch.Tensor:
-        images = Images(drawn / "train", 8, seed)
+def test_augmentation_depends_only_on_seed_epoch_and_index(drawn: Path) -> None:
+    def augmented(seed: int, epoch: int, order: range, workers: int = 0) -> torch.Tensor:
+        images = ImageDataset(drawn / "train", 8, seed)
         images.epoch = epoch
         batches = DataLoader(images, 8, sampler=list(order), num_workers=workers)
-        found = dict(zip(order, torch.cat([x for x, _ in batches]), strict=True))
-        return torch.stack([found[number] for number in sorted(found)])
+        items = dict(zip(order, torch.cat([x for x, _ in batches]), strict=True))
+        return torch.stack([items[number] for number in sorted(items)])
 
     forward = range(32)
-    whole = seen(0, 3, forward)
+    expected = augmented(0, 3, forward)
     random.seed(5)
     torch.manual_seed(5)
-    assert torch.equal(whole, seen(0, 3, forward[::-1], workers=2))
-    assert torch.equal(whole[20:], seen(0, 3, forward[20:]))
-    # No two images or epochs have the same chances.
-    images = Images(drawn / "train", 8)
-    images.epoch, image = 3, Image.open(images.folder / images.names[0])
-    assert not torch.equal(images.prepare(image, 0), images.prepare(image, 1))
-    assert not any(torch.equal(*pair) for pair in zip(whole, seen(0, 4, forward), strict=True))
-    assert not any(torch.equal(*pair) for pair in zip(whole, seen(1, 3, forward), strict=True))
+    assert torch.equal(expected, augmented(0, 3, forward[::-1], workers=2))
+    assert torch.equal(expected[20:], augmented(0, 3, forward[20:]))
+    # Other images, epochs and seeds have other augmentations.
+    images = ImageDataset(drawn / "train", 8)
+    images.epoch, image = 3, Image.open(images.directory / images.names[0])
+    assert not torch.equal(images.augment(image, 0), images.augment(image, 1))
+    assert not any(
+        torch.equal(*pair) for pair in zip(expected, augmented(0, 4, forward), strict=True)
+    )
+    assert not any(
+        torch.equal(*pair) for pair in zip(expected, augmented(1, 3, forward), strict=True)
+    )
 
 
-class Sized:
-    """An image as far as `prepare` asks, which remembers the box that was cut out."""
+class FakeImage:
+    """An image with the methods that `augment` needs. It records the box of the crop."""
 
     def __init__(self, width: int, height: int) -> None:
         self.size = (width, height)
@@ -129,40 +131,38 @@ class Sized:
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(), st.sampled_from([None, 3]))
-def test_a_part_is_within_the_image_and_has_an_area(
+def test_a_crop_lies_within_the_image_and_is_not_empty(
     width: int, height: int, seed: int, epoch: int | None
 ) -> None:
-    images = Images.__new__(Images)
+    images = ImageDataset.__new__(ImageDataset)
     images.size, images.seed, images.epoch = 2, seed, epoch
-    image = Sized(width, height)
-    images.prepare(image, 0)  # type: ignore[arg-type]
+    image = FakeImage(width, height)
+    images.augment(image, 0)  # type: ignore[arg-type]
     left, upper, right, lower = image.box
     assert 0 <= left < right <= width
     assert 0 <= upper < lower <= height
 
 
-def test_a_middle_is_what_was_there_in_the_units_of_imagenet(tmp_path: Path) -> None:
-    put(tmp_path, "a/1.png", (255, 0, 51))
-    pixel = Images(tmp_path, 4)[0][0]
+def test_a_center_crop_is_normalized(tmp_path: Path) -> None:
+    save_image(tmp_path, "a/1.png", (255, 0, 51))
+    pixel = ImageDataset(tmp_path, 4)[0][0]
     expected = torch.tensor([(1 - 0.485) / 0.229, -0.456 / 0.224, (0.2 - 0.406) / 0.225])
     torch.testing.assert_close(pixel, expected[:, None, None].expand(3, 4, 4))
 
 
-def test_half_of_the_images_are_mirrored(tmp_path: Path) -> None:
-    """A gradient from left to right tells which."""
+def test_half_of_the_images_are_flipped(tmp_path: Path) -> None:
+    # A gradient from left to right shows whether the image is flipped.
     (tmp_path / "a").mkdir()
     gradient = Image.linear_gradient("L").rotate(90)
     gradient.save(tmp_path / "a/1.png")
-    images, turned = Images(tmp_path, 8), 0
+    images, num_flipped = ImageDataset(tmp_path, 8), 0
     for images.epoch in range(200):
         picture = images[0][0][0]
-        turned += bool(picture[:, 0].mean() > picture[:, -1].mean())
-    assert 70 < turned < 130
+        num_flipped += bool(picture[:, 0].mean() > picture[:, -1].mean())
+    assert 70 < num_flipped < 130
 
 
-def test_drawn_images_are_the_same_anywhere_and_left_alone_once_there(
-    drawn: Path, tmp_path: Path
-) -> None:
+def test_synthetic_images_are_reproducible_and_not_drawn_again(drawn: Path, tmp_path: Path) -> None:
     again = tmp_path / "a/b/again"
     draw_images(again, 32, 32)
     files = sorted(path.relative_to(drawn) for path in drawn.rglob("*.png"))
@@ -177,14 +177,14 @@ def test_drawn_images_are_the_same_anywhere_and_left_alone_once_there(
 
 
 @pytest.mark.parametrize("size", [8, 31, 64])
-def test_the_small_network_takes_images_of_any_size_and_a_batch_of_none(size: int) -> None:
+def test_the_small_network_accepts_any_image_size_and_an_empty_batch(size: int) -> None:
     model = build_model("small", 7)
     assert model(torch.randn(3, 3, size, size)).shape == (3, 7)
     empty = model(torch.randn(0, 3, size, size))
     empty.sum().backward()
     assert empty.shape == (0, 7)
     assert not any(weights.grad.any() for weights in model.parameters())  # type: ignore[union-attr]
-    assert not list(model.buffers()), "a resize would change what it normalises by"
+    assert not list(model.buffers()), "running statistics would depend on the world size"
 
 
 TORCHVISION = """
@@ -195,10 +195,10 @@ def get_model(name, *, num_classes, norm_layer):
 """
 
 
-def test_torchvisions_networks_normalise_within_each_sample_too(
+def test_networks_of_torchvision_use_group_normalization(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of torchvision there is a build for each of torch; this has its call."""
+    # A stand-in, because torchvision would have to match the installed torch.
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision/__init__.py").write_text("")
     (tmp_path / "torchvision/models.py").write_text(TORCHVISION)
@@ -211,79 +211,79 @@ def test_torchvisions_networks_normalise_within_each_sample_too(
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process alone."""
+def single_rank() -> Iterator[None]:
+    """A process group with one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("amp", "far", "close"), [([], 0, 1e-5), (["--amp"], 1e-4, 0.2)])
-def test_a_batch_in_pieces_has_the_gradient_and_the_sums_of_the_whole(
-    drawn: Path, amp: list[str], far: float, close: float
+@pytest.mark.usefixtures("single_rank")
+@pytest.mark.parametrize(("amp", "min_error", "max_error"), [([], 0, 1e-5), (["--amp"], 1e-4, 0.2)])
+def test_micro_batches_give_the_gradient_and_the_sums_of_the_whole_batch(
+    drawn: Path, amp: list[str], min_error: float, max_error: float
 ) -> None:
     torch.manual_seed(1)
     x, y = torch.randn(7, 3, 16, 16), torch.randint(0, 4, (7,))
-    found = []
-    for most in ("7", "3"):
-        flags = ["-b", "7", "--max-micro-batch", most, "--lr", "0", *amp]
-        args = imagenet.parse([str(drawn), *flags])
+    results = []
+    for size in ("7", "3"):
+        flags = ["-b", "7", "--max-micro-batch", size, "--lr", "0", *amp]
+        args = imagenet.parse_args([str(drawn), *flags])
         args.device = torch.device("cpu")
         training = imagenet.Training(args)
-        parallel = DistributedDataParallel(training.model)
-        training.take_step(parallel, x, y)
-        sums = training.take_step(parallel, x, y)  # nothing is left of the step before
+        model = DistributedDataParallel(training.model)
+        training.train_step(model, x, y)
+        sums = training.train_step(model, x, y)  # without gradients of the first step
         assert training.step == 2
-        found.append((torch.cat([w.grad.flatten() for w in training.model.parameters()]), sums))
-        del parallel
-    (whole, sums), (pieces, sums_of_pieces) = found
-    assert (whole - pieces).norm() / whole.norm() < close
-    torch.testing.assert_close(sums_of_pieces, sums, rtol=close, atol=0)
+        results.append((torch.cat([w.grad.flatten() for w in training.model.parameters()]), sums))
+        del model
+    (whole, sums), (chunks, sums_of_chunks) = results
+    assert (whole - chunks).norm() / whole.norm() < max_error
+    torch.testing.assert_close(sums_of_chunks, sums, rtol=max_error, atol=0)
     training.model.zero_grad()
     loss = cross_entropy(training.model(x), y)
     loss.backward()
-    assert sums[0].item() == pytest.approx(7 * loss.item(), rel=close)
+    assert sums[0].item() == pytest.approx(7 * loss.item(), rel=max_error)
     assert sums[2].item() == 7
     plain = torch.cat([w.grad.flatten() for w in training.model.parameters()])
-    assert far <= (whole - plain).norm() / plain.norm() < close
+    assert min_error <= (whole - plain).norm() / plain.norm() < max_error
 
 
-def test_the_learning_rate_follows_the_epochs_at_any_world_size() -> None:
-    args = imagenet.parse(["data", "--lr", "0.4", "--warmup-epochs", "2", "--lr-step", "10"])
+def test_learning_rate_has_a_warm_up_and_steps() -> None:
+    args = imagenet.parse_args(["data", "--lr", "0.4", "--warmup-epochs", "2", "--lr-step", "10"])
     rates = [imagenet.learning_rate(args, done) for done in (0, 1, 2, 9.99, 10, 25)]
     assert rates == pytest.approx([0.004, 0.202, 0.4, 0.4, 0.04, 0.004])
 
 
-@pytest.mark.usefixtures("alone")
-def test_the_learning_rate_follows_the_batch(drawn: Path) -> None:
-    """The same eight images, once and twice, have the same gradient."""
+@pytest.mark.usefixtures("single_rank")
+def test_learning_rate_is_proportional_to_the_batch_size(drawn: Path) -> None:
+    # Eight images have the same gradient as the same images twice.
     torch.manual_seed(1)
     x, y, moved = torch.randn(8, 3, 16, 16), torch.randint(0, 4, (8,)), []
     for times in (1, 2):
         flags = ["-b", str(8 * times), "--lr", "0.8", "--weight-decay", "0"]
-        args = imagenet.parse([str(drawn), *flags])
+        args = imagenet.parse_args([str(drawn), *flags])
         args.device = torch.device("cpu")
         training = imagenet.Training(args)
         before = [weights.detach().clone() for weights in training.model.parameters()]
-        parallel = DistributedDataParallel(training.model)
-        training.take_step(parallel, x.repeat(times, 1, 1, 1), y.repeat(times))
+        model = DistributedDataParallel(training.model)
+        training.train_step(model, x.repeat(times, 1, 1, 1), y.repeat(times))
         pairs = zip(before, training.model.parameters(), strict=True)
         moved.append(torch.cat([(one - other).flatten() for one, other in pairs]).norm().item())
     assert moved[1] == pytest.approx(2 * moved[0], rel=1e-3)
 
 
-def test_there_must_be_a_checkpoint_to_evaluate(
+def test_evaluate_requires_a_checkpoint(
     drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     flags = ["--image-size", "8", "--evaluate", "--checkpoints", str(tmp_path / "none")]
-    with pytest.raises(ConfigError, match=r"--evaluate needs a checkpoint, and .*/none has none"):
-        imagenet.main(imagenet.parse([str(drawn), *flags]))
+    with pytest.raises(ConfigError, match=r"--evaluate needs a checkpoint, but .*/none has none"):
+        imagenet.main(imagenet.parse_args([str(drawn), *flags]))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("flags", [["-b", "0"], ["-j", "-1"], ["--arch", "small", "--resume", "x"]])
-def test_flags_that_cannot_be_are_refused(flags: list[str]) -> None:
+def test_invalid_flags_are_rejected(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
-        imagenet.parse(["data", *flags])
+        imagenet.parse_args(["data", *flags])

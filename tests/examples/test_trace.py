@@ -8,7 +8,7 @@ import os
 import pytest
 from traces import TraceError, survey
 
-from elasticlib.examples.train_text import write_down
+from elasticlib.examples.train_text import append_trace
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +28,11 @@ def play(prefix, generation, world, resumed, steps, **start):
     """One generation: at each step k, rank r uses sample k * 2 + r (or both, alone)."""
     for rank in range(world):
         become(generation, rank, start.get("launch", "0"))
-        write_down(str(prefix), resumed=resumed, at=start.get("at", 0.0))
+        append_trace(str(prefix), resumed=resumed, at=start.get("at", 0.0))
         for step in steps:
             pair = [2 * step - 2, 2 * step - 1]
             indices = pair if world == 1 else [pair[rank]]
-            write_down(str(prefix), step=step, epoch=0, indices=indices, world_size=world)
+            append_trace(str(prefix), step=step, epoch=0, indices=indices, world_size=world)
 
 
 def test_steps_redone_after_a_crash_are_struck_out(tmp_path):
@@ -96,7 +96,7 @@ def test_a_lost_sample_and_a_repeated_one_are_noticed(tmp_path):
     assert survey(prefix).exactly_once(6)
     assert not survey(prefix).exactly_once(7)
     become(1, 0)
-    write_down(str(prefix), step=4, epoch=0, indices=[5], world_size=1)
+    append_trace(str(prefix), step=4, epoch=0, indices=[5], world_size=1)
     assert not survey(prefix).exactly_once(6)
 
 
@@ -127,5 +127,5 @@ def test_the_lines_are_plain_json(tmp_path):
 
 def test_without_a_prefix_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_down(None, resumed=3)
+    append_trace(None, resumed=3)
     assert list(tmp_path.iterdir()) == []

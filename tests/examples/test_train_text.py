@@ -34,7 +34,7 @@ def flags(folder, **options):
 
 
 def train(arguments):
-    train_text.main(train_text.parse(arguments))
+    train_text.main(train_text.parse_args(arguments))
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_another_number_of_logical_workers_is_refused(tmp_path, alone, before, a
 LEFT = """
 import contextlib, os, sys, time
 from elasticlib.examples import train_text
-train_text.main(train_text.parse(sys.argv[1:]))
+train_text.main(train_text.parse_args(sys.argv[1:]))
 
 def of_gloo():
     for task in os.listdir("/proc/self/task"):

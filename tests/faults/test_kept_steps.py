@@ -221,7 +221,7 @@ def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) ->
     assert again.exit_code() == 0, again.text
     weights_of(again, run.steps)
     ((state,),) = [[e for e in events if e.kind == "state.restored"] for events in job.events()]
-    assert (state.facts["source"], state.facts["step"]) == ("disk", kept)
+    assert (state.data["source"], state.data["step"]) == ("disk", kept)
     told = survey(run.trace)  # of both launches, in each of which generations count from 1
     assert told.exactly_once(SAMPLES)
     assert told.steps == run.steps
@@ -235,7 +235,7 @@ def sources(job: Job) -> set[str]:
         for event in events
         if event.kind == "state.restored"
     ]
-    return {event.facts["source"] for event in told}
+    return {event.data["source"] for event in told}
 
 
 def check_nothing_is_lost(

@@ -88,7 +88,7 @@ def test_the_last_words_of_a_program_that_is_not_pythons_are_its_cause(job: Job)
     assert end[0].endswith("terminate called after: boom: what():  no room")
     assert "was killed by SIGABRT (not sent by this agent)" in end[0]
     ((*_, over),) = job.events()
-    assert over.facts["root_cause"]["what"] in end[0]
+    assert over.data["root_cause"]["what"] in end[0]
     assert end[1:4] == [
         "  the last lines of its stderr:",
         "    terminate called after: boom",

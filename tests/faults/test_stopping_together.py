@@ -163,6 +163,6 @@ def check_silences(job: Job) -> None:
         for event in events:
             if event.kind == "failure":
                 hangs += 1
-                assert event.facts["failure_kind"] == "hang"
-                assert 0.7 < event.facts["seconds_since_heartbeat"] < event.monotonic - began
+                assert event.data["failure_kind"] == "hang"
+                assert 0.7 < event.data["seconds_since_heartbeat"] < event.monotonic - began
     assert hangs

@@ -1,4 +1,4 @@
-"""In-place recovery after each kind of fault: rows of docs/what_happens_when.md."""
+"""In-place recovery after each kind of fault: rows of docs/failure_modes.md."""
 
 from __future__ import annotations
 

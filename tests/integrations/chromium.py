@@ -1,4 +1,4 @@
-"""A headless Chromium, told what to do over the pipe of its own protocol: no port, no library."""
+"""A headless Chromium, controlled through the DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECONDS = 30.0
 
 
 class Browser:
-    """One tab; each call is answered before the next."""
+    """A tab. Calls are made one after another."""
 
     def __init__(self, asks: int, answers: int) -> None:
         self._asks, self._answers = asks, answers
@@ -81,7 +81,7 @@ class Browser:
         )
 
     def value(self, expression: str) -> Any:
-        """What a script in the page answers, after the page is drawn."""
+        """Run a script in the page after it has been rendered, and return its result."""
         found = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )

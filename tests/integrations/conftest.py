@@ -1,4 +1,4 @@
-"""Under what other people ship: frameworks, schedulers, cluster tools. `make test-integrations`.
+"""Tests with real frameworks, schedulers and cluster tools: `make test-integrations`.
 
-Each is skipped, and says so, where what it needs is not installed.
+A test is skipped if its program is not installed.
 """

@@ -1,4 +1,4 @@
-"""The frameworks' examples as jobs: how they are started, and what they say in the end."""
+"""The examples for frameworks as jobs of tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FrameworkJob:
 
     @property
     def keeps_each_step(self) -> bool:
-        """Whether the example's loop is its own, with a snapshot in it."""
+        """True if the example makes a snapshot of each step."""
         return self.name in ("accelerate", "torchdata")
 
     def start(self, node: str, *flags: str, kills: str = "") -> Node:
@@ -79,7 +79,7 @@ class FrameworkJob:
 
 
 def said(node: Node, word: str) -> tuple[int, str]:
-    """What rank 0 said at the end: the steps, and the weights' hash."""
+    """Return the number of steps and the digest of the weights that rank 0 printed at the end."""
     found = re.findall(rf"^{word} after (\d+) steps$", node.text, re.MULTILINE)
     weights = re.findall(r"^weights sha256 (\w{64})$", node.text, re.MULTILINE)
     assert (len(found), len(weights)) == (1, 1), node.text

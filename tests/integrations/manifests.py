@@ -1,7 +1,7 @@
-"""docs/kubernetes as values: what stands in a manifest, and what its controller makes of it.
+"""The manifests of docs/kubernetes, and the pods that their controllers create from them.
 
-A controller adds variables and names to the pods that it makes; each of these functions says, for
-one kind of job, what a pod's container is then started with.
+A controller adds variables and names to its pods. Each of these functions returns, for one kind of
+job, the command and environment with which the container of a pod is started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A kubelet of a few lines, and the DNS of headless services: pods are hosts that come and go.
+"""A minimal kubelet and the DNS of headless services. Pods are network namespaces.
 
-A pod that comes back has its name and another address; what the others are told of that is said
-when `publish` is called, as it takes DNS a while.
+A pod that is recreated has the same name and another address. The other pods see the new address
+after `publish` has been called, because DNS takes a while.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ mount -t tmpfs -o size="$3" tmpfs /dev/shm
 
 @attrs.define
 class Pod:
-    """One life of a pod."""
+    """A pod from its creation to its deletion."""
 
     container: Container
     host: Host
@@ -103,7 +103,7 @@ class Pods:
             self._tell(pod.host, pod.container)
 
     def _tell(self, host: Host, container: Container) -> None:
-        """What a kubelet writes into /etc/hosts goes before what DNS says."""
+        """Write /etc/hosts, which takes precedence over DNS, as a kubelet does."""
         own = {container.pod: host.address, container.own_name: host.address}
         host.know({**self._dns, **own})
 
@@ -146,6 +146,6 @@ class Pods:
         return {line["world_size"] for line in map(json.loads, whole) if "step" in line}
 
     def finish(self) -> list[int]:
-        """At full speed to the end; the exit codes of those who are there, by their names."""
+        """Let all pods train to the end, and return their exit codes in order of their names."""
         self.pace.unlink()
         return [pod.node.exit_code(90.0) for _, pod in sorted(self._living.items())]

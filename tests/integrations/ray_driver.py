@@ -1,7 +1,8 @@
-"""A driver as a user has one: `ray_driver.py ADDRESS MODE FOLDER [NODES]` runs a job on Ray.
+"""A driver program of a user that runs a job on Ray.
 
-It prints what the job came to as JSON. The function and the class of its value are this script's
-own, and so of no module that a worker could import.
+Usage: ray_driver.py ADDRESS MODE DIRECTORY [NODES]. It prints the result of the job as JSON. The
+function and the class of its return value are defined in this script, so workers cannot import
+them.
 """
 
 from __future__ import annotations

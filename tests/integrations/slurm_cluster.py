@@ -1,7 +1,7 @@
-"""A real Slurm for tests: a controller and nodes, each on a host of its own on one machine.
+"""A real Slurm for tests: a controller and nodes, each in its own network namespace.
 
-The hosts are network namespaces (tests/hosts.py), so names and ports are the cluster's own, a node
-can lose its power, and all is gone with the tests. Debian's slurmctld, slurmd and slurm-client.
+With namespaces (tests/hosts.py), the cluster has its own names and ports, a node can lose its
+power, and nothing is left after the tests. Needs Debian's slurmctld, slurmd and slurm-client.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Slurm:
         return set(self.tell("sinfo", "-h", "-N", "-o", "%T", check=False).split())
 
     def tell(self, *command: str, check: bool = True, **extra: str) -> str:
-        """What one of Slurm's commands says, on the controller's host."""
+        """Run a command of Slurm on the host of the controller, and return its output."""
         own = {
             "SLURM_CONF": str(self.configuration),
             "TMPDIR": str(self._cluster.job.shortcut),
@@ -130,7 +130,7 @@ class Slurm:
         return self.tell("sbatch", "--parsable", *where, *flags, str(script), **extra).strip()
 
     def field(self, job: str, name: str) -> str:
-        """One of those that `scontrol show job` tells, such as JobState."""
+        """Return a field of `scontrol show job`, such as JobState."""
         told = self.tell("scontrol", "--oneliner", "show", "job", job)
         found = re.search(rf"\b{name}=(\S*)", told)
         assert found is not None, f"{name} of {told}"

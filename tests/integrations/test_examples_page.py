@@ -1,4 +1,4 @@
-"""docs/examples.md: what it names is there, and its commands run as they stand."""
+"""docs/examples.md: the files that it names exist, and its commands run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DONE = r"^done: .*\bsteps \d+\b"
 
 
 def run(command: str, folder: Path) -> str:
-    """A line of the page, with this Python's programs; what it prints."""
+    """Run a command of the page with this Python, and return its output."""
     words = shlex.split(command)
     module = {"elasticrun": ["-m", "elasticlib.launch"], "python": []}[words[0]]
     done = subprocess.run(
@@ -36,7 +36,7 @@ def run(command: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_page_names_each_example_that_is_a_program_and_no_other() -> None:
+def test_page_names_exactly_the_example_programs() -> None:
     named = {(DOCS / path).resolve() for path in re.findall(r"\]\((\S+\.py)\)", TEXT)}
     folder = DOCS.parent / "elasticlib/examples"
     own = {"demo.py", "imagenet.py", "train_text.py"}
@@ -46,7 +46,7 @@ def test_the_page_names_each_example_that_is_a_program_and_no_other() -> None:
     assert named == programs
 
 
-def test_text_and_images_are_trained_on_by_the_pages_commands(tmp_path: Path) -> None:
+def test_commands_of_the_page_train_on_text_and_images(tmp_path: Path) -> None:
     assert re.search(DONE, run(TEXT_RUN, tmp_path), re.MULTILINE)
     # Both use the default folder for checkpoints, as somebody who tries one after the other would
     # not in one folder: the second would find the state of another training.
@@ -61,10 +61,10 @@ def test_text_and_images_are_trained_on_by_the_pages_commands(tmp_path: Path) ->
     assert run(EVALUATION, other) == ends[int(best) // 4 - 1]
 
 
-def test_the_command_for_a_cluster_is_understood_by_the_launcher_and_the_script() -> None:
+def test_launcher_and_script_accept_the_command_for_a_cluster() -> None:
     agent = build_parser().parse_args(shlex.split(CLUSTER_RUN)[1:])
     assert agent.training_script == "elasticlib.examples.imagenet"
-    script = imagenet.parse(agent.training_script_args)
+    script = imagenet.parse_args(agent.training_script_args)
     assert (script.arch, script.batch_size, script.max_micro_batch) == ("resnet50", 1024, 128)
 
 
@@ -75,6 +75,6 @@ def test_the_demo_is_a_target_of_the_makefile() -> None:
 
 
 @pytest.mark.parametrize("name", re.findall(r"`(--[\w-]+)", TEXT))
-def test_each_flag_that_the_page_names_is_there(name: str) -> None:
+def test_each_flag_that_the_page_names_exists(name: str) -> None:
     folder = DOCS.parent / "elasticlib/examples"
     assert any(f'"{name}"' in path.read_text() for path in folder.glob("*.py")), name

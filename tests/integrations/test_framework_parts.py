@@ -1,4 +1,4 @@
-"""What elasticlib.integrations adds to Trainers, piece by piece, and limits that docs/ names."""
+"""Unit tests of elasticlib.integrations, and of limits of the frameworks that docs/ names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from elasticlib.errors import ConfigError
 from elasticlib.workers.context import WorkerContext
 from elasticlib.workers.worker_channel import WorkerChannel
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's code
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
 
 
-def test_an_epochs_length_is_the_same_wherever_the_sampler_stands_in_it() -> None:
+def test_length_of_an_epoch_does_not_depend_on_the_position() -> None:
     pytest.importorskip("lightning")
     from elasticlib.integrations.lightning import EpochBatchSampler
 
@@ -33,7 +33,7 @@ def test_an_epochs_length_is_the_same_wherever_the_sampler_stands_in_it() -> Non
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_checkpoint_of_the_end_of_an_epoch_continues_with_the_next_epoch(workers: int) -> None:
-    """Lightning makes the loader's iterator before it sets the epoch."""
+    """Lightning creates the iterator of the DataLoader before it sets the epoch."""
     pytest.importorskip("lightning")
     from torch.utils.data import DataLoader
 
@@ -51,7 +51,7 @@ def test_a_checkpoint_of_the_end_of_an_epoch_continues_with_the_next_epoch(worke
     assert [batch.tolist() for batch in batches] == list(saved)
 
 
-def test_a_trainer_without_a_folder_of_its_own_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_callback_requires_a_model_checkpoint_with_dirpath_and_save_last(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -68,69 +68,71 @@ def test_a_trainer_without_a_folder_of_its_own_is_refused_in_a_sentence(tmp_path
             enable_progress_bar=False,
             callbacks=[ElasticCallback(), *callbacks],
         )
-        with pytest.raises(ConfigError, match=r"there is none: give .* ModelCheckpoint\(dirpath"):
+        with pytest.raises(
+            ConfigError, match=r"requires ModelCheckpoint\(dirpath=\.\.\., save_last=True\)"
+        ):
             trainer.fit(BoringModel())
 
 
-@pytest.mark.parametrize("divided_by", [1, 2])
-def test_lightnings_loss_is_told_as_the_module_returned_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided_by: int
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lightning_callback_reports_the_loss_that_the_module_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
 ) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     from lightning.pytorch.demos.boring_classes import BoringModel
 
-    import elasticlib.integrations.lightning as ours
+    import elasticlib.integrations.lightning as integration
 
     class Model(BoringModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            found = super().training_step(batch, batch_idx)
-            returned.append(float(found["loss"]))
-            return found
+            outputs = super().training_step(batch, batch_idx)
+            returned.append(float(outputs["loss"]))
+            return outputs
 
     returned: list[float] = []
-    told: list[tuple[int, float]] = []
+    reported: list[tuple[int, float]] = []
     agent = SimpleNamespace(report_starting=lambda: None, should_stop=lambda: None)
-    agent.step = lambda step, loss: told.append((step, loss))
-    monkeypatch.setattr(ours, "context", lambda: agent)
+    agent.step = lambda step, loss: reported.append((step, loss))
+    monkeypatch.setattr(integration, "context", lambda: agent)
     lightning.Trainer(
         accelerator="cpu",
         max_steps=3,
-        accumulate_grad_batches=divided_by,
+        accumulate_grad_batches=accumulate,
         default_root_dir=tmp_path,
         logger=False,
         enable_progress_bar=False,
         limit_val_batches=0,
         callbacks=[
             lightning.callbacks.ModelCheckpoint(tmp_path, save_last=True),
-            ours.ElasticCallback(),
+            integration.ElasticCallback(),
         ],
     ).fit(Model())
-    assert len(returned) == 3 * divided_by
-    assert [step for step, _ in told] == [1, 2, 3]
-    assert [loss for _, loss in told] == pytest.approx(returned[divided_by - 1 :: divided_by])
+    assert len(returned) == 3 * accumulate
+    assert [step for step, _ in reported] == [1, 2, 3]
+    assert [loss for _, loss in reported] == pytest.approx(returned[accumulate - 1 :: accumulate])
 
 
-def test_a_checkpoint_whose_save_was_killed_is_passed_over(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_save_was_interrupted_is_skipped(tmp_path: Path) -> None:
     utils = pytest.importorskip("transformers.trainer_utils")
-    from elasticlib.integrations.transformers import newest_checkpoint
+    from elasticlib.integrations.transformers import last_complete_checkpoint
 
-    assert newest_checkpoint(tmp_path / "absent") is None
+    assert last_complete_checkpoint(tmp_path / "absent") is None
     for step, text in [(9, '{"global_step": 9}'), (10, '{"global_step": 10}'), (11, '{"glob')]:
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         (folder / "trainer_state.json").write_text(text)
     (tmp_path / "checkpoint-12").mkdir()
     (tmp_path / "checkpoint-best").mkdir()
-    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
     assert utils.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-12")
 
 
-class Told:
-    """What an agent would hear; it asks for a drain after the second step."""
+class RecordingContext:
+    """Replaces `context()`: records the reports, and requests a stop after the second step."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.at = 0
+    def __init__(self, output_dir: Path) -> None:
+        self.output_dir = output_dir
+        self.current_step = 0
         self.losses: dict[int, float] = {}
         self.logged: dict[int, float] = {}
         self.saved_at: list[int] = []
@@ -141,24 +143,24 @@ class Told:
     def report_saved(self, step: int) -> None: ...
 
     def step(self, step: int, loss: float | None = None) -> None:
-        self.at = step
+        self.current_step = step
         if loss is not None:
             self.losses[step] = loss
 
     def should_stop(self) -> str | None:
-        return "drain" if self.at == 2 else None
+        return "drain" if self.current_step == 2 else None
 
 
 @pytest.fixture
-def stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
-    """Of a Trainer that was asked to stop after its second step: what it did then."""
+def stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordingContext:
+    """Run a Trainer until it stops after its second step, and return the record."""
     transformers = pytest.importorskip("transformers")
     import torch
 
-    import elasticlib.integrations.transformers as ours
+    import elasticlib.integrations.transformers as integration
 
-    told = Told(tmp_path / "kept")
-    monkeypatch.setattr(ours, "context", lambda: told)
+    record = RecordingContext(tmp_path / "checkpoints")
+    monkeypatch.setattr(integration, "context", lambda: record)
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -169,15 +171,15 @@ def stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
             logits = self.layer(x)
             return {"loss": ((logits - labels) ** 2).mean(), "logits": logits}
 
-    class Counts(transformers.TrainerCallback):
+    class RecordActions(transformers.TrainerCallback):
         def on_evaluate(self, *_: Any, **__: Any) -> None:
-            told.evaluated.append(told.at)
+            record.evaluated.append(record.current_step)
 
         def on_save(self, *_: Any, **__: Any) -> None:
-            told.saved_at.append(told.at)
+            record.saved_at.append(record.current_step)
 
     arguments = transformers.TrainingArguments(
-        str(told.folder),
+        str(record.output_dir),
         use_cpu=True,
         num_train_epochs=2,
         per_device_train_batch_size=2,
@@ -193,18 +195,23 @@ def stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
         arguments,
         train_dataset=data,
         eval_dataset=data,
-        callbacks=[Counts(), ours.ElasticCallback()],
+        callbacks=[RecordActions(), integration.ElasticCallback()],
     )
     trainer.train()
-    told.logged = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
-    return told
+    history = trainer.state.log_history
+    record.logged = {log["step"]: log["loss"] for log in history if "loss" in log}
+    return record
 
 
-def test_a_trainer_that_stops_saves_once_and_evaluates_nothing(stopped_trainer: Told) -> None:
+def test_a_trainer_that_stops_saves_once_and_does_not_evaluate(
+    stopped_trainer: RecordingContext,
+) -> None:
     assert (stopped_trainer.saved_at, stopped_trainer.evaluated) == ([2], [])
 
 
-def test_a_trainers_loss_is_told_as_it_is_logged(stopped_trainer: Told) -> None:
+def test_callback_reports_each_loss_that_the_trainer_logs(
+    stopped_trainer: RecordingContext,
+) -> None:
     assert stopped_trainer.losses == stopped_trainer.logged
     assert list(stopped_trainer.losses) == [1, 2]
 
@@ -215,7 +222,7 @@ def test_trainer_that_logs_each_step_reports_each_step_once(
     transformers = pytest.importorskip("transformers")
     import torch
 
-    import elasticlib.integrations.transformers as ours
+    import elasticlib.integrations.transformers as integration
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -227,7 +234,7 @@ def test_trainer_that_logs_each_step_reports_each_step_once(
 
     agent = WorkerChannel.create()
     with contextlib.closing(agent):
-        monkeypatch.setattr(ours, "context", lambda: worker)
+        monkeypatch.setattr(integration, "context", lambda: worker)
         worker = WorkerContext(WorkerChannel(agent.path))
         arguments = transformers.TrainingArguments(
             str(tmp_path),
@@ -241,33 +248,33 @@ def test_trainer_that_logs_each_step_reports_each_step_once(
         )
         data = [{"x": torch.ones(1) * i, "labels": torch.ones(1)} for i in range(16)]
         transformers.Trainer(
-            Model(), arguments, train_dataset=data, callbacks=[ours.ElasticCallback()]
+            Model(), arguments, train_dataset=data, callbacks=[integration.ElasticCallback()]
         ).train()
         beat = agent.heartbeat()
     assert (beat.step, beat.num_steps, len(beat.step_durations)) == (5, 5, 4)
     assert beat.loss is not None
 
 
-def test_a_checkpoint_that_was_torn_as_it_was_saved_again_is_passed_over(
-    stopped_trainer: Told,
+def test_a_checkpoint_with_a_truncated_file_is_skipped(
+    stopped_trainer: RecordingContext,
 ) -> None:
-    from elasticlib.integrations.transformers import newest_checkpoint
+    from elasticlib.integrations.transformers import last_complete_checkpoint
 
-    kept = stopped_trainer.folder / "checkpoint-2"
+    checkpoint = stopped_trainer.output_dir / "checkpoint-2"
     for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        assert newest_checkpoint(stopped_trainer.folder) == str(kept)
-        whole = (kept / name).read_bytes()
-        for length in (0, 20, len(whole) - 1):
-            (kept / name).write_bytes(whole[:length])
-            assert newest_checkpoint(stopped_trainer.folder) is None, (name, length)
-        (kept / name).write_bytes(whole)
+        assert last_complete_checkpoint(stopped_trainer.output_dir) == str(checkpoint)
+        content = (checkpoint / name).read_bytes()
+        for length in (0, 20, len(content) - 1):
+            (checkpoint / name).write_bytes(content[:length])
+            assert last_complete_checkpoint(stopped_trainer.output_dir) is None, (name, length)
+        (checkpoint / name).write_bytes(content)
 
 
 @pytest.mark.parametrize(
     ("module", "hidden"),
     [("lightning", "lightning.pytorch"), ("transformers", "transformers")],
 )
-def test_what_is_missing_is_named_with_what_installs_it(module: str, hidden: str) -> None:
+def test_import_error_names_the_missing_framework_and_its_extra(module: str, hidden: str) -> None:
     code = (
         f"import sys; sys.modules[{hidden!r}] = None\n"
         f"try: import elasticlib.integrations.{module}\n"
@@ -280,7 +287,7 @@ def test_what_is_missing_is_named_with_what_installs_it(module: str, hidden: str
     assert f"pip install 'elasticlib[{module}]'" in done.stdout
 
 
-def test_torchdata_refuses_another_number_of_loader_workers() -> None:
+def test_torchdata_rejects_a_state_from_another_number_of_loader_workers() -> None:
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
     states = []
     for workers in (0, 2):
@@ -293,7 +300,7 @@ def test_torchdata_refuses_another_number_of_loader_workers() -> None:
         next(iter(other))
 
 
-def test_lightning_begins_a_resumed_epoch_of_a_plain_loader_again(tmp_path: Path) -> None:
+def test_lightning_restarts_a_resumed_epoch_of_a_plain_loader(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     import torch
     from torch.utils.data import DataLoader

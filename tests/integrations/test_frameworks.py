@@ -1,4 +1,4 @@
-"""Frameworks as shipped, under elasticrun: killed, drained and resized, and counted."""
+"""Examples for frameworks under elasticrun with kills, drains and resizes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from elasticlib.testing.waiting import wait_until
 
 NAMES = ("lightning", "transformers", "accelerate", "torchdata")
 NEEDS = {"torchdata": "torchdata.stateful_dataloader"}
-KILLS = (12, 18)
-"""In the midst of an epoch both: the one after its first checkpoint, which ends an epoch."""
-DRAINED_AT = 22
-"""In the midst of the last epoch."""
+KILLS = (12, 18)  # steps within an epoch
+DRAINED_AT = 22  # a step within the last epoch
 # The others' loops are the examples' own, over our sampler and checkpoints, whose resizes
 # tests/faults/test_kept_steps.py has; under these frameworks before a release.
 RESIZED = (
@@ -43,7 +41,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return lambda name: undisturbed(name, base / name)
 
 
-def test_workers_are_killed_and_a_drain_ends_the_launch_and_the_next_ends_as_if_nothing_had_been(
+def test_training_is_unchanged_after_kills_a_drain_and_a_second_launch(
     framework: FrameworkJob, right: Callable[[str], str]
 ) -> None:
     framework.hold.write_text(str(DRAINED_AT))
@@ -72,7 +70,7 @@ def test_workers_are_killed_and_a_drain_ends_the_launch_and_the_next_ends_as_if_
 
 
 @pytest.mark.parametrize("framework", RESIZED, indirect=True)
-def test_a_node_is_lost_and_another_joins_and_each_sample_is_used_once(
+def test_each_sample_is_used_once_after_a_node_is_lost_and_another_joins(
     framework: FrameworkJob,
 ) -> None:
     framework.hold.write_text("7")

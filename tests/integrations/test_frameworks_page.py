@@ -1,4 +1,4 @@
-"""docs/frameworks.md shows what is run: its commands, its code and its versions."""
+"""docs/frameworks.md has the commands, code and versions that the tests use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMANDS = [shlex.split(code) for language, code in BLOCKS if language == "sh"]
 CODES = [code for language, code in BLOCKS if language == "python"]
 
 
-def test_each_command_starts_the_example_as_the_tests_do() -> None:
+def test_each_command_starts_the_example_with_the_options_of_the_tests() -> None:
     assert len(COMMANDS) == len(NAMES)
     for name, (program, *arguments) in zip(NAMES, COMMANDS, strict=True):
         assert program == "elasticrun"
@@ -29,14 +29,14 @@ def test_each_command_starts_the_example_as_the_tests_do() -> None:
         assert ",".join(config.preload) == PRELOAD.get(name, "")
 
 
-def test_each_line_of_code_stands_in_the_example() -> None:
+def test_each_line_of_code_is_in_the_example() -> None:
     assert len(CODES) == len(NAMES)
     for name, code in zip(NAMES, CODES, strict=True):
         lines = (ROOT / f"elasticlib/examples/with_{name}.py").read_text().splitlines()
         assert [line for line in code.splitlines() if line not in lines] == []
 
 
-def test_the_versions_that_it_names_are_those_that_the_tests_run() -> None:
+def test_versions_on_the_page_are_installed() -> None:
     rows = dict(re.findall(r"^\| (\w+) (\d+\.\d+\.\d+) \|", TEXT, re.MULTILINE))
     assert [name.lower() for name in rows] == NAMES
     for name, version in rows.items():

@@ -1,4 +1,4 @@
-"""The example on images with real processes: killed, signalled, resized, and given a bad file."""
+"""The image example with real processes: kills, signals, resizes and a damaged file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jobs import Job, Node
 from processes import children, workers_of
 
 from elasticlib import CheckpointManager
-from elasticlib.examples.imagenet import DRAWN, Images, draw_images
+from elasticlib.examples.imagenet import POLYGON_COLORS, ImageDataset, draw_images
 from elasticlib.testing.waiting import wait_until
 
 LAUNCH = (sys.executable, "-m", "elasticlib.launch", "--standalone")
@@ -33,7 +33,7 @@ VALIDATED = r"step (\d+) validated: loss \S+ top-1 (\S+) on (\d+) images"
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """94 images to train on, of which the last batch has 6, and 23 held out: odd on two ranks."""
+    """94 training images, of which the last batch has 6, and 23 validation images."""
     folder = tmp_path_factory.mktemp("images") / "drawn"
     draw_images(folder, IMAGES, 32)
     return folder
@@ -50,7 +50,7 @@ def job(job: Job) -> Iterator[Job]:
 
 @attrs.frozen
 class Run:
-    """The example on these images, with a folder of its own for what it leaves."""
+    """The example with these images and its own checkpoint directory."""
 
     job: Job
     name: str
@@ -69,12 +69,12 @@ class Run:
 
     def weights(self) -> dict[str, torch.Tensor]:
         state: dict[str, Any] = CheckpointManager(self.checkpoints).load(STEPS)
-        assert state["progress"]["validated"] == EPOCHS
+        assert state["progress"]["validated_epochs"] == EPOCHS
         return state["model"]  # type: ignore[no-any-return]
 
 
 def check_validated(node: Node) -> None:
-    """Each epoch, on all that is held out."""
+    """Check that each epoch was validated on all validation images."""
     scored = re.findall(VALIDATED, node.text)
     ends = [STEPS_AN_EPOCH * (epoch + 1) for epoch in range(EPOCHS)]
     assert sorted({int(step) for step, _, _ in scored}) == ends
@@ -83,12 +83,12 @@ def check_validated(node: Node) -> None:
 
 @pytest.fixture
 def calm(job: Job, drawn: Path) -> tuple[Run, Node]:
-    """A run on two ranks to which nothing happens, begun."""
+    """A run on two ranks without faults, which has been started."""
     run = Run(job, "calm", drawn)
     return run, run.start(2)
 
 
-def test_a_run_that_lost_a_worker_ends_with_the_weights_of_the_undisturbed_one(
+def test_weights_after_a_killed_worker_are_equal_to_those_without_faults(
     job: Job, drawn: Path, calm: tuple[Run, Node]
 ) -> None:
     run, undisturbed = calm
@@ -124,14 +124,14 @@ def check_it_has_learned(text: str, best: float) -> None:
     assert len(losses) == STEPS
     first, last = losses[:STEPS_AN_EPOCH], losses[-STEPS_AN_EPOCH:]
     assert sum(last) < 0.7 * sum(first)
-    assert best > 2 * 100 / len(DRAWN), "twice what chance gets right"
+    assert best > 2 * 100 / len(POLYGON_COLORS), "twice what chance gets right"
 
 
-def test_a_signal_to_every_process_of_the_step_is_a_clean_stop_and_one_rank_goes_on(
+def test_a_signal_to_all_processes_stops_cleanly_and_one_rank_can_resume(
     job: Job, drawn: Path, calm: tuple[Run, Node]
 ) -> None:
-    """As a scheduler signals before it takes the node away: loader workers, too, hear it. One rank
-    ends where two would have, but for rounding: a batch that is lost, or used again, shows."""
+    # A scheduler also signals the data loader workers. The weights of one rank differ from those of
+    # two by rounding; a lost or repeated batch would change them more.
     run = Run(job, "run", drawn)
     node = run.start(2)
     node.says(r"epoch 0 step 2 ")
@@ -154,7 +154,7 @@ def test_a_signal_to_every_process_of_the_step_is_a_clean_stop_and_one_rank_goes
     assert (mine - right).norm() < 0.005 * right.norm()
 
 
-def test_a_worker_killed_at_the_end_of_an_epoch_has_it_scored_and_trains_on_none_of_it_again(
+def test_a_worker_killed_at_the_end_of_an_epoch_resumes_with_its_validation(
     job: Job, drawn: Path, calm: tuple[Run, Node]
 ) -> None:
     run = Run(job, "run", drawn)
@@ -168,9 +168,9 @@ def test_a_worker_killed_at_the_end_of_an_epoch_has_it_scored_and_trains_on_none
     assert all(torch.equal(mine, right[name]) for name, mine in run.weights().items())
 
 
-def test_a_damaged_image_ends_the_job_with_its_name_in_the_report(job: Job, drawn: Path) -> None:
+def test_a_damaged_image_is_named_in_the_failure_report(job: Job, drawn: Path) -> None:
     bad = job.folder / "images"
-    for name in Images(drawn / "train", 32).names[::2]:
+    for name in ImageDataset(drawn / "train", 32).names[::2]:
         for split in ("train", "val"):
             copy = bad / split / name
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -181,10 +181,10 @@ def test_a_damaged_image_ends_the_job_with_its_name_in_the_report(job: Job, draw
     assert node.exit_code() == 1, node.text
     report = node.text[node.text.index("elasticrun: root cause") :]
     assert f"{victim} cannot be read as an image (" in report
-    assert "replace it, or take it out of the data" in report
+    assert "replace it, or remove it" in report
 
 
-def test_a_folder_that_is_not_there_ends_the_job_with_its_name(job: Job) -> None:
+def test_a_missing_directory_is_named_in_the_failure_report(job: Job) -> None:
     node = Run(job, "run", job.folder / "nowhere").start(1, restarts=0)
     assert node.exit_code() == 1, node.text
     assert f"{job.folder}/nowhere/train has no images" in node.text

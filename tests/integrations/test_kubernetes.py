@@ -1,7 +1,7 @@
-"""The manifests of docs/kubernetes at work: pods are evicted, come back elsewhere, and are scaled.
+"""Jobs with the manifests of docs/kubernetes: pods are evicted, recreated and scaled.
 
-No cluster is needed: a pod is a set of namespaces, its command and variables are the manifest's,
-and what a controller would add is added by `manifests`.
+The tests need no cluster. A pod is a set of namespaces with the command and variables of the
+manifest, and `manifests` adds what a controller would add.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pods(cluster: Cluster) -> Pods:
 
 
 def quick(container: Container) -> Container:
-    """With seconds of a test's size where DNS is waited for."""
+    """Return the container with a shorter last call, which waits for DNS."""
     there, here = "last_call_timeout=30", "last_call_timeout=4"
     texts = (*container.command, *container.environment.values())
     assert sum(there in text for text in texts) == 1
@@ -56,7 +56,7 @@ def check_all_was_used_once(pods: Pods, samples: int = SAMPLES) -> None:
     assert found.exactly_once(samples), pods.said()
 
 
-def test_a_pytorchjobs_workers_are_evicted_and_come_back_elsewhere_the_first_of_them_too(
+def test_a_pytorchjob_continues_after_each_worker_is_evicted_and_recreated(
     pods: Pods,
 ) -> None:
     job = of_kind("pytorchjob.yaml", "PyTorchJob")
@@ -80,11 +80,11 @@ def test_a_pytorchjobs_workers_are_evicted_and_come_back_elsewhere_the_first_of_
     pods.trained(3, after=less)
     assert pods.finish() == [0, 0, 0], pods.said()
     check_all_was_used_once(pods)
-    # Its generations were counted on, and nobody began it anew.
+    # The job was not started a second time.
     assert len(pods.launches()) == 1
 
 
-def test_a_first_pod_that_dns_hides_for_too_long_begins_anew_and_the_others_come_to_it(
+def test_a_first_pod_without_a_dns_entry_restarts_and_the_others_find_it(
     pods: Pods,
 ) -> None:
     job = of_kind("pytorchjob.yaml", "PyTorchJob")
@@ -129,7 +129,7 @@ def test_an_indexed_job_is_scaled_from_one_pod_to_three_and_back(pods: Pods) -> 
     check_all_was_used_once(pods)
 
 
-def test_a_trainjob_loses_the_machine_of_its_first_node_and_has_it_back_elsewhere(
+def test_a_trainjob_continues_after_its_first_node_is_rescheduled(
     pods: Pods,
 ) -> None:
     runtime, job = (of_kind("trainjob.yaml", k) for k in ("ClusterTrainingRuntime", "TrainJob"))
@@ -146,7 +146,7 @@ def test_a_trainjob_loses_the_machine_of_its_first_node_and_has_it_back_elsewher
     check_all_was_used_once(pods)
 
 
-def test_a_job_of_runai_runs_whatever_its_operator_says_of_a_master(pods: Pods) -> None:
+def test_a_runai_job_runs_with_any_master_variables_of_the_operator(pods: Pods) -> None:
     for index in range(2):
         container = with_master(quick(pytorch_job(runai_job(), index)), index, 7)
         pods.start(container, "--samples=320")
@@ -156,7 +156,7 @@ def test_a_job_of_runai_runs_whatever_its_operator_says_of_a_master(pods: Pods) 
     check_all_was_used_once(pods, 320)
 
 
-def test_of_a_name_of_several_machines_the_one_that_is_told_to_hosts(cluster: Cluster) -> None:
+def test_is_host_selects_the_host_of_a_name_with_several_addresses(cluster: Cluster) -> None:
     one, two = cluster.grow(2)
     for host in (one, two):
         host.know_lines(f"{one.address} train", f"{two.address} train")
@@ -168,7 +168,7 @@ def test_of_a_name_of_several_machines_the_one_that_is_told_to_hosts(cluster: Cl
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_who_is_told_to_host_behind_a_translated_address_serves_at_all_of_its_own(
+def test_is_host_behind_a_translated_address_listens_on_all_addresses(
     cluster: Cluster,
 ) -> None:
     """As a Service's: what it means is nobody's own address, and leads to the first node."""

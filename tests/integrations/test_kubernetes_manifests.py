@@ -1,4 +1,4 @@
-"""docs/kubernetes is valid by the models of the clients of those who read it, and by our rules."""
+"""docs/kubernetes is valid for the client libraries of its controllers and for elasticrun."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def launched(container: Container) -> LaunchRequest:
 
 
 def valid(document: Yaml) -> None:
-    """Raises ValueError where the model says no."""
+    """Raise ValueError if the document does not match the model of its kind."""
     name = MODELS[document["kind"]]
     if not hasattr(trainer, name):
         build(name, (kubeflow, kubernetes), document)
@@ -109,13 +109,13 @@ def valid(document: Yaml) -> None:
 
 
 @pytest.mark.parametrize("document", ALL)
-def test_a_manifest_has_the_fields_of_its_kind_and_no_other(document: Yaml) -> None:
+def test_a_manifest_has_only_fields_of_its_kind(document: Yaml) -> None:
     assert document["apiVersion"] == VERSIONS[document["kind"]]
     valid(document)
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where the mappings stand whose keys are fields, and not labels, requests or kinds."""
+    """Return the paths of all mappings whose keys are fields, not labels, requests or kinds."""
     if isinstance(value, list):
         return [found for n, one in enumerate(value) for found in paths(one, (*path, n))]
     if not isinstance(value, dict) or (path and path[-1] in FREE):
@@ -128,7 +128,7 @@ FREE = ("labels", "requests", "selector", "matchLabels", "pytorchReplicaSpecs")
 
 
 @pytest.mark.parametrize("document", ALL)
-def test_a_field_that_is_misspelt_anywhere_is_found(document: Yaml) -> None:
+def test_a_misspelled_field_is_found(document: Yaml) -> None:
     found = paths(document)
     assert len(found) > 2
     for path in found:
@@ -142,7 +142,7 @@ def test_a_field_that_is_misspelt_anywhere_is_found(document: Yaml) -> None:
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_a_command_and_its_variables_are_an_elastic_launch(name: str) -> None:
+def test_elasticrun_accepts_the_command_and_variables_of_each_manifest(name: str) -> None:
     container = CONTAINERS[name]
     launch = launched(container)
     config = launch.config
@@ -160,7 +160,7 @@ def test_a_command_and_its_variables_are_an_elastic_launch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_who_saves_and_leaves_is_given_the_time_for_it(name: str) -> None:
+def test_pods_get_enough_time_to_save_before_they_are_killed(name: str) -> None:
     config = launched(CONTAINERS[name]).config
     options = config.supervision.agent
     # The others' workers are told to save when the host's own are, and it serves until they met.
@@ -171,13 +171,13 @@ def test_who_saves_and_leaves_is_given_the_time_for_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_who_comes_back_to_an_empty_store_waits_for_as_long_as_dns_may_say_something_old(
+def test_the_last_call_is_as_long_as_dns_entries_can_be_stale(
     name: str,
 ) -> None:
     assert launched(CONTAINERS[name]).config.rendezvous_settings.last_call_timeout == DNS_SECONDS
 
 
-def test_what_the_operator_says_of_a_master_does_not_change_the_launch() -> None:
+def test_master_variables_of_the_operator_do_not_change_the_launch() -> None:
     """RANK and its like are of the node, and are for the agent nothing."""
     plain = CONTAINERS["pytorchjob"]
     told, more = launched(plain), launched(with_master(plain, 2, 3))
@@ -186,7 +186,7 @@ def test_what_the_operator_says_of_a_master_does_not_change_the_launch() -> None
     assert more.config.node_rank == 2
 
 
-def test_a_single_nodes_switch_is_set_to_nothing_by_the_operator() -> None:
+def test_an_empty_standalone_variable_selects_a_single_node() -> None:
     switched = {"PET_STANDALONE": "", "PET_NNODES": "1:1"}
     environment = {**CONTAINERS["pytorchjob"].environment, **switched}
     launch = parse_launch(CONTAINERS["pytorchjob"].command[1:], environment)
@@ -194,7 +194,7 @@ def test_a_single_nodes_switch_is_set_to_nothing_by_the_operator() -> None:
     assert launch.config.is_single_node
 
 
-def test_the_indexed_job_is_one_that_may_be_resized_and_replaced() -> None:
+def test_the_indexed_job_can_be_resized_and_its_pods_replaced() -> None:
     spec = JOB["spec"]
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"]
@@ -212,7 +212,7 @@ def test_the_indexed_job_is_one_that_may_be_resized_and_replaced() -> None:
         assert codes["containerName"] in {container["name"] for container in pod["containers"]}
 
 
-def test_the_names_in_the_indexed_job_are_each_others() -> None:
+def test_names_in_the_indexed_job_refer_to_each_other() -> None:
     service, budget = (of_kind("indexed-job.yaml", k) for k in ("Service", "PodDisruptionBudget"))
     name, labels = JOB["metadata"]["name"], {"batch.kubernetes.io/job-name": "train"}
     assert name == "train"
@@ -223,7 +223,7 @@ def test_the_names_in_the_indexed_job_are_each_others() -> None:
     assert launched(CONTAINERS["indexed-job"]).config.rdzv_endpoint.endswith(f":{port}")
 
 
-def test_the_store_of_its_own_is_that_jobs_and_its_service_leads_to_it() -> None:
+def test_the_separate_store_serves_the_job_and_its_service_selects_it() -> None:
     service, deployment = (of_kind("store.yaml", kind) for kind in ("Service", "Deployment"))
     spec, name = deployment["spec"], service["metadata"]["name"]
     labels = spec["template"]["metadata"]["labels"]
@@ -245,12 +245,12 @@ def test_the_store_of_its_own_is_that_jobs_and_its_service_leads_to_it() -> None
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_the_events_are_kept_on_the_volume(name: str) -> None:
+def test_events_are_written_to_the_volume(name: str) -> None:
     container = CONTAINERS[name]
     assert launched(container).settings["log_dir"] == f"{container.mount}/logs"
 
 
-def test_the_autoscaler_keeps_to_the_limits_of_what_it_scales() -> None:
+def test_the_autoscaler_has_the_limits_of_the_job() -> None:
     spec = of_kind("autoscaler.yaml", "HorizontalPodAutoscaler")["spec"]
     target, policy = spec["scaleTargetRef"], PYTORCH_JOB["spec"]["elasticPolicy"]
     assert (target["kind"], target["apiVersion"]) == ("PyTorchJob", PYTORCH_JOB["apiVersion"])
@@ -260,7 +260,7 @@ def test_the_autoscaler_keeps_to_the_limits_of_what_it_scales() -> None:
     assert "metrics" not in policy
 
 
-def test_the_trainer_finds_its_node_and_no_variable_of_its_own() -> None:
+def test_the_trainer_needs_no_variables_except_those_of_the_node() -> None:
     (replicated,) = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"]
     labels = replicated["template"]["metadata"]["labels"]
     assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
@@ -271,7 +271,7 @@ def test_the_trainer_finds_its_node_and_no_variable_of_its_own() -> None:
         assert not {one["name"] for one in env} & RESERVED
 
 
-def test_runais_command_line_has_flags_of_its_reference_alone() -> None:
+def test_the_runai_command_has_only_documented_flags() -> None:
     words = runai_words()
     assert words[:4] == ["runai", "training", "pytorch", "submit"]
     rest = iter(words[5 : words.index("--")])
@@ -284,7 +284,7 @@ def test_runais_command_line_has_flags_of_its_reference_alone() -> None:
     valid(runai_job())
 
 
-def test_the_example_that_the_manifests_run_is_there() -> None:
+def test_the_example_of_the_manifests_exists() -> None:
     for container in CONTAINERS.values():
         (module,) = re.findall(r"-m (\S+)", " ".join(container.command))
         assert importlib.util.find_spec(module)
@@ -297,12 +297,12 @@ RESIZE = re.compile("kubectl (scale|patch|delete) ")
 LINES = [line for _, code in BLOCKS for line in code.splitlines()]
 
 
-def test_the_page_names_every_file_and_nothing_else() -> None:
+def test_the_page_names_exactly_the_manifest_files() -> None:
     named = re.findall(r"\]\(kubernetes/([\w.-]+)\)", TEXT)
     assert sorted(named) == sorted(path.name for path in FILES[0].parent.iterdir())
 
 
-def test_the_page_says_what_the_manifests_need_of_a_cluster() -> None:
+def test_the_page_lists_the_requirements_of_the_manifests() -> None:
     claims = {
         volume["persistentVolumeClaim"]["claimName"]
         for volume in JOB["spec"]["template"]["spec"]["volumes"]
@@ -313,7 +313,7 @@ def test_the_page_says_what_the_manifests_need_of_a_cluster() -> None:
         assert word in TEXT
 
 
-def test_the_pages_resizes_are_of_what_is_there_and_leave_it_valid() -> None:
+def test_resize_commands_of_the_page_are_valid_for_the_manifests() -> None:
     scale, patch, *deletes = (shlex.split(line) for line in LINES if RESIZE.match(line))
     assert scale[2] == f"pytorchjob/{PYTORCH_JOB['metadata']['name']}"
     replicas = int(scale[3].removeprefix("--replicas="))
@@ -333,7 +333,7 @@ def test_the_pages_resizes_are_of_what_is_there_and_leave_it_valid() -> None:
     assert of_pytorch_job[2] in pods
 
 
-def test_the_pages_commands_for_a_job_with_a_master_meet_at_it(
+def test_commands_of_the_page_for_a_job_with_a_master_use_its_endpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,7 @@
-"""Jobs whose agents are actors of a real Ray cluster: several raylets of this machine.
+"""Jobs whose agents are actors of a real Ray cluster with several raylets on this machine.
 
-Ray's nodes are killed here, its actors, the workers, and the driver; a job goes on with what is
-left, and takes what is added. Of a job that is over, however it ended, nothing runs any more.
+The tests kill nodes, actors, workers and the driver. Jobs continue with the remaining nodes and use
+added ones. No process of a job is left after its end.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from ray.cluster_utils import Cluster
 DRIVER = str(Path(__file__).with_name("ray_driver.py"))
 MARK = "ELASTICLIB_TEST_RAY"
 SMALL = {"object_store_memory": 78 * 1024 * 1024}
-# Ray takes a quarter of a minute to miss a node unless it is told otherwise.
+# By default, Ray notices a lost node after about 15 s.
 QUICK = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 300,
     # Who is killed refuses the connection at once, and a machine with much to do is slow to answer.
     "health_check_timeout_ms": 10_000,
     "health_check_failure_threshold": 5,
-    # Ray starts actors with a niceness of 15: beside other tests they hardly ran.
+    # By default, actors have a niceness of 15, and hardly run while other tests do.
     "worker_niceness": 0,
 }
 
 
 class Rays:
-    """A head that has no room for agents, and nodes that come and go."""
+    """A Ray cluster: a head without CPUs for agents, and nodes that are added and killed."""
 
     def __init__(self, folder: str) -> None:
         self.mark = uuid.uuid4().hex
@@ -62,7 +62,7 @@ class Rays:
         return self.nodes[-1]
 
     def have(self, count: int) -> None:
-        """So many nodes of one CPU, as the next test wants them."""
+        """Add or kill nodes with one CPU until there are `count`."""
         while len(self.nodes) < count:
             self.add()
         while len(self.nodes) > count:
@@ -73,7 +73,7 @@ class Rays:
         self._cluster.remove_node(node, allow_graceful=False)
 
     def raylet_of(self, pid: int) -> int:
-        """The raylet that started this process's actor, of which its environment tells."""
+        """Return the pid of the raylet that started the actor of this process."""
         return int(environment_of(pid)["RAY_RAYLET_PID"])
 
     def node_of(self, pid: int) -> Any:
@@ -86,7 +86,7 @@ class Rays:
         return found
 
     def processes(self) -> dict[int, str]:
-        """All that descend from the cluster, with their command lines."""
+        """Return the command line of every process of the cluster, by pid."""
         found = {}
         for pid in filter(alive, marked(MARK, self.mark)):
             with contextlib.suppress(OSError):
@@ -95,7 +95,7 @@ class Rays:
         return found
 
     def ours(self) -> dict[int, str]:
-        """Those of them that are not Ray's own: agents, workers, and what clears up."""
+        """Return the processes of jobs: agents, their supervisors and workers."""
         rays = ("/ray/", "ray::")
         return {
             pid: line
@@ -104,7 +104,7 @@ class Rays:
         }
 
     def clear(self) -> None:
-        """Waits until no agent or worker is left."""
+        """Wait until no agent or worker is left."""
         try:
             wait_until("the job's processes to be gone", lambda: not self.ours(), 60.0)
         except AssertionError as error:
@@ -127,7 +127,7 @@ def cluster() -> Iterator[Rays]:
 
 @pytest.fixture
 def rays(cluster: Rays) -> Iterator[Rays]:
-    """The cluster, on which nothing of the test is left, also in shared memory."""
+    """The cluster. After the test, no process of it is left."""
     yield cluster
     cluster.clear()
 
@@ -139,13 +139,13 @@ def drive(job: Job, rays: Rays, mode: str, *args: str) -> Node:
 
 
 def said(driver: Node) -> Any:
-    """What the driver printed at its end."""
+    """Return the JSON value that the driver printed at the end."""
     assert driver.exit_code() == 0, driver.text
     return json.loads(driver.text.strip().splitlines()[-1])
 
 
 def memory_of(places: list[dict[str, Any]]) -> list[Path]:
-    """The folders in shared memory of these workers' agents."""
+    """Return the directories in shared memory of the agents of these workers."""
     return [Path(environment_of(p["pid"])["ELASTICLIB_SNAPSHOTS"]).parent for p in places]
 
 
@@ -153,7 +153,7 @@ def gone(folders: list[Path]) -> None:
     wait_until("what is in memory to be cleared", lambda: not any(f.exists() for f in folders))
 
 
-def test_a_function_trains_on_two_nodes_and_all_values_come_back(job: Job, rays: Rays) -> None:
+def test_a_function_trains_on_two_nodes_and_returns_all_values(job: Job, rays: Rays) -> None:
     rays.have(2)
     driver = drive(job, rays, "train")
     values = said(driver)
@@ -181,7 +181,7 @@ def test_workers_see_the_gpus_that_ray_gave_to_their_agent(job: Job, rays: Rays)
     assert len(given.pop().split(",")) == 2
 
 
-def test_a_job_goes_on_without_a_lost_node_and_takes_a_new_one(job: Job, rays: Rays) -> None:
+def test_a_job_continues_without_a_lost_node_and_uses_a_new_one(job: Job, rays: Rays) -> None:
     rays.have(2)
     driver = drive(job, rays, "work", "1:2")
     two = job.settled(2)
@@ -211,7 +211,7 @@ def test_workers_are_restarted_and_agents_replaced(job: Job, rays: Rays) -> None
     os.kill(agent_of(second[0]["pid"]), signal.SIGKILL)
     third = job.settled(2, generation_of(second))
     memory += memory_of(third)
-    # What is lost is replaced, and charged to nobody's budget.
+    # Replacing a lost agent uses no restart.
     assert {place["TORCHELASTIC_RESTART_COUNT"] for place in third} == {"1"}
     assert not any(alive(place["pid"]) for place in second)
     job.finish()
@@ -243,7 +243,7 @@ def test_a_failure_is_raised_at_the_driver_with_its_cause(job: Job, rays: Rays) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_runs_on_without_its_driver(job: Job, rays: Rays, number: int) -> None:
+def test_no_process_is_left_without_the_driver(job: Job, rays: Rays, number: int) -> None:
     rays.have(2)
     driver = drive(job, rays, "work")
     places = job.settled(2)
@@ -257,7 +257,7 @@ def test_nothing_runs_on_without_its_driver(job: Job, rays: Rays, number: int) -
     gone(memory)
 
 
-def test_a_drained_driver_has_all_workers_save_at_one_step(job: Job, rays: Rays) -> None:
+def test_a_drain_of_the_driver_lets_all_workers_save_at_one_step(job: Job, rays: Rays) -> None:
     rays.have(2)
     driver = drive(job, rays, "save")
     job.settled(2)
@@ -268,14 +268,14 @@ def test_a_drained_driver_has_all_workers_save_at_one_step(job: Job, rays: Rays)
     )
 
 
-def test_a_job_for_which_there_is_no_room_is_given_up_with_the_reason(job: Job, rays: Rays) -> None:
+def test_a_job_without_enough_resources_fails_with_the_reason(job: Job, rays: Rays) -> None:
     rays.have(1)
     outcome = said(drive(job, rays, "starve", "2:2"))
     assert outcome["state"] == "failed"
-    assert re.search(r"of 2 to 2 agents run|join_timeout", outcome["says"])
+    assert re.search(r"\(2 to 2 required\)|join_timeout", outcome["says"])
 
 
-def test_the_page_on_ray_runs_as_it_stands(job: Job, rays: Rays) -> None:
+def test_the_program_of_the_page_runs(job: Job, rays: Rays) -> None:
     text, blocks = blocks_of("ray.md")
     [program] = [code for language, code in blocks if language == "python"]
     train = str(job.folder / "train.py")

@@ -1,5 +1,4 @@
-"""A report as a browser lays it out: on a phone, at a desk, in the dark, on paper and in a page
-that holds more. What is asked for here is measured in the page itself."""
+"""Layout of the report in a browser: phone, desktop, dark mode, print, and embedded in a page."""
 
 from __future__ import annotations
 
@@ -110,7 +109,7 @@ def light(colour: str) -> tuple[float, float, float]:
 
 
 def luminance(colour: tuple[float, float, float]) -> float:
-    """As WCAG defines it, from 0 to 1."""
+    """Return the relative luminance of WCAG, from 0 to 1."""
     parts = [value / 255 for value in colour]
     red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -144,7 +143,7 @@ def overlapping(texts: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("width", [PHONE, DESK])
-def test_everything_is_in_its_place_and_can_be_read(
+def test_all_parts_of_the_report_are_visible(
     browser: Browser, pages: dict[str, Path], name: str, width: int
 ) -> None:
     browser.open(pages[name], width)
@@ -159,7 +158,7 @@ def test_everything_is_in_its_place_and_can_be_read(
 
 @pytest.mark.parametrize("name", ["eventful", "vast"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_words_stand_out_by_day_and_by_night(
+def test_text_has_enough_contrast_in_light_and_dark_mode(
     browser: Browser, pages: dict[str, Path], name: str, dark: bool
 ) -> None:
     browser.open(pages[name], DESK, dark=dark)
@@ -174,7 +173,7 @@ def test_words_stand_out_by_day_and_by_night(
 
 
 @pytest.mark.parametrize("name", ["eventful", "vast"])
-def test_paper_has_light_colours_and_no_row_that_a_page_break_can_cut(
+def test_printing_uses_light_colors_and_does_not_split_rows(
     browser: Browser, pages: dict[str, Path], name: str, tmp_path: Path
 ) -> None:
     width, height = PAPER
@@ -193,7 +192,7 @@ def test_paper_has_light_colours_and_no_row_that_a_page_break_can_cut(
     assert needed <= sheets <= 2 * needed + 2
 
 
-def test_a_page_of_500_nodes_and_200_generations_stays_light(
+def test_a_report_of_500_nodes_and_200_generations_stays_small(
     browser: Browser, pages: dict[str, Path]
 ) -> None:
     assert pages["vast"].stat().st_size < 2_000_000
@@ -205,7 +204,7 @@ def test_a_page_of_500_nodes_and_200_generations_stays_light(
     assert "500 nodes; the 40 most eventful are listed" in said
 
 
-def test_what_others_wrote_does_nothing(browser: Browser, tmp_path: Path) -> None:
+def test_text_from_workers_is_not_executed(browser: Browser, tmp_path: Path) -> None:
     """Text that would be a script, a link, an end of an element or a direction is only text."""
     evil = "</title></style><img src=x onerror='window.done=1'><script>window.done=1</script>\u202e"
     history = histories.eventful()
@@ -234,10 +233,8 @@ def test_what_others_wrote_does_nothing(browser: Browser, tmp_path: Path) -> Non
     assert overlapping(browser.value(TEXTS)) == []
 
 
-def test_two_reports_in_one_page_change_nothing_around_them(
-    browser: Browser, tmp_path: Path
-) -> None:
-    """As in a notebook that says how all of its tables look."""
+def test_two_reports_in_one_page_do_not_affect_the_page(browser: Browser, tmp_path: Path) -> None:
+    # A notebook also has styles for all of its tables.
     around = """<!DOCTYPE html><meta name=viewport content='width=device-width'>
         <style>td, th { text-align: right } .cell table { font-size: 30px; margin-left: auto }
         .cell tbody tr:nth-child(odd) { background: rgb(9, 9, 9) }</style>

@@ -1,4 +1,4 @@
-"""The tasks and the component of docs/skypilot_torchx.md, run as they stand there."""
+"""The tasks and the component of docs/skypilot_torchx.md run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def put_script(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
-def test_a_task_of_skypilots_trains_on_both_nodes(
+def test_a_skypilot_task_trains_on_both_nodes(
     name: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = cluster.job
@@ -59,7 +59,7 @@ def test_a_task_of_skypilots_trains_on_both_nodes(
         assert node.exit_code() == 0, node.text
 
 
-def test_torchx_starts_our_nodes_with_the_command_line_that_it_builds_for_torchrun(
+def test_torchx_starts_elasticrun_with_its_command_line_for_torchrun(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torchx", reason="torchx is not installed")

@@ -1,4 +1,4 @@
-"""The batch scripts of docs/slurm.md, run as they stand there by a real Slurm of two nodes."""
+"""The batch scripts of docs/slurm.md under a real Slurm with two nodes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Batch:
             raise AssertionError(f"{error}\n{self.said}") from None
 
     def ends(self, reason: str, folder: str = ".") -> list[tuple[int, int]]:
-        """The ranks that ended for this reason, each with the step at which it did."""
+        """Return the ranks that stopped for this reason, with their last steps."""
         found = (self.folder / folder).glob(f"end.*.*.{reason}")
         return sorted((int(p.name.split(".")[1]), int(p.name.split(".")[2])) for p in found)
 
@@ -76,7 +76,7 @@ class Batch:
         self._slurm.wait_for_state(self.id, state, details=lambda: self.said)
 
     def check_drained_and_goes_on(self) -> None:
-        """All ranks have saved at one step; the job is in the queue again, and goes on there."""
+        """Check that all ranks saved at one step, and that the requeued job continues there."""
         wait_until("the job to be requeued", lambda: self._slurm.field(self.id, "Restarts") == "1")
         ends = self.ends(DRAINED)
         (step,) = {step for _, step in ends}
@@ -113,7 +113,7 @@ class Batch:
 
 
 def is_far(moment: str) -> bool:
-    """Whether it is more than half a minute away, as Slurm tells times."""
+    """Return True if a time in the format of Slurm is more than half a minute ahead."""
     return moment != "Unknown" and datetime.fromisoformat(moment) > datetime.now() + MINUTE / 2
 
 
@@ -137,7 +137,7 @@ def test_a_script_for_torchrun_needs_one_word_changed(submit: Any) -> None:
     batch.finish()
 
 
-def test_slurm_says_who_meets_where_and_with_how_many_workers(submit: Any) -> None:
+def test_endpoint_and_number_of_workers_are_read_from_slurm(submit: Any) -> None:
     batch = submit("elastic")
     places = batch.settled(2 * GPUS)
     check_one_world(places)
@@ -150,7 +150,7 @@ def test_slurm_says_who_meets_where_and_with_how_many_workers(submit: Any) -> No
     assert len(batch.ends("finished")) == 2 * GPUS
 
 
-def test_ranks_are_slurms_under_the_static_rendezvous(submit: Any) -> None:
+def test_static_rendezvous_uses_the_ranks_of_slurm(submit: Any) -> None:
     batch = submit("static")
     places = batch.settled(2)
     check_one_world(places)
@@ -180,7 +180,7 @@ def test_signalled_job_saves_at_one_step_and_is_requeued_by_its_batch_script(
     assert slurm.field(batch.id, "ExitCode") == "0:0"
 
 
-def test_a_signal_to_the_batch_shell_alone_is_passed_on(submit: Any, slurm: Slurm) -> None:
+def test_a_signal_to_the_batch_shell_is_forwarded(submit: Any, slurm: Slurm) -> None:
     batch = submit("shell")
     batch.settled(2)
     slurm.tell("scancel", "--signal=USR1", "--batch", batch.id)
@@ -205,7 +205,7 @@ def test_each_task_of_an_array_is_requeued_by_itself(submit: Any, slurm: Slurm) 
     assert [slurm.field(task, "Restarts") for task in tasks] == ["0", "1"]
 
 
-def test_a_job_that_is_cancelled_stays_cancelled(submit: Any, slurm: Slurm) -> None:
+def test_a_cancelled_job_is_not_requeued(submit: Any, slurm: Slurm) -> None:
     batch = submit("requeue")
     batch.settled(2)
     slurm.tell("scancel", batch.id)
@@ -228,7 +228,7 @@ def test_exit_code_stays_if_slurm_refuses_to_requeue(submit: Any, slurm: Slurm) 
     assert f"disabled for job {batch.id}" in batch.said
 
 
-def test_job_goes_on_without_a_node_that_is_drained_alone(submit: Any, slurm: Slurm) -> None:
+def test_job_continues_without_a_drained_node(submit: Any, slurm: Slurm) -> None:
     # The parent of a worker is the agent if workers are started as new interpreters.
     flags = "--scheduler slurm --start-method spawn"
     batch = submit(SCRIPTS["no-kill"].replace("--scheduler slurm", flags))
@@ -242,7 +242,7 @@ def test_job_goes_on_without_a_node_that_is_drained_alone(submit: Any, slurm: Sl
     assert slurm.field(batch.id, "Restarts") == "0"
 
 
-def test_a_job_goes_on_without_a_node_that_has_died(submit: Any, slurm: Slurm) -> None:
+def test_job_continues_without_a_node_that_has_died(submit: Any, slurm: Slurm) -> None:
     batch = submit("no-kill")
     places = batch.settled(2)
     slurm.nodes["n2"].power_off()

@@ -1,4 +1,4 @@
-"""A small soak: cheap faults, one after another, and the proof at its end."""
+"""A short soak test of a framework with a campaign of faults."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def soak(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(300)
-def test_seven_faults_of_a_campaign_lose_nothing_and_each_is_seen_to_take_effect(
+def test_a_campaign_of_seven_faults_loses_no_sample(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "campaign.jsonl"
@@ -57,7 +57,7 @@ def test_seven_faults_of_a_campaign_lose_nothing_and_each_is_seen_to_take_effect
     assert "| SIGKILL to a worker | 1 |" in (tmp_path / "out" / "soak.md").read_text()
 
 
-def test_a_campaign_that_cannot_be_played_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_an_invalid_campaign_is_rejected_before_the_job_starts(tmp_path: Path) -> None:
     file = tmp_path / "campaign.jsonl"
     file.write_text("{}\n")
     done = soak(tmp_path / "out", "--campaign", str(file))

@@ -1,7 +1,7 @@
-"""docs/start.md, word by word: a checkout is installed, a training is killed, and it goes on.
+"""docs/start.md: a checkout is installed, and a training continues after a worker is killed.
 
-All lines of the page are run, in its order, in an environment that they make; only torch is not
-downloaded again. `make test-integrations`, since that takes a while.
+All commands of the page run in order, in the environment that they create. Only torch is not
+downloaded again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(500)]
 
 
 class Terminal:
-    """What a reader types, in a folder, once the page's environment is there and active."""
+    """A terminal in a directory, with the environment of the page."""
 
     def __init__(self, top: Path) -> None:
         self.top = top
@@ -93,11 +93,11 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
 
 
 def has(subcommand: str, terminal: Terminal) -> bool:
-    """Whether that part of the same work is there yet."""
+    """Return True if elasticlib has this subcommand."""
     return subcommand in terminal.types("elasticlib --help")
 
 
-def test_a_worker_is_killed_and_the_training_goes_on(terminal: Terminal) -> None:
+def test_training_continues_after_a_killed_worker(terminal: Terminal) -> None:
     folder = terminal.folder
     (folder / "train.py").write_text(SCRIPT)
     # A reader takes longer to type than a test.
@@ -130,7 +130,7 @@ def test_a_worker_is_killed_and_the_training_goes_on(terminal: Terminal) -> None
             )
 
 
-def test_started_again_it_goes_on_with_another_number_of_workers(terminal: Terminal) -> None:
+def test_training_resumes_with_another_number_of_workers(terminal: Terminal) -> None:
     folder = terminal.folder
     assert (folder / "checkpoints").exists(), "the test above comes first"
     said = terminal.types(AGAIN.replace(" 700", " 90"))
@@ -138,7 +138,7 @@ def test_started_again_it_goes_on_with_another_number_of_workers(terminal: Termi
     assert "rank 0 ends after step 90" in said
 
 
-def test_the_launch_from_python_returns_what_the_guide_says(terminal: Terminal) -> None:
+def test_launch_from_python_returns_the_values_in_the_guide(terminal: Terminal) -> None:
     (code,) = (code for language, code in blocks_of("guide/launch.md")[1] if language == "python")
     (terminal.folder / "sums.py").write_text(code)
     said = re.search(r"^ +print\(.*\) +# (.*)$", code, re.MULTILINE)

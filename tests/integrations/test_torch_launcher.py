@@ -1,5 +1,4 @@
-"""The launcher of docs/coming_from_torch.md does under torch what it does here: its import alone
-differs."""
+"""The launcher of docs/coming_from_torch.md has the same result with torch and elasticlib."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def run(folder: Path, program: str, steps: str) -> tuple[int, str, object]:
     ("steps", "code", "cause"),
     [("2", 0, (None, None)), ("1", 1, ("ValueError: 1 steps are too few", 1))],
 )
-def test_one_program_ends_alike_under_both(
+def test_a_program_has_the_same_result_under_both_launchers(
     steps: str, code: int, cause: object, tmp_path: Path
 ) -> None:
     assert OURS.count(IMPORT) == 1

@@ -1,4 +1,4 @@
-"""docs/writing_a_handler.md, followed by a third party: its files, its tests, its command line."""
+"""The files, tests and command line of docs/writing_a_handler.md work."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MODULE, SUITE = "elasticlib_register", "test_elasticlib_register.py"
 (COMMAND,) = (code.strip() for kind, code in BLOCKS if kind == "sh")
 MEMBER = """
 import sys
-from elasticlib import Limits, Node
+from elasticlib import Node, RendezvousSettings
 from elasticlib_register import RegisterHandler
 
 node = Node(sys.argv[2], sys.argv[2], "127.0.0.1", 1)
-handler = RegisterHandler(sys.argv[1], "job", node, Limits(1, 2), 20.0)
+handler = RegisterHandler(sys.argv[1], "job", node, RendezvousSettings(1, 2), 20.0)
 while True:
     print(handler.next_rendezvous().world_size, flush=True)
     while handler.wait_for_change(1.0) is None:
@@ -112,7 +112,7 @@ def two_agents(tmp_path: Path) -> Iterator[TwoAgents]:
         yield agents
 
 
-def test_a_node_that_is_done_waits_for_the_others_and_all_succeed(two_agents: TwoAgents) -> None:
+def test_a_finished_node_waits_for_the_others_and_all_succeed(two_agents: TwoAgents) -> None:
     two_agents.workers["a"].finish()
     wait_until("a to be done", lambda: two_agents.workers["a"].running() == {})
     # Each agent looks at the job every 10 ms meanwhile.
@@ -124,7 +124,7 @@ def test_a_node_that_is_done_waits_for_the_others_and_all_succeed(two_agents: Tw
     assert [workers.starts for workers in two_agents.workers.values()] == [1, 1]
 
 
-def test_a_worker_that_fails_after_another_node_is_done_restarts_both(
+def test_a_failure_after_another_node_has_finished_restarts_both(
     two_agents: TwoAgents,
 ) -> None:
     two_agents.workers["a"].finish()
@@ -138,7 +138,7 @@ def test_a_worker_that_fails_after_another_node_is_done_restarts_both(
     assert [result.generation for result in results] == [2, 2]
 
 
-def test_a_node_whose_restarts_are_used_up_ends_the_job_for_both_with_the_reason(
+def test_a_node_without_restarts_left_ends_the_job_for_both_with_the_reason(
     two_agents: TwoAgents,
 ) -> None:
     two_agents.workers["b"].finish(1)
@@ -150,7 +150,7 @@ def test_a_node_whose_restarts_are_used_up_ends_the_job_for_both_with_the_reason
     assert second.reason.endswith("exited with code 1 (1 of 1 restarts used)")
 
 
-def test_a_member_that_is_killed_is_missed_at_once(site: Path, tmp_path: Path) -> None:
+def test_a_killed_member_is_noticed_at_once(site: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": path_with(site)}
 
     def member(name: str) -> subprocess.Popen[str]:

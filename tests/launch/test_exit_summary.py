@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import shutil
 import signal
+import sys
 
 import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job
@@ -83,7 +85,7 @@ def test_import_of_torch_is_not_counted_as_rendezvous(job: Job) -> None:
     found = agent.says(r"generation 1: imports took (\S+) s, rendezvous took (\S+) s; ")
     assert float(found.group(1)) > 2
     (began,) = (e for e in job.events()[0] if e.kind == "generation.started")
-    assert 2 < began.facts["import_seconds"] <= began.facts["duration_seconds"]
+    assert 2 < began.data["import_seconds"] <= began.data["duration_seconds"]
     assert re.search(r"first workers started after imports \d.* s, rendezvous ", agent.text)
 
 
@@ -95,3 +97,24 @@ def test_a_run_without_events_names_no_report(job: Job) -> None:
     first, last = agent.text.splitlines()
     assert " s in 1 generation" in first
     assert last == "elasticrun: SUCCEEDED: 1 node done"
+
+
+def test_a_failed_run_shows_command_line_and_traceback_in_summary_and_report(job: Job) -> None:
+    script = job.folder / "train.py"
+    script.write_text("def train(batch):\n    raise ValueError(batch)\n\ntrain('bad batch')\n")
+    flags = ("--standalone", "--start-method=spawn", "--rdzv-id", "job7")
+    command = (sys.executable, "-m", "elasticlib.launch", *flags, str(script), "--lr", "1 e-3")
+    agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
+    assert agent.exit_code() == 1
+    shown = f"python -m elasticlib.launch {' '.join(flags)} {script} --lr '1 e-3'"
+    lines = agent.text.splitlines()
+    assert f"command: {shown}" in lines
+    assert lines.index(f"command: {shown}") < lines.index("    ValueError: bad batch")
+    assert "    Traceback (most recent call last):" in lines
+    page = job.folder / "page.html"
+    job.ask("report", "job7", "-o", str(page))
+    text = html.unescape(page.read_text())
+    assert f"<td><code>{shown}</code></td>" in text
+    assert re.search(
+        r"<summary>Traceback</summary><pre>.*in train.*ValueError: bad batch", text, re.S
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
 from elasticlib.launch.launch_config import health_port
 from elasticlib.launch.observability import ObservabilityServer
+from elasticlib.observe.http_server import MAX_CONNECTIONS
 from elasticlib.observe.job_status import FIELDS
 from elasticlib.testing.waiting import wait_until
 
@@ -105,6 +107,29 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
     assert (said["version"], said["state"]) == (3, "RUNNING")
     (node,) = said["nodes"]
     assert (node["healthy"], node["health_message"], node["pid"]) == (True, "RUNNING", agent.pid)
+    job.finish()
+    assert agent.exit_code() == 0
+
+
+def test_idle_clients_take_a_bounded_number_of_threads_and_do_not_disturb_the_job(job: Job) -> None:
+    agent = started(job, "--observe-port", "0")
+    port = int(agent.says(r"at http://127\.0\.0\.1:(\d+)/healthz").group(1))
+    wait_until("the workers", lambda: get(f"127.0.0.1:{port}", "/healthz") == (200, "RUNNING\n"))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), 30)
+    threads = Path(f"/proc/{agent.pid}/task")
+    before = len([*threads.iterdir()])
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+            for _ in range(3 * MAX_CONNECTIONS)
+        ]
+        assert len([*threads.iterdir()]) <= before + MAX_CONNECTIONS + 1
+        answers = [client.recv(1000) for client in clients]
+    # The others were disconnected without an answer, because they sent no request.
+    num_refused = sum(answer.startswith(b"HTTP/1.0 503 ") for answer in answers)
+    assert 0 < num_refused <= 2 * MAX_CONNECTIONS
+    wait_until("an answer", lambda: get(f"127.0.0.1:{port}", "/healthz") == (200, "RUNNING\n"))
     job.finish()
     assert agent.exit_code() == 0
 

@@ -1,4 +1,4 @@
-"""What a launch on Ray takes and refuses, and what its nodes' ends come to; without Ray."""
+"""Settings of a launch on Ray, and the results of its nodes, without Ray."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import pytest
 from elasticlib import LaunchConfig, RunResult, WorkerState
 from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.integrations.ray import (
-    ENDPOINT,
-    check,
-    find_ray,
+    RAY_ENDPOINT,
+    agent_resources,
+    check_config,
+    import_ray,
     ray_launch,
-    read_resources,
-    read_values,
+    unpickle_values,
 )
-from elasticlib.integrations.ray.driver import actor_options, merged
+from elasticlib.integrations.ray.driver import actor_options, merge_results
 from elasticlib.workers.exits import WorkerExit
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("settings", "message"),
     [
         ({"rdzv_backend": "file", "rdzv_endpoint": "/tmp", "run_id": "x"}, "rdzv_backend"),
-        ({"rdzv_endpoint": "node0:29400"}, "rdzv_endpoint has no .* 'node0:29400'"),
+        ({"rdzv_endpoint": "node0:29400"}, "rdzv_endpoint cannot be 'node0:29400' on Ray"),
         ({"rdzv_endpoint": "ray", "node_rank": 0}, "node_rank"),
         ({"rdzv_endpoint": "ray", "local_addr": "127.0.0.1"}, "local_addr"),
         ({"rdzv_endpoint": "ray", "topology": "rack1"}, "topology"),
@@ -35,21 +35,21 @@ from elasticlib.workers.exits import WorkerExit
         ({"rdzv_endpoint": "ray", "rdzv_configs": {"secret_file": "/x"}}, "secret_file"),
     ],
 )
-def test_what_ray_or_the_driver_decides_is_refused_by_name(
-    settings: dict[str, Any], named: str
+def test_a_setting_that_ray_or_the_driver_decides_is_rejected_by_name(
+    settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=message):
         ray_launch(LaunchConfig(max_nodes=2, **settings), print)
 
 
-def test_one_node_and_several_that_meet_at_ray_are_taken() -> None:
-    check(LaunchConfig())
-    check(LaunchConfig(min_nodes=1, max_nodes=9, rdzv_endpoint=ENDPOINT))
+def test_jobs_of_one_node_and_of_several_nodes_are_accepted() -> None:
+    check_config(LaunchConfig())
+    check_config(LaunchConfig(min_nodes=1, max_nodes=9, rdzv_endpoint=RAY_ENDPOINT))
 
 
-def test_agent_takes_one_cpu_for_each_worker_by_default() -> None:
-    assert read_resources({}, 4) == {"CPU": 4.0}
-    resources = read_resources({"CPU": 1, "GPU": 4, "memory": 1e9, "fast": 1}, 4)
+def test_an_agent_gets_one_cpu_for_each_worker_by_default() -> None:
+    assert agent_resources({}, 4) == {"CPU": 4.0}
+    resources = agent_resources({"CPU": 1, "GPU": 4, "memory": 1e9, "fast": 1}, 4)
     assert resources == {"CPU": 1.0, "GPU": 4.0, "memory": 1e9, "fast": 1.0}
     options = actor_options(resources)
     assert (options["num_cpus"], options["num_gpus"], options["memory"]) == (1.0, 4.0, 1e9)
@@ -57,50 +57,53 @@ def test_agent_takes_one_cpu_for_each_worker_by_default() -> None:
 
 
 @pytest.mark.parametrize("amount", [-1, float("nan"), "2"])
-def test_amount_that_ray_cannot_reserve_is_rejected(amount: Any) -> None:
-    with pytest.raises(ConfigError, match=r"resources\['GPU'\] must be a number from 0"):
+def test_an_amount_that_ray_cannot_reserve_is_rejected(amount: Any) -> None:
+    with pytest.raises(ConfigError, match=r"resources\['GPU'\] must be a non-negative"):
         ray_launch(LaunchConfig(), print, {"GPU": amount})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
-def test_where_ray_is_not_installed_the_extra_is_named() -> None:
+def test_the_error_names_the_extra_if_ray_is_not_installed() -> None:
     with pytest.raises(ConfigError, match=r"pip install 'elasticlib\[ray\]'"):
-        find_ray()
+        import_ray()
 
 
-def failed(rank: int) -> dict[int, WorkerExit]:
+def failure(rank: int) -> dict[int, WorkerExit]:
     return {rank: WorkerExit(0, rank, pid=1, returncode=1)}
 
 
-def test_the_nodes_values_and_failures_are_the_jobs() -> None:
-    done = WorkerState.SUCCEEDED
-    both = merged([RunResult(done, "ok", {2: "c"}), RunResult(done, "ok", {0: "a", 1: "b"})])
-    assert (both.state, list(both.return_values.items())) == (done, [(0, "a"), (1, "b"), (2, "c")])
-    broken = WorkerState.FAILED
-    ends = [
-        RunResult(broken, "no", failures=failed(3)),
-        RunResult(broken, "no", failures=failed(0)),
+def test_merged_result_has_the_values_and_failures_of_all_nodes() -> None:
+    succeeded, failed = WorkerState.SUCCEEDED, WorkerState.FAILED
+    result = merge_results(
+        [RunResult(succeeded, "ok", {2: "c"}), RunResult(succeeded, "ok", {0: "a", 1: "b"})]
+    )
+    assert result.state is succeeded
+    assert list(result.return_values.items()) == [(0, "a"), (1, "b"), (2, "c")]
+    results = [
+        RunResult(failed, "no", failures=failure(3)),
+        RunResult(failed, "no", failures=failure(0)),
     ]
-    assert list(merged(ends).failures) == [0, 3]
+    assert list(merge_results(results).failures) == [0, 3]
 
 
-def test_what_the_job_came_to_goes_before_how_one_node_was_stopped() -> None:
+def test_the_state_of_the_job_outweighs_a_node_that_was_stopped() -> None:
     stopped = RunResult(WorkerState.STOPPED, "SIGINT", signal=2)
-    won = RunResult(WorkerState.SUCCEEDED, "all done")
-    assert merged([stopped, won], asked=2).state is WorkerState.SUCCEEDED
-    assert merged([stopped, stopped], asked=2).exit_code == 130
-    assert merged([], asked=2).exit_code == 130
-    assert merged([stopped], failure="no room").reason == "no room"
-    assert merged([], failure="no room").state is WorkerState.FAILED
+    succeeded = RunResult(WorkerState.SUCCEEDED, "all workers succeeded")
+    result = merge_results([stopped, succeeded], signal_number=2)
+    assert result.state is WorkerState.SUCCEEDED
+    assert merge_results([stopped, stopped], signal_number=2).exit_code == 130
+    assert merge_results([], signal_number=2).exit_code == 130
+    assert merge_results([stopped], failure="no resources").reason == "no resources"
+    assert merge_results([], failure="no resources").state is WorkerState.FAILED
 
 
-def test_values_that_were_lost_with_their_node_are_an_error_and_not_left_out() -> None:
-    here = {rank: (3, pickle.dumps(rank * 10)) for rank in range(3)}
-    assert read_values(here) == {0: 0, 1: 10, 2: 20}
-    del here[1]
+def test_lost_or_unreadable_return_values_are_an_error() -> None:
+    values = {rank: (3, pickle.dumps(rank * 10)) for rank in range(3)}
+    assert unpickle_values(values) == {0: 0, 1: 10, 2: 20}
+    del values[1]
     with pytest.raises(ElasticError, match=r"values of 1 of 3 workers .*: rank 1"):
-        read_values(here)
+        unpickle_values(values)
     with pytest.raises(ElasticError, match="rank 0"):
-        read_values({})
-    with pytest.raises(ElasticError, match="rank 0 returned cannot be read here"):
-        read_values({0: (1, b"nonsense")})
+        unpickle_values({})
+    with pytest.raises(ElasticError, match="value of rank 0 cannot be unpickled"):
+        unpickle_values({0: (1, b"nonsense")})

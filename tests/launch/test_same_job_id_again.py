@@ -86,7 +86,7 @@ def test_the_same_command_trains_again_after_success_and_after_failure(
     assert "no workers ran" not in job.logs
     # Its events are shown without those of the earlier runs.
     (events,) = job.events(RUN_ID)
-    assert [e.facts["state"] for e in events if e.kind == "run.finished"] == ["succeeded"]
+    assert [e.data["state"] for e in events if e.kind == "run.finished"] == ["succeeded"]
 
 
 def test_the_same_command_trains_again_after_all_nodes_were_killed(job: Job, place: Place) -> None:

@@ -24,6 +24,7 @@ from elasticlib.compat.torch_launch import to_launch_config
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse_launch
 from elasticlib.launch.elastic_launch import shutdown_timeout_of
+from elasticlib.launch.run_id import with_run_id
 from elasticlib.launch.worker_setup import create_local_workers
 from elasticlib.workers.spec import Function, Module, Script, WorkerSpec
 
@@ -123,10 +124,13 @@ def test_one_node_at_port_0_of_its_own_meets_nobody() -> None:
         {"rdzv_endpoint": "a/folder", "rdzv_backend": "file"},
     ],
 )
-def test_a_single_node_with_an_empty_run_id_draws_a_new_one(place: dict[str, Any]) -> None:
-    drawn = {LaunchConfig(run_id="", **place).run_id for _ in range(2)}
-    assert len(drawn) == 2
-    assert "none" not in drawn
+def test_a_single_node_with_an_empty_run_id_gets_a_new_one_at_its_launch(
+    place: dict[str, Any],
+) -> None:
+    config, program = LaunchConfig(run_id="", **place), Script("train.py")
+    drawn = {with_run_id(config, program).run_id for _ in range(20)}
+    assert len(drawn) > 1
+    assert all(name.startswith("train-") for name in drawn)
 
 
 def test_several_nodes_with_an_empty_run_id_are_rejected() -> None:

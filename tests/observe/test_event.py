@@ -24,7 +24,7 @@ events = st.builds(
     timestamp=seconds,
     monotonic=seconds,
     rank=st.none() | st.integers(0, 10**6),
-    facts=facts,
+    data=facts,
 )
 
 
@@ -47,7 +47,7 @@ def test_a_line_stays_within_bounds_and_is_still_one(value: Any) -> None:
 
 def test_what_json_cannot_hold_is_told_in_words() -> None:
     event = decode(encode(Event("failure", "j", "n", 1, 0.0, 0.0, None, {"reason": {1, 2}})))
-    assert event.facts["reason"] == "{1, 2}"
+    assert event.data["reason"] == "{1, 2}"
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
@@ -81,6 +81,6 @@ def test_a_line_that_is_no_event_is_refused(change: dict[str, Any], sentence: st
 
 
 @pytest.mark.parametrize("line", ["", "{", "[]", "null", b"\xff\xfe", "1", "[" * 9999])
-def test_noise_is_refused(line: str | bytes) -> None:
+def test_malformed_events_are_rejected(line: str | bytes) -> None:
     with pytest.raises(ValueError, match="an event must be a"):
         decode(line)

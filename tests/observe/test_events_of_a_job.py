@@ -26,7 +26,7 @@ CONTEXT = str(PROGRAMS / "context_worker.py")
 
 def of(events: list[Event], kind: str, generation: int | None = None) -> list[dict[str, Any]]:
     return [
-        dict(event.facts)
+        dict(event.data)
         for event in events
         if event.kind == kind and generation in (None, event.generation)
     ]
@@ -58,17 +58,17 @@ def test_a_job_that_lost_a_worker_has_told_of_it_and_of_what_followed(job: Job) 
     events = run_with_a_loss(job)
     kinds = [event.kind for event in events]
     assert (kinds[0], kinds[-1]) == ("run.started", "run.finished")
-    # Each kind that one node's job can tell was told, and with all of its facts.
+    # Each kind that one node's job can tell was told, and with all of its data.
     assert set(kinds) == set(KINDS) - {"events.dropped"}
     begun = [event for event in events if event.kind == "generation.started"]
-    assert [(e.generation, e.facts["restarts"], e.facts["ranks"]) for e in begun] == [
+    assert [(e.generation, e.data["restarts"], e.data["ranks"]) for e in begun] == [
         (1, 0, [0, 1]),
         (2, 1, [0, 1]),
     ]
     ends = [event for event in events if event.kind == "worker.exited"]
-    assert (ends[0].rank, ends[0].generation, ends[0].facts["exit_code"]) == (1, 1, -signal.SIGKILL)
+    assert (ends[0].rank, ends[0].generation, ends[0].data["exit_code"]) == (1, 1, -signal.SIGKILL)
     assert kinds.index("failure") < kinds.index("stopped") < kinds.index("run.finished")
-    assert events[-1].facts["state"] == "drained"
+    assert events[-1].data["state"] == "drained"
     # What a recovery cost can be read off: what each phase took, and which steps are done again.
     (failure,), (lost, _) = of(events, "failure"), of(events, "stopping")
     assert (failure["failure_kind"], failure["seconds_since_heartbeat"]) == ("killed", None)

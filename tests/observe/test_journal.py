@@ -112,6 +112,7 @@ def test_events_that_a_slow_view_has_no_room_for_are_counted_in_the_log(
     assert entered.wait(60)
     for _ in range(20):
         guard.call(partial(view.on_event, event), is_nonblocking=False)
+    assert caplog.text.count("Slow is too slow: 8 events are waiting for it") == 1
     go_on.set()
     guard.flush()
     assert len(view.heard) == 9
@@ -132,7 +133,7 @@ def test_what_a_full_disk_did_not_take_is_counted_when_it_takes_again(
     await_lines(folder / "events.jsonl", 2)
     journal.close()
     found = read(folder / "events.jsonl")
-    lost = sum(event.facts["count"] for event in found if event.kind == "events.dropped")
+    lost = sum(event.data["count"] for event in found if event.kind == "events.dropped")
     assert lost > 0
     assert lost + sum(event.kind == "failure" for event in found) == 101
 

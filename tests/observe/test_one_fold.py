@@ -211,8 +211,8 @@ def lost_peer(survivor: Agent, random: Random) -> Agent:
         over = next(n for n in range(first, over) if survivor.events[n].kind in ends)
         for event in survivor.events[2 : random.randint(first + 1, over)]:
             if event.kind not in ("failure", "worker.exited"):
-                facts = {**event.facts, "node_rank": 1}
-                peer.events.append(attrs.evolve(event, node="n2", facts=facts))
+                facts = {**event.data, "node_rank": 1}
+                peer.events.append(attrs.evolve(event, node="n2", data=facts))
     return peer
 
 

@@ -125,7 +125,7 @@ def test_a_generation_that_ends_before_a_step_was_a_start_from_end_to_end() -> N
 
 
 def test_where_no_steps_are_told_nobody_knows_what_was_a_start() -> None:
-    history = history_of({"cut": [e for e in crash_loop().events if "step" not in e.facts]})
+    history = history_of({"cut": [e for e in crash_loop().events if "step" not in e.data]})
     assert [generation.cost.startup for generation in history.generations] == [None] * 3
     assert history.lost_seconds is None
 
@@ -219,7 +219,7 @@ def test_incarnation_tells_whether_generations_with_one_number_are_the_same() ->
     one = Agent("n1").launch(0.0).begin(1.0, 1, nodes=2).train(2.0, 1).succeed(101.0)
     two = Agent("n2", ahead=7200.0).launch(0.0).begin(1.0, 1, rank=1, nodes=2).succeed(101.0)
     assert len(history_of(files(one, two)).generations) == 1
-    other = [attrs.evolve(e, facts={**e.facts, "incarnation": "other"}) for e in two.events]
+    other = [attrs.evolve(e, data={**e.data, "incarnation": "other"}) for e in two.events]
     assert len(history_of({"1": one.events, "2": other}).generations) == 2
 
 

@@ -38,7 +38,7 @@ def recorded(
     record = RunRegistration(run, directory=folder)
     record.close()
     told = {"settings": {"rdzv_endpoint": endpoint}} if endpoint else {}
-    event = Event("run.started", run, "n", 0, began, began, facts=told)
+    event = Event("run.started", run, "n", 0, began, began, data=told)
     record.events.write_bytes(encode(event))
     os.utime(record.events, (until, until))
     os.utime(record.path / LOCK_FILE, (began, began))
@@ -260,7 +260,7 @@ def test_a_short_run_that_is_over_does_not_hide_one_that_goes_on(
 ) -> None:
     living = RunRegistration("none", directory=tmp_path)
     told = {"settings": {"rdzv_endpoint": "a:1"}}
-    event = Event("run.started", "none", "n", 0, 100.0, 1.0, facts=told)
+    event = Event("run.started", "none", "n", 0, 100.0, 1.0, data=told)
     living.events.write_bytes(encode(event))
     short = [recorded(tmp_path, run, 500.0, 600.0, "a:2") for run in ("none", "other")]
     assert names(find_runs("", directory=tmp_path)) == [living.path.name]

@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from elasticlib import CheckpointManager
-from elasticlib.examples.train_text import sha256_of, write_down
+from elasticlib.examples.train_text import append_trace, weights_sha256
 
 STEPS_AN_EPOCH = 10
 name, kills, hold, trace = sys.argv[1:5]
@@ -42,7 +42,7 @@ class Seen:
 
     def resumed(self, step):
         self.step = step
-        write_down(trace, resumed=step, at=time.time())
+        append_trace(trace, resumed=step, at=time.time())
 
     def begin(self, rows):
         """The next step, on these rows of numbers, each of which is one sample's."""
@@ -51,7 +51,7 @@ class Seen:
             time.sleep(0.01)
         numbers = [self.rows.index(row) for row in rows.tolist()]
         epoch, world = (self.step - 1) // STEPS_AN_EPOCH, int(os.environ["WORLD_SIZE"])
-        write_down(trace, step=self.step, epoch=epoch, indices=numbers, world_size=world)
+        append_trace(trace, step=self.step, epoch=epoch, indices=numbers, world_size=world)
         if os.environ["RANK"] == "1" and killed_at[generation - 1 :][:1] == [self.step]:
             Path(f"{hold}.killed").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -114,4 +114,4 @@ def watch_manager():
 del sys.argv[1:5]
 ended = runpy.run_module(f"elasticlib.examples.with_{name}", run_name="__main__", alter_sys=True)
 if os.environ["RANK"] == "0":
-    print(f"weights sha256 {sha256_of(ended['net'].cpu())}", flush=True)
+    print(f"weights sha256 {weights_sha256(ended['net'].cpu())}", flush=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import elasticlib
-from elasticlib.examples.train_text import sha256_of, write_down
+from elasticlib.examples.train_text import append_trace, weights_sha256
 
 folder = Path(sys.argv[1])
 EPOCHS, SAMPLES, BATCH = map(int, sys.argv[2:])
@@ -75,9 +75,9 @@ with elasticlib.CheckpointManager(folder / "checkpoints", keep_last=2) as manage
         with attempt as indices:
             step, world = attempt.step, dist.get_world_size()
             if attempt.is_new_group:
-                write_down(f"{folder}/trace", resumed=step - 1, at=time.time())
+                append_trace(f"{folder}/trace", resumed=step - 1, at=time.time())
             used = {"epoch": attempt.epoch, "indices": indices, "world_size": world}
-            write_down(f"{folder}/trace", step=step, **used)
+            append_trace(f"{folder}/trace", step=step, **used)
             pause(0, step)
             if dist.get_rank() == 0 and (folder / "raise").exists():
                 raise ValueError("an error of the script's own")
@@ -89,5 +89,5 @@ with elasticlib.CheckpointManager(folder / "checkpoints", keep_last=2) as manage
 if attempts.stop_request:
     print(f"stopped: {attempts.stop_request.reason}", flush=True)
 elif dist.get_rank() == 0:
-    print(f"done: steps {attempts.step} weights sha256 {sha256_of(model)}", flush=True)
+    print(f"done: steps {attempts.step} weights sha256 {weights_sha256(model)}", flush=True)
 dist.destroy_process_group()

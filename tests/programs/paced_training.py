@@ -1,7 +1,7 @@
-"""The example, which takes its time over each step for as long as a file is there.
+"""Run examples/train_text.py slowly, so that it is still training when a test starts new nodes.
 
-`paced_training.py FILE ...`: so that a job is still training when a test has started new nodes. The
-file may say how many seconds.
+Usage: paced_training.py FILE ARGUMENTS. While FILE exists, each step takes longer, by as many
+seconds as FILE contains, or by 0.15 s if it is empty.
 """
 
 import contextlib
@@ -13,14 +13,14 @@ from elasticlib.examples import train_text
 
 SECONDS = 0.15
 pace = Path(sys.argv.pop(1))
-finish_step = train_text.finish_step
+end_step = train_text.end_step
 
 
-def finish_slowly(*args, **more):
+def end_step_slowly(*args, **kwargs):
     with contextlib.suppress(FileNotFoundError):
         time.sleep(float(pace.read_text() or SECONDS))
-    return finish_step(*args, **more)
+    return end_step(*args, **kwargs)
 
 
-train_text.finish_step = finish_slowly
-train_text.main(train_text.parse())
+train_text.end_step = end_step_slowly
+train_text.main(train_text.parse_args())

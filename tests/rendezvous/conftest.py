@@ -1,4 +1,4 @@
-"""A job's handlers in this process, none of whose threads outlive their test."""
+"""Handlers of a job in this process. Their threads end before the test does."""
 
 from __future__ import annotations
 

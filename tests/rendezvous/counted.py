@@ -1,4 +1,4 @@
-"""A store that counts what one node asks of it, and nodes that take turns on a clock of ours."""
+"""A store that counts its operations, and nodes that run in turns on a simulated clock."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ LEASE = 5.0
 
 
 class CountedStore(Store):
-    """One node's client: how often each operation was asked for, on which keys, and the bytes.
-
-    breaks_after: so many operations are let through, and no more.
-    """
+    """A client of one node that counts operations by kind and key, and bytes."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -35,11 +32,11 @@ class CountedStore(Store):
         self.listed: Counter[str] = Counter()
         self.got: Counter[str] = Counter()
         self.bytes = 0
-        self.breaks_after: int | None = None
+        self.breaks_after: int | None = None  # number of operations after which all others fail
 
     @property
     def operations(self) -> int:
-        """All but `wait`, which costs nothing while nothing changes."""
+        """Number of operations except `wait`, which costs nothing without a change."""
         return sum(count for kind, count in self.calls.items() if kind != "wait")
 
     def begin(self) -> None:
@@ -91,7 +88,7 @@ class CountedStore(Store):
 
 
 class Member:
-    """A node that takes its steps when it is told to, and reads only what has changed."""
+    """A node that acts only when `turn` or `look` is called."""
 
     def __init__(self, crew: Crew, name: str, limits: RendezvousSettings) -> None:
         self._crew = crew
@@ -110,11 +107,11 @@ class Member:
 
     @property
     def generation(self) -> int:
-        """Whose workers run here, or 0."""
+        """Return the generation whose workers run on this node, or 0."""
         return 0 if self.part.intent.is_joining else self.part.intent.current_generation
 
     def turn(self) -> None:
-        """What the handler's loop does in one turn; workers are stopped as soon as they must."""
+        """Do what the handler's loop does once. Workers stop as soon as they are asked to."""
         joined = self.part.snapshot is None
         if joined:
             self.part.read(self._crew.now)
@@ -152,7 +149,7 @@ class Member:
 
 
 class Crew:
-    """Nodes over one memory store whose clock, like theirs, moves only when it is moved."""
+    """Nodes over a memory store, with a simulated clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -164,7 +161,7 @@ class Crew:
         self.members += [Member(self, f"n{next(self._numbers)}", limits) for _ in range(count)]
 
     def turns(self, count: int = 1, seconds: float = 0.0) -> None:
-        """All take a turn, one after another; so often, and so long after each other."""
+        """Let all nodes take `count` turns, and advance the clock by `seconds` before each."""
         for _ in range(count):
             self.now += seconds
             for member in self.members:
@@ -175,7 +172,7 @@ class Crew:
         member.leave()
 
     def settle(self) -> Membership:
-        """Turns until all are in the generation that stands; some few are enough."""
+        """Let all nodes take turns until they are in one generation, and return the document."""
         for _ in range(12):
             self.turns()
             document = self.document()

@@ -1,11 +1,10 @@
-"""Many nodes in several processes, which meet over one real store: what a large job asks of it.
+"""Many nodes in several processes over one real store.
 
     python crowd.py PORT NODES FIRST STEP
 
-holds nodes number FIRST, FIRST + STEP and so on of so many, and does what the lines on its standard
-input say: `join`; `change LEAVE COME`, by which so many leave, so many others come, and the rest
-follow into the next generation; `end`. To each it answers with one line, a JSON list of what each
-of its nodes was told.
+runs the nodes FIRST, FIRST + STEP, ... below NODES. It reads commands from its standard input:
+`join`; `change LEAVE JOIN`, with the numbers of nodes that leave and join before the next
+generation; and `end`. For each command it prints one line, a JSON list of the results of its nodes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.stores.tcp_client import TcpStore
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 
 BOUND = 900.0
 SWITCH_SECONDS = 0.1
@@ -40,7 +39,7 @@ Told = list[Any]
 
 
 class Member:
-    """One node, and the generation that it is in: number, rank, nodes, master, and why."""
+    """A node and its current generation: number, rank, number of nodes, master and reason."""
 
     def __init__(self, port: int, name: str, limits: RendezvousSettings) -> None:
         self._store = TcpStore("127.0.0.1", port, timeout=BOUND)
@@ -50,7 +49,7 @@ class Member:
             Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=1),
             limits,
             timeouts=TIMING,
-            open_bootstrap_store=Listener,
+            open_bootstrap_store=FakeBootstrapStore,
         )
 
     def join(self) -> Told:
@@ -109,8 +108,11 @@ class Crowd:
         self._parts = parts
 
     def ask(self, first: str, others: str) -> tuple[list[Told], float]:
-        """What all nodes were told, after such orders to the first process and to the others; and
-        how many seconds that took."""
+        """Send a command to the first process and one to the others.
+
+        Returns:
+            The results of all nodes, and the duration in seconds.
+        """
         began = time.monotonic()
         for number, part in enumerate(self._parts):
             assert part.stdin is not None
@@ -128,7 +130,7 @@ class Crowd:
 
 @contextmanager
 def crowd(port: int, nodes: int, processes: int) -> Iterator[Crowd]:
-    """So many nodes in so many processes, which are ready; none of which outlives the block."""
+    """Start the processes, and stop them at the end of the block."""
     with ExitStack() as stack:
         parts = []
         for first in range(processes):

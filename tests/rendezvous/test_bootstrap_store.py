@@ -10,7 +10,7 @@ import pytest
 from elasticlib.rendezvous.bootstrap_store import TorchBootstrapStore
 
 
-def test_a_store_that_torch_refuses_to_serve_leaves_no_descriptor_open() -> None:
+def test_a_bootstrap_store_that_fails_to_start_leaves_no_open_descriptor() -> None:
     refused: Any = "neither true nor false"  # as if another torch took other arguments
 
     def fail() -> set[str]:

@@ -1,4 +1,4 @@
-"""What a failure costs, what a drain is, and when the membership may change: rule by rule."""
+"""Rules of the restart budget, of delayed restarts and of drains."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def drained(member: NodeRecord) -> NodeRecord:
     return attrs.evolve(member, membership_id="1.m", may_run_workers=True, drain_reason="SIGUSR2")
 
 
-def test_a_member_that_drains_ends_the_generation_on_purpose() -> None:
+def test_a_draining_member_ends_the_generation_as_planned() -> None:
     after = written(settled(A, B), A, drained(B))
     assert (after.phase, after.reason, after.is_planned) == (
         JobPhase.FORMING,
@@ -79,7 +79,7 @@ def test_a_member_that_drains_ends_the_generation_on_purpose() -> None:
         assert (change.kind, change.reason) == (ChangeKind.RESIZE, "b drains (SIGUSR2)")
 
 
-def test_the_next_generation_waits_until_who_drains_has_saved_and_is_without_it() -> None:
+def test_the_next_generation_waits_for_the_draining_node_to_stop_and_excludes_it() -> None:
     opened = written(settled(A, B), A, drained(B))
     waits = next_of(opened, *waiting(A), drained(B))
     assert waits.new_membership is None
@@ -100,17 +100,17 @@ def test_a_node_that_drains_is_no_candidate() -> None:
     )
 
 
-def test_who_is_done_may_drain_without_ending_the_others_generation() -> None:
+def test_a_finished_node_can_drain_without_ending_the_generation() -> None:
     waits = next_of(settled(A, B), A, drained(B), finished_ids=frozenset({B.id}))
     assert (waits.new_membership, waits.reason) == (None, "1 of 2 nodes are done")
 
 
-def test_a_failure_is_told_before_a_drain_and_stops_all_without_a_notice() -> None:
+def test_a_failure_outweighs_a_drain_and_stops_all_without_a_notice() -> None:
     after = written(settled(A, B), failed(A), drained(B))
     assert (after.reason, after.is_planned) == ("a: a broke", False)
 
 
-def test_who_slept_through_a_resize_hears_of_a_generation_that_it_is_not_in() -> None:
+def test_a_node_that_missed_a_resize_learns_that_its_generation_has_ended() -> None:
     later = attrs.evolve(settled(A), generation=2, membership_id="2.m", is_planned=True)
     change = NodeIntent(
         attrs.evolve(B, membership_id="1.m", may_run_workers=True), remembered_state=later
@@ -130,7 +130,7 @@ def after_failures(*lived: float, killed: bool = False) -> Membership:
     return document
 
 
-def test_the_first_restarts_are_not_held_back() -> None:
+def test_the_first_restarts_are_not_delayed() -> None:
     opened = after_failures(*[1.0] * MAX_UNDELAYED_RESTARTS)
     assert written(opened, *waiting(A, failed(B))).phase is JobPhase.ACTIVE
 
@@ -147,27 +147,27 @@ def test_later_restarts_are_delayed_by_a_constant(count: int) -> None:
     assert (on.phase, on.restarts) == (JobPhase.ACTIVE, 1)
 
 
-def test_a_generation_that_was_at_work_for_a_while_begins_the_count_anew() -> None:
+def test_a_failure_after_a_longer_run_resets_the_count_of_quick_failures() -> None:
     assert after_failures(1.0, 1.0, 1.0, QUICK_FAILURE_S).quick_failure_count == 0
 
 
-def test_so_does_one_that_ends_for_another_reason_after_a_while() -> None:
+def test_a_longer_run_that_ends_for_another_reason_resets_the_count_too() -> None:
     document = settled(A, B, quick_failure_count=5)
     assert written(document, A, phase_age_s=QUICK_FAILURE_S).quick_failure_count == 0
     assert written(document, A, phase_age_s=QUICK_FAILURE_S / 2).quick_failure_count == 5
 
 
-def test_who_is_killed_again_and_again_comes_back_at_once() -> None:
+def test_restarts_of_killed_workers_are_not_delayed() -> None:
     opened = after_failures(*[0.1] * 20, killed=True)
     assert written(opened, *waiting(A, failed(B, killed=True))).phase is JobPhase.ACTIVE
 
 
-def test_a_resize_is_never_held_back() -> None:
+def test_a_resize_is_never_delayed() -> None:
     opened = after_failures(*[1.0] * 9)
     assert written(opened, *waiting(A)).phase is JobPhase.ACTIVE
 
 
-def test_the_last_failure_that_the_budget_allows_is_told_at_once() -> None:
+def test_the_last_failure_of_the_budget_is_handled_without_a_delay() -> None:
     opened = attrs.evolve(after_failures(*[1.0] * 9), restarts=9)
     assert written(opened, *waiting(A, failed(B))).evicted == (B.id,)
 
@@ -175,7 +175,7 @@ def test_the_last_failure_that_the_budget_allows_is_told_at_once() -> None:
 # -- what time brings ------------------------------------------------------------------------------
 
 
-def test_a_generation_that_stands_earns_back_the_restarts() -> None:
+def test_restarts_are_reset_after_the_restart_window() -> None:
     document = settled(A, B, restarts=3, quick_failure_count=1)
     waits = next_of(document, A, B, phase_age_s=20.0)
     assert (waits.new_membership, waits.requeue_after_s) == (None, 40.0)
@@ -185,7 +185,7 @@ def test_a_generation_that_stands_earns_back_the_restarts() -> None:
     assert next_of(after, A, B, phase_age_s=99.0).new_membership is None
 
 
-def test_without_a_window_restarts_count_for_ever() -> None:
+def test_restarts_are_never_reset_without_a_restart_window() -> None:
     settings = attrs.evolve(LIMITS, restart_window=0.0)
     assert (
         next_of(settled(A, settings=settings, restarts=3), A, phase_age_s=1e9).new_membership
@@ -193,13 +193,13 @@ def test_without_a_window_restarts_count_for_ever() -> None:
     )
 
 
-def test_whichever_comes_first_is_when_to_look_again() -> None:
+def test_the_next_poll_is_due_at_the_earlier_deadline() -> None:
     waits = next_of(settled(A, restarts=1), A, B, since_last_arrival_s=0.5, phase_age_s=10.0)
     assert waits.requeue_after_s == LIMITS.last_call_timeout - 0.5
     waits = next_of(settled(A, restarts=1), A, B, since_last_arrival_s=0.5, phase_age_s=59.0)
     assert waits.requeue_after_s == 1.0
 
 
-def test_a_reopened_generation_forgets_that_it_was_planned() -> None:
+def test_ending_a_planned_generation_resets_is_planned() -> None:
     document = attrs.evolve(settled(A, B), is_planned=True)
     assert not end_generation(document, "x").is_planned

@@ -1,5 +1,4 @@
-"""Nodes by the thousand: they settle, some leave and others come, and the job ends, in several
-processes over one real store; and twice as many in the simulator."""
+"""Jobs with thousands of nodes: in processes over a real store, and in the simulator."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ PROCESSES = 8
 
 
 def check_one_generation(told: list[Told], nodes: int) -> int:
-    """All were told of the same generation, and each of a rank of its own; its number."""
+    """Check that all nodes are in one generation with unique ranks, and return its number."""
     generations, ranks, sizes, masters = map(list, zip(*told, strict=True))
     assert set(sizes) == {nodes}
     assert sorted(ranks) == list(range(nodes))
@@ -30,8 +29,11 @@ def check_one_generation(told: list[Told], nodes: int) -> int:
 
 
 def play(crowd: Crowd, nodes: int, some: int) -> dict[str, float]:
-    """A whole job: all settle, some of the first process leave, as many others come there, and
-    all are done. How many seconds each part of it took."""
+    """Run a job: all nodes join, some leave, as many join, and all finish.
+
+    Returns:
+        The duration of each part in seconds.
+    """
     taken = {}
     told, taken["settle"] = crowd.ask("join", "join")
     assert check_one_generation(told, nodes) == 1
@@ -46,7 +48,7 @@ def play(crowd: Crowd, nodes: int, some: int) -> dict[str, float]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Of an `elasticlib store` in a process of its own."""
+    """The port of an `elasticlib store` process."""
     command = [sys.executable, "-m", "elasticlib.launch.cli", "store", "--bind", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
         assert store.stdout is not None
@@ -61,7 +63,7 @@ def test_a_job_in_several_processes_settles_and_resizes_and_ends(port: int) -> N
 
 @pytest.mark.release
 @pytest.mark.timeout(1800)
-def test_so_does_one_of_ten_thousand_nodes(port: int) -> None:
+def test_a_job_of_ten_thousand_nodes_settles_and_resizes_and_ends(port: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < NODES + 100:
         pytest.fail(f"the store needs {NODES} descriptors, and may have {hard}: ulimit -Hn")
@@ -71,11 +73,11 @@ def test_so_does_one_of_ten_thousand_nodes(port: int) -> None:
 
 @pytest.mark.release
 @pytest.mark.timeout(3600)
-def test_every_promise_holds_for_twenty_thousand_simulated_nodes() -> None:
-    """Their agents run in turns here; some crash, leave, come, stand still and fail meanwhile."""
+def test_invariants_hold_for_twenty_thousand_simulated_nodes() -> None:
+    """The agents run in turns. Some crash, leave, join, pause or fail."""
     limits = RendezvousSettings(1, SIMULATED + 10, max_restarts=10)
     faults = Faults(leaves=3, span=6.0)
     played = Simulation(1, limits, nodes=SIMULATED, faults=faults).run()
     settled = [d for d in played.documents if d.phase is JobPhase.ACTIVE]
     assert len(settled) > 1
-    assert len(settled[-1].members) == len(played.living) > SIMULATED - 10
+    assert len(settled[-1].members) == len(played.alive_nodes) > SIMULATED - 10

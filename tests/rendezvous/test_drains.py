@@ -1,4 +1,4 @@
-"""Drains and forgiven restarts through the real handlers, with their threads and a store."""
+"""Drains and the reset of restarts, with real handlers over a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def cluster() -> Iterator[Cluster]:
     cluster.close()
 
 
-def test_a_drain_is_told_to_all_and_the_others_meet_when_it_has_left(cluster: Cluster) -> None:
+def test_a_drain_is_reported_to_all_nodes_and_the_others_continue_after_it(
+    cluster: Cluster,
+) -> None:
     limits = RendezvousSettings(1, 3, last_call_timeout=0.3)
     handlers = [cluster.node(name, limits) for name in "abc"]
     # All have begun to look, so that none misses the last call.
@@ -39,7 +41,7 @@ def test_a_drain_is_told_to_all_and_the_others_meet_when_it_has_left(cluster: Cl
     assert [(i.generation, i.world_size, i.restarts) for i in infos] == [(2, 2, 0)] * 2
 
 
-def test_a_node_comes_with_as_many_workers_as_it_says_and_the_others_hear_of_more(
+def test_a_node_joins_with_fewer_workers_and_later_resizes_the_job_with_all(
     cluster: Cluster,
 ) -> None:
     handlers = [
@@ -63,7 +65,7 @@ def test_a_node_comes_with_as_many_workers_as_it_says_and_the_others_hear_of_mor
         assert (ours.local_world_size, ours.world_size, info.restarts) == (2, 4, 1)
 
 
-def test_restarts_are_forgiven_once_a_generation_has_stood_for_the_window(
+def test_restarts_are_reset_when_a_generation_has_lasted_for_the_restart_window(
     cluster: Cluster,
 ) -> None:
     handler = cluster.node("a", RendezvousSettings(1, 1, max_restarts=1, restart_window=1.0))

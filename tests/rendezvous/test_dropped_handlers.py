@@ -1,4 +1,4 @@
-"""A handler that nobody shuts down gives up its node's place all the same, for another to have."""
+"""A handler that is garbage collected without `shutdown` leaves the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elasticlib.rendezvous.store_layout import StoreKeys
 from elasticlib.stores.file_store import FileStore
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 
 # No lease ends by itself within a test.
@@ -50,8 +50,8 @@ class Cluster:
             open_bootstrap_store=self.listen,
         )
 
-    def listen(self, address: str) -> Listener:
-        listener = Listener(address)
+    def listen(self, address: str) -> FakeBootstrapStore:
+        listener = FakeBootstrapStore(address)
         self._stack.callback(listener.close)
         return listener
 
@@ -77,7 +77,7 @@ def keepers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "rendezvous"]
 
 
-def test_a_handler_that_is_dropped_leaves(cluster: Cluster) -> None:
+def test_a_handler_without_references_leaves_the_job(cluster: Cluster) -> None:
     stays = cluster.handler(cluster.client(), "a")
     goes = cluster.handler(cluster.client(), "b")
     cluster.settle(stays, goes)
@@ -90,7 +90,7 @@ def test_a_handler_that_is_dropped_leaves(cluster: Cluster) -> None:
     stays.shutdown()
 
 
-def test_so_does_one_that_waits_for_the_garbage_collector(cluster: Cluster) -> None:
+def test_a_handler_in_a_reference_cycle_leaves_the_job(cluster: Cluster) -> None:
     stays = cluster.handler(cluster.client(), "a")
     goes = cluster.handler(cluster.client(), "b")
     cluster.settle(stays, goes)
@@ -105,7 +105,7 @@ def test_so_does_one_that_waits_for_the_garbage_collector(cluster: Cluster) -> N
 
 @pytest.mark.parametrize("dropped", [True, False], ids=["is gone", "is still there"])
 @pytest.mark.parametrize("name", ["a", "b"], ids=["the first node", "the second node"])
-def test_another_with_its_id_takes_its_place_at_once(
+def test_another_handler_with_the_same_id_replaces_it_at_once(
     cluster: Cluster, name: str, dropped: bool
 ) -> None:
     stores = {name: cluster.client() for name in "ab"}
@@ -132,7 +132,7 @@ LEAVES_WITHOUT_A_WORD = """
 import sys
 from elasticlib import DynamicRendezvousHandler, FileStore, Node
 from elasticlib import RendezvousSettings, RendezvousTimeouts
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 
 handler = DynamicRendezvousHandler(
     FileStore(sys.argv[1]),
@@ -140,13 +140,13 @@ handler = DynamicRendezvousHandler(
     Node(id="a-1", host="a", address="127.0.0.1", slots=1),
     RendezvousSettings(1, 2, last_call_timeout=0.0),
     timeouts=RendezvousTimeouts(lease_ttl=1000.0, keep_alive_interval=0.1),
-    open_bootstrap_store=Listener,
+    open_bootstrap_store=FakeBootstrapStore,
 )
 print(handler.next_rendezvous().generation)
 """
 
 
-def test_the_end_of_its_process_is_noticed_where_no_connection_tells_of_it(tmp_path: Path) -> None:
+def test_the_exit_of_a_process_is_noticed_without_a_connection(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LEAVES_WITHOUT_A_WORD, str(tmp_path / "store")]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100.0, check=True)
     assert done.stdout == "1\n"

@@ -1,4 +1,4 @@
-"""A node that looks for its job at other places of the store goes on being here meanwhile."""
+"""A node that tries other endpoints of the store keeps its membership."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 
 RUN = "run"
@@ -53,7 +53,7 @@ def waiting_alone(stack: ExitStack, store: Store) -> None:
         Node(id="a-1", host="a", address="127.0.0.1", slots=1),
         RendezvousSettings(2, 2),
         timeouts=RendezvousTimeouts(join_timeout=600.0, lease_ttl=LEASE, keep_alive_interval=0.25),
-        open_bootstrap_store=Listener,
+        open_bootstrap_store=FakeBootstrapStore,
     )
 
     def join() -> None:
@@ -66,7 +66,9 @@ def waiting_alone(stack: ExitStack, store: Store) -> None:
     thread.start()
 
 
-def test_who_waits_keeps_its_lease_however_many_places_are_silent(stack: ExitStack) -> None:
+def test_a_waiting_node_keeps_its_lease_while_other_endpoints_do_not_answer(
+    stack: ExitStack,
+) -> None:
     server = stack.enter_context(TcpStoreServer("127.0.0.1", 0, job=RUN))
     silent = [silent_place(stack) for _ in range(SILENT)]
     ports = [server.port, *(one.getsockname()[1] for one in silent)]

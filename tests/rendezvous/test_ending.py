@@ -1,4 +1,4 @@
-"""How a job ends, who hears of it, and how its run id is used again: the real handlers."""
+"""The end of a job, its result for later nodes, and a new run with the same run id."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def leave(handlers: Sequence[RendezvousHandler]) -> None:
 
 
 def turned_away(cluster: Cluster, name: str, limits: RendezvousSettings) -> str:
-    """What a node hears that comes now."""
+    """Return the error that a node gets that joins now."""
     with pytest.raises(RendezvousClosedError) as closed:
         cluster.join(cluster.node(name, limits)).result(20)
     return str(closed.value)
@@ -87,7 +87,7 @@ def test_nodes_that_start_after_all_nodes_of_a_run_have_left_start_a_new_run(
 
 
 @pytest.mark.parametrize("limits", [FULL, ROOM], ids=["was full", "had room"])
-def test_after_a_failed_run_they_do_too_with_a_budget_of_their_own(
+def test_a_new_run_after_a_failed_one_has_its_own_restart_budget(
     cluster: Cluster, limits: RendezvousSettings
 ) -> None:
     limits = attrs.evolve(limits, max_restarts=1)
@@ -106,7 +106,7 @@ def test_after_a_failed_run_they_do_too_with_a_budget_of_their_own(
     assert [(info.generation, info.restarts) for info in infos] == [(1, 0), (1, 0)]
 
 
-def test_after_a_run_that_was_closed_they_do_too(cluster: Cluster) -> None:
+def test_nodes_that_start_after_a_closed_run_start_a_new_run(cluster: Cluster) -> None:
     handlers = job_of_two(cluster, FULL)
     handlers[0].set_closed()
     assert [change(handler).kind for handler in handlers] == [ChangeKind.ABORTED] * 2
@@ -114,7 +114,9 @@ def test_after_a_run_that_was_closed_they_do_too(cluster: Cluster) -> None:
     job_of_two(cluster, FULL, "cd")
 
 
-def test_who_comes_while_old_nodes_are_still_there_hears_how_it_ended(cluster: Cluster) -> None:
+def test_a_node_that_starts_while_nodes_of_an_ended_run_remain_gets_its_result(
+    cluster: Cluster,
+) -> None:
     handlers = job_of_two(cluster, FULL)
     succeed(handlers)
     heard = turned_away(cluster, "c", FULL)
@@ -122,7 +124,7 @@ def test_who_comes_while_old_nodes_are_still_there_hears_how_it_ended(cluster: C
     assert state_of(cluster).phase.is_terminal
 
 
-def test_a_node_that_starts_while_nobody_leads_gets_the_result_if_a_node_of_the_run_lives() -> None:
+def test_a_node_that_starts_without_a_leader_gets_the_result_of_an_ended_run() -> None:
     crew = crew_that_succeeded()
     crew.lose(crew.leader)
     crew.add(1, FULL)
@@ -133,7 +135,7 @@ def test_a_node_that_starts_while_nobody_leads_gets_the_result_if_a_node_of_the_
     assert late.part.intent.final_change(state) is not None
 
 
-def test_who_led_before_it_was_let_in_still_tells_latecomers_of_the_end() -> None:
+def test_a_leader_that_joined_late_reports_the_result_to_later_nodes() -> None:
     crew = Crew()
     crew.add(3, ROOM)
     crew.settle()
@@ -155,7 +157,7 @@ def test_who_led_before_it_was_let_in_still_tells_latecomers_of_the_end() -> Non
     assert late.part.intent.final_change(late.seen.state) is not None
 
 
-def test_who_leads_without_having_found_an_old_node_gives_way_when_one_is_back() -> None:
+def test_a_leader_of_a_new_run_yields_when_a_node_of_the_old_run_returns() -> None:
     crew = crew_that_succeeded()
     old = list(crew.members)
     crew.members.clear()
@@ -175,7 +177,9 @@ def test_who_leads_without_having_found_an_old_node_gives_way_when_one_is_back()
         assert member.part.intent.final_change(member.seen.state) is not None
 
 
-def test_a_latecomer_to_a_job_that_failed_hears_why_and_who_said_so(cluster: Cluster) -> None:
+def test_a_late_node_gets_the_reason_of_a_failed_run_and_the_node_that_reported_it(
+    cluster: Cluster,
+) -> None:
     handlers = job_of_two(cluster, ROOM)
     handlers[0].report_failure("exit code 3")
     assert all(change(handler).kind is ChangeKind.GENERATION_ENDED for handler in handlers)
@@ -189,7 +193,7 @@ def test_a_latecomer_to_a_job_that_failed_hears_why_and_who_said_so(cluster: Clu
     assert "to run it again, start it once all of its nodes have ended" in heard
 
 
-def test_nodes_that_start_while_one_still_ends_the_run_get_its_result_and_those_after_it_meet(
+def test_nodes_get_the_result_while_a_run_is_ending_and_start_a_new_run_after_it(
     cluster: Cluster,
 ) -> None:
     handlers = job_of_two(cluster, ROOM)
@@ -203,7 +207,7 @@ def test_nodes_that_start_while_one_still_ends_the_run_get_its_result_and_those_
     job_of_two(cluster, ROOM, "ef")
 
 
-def test_the_end_names_its_node_and_its_time(cluster: Cluster) -> None:
+def test_the_result_names_the_node_and_the_time(cluster: Cluster) -> None:
     handlers = job_of_two(cluster, FULL)
     handlers[1].set_closed()
     assert change(handlers[0]).reason == "closed by b"

@@ -1,4 +1,4 @@
-"""What is written under a generation that is over is refused, and nothing of it stays behind."""
+"""Writes of an ended generation or of an old leader are rejected, and leave no keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMITS = RendezvousSettings(1, 4, max_restarts=1000, last_call_timeout=0.0)
 
 
 def crew_of(count: int, limits: RendezvousSettings = LIMITS) -> Crew:
-    """So many nodes that meet at once, of whom none says where torch's store is."""
+    """Return nodes that are in one generation. None of them publishes the master endpoint."""
     crew = Crew()
     crew.add(count, attrs.evolve(limits, max_nodes=count))
     for member in crew.members:
@@ -44,7 +44,7 @@ def asleep(crew: Crew, member: Member) -> tuple[JobSnapshot, Membership]:
     return member.seen, after
 
 
-def test_rank_0_of_a_generation_that_is_over_can_tell_nobody_where_its_store_is() -> None:
+def test_rank_0_of_an_ended_generation_cannot_publish_its_endpoint() -> None:
     crew = crew_of(3)
     first = crew.members[0]
     stale, after = asleep(crew, first)
@@ -68,7 +68,7 @@ def test_rank_0_of_a_generation_that_is_over_can_tell_nobody_where_its_store_is(
     assert woken.master_endpoint is None
 
 
-def test_rank_0_of_the_generation_that_stands_tells_all_and_once() -> None:
+def test_rank_0_of_the_current_generation_publishes_its_endpoint_once() -> None:
     crew = crew_of(2)
     for endpoint in ("10.0.0.1:1", "10.0.0.1:2"):
         for member in crew.members:
@@ -80,7 +80,7 @@ def test_rank_0_of_the_generation_that_stands_tells_all_and_once() -> None:
         assert member.seen.master_endpoint == "10.0.0.1:1"
 
 
-def test_who_is_done_with_a_generation_that_is_over_has_done_nothing_for_the_next() -> None:
+def test_success_in_an_ended_generation_does_not_count_for_the_next() -> None:
     crew = crew_of(2)
     last = crew.followers[0]
     stale, after = asleep(crew, last)
@@ -104,7 +104,7 @@ def test_who_is_done_with_a_generation_that_is_over_has_done_nothing_for_the_nex
 
 
 @pytest.mark.parametrize("what", ["begins", "settles", "reopens"])
-def test_acting_twice_upon_one_snapshot_loses_and_leaves_the_store_as_it_was(what: str) -> None:
+def test_acting_twice_on_one_snapshot_fails_and_changes_nothing(what: str) -> None:
     crew = Crew()
     crew.add(3, RendezvousSettings(2, 3, last_call_timeout=0.0))
     leader, *others = crew.members
@@ -128,7 +128,7 @@ def test_acting_twice_upon_one_snapshot_loses_and_leaves_the_store_as_it_was(wha
     assert entries(crew) == before
 
 
-def test_a_leader_whose_lease_has_ended_decides_nothing() -> None:
+def test_a_leader_whose_lease_has_expired_decides_nothing() -> None:
     crew = crew_of(3)
     old = crew.leader
     asleep(crew, old)
@@ -156,7 +156,7 @@ def about_to_settle() -> tuple[Crew, Member, Membership]:
     return crew, leader, document
 
 
-def test_a_leader_that_dies_after_any_step_of_settling_leaves_nothing_that_lasts() -> None:
+def test_a_leader_that_dies_at_any_operation_leaves_no_permanent_state() -> None:
     settled_by_it = []
     for steps in range(100):
         crew, leader, before = about_to_settle()
@@ -185,7 +185,7 @@ def test_a_leader_that_dies_after_any_step_of_settling_leaves_nothing_that_lasts
     assert settled_by_it.count(True) >= 1
 
 
-def test_keys_do_not_pile_up_over_two_hundred_generations() -> None:
+def test_keys_do_not_accumulate_over_two_hundred_generations() -> None:
     crew = crew_of(4, attrs.evolve(LIMITS, quorum=True))
     most = 0
     for number in range(200):

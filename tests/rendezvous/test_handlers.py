@@ -1,4 +1,4 @@
-"""The real handler: threads, a store, and a bootstrap that is a plain listening socket."""
+"""The real handler with its threads, a store, and a listening socket as bootstrap store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from elasticlib.rendezvous.membership import Node, RendezvousSettings, Rendezvou
 from elasticlib.rendezvous.store_layout import FORMAT, StoreKeys
 from elasticlib.stores.interface import Listing, WatchResult
 from elasticlib.stores.memory_store import MemoryStore
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 
 TIMING = RendezvousTimeouts(
@@ -62,7 +62,7 @@ class Cluster:
             Node(id=f"{name}-1", host=name, address="127.0.0.1", slots=slots),
             limits,
             timeouts=timing,
-            open_bootstrap_store=Listener,
+            open_bootstrap_store=FakeBootstrapStore,
         )
         self.handlers.append(handler)
         return handler
@@ -83,7 +83,7 @@ def change(handler: RendezvousHandler) -> Change:
     return found
 
 
-def test_two_nodes_meet_in_one_generation_at_one_open_port(cluster: Cluster) -> None:
+def test_two_nodes_form_a_generation_with_a_reachable_master(cluster: Cluster) -> None:
     limits = RendezvousSettings(2, 2)
     infos = [cluster.join(cluster.node(name, limits)) for name in ("b", "a")]
     one, two = sorted((future.result(20) for future in infos), key=lambda info: info.rank)
@@ -93,7 +93,7 @@ def test_two_nodes_meet_in_one_generation_at_one_open_port(cluster: Cluster) -> 
     socket.create_connection((place.master_addr, place.master_port), 5).close()
 
 
-def test_a_wait_is_told_of_once_it_is_one_and_until_it_is_over(
+def test_a_long_wait_is_logged_and_its_end_too(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "elasticlib.rendezvous")
@@ -113,14 +113,14 @@ def test_a_wait_is_told_of_once_it_is_one_and_until_it_is_over(
     assert "the job has failed" not in caplog.text
 
 
-def test_a_node_keeps_its_lease_while_its_own_name_is_looked_up(cluster: Cluster) -> None:
+def test_a_node_keeps_its_lease_during_a_slow_name_resolution(cluster: Cluster) -> None:
     answers = threading.Event()
     answers.set()
 
-    def open_bootstrap(address: str) -> Listener:
+    def open_bootstrap(address: str) -> FakeBootstrapStore:
         assert address == "a.test"
         assert answers.wait(60)
-        return Listener("127.0.0.1")
+        return FakeBootstrapStore("127.0.0.1")
 
     limits = RendezvousSettings(2, 2, max_restarts=1)
     named = DynamicRendezvousHandler(
@@ -149,7 +149,7 @@ def test_a_node_keeps_its_lease_while_its_own_name_is_looked_up(cluster: Cluster
     assert [future.result(20).generation for future in joining] == [2, 2]
 
 
-def test_a_claimed_failure_restarts_all_and_is_charged_once(cluster: Cluster) -> None:
+def test_failures_reported_by_both_nodes_use_one_restart(cluster: Cluster) -> None:
     limits = RendezvousSettings(2, 2, max_restarts=3)
     handlers = [cluster.node(name, limits) for name in ("a", "b")]
     for future in [cluster.join(h) for h in handlers]:
@@ -161,7 +161,7 @@ def test_a_claimed_failure_restarts_all_and_is_charged_once(cluster: Cluster) ->
     assert [info.restarts for info in infos] == [1, 1]
 
 
-def test_a_spent_budget_is_told_to_every_node_with_its_cause(cluster: Cluster) -> None:
+def test_every_node_gets_the_failure_that_exceeded_the_restart_budget(cluster: Cluster) -> None:
     limits = RendezvousSettings(2, 2, max_restarts=0)
     handlers = [cluster.node(name, limits) for name in ("a", "b")]
     for future in [cluster.join(h) for h in handlers]:
@@ -173,13 +173,13 @@ def test_a_spent_budget_is_told_to_every_node_with_its_cause(cluster: Cluster) -
             future.result(20)
 
 
-def test_the_wait_for_others_ends_with_a_sentence(cluster: Cluster) -> None:
+def test_join_timeout_names_the_present_nodes_and_the_option(cluster: Cluster) -> None:
     handler = cluster.node("a", RendezvousSettings(2, 2), attrs.evolve(TIMING, join_timeout=1.0))
     with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2.*here: a.*--nnodes"):
         cluster.join(handler).result(20)
 
 
-def test_a_wait_for_the_place_of_a_node_that_is_gone_ends_with_its_name(cluster: Cluster) -> None:
+def test_join_timeout_names_the_lost_node(cluster: Cluster) -> None:
     limits = RendezvousSettings(2, 2, max_restarts=3)
     names = ("a", "b")
     first, second = (
@@ -196,7 +196,7 @@ def test_a_wait_for_the_place_of_a_node_that_is_gone_ends_with_its_name(cluster:
     assert one.value.is_node_loss
 
 
-def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) -> None:
+def test_a_spare_waits_while_the_generation_is_active(cluster: Cluster) -> None:
     first = cluster.node("a", RendezvousSettings(1, 1))
     spare = cluster.node("b", RendezvousSettings(1, 1), attrs.evolve(TIMING, join_timeout=0.1))
     cluster.join(first).result(20)
@@ -211,7 +211,7 @@ def test_a_spare_waits_for_as_long_as_the_generation_stands(cluster: Cluster) ->
     assert waiting.result(20).generation == 2
 
 
-def test_one_spare_more_than_is_wanted_hears_that_it_is_surplus(cluster: Cluster) -> None:
+def test_a_surplus_spare_is_rejected_as_not_needed(cluster: Cluster) -> None:
     limits = RendezvousSettings(1, 1, spares=0)
     cluster.join(cluster.node("a", limits)).result(20)
     spare = cluster.node("b", limits)
@@ -224,7 +224,7 @@ def test_one_spare_more_than_is_wanted_hears_that_it_is_surplus(cluster: Cluster
     assert change.kind is ChangeKind.NOT_NEEDED
 
 
-def test_a_second_call_takes_the_place_of_the_first(cluster: Cluster) -> None:
+def test_a_second_next_rendezvous_replaces_the_first(cluster: Cluster) -> None:
     handler = cluster.node("a", RendezvousSettings(2, 2))
     first = cluster.join(handler)
     key = StoreKeys("run").node("a-1")
@@ -238,10 +238,10 @@ def test_a_second_call_takes_the_place_of_the_first(cluster: Cluster) -> None:
     assert second.result(20).world_size == 2
 
 
-def test_who_has_never_reached_a_store_leaves_at_once_though_the_search_goes_on(
+def test_shutdown_does_not_wait_for_a_store_that_was_never_reached(
     cluster: Cluster,
 ) -> None:
-    """As where a name server is silent."""
+    # A name server that does not answer has the same effect.
     searching, found = threading.Event(), threading.Event()
 
     class Searched(MemoryStore):
@@ -268,7 +268,7 @@ def test_who_has_never_reached_a_store_leaves_at_once_though_the_search_goes_on(
         assert store.list("").entries == ()
 
 
-def test_where_a_watch_fails_a_handler_hears_of_changes_by_waiting(cluster: Cluster) -> None:
+def test_a_handler_polls_if_a_watch_fails(cluster: Cluster) -> None:
     class FailsToWatch(MemoryStore):
         watches = 0
 
@@ -300,13 +300,13 @@ def test_where_a_watch_fails_a_handler_hears_of_changes_by_waiting(cluster: Clus
     assert change(first).reason == "b left"
 
 
-def test_other_limits_than_the_jobs_are_refused_by_name(cluster: Cluster) -> None:
+def test_settings_other_than_those_of_the_job_are_rejected_by_name(cluster: Cluster) -> None:
     cluster.join(cluster.node("a", RendezvousSettings(1, 2))).result(20)
     with pytest.raises(RendezvousConfigError, match="max_nodes is 3 here and 2 there"):
         cluster.join(cluster.node("b", RendezvousSettings(1, 3))).result(20)
 
 
-def test_a_node_of_another_version_is_refused_and_the_others_go_on(
+def test_a_node_of_another_version_is_ignored(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = StoreKeys("run")
@@ -322,7 +322,7 @@ def test_a_node_of_another_version_is_refused_and_the_others_go_on(
         cluster.join(cluster.node("b", RendezvousSettings(1, 1))).result(20)
 
 
-def test_closing_a_job_that_has_ended_is_harmless(cluster: Cluster) -> None:
+def test_set_closed_on_a_finished_job_changes_nothing(cluster: Cluster) -> None:
     handler = cluster.node("a", RendezvousSettings(1, 1))
     cluster.join(handler).result(20)
     handler.report_success()
@@ -339,18 +339,18 @@ def static(cluster: Cluster, rank: int) -> StaticRendezvousHandler:
         Node(id=f"n{rank}-1", host=f"n{9 - rank}", address="127.0.0.1", slots=1, rank_hint=rank),
         2,
         timeouts=TIMING,
-        open_bootstrap_store=Listener,
+        open_bootstrap_store=FakeBootstrapStore,
     )
     cluster.handlers.append(handler)
     return handler
 
 
-def test_static_nodes_stand_where_they_asked(cluster: Cluster) -> None:
+def test_static_nodes_get_their_ranks(cluster: Cluster) -> None:
     futures = {rank: cluster.join(static(cluster, rank)) for rank in (1, 0)}
     assert {rank: future.result(20).rank for rank, future in futures.items()} == {0: 0, 1: 1}
 
 
-def test_a_static_rank_outside_the_job_is_refused(cluster: Cluster) -> None:
+def test_a_static_rank_outside_the_job_is_rejected(cluster: Cluster) -> None:
     with pytest.raises(ConfigError, match="the rank of a static node must be from 0 to 1, got 2"):
         static(cluster, 2)
 
@@ -369,6 +369,6 @@ with MemoryStore() as store:
 """
 
 
-def test_a_prepared_handler_has_imported_what_its_bootstrap_store_needs() -> None:
+def test_prepare_imports_the_modules_of_the_bootstrap_store() -> None:
     told = subprocess.run((sys.executable, "-c", PREPARED), capture_output=True, timeout=120)
     assert told.stdout == b"True\n", told.stderr.decode()

@@ -1,4 +1,4 @@
-"""`join`: a handler that tells what comes of it, without a thread of its caller's that waits."""
+"""`start_join` delivers the generation and its changes to a callback."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def joined(handler: RendezvousHandler) -> Outcomes:
     return outcomes
 
 
-def test_each_member_hears_of_its_generation_and_then_of_each_change(cluster: Cluster) -> None:
+def test_each_member_receives_its_generation_and_then_each_change(cluster: Cluster) -> None:
     limits = RendezvousSettings(1, 2, last_call_timeout=0.0)
     first, second = (cluster.node(name, limits) for name in "ab")
     of_first = joined(first)
@@ -42,7 +42,7 @@ def test_each_member_hears_of_its_generation_and_then_of_each_change(cluster: Cl
     assert of_first.empty()  # what the first call was told ended with the second
 
 
-def test_a_drain_that_the_end_of_the_job_overtakes_is_told_as_both(cluster: Cluster) -> None:
+def test_a_drain_followed_by_the_end_of_the_job_is_reported_as_both(cluster: Cluster) -> None:
     limits = RendezvousSettings(2, 2)
     first, second = (cluster.node(name, limits) for name in "ab")
     of_first, of_second = joined(first), joined(second)
@@ -58,7 +58,7 @@ def test_a_drain_that_the_end_of_the_job_overtakes_is_told_as_both(cluster: Clus
     assert end.kind is ChangeKind.ABORTED
 
 
-def test_who_joins_a_handler_that_leaves_is_told_why(cluster: Cluster) -> None:
+def test_a_join_of_a_handler_that_is_shut_down_gets_an_error(cluster: Cluster) -> None:
     handler = cluster.node("a", RendezvousSettings(2, 2))
     outcomes = joined(handler)
     handler.shutdown()
@@ -79,7 +79,7 @@ def test_the_end_of_the_job_is_the_last_change(cluster: Cluster) -> None:
     assert outcomes.empty()
 
 
-def test_who_comes_later_knows_whether_the_others_workers_are_kept(cluster: Cluster) -> None:
+def test_a_joining_node_learns_whether_its_peers_can_regroup(cluster: Cluster) -> None:
     limits = RendezvousSettings(1, 3, last_call_timeout=0.0)
     first, *others = (cluster.node(name, limits) for name in "abc")
     assert not others[0].peers_can_regroup(), "there is nobody yet"

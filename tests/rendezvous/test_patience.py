@@ -1,4 +1,4 @@
-"""How long a node waits for a store that is away, or without its job, and where it looks then."""
+"""Time limits for a store that is unreachable or without the job, and the search elsewhere."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def holding(state: Membership | None) -> MemoryStore:
 # -- a store that does not answer ------------------------------------------------------------------
 
 
-def test_who_never_reached_the_store_waits_for_as_long_as_a_join_may_take() -> None:
+def test_a_store_that_was_never_reached_is_retried_for_the_join_timeout() -> None:
     part = lone(MemoryStore())
     assert 0 < part.on_store_error(AWAY, 100.0) <= MAX_BACKOFF_S
     assert 0 < part.on_store_error(AWAY, 100.0 + TIMING.join_timeout - 0.1) <= MAX_BACKOFF_S
@@ -72,7 +72,7 @@ def test_who_never_reached_the_store_waits_for_as_long_as_a_join_may_take() -> N
         part.on_store_error(AWAY, 100.0 + TIMING.join_timeout)
 
 
-def test_who_has_reached_it_waits_for_the_grace_and_anew_after_each_answer() -> None:
+def test_a_store_that_was_reached_is_retried_for_the_grace_since_its_last_answer() -> None:
     part = lone(MemoryStore())
     part.read(0.0)
     for came_back in (100.0, 200.0):
@@ -88,7 +88,7 @@ def test_who_has_reached_it_waits_for_the_grace_and_anew_after_each_answer() -> 
     )
 
 
-def test_the_pauses_between_tries_grow_up_to_a_bound() -> None:
+def test_retry_delays_grow_up_to_a_maximum() -> None:
     part = lone(MemoryStore())
     part.read(0.0)
     pauses = [part.on_store_error(AWAY, 1.0) for _ in range(20)]
@@ -99,7 +99,7 @@ def test_the_pauses_between_tries_grow_up_to_a_bound() -> None:
 # -- a store without the job -----------------------------------------------------------------------
 
 
-def test_who_finds_no_job_looks_elsewhere_once_a_lease_has_passed_and_goes_where_it_is() -> None:
+def test_a_node_without_a_job_tries_other_stores_after_a_lease() -> None:
     store = Scattered(holding(SECOND), earlier=False)
     part = lone(store)
     part.read(0.0)
@@ -109,7 +109,7 @@ def test_who_finds_no_job_looks_elsewhere_once_a_lease_has_passed_and_goes_where
     assert store.asked == 1
 
 
-def test_who_finds_its_job_stays() -> None:
+def test_a_node_that_finds_its_job_stays() -> None:
     store = Scattered(holding(SECOND), earlier=True)
     store.inner.set(KEYS.state, encode_state(SECOND))
     part = lone(store)
@@ -122,7 +122,7 @@ def test_who_finds_its_job_stays() -> None:
 @pytest.mark.parametrize("earlier", [True, False], ids=["earlier", "later"])
 @pytest.mark.parametrize("state", [None, BEGUN], ids=["nothing", "no generation"])
 @pytest.mark.parametrize("there", [None, BEGUN], ids=["nothing there", "none there"])
-def test_where_neither_has_a_generation_all_go_to_the_first_place(
+def test_all_nodes_use_the_first_store_if_no_store_has_a_generation(
     state: Membership | None, there: Membership | None, earlier: bool
 ) -> None:
     assert goes(state, there, earlier=earlier) == earlier
@@ -141,14 +141,14 @@ def test_where_neither_has_a_generation_all_go_to_the_first_place(
     ],
     ids=["a later one", "the same", "an earlier one", "another job's", "none", "nothing"],
 )
-def test_too_few_nodes_of_a_generation_go_only_where_their_job_is_further(
+def test_a_minority_only_moves_to_a_store_with_a_later_generation(
     there: Membership | None, goes_there: bool, earlier: bool
 ) -> None:
     assert goes(SECOND, there, earlier=earlier) == goes_there
 
 
 def goes(here: Membership | None, there: Membership | None, *, earlier: bool) -> bool:
-    """Whether a node goes elsewhere that has heard here that there are too few."""
+    """Return True if a node moves to another store that knows that nodes are missing here."""
     store = Scattered(holding(there), earlier=earlier)
     if here is not None:
         store.inner.set(KEYS.state, encode_state(here))
@@ -158,7 +158,7 @@ def goes(here: Membership | None, there: Membership | None, *, earlier: bool) ->
     return part.try_other_store(LEASE)
 
 
-def test_who_remembers_a_generation_gives_up_after_the_grace() -> None:
+def test_a_node_that_remembers_a_generation_gives_up_after_the_grace() -> None:
     crew = Crew()
     crew.add(2, RendezvousSettings(2, 2))
     crew.settle()
@@ -185,7 +185,7 @@ def explains(member: Member, now: float) -> float:
     return member.part.publish_status(decision, member.seen, now)
 
 
-def test_all_hear_from_the_node_that_leads_what_is_waited_for_and_who_is_there() -> None:
+def test_the_leader_publishes_the_reason_for_waiting_and_the_present_nodes() -> None:
     crew = Crew()
     crew.add(2, RendezvousSettings(3, 3))
     crew.turns(2)
@@ -200,7 +200,7 @@ def test_all_hear_from_the_node_that_leads_what_is_waited_for_and_who_is_there()
     assert other.part.next_status_read_at > crew.now + LEASE
 
 
-def test_no_more_than_one_note_a_second_is_written() -> None:
+def test_the_leader_publishes_at_most_once_per_second() -> None:
     crew = Crew()
     crew.add(1, RendezvousSettings(3, 3))
     crew.turns(3)
@@ -214,7 +214,7 @@ def test_no_more_than_one_note_a_second_is_written() -> None:
     assert crew.memory.get(KEYS.leader_status) != first
 
 
-def test_nodes_of_one_name_are_counted() -> None:
+def test_nodes_with_equal_names_are_counted() -> None:
     assert LeaderStatus().present_names == "no nodes"
     assert (
         LeaderStatus(present_hosts=("a", "vm", "vm"), num_present=5).present_names

@@ -1,4 +1,4 @@
-"""Where the store may move: which part of the last generation may go on without the others."""
+"""The quorum for a store that may move: which part of a generation may continue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_over(*members: NodeRecord, settings: RendezvousSettings = QUORUM) -> Memb
 
 
 def check_stuck(decision: ReconcileResult, *out_of_reach: str) -> None:
-    """It waits for the others by name, and no time makes it go on."""
+    """Check that the nodes wait for the others by name, for any time."""
     assert (decision.new_membership, decision.requeue_after_s, decision.is_blocked) == (
         None,
         None,
@@ -44,7 +44,7 @@ def check_stuck(decision: ReconcileResult, *out_of_reach: str) -> None:
 # -- while a generation stands -----------------------------------------------------------------
 
 
-def test_half_of_the_last_generation_misses_the_other_half_where_the_store_is() -> None:
+def test_half_of_a_generation_can_end_it_without_the_other_half() -> None:
     opened = reconcile(view(stands(*FOUR), A, B)).new_membership
     assert opened is not None
     assert (opened.phase, opened.reason) == (
@@ -53,17 +53,17 @@ def test_half_of_the_last_generation_misses_the_other_half_where_the_store_is() 
     )
 
 
-def test_less_than_half_misses_nobody_and_says_what_it_waits_for() -> None:
+def test_less_than_half_of_a_generation_waits_and_gives_the_reason() -> None:
     check_stuck(reconcile(view(stands(*FOUR), A)), "b", "c", "d")
     check_stuck(reconcile(view(stands(*FIVE), A, B)), "c", "d", "e")
 
 
-def test_newcomers_do_not_make_the_half_full() -> None:
+def test_joining_nodes_do_not_count_for_the_quorum() -> None:
     new = [node(f"new{number}") for number in range(3)]
     check_stuck(reconcile(view(stands(*FOUR), A, *new)), "b", "c", "d")
 
 
-def test_who_said_that_it_leaves_counts_for_the_half_and_is_missed() -> None:
+def test_nodes_that_left_count_for_the_quorum() -> None:
     gone = frozenset({B.id, C.id})
     opened = reconcile(view(stands(*FIVE), A, left_ids=gone)).new_membership
     assert opened is not None
@@ -73,7 +73,7 @@ def test_who_said_that_it_leaves_counts_for_the_half_and_is_missed() -> None:
     )
 
 
-def test_who_is_done_counts_for_the_half() -> None:
+def test_finished_nodes_count_for_the_quorum() -> None:
     done = frozenset({B.id, C.id})
     opened = reconcile(view(stands(*FIVE), A, finished_ids=done)).new_membership
     assert opened is not None
@@ -81,14 +81,14 @@ def test_who_is_done_counts_for_the_half() -> None:
     check_stuck(reconcile(view(stands(*FIVE), A, finished_ids=frozenset({B.id}))), "c", "d", "e")
 
 
-def test_the_last_of_a_job_whose_others_are_done_is_not_stuck() -> None:
+def test_the_last_node_of_a_finished_job_is_not_blocked() -> None:
     done = frozenset({B.id, C.id, D.id})
     decision = reconcile(view(stands(*FOUR), A, finished_ids=done))
     assert (decision.new_membership, decision.is_blocked) == (None, False)
     assert decision.reason == "3 of 4 nodes are done"
 
 
-def test_who_was_sent_away_counts_for_the_half() -> None:
+def test_evicted_nodes_count_for_the_quorum() -> None:
     document = stands(*FIVE)
     for member in (B, C):
         document = evict(document, [member.id], document.member_ids)
@@ -97,7 +97,7 @@ def test_who_was_sent_away_counts_for_the_half() -> None:
     assert opened.phase is JobPhase.FORMING
 
 
-def test_strangers_that_are_gone_done_or_sent_away_count_for_nothing() -> None:
+def test_nodes_outside_the_generation_do_not_count_for_the_quorum() -> None:
     strangers = frozenset({"x-1", "y-1", "z-1"})
     document = attrs.evolve(stands(*FOUR), evicted=tuple(strangers))
     check_stuck(
@@ -105,7 +105,7 @@ def test_strangers_that_are_gone_done_or_sent_away_count_for_nothing() -> None:
     )
 
 
-def test_those_who_may_still_come_are_waited_for_before_anybody_is_stuck() -> None:
+def test_nodes_that_may_return_are_awaited_before_the_job_is_blocked() -> None:
     decision = reconcile(view(stands(*FOUR), A, return_grace_s=1.5))
     assert (decision.new_membership, decision.requeue_after_s, decision.is_blocked) == (
         None,
@@ -114,7 +114,7 @@ def test_those_who_may_still_come_are_waited_for_before_anybody_is_stuck() -> No
     )
 
 
-def test_a_failure_in_the_lesser_part_makes_no_generation_of_it() -> None:
+def test_a_failure_in_a_minority_does_not_start_a_generation() -> None:
     failed = attrs.evolve(A, failure_reason="its peer vanished", failed_membership_id="1.m")
     check_stuck(reconcile(view(stands(*FOUR), failed)), "b", "c", "d")
 
@@ -122,21 +122,21 @@ def test_a_failure_in_the_lesser_part_makes_no_generation_of_it() -> None:
 # -- while the next is sought ------------------------------------------------------------------
 
 
-def test_half_settles_the_next_generation_and_less_does_not() -> None:
+def test_half_of_the_nodes_can_form_the_next_generation_but_not_less() -> None:
     written = reconcile(view(is_over(*FOUR), waiting(A), waiting(B))).new_membership
     assert written is not None
     assert (written.phase, [m.host for m in written.members]) == (JobPhase.ACTIVE, ["a", "b"])
     check_stuck(reconcile(view(is_over(*FOUR), waiting(A))), "b", "c", "d")
 
 
-def test_who_said_that_it_leaves_is_not_waited_for_by_those_who_settle() -> None:
+def test_the_next_generation_does_not_wait_for_nodes_that_left() -> None:
     gone = frozenset({C.id, D.id, E.id})
     written = reconcile(view(is_over(*FIVE), waiting(A), left_ids=gone)).new_membership
     assert written is not None
     assert [m.host for m in written.members] == ["a"]
 
 
-def test_a_spent_budget_leaves_enough_of_two_for_one_to_go_on() -> None:
+def test_one_of_two_nodes_can_continue_after_the_other_is_evicted() -> None:
     failed = end_generation(attrs.evolve(stands(A, B), restarts=1), "b: boom")
     expelled = evict(failed, [B.id], failed.member_ids)
     written = reconcile(view(expelled, waiting(A))).new_membership
@@ -144,15 +144,15 @@ def test_a_spent_budget_leaves_enough_of_two_for_one_to_go_on() -> None:
     assert [m.host for m in written.members] == ["a"]
 
 
-def test_the_lesser_part_settles_nothing_however_long_it_is_quiet_and_many_are_new() -> None:
+def test_a_minority_with_joining_nodes_never_forms_a_generation() -> None:
     new = [node(f"new{number}") for number in range(4)]
     check_stuck(
         reconcile(view(is_over(*FOUR), waiting(A), *new, since_last_arrival_s=1e9)), "b", "c", "d"
     )
 
 
-def test_a_first_generation_needs_more_than_half_of_all_that_may_come() -> None:
-    """Whoever remembers nothing cannot know whether the job goes on elsewhere."""
+def test_the_first_generation_needs_more_than_half_of_max_nodes() -> None:
+    """Nodes of a first generation cannot know whether the job continues elsewhere."""
     settings = attrs.evolve(QUORUM, min_nodes=1, max_nodes=4)
     few = reconcile(view(Membership(settings, "one"), A, B, since_last_arrival_s=9.0))
     assert (few.new_membership, few.is_blocked) == (None, True)
@@ -164,7 +164,7 @@ def test_a_first_generation_needs_more_than_half_of_all_that_may_come() -> None:
     assert written.generation == 1
 
 
-def test_who_is_done_counts_when_the_others_gather_too() -> None:
+def test_finished_nodes_count_while_the_next_generation_is_formed() -> None:
     done = frozenset({B.id, C.id})
     assert reconcile(view(is_over(*FIVE), waiting(A), finished_ids=done)).new_membership is not None
 
@@ -173,7 +173,9 @@ def test_who_is_done_counts_when_the_others_gather_too() -> None:
 
 
 @pytest.mark.parametrize(("here", "enough"), [(1, False), (2, False), (3, True), (4, True)])
-def test_where_the_store_has_forgotten_it_half_is_not_enough(here: int, enough: bool) -> None:
+def test_restoring_a_lost_generation_needs_more_than_half_of_its_nodes(
+    here: int, enough: bool
+) -> None:
     document = stands(*FOUR)
     decision = reconcile(view(None, *holding(document)[:here], remembered_state=document.state))
     assert (decision.new_membership is not None, decision.is_blocked) == (enough, not enough)
@@ -182,8 +184,8 @@ def test_where_the_store_has_forgotten_it_half_is_not_enough(here: int, enough: 
         assert "--rdzv-conf quorum=any" in decision.reason
 
 
-def test_of_two_stores_no_two_parts_go_on() -> None:
-    """Whoever is where the store was needs half, and whoever has gone elsewhere more than half."""
+def test_two_parts_with_different_stores_never_both_continue() -> None:
+    """Nodes at the old store need half of the generation, and nodes elsewhere more than half."""
     for size in range(1, 6):
         document = stands(*FIVE[:size])
         for staying in range(size + 1):
@@ -201,7 +203,7 @@ def test_of_two_stores_no_two_parts_go_on() -> None:
 # -- without ------------------------------------------------------------------------------------
 
 
-def test_without_a_quorum_any_one_goes_on() -> None:
+def test_any_node_can_continue_without_a_quorum() -> None:
     for document in (stands(*FIVE, settings=ANY), is_over(*FIVE, settings=ANY)):
         one = A if document.phase is JobPhase.ACTIVE else waiting(A)
         decision = reconcile(view(document, one, left_ids=frozenset({B.id})))

@@ -1,4 +1,4 @@
-"""Who may wait, who stands beside whom, and who is missed by its rank."""
+"""Spares, topology and missing node ranks in the rank assignment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elasticlib.rendezvous.rank_assignment import order_members
 from elasticlib.rendezvous.reconcile import reconcile
 
 
-def test_more_spares_than_are_wanted_are_turned_away() -> None:
+def test_surplus_spares_are_rejected() -> None:
     settings = RendezvousSettings(1, 2, spares=1)
     document = settled(A, B, settings=settings)
     refused = reconcile(view(document, A, B, C, D, E)).new_membership
@@ -18,7 +18,7 @@ def test_more_spares_than_are_wanted_are_turned_away() -> None:
     assert reconcile(view(refused, A, B, C, D, E)).reason == "generation 1 is active, 1 spare"
 
 
-def test_nodes_of_one_topology_stand_together_and_no_survivor_gives_way() -> None:
+def test_nodes_with_equal_topology_get_adjacent_ranks_after_the_survivors() -> None:
     a, b, c, d = (node(n, topology=t) for n, t in zip("abcd", "xyxy", strict=True))
     assert order_members(Membership(LIMITS), [d, b, c, a]) == (a, c, b, d)
     assert order_members(settled(a, b), [a, b, c, d]) == (a, c, b, d)

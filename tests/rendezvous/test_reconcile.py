@@ -1,4 +1,4 @@
-"""Each rule of the decision, and what holds for every document and view."""
+"""Each rule of `reconcile`, and invariants for every document and view."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def holding(document: Membership) -> list[NodeRecord]:
     ]
 
 
-def test_the_first_node_writes_the_limits_down() -> None:
+def test_the_first_node_writes_the_settings() -> None:
     assert reconcile(view(None, A)).new_membership == Membership(LIMITS, "next")
 
 
-def test_below_the_minimum_nothing_settles() -> None:
+def test_no_generation_is_formed_below_min_nodes() -> None:
     decision = reconcile(view(Membership(LIMITS), A, since_last_arrival_s=1e9))
     assert decision.new_membership is None
     assert decision.reason == "1 of at least 2 nodes are here"
 
 
-def test_the_last_call_waits_for_quiet_and_says_when_to_look_again() -> None:
+def test_the_last_call_waits_for_arrivals_and_returns_the_next_poll() -> None:
     decision = reconcile(view(Membership(LIMITS), A, B, since_last_arrival_s=0.5))
     assert decision.new_membership is None
     assert decision.requeue_after_s == 1.5
@@ -89,13 +89,13 @@ def test_the_last_call_ends_at_once_at_the_maximum() -> None:
     assert (written.phase, written.generation, len(written.members)) == (JobPhase.ACTIVE, 1, 4)
 
 
-def test_quiet_settles_what_is_there() -> None:
+def test_a_generation_is_formed_after_the_last_call() -> None:
     written = reconcile(view(Membership(LIMITS), B, A, since_last_arrival_s=2.0)).new_membership
     assert written is not None
     assert written.members == (A, B)
 
 
-def test_whoever_leads_misses_a_member() -> None:
+def test_any_leader_notices_a_lost_member() -> None:
     decision = reconcile(attrs.evolve(view(settled(A, B, C), B, C), node_id=B.id))
     assert decision.new_membership is not None
     assert (decision.new_membership.phase, decision.new_membership.reason) == (
@@ -104,7 +104,7 @@ def test_whoever_leads_misses_a_member() -> None:
     )
 
 
-def test_why_a_generation_ends_is_told_apart_from_its_words() -> None:
+def test_the_trigger_of_a_generation_is_recorded_beside_its_reason() -> None:
     """Whatever a failure, or a node, is called."""
     stands = settled(A, B, C)
     a, b, c = holding(stands)
@@ -128,7 +128,7 @@ def test_why_a_generation_ends_is_told_apart_from_its_words() -> None:
     assert written.trigger is GenerationTrigger.START
 
 
-def test_survivors_regroup_without_a_last_call_and_without_a_charge() -> None:
+def test_survivors_regroup_without_a_last_call_and_without_using_a_restart() -> None:
     failure = NodeFailure(A.id, "its peer vanished")
     document = end_generation(
         settled(A, B, C), "c left", failure, trigger=GenerationTrigger.NODE_LOSS
@@ -140,7 +140,7 @@ def test_survivors_regroup_without_a_last_call_and_without_a_charge() -> None:
     assert (written.generation, written.restarts, len(written.members)) == (2, 0, 2)
 
 
-def test_a_node_whose_loss_is_known_after_its_peers_failure_is_the_cause() -> None:
+def test_a_node_loss_that_is_noticed_after_a_failure_is_the_reason() -> None:
     claimed = attrs.evolve(A, failure_reason="its peer vanished", failed_membership_id="1.m")
     opened = reconcile(view(settled(A, B), claimed, B)).new_membership
     assert opened is not None
@@ -163,18 +163,18 @@ def test_a_node_whose_loss_is_known_after_its_peers_failure_is_the_cause() -> No
     )
 
 
-def test_a_node_that_failed_and_is_gone_is_known_by_its_failure() -> None:
+def test_a_lost_node_that_reported_a_failure_keeps_its_failure_as_reason() -> None:
     opened = end_generation(settled(A, B), "b: out of memory", NodeFailure(B.id, "out of memory"))
     assert reconcile(view(opened, waiting(A))).new_membership is None
 
 
-def test_nobody_is_left_out_while_it_stops_its_workers() -> None:
+def test_a_node_that_is_stopping_its_workers_is_awaited() -> None:
     decision = reconcile(view(end_generation(settled(A, B), "x"), waiting(A), B))
     assert decision.new_membership is None
     assert decision.reason == "waiting for b to stop the workers of generation 1"
 
 
-def test_a_failure_is_charged_when_all_members_are_still_there() -> None:
+def test_a_failure_uses_a_restart_if_all_members_are_present() -> None:
     claimed = attrs.evolve(B, failure_reason="exit code 1", failed_membership_id="1.m")
     opened = reconcile(view(settled(A, B), A, claimed)).new_membership
     assert opened is not None
@@ -184,7 +184,7 @@ def test_a_failure_is_charged_when_all_members_are_still_there() -> None:
     assert (again.generation, again.restarts) == (2, 1)
 
 
-def test_the_earliest_claim_is_the_cause() -> None:
+def test_the_earliest_reported_failure_is_the_reason() -> None:
     first = attrs.evolve(B, failure_reason="first", failed_membership_id="1.m")
     second = attrs.evolve(A, failure_reason="second", failed_membership_id="1.m")
     opened = reconcile(view(settled(A, B), first, second)).new_membership
@@ -192,13 +192,13 @@ def test_the_earliest_claim_is_the_cause() -> None:
     assert opened.failure == NodeFailure(B.id, "first")
 
 
-def test_an_old_claim_means_nothing_to_a_later_generation() -> None:
+def test_a_failure_of_an_earlier_generation_is_ignored() -> None:
     old = attrs.evolve(B, failure_reason="exit code 1", failed_membership_id="1.m")
     document = attrs.evolve(settled(A, B), generation=2, membership_id="2.m")
     assert reconcile(view(document, A, old)).new_membership is None
 
 
-def test_a_spent_budget_sends_the_failed_node_away_if_the_others_can_go_on() -> None:
+def test_the_failed_node_is_evicted_after_the_last_restart_if_the_others_suffice() -> None:
     document = end_generation(settled(A, B, C, restarts=1), "x", NodeFailure(C.id, "boom"))
     expelled = reconcile(view(document, waiting(A), waiting(B), waiting(C))).new_membership
     assert expelled is not None
@@ -209,7 +209,7 @@ def test_a_spent_budget_sends_the_failed_node_away_if_the_others_can_go_on() -> 
     assert on.restarts == 1
 
 
-def test_a_spent_budget_ends_the_job_if_the_others_cannot() -> None:
+def test_the_job_fails_after_the_last_restart_if_the_others_do_not_suffice() -> None:
     document = end_generation(settled(A, B, restarts=1), "x", NodeFailure(B.id, "boom"))
     ended = reconcile(view(document, waiting(A), waiting(B))).new_membership
     assert ended is not None
@@ -217,14 +217,14 @@ def test_a_spent_budget_ends_the_job_if_the_others_cannot() -> None:
     assert ended.reason == "b: boom (1 of 1 restarts used)"
 
 
-def test_newcomers_wait_out_the_last_call_while_members_train() -> None:
+def test_joining_nodes_wait_for_the_last_call_while_members_train() -> None:
     assert reconcile(view(settled(A, B), A, B, C, since_last_arrival_s=1.0)).new_membership is None
     opened = reconcile(view(settled(A, B), A, B, C, since_last_arrival_s=2.0)).new_membership
     assert opened is not None
     assert opened.reason == "c joined"
 
 
-def test_a_member_with_other_workers_than_it_has_a_seat_for_resizes_the_job_at_once() -> None:
+def test_a_member_with_another_number_of_workers_resizes_the_job_at_once() -> None:
     short = settled(attrs.evolve(A, slots=1), B)
     two = attrs.evolve(A, slots=2)
     opened = reconcile(view(short, two, B)).new_membership
@@ -246,7 +246,7 @@ def test_a_member_with_other_workers_than_it_has_a_seat_for_resizes_the_job_at_o
     assert reconcile(view(short, two, B, finished_ids=frozenset({B.id}))).new_membership is None
 
 
-def test_a_node_without_workers_yet_is_gone_on_without_by_those_that_come_with_kept_ones() -> None:
+def test_members_with_retained_workers_continue_without_a_node_that_has_none_yet() -> None:
     opened = attrs.evolve(end_generation(settled(A, B, C), "boom", NodeFailure(C.id, "boom")))
     starting = attrs.evolve(waiting(C), slots=0)
     kept = [attrs.evolve(waiting(one), has_retained_workers=True) for one in (A, B)]
@@ -266,7 +266,7 @@ def test_a_node_without_workers_yet_is_gone_on_without_by_those_that_come_with_k
     assert (few.new_membership, few.reason) == (None, "1 of at least 2 nodes are here")
 
 
-def test_a_node_that_comes_is_let_in_when_it_says_with_how_many_workers() -> None:
+def test_a_joining_node_is_admitted_when_it_reports_its_workers() -> None:
     stands, starting = settled(A, B), attrs.evolve(C, slots=0)
     here = view(stands, A, B, starting, since_last_arrival_s=9.0)
     assert reconcile(here).new_membership is None
@@ -290,14 +290,14 @@ def test_surplus_nodes_are_spares_and_change_nothing() -> None:
     assert decision.reason == "generation 1 is active, 1 spare"
 
 
-def test_a_stranger_whose_workers_may_still_run_is_not_let_in() -> None:
+def test_a_node_whose_old_workers_may_still_run_is_not_admitted() -> None:
     stale = attrs.evolve(C, membership_id="3.m", may_run_workers=True)
     assert (
         reconcile(view(settled(A, B), A, B, stale, since_last_arrival_s=9.0)).new_membership is None
     )
 
 
-def test_all_done_is_success_and_nobody_joins_once_one_is_done() -> None:
+def test_the_job_succeeds_when_all_nodes_have_and_admits_none_after_the_first() -> None:
     document = settled(A, B)
     assert (
         reconcile(
@@ -310,35 +310,35 @@ def test_all_done_is_success_and_nobody_joins_once_one_is_done() -> None:
     assert ended.phase is JobPhase.SUCCEEDED
 
 
-def test_a_done_node_that_has_gone_is_no_loss() -> None:
+def test_a_finished_node_that_left_is_not_lost() -> None:
     assert reconcile(view(settled(A, B), B, finished_ids=frozenset({A.id}))).new_membership is None
 
 
-def test_asking_again_starts_a_new_generation_for_all() -> None:
+def test_a_member_that_joins_again_starts_a_new_generation_for_all() -> None:
     opened = reconcile(view(settled(A, B), waiting(A), B)).new_membership
     assert opened is not None
     assert opened.phase is JobPhase.FORMING
 
 
-def test_names_sort_as_people_count_and_survivors_stay_in_front() -> None:
+def test_nodes_are_sorted_by_number_with_survivors_first() -> None:
     ten, two = node("node10"), node("node2")
     assert order_members(Membership(LIMITS), [ten, two]) == (two, ten)
     assert order_members(settled(ten, A), [two, ten]) == (ten, two)
 
 
-def test_a_node_is_called_by_its_host_unless_others_share_it() -> None:
+def test_a_node_is_named_by_its_host_unless_others_share_it() -> None:
     twin = attrs.evolve(B, host="a")
     opened = reconcile(view(settled(A, twin), A)).new_membership
     assert opened is not None
     assert opened.reason == "b-1 was lost (killed, or cut off)"
 
 
-def test_a_hint_orders_newcomers() -> None:
+def test_a_rank_hint_orders_joining_nodes() -> None:
     first, second = node("z", rank_hint=0), node("y", rank_hint=1)
     assert order_members(Membership(LIMITS), [second, A, first]) == (first, second, A)
 
 
-def test_with_fixed_ranks_each_stands_where_it_asked_and_a_double_waits() -> None:
+def test_static_nodes_get_their_ranks_and_a_duplicate_waits() -> None:
     settings = RendezvousSettings(2, 2, last_call_timeout=0.0, has_fixed_ranks=True)
     one, zero, double = node("a", rank_hint=1), node("b", rank_hint=0), node("c", rank_hint=1)
     assert (
@@ -386,7 +386,7 @@ def documents(draw: st.DrawFn) -> Membership:
 
 
 @given(documents(), lives, st.floats(0, 5), st.sets(names, max_size=3))
-def test_whatever_is_written_keeps_the_promises(
+def test_every_decision_fulfills_the_invariants(
     document: Membership, live: list[NodeRecord], quiet: float, done: set[str]
 ) -> None:
     ids = frozenset(f"{name}-1" for name in done) & document.member_ids
@@ -434,7 +434,7 @@ def forgotten(document: Membership, *live: NodeRecord, **fields: object) -> Lead
     return view(None, *live, remembered_state=document.state, **fields)
 
 
-def test_a_forgotten_generation_is_the_same_again_when_all_its_nodes_remember_it() -> None:
+def test_a_generation_lost_by_the_store_is_restored_from_its_nodes() -> None:
     document = settled(A, B)
     a, b = holding(document)
     again = reconcile(forgotten(document, b, C, a)).new_membership
@@ -442,7 +442,7 @@ def test_a_forgotten_generation_is_the_same_again_when_all_its_nodes_remember_it
     assert again.phase is JobPhase.ACTIVE
 
 
-def test_those_who_do_not_come_back_are_waited_for_and_then_lost() -> None:
+def test_nodes_that_do_not_return_are_awaited_and_then_lost() -> None:
     document = settled(A, B, C)
     a, b, _ = holding(document)
     waits = reconcile(forgotten(document, a, b, return_grace_s=1.5))
@@ -453,7 +453,7 @@ def test_those_who_do_not_come_back_are_waited_for_and_then_lost() -> None:
     assert lost.reason == "1 of 3 nodes was lost with the store"
 
 
-def test_with_a_quorum_more_than_half_must_remember() -> None:
+def test_with_a_quorum_more_than_half_must_restore_the_generation() -> None:
     settings = attrs.evolve(LIMITS, quorum=True)
     document = settled(A, B, C, D, settings=settings)
     a, b, c, _ = holding(document)
@@ -463,7 +463,7 @@ def test_with_a_quorum_more_than_half_must_remember() -> None:
     assert reconcile(forgotten(document, a, b, c)).new_membership is not None
 
 
-def test_a_document_in_which_nothing_came_gives_way_to_what_is_remembered() -> None:
+def test_an_empty_document_is_replaced_by_a_remembered_generation() -> None:
     document = settled(A, B)
     fresh = Membership(LIMITS, "two")
     seen = view(fresh, *holding(document), remembered_state=document.state)
@@ -479,12 +479,12 @@ def test_a_document_in_which_nothing_came_gives_way_to_what_is_remembered() -> N
     )
 
 
-def test_a_memory_that_nobody_has_any_more_counts_for_nothing() -> None:
+def test_a_remembered_generation_without_members_is_ignored() -> None:
     begun = reconcile(forgotten(settled(A, B), C)).new_membership
     assert begun == Membership(LIMITS, "next")
 
 
-def test_what_an_absence_of_the_store_ended_is_given_time_to_come_back() -> None:
+def test_nodes_are_awaited_after_an_outage_of_the_store() -> None:
     waits = reconcile(view(settled(A, B), A, return_grace_s=2.0))
     assert (waits.new_membership, waits.requeue_after_s) == (None, 2.0)
     opened = end_generation(settled(A, B, C), "x")
@@ -551,7 +551,7 @@ def test_a_node_that_starts_is_part_of_an_ended_run_only_while_one_of_its_nodes_
         assert intent.node.inactive_incarnation == ("" if is_part else "one")
 
 
-def test_the_end_says_who_wrote_it_down_and_when() -> None:
+def test_the_job_end_names_its_writer_and_its_time() -> None:
     ended = reconcile(
         view(settled(A, B), A, B, finished_ids=frozenset({A.id, B.id}))
     ).new_membership

@@ -1,4 +1,4 @@
-"""Every handler here keeps the one contract, over every store."""
+"""Every handler of elasticlib fulfills the contract over every store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
 from elasticlib.testing import HandlerRequest, StoreRendezvousContract
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 
 
 class TestOverMemory(StoreRendezvousContract):
-    examples = 20
+    max_examples = 20
 
     @pytest.fixture
     def make_store(self) -> Callable[[], Store]:
@@ -32,19 +32,19 @@ class TestOverTcp(StoreRendezvousContract):
     @pytest.fixture
     def make_store(self) -> Iterator[Callable[[], Store]]:
         with TcpStoreServer("127.0.0.1", 0) as server:
-            yield lambda: TcpStore(server.host, server.port, timeout=self.patience)
+            yield lambda: TcpStore(server.host, server.port, timeout=self.timeout_s)
 
 
 class TestOverFiles(StoreRendezvousContract):
-    examples = 3
+    max_examples = 3
 
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> Callable[[], Store]:
-        return lambda: FileStore(tmp_path / "store", timeout=self.patience)
+        return lambda: FileStore(tmp_path / "store", timeout=self.timeout_s)
 
 
 class TestStatic(StoreRendezvousContract):
-    """As far as it fits a fixed number of nodes, each at the rank of its letter."""
+    """Tests with a fixed number of nodes. The rank of a node is the position of its letter."""
 
     @pytest.fixture
     def make_store(self) -> Callable[[], Store]:
@@ -66,5 +66,5 @@ class TestStatic(StoreRendezvousContract):
                 keep_alive_interval=0.2,
                 close_timeout=5.0,
             ),
-            open_bootstrap_store=Listener,
+            open_bootstrap_store=FakeBootstrapStore,
         )

@@ -1,4 +1,4 @@
-"""What N nodes ask of their store: a constant each, in operations and in bytes, whatever N is."""
+"""The numbers of store operations and bytes per node do not depend on the number of nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from elasticlib.stores.interface import Store
 from elasticlib.stores.memory_store import MemoryStore
-from elasticlib.testing.rendezvous_over_store import Listener
+from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 
 COUNTS = [8, 32, 128, 256]
@@ -26,7 +26,7 @@ LISTINGS = 8
 
 
 def crew_of(count: int) -> Crew:
-    """So many nodes that have settled; they came in four waves."""
+    """Return nodes that have settled. They joined in four groups."""
     crew = Crew()
     for _ in range(4):
         crew.add(count // 4, RendezvousSettings(1, count))
@@ -74,7 +74,7 @@ def test_every_node_settles_with_a_few_operations_of_its_own(count: int) -> None
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("who", ["a follower", "the leader"])
-def test_so_does_every_survivor_of_a_lost_node(count: int, who: str) -> None:
+def test_every_survivor_of_a_lost_node_settles_with_a_few_operations(count: int, who: str) -> None:
     crew = crew_of(count)
     lose_one(crew, crew.leader if who == "the leader" else crew.followers[-1])
     check_frugal(crew)
@@ -98,7 +98,7 @@ def test_all_bytes_of_the_leader_are_a_constant_for_each_node() -> None:
     assert each[1] <= each[0]
 
 
-def test_who_has_settled_refreshes_its_lease_and_asks_for_nothing_else() -> None:
+def test_a_settled_node_only_refreshes_its_lease() -> None:
     crew = crew_of(32)
     crew.turns()
     for member in crew.members:
@@ -160,7 +160,7 @@ class Handlers:
                 Node(id=f"n{number}-1", host=f"n{number}", address="127.0.0.1", slots=1),
                 RendezvousSettings(count, count),
                 timeouts=timing,
-                open_bootstrap_store=Listener,
+                open_bootstrap_store=FakeBootstrapStore,
                 clock=clock,
             )
             for number, (store, clock) in enumerate(nodes)
@@ -179,7 +179,9 @@ def handlers() -> Iterator[Handlers]:
 
 
 @pytest.mark.parametrize("count", [8, 32, 128])
-def test_handlers_that_come_all_at_once_ask_no_more(handlers: Handlers, count: int) -> None:
+def test_handlers_that_join_at_the_same_time_need_no_more_operations(
+    handlers: Handlers, count: int
+) -> None:
     stores = [CountedStore(handlers.client()) for _ in range(count)]
     # Nothing that depends on how long this machine takes.
     patient = RendezvousTimeouts(join_timeout=60.0, lease_ttl=1000.0, keep_alive_interval=100.0)
@@ -192,7 +194,7 @@ def test_handlers_that_come_all_at_once_ask_no_more(handlers: Handlers, count: i
     assert leader.listed[KEYS.job_prefix] <= 2 * count
 
 
-def test_a_handler_that_has_settled_looks_once_a_lease(handlers: Handlers) -> None:
+def test_a_settled_handler_polls_once_per_lease(handlers: Handlers) -> None:
     step, rounds = 0.005, 8
     stores = [Ticking(handlers.client(), step) for _ in range(4)]
     timing = RendezvousTimeouts(join_timeout=1e6, lease_ttl=rounds * step, keep_alive_interval=step)

@@ -1,4 +1,4 @@
-"""What goes through the store comes back the same, and what does not belong is named."""
+"""Documents are decoded as they were encoded, and malformed ones are rejected by name."""
 
 from __future__ import annotations
 
@@ -73,23 +73,23 @@ states = st.builds(
 
 
 @given(nodes)
-def test_a_node_comes_back_as_it_went(node: NodeRecord) -> None:
+def test_a_node_is_decoded_as_it_was_encoded(node: NodeRecord) -> None:
     assert decode_node(encode(node)) == node
 
 
 @given(states)
-def test_a_head_comes_back_as_it_went(state: MembershipState) -> None:
+def test_a_state_is_decoded_as_it_was_encoded(state: MembershipState) -> None:
     assert decode_state(encode_state(state)) == state
 
 
 @given(st.lists(nodes, max_size=5, unique_by=lambda node: node.id))
-def test_a_shard_comes_back_with_everyones_seat(members: list[NodeRecord]) -> None:
+def test_a_shard_is_decoded_with_all_rank_assignments(members: list[NodeRecord]) -> None:
     rows = tuple(zip(members, assign_ranks(members), strict=True))
     assert decode_shard(encode_shard(rows)) == rows
 
 
 @given(st.builds(Leader, id=st.text(), host=st.text(), inactive_incarnation=st.text()))
-def test_a_leader_comes_back_as_it_went(leader: Leader) -> None:
+def test_a_leader_is_decoded_as_it_was_encoded(leader: Leader) -> None:
     assert decode(Leader, encode(leader), "the leader") == leader
 
 
@@ -101,12 +101,12 @@ def test_a_leader_comes_back_as_it_went(leader: Leader) -> None:
         num_present=st.just(3),
     )
 )
-def test_a_note_comes_back_as_it_went(note: LeaderStatus) -> None:
+def test_a_leader_status_is_decoded_as_it_was_encoded(note: LeaderStatus) -> None:
     assert decode(LeaderStatus, encode(note), "the note") == note
 
 
 @given(st.binary(max_size=200))
-def test_noise_is_refused(noise: bytes) -> None:
+def test_malformed_documents_are_rejected(noise: bytes) -> None:
     for kind in (Leader, LeaderStatus, NodeRecord):
         with pytest.raises(RendezvousConfigError):
             decode(kind, noise, "noise")
@@ -115,7 +115,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"{}", b"[1]", b"[[1,2]]", b'[[{},{"rank":0}]]', b"\xff"])
-def test_a_shard_that_is_none_is_refused(data: bytes) -> None:
+def test_a_malformed_shard_is_rejected(data: bytes) -> None:
     with pytest.raises(RendezvousConfigError):
         decode_shard(data)
 

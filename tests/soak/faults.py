@@ -66,8 +66,8 @@ def _ended(stage: Stage, view: View, rank: int, code: int, since: float) -> Even
         return of_it and event.generation == view.generation
 
     event = stage.event(f"rank {rank} to end with code {code}", since, wanted)
-    if event.facts["exit_code"] != code or event.facts["stopped"]:
-        raise NoEffect(f"rank {rank} ended otherwise: {event.facts['description']}")
+    if event.data["exit_code"] != code or event.data["stopped"]:
+        raise NoEffect(f"rank {rank} ended otherwise: {event.data['description']}")
     return event
 
 
@@ -81,7 +81,7 @@ def _kill(stage: Stage, fault: Fault, view: View) -> Effect:
     except ProcessLookupError:
         raise NoEffect(f"rank {number} had ended") from None
     event = _ended(stage, view, number, -signal.SIGKILL, at)
-    return Effect(at, f"rank {number}: {event.facts['description']}")
+    return Effect(at, f"rank {number}: {event.data['description']}")
 
 
 def _by_itself(what: int, code: int | None) -> Callable[[Stage, Fault, View], Effect]:
@@ -99,7 +99,7 @@ def _by_itself(what: int, code: int | None) -> Callable[[Stage, Fault, View], Ef
             lambda line: line.get("meets") == what,
         )
         event = _ended(stage, view, number, expected, met["at"])
-        return Effect(met["at"], f"rank {number} in {where}: {event.facts['description']}")
+        return Effect(met["at"], f"rank {number} in {where}: {event.data['description']}")
 
     return strike
 
@@ -121,7 +121,7 @@ def _nothing_failed(stage: Stage, since: float) -> None:
     stage.hear()
     failed = next((e for e in stage.events if e.kind == "failure" and e.monotonic >= since), None)
     if failed is not None:
-        raise NoEffect(f"a worker failed of it: {failed.facts['reason']}")
+        raise NoEffect(f"a worker failed of it: {failed.data['reason']}")
 
 
 def _nothing_restarted(stage: Stage, view: View, since: float) -> None:
@@ -137,11 +137,11 @@ def _hang(stage: Stage, fault: Fault, view: View) -> Effect:
     os.kill(rank.pid, signal.SIGSTOP)
 
     def hung(event: Event) -> bool:
-        return event.kind == "failure" and "hung" in event.facts["reason"]
+        return event.kind == "failure" and "hung" in event.data["reason"]
 
     event = stage.event("the hang to be noticed", at, hung, 30.0)
     stage.pids_gone({rank.pid})
-    return Effect(at, event.facts["reason"])
+    return Effect(at, event.data["reason"])
 
 
 # -- nodes ----------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ class Told:
         """A job that has lost all of its nodes begins to count anew."""
         for event in events:
             if event.kind == "generation.started":
-                self.restarts += max(0, event.facts["restarts"] - self._charged)
-                self._charged = event.facts["restarts"]
+                self.restarts += max(0, event.data["restarts"] - self._charged)
+                self._charged = event.data["restarts"]
 
 
 def storm(stage: Stage, campaign: Campaign, say: Callable[[str], None], log: Path) -> Told:

@@ -29,10 +29,10 @@ from elasticlib import (
 from elasticlib.errors import CheckpointError
 from elasticlib.examples.train_text import (
     ByteTransformer,
-    Windows,
-    join_process_group,
-    loss_of,
-    sha256_of,
+    TextDataset,
+    init_process_group,
+    summed_loss,
+    weights_sha256,
 )
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -100,10 +100,10 @@ class Training:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.windows = Windows(SAMPLES)
-        self.sampler = ElasticDistributedSampler(self.windows, 1, 0, seed=0, tail="exact")
+        self.dataset = TextDataset(SAMPLES)
+        self.sampler = ElasticDistributedSampler(self.dataset, 1, 0, seed=0, tail="exact")
         self.batches = ElasticBatchSampler(self.sampler, BATCH)
-        self.model = ByteTransformer(width=32, layers=2, heads=2)
+        self.model = ByteTransformer(width=32, num_layers=2, num_heads=2)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
         self.progress = {"step": 0}
         self.logical = LogicalWorkers(self.model, LOGICAL, seed=0)
@@ -119,7 +119,7 @@ class Training:
         drawn = list(itertools.islice(self.batches, steps - self.step))
         parts = [self.logical.samples(len(batch)) for batch in drawn]
         mine = [batch[part.start : part.stop] for batch, part in zip(drawn, parts, strict=True)]
-        loader = DataLoader(self.windows, sampler=mine, batch_size=None)
+        loader = DataLoader(self.dataset, sampler=mine, batch_size=None)
         return zip(map(len, drawn), mine, loader, strict=True)
 
     def gradients(self, size: int, windows: torch.Tensor) -> None:
@@ -129,14 +129,14 @@ class Training:
             places = worker.samples(size)
             if places:
                 own = windows[places.start - first : places.stop - first]
-                torch.autograd.backward(loss_of(self.model, own) / size)
+                torch.autograd.backward(summed_loss(self.model, own) / size)
 
 
 class Loop:
     def __init__(self, folder: Path, steps: int, calm: bool) -> None:
         self.steps, self.calm = steps, calm
         self.began = time.monotonic()
-        join_process_group()
+        init_process_group()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         generation = int(os.environ.get("ELASTICLIB_GENERATION", "1"))
         self.lines = Lines(folder / ("calm" if calm else "trace"), generation, self.rank)
@@ -169,7 +169,7 @@ class Loop:
         if manager is not None:
             self.save(manager)
             manager.wait()
-        self.lines.write(over=sha256_of(training.model), step=training.step)
+        self.lines.write(over=weights_sha256(training.model), step=training.step)
         return True
 
     def one_step(self, epoch: int, size: int, mine: list[int], windows: torch.Tensor) -> None:
@@ -187,7 +187,7 @@ class Loop:
         training.progress["step"] = number
         self.asked.meet("update")
         if number % DIGEST_EVERY == 0 and self.rank == 0:
-            self.lines.write(digest=sha256_of(training.model), step=number)
+            self.lines.write(digest=weights_sha256(training.model), step=number)
 
     def wait_for(self, step: int) -> None:
         """Stand still where the job is far ahead of the campaign, as a fault takes its time."""

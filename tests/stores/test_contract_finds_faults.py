@@ -26,7 +26,7 @@ class LosesUpdates(MemoryStore):
         return CompareSetResult(True, self.set(key, value, ttl=ttl))
 
 
-class WinsOverAbsentKeys(MemoryStore):
+class SucceedsForAbsentKeys(MemoryStore):
     def compare_set(
         self, key: str, value: bytes, *, expected: int, ttl: float | None = None
     ) -> CompareSetResult:
@@ -34,17 +34,17 @@ class WinsOverAbsentKeys(MemoryStore):
         return CompareSetResult(True, None) if outcome.entry is None else outcome
 
 
-class ForgetsTtls(MemoryStore):
+class ExtendsTtls(MemoryStore):
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
         return super().set(key, value, ttl=None if ttl is None else ttl * 1000)
 
 
-class KeepsLeasesOfTheClosed(MemoryStore):
+class KeepsLeasesAfterClose(MemoryStore):
     def close(self) -> None:
         self._closed = True
 
 
-class LetsAnybodyRefresh(MemoryStore):
+class RefreshesForeignLeases(MemoryStore):
     def refresh(self, key: str, version: int) -> None:
         self._owner = 1
         super().refresh(key, version)
@@ -64,7 +64,7 @@ class MissesWakeUps(MemoryStore):
         return found or (super().wait("nothing", after=after, timeout=timeout) and False)
 
 
-class WakesAtTheEnd(MemoryStore):
+class WakesAfterTimeout(MemoryStore):
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         super().wait("nothing", after=self.list("").version, timeout=timeout)
         return super().wait(prefix, after=after, timeout=0.0)
@@ -77,12 +77,12 @@ class MissesDeletes(MemoryStore):
         )
 
 
-class WaitsFromNowOn(MemoryStore):
+class IgnoresEarlierChanges(MemoryStore):
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         return super().wait(prefix, after=max(after, self.list("").version), timeout=timeout)
 
 
-class ListsInPieces(MemoryStore):
+class ListsKeyByKey(MemoryStore):
     def list(self, prefix: str) -> Listing:
         keys = [entry.key for entry in super().list(prefix).entries]
         found = []
@@ -102,12 +102,12 @@ class ListsPageByPage(MemoryStore):
         return Listing((*first, *rest.entries[100:]), rest.version)
 
 
-class ListsNoMoreThanAPage(MemoryStore):
+class ListsOnePageOnly(MemoryStore):
     def list(self, prefix: str) -> Listing:
         return Listing(super().list(prefix).entries[:200], super().list("").version)
 
 
-class ListsTheNewestFirst(MemoryStore):
+class ListsNewestFirst(MemoryStore):
     def list(self, prefix: str) -> Listing:
         found = super().list(prefix)
         entries = sorted(found.entries, key=lambda entry: -entry.version)
@@ -119,11 +119,11 @@ class DeletesEverything(MemoryStore):
         return super().delete(key, expected=None if expected else expected) or True
 
 
-class UsesVersionsAgain(MemoryStore):
+class ReusesVersions(MemoryStore):
     def set(self, key: str, value: bytes, *, ttl: float | None = None) -> Entry:
-        there = self.get(key)
+        existing = self.get(key)
         entry = super().set(key, value, ttl=ttl)
-        return entry if there else Entry(key, value, 1)
+        return entry if existing else Entry(key, value, 1)
 
 
 class OtherMessages(MemoryStore):
@@ -144,71 +144,73 @@ class OtherMessages(MemoryStore):
 
 
 FAULTS = [
-    (LosesUpdates, "test_threads_lose_no_update"),
-    (WinsOverAbsentKeys, "test_compare_set_writes_only_over_the_expected_version"),
-    (WinsOverAbsentKeys, "test_any_history_agrees_with_a_dictionary"),
-    (ForgetsTtls, "test_a_lease_without_refreshes_expires_for_every_client"),
-    (ForgetsTtls, "test_one_lease_expires_while_another_is_refreshed"),
-    (KeepsLeasesOfTheClosed, "test_close_ends_the_leases_of_this_client_only"),
-    (LetsAnybodyRefresh, "test_only_the_owner_can_refresh_a_lease"),
+    (LosesUpdates, "test_no_update_is_lost_between_threads"),
+    (SucceedsForAbsentKeys, "test_compare_set_writes_only_over_the_expected_version"),
+    (SucceedsForAbsentKeys, "test_random_operations_agree_with_a_dictionary"),
+    (ExtendsTtls, "test_a_lease_that_is_not_refreshed_expires_for_every_client"),
+    (ExtendsTtls, "test_one_lease_expires_while_another_is_refreshed"),
+    (KeepsLeasesAfterClose, "test_close_ends_the_leases_of_this_client_only"),
+    (RefreshesForeignLeases, "test_only_the_owner_can_refresh_a_lease"),
     (
         RefreshesByWriting,
         "test_a_refreshed_lease_does_not_expire_and_a_refresh_is_not_a_change",
     ),
     (MissesWakeUps, "test_list_and_wait_miss_no_change"),
     (MissesWakeUps, "test_a_wait_does_not_block_other_threads"),
-    (WakesAtTheEnd, "test_a_wait_does_not_block_other_threads"),
+    (WakesAfterTimeout, "test_a_wait_does_not_block_other_threads"),
     (MissesDeletes, "test_a_wait_returns_true_for_an_earlier_change"),
-    (MissesDeletes, "test_a_lease_without_refreshes_expires_for_every_client"),
-    (MissesDeletes, "test_any_history_agrees_with_a_dictionary"),
-    (LetsAnybodyRefresh, "test_any_history_agrees_with_a_dictionary"),
-    (WaitsFromNowOn, "test_a_wait_returns_true_for_an_earlier_change"),
-    (ListsInPieces, "test_a_list_is_a_snapshot"),
+    (MissesDeletes, "test_a_lease_that_is_not_refreshed_expires_for_every_client"),
+    (MissesDeletes, "test_random_operations_agree_with_a_dictionary"),
+    (RefreshesForeignLeases, "test_random_operations_agree_with_a_dictionary"),
+    (IgnoresEarlierChanges, "test_a_wait_returns_true_for_an_earlier_change"),
+    (ListsKeyByKey, "test_a_list_is_a_snapshot"),
     (ListsPageByPage, "test_a_list_of_4_mib_is_complete_and_a_snapshot"),
-    (ListsNoMoreThanAPage, "test_a_list_of_4_mib_is_complete_and_a_snapshot"),
-    (ListsTheNewestFirst, "test_any_history_agrees_with_a_dictionary"),
+    (ListsOnePageOnly, "test_a_list_of_4_mib_is_complete_and_a_snapshot"),
+    (ListsNewestFirst, "test_random_operations_agree_with_a_dictionary"),
     (DeletesEverything, "test_delete_returns_whether_it_removed_the_key"),
-    (DeletesEverything, "test_any_history_agrees_with_a_dictionary"),
-    (UsesVersionsAgain, "test_versions_increase_and_are_never_reused"),
+    (DeletesEverything, "test_random_operations_agree_with_a_dictionary"),
+    (ReusesVersions, "test_versions_increase_and_are_never_reused"),
 ]
 
 
 class Contract(StoreContract):
-    ttl = 0.1
-    examples = 50
+    lease_ttl_s = 0.1
+    max_examples = 50
 
 
-class Hasty(Contract):
-    patience = 1.0
+class ImpatientContract(Contract):
+    timeout_s = 1.0
 
 
-def play(contract: StoreContract, claim: str, make: Callable[[], MemoryStore], times: int) -> None:
+def run_contract_test(
+    contract: StoreContract, test: str, make: Callable[[], MemoryStore], times: int
+) -> None:
     for _ in range(times):
         first = make()
         clients = itertools.chain([first], iter(first.client, None))
-        getattr(contract, claim)(lambda clients=clients: next(clients))
+        getattr(contract, test)(lambda clients=clients: next(clients))
 
 
 @pytest.mark.parametrize(
-    ("fault", "claim"), FAULTS, ids=lambda value: getattr(value, "__name__", value)
+    ("fault", "test"), FAULTS, ids=lambda value: getattr(value, "__name__", value)
 )
-def test_the_contract_finds(fault: Callable[[], MemoryStore], claim: str) -> None:
+def test_contract_finds_a_fault(fault: Callable[[], MemoryStore], test: str) -> None:
     with pytest.raises((AssertionError, FutureTimeout, pytest.fail.Exception)):
         # On a busy machine, a change may not happen between the two steps of a faulty store.
-        play(Hasty(), claim, fault, times=3)
+        run_contract_test(ImpatientContract(), test, fault, times=3)
 
 
 @pytest.mark.parametrize(
-    "claim",
+    "test",
     [
-        "test_a_lease_without_refreshes_expires_for_every_client",
+        "test_a_lease_that_is_not_refreshed_expires_for_every_client",
         "test_writing_a_leased_key_without_ttl_ends_the_lease",
         "test_only_the_owner_can_refresh_a_lease",
         "test_close_ends_waits_with_an_error",
     ],
 )
-def test_the_contract_accepts_other_error_messages(claim: str) -> None:
-    play(Contract(), claim, OtherMessages, times=1)
+def test_the_contract_accepts_other_error_messages(test: str) -> None:
+    run_contract_test(Contract(), test, OtherMessages, times=1)
 
 
 def test_a_failed_assertion_shows_its_values() -> None:
@@ -216,6 +218,6 @@ def test_a_failed_assertion_shows_its_values() -> None:
         Contract().test_a_missing_key_is_none(DeletesEverything)
 
 
-@pytest.mark.parametrize("claim", sorted({claim for _, claim in FAULTS}))
-def test_the_contract_finds_no_fault_in_a_correct_store(claim: str) -> None:
-    play(Contract(), claim, MemoryStore, times=1)
+@pytest.mark.parametrize("test", sorted({test for _, test in FAULTS}))
+def test_the_contract_finds_no_fault_in_a_correct_store(test: str) -> None:
+    run_contract_test(Contract(), test, MemoryStore, times=1)

@@ -25,7 +25,7 @@ from elasticlib.errors import (
 )
 from elasticlib.stores.etcd_store import EtcdStore
 from elasticlib.stores.interface import ABSENT
-from elasticlib.testing.store_process import ClientRecipe, read_line
+from elasticlib.testing.store_process import ClientSpec, read_line
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = needs_etcd
@@ -243,12 +243,12 @@ def test_a_stopped_etcd_expires_no_lease_that_is_refreshed_afterwards(
 
 
 def test_a_lease_of_a_killed_process_ends_after_its_ttl(etcd: EtcdServer, room: str) -> None:
-    recipe = ClientRecipe(
+    spec = ClientSpec(
         "elasticlib.stores.etcd_store:EtcdStore",
         (etcd.endpoint,),
         {"prefix": room, "timeout": 20.0},
     )
-    with EtcdStore(etcd.endpoint, prefix=room) as watcher, recipe.start("hold", "l", "4") as owner:
+    with EtcdStore(etcd.endpoint, prefix=room) as watcher, spec.start("lease", "l", "4") as owner:
         try:
             assert read_line(owner) == "done"
             held = watcher.list("l")

@@ -19,24 +19,24 @@ from elasticlib.errors import (
 )
 from elasticlib.stores.etcd_store import EtcdStore, Member, read_members
 from elasticlib.stores.interface import Store
-from elasticlib.testing import ClientRecipe
+from elasticlib.testing import ClientSpec
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = needs_etcd
 
 
 class TestEtcdStore(OwnStoreContract):
-    ttl = 1.0  # the least that etcd grants
-    examples = 15
+    lease_ttl_s = 1.0  # the least that etcd grants
+    max_examples = 15
 
     @pytest.fixture
     def make_store(self, etcd: EtcdServer, room: str) -> Callable[[], Store]:
-        return lambda: EtcdStore(etcd.endpoint, prefix=room, timeout=self.patience)
+        return lambda: EtcdStore(etcd.endpoint, prefix=room, timeout=self.timeout_s)
 
     @pytest.fixture
-    def client_recipe(self, etcd: EtcdServer, room: str) -> ClientRecipe:
-        options = {"prefix": room, "timeout": self.patience}
-        return ClientRecipe("elasticlib.stores.etcd_store:EtcdStore", (etcd.endpoint,), options)
+    def client_spec(self, etcd: EtcdServer, room: str) -> ClientSpec:
+        options = {"prefix": room, "timeout": self.timeout_s}
+        return ClientSpec("elasticlib.stores.etcd_store:EtcdStore", (etcd.endpoint,), options)
 
 
 def test_the_constructor_does_not_connect() -> None:

@@ -31,7 +31,7 @@ from elasticlib.stores.failover_store import FailoverStore, StoreEndpoint
 from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
-from elasticlib.testing import ClientRecipe
+from elasticlib.testing import ClientSpec
 from elasticlib.testing.waiting import wait_until
 
 # -- the contract ------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ from elasticlib.testing.waiting import wait_until
 
 @pytest.mark.parametrize("before", [1], ids=["two places, first empty"])
 class TestMovingStore(OwnStoreContract):
-    examples = 8
+    max_examples = 8
 
     @pytest.fixture
     def endpoints(self, before: int) -> Iterator[list[tuple[str, int]]]:
@@ -50,11 +50,11 @@ class TestMovingStore(OwnStoreContract):
 
     @pytest.fixture
     def make_store(self, endpoints: list[tuple[str, int]]) -> Callable[[], Store]:
-        return lambda: reaching(endpoints, self.patience)
+        return lambda: reaching(endpoints, self.timeout_s)
 
     @pytest.fixture
-    def client_recipe(self, endpoints: list[tuple[str, int]]) -> ClientRecipe:
-        return ClientRecipe("endpoint_cluster:reaching", (endpoints, self.patience))
+    def client_spec(self, endpoints: list[tuple[str, int]]) -> ClientSpec:
+        return ClientSpec("endpoint_cluster:reaching", (endpoints, self.timeout_s))
 
 
 # -- when it moves -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from elasticlib.stores.interface import Store
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import Frame, encode
 from elasticlib.stores.tcp_server import TcpStoreServer
-from elasticlib.testing.store_process import in_a_child, read_line
+from elasticlib.testing.store_process import read_line, run_in_child
 
 BEGIN = """
 import os, sys, threading, traceback
@@ -230,7 +230,7 @@ def test_a_closed_store_stays_closed_in_a_child(tmp_path: Path, kind: str) -> No
             store.get("key")
         return str(refused.value)
 
-    assert "closed" in in_a_child(ask, 20.0)
+    assert "closed" in run_in_child(ask, 20.0)
 
 
 def test_a_child_forked_during_a_move_of_the_store_is_not_blocked() -> None:
@@ -248,7 +248,7 @@ def test_a_child_forked_during_a_move_of_the_store_is_not_blocked() -> None:
             assert serving.wait(20.0)
             try:
                 assert (
-                    in_a_child(lambda: f"alone: {store.yield_to_other_server()}", 20.0)
+                    run_in_child(lambda: f"alone: {store.yield_to_other_server()}", 20.0)
                     == "alone: False"
                 )
             finally:

@@ -13,7 +13,7 @@ from elasticlib.stores.interface import CompareSetResult, Entry, Listing, Store
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_server import TcpStoreServer
-from elasticlib.testing import ClientRecipe
+from elasticlib.testing import ClientSpec
 
 
 class TestMemoryStore(OwnStoreContract):
@@ -57,17 +57,17 @@ class TestFewestMethods(OwnStoreContract):
 
 
 class TestFileStore(OwnStoreContract):
-    examples = 8
+    max_examples = 8
 
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> Callable[[], Store]:
-        return lambda: FileStore(tmp_path / "deep" / "store", timeout=self.patience)
+        return lambda: FileStore(tmp_path / "deep" / "store", timeout=self.timeout_s)
 
     @pytest.fixture
-    def client_recipe(self, tmp_path: Path) -> ClientRecipe:
+    def client_spec(self, tmp_path: Path) -> ClientSpec:
         folder = str(tmp_path / "deep" / "store")
-        return ClientRecipe(
-            "elasticlib.stores.file_store:FileStore", (folder,), {"timeout": self.patience}
+        return ClientSpec(
+            "elasticlib.stores.file_store:FileStore", (folder,), {"timeout": self.timeout_s}
         )
 
 
@@ -81,12 +81,12 @@ class TestTcpStore(OwnStoreContract):
 
     @pytest.fixture
     def make_store(self, server: TcpStoreServer) -> Callable[[], Store]:
-        return lambda: TcpStore(server.host, server.port, job="contract", timeout=self.patience)
+        return lambda: TcpStore(server.host, server.port, job="contract", timeout=self.timeout_s)
 
     @pytest.fixture
-    def client_recipe(self, server: TcpStoreServer) -> ClientRecipe:
-        return ClientRecipe(
+    def client_spec(self, server: TcpStoreServer) -> ClientSpec:
+        return ClientSpec(
             "elasticlib.stores.tcp_client:TcpStore",
             (server.host, server.port),
-            {"job": "contract", "timeout": self.patience},
+            {"job": "contract", "timeout": self.timeout_s},
         )

@@ -23,7 +23,7 @@ from elasticlib.stores.interface import Entry
 from elasticlib.stores.tcp_client import TcpStore
 from elasticlib.stores.tcp_protocol import PROTOCOL, Frame, FrameReader, encode
 from elasticlib.stores.tcp_server import ServerLimits, TcpStoreServer
-from elasticlib.testing.store_process import ClientRecipe, read_line
+from elasticlib.testing.store_process import ClientSpec, read_line
 from elasticlib.testing.waiting import wait_until
 
 HELLO = Frame("hello", 0, {"protocol": PROTOCOL, "job": "", "client": "test", "nonce": "0" * 64})
@@ -229,10 +229,10 @@ def test_labels_are_those_of_the_connected_clients(server: TcpStoreServer) -> No
 
 
 def test_the_lease_of_a_killed_owner_ends_at_once(server: TcpStoreServer) -> None:
-    recipe = ClientRecipe("elasticlib.stores.tcp_client:TcpStore", (server.host, server.port))
+    spec = ClientSpec("elasticlib.stores.tcp_client:TcpStore", (server.host, server.port))
     with (
         TcpStore(server.host, server.port) as watcher,
-        recipe.start("hold", "lease", "1000") as owner,
+        spec.start("lease", "lease", "1000") as owner,
     ):
         assert read_line(owner) == "done"
         version = watcher.list("lease").version
@@ -244,10 +244,10 @@ def test_the_lease_of_a_killed_owner_ends_at_once(server: TcpStoreServer) -> Non
 def test_the_lease_of_a_stopped_client_expires_while_its_connection_is_open(
     server: TcpStoreServer,
 ) -> None:
-    recipe = ClientRecipe("elasticlib.stores.tcp_client:TcpStore", (server.host, server.port))
+    spec = ClientSpec("elasticlib.stores.tcp_client:TcpStore", (server.host, server.port))
     with (
         TcpStore(server.host, server.port) as watcher,
-        recipe.start("hold", "lease", "1") as owner,
+        spec.start("lease", "lease", "1") as owner,
     ):
         assert read_line(owner) == "done"
         owner.send_signal(signal.SIGSTOP)

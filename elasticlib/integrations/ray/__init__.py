@@ -1,7 +1,6 @@
-"""Elastic jobs on a Ray cluster: the agents are Ray actors, one a node, placed and replaced.
+"""Elastic jobs on a Ray cluster: `ray_launch` is `elastic_launch` for all nodes of the cluster.
 
-`ray_launch` is `elastic_launch` for a whole cluster. A setting that Ray or the driver decides is
-rejected by name.
+The agents are Ray actors, at most one on each node. `driver` creates and watches them.
 """
 
 from __future__ import annotations
@@ -17,45 +16,48 @@ from ...errors import ConfigError, ElasticError, format_error
 from ...launch.elastic_launch import values_of, with_args
 from ...launch.launch_config import LaunchConfig
 from ...workers.spec import Entrypoint, Function, entrypoint_name
-from .driver import run_on
+from .driver import run_driver
 
-__all__ = ["ENDPOINT", "ray_launch"]
+__all__ = ["RAY_ENDPOINT", "ray_launch"]
 
-ENDPOINT = "ray"
-"""The `rdzv_endpoint` of a job of several nodes: they meet at the driver, wherever that runs."""
-_ALIKE = "all agents are started alike"
-_TAKEN: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "rdzv_backend": (("tcp", "c10d"), "the nodes meet in a tcp store of the driver"),
-    "rdzv_endpoint": (("", ENDPOINT), f"the nodes meet at the driver, so give {ENDPOINT!r}"),
-    "node_rank": ((None,), _ALIKE),
-    "local_addr": ((None,), _ALIKE),
-    "topology": (("",), _ALIKE),
-    "spares": ((None,), "no more than max_nodes agents are started"),
+RAY_ENDPOINT = "ray"  # the rdzv_endpoint of a job with several nodes
+
+# Fields of a configuration that Ray or the driver decides: their allowed values, and the reason.
+_ALLOWED_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "rdzv_backend": (("tcp", "c10d"), "the driver hosts a TCP store"),
+    "rdzv_endpoint": (("", RAY_ENDPOINT), f"the driver hosts the store, use {RAY_ENDPOINT!r}"),
+    "node_rank": ((None,), "all agents get the same configuration"),
+    "local_addr": ((None,), "all agents get the same configuration"),
+    "topology": (("",), "all agents get the same configuration"),
+    "spares": ((None,), "the driver starts at most max_nodes agents"),
 }
-"""What fields of a config may say on Ray, and why nothing else."""
 
 
 class ray_launch:
-    """`ray_launch(config, entrypoint)(*args)` returns `{global rank: value}` of all nodes.
+    """Launcher of functions or programs on a Ray cluster.
+
+    `ray_launch(config, entrypoint)(*args)` blocks until the job ends, and returns
+    `{global rank: return value}` of all nodes. The values of programs are None.
+
+    The calling program must run on a node of the cluster. It may call `ray.init` before, with an
+    address and a `runtime_env`, which is used for agents and workers too. Otherwise, the cluster is
+    that of `RAY_ADDRESS`, or the one on this machine.
 
     Args:
-        config: as for `elastic_launch`; a job of several nodes has `rdzv_endpoint="ray"`. Agents
-            run on `min_nodes` to `max_nodes` nodes of the cluster, one on each.
-        entrypoint: a function (of any module, also of the program's own, or a notebook's), the
-            name of a program, or an entry point of `elasticlib.workers.spec`.
-        resources: what Ray reserves for each agent on its node, by Ray's names, such as
-            `{"CPU": 8, "GPU": 2}`. The default for `"CPU"` is one for each worker. Workers see
-            the GPUs of their agent and no others.
-
-    The program may call `ray.init` before, with an address and a `runtime_env`, which holds for
-    agents and workers too. Otherwise the cluster of `RAY_ADDRESS`, or of this machine, is used.
+        config: The configuration, as for `elastic_launch`. The job uses `min_nodes` to `max_nodes`
+            nodes of the cluster. With several nodes, `rdzv_endpoint` must be `"ray"`.
+        entrypoint: A function, which may be defined in the program itself or in a notebook; the
+            name of a program; or an entry point of `elasticlib.workers.spec`.
+        resources: The resources that Ray reserves for each agent, with Ray's names, for example
+            `{"CPU": 8, "GPU": 2}`. By default, one CPU for each worker. Workers see only the GPUs
+            of their agent.
 
     Raises:
-        ChildFailedError: the job failed; `failures` holds those of all nodes whose agents came
-            back.
-        SignalException: it was stopped or drained.
-        ConfigError: it cannot be started as configured.
-        ElasticError: an agent broke, or the job succeeded and some of its values were lost.
+        ChildFailedError: The job failed. `failures` has the failures of all nodes whose agents
+            have returned a result.
+        SignalException: A signal stopped or drained the job.
+        ConfigError: The configuration cannot work.
+        ElasticError: An agent raised an exception, or the job succeeded but return values are lost.
     """
 
     def __init__(
@@ -64,37 +66,58 @@ class ray_launch:
         entrypoint: Callable[..., Any] | str | Entrypoint,
         resources: Mapping[str, float] | None = None,
     ) -> None:
-        check(config)
+        check_config(config)
         self._config = config
         self._entrypoint = entrypoint
-        self._resources = read_resources(resources or {}, config.nproc_per_node)
+        self._resources = agent_resources(resources or {}, config.nproc_per_node)
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         entrypoint = with_args(self._entrypoint, args)
         name = entrypoint_name(entrypoint)
         if isinstance(entrypoint, Function):
-            entrypoint = _sent(entrypoint)
+            entrypoint = _pickle_function(entrypoint)
         values = values_of(name, _run(self._config, entrypoint, self._resources))
-        return read_values(values) if isinstance(entrypoint, Function) else values
+        return unpickle_values(values) if isinstance(entrypoint, Function) else values
 
 
-def read_resources(resources: Mapping[str, float], workers: int) -> dict[str, float]:
-    """Return what each agent takes of its node.
+def check_config(config: LaunchConfig) -> None:
+    """Check that the configuration sets nothing that Ray or the driver decides.
 
     Raises:
-        ConfigError: an amount is not a number from 0.
+        ConfigError: It sets such a field.
+    """
+    for field, (allowed, reason) in _ALLOWED_VALUES.items():
+        value = getattr(config, field)
+        if value not in allowed:
+            raise ConfigError(f"{field} cannot be {value!r} on Ray: {reason}")
+    for key in ("is_host", "secret_file", "launch"):
+        if key in config.rdzv_configs:
+            raise ConfigError(
+                f"{key} of rdzv_configs cannot be set on Ray: the driver hosts the store, and "
+                "generates the secret of the job"
+            )
+
+
+def agent_resources(resources: Mapping[str, float], num_workers: int) -> dict[str, float]:
+    """Return the resources of each agent: the given ones, and by default one CPU per worker.
+
+    Raises:
+        ConfigError: An amount is not a non-negative, finite number.
     """
     for name, amount in resources.items():
-        if not isinstance(amount, (int, float)) or not 0 <= amount < float("inf"):
-            raise ConfigError(f"resources[{name!r}] must be a number from 0, got {amount!r}")
-    return {"CPU": float(workers), **{name: float(amount) for name, amount in resources.items()}}
+        if not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
+            raise ConfigError(
+                f"resources[{name!r}] must be a non-negative, finite number, got {amount!r}"
+            )
+    given = {name: float(amount) for name, amount in resources.items()}
+    return {"CPU": float(num_workers), **given}
 
 
 def _run(config: LaunchConfig, entrypoint: Entrypoint, resources: Mapping[str, float]) -> RunResult:
-    """Run the job on Ray to its end, and return the result over all nodes."""
-    ray = find_ray()
-    connected = ray.is_initialized()
-    if not connected:
+    """Connect to Ray if the program has not, and run the job."""
+    ray = import_ray()
+    was_connected = ray.is_initialized()
+    if not was_connected:
         try:
             ray.init(address="auto")
         except ConnectionError as error:
@@ -105,34 +128,20 @@ def _run(config: LaunchConfig, entrypoint: Entrypoint, resources: Mapping[str, f
     try:
         if ray.util.client.ray.is_connected():
             raise ConfigError(
-                "the program hosts the job's store, so it runs on a node of the cluster and not as "
-                "a Ray client: start it there, or with `ray job submit`"
+                "this program is a Ray client, but it hosts the store of the job and must run on a "
+                "node of the cluster: start it there, or with `ray job submit`"
             )
-        return run_on(ray, config, entrypoint, resources)
+        return run_driver(ray, config, entrypoint, resources)
     finally:
-        if not connected:
+        if not was_connected:
             ray.shutdown()
 
 
-def check(config: LaunchConfig) -> None:
-    """Raises ConfigError for what has no meaning where Ray places and the driver hosts."""
-    for field, (taken, why) in _TAKEN.items():
-        value = getattr(config, field)
-        if value not in taken:
-            raise ConfigError(f"{field} has no meaning on Ray, got {value!r}: {why}")
-    for key in ("is_host", "secret_file", "launch"):
-        if key in config.rdzv_configs:
-            raise ConfigError(
-                f"{key} of rdzv_configs has no meaning on Ray: the driver hosts the store, with a "
-                "secret that it draws for the job"
-            )
-
-
-def find_ray() -> Any:
-    """The module `ray`.
+def import_ray() -> Any:
+    """Return the module `ray`.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: It is not installed.
     """
     try:
         ray = importlib.import_module("ray")
@@ -145,55 +154,59 @@ def find_ray() -> Any:
     return ray
 
 
-# -- a function's way to the workers and back ------------------------------------------------------
+# -- sending a function to the workers, and its return values back -----------------------------
 #
-# The driver's own `__main__` is not theirs, so a function goes as Ray's cloudpickle has it. The
-# agents hand both on as bytes: only a worker calls it, and only the driver reads what it returned.
+# Workers cannot import the driver's __main__, so functions are pickled with Ray's cloudpickle.
+# Agents only forward the bytes: a worker unpickles the function, and the driver the values.
 
 
-def _sent(function: Function) -> Function:
-    """The worker's function that calls this one."""
-    cloudpickle = find_ray().cloudpickle
+def _pickle_function(function: Function) -> Function:
+    """Return an entry point that unpickles and calls the function in the worker."""
+    cloudpickle = import_ray().cloudpickle
     try:
-        return Function(call, (bytes(cloudpickle.dumps((function.target, function.args))),))
-    except Exception as error:
-        # Whatever an argument's own __reduce__ raises, the cause is the same to the caller.
-        what = f"cannot send {function.target!r} to a worker"
-        raise ConfigError(f"{what}: {format_error(error)}") from error
+        pickled = bytes(cloudpickle.dumps((function.target, function.args)))
+    except Exception as error:  # the __reduce__ method of an argument may raise any exception
+        raise ConfigError(
+            f"cannot send {function.target!r} to a worker: {format_error(error)}"
+        ) from error
+    return Function(call_pickled, (pickled,))
 
 
-def call(work: bytes) -> tuple[int, bytes]:
-    """In the worker: how many workers there are, and the value that the function returned."""
-    target, args = pickle.loads(work)
+def call_pickled(pickled: bytes) -> tuple[int, bytes]:
+    """Call the function in a worker, and return the world size and the pickled return value."""
+    target, args = pickle.loads(pickled)
     value = target(*args)
     try:
-        returned = pickle.dumps(value)
+        pickled_value = pickle.dumps(value)
     except Exception:
-        # Importing Ray takes a second, and what the driver's own script defines needs it.
-        returned = bytes(importlib.import_module("ray.cloudpickle").dumps(value))
-    return int(os.environ["WORLD_SIZE"]), returned
+        # Values of classes in the driver's __main__ need cloudpickle. Importing it takes a second.
+        pickled_value = bytes(importlib.import_module("ray.cloudpickle").dumps(value))
+    return int(os.environ["WORLD_SIZE"]), pickled_value
 
 
-def read_values(returned: Mapping[int, Any]) -> dict[int, Any]:
-    """What `call` returned on each rank, as the values of the whole job.
+def unpickle_values(values: Mapping[int, tuple[int, bytes]]) -> dict[int, Any]:
+    """Return the return values of all ranks.
+
+    Args:
+        values: The results of `call_pickled`, by global rank.
 
     Raises:
-        ElasticError: some of them were lost on their way, or cannot be read here.
+        ElasticError: Values are missing, or cannot be unpickled in this process.
     """
-    world = max((size for size, _ in returned.values()), default=1)
-    lost = sorted(set(range(world)) - set(returned))
-    if lost:
-        ranks = ", ".join(map(str, lost[:10])) + (", ..." if len(lost) > 10 else "")
+    world_size = max((size for size, _ in values.values()), default=1)
+    missing = sorted(set(range(world_size)) - set(values))
+    if missing:
+        ranks = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         raise ElasticError(
-            f"the job succeeded, and the values of {len(lost)} of {world} workers were lost with "
-            f"their nodes before they got here: rank {ranks}"
+            f"the job succeeded, but the return values of {len(missing)} of {world_size} workers "
+            f"were lost with their nodes: rank {ranks}"
         )
-    values = {}
-    for rank, (_, value) in sorted(returned.items()):
+    unpickled = {}
+    for rank, (_, value) in sorted(values.items()):
         try:
-            values[rank] = pickle.loads(value)
+            unpickled[rank] = pickle.loads(value)
         except Exception as error:
             raise ElasticError(
-                f"the value that rank {rank} returned cannot be read here: {format_error(error)}"
+                f"the return value of rank {rank} cannot be unpickled: {format_error(error)}"
             ) from error
-    return values
+    return unpickled

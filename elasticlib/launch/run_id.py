@@ -1,0 +1,46 @@
+"""Readable ids for jobs that were given none, such as `train-7f3a`."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+
+import attrs
+
+from ..observe.runs import NO_ID
+from ..workers.spec import Entrypoint, Function, Module, entrypoint_name
+from .launch_config import LaunchConfig
+
+MAX_NAME_CHARS = 40
+_UNSAFE = re.compile(r"[^\w.]+")  # would need quotes in a shell, or means something in a path
+
+
+def with_run_id(config: LaunchConfig, entrypoint: Entrypoint) -> LaunchConfig:
+    """Return the configuration with a generated id if it has none and no other node must know it.
+
+    Nodes that share a store keep the id `none`, because all of them must have the same id.
+    """
+    is_missing = config.run_id == NO_ID and config.is_single_node
+    if config.run_id and not is_missing:
+        return config
+    return attrs.evolve(config, run_id=generate_run_id(entrypoint))
+
+
+def generate_run_id(entrypoint: Entrypoint) -> str:
+    """Return the name of the program with a random suffix."""
+    name = _UNSAFE.sub("-", _program_name(entrypoint))[:MAX_NAME_CHARS].strip("-._")
+    return f"{name or 'run'}-{secrets.token_hex(2)}"
+
+
+def _program_name(entrypoint: Entrypoint) -> str:
+    """Return the name without directories, packages and suffix; `__main__` has its parent's."""
+    if isinstance(entrypoint, Function):
+        return getattr(entrypoint.target, "__name__", "")
+    name = entrypoint_name(entrypoint)
+    if isinstance(entrypoint, Module):
+        return name.removesuffix(".__main__").rpartition(".")[2]
+    path = os.path.abspath(name)
+    if os.path.basename(path) == "__main__.py":
+        path = os.path.dirname(path)
+    return os.path.splitext(os.path.basename(path))[0]

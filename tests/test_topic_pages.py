@@ -1,0 +1,223 @@
+"""The pages about one topic (docs/installation.md and others) agree with the code.
+
+Their command lines are parsed, their options exist, and their tables have the values of the code.
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import attrs
+import pytest
+from pages import DOCS, blocks_of
+from test_guide_pages import COMMANDS, FLAGS
+
+from elasticlib import AgentOptions, RendezvousSettings, RendezvousTimeouts, StopTimeouts
+from elasticlib.agent.hang_detector import HangLimits
+from elasticlib.launch import cli
+from elasticlib.launch import flags as flags_module
+from elasticlib.launch.arguments import parse_launch
+from elasticlib.launch.rendezvous_options import RendezvousOptions
+
+ROOT = DOCS.parent
+PAGES = ["concepts.md", "gpu.md", "installation.md", "security.md", "timeouts.md"]
+COMMAND_LINES = [
+    (page, line)
+    for page in PAGES
+    for language, code in blocks_of(page)[1]
+    if language == "sh"
+    for line in code.splitlines()
+]
+OTHER_OPTIONS = {"--shm-size", "--index-url"}  # of Docker and pip
+
+
+def setup_cfg() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def requirement_names(text: str) -> set[str]:
+    """Return the names in a list of requirements, without their versions."""
+    return {re.split(r"[\[>=<]", line)[0] for line in text.split()}
+
+
+def table_rows(page: str, heading: str) -> list[list[str]]:
+    """Return the cells of the first table below a heading, without its head."""
+    text = (DOCS / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert lines, f"{page} has no table below {heading}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMAND_LINES)
+def test_command_line_of_page_is_valid(
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del page
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    program, *arguments = shlex.split(line)
+    if arguments == ["--version"]:
+        arguments = ["--dry-run", "train.py"]
+    arguments = ["1" if word == "gpu" else word for word in arguments]  # there may be no GPU here
+    if program == "elasticrun":
+        parse_launch(arguments, {})
+    elif program == "elasticlib":
+        cli._parser().parse_args(arguments)
+    elif program == "pip":
+        extras = set(setup_cfg()["options.extras_require"])
+        named = re.findall(r"elasticlib\[([\w,]+)\]", line)
+        assert {extra for names in named for extra in names.split(",")} <= extras
+    else:
+        assert program in {"python3", ".", "openssl", "export"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_that_page_names_exist(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (DOCS / page).read_text(), flags=re.DOTALL)
+    code = re.findall(r"`([^`\n]+)`", text)
+    named = {flag for part in code for flag in re.findall(r"(?:^|\s)(--[a-z-]+)", part)}
+    named |= {match[1] for part in code if (match := re.match(r"elasticlib ([a-z]+)", part))}
+    assert named <= FLAGS | COMMANDS.keys() | OTHER_OPTIONS
+
+
+def test_training_script_for_gpus_trains_on_any_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**variables, "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    (script,) = (code for language, code in blocks_of("gpu.md")[1] if language == "python")
+    names: dict[str, object] = {}
+    exec(script, names)
+    assert names["step"] == 20
+
+
+# Installation
+
+
+def test_table_of_extras_is_that_of_setup_cfg() -> None:
+    extras = setup_cfg()["options.extras_require"]
+    rows = {row[0].strip("`"): row[2] for row in table_rows("installation.md", "Extras")}
+    assert set(rows) == set(extras)
+    for name in ("fsspec", "lightning", "transformers", "ray", "images", "testing", "docs"):
+        assert set(rows[name].split(", ")) == requirement_names(extras[name])
+
+
+def test_requirements_of_page_are_those_of_setup_cfg() -> None:
+    options = setup_cfg()["options"]
+    rows = {row[0]: row[1] for row in table_rows("installation.md", "Requirements")}
+    required = dict(re.findall(r"(\w+)>=([\d.]+)", options["install_requires"]))
+    assert rows["Python"].startswith(options["python_requires"].removeprefix(">="))
+    assert rows["torch"].startswith(required["torch"])
+    assert re.findall(r"[\d.]+", rows["attrs, filelock"]) == [
+        required["attrs"],
+        required["filelock"],
+    ]
+
+
+# Timeouts
+
+# Where the code has the limits of the table "Fixed limits", in its order.
+FIXED_LIMITS = (
+    "workers.process_launcher.FORK_SERVER_TIMEOUT_S",
+    "agent.elastic_agent.WORKER_START_TIMEOUT_S",
+    "rendezvous.reconcile.QUICK_FAILURE_S",
+    "rendezvous.reconcile.RESTART_DELAY_S",
+    "agent.hang_detector.PEER_REPORT_TIMEOUT_S",
+    "agent.elastic_agent.ROOT_CAUSE_TIMEOUT_S",
+    "checkpoint.snapshot_service.FLUSH_TIMEOUT_S",
+    "checkpoint.final_save.Timeouts.total_s",
+    "observe.journal.CLOSE_TIMEOUT_S",
+    "stores.tcp_server.ServerLimits.handshake_timeout_s",
+    "stores.tcp_server.ServerLimits.keepalive_timeout_s",
+    "checkpoint.save_handle.RESULT_TIMEOUT_S",
+    "in_place.group_backend.CONNECT_TIMEOUT_S",
+)
+# Flags that are numbers without being times.
+OTHER_NUMBERS = {
+    *("spares", "node_rank", "master_port", "max_restarts", "snapshot_replicas"),
+    "drain_exit_code",
+}
+
+
+def fields_with_defaults(*classes: type) -> dict[str, object]:
+    """Return the default of each field that is a number, by `Class.field`."""
+    return {
+        f"{kind.__name__}.{field.name}": field.default
+        for kind in classes
+        for field in attrs.fields(kind)
+        if isinstance(field.default, float | None)
+    }
+
+
+def default_timeouts() -> dict[str, object]:
+    """Return the default of each setting that is a time, as the page names it."""
+    flags = {
+        flag.name: flag.default
+        for dest, flag in flags_module.FLAGS.items()
+        if flag.type in (int, float) and dest not in OTHER_NUMBERS
+    }
+    options = {
+        f"--rdzv-conf {field.name}": field.default
+        for field in attrs.fields(RendezvousOptions)
+        if isinstance(field.default, int | float)
+    }
+    fields = fields_with_defaults(StopTimeouts, HangLimits)
+    del fields["StopTimeouts.shutdown_timeout"]  # it is --shutdown-timeout
+    return {
+        **flags,
+        **options,
+        **fields,
+        "--hang-timeout": None,
+        "AgentOptions.regroup_grace": AgentOptions().regroup_grace,
+        "RendezvousTimeouts.loop_timeout": RendezvousTimeouts().loop_timeout,
+    }
+
+
+def test_table_of_timeouts_has_each_setting_with_its_default() -> None:
+    rows = {row[0].strip("`"): row[1] for row in table_rows("timeouts.md", "Options")}
+    defaults = default_timeouts()
+    assert set(rows) == set(defaults)
+    for name, default in defaults.items():
+        shown = {"off": None, "auto": None}.get(rows[name], rows[name])
+        assert (shown if shown is None else float(shown)) == default, name
+
+
+def test_settings_that_page_gives_as_options_have_the_defaults_of_their_classes() -> None:
+    """elasticrun passes these defaults on, so that a launcher in Python has the same ones."""
+    options = RendezvousOptions()
+    timeouts, settings = RendezvousTimeouts(), RendezvousSettings(1, 1)
+    assert options.join_timeout == timeouts.join_timeout
+    assert options.close_timeout == timeouts.close_timeout
+    assert options.last_call_timeout == settings.last_call_timeout
+    assert options.keep_alive_interval * options.keep_alive_max_attempt == timeouts.lease_ttl
+    assert flags_module.DEFAULTS["store_grace"] == timeouts.store_grace
+    assert flags_module.DEFAULTS["checkpoint_grace"] == AgentOptions().checkpoint_grace
+    assert flags_module.DEFAULTS["shutdown_timeout"] == StopTimeouts().shutdown_timeout
+
+
+def test_table_of_fixed_limits_has_the_values_of_the_code() -> None:
+    rows = table_rows("timeouts.md", "Fixed limits")
+    assert len(rows) == len(FIXED_LIMITS)
+    for (text, limit), path in zip(rows, FIXED_LIMITS, strict=True):
+        package, module, *names = path.split(".")
+        value: object = importlib.import_module(f"elasticlib.{package}.{module}")
+        for name in names:
+            value = getattr(value() if isinstance(value, type) else value, name)
+        assert float(limit) == value, text
+
+
+def test_page_of_timeouts_has_torchs_timeouts_of_process_groups() -> None:
+    constants = importlib.import_module("torch.distributed.constants")
+    text = (DOCS / "timeouts.md").read_text()
+    gloo = constants.default_pg_timeout.total_seconds()
+    assert f"{gloo:g} seconds for gloo" in text
+    if constants.default_pg_nccl_timeout is not None:  # torch was built with NCCL
+        assert f"{constants.default_pg_nccl_timeout.total_seconds():g} seconds for NCCL" in text
