@@ -66,7 +66,7 @@ def test_command_line_of_page_is_valid(
     program, *arguments = shlex.split(line)
     if arguments == ["--version"]:
         arguments = ["--dry-run", "train.py"]
-    arguments = ["1" if word == "gpu" else word for word in arguments]  # there may be no GPU here
+    arguments = ["1" if text == "gpu" else text for text in arguments]  # there may be no GPU here
     if program == "elasticrun":
         parse_launch(arguments, {})
     elif program == "elasticlib":
