@@ -24,7 +24,9 @@ from elasticlib.launch.arguments import parse_launch
 from elasticlib.launch.rendezvous_options import RendezvousOptions
 
 ROOT = DOCS.parent
-PAGES = ["concepts.md", "gpu.md", "installation.md", "security.md", "timeouts.md"]
+PAGES = [
+    *("comparison.md", "concepts.md", "gpu.md", "installation.md", "security.md", "timeouts.md"),
+]
 COMMAND_LINES = [
     (page, line)
     for page in PAGES
@@ -32,7 +34,7 @@ COMMAND_LINES = [
     if language == "sh"
     for line in code.splitlines()
 ]
-OTHER_OPTIONS = {"--shm-size", "--index-url"}  # of Docker and pip
+OTHER_OPTIONS = {"--shm-size", "--index-url", "--min-np", "--max-np"}  # of Docker, pip, Horovod
 
 
 def setup_cfg() -> configparser.ConfigParser:
@@ -64,7 +66,7 @@ def test_command_line_of_page_is_valid(
     program, *arguments = shlex.split(line)
     if arguments == ["--version"]:
         arguments = ["--dry-run", "train.py"]
-    arguments = ["1" if word == "gpu" else word for word in arguments]  # there may be no GPU here
+    arguments = ["1" if text == "gpu" else text for text in arguments]  # there may be no GPU here
     if program == "elasticrun":
         parse_launch(arguments, {})
     elif program == "elasticlib":
@@ -221,3 +223,20 @@ def test_page_of_timeouts_has_torchs_timeouts_of_process_groups() -> None:
     assert f"{gloo:g} seconds for gloo" in text
     if constants.default_pg_nccl_timeout is not None:  # torch was built with NCCL
         assert f"{constants.default_pg_nccl_timeout.total_seconds():g} seconds for NCCL" in text
+
+
+# Comparison
+
+
+def test_comparison_defines_each_source_that_it_cites_and_no_other() -> None:
+    text = (DOCS / "comparison.md").read_text()
+    cited = set(re.findall(r"\]\[([\w-]+)\]", text))
+    assert cited == set(re.findall(r"^\[([\w-]+)\]: https://", text, re.MULTILINE))
+
+
+def test_tables_of_comparison_have_a_cell_for_each_system() -> None:
+    for heading in (
+        *("After a failure", "Changing the number of nodes"),
+        *("Detecting and explaining problems", "Scope"),
+    ):
+        assert {len(row) for row in table_rows("comparison.md", heading)} == {7}, heading

@@ -130,7 +130,9 @@ class Permutation:
         widths = [(shift, min(width, num_bits - shift)) for shift in range(0, num_bits, width)]
         words = _random_words(key, ROUNDS * sum(1 << bits for _, bits in widths))
         scaled = (words.to(torch.int64) & 2**31 - 1).mul_(size).bitwise_right_shift_(31)
-        values = iter(scaled.to(self._dtype).split([1 << bits for _, bits in widths] * ROUNDS))
+        values = iter(
+            scaled.to(self._dtype).split_with_sizes([1 << bits for _, bits in widths] * ROUNDS)
+        )
         return [
             [
                 LookupTable(shift, None if width >= num_bits else (1 << bits) - 1, next(values))
