@@ -41,6 +41,7 @@ _EXPORTS = {
     "agent.elastic_agent": ("ElasticAgent",),
     "agent.options": ("AgentOptions",),
     "agent.interface": ("RunResult",),
+    "agent.stop_procedure": ("StopTimeouts",),
     "workers.interface": ("Workers",),
     "workers.local_workers": ("LocalWorkers",),
     "workers.spec": (
@@ -49,7 +50,6 @@ _EXPORTS = {
         "Module",
         "Command",
         "Function",
-        "StopTimeouts",
         "WorkerState",
     ),
     "rendezvous.interface": ("RendezvousHandler",),
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from .agent.elastic_agent import ElasticAgent as ElasticAgent
     from .agent.interface import RunResult as RunResult
     from .agent.options import AgentOptions as AgentOptions
+    from .agent.stop_procedure import StopTimeouts as StopTimeouts
     from .checkpoint.manager import CheckpointManager as CheckpointManager
     from .checkpoint.restore import RestoreResult as RestoreResult
     from .checkpoint.save_handle import SaveHandle as SaveHandle
@@ -127,6 +128,5 @@ if TYPE_CHECKING:
     from .workers.spec import Function as Function
     from .workers.spec import Module as Module
     from .workers.spec import Script as Script
-    from .workers.spec import StopTimeouts as StopTimeouts
     from .workers.spec import WorkerSpec as WorkerSpec
     from .workers.spec import WorkerState as WorkerState

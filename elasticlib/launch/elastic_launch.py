@@ -19,6 +19,7 @@ import attrs
 from ..agent.elastic_agent import ElasticAgent
 from ..agent.interface import RunResult, SnapshotService
 from ..agent.options import AgentOptions, SignalObserver
+from ..agent.stop_procedure import StopTimeouts
 from ..checkpoint.snapshot_service import NodeSnapshotService
 from ..compat.torch_launch import TorchrunOptions, read_torchrun_variables, to_launch_config
 from ..compat.torch_launch import values_of as values_of
@@ -31,7 +32,6 @@ from ..workers.spec import (
     Command,
     Entrypoint,
     Function,
-    StopTimeouts,
     WorkerState,
     entrypoint_name,
 )
@@ -160,8 +160,9 @@ def run_node(
         server.start(agent, journal)
         signals.forward_to(agent.handle_signal)
         on_start(agent)
-        stack.enter_context(publish_status(rendezvous, journal, agent))
+        publish_last_status = stack.enter_context(publish_status(rendezvous, journal, agent))
         result = agent.run()
+        publish_last_status()
         write_failure_file(workers, result)
         _leave_job(rendezvous, config, result)
     on_summary(format_summary(journal, persistent_log_dir(workers)))
