@@ -42,7 +42,8 @@ class EventLoop:
         self._timers: list[tuple[float, int, Callback]] = []  # a heap
         self._numbers = itertools.count()  # orders timers of the same time
         self._num_owners = 0  # threads that call `run_until` again and again
-        self._needs_thread = False  # events are to be handled while nobody owns the loop
+        self._needs_thread = False  # events are to be handled while no thread owns the loop
+        self._is_closing = False  # to be closed when the last owner releases it
         self._thread: threading.Thread | None = None  # the loop's own thread
         self._selector: selectors.BaseSelector | None = None  # None until it is needed
         self._wakeup: tuple[socket.socket, socket.socket] | None = None  # receives, sends
@@ -50,7 +51,7 @@ class EventLoop:
     def adopt(self) -> None:
         """Announce that the caller will call `run_until` again and again, until it calls `release`.
 
-        Meanwhile the loop needs no thread of its own.
+        The loop needs no thread of its own then.
         """
         with self._turn:
             self._num_owners += 1
@@ -61,7 +62,9 @@ class EventLoop:
         """End what `adopt` has announced."""
         with self._turn:
             self._num_owners -= 1
-        if self._needs_thread:
+        if self._is_closing:
+            self.close()
+        elif self._needs_thread:
             with contextlib.suppress(OSError):  # Then only threads that wait handle events.
                 self.start_thread()
 
@@ -149,9 +152,15 @@ class EventLoop:
                 return False
 
     def close(self) -> None:
-        """End the loop's thread and free the descriptors. A closed loop can be used again."""
+        """End the loop's thread and free the descriptors. A closed loop can be used again.
+
+        The descriptors of a loop that was adopted are freed when it is released.
+        """
         with self._turn:
             self._needs_thread = False
+            self._is_closing = self._num_owners > 0
+            if self._is_closing:
+                return
             thread, self._thread = self._thread, None
         self._join(thread)
         with self._turn:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from elasticlib.clock import monotonic
-from elasticlib.event_loop import EventLoop
+from elasticlib.event_loop import CLOSE_TIMEOUT_S, EventLoop
 from elasticlib.testing.waiting import wait_until
 
 PATIENCE = 60.0
@@ -157,6 +157,30 @@ def test_a_loop_has_a_thread_only_until_its_owner_runs_it(
     loop.release()
     os.write(writing, b"z")
     wait_until("the thread to read again", lambda: len(chunks) == 3)
+
+
+def test_a_loop_that_another_thread_runs_is_closed_once_that_thread_releases_it(
+    loop: EventLoop,
+) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    is_over = threading.Event()
+
+    def run() -> None:
+        loop.adopt()
+        while not is_over.is_set():
+            loop.run_until(is_over.is_set, PATIENCE)
+        loop.release()
+
+    running = threading.Thread(target=run)
+    running.start()
+    wait_until("the loop to run", lambda: sorted(os.listdir("/proc/self/fd")) != before)
+    started_at = monotonic()
+    loop.close()
+    assert monotonic() - started_at < CLOSE_TIMEOUT_S, "it waits for no thread that runs the loop"
+    is_over.set()
+    loop.wake()
+    running.join(PATIENCE)
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_loop_that_is_closed_has_no_open_descriptor_and_can_be_used_again(
