@@ -39,6 +39,8 @@ class EventLoop:
         # Guards the fields below. Notified when a thread has handled some events.
         self._turn = threading.Condition()
         self._handler = 0  # identifies the thread that handles events; 0 if there is none
+        self._may_sleep = False  # that thread may be about to wait, or waits, and calls nothing
+        self._num_waiting = 0  # threads that wait for that thread
         self._timers: list[tuple[float, int, Callback]] = []  # a heap
         self._numbers = itertools.count()  # orders timers of the same time
         self._num_owners = 0  # threads that call `run_until` again and again
@@ -94,7 +96,9 @@ class EventLoop:
         The call takes no lock, so a signal handler may call this.
         """
         wakeup = self._wakeup
-        if wakeup is not None:
+        # After a callback, the conditions are checked in any case.
+        is_callback = self._handler == threading.get_ident() and not self._may_sleep
+        if wakeup is not None and not is_callback:
             # The buffer may be full of earlier wake-ups, or the loop may be closed.
             with contextlib.suppress(OSError):
                 wakeup[1].send(b"x")
@@ -131,25 +135,33 @@ class EventLoop:
         deadline, caller = monotonic() + timeout, threading.get_ident()
         self._open()  # before the condition is checked, so that no later `wake` is missed
         while True:
-            is_met, left_s = bool(condition()), max(0.0, deadline - monotonic())
+            left_s = max(0.0, deadline - monotonic())
             with self._turn:
                 # The caller itself was the last handler if an exception has interrupted it.
                 is_handler = self._handler in (0, caller)
                 if is_handler:
-                    self._handler = caller
-                elif not (is_met or condition()):
+                    self._handler, self._may_sleep = caller, True
+                elif not condition():
+                    self._num_waiting += 1
                     self._turn.wait(min(left_s, MAX_WAIT_S))
+                    self._num_waiting -= 1
+            is_met = bool(condition())
             if is_handler:
-                try:
-                    self._handle_events(0.0 if is_met else left_s)
-                finally:
-                    with self._turn:
-                        self._handler = 0
-                        self._turn.notify_all()
+                self._take_turn(0.0 if is_met else left_s)
             if is_met or condition():
                 return True
             if monotonic() >= deadline:
                 return False
+
+    def _take_turn(self, timeout: float) -> None:
+        """Handle events, and let other threads check their conditions."""
+        try:
+            self._handle_events(timeout)
+        finally:
+            with self._turn:
+                self._handler, self._may_sleep = 0, False
+                if self._num_waiting:
+                    self._turn.notify_all()
 
     def close(self) -> None:
         """End the loop's thread and free the descriptors. A closed loop can be used again.
@@ -208,7 +220,9 @@ class EventLoop:
         selector = self._open()
         timers = self._timers
         wait_s = min(timeout, timers[0][0] - monotonic()) if timers else timeout
-        for key, _ in selector.select(max(0.0, min(wait_s, MAX_WAIT_S))):
+        events = selector.select(max(0.0, min(wait_s, MAX_WAIT_S)))
+        self._may_sleep = False
+        for key, _ in events:
             self._call(key.data)
         while timers and (callback := self._take_due_timer()) is not None:
             self._call(callback)

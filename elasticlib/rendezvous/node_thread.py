@@ -382,7 +382,8 @@ class NodeThread:
 
     def _run_requests(self, timeout: float) -> None:
         """Run all posted requests. If there are none, wait for one at most `timeout` seconds."""
-        self._loop.run_until(lambda: self._requests, timeout)
+        if timeout > 0 and not self._requests:
+            self._loop.run_until(lambda: self._requests, timeout)
         while self._requests:
             request, polls = self._requests.popleft()
             request()
