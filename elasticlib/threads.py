@@ -13,8 +13,8 @@ import contextlib
 import inspect
 import logging
 import os
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ log = logging.getLogger("elasticlib")
 
 Result = TypeVar("Result")
 RECHECK_S = 0.1  # how late a second waiter of a Latch notices, if the first one was interrupted
+IDLE_TIMEOUT_S = 0.1  # a BackgroundQueue ends its thread so long after the last call
 
 
 def daemon_thread(
@@ -51,13 +52,30 @@ def daemon_thread(
     return threading.Thread(target=run, name=name, daemon=True)
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        OSError: The thread cannot be started.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(
+            f"{error}; threads count as processes (ulimit -u, pids.max of the cgroup): raise that "
+            "limit"
+        ) from error
+
+
 class BackgroundQueue:
-    """Queue of calls that a thread of its own makes in order, until one of them raises.
+    """Executes calls one after the other in a thread, until one of them raises. Thread-safe.
+
+    The thread exists only while there are calls, and for a moment after the last one.
 
     Args:
-        name: The name of the thread, which starts with the first call.
-        on_error: Receives the exception of a call, once. No more calls are made after that.
-        max_pending: The maximum number of calls that wait for their turn. More are rejected.
+        name: The name of the thread.
+        on_error: Receives the exception of a call, in the thread. No call is executed after that.
+        max_pending: Limit on the calls that wait. Further calls are not accepted.
     """
 
     def __init__(
@@ -65,64 +83,65 @@ class BackgroundQueue:
     ) -> None:
         self._name = name
         self._on_error = on_error
-        self._pending: queue.Queue[Callable[[], object] | None] = queue.Queue(max_pending)
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._is_closed = False  # no more calls are accepted: it was closed, or a call raised
-        self._closing = threading.Event()
+        self._max_pending = max_pending
+        self._condition = threading.Condition()  # guards the fields below; notified on changes
+        self._pending: deque[Callable[[], object]] = deque()
+        self._thread: threading.Thread | None = None  # None while there is nothing to do
+        self._is_closed = False  # closed, or a call has raised
 
     def call(self, work: Callable[[], object]) -> bool:
-        """Append a call and return True, or return False if the queue is closed or full."""
-        with self._lock:
-            if self._is_closed:
+        """Execute `work` in the thread. Return False if it is not accepted."""
+        with self._condition:
+            if self._is_closed or len(self._pending) >= self._max_pending:
                 return False
             if self._thread is None:
-                self._thread = daemon_thread(self._run, self._name)
-                self._thread.start()
-            try:
-                self._pending.put_nowait(work)
-            except queue.Full:
-                return False
+                thread = daemon_thread(self._run, self._name)
+                try:
+                    start_thread(thread)
+                except OSError:
+                    return False
+                self._thread = thread
+            self._pending.append(work)
+            self._condition.notify_all()
         return True
 
-    def wait_before_retry(self, seconds: float) -> bool:
-        """Wait for some seconds, and return whether the current call may try again.
+    def wait_before_retry(self, delay: float) -> bool:
+        """Wait `delay` seconds. The current call may call this before it tries something again.
 
-        It may not if the queue was closed, or is full.
+        Returns:
+            False, perhaps earlier, if the queue was closed or no more calls can wait.
         """
-        return not (self._closing.wait(seconds) or self._pending.full())
+        with self._condition:
+            return not self._condition.wait_for(self._must_give_up, delay)
 
     def close(self, timeout: float) -> bool:
-        """Accept no more calls. Return whether all calls were made within `timeout` seconds."""
-        with self._lock:
-            self._is_closed, thread = True, self._thread
-        self._closing.set()
-        if thread is None:
-            return True
-        try:
-            self._pending.put(None, timeout=timeout)
-        except queue.Full:
-            return False  # The thread notices after its current call that the queue is closed.
-        thread.join(timeout)
-        return not thread.is_alive()
+        """Accept no more calls. Return whether all were executed within `timeout` seconds."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+            return self._condition.wait_for(lambda: self._thread is None, timeout)
+
+    def _must_give_up(self) -> bool:
+        return self._is_closed or len(self._pending) >= self._max_pending
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
             try:
                 work()
             except BaseException as error:
-                with self._lock:
+                with self._condition:
                     self._is_closed = True
+                    self._pending.clear()
                 self._on_error(error)
-                return
 
     def _next(self) -> Callable[[], object] | None:
-        while True:
-            try:
-                return self._pending.get(timeout=1.0)
-            except queue.Empty:
-                if self._is_closed:
-                    return None
+        with self._condition:
+            self._condition.wait_for(lambda: self._pending or self._is_closed, IDLE_TIMEOUT_S)
+            if self._pending:
+                return self._pending.popleft()
+            self._thread = None
+            self._condition.notify_all()
+            return None
 
 
 class Latch:

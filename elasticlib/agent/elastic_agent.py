@@ -1,8 +1,9 @@
 """ElasticAgent: supervises the workers of one node.
 
-The agent is one event loop, in the thread that calls `run`. Other threads only put messages into
-its inbox. An iteration polls what depends on the time, takes a message, converts it to an event,
-calls `policy.transition`, and executes its commands. The path of a worker's exit:
+The agent is one event loop, in the thread that calls `run`. It also handles the events of the
+workers (`event_loop.py`). Other threads only put messages into its inbox. An iteration polls what
+depends on the time, takes a message, converts it to an event, calls `policy.transition`, and
+executes its commands. The path of a worker's exit:
 `_step`, `_to_event`, `_on_worker_exit`, `_react`, `_execute`.
 """
 
@@ -10,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from ..errors import (
     format_error,
     require_not_none,
 )
+from ..event_loop import EventLoop
 from ..observe.journal import Journal
 from ..rendezvous.interface import RendezvousHandler, RendezvousInfo, check_restart_budget
 from ..rendezvous.membership import Change, ChangeKind
@@ -34,7 +36,6 @@ from ..threads import daemon_thread
 from ..workers.exits import WorkerExit
 from ..workers.interface import Workers
 from ..workers.spec import (
-    StopTimeouts,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
@@ -59,7 +60,7 @@ from .run_reporter import (
     summary,
 )
 from .slot_reporter import SlotReporter
-from .stop_procedure import STOP_AT_ANY_CALL, propose_stop
+from .stop_procedure import STOP_AT_ANY_CALL, StopTimeouts, propose_stop
 
 log = logging.getLogger("elasticlib.agent")
 
@@ -167,8 +168,9 @@ class ElasticAgent:
             )
         self._clock = clock
         self._host = socket.gethostname()
+        self._loop = workers.event_loop or EventLoop()
         # Each message with the number of its attempt, or None if it is always valid.
-        self._inbox: queue.SimpleQueue[tuple[int | None, InboxMessage]] = queue.SimpleQueue()
+        self._inbox: deque[tuple[int | None, InboxMessage]] = deque()
         self._reporter = RunReporter(self._host, workers, journal, clock)
         self._slots = SlotReporter(handler, workers, spec.local_world_size)
         self._peers = PeerExchange(self._post, self._post_failure, clock)
@@ -215,10 +217,12 @@ class ElasticAgent:
         return self._group
 
     def _post(self, message: InboxMessage) -> None:
-        self._inbox.put((None, message))
+        self._inbox.append((None, message))
+        self._loop.wake()
 
     def _post_for_attempt(self, attempt: int, message: AttemptMessage) -> None:
-        self._inbox.put((attempt, message))
+        self._inbox.append((attempt, message))
+        self._loop.wake()
 
     def _post_failure(self, reason: str) -> None:
         self._post(policy.ComponentFailed(reason))
@@ -247,6 +251,7 @@ class ElasticAgent:
         with SignalObserver(self._options.handled_signals, self.handle_signal):
             try:
                 self._mark_progress()
+                self._loop.adopt()
                 with contextlib.suppress(ElasticError, OSError):  # `start` raises it again
                     self.workers.prepare(self._spec)
                 self._execute([policy.StartRendezvous()])
@@ -278,10 +283,9 @@ class ElasticAgent:
         self._poll()
         if self._now.state is AgentState.ENDED:
             return
-        try:
-            attempt, message = self._inbox.get(timeout=self._poll_interval_s())
-        except queue.Empty:
+        if not self._loop.run_until(lambda: self._inbox, self._poll_interval_s()):
             return
+        attempt, message = self._inbox.popleft()
         current = self._attempt
         if isinstance(message, WorkerExitNotice):
             current = self._start_numbers.get(message.local_rank, self._num_starts - 1)
@@ -681,14 +685,13 @@ class ElasticAgent:
         self._peers.subscribe(ROOT_CAUSE_TOPIC)
         deadline = self._clock() + ROOT_CAUSE_TIMEOUT_S
         self._mark_progress(ROOT_CAUSE_TIMEOUT_S)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                _, message = self._inbox.get(timeout=max(0.0, deadline - self._clock()))
-                if isinstance(message, PeerMessages) and message.topic == ROOT_CAUSE_TOPIC:
-                    if message.messages is None:
-                        return own
-                    if (cause := merge_root_cause(message.messages)) is not None:
-                        return cause
+        while self._loop.run_until(lambda: self._inbox, deadline - self._clock()):
+            _, message = self._inbox.popleft()
+            if isinstance(message, PeerMessages) and message.topic == ROOT_CAUSE_TOPIC:
+                if message.messages is None:
+                    return own
+                if (cause := merge_root_cause(message.messages)) is not None:
+                    return cause
         log.info(
             "no node reported an earlier failure within %g s: the root cause is this node's own",
             ROOT_CAUSE_TIMEOUT_S,
@@ -706,6 +709,8 @@ class ElasticAgent:
             (self.workers.close, 0.0),
             (self._handler.shutdown, 0.0),
             (self._blocking_handler.close, 0.0),
+            (self._loop.close, 0.0),
+            (self._loop.release, 0.0),
         )
         for close, allowance_s in steps:
             try:
@@ -742,11 +747,8 @@ class ElasticAgent:
     def _take_stop_signals(self) -> list[int]:
         """Return the stop signals that have arrived since the last call."""
         numbers = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                _, message = self._inbox.get_nowait()
-                if isinstance(message, SignalNotice) and message.number in (
-                    self._options.stop_signals
-                ):
-                    numbers.append(message.number)
+        while self._inbox:
+            _, message = self._inbox.popleft()
+            if isinstance(message, SignalNotice) and message.number in self._options.stop_signals:
+                numbers.append(message.number)
         return numbers

@@ -10,15 +10,14 @@ from ..errors import require_not_none
 from ..rendezvous.interface import RendezvousInfo
 from ..workers.exits import WorkerExit
 from ..workers.interface import StopNotice, Workers
-from ..workers.spec import StopTimeouts
 from . import policy
 from .options import AgentOptions
 from .policy import AgentCommand
-from .stop_procedure import GROUP_BROKEN_TOPIC, STOP_TOPIC, StopProcedure
+from .stop_procedure import GROUP_BROKEN_TOPIC, STOP_TOPIC, StopProcedure, StopTimeouts
 
 log = logging.getLogger("elasticlib.agent")
 
-STOP_POLL_INTERVAL_S = 5e-4  # while a worker is in a step, and the stop call is unknown
+STOP_POLL_INTERVAL_S = 1e-3  # while a worker is in a step, and the stop call is unknown
 LEAVE_POLL_INTERVAL_S = 1e-3  # workers report in shared memory only that they have left their group
 
 

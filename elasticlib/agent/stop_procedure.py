@@ -12,12 +12,13 @@ learn that the group is over.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Mapping
 
 import attrs
 
+from ..errors import ConfigError
 from ..workers.interface import DRAIN, PREEMPTED, RESIZE, STOP_REASONS, StopNotice
-from ..workers.spec import StopStage, StopTimeouts
 from .policy import (
     AgentCommand,
     LeaveGroup,
@@ -33,6 +34,72 @@ from .policy import (
 STOP_TOPIC = "stop/"  # the StopProposal of each node, by its rank
 GROUP_BROKEN_TOPIC = "over/"  # nodes whose workers leave at once, because a collective failed
 _URGENCY = (PREEMPTED, DRAIN, RESIZE)  # most urgent first
+
+
+class StopStage(enum.IntEnum):
+    """A stage of the stop sequence. It follows only from the time since the stop was requested."""
+
+    NOTICE = 0  # workers have the notice to save and exit
+    TERM = 1  # SIGTERM was sent
+    KILL = 2  # SIGKILL was sent
+    GIVE_UP = 3  # a worker still exists
+
+
+@attrs.frozen
+class StopTimeouts:
+    """Timeouts of the stop sequence, in seconds.
+
+    Attributes:
+        shutdown_timeout: The delay between SIGTERM and SIGKILL.
+        kill_timeout: How long a worker may exist after SIGKILL.
+        notice_timeout: The delay between a stop notice and SIGTERM, for workers that call
+            `should_stop`.
+
+    Raises:
+        ConfigError: A timeout is negative.
+    """
+
+    shutdown_timeout: float = 30.0
+    kill_timeout: float = 10.0
+    notice_timeout: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        if min(self.shutdown_timeout, self.kill_timeout, self.notice_timeout) < 0:
+            raise ConfigError(
+                f"stop timeouts must be seconds >= 0, got notice_timeout={self.notice_timeout}, "
+                f"shutdown_timeout={self.shutdown_timeout} "
+                f"and kill_timeout={self.kill_timeout}"
+            )
+
+    def with_notice(self, seconds: float) -> StopTimeouts:
+        """Return these timeouts with another notice timeout.
+
+        Args:
+            seconds: How long notified workers may take to save and exit.
+        """
+        return attrs.evolve(self, notice_timeout=seconds)
+
+    def stage_at(self, elapsed: float) -> StopStage:
+        """Return the stage of a stop.
+
+        Args:
+            elapsed: Seconds since the stop was requested.
+        """
+        for stage in (StopStage.NOTICE, StopStage.TERM, StopStage.KILL):
+            if elapsed < self._end_of(stage):
+                return stage
+        return StopStage.GIVE_UP
+
+    def time_to_next_stage(self, elapsed: float) -> float:
+        """Return the seconds until the next stage; 0 in the last one.
+
+        Args:
+            elapsed: Seconds since the stop was requested.
+        """
+        return max(0.0, self._end_of(min(self.stage_at(elapsed), StopStage.KILL)) - elapsed)
+
+    def _end_of(self, stage: StopStage) -> float:
+        return sum((self.notice_timeout, self.shutdown_timeout, self.kill_timeout)[: stage + 1])
 
 
 @attrs.frozen

@@ -34,9 +34,7 @@ from ..observe.runs import RunRegistration, remove_old_records
 from ..observe.stack_query import NodeStacks, StackResponder
 from ..observe.totals import totals_of
 from ..rendezvous.handler import DynamicRendezvousHandler
-from ..rendezvous.membership import Node
 from ..stores.file_store import FileStore
-from ..stores.interface import Store
 from ..workers.interface import Workers
 from ..workers.local_workers import LocalWorkers
 from .backends import import_function
@@ -224,6 +222,8 @@ class MissingRestoreWarning(EventListener):
     Workers that are retained from an earlier generation have a state, and need not restore one.
     """
 
+    is_nonblocking = True
+
     def __init__(self) -> None:
         self._saved_step = -1  # the newest step that was saved
         self._restored = -1  # the last generation whose workers have a state
@@ -252,26 +252,23 @@ class MissingRestoreWarning(EventListener):
 
 @contextlib.contextmanager
 def observe_node(
-    run_id: str,
-    node: Node,
+    handler: DynamicRendezvousHandler,
     workers: Workers,
-    store: Store,
     path: str | os.PathLike[str],
     *,
     on_event: Callable[[Event], object] | None = None,
 ) -> Iterator[NodeJournal]:
     """Yield the journal for an `ElasticAgent` of a custom launcher.
 
-    Until the context ends, `elasticlib status` finds this node in the store.
+    While the agent runs, `elasticlib status` finds this node in the store of the job.
 
     Args:
-        run_id: the id of the job.
-        node: this node.
+        handler: the rendezvous of the agent.
         workers: the workers of the agent.
-        store: the store of the job's rendezvous.
         path: the file to which events are appended, for `elasticlib report`.
         on_event: called with each event of this node, as `on_event` of a `LaunchConfig` is.
     """
+    run_id, node = handler.get_run_id(), handler.node
     with contextlib.ExitStack() as stack:
         hooks = [] if on_event is None else [stack.enter_context(EventHook(on_event))]
         journal = NodeJournal(run_id, node.id, path, listeners=hooks)
@@ -281,43 +278,42 @@ def observe_node(
         def report() -> NodeReport:
             return NodeReport.at(monotonic(), journal.status(workers.heartbeats()))
 
-        with StatusPublisher(store, run_id, node.id, report) as publisher:
-            journal.on_recorded = publisher.wake
-            yield journal
+        publisher = StatusPublisher(handler.store, run_id, node.id, report)
+        journal.on_recorded = handler.add_task(publisher.poll)
+        yield journal
+        publisher.publish_last()
 
 
 @contextlib.contextmanager
 def publish_status(
     rendezvous: RendezvousSetup, journal: NodeJournal, agent: ElasticAgent
-) -> Iterator[None]:
-    """Answer `elasticlib status` and `elasticlib stacks` until the context ends.
+) -> Iterator[Callable[[], None]]:
+    """Answer `elasticlib stacks` until the context ends, and `elasticlib status`.
 
     Nothing is published if a plug-in opened the rendezvous handler and so keeps its store.
+
+    Yields:
+        A function that publishes the last status, after the agent has run.
     """
     store, handler = rendezvous.store, rendezvous.handler
-    if store is None:
-        yield
+    if store is None or not isinstance(handler, DynamicRendezvousHandler):
+        yield lambda: None
         return
 
     def report() -> NodeReport:
-        age = None
-        if isinstance(handler, DynamicRendezvousHandler):
-            age = handler.seconds_since_refresh()
         return NodeReport.at(
             monotonic(),
             journal.status(agent.workers.heartbeats()),
-            store_contact_age_seconds=age,
+            store_contact_age_seconds=handler.seconds_since_refresh(),
             loop_blocked_seconds=agent.stalled_s(),
         )
 
     run_id, node_id = rendezvous.run_id, rendezvous.node_id
+    publisher = StatusPublisher(store, run_id, node_id, report)
+    journal.on_recorded = handler.add_task(publisher.poll)
     interval = STACK_POLL_INTERVAL_S if isinstance(store, FileStore) else 0.0
-    with (
-        StatusPublisher(store, run_id, node_id, report) as publisher,
-        StackResponder(store, run_id, node_id, stacks_of(agent), poll_interval=interval),
-    ):
-        journal.on_recorded = publisher.wake
-        yield
+    with StackResponder(store, run_id, node_id, stacks_of(agent), poll_interval=interval):
+        yield publisher.publish_last
 
 
 def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], NodeStacks]:

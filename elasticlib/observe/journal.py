@@ -56,7 +56,12 @@ class Journal(abc.ABC):
 
 
 class EventListener(abc.ABC):
-    """Receives the events of a node, in a thread of its own. One that raises is disabled."""
+    """Receives the events of a node, in order. One that raises is disabled.
+
+    A listener that is not `is_nonblocking` is called in a thread of its own.
+    """
+
+    is_nonblocking = False  # True if `on_event` never waits for a disk or a network
 
     label = ""  # name in log messages; empty for the name of the class
 
@@ -168,7 +173,7 @@ class NodeJournal(Journal):
         # Owned by the thread that records events:
         self._num_recorded = 0
         self._num_unqueued = 0  # there was no room in the queue
-        # Owned by the thread that writes the file:
+        # Owned by the calls that write the file, which are executed one after the other:
         self._num_written = 0
         self._num_failed = 0  # given up because the queue was full
         self._num_reported = 0  # dropped events that the file mentions
@@ -186,7 +191,8 @@ class NodeJournal(Journal):
         self._aggregate_caller.call(partial(self.aggregate.apply, event), is_nonblocking=True)
         self.on_recorded()
         for listener, caller in self._listeners:
-            caller.call(partial(listener.on_event, event), is_nonblocking=False)
+            on_event = partial(listener.on_event, event)
+            caller.call(on_event, is_nonblocking=listener.is_nonblocking)
         if not self.path:
             return
         self._num_recorded += 1

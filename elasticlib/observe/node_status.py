@@ -6,10 +6,9 @@ steps. What is read here was written by other machines: it is checked strictly, 
 
 from __future__ import annotations
 
-import abc
+import contextlib
 import json
 import logging
-import threading
 import typing
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -25,9 +24,6 @@ from ..threads import daemon_thread
 from .aggregate import NodeStatus, WorkerStatus
 from .event import MAX_NUMBER, read_versioned_object, truncate
 from .history import JobState
-
-if typing.TYPE_CHECKING:
-    from typing_extensions import Self
 
 log = logging.getLogger("elasticlib.observe")
 
@@ -214,62 +210,34 @@ class StatusReader:
         return age - self._clock_differences.get(node, 0.0)
 
 
-class PollingThread(abc.ABC):
-    """Runs one poll after another in a thread, from `with` to its end.
+class FailureLog:
+    """Logs the failures of something that never affects the job, the first one as a warning.
 
-    Failures never affect the job: the first one is logged as a warning, and the poll is repeated.
-    An unreachable store is logged at DEBUG only, because the agent reports it. The thread ends at
-    the latest when the owner of the store closes it.
+    An unreachable store is logged at DEBUG only, because the agent reports it.
 
     Args:
-        name: name of the thread.
-        consequence: what does not work while polls fail, as a part of the log message.
-        retry_interval: seconds until the next poll after a failure.
+        consequence: what does not work, as a part of the log message.
+        retry_interval: seconds until the next try, for the log message.
     """
 
-    def __init__(self, name: str, consequence: str, retry_interval: float) -> None:
+    def __init__(self, consequence: str, retry_interval: float) -> None:
         self._consequence = consequence
         self._retry_interval = retry_interval
-        self._is_stopping = False
-        self._woken = threading.Event()
-        self._thread = daemon_thread(self._run, name)
+        self._has_warned = False
 
-    @abc.abstractmethod
-    def _poll(self) -> float:
-        """Do what is due and return the seconds until the next poll."""
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._is_stopping = True
-        self.wake()
-
-    def wake(self) -> None:
-        """Poll soon. Does not block."""
-        self._woken.set()
-
-    def _run(self) -> None:
-        has_warned = False
-        while not self._is_stopping:
-            try:
-                pause = self._poll()
-            except Exception as error:
-                pause, level = self._retry_interval, logging.DEBUG
-                is_unreachable = isinstance(error, StoreConnectionError | StoreTimeoutError)
-                if not has_warned and not is_unreachable:
-                    has_warned, level = True, logging.WARNING
-                message = "%s: %s; retrying every %g s"
-                log.log(
-                    level, message, self._consequence, format_error(error), self._retry_interval
-                )
-            self._woken.wait(pause)
-            self._woken.clear()
+    def log(self, error: Exception) -> None:
+        """Log a failure."""
+        level = logging.DEBUG
+        if not self._has_warned and not isinstance(error, StoreConnectionError | StoreTimeoutError):
+            self._has_warned, level = True, logging.WARNING
+        message = "%s: %s; retrying every %g s"
+        log.log(level, message, self._consequence, format_error(error), self._retry_interval)
 
 
-class StatusPublisher(PollingThread):
+class StatusPublisher:
     """Keeps the status of one node in the store, until the client of the store is closed.
+
+    It has no thread: `poll` is called by a thread that may wait for the store.
 
     Args:
         store: the store of the job.
@@ -288,21 +256,37 @@ class StatusPublisher(PollingThread):
         *,
         clock: Clock = monotonic,
     ) -> None:
-        consequence = "elasticlib status cannot show this node"
-        super().__init__("status-publisher", consequence, RETRY_INTERVAL_S)
         self._store = store
         self._key = f"{observer_prefix(run_id, 'status')}{node_id}"
         self._read_report = read_report
         self._clock = clock
+        self._failures = FailureLog("elasticlib status cannot show this node", RETRY_INTERVAL_S)
         self._written_at = float("-inf")
         self._last: NodeStatus | None = None  # last status written, None after a failure
 
-    def _poll(self) -> float:
+    def poll(self, *, is_last: bool = False) -> float:
+        """Write the status if that is due, or if it is the last one. Failures are only logged.
+
+        Returns:
+            Seconds until the next poll.
+        """
+        try:
+            return self._poll(is_last)
+        except Exception as error:
+            self._failures.log(error)
+            return RETRY_INTERVAL_S
+
+    def publish_last(self) -> None:
+        """Write the status in a thread of its own, and return. `poll` is not called any more."""
+        with contextlib.suppress(RuntimeError):  # The limit on the number of threads is reached.
+            daemon_thread(partial(self.poll, is_last=True), "status-publisher").start()
+
+    def _poll(self, is_last: bool) -> float:
         report, now = self._read_report(), self._clock()
         status = _without_heartbeats(report.status)
         steps_interval = max(STEPS_INTERVAL_S, STEPS_INTERVAL_PER_NODE_S * status.node_count)
         due_at = self._written_at + _write_interval(self._last, status, steps_interval)
-        if now < due_at:
+        if now < due_at and not is_last:
             return min(due_at - now, steps_interval)
         self._last = None
         self._store.set(self._key, encode(report, wall()), ttl=STATUS_TTL_S)

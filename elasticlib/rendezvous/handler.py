@@ -86,6 +86,16 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def get_run_id(self) -> str:
         return self._run_id
 
+    @property
+    def node(self) -> Node:
+        """The record of this node."""
+        return self._thread.node.intent.node
+
+    @property
+    def store(self) -> Store:
+        """The store of the job."""
+        return self._thread.node.store
+
     def check_agent(self, *, slots: int, max_restarts: int | None) -> None:
         node = self._thread.node
         if slots != node.intent.node.slots:
@@ -148,9 +158,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return False
         return snapshot.leader is not None and snapshot.leader.can_regroup
 
-    def report_drain(self, reason: str) -> bool:
+    def report_drain(self, reason: str) -> None:
         self._thread.update_intent(partial(NodeIntent.with_node_fields, drain_reason=reason))
-        return True
 
     def report_success(self) -> bool:
         self._thread.update_intent(NodeIntent.record_success)
@@ -183,6 +192,19 @@ class DynamicRendezvousHandler(RendezvousHandler):
         status = node.leader_status
         is_current = status.membership_id == node.intent.node.membership_id
         return status.num_waiting if is_current else 0
+
+    def add_task(self, run: Callable[[], float]) -> Callable[[], None]:
+        """Call a function again and again in the thread that uses the store, until `shutdown`.
+
+        The thread has nothing else to do then, and the store was reachable at its last call.
+
+        Args:
+            run: Returns the seconds until its next call. Raises nothing.
+
+        Returns:
+            A function that requests a call soon.
+        """
+        return self._thread.add_task(run)
 
     def seconds_since_refresh(self) -> float | None:
         """Return the age of the last successful refresh of this node's lease, or None."""

@@ -254,19 +254,16 @@ class RendezvousHandler(abc.ABC):
         """
         return False
 
-    def report_drain(self, reason: str) -> bool:
+    def report_drain(self, reason: str) -> None:  # noqa: B027 - optional
         """Take note that this node leaves as soon as its workers have saved.
+
+        The members of the generation are then asked to stop at a step that they agree on, and the
+        next generation waits until this node has left. With the default, the other nodes are not
+        told: this node leaves without them.
 
         Args:
             reason: Why it leaves, for messages.
-
-        Returns:
-            True if the members of the generation are asked to stop at a step that they agree on,
-            and the next one waits until this node has left. False, the default, if the other nodes
-            are not told: this node leaves without them.
         """
-        del reason
-        return False
 
     def report_success(self) -> bool:
         """Take note that this node's workers succeeded.

@@ -151,6 +151,11 @@ class LocalNode:
         """The state of the job at the last read."""
         return None if self.snapshot is None else self.snapshot.state
 
+    @property
+    def is_store_away(self) -> bool:
+        """True if the last call of the store failed."""
+        return self._failures > 0
+
     def enter_generation(self) -> RankAssignment | None:
         """Enter the generation of the last read if this node is a new member of it.
 

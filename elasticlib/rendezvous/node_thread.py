@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 import logging
-import queue
+import math
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -29,6 +30,7 @@ from ..errors import (
     format_error,
     require_not_none,
 )
+from ..event_loop import EventLoop
 from ..stores.interface import Listing, WatchResult
 from ..threads import daemon_thread
 from .bootstrap_store import BootstrapStoreServer
@@ -43,6 +45,8 @@ EXIT_TIMEOUT_S = 1.0  # time for nodes to leave when the process exits without `
 # The leader reads the records of all nodes. It polls at most once per this time and node.
 POLL_INTERVAL_PER_NODE_S = 2e-4
 RETRY_INTERVAL_S = 0.01  # pause before the next poll after another node wrote first
+# A requested task starts so much later. It then delays no rendezvous, and requests are combined.
+TASK_DELAY_S = 0.05
 # After this many failed watches in a row, a warning is logged.
 FAILED_WATCHES_BEFORE_WARNING = 3
 
@@ -65,6 +69,14 @@ class PendingJoin:
     waiting_since: float  # since when it waits for its next step
     is_seeking: bool = False  # the thread has requested a generation
     has_info: bool = False  # the callback has received a generation
+
+
+@attrs.define(eq=False)
+class _Task:
+    """Work with the store that is no part of the rendezvous."""
+
+    run: Callable[[], float]  # returns the seconds until the next call
+    due_at: float
 
 
 # The newest thread of this process for each store, job and node id.
@@ -100,7 +112,12 @@ class NodeThread:
         self.progress_due = float("inf")  # when the agent's loop must have made progress
         self.is_stopping = False
         self.change: Change | None = None  # the change that finished the current generation
-        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # Requests, each with whether the store is to be polled after it.
+        self._requests: deque[tuple[Callable[[], None], bool]] = deque()
+        # The thread also reads the store's connection while it waits for requests.
+        self._loop = node.store.event_loop or EventLoop()
+        self._tasks: list[_Task] = []
+        self._takes_part = False  # a caller has asked for the job; until then, it is not read
         self._bootstrap_store: BootstrapStoreServer | None = None  # if this node is rank 0
         self._is_watching = False
         self._failed_watches = 0  # in a row
@@ -116,7 +133,33 @@ class NodeThread:
 
     def post(self, request: Callable[[], None] = lambda: None) -> None:
         """Run a request in the thread, and then poll the store."""
-        self._requests.put(request)
+        self._post(request, polls=True)
+
+    def _post(self, request: Callable[[], None], *, polls: bool) -> None:
+        self._requests.append((request, polls))
+        self._loop.wake()
+
+    def add_task(self, run: Callable[[], float]) -> Callable[[], None]:
+        """Call `run` in the thread again and again, whenever the rendezvous has nothing to do.
+
+        It is not called while the store is unreachable.
+
+        Args:
+            run: Returns the seconds until its next call. Raises nothing.
+
+        Returns:
+            A function that requests a call soon.
+        """
+        task = _Task(run, self._clock())
+
+        def request() -> None:
+            due_at = self._clock() + TASK_DELAY_S
+            if task.due_at > due_at:
+                self._post(partial(setattr, task, "due_at", due_at), polls=False)
+
+        self._post(partial(self._tasks.append, task), polls=False)
+        self._start()
+        return request
 
     def update_intent(self, update: Callable[[NodeIntent], NodeIntent]) -> None:
         """Replace the node's intent by `update(intent)` in the thread."""
@@ -134,13 +177,13 @@ class NodeThread:
                 callback(self.closed_error())
                 return join
             self._join = join
-        self._start()
+        self._start_taking_part()
         self.post(lambda: self._request_join(self._join))
         return join
 
     def wait_until(self, condition: Callable[[], object], timeout: float) -> None:
         """Wait until the condition holds or the thread stops, at most `timeout` seconds."""
-        self._start()
+        self._start_taking_part()
         with self._condition:
             self._condition.wait_for(lambda: self.is_stopping or condition(), timeout)
 
@@ -205,8 +248,15 @@ class NodeThread:
         )
         return error
 
+    def _start_taking_part(self) -> None:
+        """Read the job from now on. The node is not announced before a generation is requested."""
+        if not self._takes_part:
+            self._takes_part = True
+            self._start()
+            self.post()
+
     def _start(self) -> None:
-        """Start the thread, once. The node is not announced before a generation is requested."""
+        """Start the thread, once."""
         with self._condition:
             if self._thread is not None or self.is_stopping:
                 return
@@ -224,16 +274,26 @@ class NodeThread:
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._loop.adopt()
+        try:
+            self._take_part()
+        finally:
+            self._loop.release()
+            if self.node.store.event_loop is not self._loop:
+                self._loop.close()
+
+    def _take_part(self) -> None:
         while not self.is_stopping:
-            pause = 0.0
+            pause = 0.0 if self._takes_part else math.inf
             try:
-                pause = self._run_once()
+                if self._takes_part:
+                    pause = self._run_once()
             except (StoreError, RendezvousConfigError, ConfigError) as error:
                 self.stop(error)
             except Exception as error:
                 log.exception("the rendezvous thread failed: this node leaves the job")
                 self.stop(RendezvousError(f"the rendezvous failed: {format_error(error)}"))
-            self._run_requests(pause)
+            self._run_requests(self._run_tasks(pause))
         self.stop()
         self.close_bootstrap_store()
         try:
@@ -308,19 +368,26 @@ class NodeThread:
         again = node.publish_status(result, snapshot, now)
         return min(again, result.requeue_after_s or self._timeouts.lease_ttl)
 
+    def _run_tasks(self, pause: float) -> float:
+        """Run the tasks that are due if there is time for it. Return how long to wait then."""
+        if pause <= 0 or self.is_stopping or self.node.is_store_away:
+            return pause
+        started_at = self._clock()
+        for task in self._tasks:
+            if self._clock() >= task.due_at and not self._requests:
+                task.due_at = self._clock() + task.run()
+        now = self._clock()
+        until_due = min((task.due_at - now for task in self._tasks), default=math.inf)
+        return max(0.0, min(pause - (now - started_at), until_due))
+
     def _run_requests(self, timeout: float) -> None:
         """Run all posted requests. If there are none, wait for one at most `timeout` seconds."""
-        try:
-            if timeout > 0:
-                request = self._requests.get(timeout=timeout)
-            else:
-                request = self._requests.get_nowait()
-            while True:
-                request()
+        self._loop.run_until(lambda: self._requests, timeout)
+        while self._requests:
+            request, polls = self._requests.popleft()
+            request()
+            if polls:
                 self._poll_at = min(self._poll_at, self._earliest_poll)
-                request = self._requests.get_nowait()
-        except queue.Empty:
-            return
 
     # -- watching the store ------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from ..errors import (
     StoreRejectedError,
     StoreTimeoutError,
 )
+from ..event_loop import EventLoop
 from ..threads import ForkAware, daemon_thread
 from .interface import CompareSetResult, Entry, Listing, Store, WatchResult
 from .tcp_client import TcpStore
@@ -64,6 +65,8 @@ class FailoverStore(Store, ForkAware):
         ConfigError: There is no endpoint.
     """
 
+    event_loop: EventLoop
+
     def __init__(
         self,
         endpoints: Sequence[StoreEndpoint],
@@ -81,6 +84,8 @@ class FailoverStore(Store, ForkAware):
         self._index = 0  # of the current endpoint
         self._never_moves = hosted is not None
         self._check_process()
+        if hosted:
+            hosted[1].use_event_loop(self.event_loop)
         self._server: TcpStoreServer | None = hosted[0] if hosted else None  # if this node serves
         self._store: TcpStore | None = hosted[1] if hosted else None  # client of the endpoint
         self._last_reply_at = clock()
@@ -88,6 +93,9 @@ class FailoverStore(Store, ForkAware):
         self._rejecting: set[int] = set()  # endpoints that have rejected this client
 
     def _init_process_state(self) -> None:
+        if self._pid:
+            self.event_loop.close_after_fork()
+        self.event_loop = EventLoop()  # of all clients
         self._move_lock = threading.RLock()  # guards moves
         self._server = None
         self._probed: set[int] = set()  # endpoints that `try_other_endpoints` tries now
@@ -193,6 +201,13 @@ class FailoverStore(Store, ForkAware):
         for part in (self._store, self._server):
             if part is not None:
                 part.close()
+        self.event_loop.close()
+
+    def _new_client(self, number: int) -> TcpStore:
+        """Return a client of an endpoint, which is not connected."""
+        store = self._endpoints[number].connect()
+        store.use_event_loop(self.event_loop)
+        return store
 
     def _is_only_client(self) -> bool:
         """Return True if this node serves the store, and no other client is connected."""
@@ -281,7 +296,7 @@ class FailoverStore(Store, ForkAware):
         # The old server is closed first, because a node serves at no more than one endpoint.
         self._switch(self._index, None)
         server = self._endpoints[number].start_server()
-        self._switch(number, self._endpoints[number].connect(), server)
+        self._switch(number, self._new_client(number), server)
 
     def _switch_if_current(self, number: int, other: TcpStore, left: TcpStore | None) -> bool:
         """Use another client, unless the store to leave is not current; then close that client."""
@@ -322,7 +337,7 @@ class FailoverStore(Store, ForkAware):
         self._probed.add(number)
 
         def probe() -> None:
-            store = self._endpoints[number].connect()
+            store = self._new_client(number)
             is_accepted = False
             try:
                 store.connect(SCAN_TIMEOUT_S)
@@ -347,7 +362,7 @@ class FailoverStore(Store, ForkAware):
 
     def _connect_to(self, number: int) -> TcpStore | None:
         """Return a connected client of an endpoint, or None if it does not answer or rejects."""
-        store = self._endpoints[number].connect()
+        store = self._new_client(number)
         try:
             store.connect(SCAN_TIMEOUT_S)
         except (StoreConnectionError, StoreTimeoutError):

@@ -47,6 +47,8 @@ from .key_space import check_ttl as check_ttl
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from ..event_loop import EventLoop
+
 POLL_INTERVAL_S = 0.02  # of the default `wait`
 
 
@@ -56,6 +58,10 @@ class Store(abc.ABC):
     A subclass implements `get`, `compare_set`, `delete`, `refresh` and `list`. It can override the
     other methods, which work with these, to save round trips.
     """
+
+    event_loop: EventLoop | None = None
+    """The loop that reads the connections of this client, if it has one. A thread that waits for
+    changes and for something else runs it. By default, callbacks come from other threads."""
 
     @abc.abstractmethod
     def get(self, key: str) -> Entry | None:

@@ -1,8 +1,8 @@
 """Client of the TCP store: one connection for all threads, which the first operation opens.
 
 A broken connection ends the operations in flight with StoreConnectionError, and the leases of this
-client; the next operation opens a new connection. One thread reads the connections of all clients
-of this process.
+client; the next operation opens a new connection. The threads that wait for a reply read the
+connection, by the event loop of the client.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import contextlib
 import encodings.idna  # noqa: F401
 import logging
 import os
-import queue
 import secrets
-import selectors
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,8 @@ from ..errors import (
     StoreTimeoutError,
     format_error,
 )
-from ..threads import ForkAware, daemon_thread
+from ..event_loop import EventLoop
+from ..threads import ForkAware
 from .authentication import NONCE_BYTES, check_secret
 from .connection import create_connection, enable_keepalive, numeric_address
 from .interface import CompareSetResult, Entry, Listing, Store, WatchResult, check_key, check_ttl
@@ -43,7 +43,7 @@ log = logging.getLogger("elasticlib.stores")
 INITIAL_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 RECEIVE_BYTES = 256 * 1024
-MAX_WAIT_S = 1e6  # locks and queues do not accept much longer timeouts
+MAX_WAIT_S = 1e6  # locks do not accept much longer timeouts
 
 Reply = Frame | ElasticError
 
@@ -67,6 +67,7 @@ class TcpStore(Store, ForkAware):
         ConfigError: The address, a timeout or the secret is invalid.
     """
 
+    event_loop: EventLoop
     _connection: _TcpConnection | None = None
 
     def __init__(
@@ -101,6 +102,9 @@ class TcpStore(Store, ForkAware):
         if self._connection is not None:
             # A shutdown would end the connection of the parent.
             self._connection.socket.close()
+        if self._pid:
+            self.event_loop.close_after_fork()
+        self.event_loop, self._owns_event_loop = EventLoop(), True
         self._connection = None  # the last connection, which may have ended
         # This machine's address on the connection to the store; None before the first connection.
         self.local_address: str | None = None
@@ -162,26 +166,23 @@ class TcpStore(Store, ForkAware):
     def wait(self, prefix: str, *, after: int, timeout: float) -> bool:
         seconds = min(max(timeout, 0.0), MAX_WAIT_S)
         fields = {"prefix": prefix, "after": after, "listing": False}
-        replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        replies: deque[Reply] = deque()
         connection = self._ensure_connected()
-        numbers = [connection.send_request("watch", fields, replies.put)]
+        numbers = [connection.send_request("watch", fields, replies.append)]
         try:
-            try:
-                reply = replies.get(timeout=seconds)
-            except queue.Empty:
+            if not connection.run_until(lambda: replies, seconds):
                 # The first reply shows whether there was a change at the last moment.
                 unwatch = {"number": numbers[0]}
-                numbers.append(connection.send_request("unwatch", unwatch, replies.put))
-                reply = replies.get(timeout=min(self._timeout, MAX_WAIT_S))
-        except queue.Empty:
-            seconds += self._timeout
-            raise StoreTimeoutError(
-                f"{self.address} did not answer wait within {seconds:g} s"
-            ) from None
+                numbers.append(connection.send_request("unwatch", unwatch, replies.append))
+                if not connection.run_until(lambda: replies, self._timeout):
+                    seconds += self._timeout
+                    raise StoreTimeoutError(
+                        f"{self.address} did not answer wait within {seconds:g} s"
+                    )
         finally:
             for number in numbers:
                 connection.cancel(number)
-        return _is_yes(_raise_error(reply))
+        return _is_yes(_raise_error(replies[0]))
 
     def watch(
         self,
@@ -199,7 +200,12 @@ class TcpStore(Store, ForkAware):
             callback(result)
 
         fields = {"prefix": prefix, "after": after, "listing": with_listing}
-        self._ensure_connected().send_request("watch", fields, on_reply)
+        connection = self._ensure_connected()
+        try:
+            self.event_loop.start_thread()
+        except OSError as error:
+            raise StoreConnectionError(f"cannot watch {self.address}: {error}") from error
+        connection.send_request("watch", fields, on_reply)
         return True
 
     def close(self) -> None:
@@ -208,6 +214,15 @@ class TcpStore(Store, ForkAware):
         connection = self._connection
         if connection is not None:
             connection.close("this store is closed")
+        if self._owns_event_loop:
+            self.event_loop.close()
+
+    def use_event_loop(self, loop: EventLoop) -> None:
+        """Read connections by another event loop, which the caller closes.
+
+        This must be called before the first operation.
+        """
+        self.event_loop, self._owns_event_loop = loop, False
 
     def _request(self, op: str, fields: dict[str, Any], value: bytes = b"") -> Frame:
         return self._ensure_connected().request(op, fields, value)
@@ -272,7 +287,7 @@ class TcpStore(Store, ForkAware):
                     )
                 proof = protocol.receive_handshake(data)
             enable_keepalive(sock, self._timeout)
-            # The reader thread reads without waiting. A sender waits for the socket up to the
+            # The event loop reads without waiting. A sender waits for the socket up to the
             # timeout, after which `sendall` raises BlockingIOError.
             sock.settimeout(None)
             seconds, part = divmod(min(max(self._timeout, 0.001), MAX_WAIT_S), 1)
@@ -280,8 +295,10 @@ class TcpStore(Store, ForkAware):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
             # The server does not reply to the proof: the first request follows it at once.
             sock.sendall(proof)
-            connection = _TcpConnection(self.address, sock, protocol, self._timeout)
-            READER_THREAD.add(connection)
+            connection = _TcpConnection(
+                self.address, sock, protocol, self._timeout, self.event_loop
+            )
+            self.event_loop.add_reader(sock.fileno(), connection.on_readable)
         except TimeoutError:
             sock.close()
             raise StoreTimeoutError(
@@ -311,17 +328,23 @@ class _TcpConnection:
     """
 
     def __init__(
-        self, address: str, sock: socket.socket, protocol: ClientProtocol, timeout: float
+        self,
+        address: str,
+        sock: socket.socket,
+        protocol: ClientProtocol,
+        timeout: float,
+        loop: EventLoop,
     ) -> None:
         self.socket = sock
         self._address = address
         self._protocol = protocol
         self._timeout = timeout
+        self._loop = loop
         self._send_lock = threading.Lock()  # owned by the thread that sends a request
-        self._state_lock = threading.Lock()  # guards `_error` and additions to `_pending`
+        # Guards `_error`, additions to `_pending`, and the close of the socket.
+        self._state_lock = threading.Lock()
         self._pending: dict[int, Callable[[Reply], None]] = {}  # callback of each request
         self._error: ElasticError | None = None  # why the connection was closed
-        self._is_released = threading.Event()  # the reader thread has closed the socket
 
     @property
     def is_open(self) -> bool:
@@ -330,16 +353,16 @@ class _TcpConnection:
 
     def request(self, op: str, fields: dict[str, Any], value: bytes = b"") -> Frame:
         """Send a request, and return its reply."""
-        replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        number = self.send_request(op, fields, replies.put, value)
+        replies: deque[Reply] = deque()
+        number = self.send_request(op, fields, replies.append, value)
         try:
-            frame = _raise_error(replies.get(timeout=min(self._timeout, MAX_WAIT_S)))
-        except queue.Empty:
-            raise StoreTimeoutError(
-                f"{self._address} did not answer {op} within {self._timeout:g} s"
-            ) from None
+            if not self.run_until(lambda: replies, self._timeout):
+                raise StoreTimeoutError(
+                    f"{self._address} did not answer {op} within {self._timeout:g} s"
+                )
         finally:
             self.cancel(number)
+        frame = _raise_error(replies[0])
         if frame.op != ("listing" if op == "list" else "answer"):
             raise StoreRejectedError(f"{self._address} answered {op} with a {frame.op}")
         return frame
@@ -353,8 +376,8 @@ class _TcpConnection:
     ) -> int:
         """Send a request, and return its number.
 
-        The reader thread calls `callback` once with the reply, or with the error that closed the
-        connection. The callback must not block.
+        A thread that runs the event loop calls `callback` once with the reply, or any thread with
+        the error that closed the connection. The callback must not block.
         """
         number, data = self._protocol.encode_request(op, fields, value)
         with self._state_lock:
@@ -368,6 +391,10 @@ class _TcpConnection:
             raise
         return number
 
+    def run_until(self, condition: Callable[[], object], timeout: float) -> bool:
+        """Receive data until a condition holds. Return False if it does not within the timeout."""
+        return self._loop.run_until(condition, timeout)
+
     def cancel(self, number: int) -> None:
         """Discard the reply to a request."""
         self._pending.pop(number, None)
@@ -375,8 +402,6 @@ class _TcpConnection:
     def close(self, reason: str) -> None:
         """End the connection. Requests in flight raise StoreConnectionError with the reason."""
         self._end(StoreConnectionError(f"{self._address}: {reason}"))
-        if not READER_THREAD.is_current():
-            self._is_released.wait(min(self._timeout, MAX_WAIT_S))
 
     def _send(self, data: bytes) -> None:
         if not self._send_lock.acquire(timeout=min(self._timeout, MAX_WAIT_S)):
@@ -394,10 +419,10 @@ class _TcpConnection:
         finally:
             self._send_lock.release()
 
-    # -- called by the reader thread ----------------------------------------------------------
+    # -- called by the event loop -------------------------------------------------------------
 
-    def on_readable(self) -> bool:
-        """Receive data. Return False if the connection is closed."""
+    def on_readable(self) -> None:
+        """Receive data."""
         broken = f"the connection to {self._address} broke"
         try:
             data = self.socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
@@ -406,7 +431,7 @@ class _TcpConnection:
             for frame in self._protocol.feed(data):
                 self._deliver(frame)
         except BlockingIOError:
-            return True
+            pass
         except StoreRejectedError as error:
             self._end(StoreRejectedError(f"{self._address} sent no frame of elasticlib: {error}"))
         except OSError as error:
@@ -418,12 +443,6 @@ class _TcpConnection:
                 self._address,
             )
             self._end(StoreConnectionError(f"{broken}: {format_error(error)}"))
-        return self.is_open
-
-    def release(self) -> None:
-        """Close the socket, after which the reader thread does not use it any more."""
-        self.socket.close()
-        self._is_released.set()
 
     def _deliver(self, frame: Frame) -> None:
         if frame.op == "error" and frame.id == 0:
@@ -441,64 +460,10 @@ class _TcpConnection:
             self._error = error
             callbacks = list(self._pending.values())
             self._pending.clear()
+            self._loop.remove_reader(self.socket.fileno())
+            with contextlib.suppress(OSError):  # the peer may have ended the connection
+                self.socket.shutdown(socket.SHUT_RDWR)  # ends a send of another thread
+            self.socket.close()
         for callback in callbacks:
             callback(error)
-        with contextlib.suppress(OSError):  # the socket may be closed already
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the reader thread
-
-
-class _ReaderThread(ForkAware):
-    """The thread that reads all connections of this process. It runs while there is one."""
-
-    def __init__(self) -> None:
-        self._check_process()
-
-    def _init_process_state(self) -> None:
-        self._lock = threading.Lock()  # guards the two fields below
-        self._thread: threading.Thread | None = None
-        self._selector: selectors.BaseSelector | None = None  # None if the thread does not run
-
-    def add(self, connection: _TcpConnection) -> None:
-        """Read a connection until it ends.
-
-        Raises:
-            OSError: The thread cannot be started.
-        """
-        self._check_process()
-        with self._lock:
-            selector = self._selector or selectors.DefaultSelector()
-            # A thread that waits in `select` also notices a socket that is added now.
-            selector.register(connection.socket, selectors.EVENT_READ, connection)
-            if self._selector is not None:
-                return
-            thread = daemon_thread(lambda: self._run(selector), "tcp-store-receiver")
-            try:
-                thread.start()
-            except RuntimeError as error:
-                selector.close()
-                raise OSError(f"cannot start a thread to receive: {error}") from error
-            self._selector, self._thread = selector, thread
-
-    def is_current(self) -> bool:
-        """Return True if the caller runs in this thread."""
-        return threading.current_thread() is self._thread
-
-    def _run(self, selector: selectors.BaseSelector) -> None:
-        with selector:
-            while True:
-                for key, _ in selector.select():
-                    if not key.data.on_readable() and self._remove(selector, key.data):
-                        return
-
-    def _remove(self, selector: selectors.BaseSelector, connection: _TcpConnection) -> bool:
-        """Release a closed connection. Return True if it was the last one."""
-        with self._lock:
-            selector.unregister(connection.socket)
-            connection.release()
-            if selector.get_map():
-                return False
-            self._selector = self._thread = None
-            return True
-
-
-READER_THREAD = _ReaderThread()  # that of this process
+        self._loop.wake()

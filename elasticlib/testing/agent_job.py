@@ -17,11 +17,12 @@ import attrs
 from ..agent.elastic_agent import ElasticAgent
 from ..agent.interface import RunResult
 from ..agent.options import AgentOptions
+from ..agent.stop_procedure import StopTimeouts
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..rendezvous.interface import RendezvousHandler
 from ..rendezvous.membership import Node, RendezvousSettings, RendezvousTimeouts
 from ..stores.memory_store import MemoryStore
-from ..workers.spec import Entrypoint, StopTimeouts, WorkerSpec
+from ..workers.spec import Entrypoint, WorkerSpec
 from .rendezvous_cluster import FakeBootstrapStore, run_in_thread
 from .waiting import wait_until
 from .worker_harness import Scenario, WorkerHarness

@@ -23,7 +23,6 @@ SIGNAL_NAMES = {
 _INDEPENDENT_SIGNALS = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
 _EXTERNAL_SIGNALS = frozenset({"SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGTERM"})
 
-UNKNOWN_RETURNCODE = 1  # reported if the real code is lost, so that it does not count as success
 FATAL_PREFIXES = ("Fatal Python error:", "terminate called", "  what():")
 MAX_SUMMARY_CHARS = 300  # one line of the log; the traceback has the rest
 
@@ -50,7 +49,6 @@ class WorkerExit:
     preceding_failure: WorkerExit | None = None  # failure of another worker that was earlier
     error_file: str = ""  # path of error.json, empty if it is deleted with the run
     error_data: Mapping[str, Any] = attrs.field(factory=dict, hash=False)  # content of error.json
-    is_returncode_known: bool = True  # False if other code in the agent's process reaped the worker
 
     @property
     def succeeded(self) -> bool:
@@ -90,11 +88,6 @@ class WorkerExit:
         if self.is_still_exiting:
             failed = "failed" if self.message else f"exits with code {self.returncode}"
             return f"{failed} and is still exiting"
-        if not self.is_returncode_known:
-            return (
-                "exited, but other code in the agent's process took its exit code (a handler of "
-                "SIGCHLD, or os.wait): that code must reap only its own children"
-            )
         if self.value_error:
             return f"returned a value that cannot be read here: {self.value_error}"
         if not self.signal:

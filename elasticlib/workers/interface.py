@@ -17,6 +17,7 @@ from ..errors import ConfigError
 
 if TYPE_CHECKING:
     # Workers import this module too, and do not need these.
+    from ..event_loop import EventLoop
     from .exits import WorkerExit
     from .spec import WorkerGroup, WorkerSpec
 
@@ -91,6 +92,10 @@ class Workers(abc.ABC):
 
     reports_heartbeats = False
     """True if `heartbeats` returns values. Hang detection needs them."""
+
+    event_loop: EventLoop | None = None
+    """The loop that the agent runs whenever it waits, if this object has descriptors or timers to
+    handle. By default, the agent has a loop of its own, and `on_exit` wakes it from any thread."""
 
     def prepare(self, spec: WorkerSpec) -> None:  # noqa: B027 - optional
         """Begin preparations for the first start, and return. Called at most once."""

@@ -18,14 +18,14 @@ from typing import Any
 
 import attrs
 
-from ..clock import monotonic, wall
-from ..errors import WorkerStartError
+from ..clock import monotonic
+from ..errors import WorkerStartError, require_not_none
+from ..event_loop import EventLoop
 from ..threads import daemon_thread
 from . import stack_dump
 from .cleanup import signal_group
 from .error_file import FailureReport, read_failure_report, remove_exit_file
-from .event_loop import EventLoop
-from .exits import UNKNOWN_RETURNCODE, WorkerExit
+from .exits import WorkerExit
 from .interface import Heartbeat, StopNotice, Workers
 from .node_resources import CpuSet, count_usable_cpus, oom_kill_count_rose, read_oom_kill_count
 from .output import OutputThread, WorkerOutput
@@ -66,7 +66,6 @@ class _Process:
     output: WorkerOutput
     directory: Path
     error_file: Path
-    exited_at: float = float("inf")  # by the wall clock
     # The value of a function, and why it cannot be read; None until it has been read.
     result: tuple[Any, str] | None = None
 
@@ -116,6 +115,8 @@ class LocalWorkers(Workers):
         preload: modules that the fork server imports besides torch.
     """
 
+    event_loop: EventLoop
+
     def __init__(
         self,
         environment: Mapping[str, str],
@@ -131,9 +132,9 @@ class LocalWorkers(Workers):
     ) -> None:
         self._environment = dict(environment)
         self._output = output or OutputPlan()
-        self._loop = EventLoop()
+        self.event_loop = EventLoop()
         self._output_thread = OutputThread()
-        self._supervisor = SupervisorClient(self._loop)
+        self._supervisor = SupervisorClient(self.event_loop)
         kept = log_dir is not None or self._output.any
         self._run_dir = RunDir(self._supervisor, log_dir, run_id, kept=kept)
         self._launcher = ProcessLauncher(
@@ -169,7 +170,6 @@ class LocalWorkers(Workers):
     # -- the start -------------------------------------------------------------------------------
 
     def prepare(self, spec: WorkerSpec) -> None:
-        self._loop.start()
         self._launcher.prepare(spec, self._environment, count_usable_cpus())
 
     def wait_until_prepared(self) -> None:
@@ -177,11 +177,13 @@ class LocalWorkers(Workers):
 
     def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
         try:
+            self.event_loop.start_thread()
             self.prepare(group.spec)
+            self.wait_until_prepared()
+            is_clean = self._supervisor.wait_until_clean(CLEAN_TIMEOUT_S)
         except OSError as error:
             raise WorkerStartError(f"cannot prepare the start of workers: {error}") from error
-        self.wait_until_prepared()
-        if not self._supervisor.wait_until_clean(CLEAN_TIMEOUT_S):
+        if not is_clean:
             log.error(
                 "processes that exited workers had started survived SIGKILL; new workers start, "
                 "but GPUs or ports may still be in use"
@@ -282,11 +284,10 @@ class LocalWorkers(Workers):
     # -- the end ---------------------------------------------------------------------------------
 
     def _on_exit(self, process: _Process, on_exit: Callable[[int], None]) -> None:
-        """Report a worker's exit; called in the event loop's thread.
+        """Report a worker's exit; called by the event loop.
 
         The result of a function is read in another thread, because its own code runs then.
         """
-        process.exited_at = wall()
         local = process.worker.local_rank
 
         def read() -> None:
@@ -308,7 +309,7 @@ class LocalWorkers(Workers):
     def reap(self, local_rank: int) -> WorkerExit:
         process = self._processes.pop(local_rank)
         self._channels.close(local_rank)
-        returncode = process.process.returncode
+        returncode = require_not_none(process.process.returncode, "the exit code of the worker")
         self._supervisor.release(process.process)
         process.output.wait_flushed()
         report = read_failure_report(process.error_file)
@@ -317,11 +318,9 @@ class LocalWorkers(Workers):
             local_rank,
             process.worker.rank,
             process.pid,
-            returncode=UNKNOWN_RETURNCODE if returncode is None else returncode,
-            is_returncode_known=returncode is not None,
+            returncode=returncode,
             stop_was_requested=self._stop_was_requested,
-            signal_sent_by_agent=returncode is not None
-            and (local_rank, -returncode) in self._sent_signals,
+            signal_sent_by_agent=(local_rank, -returncode) in self._sent_signals,
         )
         if returncode == 0:
             value, unreadable = process.read_result()
@@ -330,7 +329,7 @@ class LocalWorkers(Workers):
 
     def _explained(self, found: WorkerExit, process: _Process, report: FailureReport) -> WorkerExit:
         """Add all that is known of the cause of a failure."""
-        at = min(report.failed_at, process.exited_at)
+        at = min(report.failed_at, process.process.exited_at)
         return attrs.evolve(
             self._with_message(found, process, report),
             stderr_tail=process.output.tail(),
@@ -436,7 +435,8 @@ class LocalWorkers(Workers):
         self.stop(list(self._processes), force=True)
         deadline = monotonic() + KILL_TIMEOUT_S
         for local_rank, process in list(self._processes.items()):
-            if process.process.exited.wait(max(0.0, deadline - monotonic())):
+            timeout = max(0.0, deadline - monotonic())
+            if self._supervisor.wait_for_exit(process.process, timeout):
                 self.reap(local_rank)
             else:
                 # The supervisor continues to kill it when the agent has exited.
@@ -453,4 +453,4 @@ class LocalWorkers(Workers):
         self.snapshot_dir.remove()
         self._run_dir.remove()
         self._supervisor.close()
-        self._loop.close()
+        self.event_loop.close()

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from typing import IO, Any
 
 from ..clock import monotonic
-from ..errors import WorkerStartError, require_not_none
-from ..threads import daemon_thread
+from ..errors import require_not_none
+from ..threads import daemon_thread, start_thread
 from .output_plan import OutputFiles, OutputPlan, Streams
 from .spec import Worker
 
@@ -262,8 +262,7 @@ class OutputThread:
         """Start the thread, unless it runs.
 
         Raises:
-            OSError: There is no descriptor left.
-            WorkerStartError: The thread cannot be started.
+            OSError: The thread cannot be started, or there is no descriptor left.
         """
         with self._lock:
             if self._thread is not None:
@@ -272,7 +271,7 @@ class OutputThread:
             thread = daemon_thread(lambda: self._run(reading), "workers-output")
             try:
                 start_thread(thread)
-            except WorkerStartError:
+            except OSError:
                 os.close(reading)
                 os.close(writing)
                 raise
@@ -383,8 +382,7 @@ class WorkerOutput:
         thread: The agent's output thread.
 
     Raises:
-        OSError: A file or a pipe cannot be opened.
-        WorkerStartError: The output thread cannot be started.
+        OSError: A file or a pipe cannot be opened, or the output thread cannot be started.
     """
 
     def __init__(
@@ -511,21 +509,6 @@ class WorkerOutput:
                 filtered.close()
 
         return self._open_pipe(stream, on_chunk, on_end)
-
-
-def start_thread(thread: threading.Thread) -> None:
-    """Start a thread that the workers need.
-
-    Raises:
-        WorkerStartError: The thread cannot be started.
-    """
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise WorkerStartError(
-            f"cannot watch the workers: {error}; threads count as processes (ulimit -u, pids.max "
-            "of the cgroup): raise that limit"
-        ) from error
 
 
 def _is_terminal(fd: int) -> bool:

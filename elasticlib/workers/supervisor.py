@@ -32,7 +32,7 @@ import socket
 import traceback
 from collections.abc import Sequence
 
-from ..clock import monotonic
+from ..clock import monotonic, wall
 from .cleanup import kill_sessions, process_start_ticks, signal_group
 from .supervisor_protocol import (
     NUM_DESCRIPTORS,
@@ -443,7 +443,7 @@ class Supervisor:
         worker.has_exited = True
         if process_start_ticks(worker.pid) == worker.start_ticks:
             signal_group(worker.pid, signal.SIGKILL)
-        self._agent.send({"event": "exited", "id": worker.id, "code": code})
+        self._agent.send({"event": "exited", "id": worker.id, "code": code, "at": wall()})
         self._unclean.append((worker.pid, worker.start_ticks, worker))
 
     def _fork_session_killer(self) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..clock import monotonic
+from ..clock import monotonic, wall
 from ..errors import WorkerStartError, require_not_none
-from .event_loop import EventLoop
+from ..event_loop import EventLoop
 from .fork_server import DEFERRED_IMPORTS
 from .supervisor_protocol import Connection, Message, socket_pair, write_job
 
@@ -41,14 +41,18 @@ class SupervisedProcess:
         self.id = request_id
         self.pid = pid
         self.start_ticks = start_ticks  # see `process_start_ticks`
-        self.returncode: int | None = None  # as Popen has it
-        self.exited = threading.Event()
+        self.returncode: int | None = None  # as Popen has it; None until the process has exited
+        self.exited_at = float("inf")  # by the wall clock
         self.on_exit: Callable[[], object] | None = None
+
+    @property
+    def has_exited(self) -> bool:
+        return self.returncode is not None
 
 
 class _Request:
     def __init__(self) -> None:
-        self.answered = threading.Event()
+        self.is_answered = False
         self.process: SupervisedProcess | None = None
         self.error = ""
 
@@ -56,8 +60,8 @@ class _Request:
 class SupervisorClient:
     """Starts workers through the supervisor process of this agent. Thread-safe.
 
-    The supervisor is started when it is first needed, and again if it exits. Messages from it are
-    read in the thread of the event loop.
+    The supervisor is started when it is first needed, and again if it exits. Its messages are read
+    by the event loop, which a method that waits for one of them runs.
     """
 
     def __init__(self, loop: EventLoop, *, close_timeout: float = CLOSE_TIMEOUT_S) -> None:
@@ -69,13 +73,11 @@ class SupervisorClient:
         self._ids = itertools.count(1)
         self._requests: dict[int, _Request] = {}  # that have not been answered, by id
         self._processes: dict[int, SupervisedProcess] = {}  # that exist or are not clean, by id
-        self._all_clean = threading.Condition(self._lock)
         self._directories: set[str] = set()  # to be removed when the agent exits
         self._is_responsive = True  # the last request was answered in time
         self._server_job: Mapping[str, Any] | None = None  # starts the fork server
         self._server_problem: str | None = None  # empty once the fork server is ready
-        self._server_known = threading.Event()  # the fork server is ready or cannot be used
-        loop.call_on_failure(self._on_loop_failed)
+        self._is_server_known = False  # the fork server is ready or cannot be used
 
     # -- directories -------------------------------------------------------------------------------
 
@@ -103,12 +105,12 @@ class SupervisorClient:
         with self._lock:
             connection = self._connect()
             self._server_job, self._server_problem = job, None
-            self._server_known.clear()
+            self._is_server_known = False
             _send_job(connection, {"op": "prepare"}, job, _standard_streams(stdin=False))
 
     def wait_for_fork_server(self, timeout: float) -> None:
         """Wait until the fork server is ready or cannot be used. `close` ends the wait."""
-        self._server_known.wait(timeout)
+        self._loop.run_until(lambda: self._is_server_known, timeout)
 
     @property
     def fork_server_problem(self) -> str:
@@ -141,10 +143,10 @@ class SupervisorClient:
             _send_job(connection, message, job, streams)
             self._requests[request_id] = request
         timeout = REQUEST_TIMEOUT_S if self._is_responsive else SHORT_REQUEST_TIMEOUT_S
-        request.answered.wait(timeout)
+        self._loop.run_until(lambda: request.is_answered, timeout)
         with self._lock:
             self._requests.pop(request_id, None)
-            self._is_responsive = request.answered.is_set()
+            self._is_responsive = request.is_answered
             if request.process is not None:
                 return request.process
             if not self._is_responsive:
@@ -153,11 +155,15 @@ class SupervisorClient:
         raise WorkerStartError(request.error)
 
     def call_on_exit(self, process: SupervisedProcess, callback: Callable[[], object]) -> None:
-        """Call back in the event loop's thread once the process has exited."""
+        """Call back in the event loop once the process has exited."""
         with self._lock:
             process.on_exit = callback
-            if process.exited.is_set():
-                self._loop.call_soon_threadsafe(callback)
+            if process.has_exited:
+                self._loop.call_at(monotonic(), callback)
+
+    def wait_for_exit(self, process: SupervisedProcess, timeout: float) -> bool:
+        """Wait until the process has exited; return whether it has."""
+        return self._loop.run_until(lambda: process.has_exited, timeout)
 
     def release(self, process: SupervisedProcess) -> None:
         """Allow the pid to be reused; the agent must not send signals to it any more."""
@@ -167,13 +173,12 @@ class SupervisorClient:
 
     def wait_until_clean(self, timeout: float) -> bool:
         """Wait until nothing is left of the sessions of exited workers; return whether it is so."""
-        with self._lock:
-            return self._all_clean.wait_for(
-                lambda: not any(one.exited.is_set() for one in self._processes.values()), timeout
-            )
+        return self._loop.run_until(
+            lambda: not any(one.has_exited for one in list(self._processes.values())), timeout
+        )
 
     def _running(self) -> Iterator[SupervisedProcess]:
-        return (one for one in self._processes.values() if not one.exited.is_set())
+        return (one for one in self._processes.values() if not one.has_exited)
 
     # -- the supervisor process --------------------------------------------------------------------
 
@@ -188,7 +193,6 @@ class SupervisorClient:
         """Return the connection to the supervisor process, which is started if there is none."""
         if self._connection is not None:
             return self._connection
-        self._loop.start()
         link, end = socket_pair()
         with end:
             connection = Connection(link)
@@ -211,13 +215,20 @@ class SupervisorClient:
         return connection
 
     def _read(self, connection: Connection) -> None:
-        with contextlib.suppress(ConnectionError):
-            while (received := connection.receive()) is not None:
-                self._on_message(received[0])
-            with self._lock:
+        messages, is_lost = [], False
+        with self._lock:
+            if connection is not self._connection:
+                return  # Another thread has closed it.
+            try:
+                while (received := connection.receive()) is not None:
+                    messages.append(received[0])
                 connection.flush()
-            return
-        self._on_lost(connection)
+            except ConnectionError:
+                is_lost = True
+        for message in messages:
+            self._on_message(message)
+        if is_lost:
+            self._on_lost(connection)
 
     def _on_message(self, message: Message) -> None:
         event = message.get("event")
@@ -227,14 +238,14 @@ class SupervisorClient:
             with self._lock:
                 process = self._processes.get(message["id"])
             if process is not None:
-                self._on_exit(process, message["code"])
+                self._on_exit(process, message["code"], message["at"])
         elif event == "clean":
             self._on_clean(message["id"])
         elif event == "fork_server":
             self._server_problem = message["problem"]
-            self._server_known.set()
+            self._is_server_known = True
         elif event == "fork_server_lost":
-            self._server_known.set()
+            self._is_server_known = True
             log.warning(
                 "the workers' fork server has ended; workers are started without it until the "
                 "next one is ready"
@@ -261,14 +272,13 @@ class SupervisorClient:
                     message["id"], message["pid"], message["start_ticks"]
                 )
                 self._processes[message["id"]] = request.process
-            request.answered.set()
+            request.is_answered = True
 
-    def _on_exit(self, process: SupervisedProcess, code: int) -> None:
+    def _on_exit(self, process: SupervisedProcess, code: int, exited_at: float) -> None:
         with self._lock:
-            if process.exited.is_set():
+            if process.has_exited:
                 return
-            process.returncode = code
-            process.exited.set()
+            process.returncode, process.exited_at = code, exited_at
             callback = process.on_exit
         if callback is not None:
             callback()
@@ -276,7 +286,6 @@ class SupervisorClient:
     def _on_clean(self, request_id: int) -> None:
         with self._lock:
             self._processes.pop(request_id, None)
-            self._all_clean.notify_all()
 
     def _on_lost(self, connection: Connection) -> None:
         """Replace a supervisor that has exited. The kernel has killed the workers with it."""
@@ -285,16 +294,16 @@ class SupervisorClient:
                 return
             log.warning("the supervisor process was lost: the kernel killed all workers with it")
             self._connection = None
-            self._loop.remove_reader(connection.fileno(), connection.close)
+            self._disconnect(connection)
             if self._process is not None:
                 self._process.wait()
             for request in self._requests.values():
                 request.error = "the supervisor process has ended"
-                request.answered.set()
+                request.is_answered = True
             killed = list(self._running())
         self._loop.call_at(monotonic() + RESTART_DELAY_S, self._restart)
         for process in killed:
-            self._on_exit(process, -signal.SIGKILL)
+            self._on_exit(process, -signal.SIGKILL, wall())
 
     def _restart(self) -> None:
         with self._lock:
@@ -306,29 +315,25 @@ class SupervisorClient:
                         "cannot start another supervisor process, so no worker can start: %s", error
                     )
 
-    def _on_loop_failed(self) -> None:
-        """Kill all workers, because their exits cannot be noticed any more."""
-        with self._lock:
-            if self._process is not None:
-                self._process.kill()
-            killed = list(self._running())
-        for process in killed:
-            self._on_exit(process, -signal.SIGKILL)
-
     def _kill_supervisor(self) -> None:
         """Kill a supervisor that does not answer; all workers end with it."""
         if self._process is not None and self._connection is not None:
             connection, self._connection = self._connection, None
             self._process.kill()
             self._process.wait()
-            self._loop.remove_reader(connection.fileno(), connection.close)
+            self._disconnect(connection)
+
+    def _disconnect(self, connection: Connection) -> None:
+        self._loop.remove_reader(connection.fileno())
+        connection.close()
 
     def close(self) -> None:
         """End the supervisor process, which kills all workers and removes all directories."""
         with self._lock:
             process, self._process = self._process, None
             connection, self._connection = self._connection, None
-            self._server_known.set()
+            self._is_server_known = True
+            self._loop.wake()
             if process is None:
                 return
             if connection is not None:
@@ -341,9 +346,9 @@ class SupervisorClient:
                 process.kill()
                 process.wait()
             if connection is not None:
-                self._loop.remove_reader(connection.fileno(), connection.close)
+                self._disconnect(connection)
             self._processes.clear()
-            self._all_clean.notify_all()
+            self._loop.wake()
 
 
 def _start_supervisor(link: int) -> subprocess.Popen[bytes]:

@@ -20,13 +20,13 @@ from elasticlib import (
     Node,
     RendezvousHandler,
     RunResult,
+    StopTimeouts,
     WorkerSpec,
     WorkerState,
 )
 from elasticlib.errors import RendezvousTimeoutError
 from elasticlib.rendezvous.interface import RendezvousInfo, RendezvousStoreInfo, assign_ranks
 from elasticlib.testing.waiting import wait_until
-from elasticlib.workers.spec import StopTimeouts
 
 
 class OneNode(RendezvousHandler):

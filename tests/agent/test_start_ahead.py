@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 from jobs import Job, Node, alive, check_one_world, generation_of
@@ -25,6 +26,14 @@ def newcomers(job: Job, count: int = 2) -> set[int]:
         return found if len(found) >= count else set()
 
     return wait_until(f"{count} newcomers", look)
+
+
+def settled_at_work(job: Job, size: int) -> list[dict[str, Any]]:
+    """The places of a first group of which all have taken a step, so that its state is known."""
+    places = job.settled(size)
+    paths = [job.folder / f"stepped.{place['pid']}" for place in places]
+    wait_until("all to take a step", lambda: all(path.exists() for path in paths))
+    return places
 
 
 def pair(job: Job, *flags: str) -> tuple[Node, Node]:
@@ -53,7 +62,7 @@ def test_members_continue_while_the_workers_of_a_joining_node_start(job: Job) ->
 
 def test_members_continue_while_a_node_restarts_all_its_workers(job: Job) -> None:
     one, two = pair(job)
-    first = job.settled(4)
+    first = settled_at_work(job, 4)
     for place in first[2:]:
         kill(place)
     left = job.settled(2, after=1)
@@ -71,7 +80,7 @@ def test_members_without_a_common_step_wait_for_a_node_that_lost_its_workers(
     job: Job,
 ) -> None:
     one, two = pair(job)
-    first = job.settled(4)
+    first = settled_at_work(job, 4)
     kill(first[2])
     kill(first[3])
     left = job.settled(2, after=1)
@@ -83,7 +92,7 @@ def test_members_without_a_common_step_wait_for_a_node_that_lost_its_workers(
     wait_until("another group", lambda: job.places(generation_of(whole) + 1))
     after = job.settled(4, after=generation_of(whole))
     assert generation_of(after) == generation_of(whole) + 1, job.logs
-    assert pids(after, "two") == pids(whole, "two")
+    assert pids(after, "two") == pids(whole, "two"), job.logs
     idle.unlink()
     job.finish()
     assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs

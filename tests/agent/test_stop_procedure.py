@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elasticlib import StopTimeouts
 from elasticlib.agent.policy import (
@@ -21,6 +23,7 @@ from elasticlib.agent.stop_procedure import (
     STOP_TOPIC,
     StopProcedure,
     StopProposal,
+    StopStage,
     StopTransition,
     decode_proposal,
     propose_stop,
@@ -306,3 +309,42 @@ def test_each_escalation_goes_to_the_next_stop_stage() -> None:
     )
     side.look(running=())
     assert side.did[-1] == WorkersStopped()
+
+
+@given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 100), st.floats(0, 400))
+def test_the_ladder_only_goes_up_and_says_when(
+    notice: float, grace: float, reap: float, elapsed: float
+) -> None:
+    ladder = StopTimeouts(grace, reap).with_notice(notice)
+    here, later = (
+        ladder.stage_at(elapsed),
+        ladder.stage_at(elapsed + ladder.time_to_next_stage(elapsed) + 1e-6),
+    )
+    assert here is StopStage.GIVE_UP or later > here
+
+
+def test_the_ladder_gives_the_grace_that_was_asked_for() -> None:
+    ladder = StopTimeouts(shutdown_timeout=70.0, kill_timeout=10.0)
+    rungs = [ladder.stage_at(t) for t in (0, 69.9, 70, 79.9, 80)]
+    assert rungs == [
+        StopStage.TERM,
+        StopStage.TERM,
+        StopStage.KILL,
+        StopStage.KILL,
+        StopStage.GIVE_UP,
+    ]
+
+
+def test_a_notice_comes_before_the_grace_and_takes_nothing_from_it() -> None:
+    ladder = StopTimeouts(shutdown_timeout=70.0, kill_timeout=10.0).with_notice(60.0)
+    rungs = [ladder.stage_at(t) for t in (0, 59.9, 60, 129.9, 130, 140)]
+    expected = [
+        StopStage.NOTICE,
+        StopStage.NOTICE,
+        StopStage.TERM,
+        StopStage.TERM,
+        StopStage.KILL,
+        StopStage.GIVE_UP,
+    ]
+    assert rungs == expected
+    assert [ladder.time_to_next_stage(t) for t in (0, 60, 130, 150)] == [60, 70, 10, 0]

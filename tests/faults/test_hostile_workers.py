@@ -143,7 +143,7 @@ def test_workers_restart_without_snapshots_where_shared_memory_is_full(job: Job)
 
 ASKS_FOR_MEMORY = """
 import logging, tempfile
-from elasticlib.workers.event_loop import EventLoop
+from elasticlib.event_loop import EventLoop
 from elasticlib.workers.run_dirs import SnapshotDir
 from elasticlib.workers.supervisor_client import SupervisorClient
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from jobs import WITHOUT_TORCH
 from elasticlib import (
     CheckpointManager,
     ChildFailedError,
+    Command,
+    ElasticAgent,
     LaunchConfig,
     WorkerState,
     context,
@@ -26,6 +30,8 @@ from elasticlib import (
 )
 from elasticlib.compat.failures import SignalException
 from elasticlib.errors import ConfigError
+from elasticlib.launch.elastic_launch import run_node
+from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
@@ -46,6 +52,25 @@ def fail_once(folder: str) -> int:
         first.touch()
         raise RuntimeError("the first time")
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def test_an_agent_at_rest_has_four_threads_of_which_one_serves_the_store() -> None:
+    before = set(threading.enumerate())
+    agents: queue.SimpleQueue[ElasticAgent] = queue.SimpleQueue()
+
+    def names() -> list[str]:
+        return sorted(thread.name for thread in set(threading.enumerate()) - before)
+
+    with ThreadPoolExecutor(1, "agent") as pool:
+        config, sleep = LaunchConfig(run_id="rest"), Command("sleep", ("600",))
+        run = pool.submit(run_node, config, sleep, on_start=agents.put)
+        agent = agents.get(timeout=60.0)
+        wait_until("the worker", lambda: agent.workers.running())
+        expected = ["agent_0", "rendezvous", "tcp-store-server", "workers-output"]
+        wait_until("the agent to rest", lambda: names() == expected, details=lambda: str(names()))
+        agent.handle_signal(signal.SIGTERM)
+        assert run.result(60.0).state is WorkerState.STOPPED
+    wait_until("all threads to end", lambda: not names(), details=lambda: str(names()))
 
 
 def test_a_functions_values_come_back_by_global_rank() -> None:

@@ -29,6 +29,7 @@ from elasticlib.observe.node_status import (
     encode,
     observer_prefix,
 )
+from elasticlib.rendezvous.handler import DynamicRendezvousHandler
 from elasticlib.rendezvous.membership import (
     Membership,
     NodeRecord,
@@ -175,7 +176,7 @@ class Publishing:
     def turn_for(self, seconds: float, change: Callable[[], None] = lambda: None) -> None:
         end = self.now + seconds
         while self.now < end:
-            self.now += max(0.01, self.publisher._poll())
+            self.now += max(0.01, self.publisher.poll())
             change()
 
     def steps(self) -> None:
@@ -270,12 +271,14 @@ def test_a_status_goes_with_its_node_and_wakes_no_node_that_leads(
         assert found.state is JobState.RUNNING or not found.not_reporting
         return found.state
 
-    with StatusPublisher(theirs, "job", "id0", lambda: now[0]) as publisher:
-        wait_until("its status", lambda: StatusReader(ours, "job").read())
-        assert state() is JobState.RUNNING
-        now[0] = NodeReport(attrs.evolve(running, state=JobState.DRAINING), 0.0, 3.0)
-        publisher.wake()
-        wait_until("its new state", lambda: state() is JobState.DRAINING)
+    handler = DynamicRendezvousHandler(theirs, "job", NODE, RendezvousSettings(1, 1))
+    request = handler.add_task(StatusPublisher(theirs, "job", "id0", lambda: now[0]).poll)
+    wait_until("its status", lambda: StatusReader(ours, "job").read())
+    assert state() is JobState.RUNNING
+    now[0] = NodeReport(attrs.evolve(running, state=JobState.DRAINING), 0.0, 3.0)
+    request()
+    wait_until("its new state", lambda: state() is JobState.DRAINING)
+    handler.shutdown()
     assert not ours.wait(StoreKeys("job").job_prefix, after=version, timeout=0.0)
     theirs.close()
     wait_until("its status to be gone", lambda: not StatusReader(ours, "job").read())
@@ -312,42 +315,35 @@ def test_who_has_seen_a_status_change_needs_no_clock_of_another_machine(skew: fl
         assert age() == pytest.approx(found + 7.0)
 
 
-def test_a_store_that_is_away_ends_no_publishing() -> None:
+def test_a_status_is_published_again_after_failures() -> None:
     store = Counted()
+    one = Publishing(store)
     store.away = True
-    looks: list[int] = []
+    one.turn_for(10.0)
+    one.status, running = None, one.status  # type: ignore[assignment]
+    one.turn_for(10.0)
+    assert store.written == []
+    store.away, one.status = False, running
+    one.turn_for(2.0)
+    assert len(store.written) == 1
 
-    def look() -> NodeReport:
-        looks.append(1)
-        if len(looks) == 2:
-            raise RuntimeError("it cannot be looked at")
-        return NodeReport(NodeStatus("job", "id0"), 1.0, 2.0)
 
-    with StatusPublisher(store, "job", "id0", look) as publisher:
-        wait_until("a look", lambda: looks)
-        publisher.wake()
-        wait_until("another look", lambda: len(looks) > 1)
-        store.away = False
-        publisher.wake()
-        wait_until("its status", lambda: store.written, 20.0)
+def test_the_last_status_is_published_although_another_was_written_just_before() -> None:
+    store = Counted()
+    one = Publishing(store)
+    one.turn_for(0.01)
+    one.status = attrs.evolve(one.status, state=JobState.SUCCEEDED)
+    one.publisher.publish_last()
+    wait_until("its last status", lambda: len(store.written) == 2)
+    (found,) = StatusReader(store, "job").read().values()
+    assert found.status.state is JobState.SUCCEEDED
 
 
 def test_store_that_rejects_the_status_of_a_node_is_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    looks: list[int] = []
-
-    def look() -> NodeReport:
-        looks.append(1)
-        return NodeReport(NodeStatus("job", "id0"), 1.0, 2.0)
-
-    store = MemoryStore(limits=StoreLimits(value_bytes=16))
-    with StatusPublisher(store, "job", "id0", look) as publisher:
-        wait_until("the warning", lambda: "cannot show this node" in caplog.text)
-        publisher.wake()
-        wait_until("another try", lambda: len(looks) > 1)
-        publisher.wake()
-        wait_until("a third one, after the second was logged", lambda: len(looks) > 2)
+    one = Publishing(MemoryStore(limits=StoreLimits(value_bytes=16)))
+    one.turn_for(10.0)
     (warning,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
     assert "elasticlib status cannot show this node: a value is at most 16 bytes" in (
         warning.getMessage()

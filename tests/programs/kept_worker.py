@@ -7,6 +7,7 @@ in FOLDER/newcomer.<PID>, needs so long before it is ready. FOLDER/<WORD>.<PID> 
 what to do: `fail` with exit code 1; `stick` to its group; `wait` in a step until that is over;
 say that its group is `broken`. While FOLDER/starting.<NODE>.<LOCAL_RANK> exists, that worker is
 still starting, and cannot leave a group yet. While FOLDER/idle exists, no worker takes a step.
+FOLDER/stepped.<PID> exists once the worker has taken one.
 """
 
 import json
@@ -72,6 +73,8 @@ class Worker:
             if not (self.folder / "idle").exists():
                 self.step += 1
                 context().step(self.step)
+                if self.step == 1:
+                    (self.folder / f"stepped.{os.getpid()}").touch()
             stop = context().should_stop()
             if stop is not None and stop.reason != "resize":
                 return False

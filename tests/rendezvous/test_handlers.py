@@ -372,3 +372,31 @@ with MemoryStore() as store:
 def test_prepare_imports_the_modules_of_the_bootstrap_store() -> None:
     told = subprocess.run((sys.executable, "-c", PREPARED), capture_output=True, timeout=120)
     assert told.stdout == b"True\n", told.stderr.decode()
+
+
+def test_a_task_is_called_between_the_steps_of_the_rendezvous_until_the_node_leaves(
+    cluster: Cluster,
+) -> None:
+    handler = cluster.node("a", RendezvousSettings(1, 1))
+    names: list[str] = []
+
+    def task() -> float:
+        names.append(threading.current_thread().name)
+        return 600.0
+
+    request = handler.add_task(task)
+    # The node does not read the job for it, and joins as it would without it.
+    wait_until("the first call", lambda: len(names) == 1)
+    assert handler._thread.node.snapshot is None
+    assert cluster.join(handler).result(60.0).generation == 1
+    for number in (1, 2):
+        request()
+        wait_until("another call", lambda number=number: len(names) > number)
+    often: list[int] = []
+    handler.add_task(lambda: often.append(1) or 0.01)  # type: ignore[func-returns-value]
+    wait_until("some calls", lambda: len(often) > 3)
+    handler.shutdown()
+    count = len(names), len(often)
+    request()
+    assert (len(names), len(often)) == count
+    assert set(names) == {"rendezvous"}

@@ -24,8 +24,8 @@ from elasticlib.agent.stop_procedure import (
 from elasticlib.clock import monotonic
 from elasticlib.dir_lock import is_locked
 from elasticlib.errors import ConfigError
+from elasticlib.event_loop import EventLoop
 from elasticlib.workers.context import WorkerContext
-from elasticlib.workers.event_loop import EventLoop
 from elasticlib.workers.interface import (
     DRAIN,
     PREEMPTED,

@@ -41,7 +41,7 @@ def test_what_cannot_be_looked_at_for_now_has_not_been_seen_to_end(
     assert cleanup.wait_for_exit(process.pid, 20.0)
 
 
-@pytest.mark.parametrize("prefix", ["workers-loop", "workers-output"])
+@pytest.mark.parametrize("prefix", ["event-loop", "workers-output"])
 def test_where_no_thread_can_wait_for_workers_none_is_left_and_the_start_can_be_tried_again(
     run: Run, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:
@@ -73,7 +73,7 @@ def test_workers_that_are_closed_leave_no_thread_and_no_open_file(run: Run) -> N
     before = held()
     run.writing("0", "3").start(shell("echo out; echo err >&2"), count=2)
     assert all(run.end().succeeded for _ in range(2))
-    assert "workers-loop" in held()
+    assert "event-loop" in held()
     run.workers.close()
     # What other tests left may end meanwhile, so it is asked for what has come.
     wait_until("all that was opened to be closed", lambda: not held() - before)

@@ -1,4 +1,4 @@
-"""Ranks, environments, streams, exits and the ladder: each rule as a claim."""
+"""Ranks, environments, streams and exits: each rule as a claim."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from elasticlib.workers.interface import StopNotice
 from elasticlib.workers.output_plan import Streams, parse_streams
 from elasticlib.workers.spec import (
     Script,
-    StopStage,
-    StopTimeouts,
     WorkerGroup,
     WorkerSpec,
     assign_worker_ranks,
@@ -220,45 +218,6 @@ def test_an_error_file_has_torchs_shape() -> None:
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"message": 1}', b'{"x": {}}', b"\xff"])
 def test_a_foreign_error_file_is_no_failure_of_ours(data: bytes) -> None:
     assert message_and_traceback(parse_error_record(data)) == ("", "")
-
-
-@given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 100), st.floats(0, 400))
-def test_the_ladder_only_goes_up_and_says_when(
-    notice: float, grace: float, reap: float, elapsed: float
-) -> None:
-    ladder = StopTimeouts(grace, reap).with_notice(notice)
-    here, later = (
-        ladder.stage_at(elapsed),
-        ladder.stage_at(elapsed + ladder.time_to_next_stage(elapsed) + 1e-6),
-    )
-    assert here is StopStage.GIVE_UP or later > here
-
-
-def test_the_ladder_gives_the_grace_that_was_asked_for() -> None:
-    ladder = StopTimeouts(shutdown_timeout=70.0, kill_timeout=10.0)
-    rungs = [ladder.stage_at(t) for t in (0, 69.9, 70, 79.9, 80)]
-    assert rungs == [
-        StopStage.TERM,
-        StopStage.TERM,
-        StopStage.KILL,
-        StopStage.KILL,
-        StopStage.GIVE_UP,
-    ]
-
-
-def test_a_notice_comes_before_the_grace_and_takes_nothing_from_it() -> None:
-    ladder = StopTimeouts(shutdown_timeout=70.0, kill_timeout=10.0).with_notice(60.0)
-    rungs = [ladder.stage_at(t) for t in (0, 59.9, 60, 129.9, 130, 140)]
-    expected = [
-        StopStage.NOTICE,
-        StopStage.NOTICE,
-        StopStage.TERM,
-        StopStage.TERM,
-        StopStage.KILL,
-        StopStage.GIVE_UP,
-    ]
-    assert rungs == expected
-    assert [ladder.time_to_next_stage(t) for t in (0, 60, 130, 150)] == [60, 70, 10, 0]
 
 
 @pytest.mark.parametrize(("reason", "seconds"), [("whim", 1.0), ("drain", -1.0)])

@@ -14,9 +14,9 @@ from processes import alive
 from test_local import Run, shell
 
 from elasticlib.errors import WorkerStartError
+from elasticlib.event_loop import EventLoop
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers import cleanup
-from elasticlib.workers.event_loop import EventLoop
 from elasticlib.workers.supervisor_client import SupervisorClient
 
 HAS_A_CHILD = "set -m; sleep 600 & echo $! > {file}.part; mv {file}.part {file}; exec sleep 600"

@@ -1,0 +1,228 @@
+"""Event loop that is run by the threads that wait: descriptors, timers and wake-ups.
+
+`EventLoop.run_until` handles events until a condition holds. So a thread that waits for several
+things needs no other threads that each wait for one of them. The agent's thread waits for its
+workers in this way, and the rendezvous thread for the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import math
+import selectors
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+
+from .clock import monotonic
+from .threads import daemon_thread, start_thread
+
+log = logging.getLogger("elasticlib")
+
+MAX_WAIT_S = 86400.0  # epoll accepts at most 24 days, but a timer may be later
+CLOSE_TIMEOUT_S = 5.0  # limit for a callback that another thread executes
+Callback = Callable[[], object]
+
+
+class EventLoop:
+    """Calls back when descriptors are readable and when timers are due. Thread-safe.
+
+    If several threads call `run_until`, one of them handles the events, and the others wait for it.
+    Callbacks must not block, because they delay all others.
+    """
+
+    def __init__(self) -> None:
+        # Guards the fields below. Notified when a thread has handled some events.
+        self._turn = threading.Condition()
+        self._handler = 0  # identifies the thread that handles events; 0 if there is none
+        self._timers: list[tuple[float, int, Callback]] = []  # a heap
+        self._numbers = itertools.count()  # orders timers of the same time
+        self._num_owners = 0  # threads that call `run_until` again and again
+        self._needs_thread = False  # events are to be handled while nobody owns the loop
+        self._thread: threading.Thread | None = None  # the loop's own thread
+        self._selector: selectors.BaseSelector | None = None  # None until it is needed
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None  # receives, sends
+
+    def adopt(self) -> None:
+        """Announce that the caller will call `run_until` again and again, until it calls `release`.
+
+        Meanwhile the loop needs no thread of its own.
+        """
+        with self._turn:
+            self._num_owners += 1
+            thread, self._thread = self._thread, None
+        self._join(thread)
+
+    def release(self) -> None:
+        """End what `adopt` has announced."""
+        with self._turn:
+            self._num_owners -= 1
+        if self._needs_thread:
+            with contextlib.suppress(OSError):  # Then only threads that wait handle events.
+                self.start_thread()
+
+    def start_thread(self) -> None:
+        """Handle events in a thread of the loop's own whenever no thread has adopted the loop.
+
+        Raises:
+            OSError: The thread cannot be started now. The caller may try again.
+        """
+        with self._turn:
+            self._needs_thread = True
+            if self._num_owners > 0 or self._thread is not None:
+                return
+            thread = daemon_thread(
+                lambda: self.run_until(lambda: self._thread is not thread, math.inf), "event-loop"
+            )
+            self._thread = thread
+            try:
+                start_thread(thread)
+            except OSError:
+                self._thread = None
+                raise
+
+    def wake(self) -> None:
+        """Make all calls of `run_until` check their conditions.
+
+        The call takes no lock, so a signal handler may call this.
+        """
+        wakeup = self._wakeup
+        if wakeup is not None:
+            # The buffer may be full of earlier wake-ups, or the loop may be closed.
+            with contextlib.suppress(OSError):
+                wakeup[1].send(b"x")
+
+    def call_at(self, when: float, callback: Callback) -> None:
+        """Call back once, at a time of the monotonic clock."""
+        with self._turn:
+            heapq.heappush(self._timers, (when, next(self._numbers), callback))
+        self.wake()
+
+    def add_reader(self, descriptor: int, callback: Callback) -> None:
+        """Call back whenever a descriptor is readable. Raises OSError."""
+        # A thread that waits in `select` also notices a descriptor that is added now.
+        self._open().register(descriptor, selectors.EVENT_READ, callback)
+
+    def remove_reader(self, descriptor: int) -> None:
+        """Stop reading a descriptor. Another thread may be about to call its callback."""
+        selector = self._selector
+        if selector is not None:
+            with contextlib.suppress(KeyError):  # The loop has been closed since.
+                selector.unregister(descriptor)
+
+    def run_until(self, condition: Callable[[], object], timeout: float) -> bool:
+        """Handle events until a condition holds, at most `timeout` seconds.
+
+        Args:
+            condition: Must be fast. It is checked after callbacks and after `wake`. If it holds at
+                the beginning, only the events that are due are handled.
+            timeout: The time limit in seconds.
+
+        Returns:
+            Whether the condition holds.
+        """
+        deadline, caller = monotonic() + timeout, threading.get_ident()
+        self._open()  # before the condition is checked, so that no later `wake` is missed
+        while True:
+            is_met, left_s = bool(condition()), max(0.0, deadline - monotonic())
+            with self._turn:
+                # The caller itself was the last handler if an exception has interrupted it.
+                is_handler = self._handler in (0, caller)
+                if is_handler:
+                    self._handler = caller
+                elif not (is_met or condition()):
+                    self._turn.wait(min(left_s, MAX_WAIT_S))
+            if is_handler:
+                try:
+                    self._handle_events(0.0 if is_met else left_s)
+                finally:
+                    with self._turn:
+                        self._handler = 0
+                        self._turn.notify_all()
+            if is_met or condition():
+                return True
+            if monotonic() >= deadline:
+                return False
+
+    def close(self) -> None:
+        """End the loop's thread and free the descriptors. A closed loop can be used again."""
+        with self._turn:
+            self._needs_thread = False
+            thread, self._thread = self._thread, None
+        self._join(thread)
+        with self._turn:
+            if not self._turn.wait_for(self._is_idle, CLOSE_TIMEOUT_S):
+                return
+            selector, self._selector = self._selector, None
+            wakeup, self._wakeup = self._wakeup, None
+        if selector is not None:
+            selector.close()
+        _close(*wakeup or ())
+
+    def close_after_fork(self) -> None:
+        """Free the descriptors of a copy in a forked child, which must not be used any more.
+
+        Another thread of the parent may have owned the lock during the fork, so it is not taken.
+        """
+        if self._selector is not None:
+            self._selector.close()
+        _close(*self._wakeup or ())
+
+    def _is_idle(self) -> bool:
+        return self._handler in (0, threading.get_ident())
+
+    def _join(self, thread: threading.Thread | None) -> None:
+        self.wake()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_TIMEOUT_S)
+
+    def _open(self) -> selectors.BaseSelector:
+        selector = self._selector
+        if selector is not None:
+            return selector
+        with self._turn:
+            if self._selector is None:
+                receiver, sender = self._wakeup = socket.socketpair()
+                weakref.finalize(self, _close, receiver, sender).atexit = False
+                receiver.setblocking(False)
+                sender.setblocking(False)
+                selector = selectors.DefaultSelector()
+                selector.register(receiver, selectors.EVENT_READ, self._read_wakeup)
+                self._selector = selector
+            return self._selector
+
+    def _handle_events(self, timeout: float) -> None:
+        selector = self._open()
+        timers = self._timers
+        wait_s = min(timeout, timers[0][0] - monotonic()) if timers else timeout
+        for key, _ in selector.select(max(0.0, min(wait_s, MAX_WAIT_S))):
+            self._call(key.data)
+        while timers and (callback := self._take_due_timer()) is not None:
+            self._call(callback)
+
+    def _take_due_timer(self) -> Callback | None:
+        with self._turn:
+            is_due = self._timers and self._timers[0][0] <= monotonic()
+            return heapq.heappop(self._timers)[2] if is_due else None
+
+    def _call(self, callback: Callback) -> None:
+        try:
+            callback()
+        except Exception as error:
+            # A callback that fails must not prevent the others.
+            log.error("a callback of the event loop failed: %s", error, exc_info=error)
+
+    def _read_wakeup(self) -> None:
+        wakeup = self._wakeup
+        if wakeup is not None:
+            with contextlib.suppress(OSError):
+                wakeup[0].recv(4096)
+
+
+def _close(*links: socket.socket) -> None:
+    for link in links:
+        link.close()
