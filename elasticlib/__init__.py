@@ -31,10 +31,10 @@ _EXPORTS = {
     "logical.logical_workers": ("LogicalWorkers", "LogicalWorker"),
     # Launching a job, and reading what it recorded.
     "launch.launch_config": ("LaunchConfig", "SupervisionOptions"),
-    "launch.elastic_launch": ("elastic_launch", "keep_snapshots"),
+    "launch.elastic_launch": ("elastic_launch", "create_snapshot_service"),
     "launch.observability": ("observe_node",),
     "observe.event": ("Event",),
-    "observe.report": ("report", "Report"),
+    "observe.report": ("build_report", "Report"),
     "observe.history": ("History",),
     "observe.history_reader": ("read_history",),
     # Parts of a custom launcher.
@@ -95,8 +95,8 @@ if TYPE_CHECKING:
     from .in_place.step_loop import StepAttempt as StepAttempt
     from .in_place.step_loop import StepLoop as StepLoop
     from .in_place.step_loop import steps as steps
+    from .launch.elastic_launch import create_snapshot_service as create_snapshot_service
     from .launch.elastic_launch import elastic_launch as elastic_launch
-    from .launch.elastic_launch import keep_snapshots as keep_snapshots
     from .launch.launch_config import LaunchConfig as LaunchConfig
     from .launch.launch_config import SupervisionOptions as SupervisionOptions
     from .launch.observability import observe_node as observe_node
@@ -106,7 +106,7 @@ if TYPE_CHECKING:
     from .observe.history import History as History
     from .observe.history_reader import read_history as read_history
     from .observe.report import Report as Report
-    from .observe.report import report as report
+    from .observe.report import build_report as build_report
     from .rendezvous.handler import DynamicRendezvousHandler as DynamicRendezvousHandler
     from .rendezvous.handler import StaticRendezvousHandler as StaticRendezvousHandler
     from .rendezvous.interface import RendezvousHandler as RendezvousHandler

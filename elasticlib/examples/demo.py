@@ -147,6 +147,7 @@ def children(pid: int) -> list[int]:
 
 
 def process_name(pid: int) -> str:
+    """Return the name that the kernel has of a process."""
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
@@ -274,6 +275,7 @@ def print_results(runner: DemoRunner, samples: int) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the demo, and return the exit code."""
     parser = argparse.ArgumentParser(description="a training job that loses a worker and a node")
     parser.add_argument("--samples", type=int, default=3200, help="samples per epoch")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each wait")

@@ -296,6 +296,7 @@ def report_metrics(prefix: str, sums: Tensor) -> float:
 
 
 def print_rank0(text: str) -> None:
+    """Print a line on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
@@ -361,6 +362,7 @@ def evaluate(training: Training, manager: CheckpointManager) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
+    """Train or validate on the GPU of this rank, or on the CPU."""
     use_cuda = torch.cuda.is_available()
     args.device = torch.device("cuda", args.local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -397,6 +399,7 @@ def integer_from(minimum: int) -> Callable[[str], int]:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the arguments of the command line, or the given ones."""
     parser = argparse.ArgumentParser(description="train a convolutional network on images")
     add, positive = parser.add_argument, integer_from(1)
     add("data", type=Path, metavar="DATA", help="directory with train/CLASS and val/CLASS")

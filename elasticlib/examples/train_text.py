@@ -231,6 +231,7 @@ def init_process_group() -> None:
 
 
 def main(args: argparse.Namespace) -> None:
+    """Train on the CPU, and print the digest of the weights at the end."""
     torch.set_num_threads(1)
     init_process_group()
     training = Training(args)
@@ -247,6 +248,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the arguments of the command line, or the given ones."""
     parser = argparse.ArgumentParser(description="train a small transformer on English text")
     add = parser.add_argument
     add("--checkpoint-dir", default="checkpoints", help="a directory or an fsspec URL")

@@ -24,6 +24,8 @@ SAMPLES, GLOBAL_BATCH, EPOCHS, SAVE_EVERY = 80, 8, 3, 5
 
 
 class Regression(lightning.LightningModule):
+    """A linear regression."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(8, 1)

@@ -143,10 +143,10 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _write_report(args: argparse.Namespace) -> int:
-    from ..observe.report import report
+    from ..observe.report import build_report
 
     try:
-        page = report(args.runs or "")
+        page = build_report(args.runs or "")
         if args.output == STDOUT:
             sys.stdout.buffer.write(page.html().encode())
             sys.stdout.buffer.flush()

@@ -240,7 +240,7 @@ def _snapshot_service(
         return None
     # Only nodes that use a TCP store have proved to each other that they know the secret.
     is_authenticated = config.rdzv_backend in TCP_BACKENDS
-    return keep_snapshots(
+    return create_snapshot_service(
         workers,
         replicas=replicas,
         secret=secret if is_authenticated else None,
@@ -248,20 +248,20 @@ def _snapshot_service(
     )
 
 
-def keep_snapshots(
+def create_snapshot_service(
     workers: LocalWorkers, *, replicas: int = 0, secret: bytes | None = None, address: str = ""
 ) -> NodeSnapshotService:
-    """Return the `memory` of an `ElasticAgent`.
+    """Return the `snapshot_service` of an `ElasticAgent`.
 
-    It keeps the snapshots that its workers make with `CheckpointManager.snapshot`, and writes them
-    to the disk if the job ends before its work is done.
+    The service stores the snapshots that workers make with `CheckpointManager.snapshot`, and writes
+    them to the disk if the job ends early.
 
     Args:
         workers: The workers of the agent.
         replicas: The number of other nodes that store each snapshot.
-        secret: What the nodes of the job prove to know to each other, if anything.
-        address: Where the other nodes reach this one. Empty for the address that this node has in
-            the network of the generation's first node.
+        secret: The secret that the nodes of the job prove to each other, if there is one.
+        address: The address at which other nodes reach this one. If it is empty, the service uses
+            this node's address in the network of the generation's first node.
     """
     return NodeSnapshotService(
         workers.snapshot_dir.attempt_dir, replicas=replicas, secret=secret, address=address

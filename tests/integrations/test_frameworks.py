@@ -51,7 +51,7 @@ def test_training_is_unchanged_after_kills_a_drain_and_a_second_launch(
     first.says("drain: the workers have")
     framework.hold.unlink()
     assert first.exit_code() == 75, first.text
-    assert "2 of 2 restarts" in first.text
+    assert "restarts 2/2" in first.text, first.text
     stopped_at, _ = said(first, "stopped: drain")
     assert DRAINED_AT <= stopped_at <= DRAINED_AT + 2
     second = framework.alone("b")

@@ -102,7 +102,7 @@ def test_weights_after_a_killed_worker_are_equal_to_those_without_faults(
     assert node.exit_code() == 0, node.text
     assert undisturbed.exit_code() == 0, undisturbed.text
     assert loading, "it had a loader worker, of which nothing may be left: see the fixture"
-    assert "generation 2 " in node.text
+    assert "generation 2: " in node.text
     check_validated(undisturbed)
     check_validated(node)
     ((steps, best),) = re.findall(DONE, node.text, re.MULTILINE)

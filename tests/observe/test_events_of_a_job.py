@@ -15,7 +15,7 @@ from elasticlib.observe.aggregate import NodeStatus, apply_event
 from elasticlib.observe.event import KINDS, Event, decode
 from elasticlib.observe.history import JobState
 from elasticlib.observe.history_reader import read_history
-from elasticlib.observe.report import Report, report
+from elasticlib.observe.report import Report, build_report
 from elasticlib.observe.runs import find_runs, runs_dir
 from elasticlib.testing.waiting import wait_until
 
@@ -171,7 +171,7 @@ def test_report_shows_losses_that_were_sampled_during_the_run(job: Job) -> None:
     command = job.agent("--standalone", program=str(program), worker=("0.004",))
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     assert agent.exit_code() == 0, agent.text
-    made = report(find_runs("", directory=job.temporary / runs_dir().name))
+    made = build_report(find_runs("", directory=job.temporary / runs_dir().name))
     told = {pace.step: pace.loss for pace in made.history.progress if pace.loss is not None}
     assert len(told) >= 2
     assert all(loss == pytest.approx(1 / (step + 1), rel=1e-5) for step, loss in told.items())

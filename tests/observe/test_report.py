@@ -17,7 +17,7 @@ from elasticlib.errors import ConfigError, RunNotFoundError
 from elasticlib.launch.cli import main
 from elasticlib.observe.event import encode
 from elasticlib.observe.history import JobState
-from elasticlib.observe.report import Report, _template, report
+from elasticlib.observe.report import Report, _template, build_report
 from elasticlib.observe.runs import RunRegistration
 
 
@@ -56,8 +56,8 @@ def test_files_of_several_nodes_make_one_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = write_run(tmp_path)
-    assert [node.node for node in report(paths).history.nodes] == ["a", "b"]
-    assert [node.node for node in report(paths[0]).history.nodes] == ["a"]
+    assert [node.node for node in build_report(paths).history.nodes] == ["a", "b"]
+    assert [node.node for node in build_report(paths[0]).history.nodes] == ["a"]
     target = tmp_path / "run.html"
     assert main(["report", *map(str, paths), "-o", str(target)]) == 0
     assert capsys.readouterr().out == f"{target}\n"
@@ -71,9 +71,9 @@ def test_a_job_whose_agent_was_killed_is_not_called_running(
     agent = Agent("a").launch(0.0).begin(1.0, 1).train(2.0, 1).steps(60.0, 59, 1.0)
     record = RunRegistration("job")
     record.events.write_bytes(b"".join(map(encode, agent.events)))
-    assert report().history.state is JobState.RUNNING
+    assert build_report().history.state is JobState.RUNNING
     record.close()
-    made = report("job")
+    made = build_report("job")
     assert (made.history.state, made.history.nodes[0].is_lost) == (None, True)
     assert "terminated unexpectedly (killed?)" in made.html()
     assert "last event" in made.html()
@@ -91,7 +91,7 @@ def test_a_process_of_this_machine_that_is_gone_has_ended_wherever_its_events_li
         agent.tell(0.0, "run.started", host=socket.gethostname(), pid=pid, slots=1).begin(1.0, 1)
         path = tmp_path / "events.jsonl"
         path.write_bytes(b"".join(map(encode, agent.events)))
-        assert report(path).history.state is wanted
+        assert build_report(path).history.state is wanted
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_report_goes_to_the_standard_output(
 ) -> None:
     paths = write_run(tmp_path)
     assert main(["report", *map(str, paths), "-o", "-"]) == 0
-    assert capsysbinary.readouterr().out == report(paths).html().encode()
+    assert capsysbinary.readouterr().out == build_report(paths).html().encode()
 
 
 def test_what_cannot_be_read_or_written_is_said_in_a_sentence(
@@ -143,7 +143,7 @@ def test_what_cannot_be_read_or_written_is_said_in_a_sentence(
         assert said.err.count("\n") == 1 or "known" in said.err
     assert path.read_bytes() == before
     with pytest.raises(RunNotFoundError):
-        report(tmp_path / "nosuch")
+        build_report(tmp_path / "nosuch")
 
 
 def test_a_report_replaces_one_and_nothing_else(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class Report:
         return _render(self.history, standalone=False)
 
 
-def report(run: RunName | Iterable[RunName] = "") -> Report:
+def build_report(run: RunName | Iterable[RunName] = "") -> Report:
     """Return the report of a run, which may still be running.
 
     Args:
