@@ -282,6 +282,7 @@ def observe_node(
         journal.on_recorded = handler.add_task(publisher.poll)
         yield journal
         publisher.publish_last()
+        publisher.close()
 
 
 @contextlib.contextmanager
@@ -312,7 +313,10 @@ def publish_status(
     publisher = StatusPublisher(store, run_id, node_id, report)
     journal.on_recorded = handler.add_task(publisher.poll)
     interval = STACK_POLL_INTERVAL_S if isinstance(store, FileStore) else 0.0
-    with StackResponder(store, run_id, node_id, stacks_of(agent), poll_interval=interval):
+    with (
+        contextlib.closing(publisher),
+        StackResponder(store, run_id, node_id, stacks_of(agent), poll_interval=interval),
+    ):
         yield publisher.publish_last
 
 

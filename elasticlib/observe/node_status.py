@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 import typing
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -38,6 +39,7 @@ STEPS_INTERVAL_S = 2.0  # between writes while workers complete steps, in a smal
 STEPS_INTERVAL_PER_NODE_S = 0.01  # in a large one: all nodes together write 100 times a second
 STATE_INTERVAL_S = 0.2  # between writes while the state changes
 RETRY_INTERVAL_S = 2.0
+CLOSE_TIMEOUT_S = 2.0  # limit for the last write; a store that answers needs milliseconds
 
 
 @attrs.frozen
@@ -263,6 +265,7 @@ class StatusPublisher:
         self._failures = FailureLog("elasticlib status cannot show this node", RETRY_INTERVAL_S)
         self._written_at = float("-inf")
         self._last: NodeStatus | None = None  # last status written, None after a failure
+        self._last_thread: threading.Thread | None = None  # writes the last status
 
     def poll(self, *, is_last: bool = False) -> float:
         """Write the status if that is due, or if it is the last one. Failures are only logged.
@@ -278,8 +281,18 @@ class StatusPublisher:
 
     def publish_last(self) -> None:
         """Write the status in a thread of its own, and return. `poll` is not called any more."""
+        thread = daemon_thread(partial(self.poll, is_last=True), "status-publisher")
         with contextlib.suppress(RuntimeError):  # The limit on the number of threads is reached.
-            daemon_thread(partial(self.poll, is_last=True), "status-publisher").start()
+            thread.start()
+            self._last_thread = thread
+
+    def close(self) -> None:
+        """Wait for the last status to be written, up to CLOSE_TIMEOUT_S.
+
+        Otherwise the process could end in the middle of a write, and leave a lease in an etcd.
+        """
+        if self._last_thread is not None:
+            self._last_thread.join(CLOSE_TIMEOUT_S)
 
     def _poll(self, is_last: bool) -> float:
         report, now = self._read_report(), self._clock()

@@ -635,6 +635,10 @@ class EtcdStore(Store, ForkAware):
                 # This process was stopped for longer than the ttl. It tries again with a new lease.
                 if attempt == LEASED_WRITE_ATTEMPTS:
                     raise
+            except StoreConnectionError:
+                if self._closed.is_set():
+                    self._end_leases(lease)
+                raise
         if answer.get("succeeded"):
             self._record_lease(key, _revision(answer), lease)
             return CompareSetResult(True, Entry(key, value, _revision(answer)))

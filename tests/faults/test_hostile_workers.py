@@ -217,12 +217,12 @@ def test_a_fork_that_holds_the_pipe_keeps_no_supervisor_waiting(job: Job, end: s
 
 def test_a_filter_alone_starts_warm_workers(job: Job) -> None:
     script = job.folder / "script.py"
-    script.write_text("import os; print('rank', os.environ['RANK'])")
+    script.write_text("import os; print('I am rank', os.environ['RANK'])")
     flags = ("--standalone", "--nproc-per-node=2", "--local-ranks-filter=1")
     command = (sys.executable, "-m", "elasticlib.launch", *flags, str(script))
     node = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     assert node.exit_code() == 0, node.text
-    assert re.findall(r"rank \d", node.text) == ["rank 1"]
+    assert re.findall(r"I am rank \d", node.text) == ["I am rank 1"]
 
 
 def test_what_a_worker_says_of_its_failure_is_no_command_to_the_terminal(job: Job) -> None:

@@ -56,7 +56,8 @@ def test_the_directories_the_status_and_the_report_of_a_job_use_its_generated_na
     assert job.status(name, code=None)["run"] == name
     job.finish()
     assert agent.exit_code() == 0
-    assert [path.name.rpartition("_")[0] for path in logs.iterdir()] == [name]
+    (directory,) = logs.iterdir()
+    assert directory.name.startswith(f"{name}_")
     assert f"more: elasticlib report {name}" in agent.text
     page = job.folder / "page.html"
     job.ask("report", name, "-o", str(page))

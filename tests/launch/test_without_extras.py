@@ -106,7 +106,7 @@ IMPORT_ALL = """
 import importlib, pkgutil
 import elasticlib
 
-assert "<svg" in elasticlib.report("plain")._repr_html_()
+assert "<svg" in elasticlib.build_report("plain")._repr_html_()
 # Who imports these needs the extras of frameworks.
 skipped = "integrations.", "examples.with_"
 for found in pkgutil.walk_packages(elasticlib.__path__, "elasticlib."):
