@@ -25,7 +25,10 @@ class StoreError(ElasticError):
 
 
 class StoreConnectionError(StoreError, ConnectionError):
-    """The store cannot be reached, or the connection broke before its reply. Try again later."""
+    """The store cannot be reached, its reply was lost, or the client is closed.
+
+    Try again later, unless the client is closed. A write may have happened.
+    """
 
 
 class StoreTimeoutError(StoreError, TimeoutError):

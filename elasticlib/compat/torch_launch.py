@@ -56,7 +56,7 @@ def plain_values(config: LaunchConfig) -> dict[str, Any]:
             f"event_log_handler must be 'null', got {config.event_log_handler!r}: "
             f"{UNSUPPORTED_TORCHRUN_OPTIONS['event_log_handler']}"
         )
-    return {**_rendezvous(config), **_logs(config), **_binding(config), **_signals(config)}
+    return {**_rendezvous(config), **_logs(config), **_numa_binding(config), **_signals(config)}
 
 
 def _rendezvous(config: LaunchConfig) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _choice(streams: int | Mapping[int, int]) -> StreamChoice:
     return StreamChoice(everywhere=Streams(int(streams)))
 
 
-def _binding(config: LaunchConfig) -> dict[str, Any]:
+def _numa_binding(config: LaunchConfig) -> dict[str, Any]:
     if config.numa_options is None:
         return {}
     mode = getattr(config.numa_options, "affinity_mode", None)
@@ -203,7 +203,7 @@ UNSUPPORTED_VARIABLES: Mapping[str, str] = {
 
 @attrs.frozen(kw_only=True)
 class TorchrunOptions:
-    """Settings that torchrun reads from variables without an option."""
+    """Settings that torchrun reads only from environment variables, as it has no flags for them."""
 
     python: str | None = None  # interpreter of scripts and modules; None for the agent's own
     use_libuv: bool = True  # which of torch's two store servers the workers use

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class BackendParameters:
     """The arguments of a plug-in, which returns a `Store` or a `RendezvousHandler`.
 
-    A store that it returns is used by the dynamic rendezvous handler, and closed after that one has
-    left the job.
+    If it returns a store, the dynamic rendezvous handler uses it, and the store is closed after the
+    handler has left the job. A command that only reads the run also opens the store.
     """
 
     endpoint: str  # --rdzv-endpoint, never empty

@@ -79,7 +79,7 @@ def _print(
     args: argparse.Namespace,
     entries: Sequence[CheckpointEntry],
     columns: Sequence[int],
-    intact: str,
+    state_if_intact: str,
 ) -> None:
     """Print checkpoints as a document or as a table of these columns.
 
@@ -87,12 +87,12 @@ def _print(
         args: the arguments of the command.
         entries: the checkpoints.
         columns: the indices of the columns.
-        intact: the state of intact checkpoints, `COMPLETE` or `VERIFIED`.
+        state_if_intact: the state of intact checkpoints, `COMPLETE` or `VERIFIED`.
     """
     if args.json:
-        print(json.dumps([_fields(entry, intact) for entry in entries], indent=1))
+        print(json.dumps([_fields(entry, state_if_intact) for entry in entries], indent=1))
     elif entries:
-        table = (HEAD, *(_row(entry, intact) for entry in entries))
+        table = (HEAD, *(_row(entry, state_if_intact) for entry in entries))
         head, *rows = [[row[at] for at in columns] for row in table]
         show(Table(head, rows))
     else:
@@ -146,9 +146,9 @@ class Progress:
         print(text, end="", file=self._stream, flush=True)
 
 
-def _fields(entry: CheckpointEntry, intact: str) -> dict[str, Any]:
+def _fields(entry: CheckpointEntry, state_if_intact: str) -> dict[str, Any]:
     manifest = entry.manifest
-    status = intact
+    status = state_if_intact
     if entry.corruption:
         status = "unreadable" if entry.is_unreadable else "corrupt"
     fields: dict[str, Any] = {"step": entry.step, "status": status, "error": entry.corruption}
@@ -165,9 +165,9 @@ def _fields(entry: CheckpointEntry, intact: str) -> dict[str, Any]:
     return fields
 
 
-def _row(entry: CheckpointEntry, intact: str) -> tuple[str, ...]:
+def _row(entry: CheckpointEntry, state_if_intact: str) -> tuple[str, ...]:
     manifest = entry.manifest
-    state = entry.problem.removeprefix("is ") if entry.corruption else intact
+    state = entry.problem.removeprefix("is ") if entry.corruption else state_if_intact
     if manifest is None:
         return (str(entry.step), *"------", state)
     parts = f" in {manifest.num_parts} parts" if manifest.num_parts else ""

@@ -30,6 +30,8 @@ FINAL_WRITE_TIMEOUT_S = 10.0  # for the exit summary, if stderr is blocked
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line, as the `main` of `torch.distributed.run` does.
 
+    The installed command calls `command` instead, which returns an exit code.
+
     Args:
         argv: the command line without the name of the command; by default that of this process.
 
@@ -37,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ChildFailedError: the job failed.
         SignalException: a signal stopped or drained this node.
         ConfigError: the settings cannot work.
-        SystemExit: the command line requests help, or has a usage error.
+        SystemExit: the command line requests help, or has a usage error. In process 1 of a
+            container, the job failed or was stopped in the child that runs it.
     """
     result = _run_command(sys.argv[1:] if argv is None else argv)
     if result.run_result is not None:

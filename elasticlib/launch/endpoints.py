@@ -129,6 +129,7 @@ def _has_lower_precedence(source: Source, than: Source) -> bool:
 
 
 def _resolve_static(settings: Settings) -> Settings:
+    """Keep the master address or the endpoint of a static job, whichever has precedence."""
     master, endpoint = settings.source(*_MASTER), settings.source("rdzv_endpoint")
     if endpoint is Source.DEFAULT or (master is Source.FLAG and endpoint is Source.FLAG):
         return settings

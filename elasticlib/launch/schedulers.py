@@ -86,7 +86,7 @@ def read_slurm(environment: Mapping[str, str]) -> SchedulerSettings | None:
         "rdzv_id": (name if step is None else f"{name}.{step}", "SLURM_JOB_ID"),
         "drain_signals": (DRAIN_SIGNALS, "SLURM_JOB_ID"),
         **_given(environment, nnodes=size, node_rank="SLURM_NODEID"),
-        **_gpus(environment, "SLURM_GPUS_ON_NODE"),
+        **_nproc_per_node(environment, "SLURM_GPUS_ON_NODE"),
     }
     if environment.get(nodelist):
         offset = PORT_OFFSET_PER_STEP * (step or 0)
@@ -149,8 +149,8 @@ def _given(environment: Mapping[str, str], **variables: str) -> dict[str, tuple[
     }
 
 
-def _gpus(environment: Mapping[str, str], variable: str) -> dict[str, tuple[str, str]]:
-    """Return one worker per GPU. On a node without GPUs the user chooses the number of workers."""
+def _nproc_per_node(environment: Mapping[str, str], variable: str) -> dict[str, tuple[str, str]]:
+    """Return nproc_per_node, one worker per GPU, or no setting if the node has no GPUs."""
     if environment.get(variable) == "0":
         return {}
     return _given(environment, nproc_per_node=variable)
@@ -252,7 +252,7 @@ def read_skypilot(environment: Mapping[str, str]) -> SchedulerSettings | None:
         "nnodes": (str(len(addresses)), "SKYPILOT_NUM_NODES" if size else "SKYPILOT_NODE_IPS"),
         "rdzv_endpoint": (join_endpoint(addresses[0], port), "SKYPILOT_NODE_IPS"),
         **_given(environment, node_rank="SKYPILOT_NODE_RANK", rdzv_id="SKYPILOT_TASK_ID"),
-        **_gpus(environment, "SKYPILOT_NUM_GPUS_PER_NODE"),
+        **_nproc_per_node(environment, "SKYPILOT_NUM_GPUS_PER_NODE"),
     }
 
 

@@ -1,8 +1,9 @@
 """Decides whether this node hosts the job's TCP store, by addresses and not by names.
 
-The node that can bind an endpoint hosts the store there. The decision is logged in one line. It is
-repeated while a name may still change its address, as a container's name does some time after its
-start. A name that resolves to several machines is rejected.
+The node that can bind an endpoint hosts the store there, unless the settings name the host. The
+decision is logged in one line. The node decides again while a name may still change its address, as
+a container's name does some time after its start. A name that means this machine and also others is
+rejected.
 """
 
 from __future__ import annotations

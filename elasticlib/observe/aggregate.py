@@ -226,7 +226,7 @@ def update_generation(generation: NodeGeneration, event: Event) -> NodeGeneratio
             total = generation.num_snapshots + (event.count("count") or 0)
             return attrs.evolve(generation, num_snapshots=total)
         case "training.started" | "progress":
-            return _complete_step(generation, event)
+            return _record_step(generation, event)
         case "state.restored":
             duration, delay = event.seconds("duration_seconds"), event.seconds("delay_seconds")
             if duration is not None and delay is not None:
@@ -270,7 +270,7 @@ def _end(generation: NodeGeneration, at: float) -> NodeGeneration:
     return attrs.evolve(generation, stopped_at=generation.stopped_at or at, all_exited_at=exited_at)
 
 
-def _complete_step(generation: NodeGeneration, event: Event) -> NodeGeneration:
+def _record_step(generation: NodeGeneration, event: Event) -> NodeGeneration:
     """Record the first step of the generation, or the last one before this event."""
     step = event.count("step")
     if step is None:

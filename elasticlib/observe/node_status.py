@@ -55,12 +55,12 @@ class NodeReport:
 
     @property
     def current_state_seconds(self) -> float:
-        """Seconds in the state, as of now."""
+        """Seconds in the state, up to when this report was made or read from the store."""
         return round(self.state_seconds + (self.age_seconds or 0.0), 3)
 
     @property
     def current_uptime_seconds(self) -> float:
-        """Seconds since the agent started, as of now."""
+        """Seconds since the agent started, up to when this report was made or read."""
         return round(self.uptime_seconds + (self.age_seconds or 0.0), 3)
 
     @classmethod
@@ -104,14 +104,14 @@ def encode(report: NodeReport, written_at: float) -> bytes:
 
 
 def decode(data: bytes, age_of: Callable[[float], float]) -> NodeReport:
-    """Return the report of some bytes.
+    """Read a report from bytes.
 
     Args:
         data: what `encode` returned.
-        age_of: returns the age of what was written at a time, by the clock of its writer.
+        age_of: converts the time of writing, by the writer's clock, into the age in seconds.
 
     Raises:
-        ValueError: the data is something else; the error names the field.
+        ValueError: the data is something else; the error names the problem.
     """
     if len(data) > MAX_STATUS_BYTES:
         raise ValueError(f"a status must have at most {MAX_STATUS_BYTES} bytes, got {len(data)}")

@@ -39,8 +39,8 @@ class RendezvousContract:
         """Override: return a function that creates a handler for a `HandlerRequest`.
 
         The handlers of one test share a store or another meeting point, which is empty at the start
-        of the test. If the handler waits for more nodes (last call), set this time to 0. The suite
-        calls `shutdown` on every handler.
+        of the test. If the handler can wait for more nodes than the minimum (last call), create it
+        with a wait of 0 seconds. The suite calls `shutdown` on every handler.
         """
         raise NotImplementedError("override the fixture make_handler")
 

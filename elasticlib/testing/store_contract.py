@@ -152,7 +152,7 @@ class StoreContract:
         assert store.get("key") is None
         assert store.delete("key") is False
 
-    def test_a_list_is_a_snapshot(self, connect: Connect) -> None:
+    def test_a_list_shows_the_keys_at_one_moment(self, connect: Connect) -> None:
         writer, reader = connect(), connect()
 
         started, enough = threading.Event(), threading.Event()

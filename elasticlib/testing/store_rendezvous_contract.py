@@ -22,7 +22,8 @@ from .rendezvous_contract import RendezvousContract
 class StoreRendezvousContract(RendezvousContract):
     """`RendezvousContract` for authors of a store, who override the fixture `make_store`.
 
-    The suite does not import torch. A listening socket replaces the bootstrap store.
+    The suite does not import torch. Instead of torch's store, to which workers connect (the
+    bootstrap store), rank 0 opens a socket that only listens.
     """
 
     lease_ttl_s = 2.0  # a node whose lease is older is considered lost

@@ -230,7 +230,7 @@ class Driver:
             self._fail("the store of the driver has stopped")
 
     def _wait_for_actors(self) -> list[tuple[int, Any]]:
-        """Return the results that are ready, with the number of the agent."""
+        """Wait up to POLL_INTERVAL_S; return agents' numbers with references to ready results."""
         pending = {agent.finished: number for number, agent in self._agents.items()}
         for number, agent in self._agents.items():
             if not agent.is_running:

@@ -81,7 +81,8 @@ def build_report(run: RunName | Iterable[RunName] = "") -> Report:
     """Return the report of a run, which may still be running.
 
     Args:
-        run: as for `read_history`.
+        run: id or path of one run; several paths, such as files fetched from other nodes, are read
+            as one run. Default: the newest running job, or else the newest job. See `read_history`.
 
     Raises:
         RunNotFoundError: there is no such run.
