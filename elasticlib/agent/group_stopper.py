@@ -45,7 +45,7 @@ class GroupStopper:
         return self._is_notified
 
     def on_group_started(self) -> None:
-        """Note that a new group starts, which has received no notice."""
+        """Note that a new group starts: its workers have received no stop notice yet."""
         self._is_notified = False
 
     def begin(

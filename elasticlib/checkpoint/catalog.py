@@ -345,8 +345,11 @@ class CheckpointCatalog:
         shown = None if mismatch else manifest
         return CheckpointEntry(step, shown, mismatch or "", is_pinned=manifest.is_pinned)
 
-    def manifest_file_names(self, step: int) -> set[str] | None:
-        """Return the manifest and the files that it names, or None if it cannot be read."""
+    def committed_file_names(self, step: int) -> set[str] | None:
+        """Return the names of a step's manifest and of the files that it names.
+
+        Empty if there is no manifest, and None if it cannot be read.
+        """
         try:
             data = self.storage.read(f"{folder_of(step)}/{MANIFEST_NAME}")
             if data is None:
@@ -479,7 +482,7 @@ class CheckpointCatalog:
         file = manifest.files[number]
         path = os.path.join(self.storage.name, _path(manifest, number))
         try:
-            with self._reading(manifest), open(path, "rb") as opened:
+            with self._translate_read_errors(manifest), open(path, "rb") as opened:
                 access = mmap.PROT_READ | mmap.PROT_WRITE
                 return mmap.mmap(opened.fileno(), file.size, mmap.MAP_PRIVATE, access)
         except (FileNotFoundError, ValueError) as error:
@@ -500,7 +503,7 @@ class CheckpointCatalog:
         file = manifest.files[number]
         buffer = bytearray(min(size, file.size))
         try:
-            with self._reading(manifest):
+            with self._translate_read_errors(manifest):
                 count = self.storage.read_into(_path(manifest, number), memoryview(buffer))
         except FileNotFoundError:
             raise self._corrupt(manifest, f"{file.name} is missing") from None
@@ -538,7 +541,7 @@ class CheckpointCatalog:
             return self.storage.read_into(path, buffer, start=start, on_chunk=add_chunk)
 
         try:
-            with self._reading(manifest):
+            with self._translate_read_errors(manifest):
                 return find_difference(
                     file, read, into, max_threads=self.storage.max_readers, on_chunk=on_chunk
                 )
@@ -546,8 +549,8 @@ class CheckpointCatalog:
             return f"{file.name} is missing"
 
     @contextlib.contextmanager
-    def _reading(self, manifest: Manifest) -> Iterator[None]:
-        """Translate an error of the storage, except that a file does not exist."""
+    def _translate_read_errors(self, manifest: Manifest) -> Iterator[None]:
+        """Raise an OSError as a CheckpointUnreadableError, except FileNotFoundError."""
         try:
             yield
         except FileNotFoundError:

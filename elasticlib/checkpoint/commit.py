@@ -144,8 +144,8 @@ def commit_denied_reason(
     """Return why a writer must not commit, or an empty string if it may.
 
     Args:
-        fence: the present one, or None if there is none.
-        writer: the writer that wants to commit.
+        fence: the present one. None denies the commit, because the writer's fence was deleted.
+        writer: the writer that wants to commit, and has acquired the fence before.
         allow_concurrent_writer: permit it while a writer of the same generation has the fence.
     """
     if fence is None:
@@ -348,7 +348,7 @@ class Committer:
         folder = folder_of(step)
         try:
             # If the commit failed after the rename of the manifest, the checkpoint exists.
-            named = self._catalog.manifest_file_names(step)
+            named = self._catalog.committed_file_names(step)
             if named is not None and name not in named:
                 self._storage.remove(f"{folder}/{name}")
             # A concurrent writer may be about to create its first file in the directory.
@@ -430,7 +430,7 @@ class Committer:
 
     def _clean_folder(self, step: int, live_token: str, *, delete: bool) -> None:
         """Delete the orphaned files of a step, or also its checkpoint."""
-        folder, named = folder_of(step), self._catalog.manifest_file_names(step)
+        folder, named = folder_of(step), self._catalog.committed_file_names(step)
         if delete:
             self._storage.remove(f"{folder}/{MANIFEST_NAME}")
         elif named is None:

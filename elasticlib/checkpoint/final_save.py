@@ -246,7 +246,7 @@ class SetSaver:
     def _step(self) -> Finish | None:
         """Do what is to be done next. Return the end of the final save, or None before it."""
         if not self._has_joined and self._is_saved(self.snapshots.state):
-            self._publish_saved()
+            self._publish_existing_checkpoint()
             return Finish()
         if not self._has_joined:
             self.committer.claim()
@@ -291,7 +291,7 @@ class SetSaver:
         self.stop.wait(self.limits.retry_pause_s if can_write else self.limits.poll_s)
         return None
 
-    def _publish_saved(self) -> None:
+    def _publish_existing_checkpoint(self) -> None:
         """Publish that the newest state here has a checkpoint.
 
         Other agents may hold parts of a newer state, and wait until all agents have reported.

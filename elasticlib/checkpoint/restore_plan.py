@@ -65,7 +65,8 @@ def plan_restore(
     Args:
         state: Names to objects, containers, tensors and plain values. `load_state_dict` is not
             called yet.
-        saved: The state that was read. DTensors in it are those of `state`.
+        saved: The state that was read. Each DTensor in it is the one at the same path of
+            `state`, or a new one if an optimizer in `state` has none there yet.
         strict: Whether a name that only one side has is an error. If not, such names are ignored.
 
     Returns:
@@ -215,6 +216,8 @@ class _RestorePlanner:
         """Return a function that puts `new` in place of `old`.
 
         The function returns the value for this place: `old` itself if it can be changed in place.
+        If `new` does not fit, nothing is raised: the mismatch is added to `mismatches`, and the
+        function must not be called.
         """
         if isinstance(old, torch.Tensor):
             return self._into_tensor(old, new, path)
@@ -243,6 +246,7 @@ class _RestorePlanner:
         return map_leaves(new, copy)
 
     def _into_tensor(self, old: Any, new: Any, path: StatePath) -> Callable[[], Any]:
+        """Implement `plan` for a tensor."""
         if _describe_tensor(old) != _describe_tensor(new):
             self._reject(path, f"is {_describe_tensor(old)}, and {_describe_tensor(new)} was saved")
         elif old.device.type == "meta":

@@ -321,11 +321,12 @@ def _check_cover(entries: Sequence[PackEntry], size: int) -> None:
         raise CheckpointCorruptError(f"the pack's entries have {at} bytes, and its data {size}")
 
 
-def _load_object(text: str, name: str) -> dict[str, Any]:
+def _load_object(text: str, field: str) -> dict[str, Any]:
+    """Parse a JSON object. `field` is the field of the pack's metadata, for messages."""
     try:
         loaded = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"the pack's {name} are not JSON: {error}") from error
+        raise CheckpointCorruptError(f"the pack's {field} are not JSON: {error}") from error
     if not isinstance(loaded, dict):
-        raise CheckpointCorruptError(f"the pack's {name} are not a JSON object")
+        raise CheckpointCorruptError(f"the pack's {field} are not a JSON object")
     return loaded

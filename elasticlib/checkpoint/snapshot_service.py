@@ -271,7 +271,10 @@ class NodeSnapshotService(SnapshotService):
 
 
 def own_address(info: RendezvousInfo) -> str:
-    """Return the address from which this node reaches the generation's first node."""
+    """Return the local address that this node uses to connect to the generation's first node.
+
+    On the first node, it is the address that the others connect to.
+    """
     first = info.bootstrap_store_info
     addresses = socket.getaddrinfo(
         first.master_addr, first.master_port or 9, type=socket.SOCK_DGRAM

@@ -68,7 +68,10 @@ _ARRAY, _SHARD = "array", "shard"
 
 
 class PathLabel(str):
-    """A step of a path that is not a key or an index, such as `.key(...)` or an attribute."""
+    """A part of a path that messages show as it is, without brackets.
+
+    `.name` is an attribute of an object, and `.key('a')` is the key `'a'` itself.
+    """
 
 
 def format_path(path: StatePath) -> str:
@@ -361,7 +364,7 @@ def _encode_scalar(value: Any) -> Any:
 
 
 def _encode_float(value: float) -> float | dict[str, str]:
-    """Encode a float with all its bits: JSON has one NaN, and Python has 2**53 of them."""
+    """Encode a float with all its bits: JSON keeps one NaN, and a float has many of them."""
     if not math.isnan(value) or struct.pack(">d", value) == _NAN_OF_JSON:
         return value
     return {"nan": struct.pack(">d", value).hex()}

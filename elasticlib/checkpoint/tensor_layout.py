@@ -213,11 +213,12 @@ def lock_pages(slot: MappedSlot) -> None:
 def copy_from_devices(
     targets: list[torch.Tensor], sources: list[torch.Tensor], devices: Iterable[torch.device]
 ) -> None:
-    """Copy tensors of which some are on devices to host memory, and wait until they are there.
+    """Copy tensors, some of which are on `devices`, to host memory, and wait for the copies.
 
-    Tensors of one CUDA device are copied in a stream of their own, after all work that the current
-    stream has by now. So work that follows in other streams need not be waited for. An interrupted
-    call may leave copies running: the next copies, in the same stream, follow them.
+    If the only device is a CUDA device, they are copied in a stream that only this function uses,
+    after the work that is in the current stream when it is called. This function then does not wait
+    for work that is added to any stream later. If it is interrupted, copies may still be running:
+    the copies of the next call wait for them, because they are in the same stream.
     """
     devices = list(devices)
     is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -95,7 +95,10 @@ def positions_of_rank(
 
 
 def epoch_end(position: SamplerPosition, unit: int, tail: Tail) -> int:
-    """Return the end of an epoch that is used from `position` on in steps of `unit` positions.
+    """Return where the epoch of `position` ends if each step uses `unit` samples.
+
+    If the remaining samples are no multiple of `unit`, `tail` decides: the end is `length`
+    ("exact"), or it is moved down ("drop") or up ("pad") so that the last step is a full one.
 
     Raises:
         ConfigError: `tail` is unknown.

@@ -310,7 +310,7 @@ class ElasticIterator(chain[T]):
 
 
 class GlobalPositionIterable:
-    """Base class of the samplers, which iterate from the position of a job."""
+    """Base class of the samplers. Each iteration starts where the whole job has arrived."""
 
     progress: EpochProgress  # shared with other samplers of the job
     tail: Tail

@@ -209,11 +209,11 @@ class _GroupSockets:
 
     def start_recording(self) -> None:
         """Forget the sockets of the last group. Sockets that are opened now belong to this one."""
-        self._existing, self._opened = frozenset(_open_sockets()), None
+        self._existing, self._opened = frozenset(_socket_descriptors_by_inode()), None
 
     def stop_recording(self) -> None:
         """Sockets that are opened from now on do not belong to the group."""
-        self._opened = frozenset(_open_sockets()) - self._existing
+        self._opened = frozenset(_socket_descriptors_by_inode()) - self._existing
 
     def bytes_transferred(self) -> dict[int, tuple[int, ...]]:
         """Return the acknowledged and the received bytes of each connection, by inode."""
@@ -233,7 +233,7 @@ class _GroupSockets:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _descriptors(self) -> dict[int, int]:
-        sockets = _open_sockets()
+        sockets = _socket_descriptors_by_inode()
         if self._opened is None:
             inodes = sockets.keys() - self._existing
         else:
@@ -241,7 +241,7 @@ class _GroupSockets:
         return {inode: sockets[inode] for inode in inodes}
 
 
-def _open_sockets() -> dict[int, int]:
+def _socket_descriptors_by_inode() -> dict[int, int]:
     """Map the inode of each socket of this process to its file descriptor."""
     sockets = {}
     for name in os.listdir("/proc/self/fd"):

@@ -144,7 +144,7 @@ class StateRollback:
         return True
 
     def _others(self) -> dict[str, Any]:
-        """Return the parts of the state whose values are copied when a step attempt starts."""
+        """Return the parts of the state that are not a module, optimizer or LogicalWorkers."""
         return {name: self._state[name] for name in self._other_names}
 
 

@@ -170,7 +170,11 @@ class NodeThread:
         self.post(request)
 
     def start_join(self, callback: JoinCallback) -> PendingJoin:
-        """Ask for a generation. The call replaces the one before."""
+        """Ask for a generation. A new call replaces the one before.
+
+        The callback gets the generation and then each change, up to a final one, or an error.
+        It is called by the node's thread, by `stop`, or at once if that thread is stopping.
+        """
         join = PendingJoin(callback, self._clock())
         with self._condition:
             if self.is_stopping:

@@ -60,8 +60,9 @@ class Store(abc.ABC):
     """
 
     event_loop: EventLoop | None = None
-    """The loop that reads the connections of this client, if it has one. A thread that waits for
-    changes and for something else runs it. By default, callbacks come from other threads."""
+    """The loop that reads this client's connections and calls its callbacks, or None. A thread that
+    waits for changes can run the loop itself, as the rendezvous thread does. With None, callbacks
+    come from other threads."""
 
     @abc.abstractmethod
     def get(self, key: str) -> Entry | None:

@@ -163,7 +163,7 @@ class ErrorFileWriter:
         self._thread_hook(args)
 
     def _on_exit(self) -> None:
-        """Record an exception that an excepthook got which the script installed afterwards."""
+        """Record the uncaught exception if the script has replaced our excepthook."""
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException):
             self.record_main_thread(error)

@@ -74,7 +74,10 @@ class _Process:
         return self.process.pid
 
     def read_result(self) -> tuple[Any, str]:
-        """Read the value of a function. This may run code of the value's class."""
+        """Return what the function returned, and why it cannot be read, or "".
+
+        The file is read once. This may run code of the value's class.
+        """
         if self.result is None:
             self.result = read_result(self.directory / RESULT_FILE)
         return self.result

@@ -80,7 +80,7 @@ class TailBuffer:
         self._end = end[-TAIL_BYTES:]
 
     def text(self) -> str:
-        """Return complete lines, as a terminal shows them in the end."""
+        """Return the last lines; of each, what follows its last carriage return."""
         lines = self._end.split(b"\n")
         if self._is_cut and len(lines) > 1:
             del lines[0]

@@ -184,7 +184,7 @@ def _run_function(payload: str, result: str) -> None:
 
 
 def _pickled_value(value: object, name: str) -> bytes:
-    """Pickle what the function of this name returned.
+    """Pickle the value that a function returned; `name` is its name, for the error.
 
     Raises:
         TypeError: A part of the value cannot be pickled. The message names that part.

@@ -138,7 +138,7 @@ class Supervisor:
             for server in list(self._servers):
                 for link in server.links:
                     self._read_fork_link(server, link)
-            self._check_time_limits()
+            self._replace_overdue_forks()
             self._read_agent()
             self._fork_session_killer()
         self._clean_up()
@@ -410,7 +410,8 @@ class Supervisor:
             if not worker.has_exited:
                 self._on_exit(worker, -signal.SIGKILL)
 
-    def _check_time_limits(self) -> None:
+    def _replace_overdue_forks(self) -> None:
+        """Start a new interpreter for each fork request that was not answered in time."""
         for link in [link for server in self._servers for link in server.links]:
             for number, (request_id, descriptors, limit) in list(link.pending.items()):
                 if monotonic() >= limit:
@@ -495,7 +496,7 @@ class Supervisor:
             os.kill(server.pid, signal.SIGKILL)
         for server in self._servers:
             for link in server.links:
-                sessions.update(_remaining_workers(link))
+                sessions.update(_start_ticks_by_pid(link))
         kill_sessions(sessions)
         self._reap_children()
         # Processes may write into the directories until they have been killed.
@@ -515,8 +516,8 @@ class Supervisor:
                         os.read(self._wakeup[0], 4096)
 
 
-def _remaining_workers(link: _ForkLink) -> dict[int, int]:
-    """Return the workers that a killed fork server has forked, with the start ticks of each.
+def _start_ticks_by_pid(link: _ForkLink) -> dict[int, int]:
+    """Wait for the end of a killed fork server. Return {pid: start ticks} of its workers.
 
     The socket is closed when the fork server and all of its unfinished workers have exited, so no
     report can be missed.
