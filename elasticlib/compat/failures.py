@@ -352,7 +352,10 @@ def record(fn: Decorated, error_handler: ErrorHandler | None = None) -> Decorate
 
 
 def _record_error(error: Exception, handler: ErrorHandler) -> None:
-    """Have the handler record an exception, or the failure of a worker that caused it."""
+    """Have the handler record the error file of the worker that failed, or the exception.
+
+    The exception is recorded if no worker caused it, or if the worker wrote no error file.
+    """
     # The method is looked up by name, because torch's ChildFailedError is another class.
     get_first_failure = getattr(error, "get_first_failure", None)
     if get_first_failure is not None:

@@ -134,7 +134,7 @@ def run_checks(
     """
     yield check_hostname(endpoint)
     if endpoint is not None:
-        resolution = check_endpoint(*endpoint)
+        resolution = check_endpoint_resolution(*endpoint)
         yield resolution
         if resolution.status is CheckStatus.OK:
             yield check_store(*endpoint, secret)
@@ -177,8 +177,8 @@ def check_hostname(endpoint: tuple[str, int] | None) -> CheckResult:
     return _ok("hostname", f"{name} resolves to {shown}; default source address {outward}")
 
 
-def check_endpoint(host: str, port: int) -> CheckResult:
-    """Check to which machine the endpoint resolves."""
+def check_endpoint_resolution(host: str, port: int) -> CheckResult:
+    """Check that the host resolves to a single machine, without connecting to it."""
     addresses = resolve(host, port)
     if not addresses:
         remedy = "check the name, /etc/hosts and the resolver"

@@ -103,7 +103,10 @@ def _effective_value(request: LaunchRequest, name: str) -> object:
 
 
 def _variables(request: LaunchRequest, inherited: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """Yield a row per variable of the workers, with one value if it is the same for all."""
+    """Yield a row per variable that the workers do not inherit unchanged.
+
+    The row has one value if it is the same for all workers.
+    """
     environments = _environments(request, inherited)
     for name in sorted(environments[0]):
         values = [environment[name] for environment in environments]

@@ -37,7 +37,7 @@ from ..workers.spec import (
 )
 from .addresses import is_literal, is_localhost, is_loopback
 from .endpoints import read_secret
-from .exit_summary import format_summary, write_failure_file
+from .exit_summary import format_summary, write_failure_json
 from .flags import FLAGS, SettingError
 from .launch_config import TCP_BACKENDS, LaunchConfig, check_seconds
 from .launcher_process import DEFERRED_SIGNALS, SignalBuffer
@@ -163,7 +163,7 @@ def run_node(
         publish_last_status = stack.enter_context(publish_status(rendezvous, journal, agent))
         result = agent.run()
         publish_last_status()
-        write_failure_file(workers, result)
+        write_failure_json(workers, result)
         _leave_job(rendezvous, config, result)
     on_summary(format_summary(journal, persistent_log_dir(workers)))
     return result

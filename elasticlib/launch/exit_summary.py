@@ -147,7 +147,7 @@ def format_result(result: RunResult) -> str:
     return f"{cause}{NAME}: {state}: {' '.join(result.reason.split())}\n"
 
 
-def write_failure_file(workers: Workers, result: RunResult) -> None:
+def write_failure_json(workers: Workers, result: RunResult) -> None:
     """Write failure.json if the run has failed and its directory is kept."""
     run_dir = workers.kept_run_dir if isinstance(workers, LocalWorkers) else None
     if run_dir is None or result.state is not WorkerState.FAILED:

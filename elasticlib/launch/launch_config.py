@@ -56,7 +56,7 @@ _FIELD_TYPES: Mapping[str, tuple[str, Any]] = {
 
 
 def check_types(config: object) -> None:
-    """Check the types of an attrs object's fields.
+    """Check the values of an attrs object's fields whose types are in `_FIELD_TYPES`.
 
     A string in the place of a number or of several strings would otherwise fail much later.
 
@@ -103,7 +103,7 @@ def check_seconds(name: str, value: float) -> None:
         )
 
 
-def read_port(text: str, label: str) -> tuple[str, int]:
+def read_address(text: str, label: str) -> tuple[str, int]:
     """Return host and port of `[HOST:]PORT`. The default host is the loopback address.
 
     Args:
@@ -136,7 +136,7 @@ def health_port(environment: Mapping[str, str]) -> tuple[str, int] | None:
         ConfigError: the variable is not `[HOST:]PORT`.
     """
     text = environment.get(HEALTH_VARIABLE, "").strip()
-    return None if text in ("", "0") else read_port(text, HEALTH_VARIABLE)
+    return None if text in ("", "0") else read_address(text, HEALTH_VARIABLE)
 
 
 def _port_text(value: str | int | None) -> str | None:
@@ -281,6 +281,7 @@ class LaunchConfig:
             )
 
     def _number_errors(self) -> Iterator[SettingError]:
+        """Yield an error for each number out of range; that of a timeout may be raised."""
         if self.nproc_per_node < 1:
             yield SettingError("{nproc_per_node} must be at least 1, got {0}", self.nproc_per_node)
         for name in ("monitor_interval", "store_grace"):
@@ -307,7 +308,7 @@ class LaunchConfig:
             )
 
     def _output_errors(self) -> Iterator[SettingError]:
-        """Yield an error for each setting of the output that could have no effect."""
+        """Yield an error for each setting of the workers' output that would have no effect."""
         plan, num_workers = self.output, self.nproc_per_node
         named = (
             ("redirects", plan.redirect.by_rank),
@@ -393,7 +394,9 @@ class LaunchConfig:
     @property
     def observe_address(self) -> tuple[str, int] | None:
         """Host and port of health checks and metrics, or None."""
-        return None if self.observe_port is None else read_port(self.observe_port, "{observe_port}")
+        if self.observe_port is None:
+            return None
+        return read_address(self.observe_port, "{observe_port}")
 
     @property
     def is_single_node(self) -> bool:

@@ -217,7 +217,7 @@ def _name_of(function: Callable[..., object]) -> str:
 
 
 class MissingRestoreWarning(EventListener):
-    """Warns if workers train from the start although a step was saved.
+    """Warns if workers repeat steps up to a saved one because they restored no state.
 
     Workers that are retained from an earlier generation have a state, and need not restore one.
     """

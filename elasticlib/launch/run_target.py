@@ -140,7 +140,10 @@ def _is_endpoint(text: str) -> bool:
 
 
 def _recorded_target(records: tuple[Path, ...], conf: Mapping[str, str]) -> RunTarget:
-    """Return the target that the first event of a record describes."""
+    """Return the target that the event files of a run describe; `conf` has priority.
+
+    The endpoint is empty if no file names one.
+    """
     run_id = backend = endpoint = ""
     agents = AliveAgents()
     for path in records:

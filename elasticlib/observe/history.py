@@ -545,6 +545,7 @@ def _stalled_seconds(
     finished_at: float,
     seconds_per_step: float | None,
 ) -> float:
+    """Return the stalled time of a generation, between its steps and after the last one."""
     # Nodes of a job advance together, so a step on one of them is a step on all.
     stalled = min(
         (part.stalled_seconds for part in parts if part.last_step_at is not None), default=0.0

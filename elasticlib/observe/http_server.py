@@ -197,10 +197,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _read_request(connection: socket.socket, timeout_s: float) -> bytes:
-    """Read a request up to the blank line; a body is not read.
+    """Read a request up to the blank line, or until the client closes the connection.
+
+    A body is not waited for.
 
     Raises:
-        OSError: the client was too slow, sent more than MAX_REQUEST_BYTES, or lost the connection.
+        OSError: the client was too slow, sent more than MAX_REQUEST_BYTES without a blank
+            line, or reset the connection.
     """
     deadline = monotonic() + timeout_s
     request = b""

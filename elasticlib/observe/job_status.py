@@ -51,10 +51,10 @@ class JobReading:
 
     @property
     def looks_stale(self) -> bool:
-        """True if all reports are older than their time to live, by clocks that may differ.
+        """True if all reports of live nodes are older than their time to live.
 
-        In a shared directory, leases of a job whose nodes are gone remain until a reader has waited
-        long enough.
+        It can be wrong if the clocks of the machines differ. In a shared directory, a node
+        that is gone counts as live until a reader has watched its lease for the lease's ttl.
         """
         nodes = (node for node in self.alive_nodes if node.id in self.reports)
         ages = [self.reports[node.id].age_seconds for node in nodes]

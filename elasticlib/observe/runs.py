@@ -176,9 +176,10 @@ def find_runs(name: str | os.PathLike[str] = "", *, directory: Path | None = Non
 def launch_members(
     events: Iterable[str | os.PathLike[str]], *, directory: Path | None = None
 ) -> list[Path]:
-    """Return the recorded event files of the launch to which these files belong.
+    """Return the event files of the launch to which these files belong.
 
-    The result includes agents that have joined later, and is empty if no file is recorded.
+    The files are found in the directory of records, so agents that have joined later are
+    included. The result is empty if none of the given files is in a record there.
     """
     files, known = {os.path.realpath(path) for path in events}, known_runs(directory)
     launch = [record for record in known if os.path.realpath(record.events) in files]

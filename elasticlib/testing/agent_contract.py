@@ -270,7 +270,7 @@ class AgentContract(AgentSuite):
 class RegroupContract(AgentSuite):
     """The promises of `Workers` that can regroup.
 
-    The workers must be able to reach this agent through `elasticlib.context()`.
+    The workers must be able to reach the agent under test through `elasticlib.context()`.
     """
 
     use_functions = True

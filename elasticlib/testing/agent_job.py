@@ -33,7 +33,7 @@ _JOB_NUMBERS = itertools.count(1)
 
 @attrs.frozen
 class AgentRequest:
-    """The arguments of the agent that a test needs."""
+    """What `make_agent` needs to create an agent for a test."""
 
     spec: WorkerSpec
     handler: RendezvousHandler

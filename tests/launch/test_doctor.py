@@ -90,7 +90,7 @@ def test_own_name_of_the_machine_is_asked_where_its_store_is_served(own_name: st
 
 
 def test_endpoint_that_cannot_be_resolved_is_bad() -> None:
-    found = checks.check_endpoint("no-such-host.invalid", 1)
+    found = checks.check_endpoint_resolution("no-such-host.invalid", 1)
     assert (found.status, "/etc/hosts" in found.message) == (ERROR, True)
 
 

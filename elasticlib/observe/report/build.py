@@ -289,7 +289,10 @@ class NodeView:
 
     @property
     def lost_at(self) -> float | None:
-        """Time at which the other nodes continued without it; None if it was not lost."""
+        """Time of its last event, or of the end of its last generation if that is later.
+
+        None if it was not lost.
+        """
         if not self.story.is_lost:
             return None
         return max(
@@ -313,12 +316,13 @@ class NodeView:
         failures = sum(mark.kind == "failure" for mark in self.marks)
         return 4 * (self.lost_at is not None) + 3 * failures + 2 * len(self.marks) + is_unsuccessful
 
-    def end_text(self, is_finished: bool) -> str:
+    def end_text(self, is_run_finished: bool) -> str:
+        """Return how and when the node ended; empty if it has not and the run goes on."""
         if self.lost_at is not None:
             return f"lost at {seconds_text(self.lost_at)}"
         end = self.story.exit
         if end is None:
-            return "exit status unknown" if is_finished else ""
+            return "exit status unknown" if is_run_finished else ""
         return f"{END_TEXTS.get(end.state, '')} at {seconds_text(end.at)}"
 
 
@@ -587,7 +591,7 @@ def step_rate(history: History) -> Series:
 
 
 def loss_series(history: History) -> Series:
-    """Return the loss over steps, of the node of the lowest rank that reports one."""
+    """Return the loss over steps, in each generation of the lowest-ranked node with one."""
     with_loss = attrs.evolve(
         history, progress=tuple(p for p in history.progress if p.loss is not None)
     )
