@@ -86,6 +86,21 @@ def signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
+def signal_worker(pid: int, number: int) -> None:
+    """Send a signal to the process group of a worker that has not been reaped.
+
+    A worker that was forked a moment ago may not lead a group yet. Then the worker alone receives
+    the signal.
+    """
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    except PermissionError:
+        pass
+
+
 def signal_member(session: int, pid: int, number: int) -> bool:
     """Send a signal to a process if it belongs to the session; return whether it did."""
     with contextlib.ExitStack() as stack:

@@ -23,7 +23,7 @@ from ..errors import WorkerStartError, require_not_none
 from ..event_loop import EventLoop
 from ..threads import daemon_thread
 from . import stack_dump
-from .cleanup import signal_group
+from .cleanup import signal_worker
 from .error_file import FailureReport, read_failure_report, remove_exit_file
 from .exits import WorkerExit
 from .interface import Heartbeat, StopNotice, Workers
@@ -432,7 +432,7 @@ class LocalWorkers(Workers):
             for local_rank in local_ranks:
                 if local_rank in self._processes:
                     self._sent_signals.add((local_rank, number))
-                    signal_group(self._processes[local_rank].pid, number)
+                    signal_worker(self._processes[local_rank].pid, number)
 
     def kill_and_wait(self) -> None:
         self.stop(list(self._processes), force=True)

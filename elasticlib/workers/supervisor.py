@@ -33,7 +33,7 @@ import traceback
 from collections.abc import Sequence
 
 from ..clock import monotonic, wall
-from .cleanup import kill_sessions, process_start_ticks, signal_group
+from .cleanup import kill_sessions, process_start_ticks, signal_group, signal_worker
 from .supervisor_protocol import (
     NUM_DESCRIPTORS,
     Connection,
@@ -388,7 +388,7 @@ class Supervisor:
         else:
             # The answer is late: the request was cancelled, or served by a new interpreter.
             worker.is_released = True
-            signal_group(worker.pid, signal.SIGKILL)
+            signal_worker(worker.pid, signal.SIGKILL)
 
     def _on_link_lost(self, server: _ForkServer, link: _ForkLink) -> None:
         link.is_lost = True

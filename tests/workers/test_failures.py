@@ -385,6 +385,14 @@ def test_what_died_of_our_own_stop_is_not_told_as_somebody_elses_deed(run: Run) 
         assert not exit_.has_failed
 
 
+def test_workers_that_are_killed_as_soon_as_they_start_end(run: Run) -> None:
+    """They may not lead a process group yet when they are killed."""
+    for _ in range(10):
+        run.start(shell("while :; do sleep 1; done"), count=2)
+        run.workers.stop(run.workers.running(), force=True)
+        assert [run.end().signal for _ in range(2)] == ["SIGKILL"] * 2
+
+
 def test_a_signal_that_somebody_else_sent_is_not_told_as_ours_after_a_stop(run: Run) -> None:
     # As scancel's, which reaches the workers while their agent has only asked them to save.
     run.writing("1", "0").start(shell("trap '' TERM; echo ready; while :; do sleep 1; done"))
