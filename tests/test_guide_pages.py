@@ -61,6 +61,19 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 COMMANDS = subcommands(cli._parser())
+
+
+def parse_command_line(program: str, *arguments: str) -> bool:
+    """Parse a command line of elasticlib as its program does; return False for other programs."""
+    if program == "elasticrun":
+        parse_launch(arguments, {})
+    elif program == "elasticlib":
+        cli._parser().parse_args(arguments)
+    else:
+        return False
+    return True
+
+
 FLAGS = {
     word
     for parser in (build_parser(), *COMMANDS.values())
@@ -102,12 +115,7 @@ def test_a_command_line_of_a_page_can_be_read(
     del page
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    program, *words = shlex.split(line)
-    if program == "elasticrun":
-        parse_launch(words, {})
-    else:
-        assert program == "elasticlib"
-        cli._parser().parse_args(words)
+    assert parse_command_line(*shlex.split(line))
 
 
 @pytest.mark.parametrize("page", PAGES)

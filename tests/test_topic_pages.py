@@ -14,13 +14,11 @@ from pathlib import Path
 import attrs
 import pytest
 from pages import DOCS, blocks_of
-from test_guide_pages import COMMANDS, FLAGS
+from test_guide_pages import COMMANDS, FLAGS, parse_command_line
 
 from elasticlib import AgentOptions, RendezvousSettings, RendezvousTimeouts, StopTimeouts
 from elasticlib.agent.hang_detector import HangLimits
-from elasticlib.launch import cli
 from elasticlib.launch import flags as flags_module
-from elasticlib.launch.arguments import parse_launch
 from elasticlib.launch.rendezvous_options import RendezvousOptions
 
 ROOT = DOCS.parent
@@ -67,11 +65,9 @@ def test_command_line_of_page_is_valid(
     if arguments == ["--version"]:
         arguments = ["--dry-run", "train.py"]
     arguments = ["1" if text == "gpu" else text for text in arguments]  # there may be no GPU here
-    if program == "elasticrun":
-        parse_launch(arguments, {})
-    elif program == "elasticlib":
-        cli._parser().parse_args(arguments)
-    elif program == "pip":
+    if parse_command_line(program, *arguments):
+        return
+    if program == "pip":
         extras = set(setup_cfg()["options.extras_require"])
         named = re.findall(r"elasticlib\[([\w,]+)\]", line)
         assert {extra for names in named for extra in names.split(",")} <= extras

@@ -104,7 +104,7 @@ class StopTimeouts:
 
 @attrs.frozen
 class StopProposal:
-    """At which call of `should_stop` to stop: one node's proposal, or what all agreed on."""
+    """The call of `should_stop` at which to stop: one node's proposal, or what all agreed on."""
 
     call: int | None  # None: the workers of the node cannot stop at a call
     reason: str = RESIZE  # one of STOP_REASONS

@@ -33,7 +33,7 @@ _JOB_NUMBERS = itertools.count(1)
 
 @attrs.frozen
 class AgentRequest:
-    """What `make_agent` needs to create an agent for a test."""
+    """The parameters of `make_agent`, which creates an agent for a test."""
 
     spec: WorkerSpec
     handler: RendezvousHandler
