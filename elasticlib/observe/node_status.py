@@ -6,10 +6,8 @@ steps. What is read here was written by other machines: it is checked strictly, 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import threading
 import typing
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -21,7 +19,7 @@ from ..clock import Clock, monotonic, wall
 from ..errors import StoreConnectionError, StoreTimeoutError, format_error
 from ..rendezvous.store_layout import StoreKeys
 from ..stores.interface import Store
-from ..threads import daemon_thread
+from ..threads import BackgroundQueue
 from .aggregate import NodeStatus, WorkerStatus
 from .event import MAX_NUMBER, read_versioned_object, truncate
 from .history import JobState
@@ -265,7 +263,7 @@ class StatusPublisher:
         self._failures = FailureLog("elasticlib status cannot show this node", RETRY_INTERVAL_S)
         self._written_at = float("-inf")
         self._last: NodeStatus | None = None  # last status written, None after a failure
-        self._last_thread: threading.Thread | None = None  # writes the last status
+        self._queue = BackgroundQueue("status-publisher", lambda _: None)  # for the last status
 
     def poll(self, *, is_last: bool = False) -> float:
         """Write the status if that is due, or if it is the last one. Failures are only logged.
@@ -281,18 +279,14 @@ class StatusPublisher:
 
     def publish_last(self) -> None:
         """Write the status in a thread of its own, and return. `poll` is not called any more."""
-        thread = daemon_thread(partial(self.poll, is_last=True), "status-publisher")
-        with contextlib.suppress(RuntimeError):  # The limit on the number of threads is reached.
-            thread.start()
-            self._last_thread = thread
+        self._queue.call(partial(self.poll, is_last=True))
 
     def close(self) -> None:
         """Wait for the last status to be written, up to CLOSE_TIMEOUT_S.
 
         Otherwise the process could end in the middle of a write, and leave a lease in an etcd.
         """
-        if self._last_thread is not None:
-            self._last_thread.join(CLOSE_TIMEOUT_S)
+        self._queue.close(CLOSE_TIMEOUT_S)
 
     def _poll(self, is_last: bool) -> float:
         report, now = self._read_report(), self._clock()
