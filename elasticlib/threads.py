@@ -129,10 +129,11 @@ class BackgroundQueue:
             try:
                 work()
             except BaseException as error:
+                # First the report: a caller whose call is refused can then know why.
+                self._on_error(error)
                 with self._condition:
                     self._is_closed = True
                     self._pending.clear()
-                self._on_error(error)
 
     def _next(self) -> Callable[[], object] | None:
         with self._condition:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from ports import held_port
+from ports import reserved_port
 
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
@@ -45,7 +45,7 @@ class Server:
     """What it is called, and what its log says once it serves."""
 
     def __init__(self, folder: Path, endpoint: str = "") -> None:
-        self._holder = None if endpoint else held_port()
+        self._holder = None if endpoint else reserved_port()
         self.endpoint = endpoint or "{}:{}".format(*self._holder.getsockname())
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from jobs import WITHOUT_TORCH, Job, Node, left_in
+from jobs import WITHOUT_TORCH, Job, Node, leftover_files
 
 from elasticlib.testing.waiting import wait_until
 
@@ -124,11 +124,11 @@ class Host:
         assert self._spaces is not None, f"{self.name} has no power"
         return self._spaces
 
-    def know(self, names: dict[str, str]) -> None:
+    def set_known_names(self, names: dict[str, str]) -> None:
         """What names mean here: the lines of /etc/hosts, by name."""
-        self.know_lines(*(f"{address} {name}" for name, address in names.items()))
+        self.add_host_lines(*(f"{address} {name}" for name, address in names.items()))
 
-    def know_lines(self, *lines: str) -> None:
+    def add_host_lines(self, *lines: str) -> None:
         """The same, of names that may have several addresses."""
         text = "".join(f"{line}\n" for line in ("127.0.0.1 localhost", *lines))
         # In place, for it is this very file that is mounted.
@@ -138,7 +138,7 @@ class Host:
         """Boot: nothing runs yet, and nothing is known of the time before."""
         self.temporary.mkdir()
         self._spaces = Spaces(self.name, self._names_file)
-        self._port = self._cluster.plug(self._spaces)
+        self._port = self._cluster.connect(self._spaces)
         self._spaces.ip(
             # A machine keeps its network card, so that others find it again at once.
             f"link set eth0 address 02:00:0a:4d:00:{self._number:02x}",
@@ -189,7 +189,7 @@ class Host:
         """`elasticlib store` at this host's address and the usual port."""
         command = (sys.executable, "-m", "elasticlib.launch.cli", "store")
         node = self.start(f"store-{self.name}", *command, "--bind", f"{self.address}:{PORT}")
-        node.says(rf"serving on {re.escape(self.address)}:{PORT}")
+        node.wait_for_log(rf"serving on {re.escape(self.address)}:{PORT}")
         return node
 
     def _end_processes(self, spaces: Spaces) -> None:
@@ -226,14 +226,14 @@ class Cluster:
         host = Host(self, number, name or f"h{number}")
         self.hosts[host.name] = host
         for one in self.hosts.values():
-            one.know({other.name: other.address for other in self.hosts.values()})
+            one.set_known_names({other.name: other.address for other in self.hosts.values()})
         host.power_on()
         return host
 
     def grow(self, count: int) -> list[Host]:
         return [self.host() for _ in range(count)]
 
-    def meet(self, backend: str) -> tuple[str, ...]:
+    def rendezvous_flags(self, backend: str) -> tuple[str, ...]:
         """The flags of a job that meets in a place which outlives all of its nodes."""
         if backend == "file":
             endpoint = str(self.job.folder / "meeting")
@@ -254,7 +254,7 @@ class Cluster:
         self.clean_up.callback(server.kill)
         return server
 
-    def plug(self, spaces: Spaces) -> str:
+    def connect(self, spaces: Spaces) -> str:
         """Put a cable between the switch and these namespaces; returns the switch's port."""
         self._plugged += 1
         port = f"port{self._plugged}"
@@ -265,13 +265,13 @@ class Cluster:
         )
         return port
 
-    def of(self, place: dict[str, Any]) -> Host:
+    def host_of(self, place: dict[str, Any]) -> Host:
         """The host on which a worker runs."""
         return self.hosts[place["node"]]
 
     def check_reachable(self, places: list[dict[str, Any]]) -> None:
         """The master's address is the first node's own, one that the others reach."""
-        first = self.of(places[0])
+        first = self.host_of(places[0])
         assert places[0]["MASTER_ADDR"] in (first.address, first.address6)
 
     def close(self) -> None:
@@ -323,7 +323,7 @@ def at_members(hosts: list[Host]) -> tuple[str, ...]:
 
 
 @functools.cache
-def why_no_hosts() -> str:
+def reason_against_hosts() -> str:
     """What keeps this machine from having hosts; empty if nothing does."""
     tools = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
     if tools:
@@ -338,15 +338,15 @@ def why_no_hosts() -> str:
 @pytest.fixture
 def cluster(job: Job) -> Iterator[Cluster]:
     """Hosts of which nothing is left, and on which the job left nothing either."""
-    if why_no_hosts():
-        pytest.skip(why_no_hosts())
+    if reason_against_hosts():
+        pytest.skip(reason_against_hosts())
     cluster = Cluster(job)
     try:
         yield cluster
         job.close()
-        job.gone()
+        job.wait_until_gone()
         for host in cluster.hosts.values():
-            left = left_in(host.temporary)
+            left = leftover_files(host.temporary)
             assert not left, f"left on {host}: {left}"
     finally:
         cluster.close()

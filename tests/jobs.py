@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import held_port
-from processes import alive, described, marked
+from ports import reserved_port
+from processes import alive, describe_process, marked
 
 from elasticlib.dir_lock import LOCK_FILE
 from elasticlib.launch.cli import main
@@ -41,7 +41,7 @@ CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 """Signals of a process's own faults, by which a launcher ends only if a test sent them."""
 
 
-def left_in(folder: Path) -> list[Path]:
+def leftover_files(folder: Path) -> list[Path]:
     """What is there, but for the records that agents leave of their runs, and the folder that torch
     makes when what it compiles with is imported, as an optimizer's first step does."""
     found = folder.iterdir() if folder.exists() else ()
@@ -126,7 +126,7 @@ class Node:
         )
         return asked.stdout + asked.stderr
 
-    def says(self, pattern: str) -> re.Match[str]:
+    def wait_for_log(self, pattern: str) -> re.Match[str]:
         """Waits for a line in its log."""
         return wait_until(pattern, lambda: re.search(pattern, self.text), details=lambda: self.text)
 
@@ -172,16 +172,16 @@ class Job:
             launch = (str(PROGRAMS / "launch_with.py"), json.dumps(fields))
         return (sys.executable, *launch, *flags, *script)
 
-    def hold_port(self) -> int:
+    def reserve_port(self) -> int:
         """One that the kernel gives to nobody else until the job is closed, so that a server may
         come back to it."""
-        return int(self._held.enter_context(held_port()).getsockname()[1])
+        return int(self._held.enter_context(reserved_port()).getsockname()[1])
 
     def store(self, *flags: str, at: int = 0) -> str:
         """A store of its own process, so that any node may die; returns its endpoint."""
         command = (sys.executable, "-m", "elasticlib.launch.cli")
         node = self.start("store", *command, "store", "--bind", f"127.0.0.1:{at}", *flags)
-        return node.says(r"(127\.0\.0\.1:\d+)").group(1)
+        return node.wait_for_log(r"(127\.0\.0\.1:\d+)").group(1)
 
     def places(self, generation: int) -> list[dict[str, Any]]:
         """What the workers of a generation said, by rank."""
@@ -189,7 +189,7 @@ class Job:
         said = [json.loads(file.read_text()) for file in files]
         return sorted(said, key=lambda place: int(place["RANK"]))
 
-    def settled(
+    def wait_for_world(
         self, world: int, after: int = 0, seconds: float = DEFAULT_TIMEOUT_S
     ) -> list[dict[str, Any]]:
         """Waits for a generation past `after` in which `world` workers run."""
@@ -233,7 +233,7 @@ class Job:
             found.append(events)
         return found
 
-    def ask(self, *arguments: str, code: int | None = 0) -> tuple[str, str]:
+    def run_command(self, *arguments: str, code: int | None = 0) -> tuple[str, str]:
         """What an `elasticlib` command, which ends with this code, says on stdout and stderr."""
         out, err = io.StringIO(), io.StringIO()
         with (
@@ -252,7 +252,7 @@ class Job:
 
     def status(self, *arguments: str, code: int | None = 0) -> dict[str, Any]:
         """What `elasticlib status` finds, once all have answered."""
-        out, _ = self.ask("status", "--json", *PATIENT, *arguments, code=code)
+        out, _ = self.run_command("status", "--json", *PATIENT, *arguments, code=code)
         found: dict[str, Any] = json.loads(out)
         return found
 
@@ -264,11 +264,11 @@ class Job:
         """All living processes that descend from this job, whoever their parent is now."""
         return marked(TAG, self.tag)
 
-    def gone(self, seconds: float = DEFAULT_TIMEOUT_S) -> None:
+    def wait_until_gone(self, seconds: float = DEFAULT_TIMEOUT_S) -> None:
         """Waits until no process of the job is left."""
 
         def remaining() -> str:
-            return "\n".join(described(pid) for pid in sorted(self.processes()))
+            return "\n".join(describe_process(pid) for pid in sorted(self.processes()))
 
         what = "the job's processes to be gone"
         wait_until(what, lambda: not self.processes(), seconds, details=remaining)
@@ -285,7 +285,7 @@ class Job:
                 node.kill()
         # A failed test is one failure: the supervisors may first remove what the agents had.
         with contextlib.suppress(AssertionError):
-            self.gone(seconds=5.0)
+            self.wait_until_gone(seconds=5.0)
         for pid in self.processes():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -301,10 +301,10 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job = Job(tmp_path)
     yield job
     job.close()
-    job.gone()
+    job.wait_until_gone()
     for node in job.nodes:
         node.check_no_crash()
-    assert not left_in(job.temporary)
+    assert not leftover_files(job.temporary)
 
 
 def generation_of(places: list[dict[str, Any]]) -> int:
@@ -313,7 +313,7 @@ def generation_of(places: list[dict[str, Any]]) -> int:
     return generation
 
 
-def check_one_world(places: list[dict[str, Any]]) -> None:
+def check_consistent_world(places: list[dict[str, Any]]) -> None:
     """All agree on generation, master and size, hold the ranks 0..n-1, and replace the old."""
     generation_of(places)
     assert [int(place["RANK"]) for place in places] == list(range(len(places)))

@@ -7,7 +7,7 @@ import socket
 _HELD: list[socket.socket] = []
 
 
-def held_port(host: str = "127.0.0.1") -> socket.socket:
+def reserved_port(host: str = "127.0.0.1") -> socket.socket:
     """A port that the kernel gives to nobody else while this is open; a server can be there as
     well, as it is bound and not listened at, and until one is, who connects is refused."""
     holder = socket.socket()
@@ -18,5 +18,5 @@ def held_port(host: str = "127.0.0.1") -> socket.socket:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Such a port, held for as long as the tests run."""
-    _HELD.append(held_port(host))
+    _HELD.append(reserved_port(host))
     return int(_HELD[-1].getsockname()[1])

@@ -63,7 +63,7 @@ def _read(path: str) -> str:
         return ""
 
 
-def described(pid: int) -> str:
+def describe_process(pid: int) -> str:
     """A line of what it is and does, for the message of a test that fails."""
     words, waits = (_read(f"/proc/{pid}/{name}") for name in ("cmdline", "wchan"))
     facts = [

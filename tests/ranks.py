@@ -47,7 +47,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 @attrs.frozen
-class Ended:
+class RankResult:
     """How a rank ended."""
 
     status: int
@@ -90,13 +90,13 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], world: int, *args: Any, **options: Any) -> Any:
         """The values of `function(*args)` in each of `world` ranks; the failures of all, if any
-        rank fails. Options are those of `ends`."""
-        ends = self.ends(function, world, *args, **options)
+        rank fails. Options are those of `results`."""
+        ends = self.results(function, world, *args, **options)
         failed = [f"rank {rank}: {end.error}" for rank, end in enumerate(ends) if end.error]
         assert not failed, f"of {world} ranks of {function}:\n" + "\n".join(failed)
         return [end.value for end in ends]
 
-    def ends(
+    def results(
         self,
         function: Callable[..., Any],
         world: int,
@@ -105,7 +105,7 @@ class Ranks:
         launched: bool = False,
         seconds: float = SECONDS,
         group_seconds: float = 60.0,
-    ) -> list[Ended]:
+    ) -> list[RankResult]:
         """How each rank ended. `backend` is empty for processes without a group, and who is
         `launched` has none yet, but the variables by which a launcher's workers make theirs. Who
         has not ended after `seconds` shows its stacks and ends with exit code 1."""
@@ -122,7 +122,7 @@ class Ranks:
         _send(self._control, request, 1, 2)
         self._control.settimeout(seconds + 3 * GRACE)
         answers, _ = _receive(self._control)
-        return [_ended(status, found) for status, found in answers]
+        return [_rank_result(status, found) for status, found in answers]
 
     def close(self) -> int:
         """End the warm process; its exit code, which is 0 where it had not to be killed."""
@@ -150,11 +150,11 @@ def ranks(pytestconfig: pytest.Config) -> Ranks:
     return pytestconfig.stash[_KEY]
 
 
-def _ended(status: int, found: bytes) -> Ended:
+def _rank_result(status: int, found: bytes) -> RankResult:
     if found:
-        return Ended(status, *pickle.loads(found))
+        return RankResult(status, *pickle.loads(found))
     how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
-    return Ended(status, error=f"it ended with {how} and said nothing: see standard error")
+    return RankResult(status, error=f"it ended with {how} and said nothing: see standard error")
 
 
 def _send(control: socket.socket, value: object, *descriptors: int) -> None:

@@ -69,7 +69,7 @@ def test_a_failing_rank_is_told_with_its_traceback_and_a_killed_one_with_its_sig
 ) -> None:
     with pytest.raises(AssertionError, match=r"rank 1: (.|\n)*ValueError: not here"):
         ranks.run(fail_on_one, 2)
-    killed, other = ranks.ends(be_killed_on_one, 2)
+    killed, other = ranks.results(be_killed_on_one, 2)
     assert (killed.status, killed.value) == (-signal.SIGKILL, None)
     assert "SIGKILL" in killed.error
     assert (other.status, other.value, other.error) == (0, 7, "")
@@ -80,7 +80,7 @@ def test_what_a_rank_leaves_is_ended_and_who_does_not_end_shows_where_it_is(
 ) -> None:
     ranks.run(leave_a_child, 1, tmp_path)
     assert not alive(int((tmp_path / "pid").read_text()))
-    [stuck] = ranks.ends(wait_for_ever, 1, seconds=0.5)
+    [stuck] = ranks.results(wait_for_ever, 1, seconds=0.5)
     assert stuck.error
     assert "in wait_for_ever" in capfd.readouterr().err
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import redis
-from jobs import Job, check_one_world
+from jobs import Job, check_consistent_world
 from modules import path_with, with_module
 from pages import blocks_of, by_name, check_suite_passes
 from redis_server import RedisServer, needs_redis
@@ -152,7 +152,7 @@ def test_the_pages_command_lines_run_a_job_and_ask_it(
     flags = [server.endpoint if word == "cache:6379" else word for word in words[1:-1]]
     assert flags != words[1:-1]
     nodes = [job.run(name, *flags, PYTHONPATH=path_with(site)) for name in "ab"]
-    check_one_world(job.settled(2))
+    check_consistent_world(job.wait_for_world(2))
     program, *asked = shlex.split(ASK)
     assert program == "elasticlib"
     assert main([server.endpoint if word == "cache:6379" else word for word in asked]) == 0

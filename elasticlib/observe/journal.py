@@ -111,7 +111,7 @@ class SafeCaller:
                 "%s did not handle its events within %g s, and misses the last ones",
                 *(self._name, CLOSE_TIMEOUT_S),
             )
-        if self._num_dropped:
+        if self._num_dropped and not self._has_failed:
             log.warning("%s was too slow: it missed %d events", self._name, self._num_dropped)
 
     def _count_dropped(self) -> None:

@@ -8,7 +8,7 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lone_agent import LoneNode, OneWorker, running
+from single_worker_agent import OneWorker, SingleNodeHandler, running
 
 from elasticlib import MemoryStore, Node, Store
 from elasticlib.agent.interface import RootCause
@@ -94,7 +94,7 @@ def test_messages_of_earlier_generations_are_deleted_with_their_keys() -> None:
     assert left == (f"{keys.exchange_prefix('1.a')}first",)
 
 
-class Second(LoneNode):
+class Second(SingleNodeHandler):
     """The second node of two, whose job fails as soon as its worker has, or the other's."""
 
     def __init__(self, store: Store, failed: str = "n0") -> None:
@@ -182,7 +182,7 @@ def test_a_node_waits_for_the_root_cause_of_the_failed_node() -> None:
     assert cause.message == "late"
 
 
-class Deserted(LoneNode):
+class Deserted(SingleNodeHandler):
     """A handler whose peer is lost. The worker fails because of it, and no other node joins."""
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 import pytest
-from lone_agent import LoneNode, OneWorker, Run, running
+from single_worker_agent import OneWorker, Run, SingleNodeHandler, running
 
 from elasticlib import (
     Command,
@@ -113,7 +113,7 @@ def test_a_number_of_workers_other_than_the_handlers_slots_is_rejected(workers: 
 def test_a_restart_budget_other_than_that_of_the_generation_ends_the_run() -> None:
     workers = OneWorker()
     workers.up.set()
-    with running(workers, LoneNode(max_restarts=0), max_restarts=2) as run:
+    with running(workers, SingleNodeHandler(max_restarts=0), max_restarts=2) as run:
         result = run.result()
     assert (result.state, workers.starts) == (WorkerState.FAILED, 0)
     assert "max_restarts=2" in result.reason
@@ -122,7 +122,7 @@ def test_a_restart_budget_other_than_that_of_the_generation_ends_the_run() -> No
 
 def test_a_negative_restart_budget_is_rejected() -> None:
     with pytest.raises(ConfigError, match="max_restarts must be at least 0, got -1"):
-        ElasticAgent(WorkerSpec(Command("none")), LoneNode(), OneWorker(), max_restarts=-1)
+        ElasticAgent(WorkerSpec(Command("none")), SingleNodeHandler(), OneWorker(), max_restarts=-1)
 
 
 class Raises(Journal):
@@ -216,7 +216,7 @@ def test_a_signal_without_a_python_name_can_drain_the_node(number: int, name: st
     assert result.reason == f"received {name}"
 
 
-class Leaves(LoneNode):
+class Leaves(SingleNodeHandler):
     """A third-party handler that raises SystemExit."""
 
     def next_rendezvous(self) -> Any:
@@ -368,7 +368,7 @@ def test_an_error_in_the_preparation_of_workers_ends_the_run_with_its_message() 
     assert result.reason == "ZeroDivisionError: a preparation of mine"
 
 
-class Prepares(LoneNode):
+class Prepares(SingleNodeHandler):
     """A rendezvous whose preparation takes until `ready` is set."""
 
     def __init__(self) -> None:
@@ -391,7 +391,7 @@ def test_a_node_in_preparation_does_not_join_and_can_be_stopped() -> None:
     assert (result.signal, workers.starts, handler.generation) == (signal.SIGTERM, 0, 0)
 
 
-class Waits(LoneNode):
+class Waits(SingleNodeHandler):
     """A rendezvous that settles once `ready` is set."""
 
     def __init__(self) -> None:
@@ -441,11 +441,13 @@ def test_leaving_before_other_nodes_is_logged_if_the_handler_has_no_report_succe
     caplog: pytest.LogCaptureFixture, nodes: int
 ) -> None:
     members = [Node(f"n-{n}", "n", "127.0.0.1", slots=1) for n in range(nodes)]
-    workers, handler = OneWorker(), LoneNode(assignment=assign_ranks(members)[0])
+    workers, handler = OneWorker(), SingleNodeHandler(assignment=assign_ranks(members)[0])
     with caplog.at_level(logging.INFO, "elasticlib.agent"), running(workers, handler) as run:
         workers.finish()
         assert run.result().state is WorkerState.SUCCEEDED
-    assert ("LoneNode has no report_success: this node leaves" in caplog.text) is (nodes == 2)
+    assert ("SingleNodeHandler has no report_success: this node leaves" in caplog.text) is (
+        nodes == 2
+    )
 
 
 class Listens(OneWorker):
@@ -467,7 +469,7 @@ class Listens(OneWorker):
         super().stop(local_ranks, force=force)
 
 
-class Grows(LoneNode):
+class Grows(SingleNodeHandler):
     """A rendezvous at which another node waits if `more` is set."""
 
     more = 0

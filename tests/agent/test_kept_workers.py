@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, alive, check_consistent_world, generation_of
 
 from elasticlib.testing.waiting import wait_until
 
@@ -43,6 +43,14 @@ def kill(place: Place) -> None:
     os.kill(int(place["pid"]), signal.SIGKILL)
 
 
+def wait_for_first_steps(job: Job, world_size: int) -> list[Place]:
+    """Wait until the workers of the first group have all taken a step, and return their places."""
+    places = job.wait_for_world(world_size)
+    paths = [job.folder / f"stepped.{place['pid']}" for place in places]
+    wait_until("all to take a step", lambda: all(path.exists() for path in paths))
+    return places
+
+
 def newcomer(job: Job) -> int:
     """Return the pid of the first replacement worker."""
     found = wait_until("a newcomer", lambda: sorted(job.folder.glob("newcomer.*")))
@@ -72,14 +80,14 @@ def shown(job: Job) -> dict[int, list[str]]:
 
 def test_a_survivor_continues_in_a_smaller_group_until_the_replacement_joins(job: Job) -> None:
     node = begin(job, "one", "--standalone")
-    first = job.settled(2)
+    first = job.wait_for_world(2)
     kill(first[0])
-    smaller = job.settled(1, after=1)
+    smaller = job.wait_for_world(1, after=1)
     assert pids(smaller) == {first[1]["pid"]}
     assert (smaller[0]["LOCAL_RANK"], smaller[0]["LOCAL_WORLD_SIZE"]) == ("1", "2")
     assert smaller[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
-    whole = job.settled(2, after=generation_of(smaller))
-    check_one_world(whole)
+    whole = job.wait_for_world(2, after=generation_of(smaller))
+    check_consistent_world(whole)
     assert whole[1]["pid"] == first[1]["pid"]
     assert whole[0]["pid"] not in pids(first)
     assert whole[0]["TORCHELASTIC_RESTART_COUNT"] == "1", "who is let in costs nothing"
@@ -92,13 +100,13 @@ def test_a_survivor_continues_in_a_smaller_group_until_the_replacement_joins(job
 def test_output_and_status_of_a_retained_worker_continue(job: Job) -> None:
     logs = f"--log-dir={job.folder / 'logs'}"
     node = begin(job, "one", "--standalone", logs, "--redirects=3", worker=("start", "3"))
-    first = job.settled(2)
+    first = job.wait_for_world(2)
     kill(first[0])
-    job.settled(1, after=1)
-    node.says("generation 2: rendezvous took")
+    job.wait_for_world(1, after=1)
+    node.wait_for_log("generation 2: rendezvous took")
     left = {0: ["generation 1", "generation 2"]}
     wait_until("all lines of the one that is left", lambda: shown(job) == left)
-    job.settled(2, after=2)
+    job.wait_for_world(2, after=2)
     job.finish()
     assert node.exit_code() == 0, job.logs
     one = [f"generation {number}" for number in (1, 2, 3)]
@@ -120,13 +128,13 @@ def test_output_and_status_of_a_retained_worker_continue(job: Job) -> None:
 def test_survivors_on_all_nodes_continue_after_a_worker_is_lost(job: Job) -> None:
     store = job.store()
     nodes = [join(job, store, name, "--nnodes=2:2") for name in ("one", "two")]
-    first = job.settled(4)
+    first = job.wait_for_world(4)
     kill(first[3])
-    smaller = job.settled(3, after=1)
-    check_one_world(smaller)
+    smaller = job.wait_for_world(3, after=1)
+    check_consistent_world(smaller)
     assert pids(smaller) == pids(first[:3])
-    whole = job.settled(4, after=generation_of(smaller))
-    check_one_world(whole)
+    whole = job.wait_for_world(4, after=generation_of(smaller))
+    check_consistent_world(whole)
     assert pids(first[:3]) < pids(whole)
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0], job.logs
@@ -135,12 +143,12 @@ def test_survivors_on_all_nodes_continue_after_a_worker_is_lost(job: Job) -> Non
 def test_workers_continue_when_another_node_joins_and_is_lost(job: Job) -> None:
     store = job.store()
     join(job, store, "one")
-    alone = job.settled(2)
+    alone = job.wait_for_world(2)
     other = join(job, store, "two")
-    both = job.settled(4, after=1)
+    both = job.wait_for_world(4, after=1)
     assert pids(both, "one") == pids(alone)
     other.kill()
-    left = job.settled(2, after=generation_of(both))
+    left = job.wait_for_world(2, after=generation_of(both))
     assert pids(left) == pids(alone)
     assert left[0]["TORCHELASTIC_RESTART_COUNT"] == "0", "a loss is not charged"
     job.finish()
@@ -150,9 +158,9 @@ def test_workers_continue_when_another_node_joins_and_is_lost(job: Job) -> None:
 def test_workers_continue_when_another_node_drains(job: Job) -> None:
     store = job.store()
     node, other = (join(job, store, name, "--nnodes=1:2") for name in ("one", "two"))
-    both = job.settled(4)
+    both = job.wait_for_world(4)
     other.signal(signal.SIGUSR2)
-    left = job.settled(2, after=generation_of(both))
+    left = job.wait_for_world(2, after=generation_of(both))
     assert pids(left) == pids(both, "one")
     assert other.exit_code() == 75, job.logs
     job.finish()
@@ -163,39 +171,40 @@ def test_a_worker_that_does_not_leave_its_group_is_stopped_and_the_others_contin
     job: Job,
 ) -> None:
     node = begin(job, "one", "--standalone", "--nproc-per-node=3")
-    first = job.settled(3)
+    first = job.wait_for_world(3)
     tell(job, "stick", first[1])
     kill(first[0])
-    smaller = job.settled(1, after=1)
+    smaller = job.wait_for_world(1, after=1)
     assert pids(smaller) == {first[2]["pid"]}
-    node.says("still in their group 10 s after it was over, sending SIGTERM")
-    assert job.settled(3, after=generation_of(smaller))[2]["pid"] == first[2]["pid"]
+    node.wait_for_log("still in their group 10 s after it was over, sending SIGTERM")
+    assert job.wait_for_world(3, after=generation_of(smaller))[2]["pid"] == first[2]["pid"]
     job.finish()
     assert node.exit_code() == 0, job.logs
 
 
 def test_a_hung_worker_is_killed_and_the_others_continue(job: Job) -> None:
     node = begin(job, "one", "--standalone", "--hang-timeout=1")
-    first = job.settled(2)
+    # A worker without a step has the longer limit of a first step.
+    first = wait_for_first_steps(job, 2)
     os.kill(first[0]["pid"], signal.SIGSTOP)
-    smaller = job.settled(1, after=1)
+    smaller = job.wait_for_world(1, after=1)
     assert pids(smaller) == {first[1]["pid"]}
     assert not alive(first[0]["pid"])
-    job.settled(2, after=generation_of(smaller))
+    job.wait_for_world(2, after=generation_of(smaller))
     job.finish()
     assert node.exit_code() == 0, job.logs
 
 
 def test_a_replacement_that_fails_uses_a_restart_and_the_others_continue(job: Job) -> None:
     node = begin(job, "one", "--standalone", worker=("start", "0.5"))
-    first = job.settled(2)
+    first = job.wait_for_world(2)
     kill(first[0])
-    smaller = job.settled(1, after=1)
+    smaller = job.wait_for_world(1, after=1)
     os.kill(newcomer(job), signal.SIGKILL)
-    again = job.settled(1, after=generation_of(smaller))
+    again = job.wait_for_world(1, after=generation_of(smaller))
     assert pids(again) == pids(smaller)
     assert again[0]["TORCHELASTIC_RESTART_COUNT"] == "2"
-    whole = job.settled(2, after=generation_of(again))
+    whole = job.wait_for_world(2, after=generation_of(again))
     assert whole[1]["pid"] == first[1]["pid"]
     job.finish()
     assert node.exit_code() == 0, job.logs
@@ -203,14 +212,14 @@ def test_a_replacement_that_fails_uses_a_restart_and_the_others_continue(job: Jo
 
 def test_replacements_that_are_starting_survive_a_regroup_and_join(job: Job) -> None:
     node = begin(job, "one", "--standalone", "--nproc-per-node=3", worker=("start", "4"))
-    first = job.settled(3)
+    first = job.wait_for_world(3)
     kill(first[0])
-    smaller = job.settled(2, after=1)
+    smaller = job.wait_for_world(2, after=1)
     starting = newcomer(job)
     kill(first[1])
-    least = job.settled(1, after=generation_of(smaller))
+    least = job.wait_for_world(1, after=generation_of(smaller))
     assert pids(least) == {first[2]["pid"]}
-    whole = job.settled(3, after=generation_of(least))
+    whole = job.wait_for_world(3, after=generation_of(least))
     assert {starting, first[2]["pid"]} < pids(whole)
     job.finish()
     assert node.exit_code() == 0, job.logs
@@ -219,21 +228,21 @@ def test_replacements_that_are_starting_survive_a_regroup_and_join(job: Job) -> 
 def test_all_workers_leave_a_group_that_breaks_during_a_resize(job: Job) -> None:
     store = job.store()
     nodes = [join(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")]
-    first = job.settled(4)
+    first = job.wait_for_world(4)
     kill(first[0])
-    smaller = job.settled(3, after=1)
+    smaller = job.wait_for_world(3, after=1)
     *waiting, broken = smaller
     for place in waiting:
         tell(job, "wait", place)
     tell(job, "stick", broken)
     for node in nodes:
-        node.says("resize: ")
+        node.wait_for_log("resize: ")
     kill(broken)
-    after = job.settled(3, after=generation_of(smaller), seconds=9)
+    after = job.wait_for_world(3, after=generation_of(smaller), seconds=9)
     assert pids(waiting) < pids(after)
     for place in waiting:
         (job.folder / f"wait.{place['pid']}").unlink()
-    job.settled(4, after=generation_of(after))
+    job.wait_for_world(4, after=generation_of(after))
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0], job.logs
 
@@ -244,9 +253,9 @@ def test_workers_that_are_starting_when_a_node_joins_are_retained(job: Job) -> N
     node = join(job, store, "one")
     wait_until("the first worker", lambda: job.places(1))
     other = join(job, store, "two")
-    node.says("resize: ")
+    node.wait_for_log("resize: ")
     starting.unlink()
-    whole = job.settled(4, after=1, seconds=15)
+    whole = job.wait_for_world(4, after=1, seconds=15)
     assert pids(whole, "one") == pids(job.places(1)), job.logs
     job.finish()
     assert [node.exit_code(), other.exit_code()] == [0, 0], job.logs
@@ -257,10 +266,10 @@ def test_a_worker_is_retained_if_one_fails_while_another_is_starting(job: Job) -
     node = begin(job, "one", "--standalone", "--nproc-per-node=3")
     first = wait_until("two workers", lambda: job.places(1)[1:] and job.places(1))
     kill(first[1])
-    smaller = job.settled(1, after=1)
+    smaller = job.wait_for_world(1, after=1)
     assert pids(smaller) == {first[0]["pid"]}
     starting.unlink()
-    assert first[0]["pid"] in pids(job.settled(3, after=generation_of(smaller)))
+    assert first[0]["pid"] in pids(job.wait_for_world(3, after=generation_of(smaller)))
     job.finish()
     assert node.exit_code() == 0, job.logs
 
@@ -268,15 +277,15 @@ def test_a_worker_is_retained_if_one_fails_while_another_is_starting(job: Job) -
 def test_a_worker_whose_group_is_broken_does_not_wait_for_the_others(job: Job) -> None:
     store = job.store()
     nodes = [join(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")]
-    first = job.settled(4)
+    first = job.wait_for_world(4)
     kill(first[0])
-    smaller = job.settled(3, after=1)
+    smaller = job.wait_for_world(3, after=1)
     for place in smaller:
         tell(job, "wait", place)
     for node in nodes:
-        node.says("resize: ")
+        node.wait_for_log("resize: ")
     tell(job, "broken", smaller[0])
-    whole = job.settled(4, after=generation_of(smaller), seconds=9)
+    whole = job.wait_for_world(4, after=generation_of(smaller), seconds=9)
     assert pids(smaller) < pids(whole)
     job.finish()
     for place in smaller:
@@ -286,10 +295,10 @@ def test_a_worker_whose_group_is_broken_does_not_wait_for_the_others(job: Job) -
 
 def test_all_workers_are_started_if_none_has_survived(job: Job) -> None:
     node = begin(job, "one", "--standalone")
-    first = job.settled(2)
+    first = job.wait_for_world(2)
     for place in first:
         kill(place)
-    second = job.settled(2, after=1)
+    second = job.wait_for_world(2, after=1)
     assert not pids(first) & pids(second)
     job.finish()
     assert node.exit_code() == 0, job.logs
@@ -297,21 +306,21 @@ def test_all_workers_are_started_if_none_has_survived(job: Job) -> None:
 
 def test_no_process_is_left_after_the_last_restart_is_used(job: Job) -> None:
     node = begin(job, "one", "--standalone", "--max-restarts=1")
-    first = job.settled(2)
+    first = job.wait_for_world(2)
     kill(first[0])
-    whole = job.settled(2, after=2)
+    whole = job.wait_for_world(2, after=2)
     tell(job, "fail", whole[0])
     assert node.exit_code() == 1, job.logs
-    node.says("exited with code 1 .*1 of 1 restarts used")
-    job.gone()
+    node.wait_for_log("exited with code 1 .*1 of 1 restarts used")
+    job.wait_until_gone()
 
 
 def test_a_signal_stops_workers_that_wait_for_a_generation(job: Job) -> None:
     store = job.store()
     node, other = (join(job, store, name, "--nnodes=2:2") for name in ("one", "two"))
-    first = job.settled(4)
+    first = job.wait_for_world(4)
     other.kill()
-    node.says("generation 1: [^$]*1 of at least 2 nodes are here")
+    node.wait_for_log("generation 1: [^$]*1 of at least 2 nodes are here")
     assert all(alive(pid) for pid in pids(first, "one"))
     node.signal(signal.SIGTERM)
     assert node.exit_code() == 128 + signal.SIGTERM, job.logs
@@ -322,15 +331,15 @@ def test_a_worker_that_dies_while_it_waits_for_a_generation_is_replaced(job: Job
     store = job.store()
     slow = ("start", "3")  # a replacement must not join before all others have started
     node, other = (join(job, store, n, "--nnodes=2:2", worker=slow) for n in ("one", "two"))
-    first = job.settled(4)
+    first = job.wait_for_world(4)
     other.kill()
-    node.says("generation 1: [^$]*1 of at least 2 nodes are here")
+    node.wait_for_log("generation 1: [^$]*1 of at least 2 nodes are here")
     gone, kept = (place for place in first if place["node"] == "one")
     kill(gone)
     join(job, store, "three", "--nnodes=2:2")
-    smaller = job.settled(3, after=1)
+    smaller = job.wait_for_world(3, after=1)
     assert pids(smaller, "one") == {kept["pid"]}
-    whole = job.settled(4, after=generation_of(smaller))
+    whole = job.wait_for_world(4, after=generation_of(smaller))
     assert kept["pid"] in pids(whole)
     job.finish()
     assert node.exit_code() == 0, job.logs
@@ -338,19 +347,19 @@ def test_a_worker_that_dies_while_it_waits_for_a_generation_is_replaced(job: Job
 
 def test_the_job_ends_while_a_replacement_is_still_starting(job: Job) -> None:
     node = begin(job, "one", "--standalone", worker=("start", "3"))
-    first = job.settled(2)
+    first = job.wait_for_world(2)
     kill(first[0])
-    job.settled(1, after=1)
+    job.wait_for_world(1, after=1)
     job.finish()
     assert node.exit_code() == 0, job.logs
-    job.gone()
+    job.wait_until_gone()
 
 
 def test_a_drain_does_not_wait_for_a_replacement_that_is_starting(job: Job) -> None:
     node = begin(job, "one", "--standalone", worker=("start", "30"))
-    first = job.settled(2)
+    first = job.wait_for_world(2)
     kill(first[0])
-    job.settled(1, after=1)
+    job.wait_for_world(1, after=1)
     node.signal(signal.SIGUSR2)
     assert node.exit_code() == 75, job.logs
-    job.gone()
+    job.wait_until_gone()

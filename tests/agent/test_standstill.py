@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 
 import pytest
-from lone_agent import OneWorker, Run, running
+from single_worker_agent import OneWorker, Run, running
 
 from elasticlib import DynamicRendezvousHandler, MemoryStore, Node, WorkerState
 from elasticlib.errors import ConfigError
@@ -46,7 +46,7 @@ class Recorded(OneWorker):
     def standing_still(self) -> Iterator[None]:
         """Block the event loop within the `with` block."""
         self._held, self._free = threading.Event(), threading.Event()
-        self._ended(UNKNOWN_LOCAL_RANK)
+        self._on_exit(UNKNOWN_LOCAL_RANK)
         assert self._held.wait(PATIENCE)
         try:
             yield

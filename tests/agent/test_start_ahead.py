@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
 
 import pytest
-from jobs import Job, Node, alive, check_one_world, generation_of
-from test_kept_workers import join, kill, pids
+from jobs import Job, Node, alive, check_consistent_world, generation_of
+from test_kept_workers import join, kill, pids, wait_for_first_steps
 
 from elasticlib.testing.waiting import wait_until
 
@@ -28,14 +27,6 @@ def newcomers(job: Job, count: int = 2) -> set[int]:
     return wait_until(f"{count} newcomers", look)
 
 
-def settled_at_work(job: Job, size: int) -> list[dict[str, Any]]:
-    """The places of a first group of which all have taken a step, so that its state is known."""
-    places = job.settled(size)
-    paths = [job.folder / f"stepped.{place['pid']}" for place in places]
-    wait_until("all to take a step", lambda: all(path.exists() for path in paths))
-    return places
-
-
 def pair(job: Job, *flags: str) -> tuple[Node, Node]:
     """Start two nodes."""
     store = job.store()
@@ -46,29 +37,31 @@ def pair(job: Job, *flags: str) -> tuple[Node, Node]:
 def test_members_continue_while_the_workers_of_a_joining_node_start(job: Job) -> None:
     store = job.store()
     one = join(job, store, "one", worker=SLOW)
-    alone = job.settled(2)
+    alone = job.wait_for_world(2)
     two = join(job, store, "two", worker=SLOW)
     started = newcomers(job)
-    assert job.settled(2) == alone, "there is no other generation before they are ready"
-    both = job.settled(4, after=1)
-    check_one_world(both)
+    assert job.wait_for_world(2) == alone, "there is no other generation before they are ready"
+    both = job.wait_for_world(4, after=1)
+    check_consistent_world(both)
     assert pids(both, "one") == pids(alone)
     assert pids(both, "two") == started
     assert both[0]["TORCHELASTIC_RESTART_COUNT"] == "0"
-    two.says(r"the job is running: starting 2 standby worker\(s\) before this node joins it")
+    two.wait_for_log(
+        r"the job is running: starting 2 standby worker\(s\) before this node joins it"
+    )
     job.finish()
     assert [node.exit_code() for node in (one, two)] == [0, 0], job.logs
 
 
 def test_members_continue_while_a_node_restarts_all_its_workers(job: Job) -> None:
     one, two = pair(job)
-    first = settled_at_work(job, 4)
+    first = wait_for_first_steps(job, 4)
     for place in first[2:]:
         kill(place)
-    left = job.settled(2, after=1)
+    left = job.wait_for_world(2, after=1)
     assert pids(left) == pids(first[:2])
     assert left[0]["TORCHELASTIC_RESTART_COUNT"] == "1", "it is charged all the same"
-    whole = job.settled(4, after=generation_of(left))
+    whole = job.wait_for_world(4, after=generation_of(left))
     assert pids(first[:2]) < pids(whole)
     assert pids(whole) - pids(first) <= newcomers(job)
     assert whole[0]["TORCHELASTIC_RESTART_COUNT"] == "1"
@@ -80,17 +73,17 @@ def test_members_without_a_common_step_wait_for_a_node_that_lost_its_workers(
     job: Job,
 ) -> None:
     one, two = pair(job)
-    first = settled_at_work(job, 4)
+    first = wait_for_first_steps(job, 4)
     kill(first[2])
     kill(first[3])
-    left = job.settled(2, after=1)
+    left = job.wait_for_world(2, after=1)
     (idle := job.folder / "idle").touch()
     # The new workers of node two may not have the state of the job yet.
-    whole = job.settled(4, after=generation_of(left))
+    whole = job.wait_for_world(4, after=generation_of(left))
     for place in whole[:2]:
         kill(place)
     wait_until("another group", lambda: job.places(generation_of(whole) + 1))
-    after = job.settled(4, after=generation_of(whole))
+    after = job.wait_for_world(4, after=generation_of(whole))
     assert generation_of(after) == generation_of(whole) + 1, job.logs
     assert pids(after, "two") == pids(whole, "two"), job.logs
     idle.unlink()
@@ -100,11 +93,11 @@ def test_members_without_a_common_step_wait_for_a_node_that_lost_its_workers(
 
 def test_no_node_continues_without_the_others_if_all_workers_are_lost(job: Job) -> None:
     one, two = pair(job)
-    first = job.settled(4)
+    first = job.wait_for_world(4)
     for place in first:
         kill(place)
-    second = job.settled(4, after=1)
-    check_one_world(second)
+    second = job.wait_for_world(4, after=1)
+    check_consistent_world(second)
     worlds = {path.name.split(".")[1] for path in job.folder.glob("place.*.json")}
     assert worlds == {"1", str(generation_of(second))}, "no generation of one node lies between"
     job.finish()
@@ -114,12 +107,12 @@ def test_no_node_continues_without_the_others_if_all_workers_are_lost(job: Job) 
 def test_workers_that_fail_before_their_node_joins_are_started_again(job: Job) -> None:
     store = job.store()
     one = join(job, store, "one", worker=SLOW)
-    alone = job.settled(2)
+    alone = job.wait_for_world(2)
     two = join(job, store, "two", worker=SLOW)
     started = newcomers(job)
     for pid in started:
         os.kill(pid, signal.SIGKILL)
-    both = job.settled(4, after=1)
+    both = job.wait_for_world(4, after=1)
     assert pids(both, "one") == pids(alone)
     assert not pids(both) & started
     assert both[0]["TORCHELASTIC_RESTART_COUNT"] == "0", "the job has lost nothing"
@@ -133,13 +126,13 @@ def test_a_signal_stops_workers_whose_node_has_not_joined_yet(
 ) -> None:
     store = job.store()
     one = join(job, store, "one")
-    alone = job.settled(2)
+    alone = job.wait_for_world(2)
     two = join(job, store, "two", worker=("start", "30"))
     started = newcomers(job)
     two.signal(number)
     assert two.exit_code() == code, job.logs
     wait_until("its workers to be gone", lambda: not any(map(alive, started)))
-    assert job.settled(2) == alone
+    assert job.wait_for_world(2) == alone
     job.finish()
     assert one.exit_code() == 0, job.logs
 
@@ -147,11 +140,11 @@ def test_a_signal_stops_workers_whose_node_has_not_joined_yet(
 def test_a_spare_node_has_started_workers(job: Job) -> None:
     store = job.store()
     one = join(job, store, "one", "--nnodes=1:1")
-    first = job.settled(2)
+    first = job.wait_for_world(2)
     two = join(job, store, "two", "--nnodes=1:1")
     ready = newcomers(job)
     one.kill()
-    second = job.settled(2, after=1)
+    second = job.wait_for_world(2, after=1)
     assert pids(second) == ready
     assert not pids(first) & ready
     job.finish()

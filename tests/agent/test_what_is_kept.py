@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from lone_agent import OneWorker, running
+from single_worker_agent import OneWorker, running
 
 from elasticlib import AgentOptions, WorkerState
 from elasticlib.agent.interface import SnapshotService

@@ -4,7 +4,7 @@
         [--start-seconds 0,5] [--python torchft=PATH,ray=PATH] [--json FILE] [--quote]
 
 All run the same training: plain torch on the CPU, two workers of a gloo group, steps of about
-20 ms, 2 MiB of model and optimizer (`tests/bench/trainers/work.py`). Every ten seconds one worker
+50 ms, 2 MiB of model and optimizer (`tests/bench/trainers/work.py`). Every ten seconds one worker
 is killed with SIGKILL, each in turn. Time counts from the first step, so that a launcher's own
 start costs it nothing. With `--start-seconds 5` each start of the script takes five seconds more,
 as long as a GPU's context, weights on their way to the device and compiled graphs may take.
@@ -21,7 +21,7 @@ its steps from one kill to the next, the step itself included. What a **newcomer
 how much the step in which the newcomer first takes part is longer than its usual one.
 
 Each launcher has its best settings, as far as its documentation tells them. The launchers whose
-workers restart from a disk write a checkpoint each ten steps, without fsync: at one fault in ten
+workers restart from a disk write a checkpoint every fourth step, without fsync: at one fault in ten
 seconds, a checkpoint then costs about as much as it saves. `--python` names the Python that has a
 launcher, by default this one. A launcher that is not installed there is reported as missing. These
 environments have them:
@@ -144,7 +144,7 @@ LAUNCHERS = (
     Launcher(
         "elasticrun",
         "**elasticrun**",
-        "`--max-restarts 1000`; each step is kept in the agent's memory, and each 500th saved, for "
+        "`--max-restarts 1000`; each step is kept in the agent's memory, and each 200th saved, for "
         "when the machine is lost",
         "elasticlib",
         elasticrun,
@@ -153,8 +153,8 @@ LAUNCHERS = (
         "in-place",
         "**elasticrun, in place**",
         "the same flags, and `elasticlib.steps` on torch 2.14 or newer: the other worker goes on, "
-        "and does whole batches until the next is there; each tenth step is kept in the agent's "
-        "memory, for when both are lost, and each 500th saved, for when the machine is",
+        "and does whole batches until the next is there; each fourth step is kept in the agent's "
+        "memory, for when both are lost, and each 200th saved, for when the machine is",
         "elasticlib",
         in_place,
     ),
@@ -162,7 +162,7 @@ LAUNCHERS = (
         "torchrun",
         f"torchrun with `{SHARED}=1`",
         "`--max-restarts 1000 --monitor-interval 0.1`, and the variable without which restarted "
-        "workers read what the workers before them wrote; a checkpoint each ten steps",
+        "workers read what the workers before them wrote; a checkpoint every fourth step",
         "torch",
         torchrun,
         {SHARED: "1"},
@@ -188,16 +188,16 @@ LAUNCHERS = (
         "nvrx",
         "nvidia-resiliency-ext",
         "`ft_launcher --max-restarts 1000 --monitor-interval 0.1 --workers-stop-timeout 1`; a "
-        "checkpoint each ten steps; not its in-process restart, which cannot bring back a killed "
-        "process and would need a spare one for each kill",
+        "checkpoint every fourth step; not its in-process restart, which cannot bring back a "
+        "killed process and would need a spare one for each kill",
         "nvidia-resiliency-ext",
         nvrx,
     ),
     Launcher(
         "ray",
         "Ray Train",
-        "`FailureConfig(-1)`, workers polled each 0.1 s instead of 2 s; a checkpoint each ten "
-        "steps, written directly, since `ray.train.report` costs more",
+        "`FailureConfig(-1)`, workers polled each 0.1 s instead of 2 s; a checkpoint every "
+        "fourth step, written directly, since `ray.train.report` costs more",
         "ray",
         ray,
         {

@@ -411,7 +411,7 @@ def test_a_stop_and_the_exit_of_the_process_wait_for_saves(job: Job, tmp_path: P
     node.signal(signal.SIGTERM)
     node.exit_code()
     assert "an error of the script's own" in node.text
-    step, *writer = json.loads(node.says(r"stopped at (\[.*\])")[1])
+    step, *writer = json.loads(node.wait_for_log(r"stopped at (\[.*\])")[1])
     assert manager.latest() == step + 1
     lines = (tmp_path / f"kept/step-{step + 1:010d}/manifest.json").read_text().splitlines()
     manifest = json.loads(lines[0])

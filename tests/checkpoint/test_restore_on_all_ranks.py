@@ -28,7 +28,7 @@ def play(ranks: Ranks, tmp_path: Path) -> Play:
         folder.mkdir()
         backend = options.pop("backend", "gloo") if world_size else ""
         args = (scenario, folder, options)
-        ends = ranks.ends(run_scenario, max(1, world_size), *args, backend=backend)
+        ends = ranks.results(run_scenario, max(1, world_size), *args, backend=backend)
         assert not any(end.error for end in ends if end.status >= 0), ends
         return [end.value or {} for end in ends]
 

@@ -140,7 +140,7 @@ def test_all_ranks_hear_why_one_could_not_save_and_that_one_is_gone(
     here, there = play(fail_to_save, hear_of_it_once)
     assert os.strerror(errno.ENOSPC) in here[0]
     assert there == [f"step 1 was not saved by rank 0: {here[0]}"]
-    killed, other = ranks.ends(act, 2, (save_and_be_killed, wait_for_the_killed), tmp_path)
+    killed, other = ranks.results(act, 2, (save_and_be_killed, wait_for_the_killed), tmp_path)
     assert killed.status == -signal.SIGKILL
     [said] = other.value
     assert "rank 0 has not reported the result of saving step 1: it has exited" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hosts import NETWORK, PORT, Cluster
-from jobs import PROGRAMS, check_one_world, generation_of
+from jobs import PROGRAMS, check_consistent_world, generation_of
 
 pytestmark = pytest.mark.faults
 
@@ -16,9 +16,9 @@ def test_a_job_meets_over_ipv6_and_its_workers_meet_there_too(cluster: Cluster) 
     hosts = cluster.grow(2)
     flags = ("--nnodes", "2", "--rdzv-endpoint", f"[{hosts[0].address6}]:{PORT}", *QUICK)
     nodes = [host.run(*flags) for host in hosts]
-    places = cluster.job.settled(2)
-    check_one_world(places)
-    assert places[0]["MASTER_ADDR"] == cluster.of(places[0]).address6
+    places = cluster.job.wait_for_world(2)
+    check_consistent_world(places)
+    assert places[0]["MASTER_ADDR"] == cluster.host_of(places[0]).address6
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
 
@@ -26,11 +26,11 @@ def test_a_job_meets_over_ipv6_and_its_workers_meet_there_too(cluster: Cluster) 
 def test_torch_sums_over_ipv6_between_hosts(cluster: Cluster) -> None:
     hosts = cluster.grow(2)
     for host in hosts:
-        host.know({other.name: other.address6 for other in hosts})
+        host.set_known_names({other.name: other.address6 for other in hosts})
     flags = ("--nnodes", "2", "--rdzv-endpoint", f"[{hosts[0].address6}]:{PORT}", *QUICK)
     command = cluster.job.agent(*flags, program=str(PROGRAMS / "allreduce.py"))
     nodes = [host.start(host.name, *command) for host in hosts]
-    cluster.job.settled(2)
+    cluster.job.wait_for_world(2)
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
 
@@ -43,12 +43,12 @@ def test_a_host_whose_own_name_is_loopback_to_itself_serves_the_others(
     hosts = cluster.grow(3)
     for host in hosts:
         names = {other.name: other.address for other in hosts}
-        host.know({**names, host.name: "127.0.1.1"})
+        host.set_known_names({**names, host.name: "127.0.1.1"})
     flags = ("--nnodes", "3", "--rdzv-endpoint", f"h1:{PORT}", *QUICK)
     order = hosts if first == "the named host" else hosts[::-1]
     nodes = [host.run(*flags) for host in order]
-    places = cluster.job.settled(3, seconds=30.0)
-    check_one_world(places)
+    places = cluster.job.wait_for_world(3, seconds=30.0)
+    check_consistent_world(places)
     cluster.check_reachable(places)
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0, 0]
@@ -58,7 +58,7 @@ def test_two_jobs_on_one_port_are_told_apart_by_name(cluster: Cluster) -> None:
     one, other = cluster.grow(2)
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", f"{one.address}:{PORT}", *QUICK)
     first = one.run(*flags, "--rdzv-id", "ada")
-    places = cluster.job.settled(1)
+    places = cluster.job.wait_for_world(1)
     second = other.run(*flags, "--rdzv-id", "grace")
     assert second.exit_code(20.0) == 1
     told = [line for line in second.text.splitlines() if "ada" in line]
@@ -77,15 +77,15 @@ def test_a_name_that_comes_to_mean_a_host_only_after_its_agent_started_is_hosted
     tests/integrations/test_kubernetes.py)."""
     hosts = cluster.grow(2)
     for host in hosts:
-        host.know({"train-0.train": f"{NETWORK}.99"})
+        host.set_known_names({"train-0.train": f"{NETWORK}.99"})
     flags = ("--nnodes", "2", "--rdzv-endpoint", f"train-0.train:{PORT}", *SHORT_LEASE)
     nodes = [host.run(*flags) for host in hosts]
     for node in nodes:
-        node.says("waiting for the store at ")
-        node.says("the store is unreachable: .* retries for 600 s")
+        node.wait_for_log("waiting for the store at ")
+        node.wait_for_log("the store is unreachable: .* retries for 600 s")
     for host in hosts:
-        host.know({"train-0.train": hosts[0].address})
-    check_one_world(cluster.job.settled(2, seconds=30.0))
+        host.set_known_names({"train-0.train": hosts[0].address})
+    check_consistent_world(cluster.job.wait_for_world(2, seconds=30.0))
     assert "this node hosts the store" in nodes[0].text
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
@@ -97,13 +97,13 @@ def test_a_name_that_comes_to_mean_a_host_only_after_its_agent_started_is_hosted
 def test_the_first_of_fixed_ranks_waits_for_its_own_name_to_mean_it(cluster: Cluster) -> None:
     hosts = [cluster.host("train-0"), cluster.host("train-1")]
     for host in hosts:
-        host.know({"train-0.train": f"{NETWORK}.99"})
+        host.set_known_names({"train-0.train": f"{NETWORK}.99"})
     place = ("--master-addr", "train-0.train", "--rdzv-conf", "keep_alive_interval=0.2")
     nodes = [host.run("--nnodes=2", f"--node-rank={n}", *place) for n, host in enumerate(hosts)]
-    nodes[0].says("will host the store at train-0.train:29500 once that name resolves")
+    nodes[0].wait_for_log("will host the store at train-0.train:29500 once that name resolves")
     for host in hosts:
-        host.know({"train-0.train": hosts[0].address})
-    check_one_world(cluster.job.settled(2, seconds=30.0))
+        host.set_known_names({"train-0.train": hosts[0].address})
+    check_consistent_world(cluster.job.wait_for_world(2, seconds=30.0))
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
 
@@ -122,21 +122,21 @@ def test_who_hosts_alone_by_an_old_meaning_of_the_name_goes_where_it_has_come_to
     """As where DNS still says an address of the first pod's that is another pod's by now."""
     hosts = cluster.grow(2)
     for host in hosts:
-        host.know({"train-0.train": host.address})
+        host.set_known_names({"train-0.train": host.address})
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", f"train-0.train:{PORT}", *SHORT_LEASE)
     nodes = [host.run(*flags) for host in hosts]
     for node in nodes:
-        node.says("this node hosts the store")
-    hosts[1].know({"train-0.train": hosts[0].address})
-    nodes[1].says("joins the store there")
-    check_one_world(cluster.job.settled(2, seconds=30.0))
+        node.wait_for_log("this node hosts the store")
+    hosts[1].set_known_names({"train-0.train": hosts[0].address})
+    nodes[1].wait_for_log("joins the store there")
+    check_consistent_world(cluster.job.wait_for_world(2, seconds=30.0))
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
 def test_a_name_of_several_machines_is_refused(cluster: Cluster) -> None:
     one, two = cluster.grow(2)
-    two.know_lines(f"{one.address} train", f"{two.address} train")
+    two.add_host_lines(f"{one.address} train", f"{two.address} train")
     node = two.run("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")
     assert node.exit_code() == 2
     assert f"several machines, this one ({two.address}) and others ({one.address})" in node.text

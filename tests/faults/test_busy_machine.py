@@ -42,10 +42,10 @@ def test_nodes_on_a_busy_machine_keep_their_places(job: Job) -> None:
     conf = ("--rdzv-conf", "keep_alive_interval=3,keep_alive_max_attempt=10")
     place = ("--rdzv-backend=tcp", f"--rdzv-endpoint={job.store()}", "--nproc-per-node=2")
     nodes = [job.run(name, "--nnodes=1:2", *place, *conf) for name in "ab"]
-    before = job.settled(4)
+    before = job.wait_for_world(4)
     with busy_machine():
         threading.Event().wait(SECONDS)
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
     assert not [node.name for node in nodes if "gives up its place" in node.text]
-    assert generation_of(job.settled(4)) == generation_of(before)
+    assert generation_of(job.wait_for_world(4)) == generation_of(before)

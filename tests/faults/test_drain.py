@@ -22,7 +22,7 @@ from jobs import (
     Job,
     Node,
     alive,
-    check_one_world,
+    check_consistent_world,
     generation_of,
 )
 from processes import children
@@ -93,7 +93,7 @@ def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save:
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store(), *SHORT)
     grace = ("--checkpoint-grace", save.grace)
     nodes = {name: listening(job, save, name, *meet, *grace) for name in "ab"}
-    before = job.settled(2)
+    before = job.wait_for_world(2)
     generation, (stays, leaves) = generation_of(before), (place["node"] for place in before)
     nodes[leaves].signal(signal.SIGUSR2)
     wait_until("its workers to save", lambda: (job.folder / f"saving.{generation}.1").exists())
@@ -101,7 +101,7 @@ def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save:
     nodes[leaves].signal(signal.SIGUSR2)
     assert nodes[leaves].exit_code(save.bound) == 75
     assert "DRAINED: received SIGUSR2" in nodes[leaves].text
-    (alone,) = job.settled(1, after=generation)
+    (alone,) = job.wait_for_world(1, after=generation)
     assert (alone["node"], alone["TORCHELASTIC_RESTART_COUNT"]) == (stays, "0")
     assert "drains (SIGUSR2)" in nodes[stays].text
     for rank, notice in enumerate(
@@ -123,7 +123,7 @@ def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_sav
 ) -> None:
     flags = ("--standalone", "--nproc-per-node", "2", "--checkpoint-grace", save.grace, *SHORT)
     agent = listening(job, save, "a", *flags)
-    workers = [place["pid"] for place in job.settled(2)]
+    workers = [place["pid"] for place in job.wait_for_world(2)]
     for pid in workers:
         assert in_mask(pid, "SigIgn", signal.SIGUSR2)
         # Whoever wants the signal for itself takes it: it is not held back.
@@ -149,7 +149,7 @@ def test_a_node_whose_workers_do_not_listen_is_drained_by_sigterm_with_a_code_of
     flags = ("--standalone", "--drain-signals", "SIGUSR1", "--drain-exit-code", "85")
     grace = ("--shutdown-timeout", save.grace)
     agent = elasticrun(job, "a", *flags, *grace, *saving(job, save))
-    job.settled(1)
+    job.wait_for_world(1)
     agent.signal(signal.SIGUSR1)
     assert agent.exit_code(save.bound) == 85
     assert saved(job, 1, 0) == {"child": False, "asked": ["SIGTERM"]}
@@ -160,14 +160,14 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     # Longer than anything here is waited for.
     long = ("--checkpoint-grace", "600", "--shutdown-timeout", "600")
     agent = listening(job, save, "a", "--standalone", "--nproc-per-node", "2", *long)
-    workers = [place["pid"] for place in job.settled(2)]
+    workers = [place["pid"] for place in job.wait_for_world(2)]
     holds = [job.folder / f"hold.{rank}" for rank in range(2)]
     for hold in holds:
         hold.touch()
     agent.signal(signal.SIGTERM)
-    agent.says("preempted: the workers have 600 s to save")
+    agent.wait_for_log("preempted: the workers have 600 s to save")
     agent.signal(signal.SIGINT)
-    agent.says("still running after the time to save, sending SIGTERM: pid")
+    agent.wait_for_log("still running after the time to save, sending SIGTERM: pid")
     wait_until("one worker to hear it", (job.folder / "heard.0").exists)
     holds[0].unlink()
     wait_until("one worker to end", lambda: not alive(workers[0]), save.bound)
@@ -185,17 +185,17 @@ def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job, save: S
     conf = ("--rdzv-conf", "last_call_timeout=0.1")
     grace = ("--shutdown-timeout", save.grace)
     long = elasticrun(job, "a", *meet, *conf, *grace, *saving(job, save))
-    job.settled(1)
+    job.wait_for_world(1)
     deaf = (WORKER, str(job.folder), "ignore-term")
     short = elasticrun(job, "b", *meet, *conf, "--shutdown-timeout", "0.3", *deaf)
-    both = job.settled(2, after=1, seconds=save.bound)
-    check_one_world(both)
+    both = job.wait_for_world(2, after=1, seconds=save.bound)
+    check_consistent_world(both)
     assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
     # And no more of it: the one that leaves is missed, and the deaf one is ended in its time.
     long.signal(signal.SIGTERM)
     assert long.exit_code(save.bound) == 128 + signal.SIGTERM
-    short.says(r"still running 0\.3 s after SIGTERM, killing: pid")
-    job.settled(1, after=2)
+    short.wait_for_log(r"still running 0\.3 s after SIGTERM, killing: pid")
+    job.wait_for_world(1, after=2)
     job.finish()
     assert short.exit_code() == 0
 
@@ -219,13 +219,15 @@ def test_fifty_nested_processes_leave_none_behind(job: Job) -> None:
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 128 + signal.SIGTERM
     assert not any(alive(pid) for pid in second)
-    job.gone()
+    job.wait_until_gone()
 
 
 def test_quick_failures_are_delayed_and_a_signal_is_handled_meanwhile(job: Job) -> None:
     flags = ("--standalone", "--max-restarts", "9", "--no-python")
     agent = elasticrun(job, "a", *flags, "sh", "-c", "exit 3")
-    agent.says("the last 3 generations failed within 10 s each: the restart is delayed by 5 s")
+    agent.wait_for_log(
+        "the last 3 generations failed within 10 s each: the restart is delayed by 5 s"
+    )
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 128 + signal.SIGTERM
     assert len(re.findall(r"elasticrun: generation \d", agent.text)) == 3
@@ -281,7 +283,7 @@ def test_process_1_forks_before_torch_is_imported(job: Job) -> None:
 def test_as_process_1_it_passes_a_drain_on_and_ends_with_its_code(job: Job) -> None:
     run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
     outside = job.start("a", *run, WORKER, str(job.folder), PYTHONPATH=WITHOUT_TORCH)
-    job.settled(1)
+    job.wait_for_world(1)
     (first,) = children(outside.pid)
     os.kill(first, signal.SIGUSR2)
     assert outside.exit_code() == 75

@@ -174,16 +174,16 @@ def test_a_killed_supervisor_is_a_failure_of_its_workers_and_the_next_one_cleans
 ) -> None:
     flags = ("--standalone", "--max-restarts", "3", f"--start-method={method}")
     node = job.run("a", *flags, worker=("child",), PYTHONPATH=WITHOUT_TORCH)
-    (place,) = job.settled(1)
+    (place,) = job.wait_for_world(1)
     for _ in range(3):
         os.kill(supervisor_of(node.pid), signal.SIGKILL)
         earlier = place
-        (place,) = job.settled(1, after=generation_of([place]))
+        (place,) = job.wait_for_world(1, after=generation_of([place]))
         assert not alive(earlier["pid"])
         assert not alive(earlier["child"])
     node.kill()
     # And nothing of it is left in the folder for temporary files, or in shared memory.
-    job.gone()
+    job.wait_until_gone()
     assert not alive(place["child"])
 
 

@@ -48,7 +48,7 @@ def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
     lease = ("--rdzv-conf", "keep_alive_interval=4")
     flags = (*meet, "--rdzv-id", "the job", "--max-restarts", "2", *lease)
     nodes = [stepping(job, name, *flags) for name in "ab"]
-    places = job.settled(2)
+    places = job.wait_for_world(2)
     place = ("--rdzv-backend", backend, endpoint)
     found = at_work(job, *place)
     assert (found["run"], found["state"], found["source"]) == ("the job", "RUNNING", "nodes")
@@ -101,12 +101,12 @@ def test_a_job_is_seen_waiting_restarting_and_failed(job: Job) -> None:
     known = ("--secret-file", str(secret), meet[3])
     waits = wait_until("a node", lambda: _waits(job, *known))
     assert waits["nodes"][0]["state"] == "RENDEZVOUS"
-    _, refused = job.ask("status", *PATIENT, meet[3], code=4)
+    _, refused = job.run_command("status", *PATIENT, meet[3], code=4)
     assert "secret" in refused
     nodes.append(job.run("b", *flags, *budget, PYTHONPATH=WITHOUT_TORCH, NODE="b"))
-    first = job.settled(2)
+    first = job.wait_for_world(2)
     os.kill(first[0]["pid"], signal.SIGKILL)
-    second = job.settled(2, after=generation_of(first))
+    second = job.wait_for_world(2, after=generation_of(first))
     again = job.status("job")
     assert (again["restarts"], again["generation"]) == (1, 2)
     assert "SIGKILL" in again["reason"]
@@ -116,7 +116,7 @@ def test_a_job_is_seen_waiting_restarting_and_failed(job: Job) -> None:
 
 
 def _waits(job: Job, *place: str) -> dict[str, Any] | None:
-    out, _ = job.ask("status", "--json", *PATIENT, *place, code=None)
+    out, _ = job.run_command("status", "--json", *PATIENT, *place, code=None)
     found: dict[str, Any] | None = json.loads(out) if out else None
     return found if found and found["state"] == "WAITING" else None
 
@@ -127,7 +127,7 @@ def stacks(job: Job, *patterns: str, ranks: tuple[str, ...] = ()) -> str:
 
     def look() -> bool:
         nonlocal shown
-        shown, _ = job.ask("stacks", *PATIENT, *ranks)
+        shown, _ = job.run_command("stacks", *PATIENT, *ranks)
         return all(re.search(pattern, shown) for pattern in patterns)
 
     try:
@@ -177,7 +177,9 @@ def test_stacks_of_ranks_that_sleep_in_python_and_in_c_and_of_one_that_is_stoppe
     node.signal(signal.SIGTERM)
     node.exit_code()
     assert job.status(code=5)["state"] == "STOPPED"
-    assert "has finished (STOPPED) and has no running workers" in job.ask("stacks", code=4)[1]
+    assert (
+        "has finished (STOPPED) and has no running workers" in job.run_command("stacks", code=4)[1]
+    )
 
 
 BECOMES = """
@@ -208,12 +210,12 @@ def test_a_worker_that_became_another_program_is_not_hurt_by_the_question(job: J
 
 def test_watching_ends_with_the_run_and_with_a_signal(job: Job) -> None:
     agent = stepping(job, "a", "--standalone")
-    job.settled(1)
+    job.wait_for_world(1)
     watch = (sys.executable, "-m", "elasticlib.launch.cli", "status", "--watch")
     often = (*watch, "--every", "0.1")
     stopped, lasting = job.start("w1", *often), job.start("w2", *often, "--json")
-    stopped.says(r": RUNNING for")
-    lasting.says(r'"state": "RUNNING"')
+    stopped.wait_for_log(r": RUNNING for")
+    lasting.wait_for_log(r'"state": "RUNNING"')
     stopped.signal(signal.SIGINT)
     assert stopped.exit_code() == 0
     assert "Traceback" not in stopped.text
@@ -241,4 +243,4 @@ def test_watching_ends_with_the_run_and_with_a_signal(job: Job) -> None:
 def test_what_cannot_be_told_is_a_sentence(
     job: Job, arguments: tuple[str, ...], code: int, says: str
 ) -> None:
-    assert says in job.ask("status", *arguments, code=code)[1]
+    assert says in job.run_command("status", *arguments, code=code)[1]

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from jobs import WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of
+from jobs import WITHOUT_TORCH, Job, Node, alive, check_consistent_world, generation_of
 
 from elasticlib.testing.waiting import wait_until
 
@@ -22,10 +22,10 @@ def test_a2_a_second_node_joins_and_both_are_one_world(job: Job) -> None:
     endpoint = job.store()
     conf = ("--rdzv-conf", "last_call_timeout=0.5")
     first = job.run("a", *flags(endpoint, "1:3", *conf))
-    generation = generation_of(job.settled(1))
+    generation = generation_of(job.wait_for_world(1))
     second = job.run("b", *flags(endpoint, "1:3", *conf))
-    places = job.settled(2, after=generation)
-    check_one_world(places)
+    places = job.wait_for_world(2, after=generation)
+    check_consistent_world(places)
     assert [place["node"] for place in places] == ["a", "b"]
     job.finish()
     assert (first.exit_code(), second.exit_code()) == (0, 0)
@@ -37,11 +37,11 @@ def test_a2_a_second_node_joins_and_both_are_one_world(job: Job) -> None:
 def test_a3_survivors_of_rank_0_share_one_generation_and_master(job: Job) -> None:
     endpoint = job.store()
     nodes = {name: job.run(name, *flags(endpoint, "2:3")) for name in "abc"}
-    before = job.settled(3)
+    before = job.wait_for_world(3)
     dead = before[0]["node"]
     nodes[dead].kill()
-    places = job.settled(2, after=generation_of(before))
-    check_one_world(places)
+    places = job.wait_for_world(2, after=generation_of(before))
+    check_consistent_world(places)
     assert [p["node"] for p in places] == [p["node"] for p in before if p["node"] != dead]
     assert {p["TORCHELASTIC_RESTART_COUNT"] for p in places} == {"0"}
     job.finish()
@@ -54,10 +54,10 @@ def test_a4_the_death_of_a_busy_node_is_noticed(job: Job, tmp_path: Path, backen
     place = ("--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "job")
     flags = ("--nnodes", "1:3", *place)
     nodes = {name: job.run(name, *flags) for name in "ab"}
-    before = job.settled(2)
+    before = job.wait_for_world(2)
     dead, alive = before[1]["node"], before[0]["node"]
     nodes[dead].kill()
-    places = job.settled(1, after=generation_of(before))
+    places = job.wait_for_world(1, after=generation_of(before))
     assert places[0]["node"] == alive
     job.finish()
     assert nodes[alive].exit_code() == 0
@@ -68,11 +68,11 @@ def test_a5_a_node_that_keeps_failing_leaves_and_the_other_goes_on(job: Job) -> 
     more = ("--max-restarts", "2")
     good = job.run("good", *flags(endpoint, "1:3", *more))
     bad = job.run("bad", *flags(endpoint, "1:3", *more))
-    job.settled(2)
+    job.wait_for_world(2)
     (job.folder / "fail.bad").touch()
     assert bad.exit_code() == 1
     assert "the job continues without it (2 of 2 restarts used)" in bad.text
-    places = job.settled(1, after=3)
+    places = job.wait_for_world(1, after=3)
     assert places[0]["node"] == "good"
     job.finish()
     assert good.exit_code() == 0
@@ -91,8 +91,8 @@ def test_a12_a_wall_clock_a_minute_off_changes_nothing(job: Job, tmp_path: Path)
     endpoint = job.store()
     right = job.run("right", *flags(endpoint, "2"))
     wrong = job.run("wrong", *flags(endpoint, "2"), PYTHONPATH=str(tmp_path / "skew"))
-    places = job.settled(2)
-    check_one_world(places)
+    places = job.wait_for_world(2)
+    check_consistent_world(places)
     job.finish()
     assert (right.exit_code(), wrong.exit_code()) == (0, 0)
     assert not job.places(generation_of(places) + 1)
@@ -102,13 +102,13 @@ def test_a_stopped_agent_wakes_to_a_world_without_it_and_rejoins(job: Job) -> No
     endpoint = job.store()
     conf = ("--rdzv-conf", "keep_alive_interval=0.2,last_call_timeout=0.5")
     nodes = {name: job.run(name, *flags(endpoint, "1:2", *conf)) for name in "ab"}
-    before = job.settled(2)
+    before = job.wait_for_world(2)
     asleep = nodes[before[1]["node"]]
     asleep.signal(signal.SIGSTOP)
-    alone = job.settled(1, after=generation_of(before))
+    alone = job.wait_for_world(1, after=generation_of(before))
     asleep.signal(signal.SIGCONT)
-    again = job.settled(2, after=generation_of(alone))
-    check_one_world(again)
+    again = job.wait_for_world(2, after=generation_of(alone))
+    check_consistent_world(again)
     assert before[1]["pid"] not in {place["pid"] for place in again}
     assert not alive(before[1]["pid"])
     job.finish()
@@ -123,7 +123,7 @@ def test_one_spare_is_wanted_and_takes_over_and_another_is_sent_away(job: Job) -
         return job.run(name, *flags(endpoint, "2", *more), PYTHONPATH=WITHOUT_TORCH)
 
     members = {name: start(name) for name in "ab"}
-    before = job.settled(2)
+    before = job.wait_for_world(2)
     extra = {name: start(name) for name in "cd"}
     wait_until("a spare to end", lambda: any(n.process.poll() is not None for n in extra.values()))
     (spare,) = [name for name, node in extra.items() if node.process.poll() is None]
@@ -133,8 +133,8 @@ def test_one_spare_is_wanted_and_takes_over_and_another_is_sent_away(job: Job) -
     assert "the job has all the nodes it wants, 2 nodes and 1 spares (--spares)" in error
     assert not job.places(generation_of(before) + 1)
     members[before[0]["node"]].kill()
-    after = job.settled(2, after=generation_of(before))
-    check_one_world(after)
+    after = job.wait_for_world(2, after=generation_of(before))
+    check_consistent_world(after)
     assert [place["node"] for place in after] == [before[1]["node"], spare]
     job.finish()
     assert (members[before[1]["node"]].exit_code(), extra[spare].exit_code()) == (0, 0)
@@ -147,8 +147,8 @@ def test_nodes_of_one_topology_get_adjacent_ranks(job: Job) -> None:
         job.run(name, *flags(endpoint, "6", "--topology", rack), PYTHONPATH=WITHOUT_TORCH)
         for name, rack in racks.items()
     ]
-    places = job.settled(6)
-    check_one_world(places)
+    places = job.wait_for_world(6)
+    check_consistent_world(places)
     order = [racks[place["node"]] for place in places]
     assert order[0::2] == order[1::2]
     assert set(order[0::2]) == set("xyz")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from etcd_server import needs_etcd
 from hosts import Cluster
-from jobs import alive, check_one_world, generation_of
+from jobs import alive, check_consistent_world, generation_of
 
 pytestmark = pytest.mark.faults
 
@@ -18,22 +18,29 @@ QUICK = ("--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=5,last_c
 def test_a_host_that_was_cut_off_comes_back_as_a_newcomer(
     cluster: Cluster, backend: str, cut: str
 ) -> None:
-    flags = (*cluster.meet(backend), *QUICK, "--nnodes", "1:3", "--shutdown-timeout", "0.5")
+    flags = (
+        *cluster.rendezvous_flags(backend),
+        *QUICK,
+        "--nnodes",
+        "1:3",
+        "--shutdown-timeout",
+        "0.5",
+    )
     # Workers that take their time to stop: none may be started beside them.
     nodes = [host.run(*flags, worker=("ignore-term",)) for host in cluster.grow(3)]
-    before = cluster.job.settled(3)
+    before = cluster.job.wait_for_world(3)
     theirs = before[0 if cut == "the first" else 2]
-    lonely = cluster.of(theirs)
+    lonely = cluster.host_of(theirs)
     lonely.link_down()
-    without = cluster.job.settled(2, after=generation_of(before))
-    check_one_world(without)
+    without = cluster.job.wait_for_world(2, after=generation_of(before))
+    check_consistent_world(without)
     cluster.check_reachable(without)
     assert lonely.name not in {place["node"] for place in without}
     # It cannot know yet that it was replaced, and nobody has told it to stop.
     assert alive(theirs["pid"])
     lonely.link_up()
-    again = cluster.job.settled(3, after=generation_of(without))
-    check_one_world(again)
+    again = cluster.job.wait_for_world(3, after=generation_of(without))
+    check_consistent_world(again)
     cluster.check_reachable(again)
     assert not alive(theirs["pid"])
     assert again[2]["node"] == lonely.name, "newcomers come behind those who stayed"
@@ -44,10 +51,10 @@ def test_a_host_that_was_cut_off_comes_back_as_a_newcomer(
 
 def test_a_cut_that_is_shorter_than_the_lease_changes_nothing(cluster: Cluster) -> None:
     conf = ("--rdzv-conf", "last_call_timeout=0.3")
-    flags = (*cluster.meet("tcp"), *conf, "--nnodes", "1:2")
+    flags = (*cluster.rendezvous_flags("tcp"), *conf, "--nnodes", "1:2")
     nodes = [host.run(*flags) for host in cluster.grow(2)]
-    before = cluster.job.settled(2)
-    cut = cluster.of(before[0])
+    before = cluster.job.wait_for_world(2)
+    cut = cluster.host_of(before[0])
     cut.link_down()
     cluster.job.check_unchanged(before, 1.0)
     cut.link_up()

@@ -32,9 +32,9 @@ def test_a8_nothing_outlives_an_agent_that_was_killed(
     job: Job, method: str, number: signal.Signals
 ) -> None:
     agent = run(job, method, worker=("ignore-term", "child"))
-    places = job.settled(2)
+    places = job.wait_for_world(2)
     agent.signal(number)
-    job.gone()
+    job.wait_until_gone()
     assert agent.exit_code() == -number
     assert not any(alive(p[kind]) for p in places for kind in ("pid", "child"))
 
@@ -42,14 +42,14 @@ def test_a8_nothing_outlives_an_agent_that_was_killed(
 @METHODS
 def test_a9_the_child_of_a_crashed_worker_goes_with_it(job: Job, method: str) -> None:
     agent = run(job, method, "--max-restarts", "1", worker=("child",))
-    before = job.settled(2)
+    before = job.wait_for_world(2)
     os.kill(before[0]["pid"], signal.SIGKILL)
-    after = job.settled(2, after=generation_of(before))
+    after = job.wait_for_world(2, after=generation_of(before))
     children = [place["child"] for place in before]
     assert not any(alive(child) for child in children)
     job.finish()
     assert agent.exit_code() == 0
-    job.gone()
+    job.wait_until_gone()
     assert not any(alive(place["child"]) for place in after)
 
 
@@ -57,7 +57,7 @@ def test_a9_the_child_of_a_crashed_worker_goes_with_it(job: Job, method: str) ->
 def test_a11_an_ignored_hangup_stays_ignored(job: Job, method: str) -> None:
     command = job.agent(*ALONE, f"--start-method={method}")
     agent = job.start("a", "nohup", *command, PYTHONPATH=WITHOUT_TORCH)
-    places = job.settled(2)
+    places = job.wait_for_world(2)
     for pid in (agent.pid, *(place["pid"] for place in places)):
         os.kill(pid, signal.SIGHUP)
     job.finish()
@@ -67,22 +67,22 @@ def test_a11_an_ignored_hangup_stays_ignored(job: Job, method: str) -> None:
 
 def test_a19_an_agent_that_is_asked_to_leave_says_so_and_leaves_nothing(job: Job) -> None:
     agent = job.run("a", *ALONE)
-    job.settled(2)
+    job.wait_for_world(2)
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 128 + signal.SIGTERM
     assert "STOPPED: received SIGTERM" in agent.text
     assert "Traceback" not in agent.text
-    job.gone()
+    job.wait_until_gone()
 
 
 @METHODS
 def test_a_worker_that_is_deaf_to_sigterm_is_killed_after_the_grace(job: Job, method: str) -> None:
     agent = run(job, method, "--shutdown-timeout", "0.5", worker=("ignore-term",))
-    job.settled(2)
+    job.wait_for_world(2)
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 128 + signal.SIGINT
     assert "still running 0.5 s after SIGTERM, killing: pid" in agent.text
-    job.gone()
+    job.wait_until_gone()
 
 
 @pytest.mark.parametrize("where", ["store is there", "store is not"])
@@ -91,7 +91,7 @@ def test_a20_a_waiting_node_leaves_when_it_is_asked_to(job: Job, where: str) -> 
     agent = job.run(
         "a", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=false"
     )
-    agent.says(r"1 of at least 2 nodes are here|the store is unreachable")
+    agent.wait_for_log(r"1 of at least 2 nodes are here|the store is unreachable")
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 128 + signal.SIGTERM
     assert "Traceback" not in agent.text
@@ -112,8 +112,8 @@ def test_a_module_that_fails_when_it_is_imported_late_costs_no_worker_and_no_res
     job: Job,
 ) -> None:
     agent = run_with_deferred_import(job, "raise RuntimeError('as if it were broken')")
-    places = job.settled(2)
-    agent.says("torch._dynamo cannot be imported: RuntimeError: as if it were broken")
+    places = job.wait_for_world(2)
+    agent.wait_for_log("torch._dynamo cannot be imported: RuntimeError: as if it were broken")
     assert sorted(workers_of(agent.pid)) == sorted(place["pid"] for place in places)
     job.finish()
     assert agent.exit_code() == 0, agent.text
@@ -127,10 +127,10 @@ def test_a_worker_that_is_killed_while_a_module_is_imported_late_is_restarted_at
 ) -> None:
     os.mkfifo(job.folder / "pipe")
     agent = run_with_deferred_import(job, f"open({str(job.folder / 'pipe')!r}).read()")
-    before = job.settled(2)
+    before = job.wait_for_world(2)
     wait_until("the import to begin", (job.folder / "begun").exists)
     os.kill(before[0]["pid"], signal.SIGKILL)
-    after = job.settled(2, after=generation_of(before))
+    after = job.wait_for_world(2, after=generation_of(before))
     # Forked by the same server, which would have been given up if it had not answered.
     assert sorted(workers_of(agent.pid)) == sorted(place["pid"] for place in after)
     agent.signal(signal.SIGTERM)
@@ -138,4 +138,4 @@ def test_a_worker_that_is_killed_while_a_module_is_imported_late_is_restarted_at
     assert "was killed by SIGKILL" in agent.text
     assert "fork server" not in agent.text
     assert "did not exit in time" not in agent.text
-    job.gone()
+    job.wait_until_gone()

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, Job, Node, alive, generation_of, left_in
+from jobs import PROGRAMS, Job, Node, alive, generation_of, leftover_files
 from processes import footprint, second_servers
 
 from elasticlib.testing.waiting import wait_until
@@ -34,7 +34,7 @@ def test_a1_every_kill_is_one_recovery_and_one_restart_and_leaks_nothing(
     command = job.agent(*flags, program=SCRIPT)
     agents = [job.start(name, *command) for name in "ab"[:nodes]]
     draw = random.Random(1)
-    places = job.settled(4)
+    places = job.wait_for_world(4)
     before: Counter[str] = Counter()
     for kill in range(1, kills + 1):
         places = _kill_one(job, draw, places, kill)
@@ -63,7 +63,7 @@ def _kill_one(
 ) -> list[dict[str, Any]]:
     """The places after this kill, which has been recovered from at once."""
     os.kill(draw.choice(places)["pid"], signal.SIGKILL)
-    after = job.settled(4, after=generation_of(places))
+    after = job.wait_for_world(4, after=generation_of(places))
     assert generation_of(after) == generation_of(places) + 1
     assert {place["TORCHELASTIC_RESTART_COUNT"] for place in after} == {str(kill)}
     assert not any(alive(place["pid"]) for place in places)
@@ -79,6 +79,6 @@ def _held(job: Job, agents: list[Node]) -> Counter[str]:
         held.update({f"{what} of {agent.name}": n for what, n in footprint(agent.pid).items()})
     held["processes"] = len(job.processes())
     # Unlike a glob, a walk does not mind what goes meanwhile.
-    walks = itertools.chain.from_iterable(map(os.walk, left_in(job.temporary)))
+    walks = itertools.chain.from_iterable(map(os.walk, leftover_files(job.temporary)))
     held["temporary files"] = sum(len(folders) + len(files) for _, folders, files in walks)
     return held

@@ -44,7 +44,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     roles = [json.loads(file.read_text()) for file in sorted(folder.glob("role.*.json"))]
     yield Told(nodes, reports, roles)
     job.close()
-    job.gone()
+    job.wait_until_gone()
 
 
 def test_a13_every_node_ends_with_the_traceback_of_the_one_that_failed(told: Told) -> None:

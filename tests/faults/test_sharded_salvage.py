@@ -46,7 +46,7 @@ def two_nodes(job: Job, *flags: str) -> tuple[dict[str, Node], list[dict[str, An
     meet = ("--rdzv-endpoint", job.store(), "--rdzv-id", "first")
     place = ("--nproc-per-node", "2", *meet, *SOON, *flags)
     nodes = {n: job.start(n, *LAUNCH, *place, WORKER, str(job.folder)) for n in "ab"}
-    return nodes, job.settled(4, seconds=PATIENT)
+    return nodes, job.wait_for_world(4, seconds=PATIENT)
 
 
 def goes_on(job: Job, step: int, digest: str) -> None:
@@ -55,7 +55,7 @@ def goes_on(job: Job, step: int, digest: str) -> None:
         file.unlink()
     flags = ("--standalone", "--nproc-per-node", "3")
     node = job.start("again", *LAUNCH, *flags, WORKER, str(job.folder))
-    places = job.settled(3, seconds=PATIENT)
+    places = job.wait_for_world(3, seconds=PATIENT)
     assert {place["restored"] for place in places} == {step}
     assert {place["source"] for place in places} == {"disk"}
     assert {place["digest"] for place in places} == {digest}
@@ -116,7 +116,7 @@ def test_a_node_that_drains_alone_and_those_that_stay_write_its_last_step_togeth
     goes.signal(signal.SIGTERM)
     assert goes.exit_code(PATIENT) == 75
     assert "was not written" not in goes.text, goes.text
-    after = job.settled(2, after=generation_of(places), seconds=PATIENT)
+    after = job.wait_for_world(2, after=generation_of(places), seconds=PATIENT)
     assert {place["restored"] for place in after} == {3}
     assert {place["digest"] for place in after} == {digest}
     job.finish()

@@ -46,8 +46,8 @@ class Resizing:
         aside.write_text(str(step))
         aside.rename(self.job.folder / "permit")
 
-    def settled(self, world: int, after: int = 0) -> Places:
-        return self.job.settled(world, after=after, seconds=BOUND)
+    def wait_for_world(self, world: int, after: int = 0) -> Places:
+        return self.job.wait_for_world(world, after=after, seconds=BOUND)
 
     def commit(self, step: int, places: Places) -> str:
         """Train up to this step, until it is committed; the sum of the whole state."""
@@ -95,27 +95,27 @@ def test_fsdp2_goes_from_2_to_3_to_1_to_4_ranks_without_a_disk_and_loses_no_comm
 ) -> None:
     run = Resizing(job)
     run.start("a", "b")
-    two = run.settled(2)
+    two = run.wait_for_world(2)
     whole = run.commit(5, two)
     # One more comes, and at the same time a worker is killed.
     run.start("c")
     os.kill(two[1]["pid"], signal.SIGKILL)
-    three = run.settled(3, after=generation_of(two))
+    three = run.wait_for_world(3, after=generation_of(two))
     check(three, 5, whole)
     whole = run.commit(9, three)
     stays = next(place for place in three if place["node"] == "a")
     run.kill([place for place in three if place is not stays])
-    one = run.settled(1, after=generation_of(three))
+    one = run.wait_for_world(1, after=generation_of(three))
     check(one, 9, whole)
     whole = run.commit(12, one)
     run.start("d", "e", "f")
     os.kill(one[0]["pid"], signal.SIGKILL)
-    four = run.settled(4, after=generation_of(one))
+    four = run.wait_for_world(4, after=generation_of(one))
     check(four, 12, whole)
     # Who had it all is lost before the next step: the others have their parts by then.
     run.is_kept(12, four)
     run.kill([place for place in four if place["node"] == "a"])
-    others = run.settled(3, after=generation_of(four))
+    others = run.wait_for_world(3, after=generation_of(four))
     check(others, 12, whole)
     whole = run.commit(15, others)
     kept = Path(job.folder, "no checkpoints").iterdir()

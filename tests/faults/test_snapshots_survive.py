@@ -46,7 +46,7 @@ def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drai
     agent = run(job, "a", *flags, worker=("size", str(1 << 21)))
     generation, halves, begun, done = 0, 0, 0, 0
     for _ in range(kills):
-        (place,) = job.settled(1, after=generation)
+        (place,) = job.wait_for_world(1, after=generation)
         assert place["wrong"] == []
         assert (place["held"][0][0] if place["held"] else 0) in {begun, done}, "a step was lost"
         generation, before = generation_of([place]), done
@@ -57,7 +57,7 @@ def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drai
         begun, done = progress(job)
         halves += begun > done
     assert halves > kills // 2, "they were to be killed in the middle"
-    (place,) = job.settled(1, after=generation)
+    (place,) = job.wait_for_world(1, after=generation)
     wait_until("a step", lambda: progress(job)[1] > done)
     agent.signal(signal.SIGUSR2)
     assert agent.exit_code() == 75
@@ -65,7 +65,7 @@ def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drai
     manager = CheckpointManager(job.folder / "disk")
     (written,) = manager.steps()
     assert written in {begun, done}
-    agent.says(f"last checkpoint: step {written}")
+    agent.wait_for_log(f"last checkpoint: step {written}")
     state = manager.load()
     assert (state["step"], set(state["numbers"].tolist())) == (written, {float(written)})
     assert len(state["numbers"]) == 1 << 21
@@ -78,15 +78,15 @@ def test_a_second_sigterm_gives_up_a_final_write_that_waits_for_another_node(job
     # No lease ends: the stopped node counts as one that may still say which parts it has.
     flags = (*flags, "--rdzv-conf", "keep_alive_max_attempt=1000")
     nodes = {name: run(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
-    job.settled(2)
+    job.wait_for_world(2)
     wait_until("step 5", lambda: [progress(job, rank)[1] for rank in (0, 1)] == [5, 5])
     nodes["b"].signal(signal.SIGSTOP)
     nodes["a"].signal(signal.SIGTERM)
-    nodes["a"].says("still writing the last snapshots, .*; a further SIGTERM gives them up")
+    nodes["a"].wait_for_log("still writing the last snapshots, .*; a further SIGTERM gives them up")
     assert nodes["a"].process.poll() is None
     nodes["a"].signal(signal.SIGTERM)
     assert nodes["a"].exit_code(20.0) == 128 + signal.SIGTERM
-    nodes["a"].says(
+    nodes["a"].wait_for_log(
         "the snapshot of step 5 was not written to .*disk: the agent received SIGTERM again during "
         "the final write"
     )
@@ -107,7 +107,7 @@ def test_a_node_that_is_killed_leaves_its_last_snapshot_with_its_buddy_and_nothi
     # Both begin together: who began alone would come to step 5 as well, and be held there.
     flags = (*meet, "--rdzv-conf", "last_call_timeout=60", "--snapshot-replicas", "1")
     nodes = {name: run(job, name, *flags, worker=("parts", "paced")) for name in "ab"}
-    places = job.settled(4)
+    places = job.wait_for_world(4)
     stays, goes = places[0], places[2]
     wait_until("replicas", lambda: held_by(stays["memory"], 5, "1", {2, 3}))
     wait_until("replicas", lambda: held_by(goes["memory"], 5, "0", {0, 1}))
@@ -118,7 +118,7 @@ def test_a_node_that_is_killed_leaves_its_last_snapshot_with_its_buddy_and_nothi
     for place in places[2:]:
         os.kill(place["pid"], signal.SIGKILL)
     nodes[goes["node"]].kill()
-    left = job.settled(2, after=generation_of(places))
+    left = job.wait_for_world(2, after=generation_of(places))
     assert {place["node"] for place in left} == {stays["node"]}
     for place in left:
         assert place["wrong"] == []
@@ -138,5 +138,7 @@ def test_a_node_that_is_killed_leaves_its_last_snapshot_with_its_buddy_and_nothi
     survivor = nodes[stays["node"]]
     survivor.signal(signal.SIGUSR2)
     assert survivor.exit_code() == 75
-    survivor.says(r"DRAINED: received SIGUSR2; the snapshot of step 9 was not written to .*disk")
+    survivor.wait_for_log(
+        r"DRAINED: received SIGUSR2; the snapshot of step 9 was not written to .*disk"
+    )
     assert not Path(stays["memory"]).exists()

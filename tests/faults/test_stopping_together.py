@@ -9,7 +9,7 @@ import signal
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, check_one_world, generation_of
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, check_consistent_world, generation_of
 from processes import waits_of
 
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
@@ -63,10 +63,10 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     grace = ("--checkpoint-grace", f"{seconds:g}")
     save = ("save", str(save_seconds))
     nodes = {name: asking(job, name, *meet, *last, *SHORT, *grace, worker=save) for name in "ab"}
-    two = job.settled(4)
+    two = job.wait_for_world(4)
     goes_on(job)
     nodes["c"] = asking(job, "c", *meet, *last, *SHORT, *grace, worker=save)
-    three = job.settled(6, after=generation_of(two), seconds=bound)
+    three = job.wait_for_world(6, after=generation_of(two), seconds=bound)
     resize = stopped(job, two)
     assert resize["reason"] == "resize"
     assert 0 < resize["left"] <= seconds
@@ -74,16 +74,16 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     leaves = three[0]["node"]
     nodes[leaves].signal(signal.SIGUSR2)
     assert nodes.pop(leaves).exit_code(bound) == 75
-    again = job.settled(4, after=generation_of(three))
+    again = job.wait_for_world(4, after=generation_of(three))
     drain = stopped(job, three)
     assert drain["reason"] == "drain"
     assert 0 < drain["left"] <= seconds
     goes_on(job)
     nodes[again[0]["node"]].signal(signal.SIGTERM)
     assert nodes.pop(again[0]["node"]).exit_code(bound) == 75
-    rest = job.settled(2, after=generation_of(again))
+    rest = job.wait_for_world(2, after=generation_of(again))
     assert stopped(job, again)["reason"] == "preempted"
-    check_one_world(rest)
+    check_consistent_world(rest)
     assert rest[0]["TORCHELASTIC_RESTART_COUNT"] == "0"
     job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0]
@@ -95,10 +95,10 @@ def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
     last = ("--rdzv-conf", "last_call_timeout=0.3")
     nodes = [asking(job, "a", *meet, *last, resize="immediate")]
-    one = job.settled(1)
+    one = job.wait_for_world(1)
     goes_on(job)
     nodes.append(asking(job, "b", *meet, *last, resize="immediate"))
-    job.settled(2, after=generation_of(one))
+    job.wait_for_world(2, after=generation_of(one))
     assert not list(job.folder.glob("stopped.*"))
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
@@ -112,8 +112,8 @@ def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job)
     nodes = [
         asking(job, name, *meet, *SHORT, *watch, str(logs[name]), worker=hang) for name in "ab"
     ]
-    first = job.settled(2)
-    again = job.settled(2, after=generation_of(first))
+    first = job.wait_for_world(2)
+    again = job.wait_for_world(2, after=generation_of(first))
     assert [place["TORCHELASTIC_RESTART_COUNT"] for place in again] == ["1", "1"]
     told = r"hung: rank \d on \S+ is at step 19, inactive for \d\.\d s; so are the others"
     for node in nodes:
@@ -130,7 +130,7 @@ def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job)
 def test_a_job_that_is_paused_as_a_whole_goes_on_and_has_not_hung(job: Job) -> None:
     meet = ("--nnodes", "2", "--rdzv-endpoint", job.store(), "--max-restarts", "1")
     nodes = [asking(job, name, *meet, *SHORT, "--hang-timeout", "1.5") for name in "ab"]
-    before = job.settled(2)
+    before = job.wait_for_world(2)
     goes_on(job)
     # As `scontrol suspend` does, or a freezer of containers.
     paused = job.processes()
@@ -152,7 +152,7 @@ def test_a_job_that_is_paused_as_a_whole_goes_on_and_has_not_hung(job: Job) -> N
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
     assert not any("hung" in node.text for node in nodes)
-    assert job.settled(2) == before
+    assert job.wait_for_world(2) == before
 
 
 def check_silences(job: Job) -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 from etcd_server import needs_etcd
 from hosts import PORT, Cluster, Host, at_members, three_members
-from jobs import WITHOUT_TORCH, Job, Node, alive, check_one_world, generation_of
+from jobs import WITHOUT_TORCH, Job, Node, alive, check_consistent_world, generation_of
 
 pytestmark = pytest.mark.faults
 
@@ -44,7 +44,7 @@ def test_a6_workers_go_on_without_the_agent_that_hosts_the_store_until_it_is_bac
     conf = ("--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=5")
     flags = ("--nnodes", "1:3", "--rdzv-endpoint", f"{first.address}:{PORT}", *conf)
     agents = [host.run(*flags) for host in hosts]
-    before = cluster.job.settled(3)
+    before = cluster.job.wait_for_world(3)
     if how == "killed":
         agents[0].kill()
     else:
@@ -53,8 +53,8 @@ def test_a6_workers_go_on_without_the_agent_that_hosts_the_store_until_it_is_bac
     if how == "without power":
         first.power_on()
     again = first.run(*flags)
-    after = cluster.job.settled(3, after=generation_of(before))
-    check_one_world(after)
+    after = cluster.job.wait_for_world(3, after=generation_of(before))
+    check_consistent_world(after)
     cluster.check_reachable(after)
     # The same job: its numbers go on, and the return is a resize, which charges nobody.
     assert generation_of(after) == generation_of(before) + 1
@@ -72,7 +72,7 @@ def _store_process(job: Job, endpoint: str) -> Node:
 
 def _two_agents(job: Job, *more: str) -> tuple[str, list[Node]]:
     """Two nodes that meet in a store of its own process, which is the job's first node."""
-    endpoint = job.store(at=job.hold_port())
+    endpoint = job.store(at=job.reserve_port())
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=false")
     return endpoint, [
         job.run(name, *flags, *QUICK, *more, PYTHONPATH=WITHOUT_TORCH) for name in "ab"
@@ -81,7 +81,7 @@ def _two_agents(job: Job, *more: str) -> tuple[str, list[Node]]:
 
 def test_a_store_that_comes_back_empty_finds_the_job_as_it_was(job: Job) -> None:
     endpoint, agents = _two_agents(job)
-    before = job.settled(2)
+    before = job.wait_for_world(2)
     job.nodes[0].kill()
     job.check_unchanged(before, 2 * LEASE)
     _store_process(job, endpoint)
@@ -91,13 +91,13 @@ def test_a_store_that_comes_back_empty_finds_the_job_as_it_was(job: Job) -> None
 
 def test_a_node_that_died_while_the_store_was_away_is_missed_when_it_is_back(job: Job) -> None:
     endpoint, agents = _two_agents(job)
-    before = job.settled(2)
+    before = job.wait_for_world(2)
     job.nodes[0].kill()
     dead = agents.pop([agent.name for agent in agents].index(before[0]["node"]))
     dead.kill()
     job.check_unchanged(before[1:], 2 * LEASE)
     _store_process(job, endpoint)
-    (after,) = job.settled(1, after=generation_of(before))
+    (after,) = job.wait_for_world(1, after=generation_of(before))
     assert after["node"] == before[1]["node"]
     assert int(after["ELASTICLIB_GENERATION"]) == generation_of(before) + 1
     assert after["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -106,7 +106,7 @@ def test_a_node_that_died_while_the_store_was_away_is_missed_when_it_is_back(job
 
 def test_agents_give_a_store_up_after_its_grace_and_say_which(job: Job) -> None:
     endpoint, agents = _two_agents(job, "--store-grace", "3")
-    before = job.settled(2)
+    before = job.wait_for_world(2)
     job.nodes[0].kill()
     lost_at = time.monotonic()
     job.check_unchanged(before, 2.0)
@@ -125,10 +125,10 @@ def test_agents_give_a_store_up_after_its_grace_and_say_which(job: Job) -> None:
 def test_workers_go_on_while_the_stores_host_is_cut_off(cluster: Cluster, backend: str) -> None:
     """The store itself lives on, and has seen all leases end for silence when it is back."""
     conf = ("--rdzv-conf", "keep_alive_interval=0.6,keep_alive_max_attempt=5")
-    flags = (*cluster.meet(backend), *conf, "--nnodes", "1:2")
+    flags = (*cluster.rendezvous_flags(backend), *conf, "--nnodes", "1:2")
     _, other = hosts = cluster.grow(2)
     agents = [host.run(*flags) for host in hosts]
-    before = cluster.job.settled(2)
+    before = cluster.job.wait_for_world(2)
     store = cluster.hosts["store"]
     store.link_down()
     other.link_down()
@@ -149,10 +149,10 @@ def test_the_next_endpoint_of_the_list_serves_when_the_first_is_lost(cluster: Cl
     first, second, third = cluster.grow(3)
     flags = ("--nnodes", "2:3", *at(first, second))
     agents = {host.name: host.run(*flags) for host in (first, second, third)}
-    before = cluster.job.settled(3)
+    before = cluster.job.wait_for_world(3)
     first.power_off()
-    without = cluster.job.settled(2, after=generation_of(before))
-    check_one_world(without)
+    without = cluster.job.wait_for_world(2, after=generation_of(before))
+    check_consistent_world(without)
     cluster.check_reachable(without)
     assert generation_of(without) == generation_of(before) + 1
     assert {place["node"] for place in without} == {second.name, third.name}
@@ -160,8 +160,8 @@ def test_the_next_endpoint_of_the_list_serves_when_the_first_is_lost(cluster: Cl
     first.power_on()
     # At its own endpoint nobody serves, and it could; the job is at the next.
     agents[first.name] = first.run(*flags)
-    again = cluster.job.settled(3, after=generation_of(without))
-    check_one_world(again)
+    again = cluster.job.wait_for_world(3, after=generation_of(without))
+    check_consistent_world(again)
     cluster.check_reachable(again)
     assert again[2]["node"] == first.name
     end_well(cluster.job, list(agents.values()))
@@ -171,7 +171,7 @@ def test_one_of_two_does_not_go_on_by_itself_and_says_why(cluster: Cluster) -> N
     first, second = cluster.grow(2)
     flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "8")
     agents = [host.run(*flags) for host in (first, second)]
-    before = cluster.job.settled(2)
+    before = cluster.job.wait_for_world(2)
     first.power_off()
     assert agents[1].exit_code() == 1, agents[1].text
     (error,) = [line for line in agents[1].text.splitlines() if line.startswith("elasticrun:")]
@@ -184,9 +184,9 @@ def test_one_of_two_goes_on_by_itself_where_any_number_is_quorum(cluster: Cluste
     first, second = cluster.grow(2)
     flags = ("--nnodes", "1:2", *at(first, second), "--rdzv-conf", "quorum=any")
     agents = [host.run(*flags) for host in (first, second)]
-    before = cluster.job.settled(2)
+    before = cluster.job.wait_for_world(2)
     first.power_off()
-    (after,) = cluster.job.settled(1, after=generation_of(before))
+    (after,) = cluster.job.wait_for_world(1, after=generation_of(before))
     assert after["node"] == second.name
     assert int(after["ELASTICLIB_GENERATION"]) == generation_of(before) + 1
     end_well(cluster.job, agents[1:])
@@ -196,10 +196,10 @@ def test_of_a_job_that_is_cut_in_two_the_greater_part_goes_on(cluster: Cluster) 
     first, second, third = hosts = cluster.grow(3)
     flags = ("--nnodes", "1:3", *at(first, second))
     agents = [host.run(*flags) for host in hosts]
-    before = cluster.job.settled(3)
+    before = cluster.job.wait_for_world(3)
     first.link_down()
-    without = cluster.job.settled(2, after=generation_of(before))
-    check_one_world(without)
+    without = cluster.job.wait_for_world(2, after=generation_of(before))
+    check_consistent_world(without)
     cluster.check_reachable(without)
     assert {place["node"] for place in without} == {second.name, third.name}
     # The first still has the store that all met in, and sees the others' leases end.
@@ -208,8 +208,8 @@ def test_of_a_job_that_is_cut_in_two_the_greater_part_goes_on(cluster: Cluster) 
     assert not said, "the cut-off part went on too"
     assert first.name not in {p["node"] for p in cluster.job.places(generation_of(without))}
     first.link_up()
-    again = cluster.job.settled(3, after=generation_of(without))
-    check_one_world(again)
+    again = cluster.job.wait_for_world(3, after=generation_of(without))
+    check_consistent_world(again)
     cluster.check_reachable(again)
     assert again[2]["node"] == first.name
     end_well(cluster.job, agents)
@@ -220,14 +220,14 @@ def test_a_node_that_remembers_nothing_begins_no_second_job_in_its_part(cluster:
     first, second = cluster.grow(2)
     flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "3")
     agents = [first.run(*flags), second.run(*flags)]
-    before = cluster.job.settled(2)
+    before = cluster.job.wait_for_world(2)
     first.link_down()
     assert agents[1].exit_code() == 1
     again = second.run(*flags, name="again")
-    again.says("begins with more than half")
+    again.wait_for_log("begins with more than half")
     first.link_up()
-    after = cluster.job.settled(2, after=generation_of(before))
-    check_one_world(after)
+    after = cluster.job.wait_for_world(2, after=generation_of(before))
+    check_consistent_world(after)
     assert [place["node"] for place in after] == [first.name, "again"]
     end_well(cluster.job, [agents[0], again])
 
@@ -239,12 +239,12 @@ def test_a_host_that_is_told_to_leave_serves_until_the_others_have_gone_on(
     first, second = hosts = cluster.grow(2)
     flags = ("--nnodes", "1:2", *at(*hosts[:places]), "--store-grace", "8" if places > 1 else "3")
     agents = [first.run(*flags)]
-    agents[0].says("hosts the store")
+    agents[0].wait_for_log("hosts the store")
     agents.append(second.run(*flags))
-    before = cluster.job.settled(2)
+    before = cluster.job.wait_for_world(2)
     agents[0].signal(signal.SIGTERM)
     assert agents[0].exit_code() == 128 + signal.SIGTERM
-    (after,) = cluster.job.settled(1, after=generation_of(before))
+    (after,) = cluster.job.wait_for_world(1, after=generation_of(before))
     assert after["node"] == second.name
     end_well(cluster.job, agents[1:])
 
@@ -253,7 +253,7 @@ def test_a_host_that_is_told_to_leave_waits_for_nobody_who_cannot_go_on(cluster:
     first, second = cluster.grow(2)
     flags = ("--nnodes", "2", *at(first), "--store-grace", "1")
     agents = [host.run(*flags) for host in (first, second)]
-    cluster.job.settled(2)
+    cluster.job.wait_for_world(2)
     agents[0].signal(signal.SIGTERM)
     assert agents[0].exit_code(10.0) == 128 + signal.SIGTERM
     assert agents[1].exit_code() == 1
@@ -268,9 +268,9 @@ def test_a_silent_member_of_etcd_keeps_nobody_for_longer_than_a_lease(cluster: C
     three_members(cluster, hosts)
     # All ask the first of the list for as long as it answers.
     agents = [host.run(*at_members(hosts), *QUICK, "--nnodes", "1:3") for host in hosts]
-    before = cluster.job.settled(3)
+    before = cluster.job.wait_for_world(3)
     dead.power_off()
-    after = cluster.job.settled(2, after=generation_of(before), seconds=10.0)
-    check_one_world(after)
+    after = cluster.job.wait_for_world(2, after=generation_of(before), seconds=10.0)
+    check_consistent_world(after)
     assert {place["node"] for place in after} == {host.name for host in others}
     end_well(cluster.job, agents[1:])

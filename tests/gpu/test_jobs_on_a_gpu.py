@@ -49,12 +49,12 @@ def test_forked_workers_use_a_gpu_that_their_fork_server_never_touched(
     job: Job, device: str
 ) -> None:
     node = start(job, "a", device, *ALONE, "--nproc-per-node=2")
-    places = job.settled(2, seconds=120)
+    places = job.wait_for_world(2, seconds=120)
     assert {place["parent"] for place in places} == {"fork-server"}
     assert {place["parents_gpu_files"] for place in places} == {0}
     assert all(bool(place["gpu_files"]) is (device == "cuda") for place in places)
     os.kill(pid_of(places), signal.SIGKILL)
-    again = job.settled(2, after=generation_of(places), seconds=120)
+    again = job.wait_for_world(2, after=generation_of(places), seconds=120)
     assert {place["parents_gpu_files"] for place in again} == {0}
     end(job, node)
 
@@ -65,30 +65,30 @@ def test_two_gloo_ranks_on_one_gpu_live_through_a_kill_a_join_and_a_drain(
     meet = (f"--rdzv-endpoint={job.store()}", "--rdzv-id=gpu", "--nnodes=1:2", "--max-restarts=3")
     meet = (*meet, "--rdzv-conf=last_call_timeout=0.1")
     first = start(job, "a", device, *meet)
-    generation = generation_of(job.settled(1, seconds=120))
+    generation = generation_of(job.wait_for_world(1, seconds=120))
     before = steps_done(job, 3)
     second = start(job, "b", device, *meet)
-    both = job.settled(2, after=generation, seconds=120)
+    both = job.wait_for_world(2, after=generation, seconds=120)
     assert all(place["resumed"] >= before for place in both)
     before = steps_done(job, before + 3)
     os.kill(pid_of(both), signal.SIGKILL)
-    again = job.settled(2, after=generation_of(both), seconds=120)
+    again = job.wait_for_world(2, after=generation_of(both), seconds=120)
     # The step under way and the one before it, which may not be kept by both yet.
     assert all(place["resumed"] >= before - 1 for place in again)
     before = steps_done(job, before + 3)
     second.signal(signal.SIGUSR2)
     assert second.exit_code(120) == 75
-    alone = job.settled(1, after=generation_of(again), seconds=120)
+    alone = job.wait_for_world(1, after=generation_of(again), seconds=120)
     assert alone[0]["resumed"] >= before
     end(job, first)
 
 
 def test_nccl_works_with_one_rank_and_again_after_it_was_killed(job: Job, cuda: str) -> None:
     node = start(job, "a", cuda, *ALONE, words=("nccl",))
-    places = job.settled(1, seconds=120)
+    places = job.wait_for_world(1, seconds=120)
     steps_done(job, 3)
     os.kill(pid_of(places), signal.SIGKILL)
-    again = job.settled(1, after=generation_of(places), seconds=120)
+    again = job.wait_for_world(1, after=generation_of(places), seconds=120)
     assert again[0]["resumed"] >= 2
     end(job, node)
 
@@ -105,9 +105,9 @@ def test_a_kernel_that_never_ends_is_a_hang_and_the_next_generation_goes_on(
     job: Job, device: str
 ) -> None:
     node = start(job, "a", device, *ALONE, "--hang-timeout=10", words=("endless",))
-    places = job.settled(1, seconds=120)
+    places = job.wait_for_world(1, seconds=120)
     # The limit is 15 minutes until steps are known, and ten of them are by then.
-    again = job.settled(1, after=generation_of(places), seconds=120)
+    again = job.wait_for_world(1, after=generation_of(places), seconds=120)
     assert again[0]["resumed"] >= 10
     assert "hung: " in node.text
     end(job, node)
@@ -119,7 +119,7 @@ def test_as_many_workers_as_gpus_are_started_by_their_name(job: Job, cuda: str, 
 
     count = torch.cuda.device_count()
     node = start(job, "a", cuda, *ALONE, f"--nproc-per-node={word}")
-    assert len(job.settled(count, seconds=120)) == count
+    assert len(job.wait_for_world(count, seconds=120)) == count
     end(job, node)
 
 
@@ -135,7 +135,7 @@ def test_a_worker_is_bound_near_its_gpu_or_it_is_said_why_not(job: Job, cuda: st
         assert node.exit_code(120) == 2
         assert "--numa-binding node: torch.numa cannot bind 1 workers" in node.text
         return
-    (seen,) = job.settled(1, seconds=120)
+    (seen,) = job.wait_for_world(1, seconds=120)
     assert set(seen["processors"]) <= cpus_of((device / "local_cpulist").read_text().strip())
     end(job, node)
 

@@ -40,7 +40,7 @@ class Nodes:
 
     def __init__(self, job: Job, nodes: int = 2) -> None:
         self.training = Training(job, "run", EPOCHS)
-        self.port = job.hold_port()
+        self.port = job.reserve_port()
         self._meet = ("--rdzv-endpoint", job.store(at=self.port), "--rdzv-id", "run")
         self.training.pace(PACE_S)
         for number in range(nodes):
@@ -167,7 +167,7 @@ def test_an_error_of_the_script_uses_a_restart_and_the_others_continue(job: Job)
     training = one_node(job, 2)
     before = training.at_work(2, 5)
     (training.folder / "raise").touch()
-    training.nodes["node"].says("an error of the script's own")
+    training.nodes["node"].wait_for_log("an error of the script's own")
     (training.folder / "raise").unlink()
     after = training.at_work(2, training.last_step)
     assert len(pids(before) & pids(after)) == 1, job.logs

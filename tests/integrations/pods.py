@@ -105,7 +105,7 @@ class Pods:
     def _tell(self, host: Host, container: Container) -> None:
         """Write /etc/hosts, which takes precedence over DNS, as a kubelet does."""
         own = {container.pod: host.address, container.own_name: host.address}
-        host.know({**self._dns, **own})
+        host.set_known_names({**self._dns, **own})
 
     def _command(self, container: Container) -> list[str]:
         """The container's own, at a pace at which something can happen, and with a trace."""

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Cluster, Host, why_no_hosts
-from jobs import TAG, Job, Node, left_in
+from hosts import Cluster, Host, reason_against_hosts
+from jobs import TAG, Job, Node, leftover_files
 
 from elasticlib.testing.waiting import wait_until
 
@@ -90,7 +90,7 @@ class Slurm:
         self.nodes[name].power_on()
         self.serve(name)
         self.idle()
-        for path in left_in(self._cluster.job.temporary):
+        for path in leftover_files(self._cluster.job.temporary):
             shutil.rmtree(path)
 
     def idle(self) -> None:
@@ -158,7 +158,7 @@ needs_slurm = pytest.mark.skipif(bool(_MISSING), reason=f"no {_MISSING} here: {_
 def _why_not() -> str:
     if _MISSING:
         return f"no {_MISSING} here: {_WHERE}"
-    return why_no_hosts() or ("" if os.getuid() == 0 else "Slurm's daemons need root")
+    return reason_against_hosts() or ("" if os.getuid() == 0 else "Slurm's daemons need root")
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +177,8 @@ def whole_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         slurm.cancel()
         slurm.idle()
         job.close()
-        job.gone()
-        assert not left_in(job.temporary)
+        job.wait_until_gone()
+        assert not leftover_files(job.temporary)
     finally:
         cluster.close()
         shutil.rmtree(folder)

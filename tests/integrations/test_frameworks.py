@@ -48,7 +48,7 @@ def test_training_is_unchanged_after_kills_a_drain_and_a_second_launch(
     first = framework.alone("a", "--max-restarts", "2", kills=",".join(map(str, KILLS)))
     framework.trains(DRAINED_AT, world=2)
     first.signal(signal.SIGUSR2)
-    first.says("drain: the workers have")
+    first.wait_for_log("drain: the workers have")
     framework.hold.unlink()
     assert first.exit_code() == 75, first.text
     assert "restarts 2/2" in first.text, first.text

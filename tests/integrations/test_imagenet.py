@@ -95,7 +95,7 @@ def test_weights_after_a_killed_worker_are_equal_to_those_without_faults(
     storm = Run(job, "storm", drawn)
     node = storm.start(2)
     # Four steps past a snapshot's, so that some are done again.
-    node.says(rf"epoch 1 step {STEPS_AN_EPOCH + 3} ")
+    node.wait_for_log(rf"epoch 1 step {STEPS_AN_EPOCH + 3} ")
     victim = workers_of(node.pid)[1]
     loading = children(victim)
     os.kill(victim, signal.SIGKILL)
@@ -134,7 +134,7 @@ def test_a_signal_to_all_processes_stops_cleanly_and_one_rank_can_resume(
     # two by rounding; a lost or repeated batch would change them more.
     run = Run(job, "run", drawn)
     node = run.start(2)
-    node.says(r"epoch 0 step 2 ")
+    node.wait_for_log(r"epoch 0 step 2 ")
     workers = workers_of(node.pid)
     for loading in [child for worker in workers for child in children(worker)]:
         for number in (signal.SIGTERM, signal.SIGUSR2):
@@ -159,7 +159,7 @@ def test_a_worker_killed_at_the_end_of_an_epoch_resumes_with_its_validation(
 ) -> None:
     run = Run(job, "run", drawn)
     node = run.start(2)
-    node.says(rf"epoch 0 step {STEPS_AN_EPOCH} ")
+    node.wait_for_log(rf"epoch 0 step {STEPS_AN_EPOCH} ")
     os.kill(wait_until("workers", lambda: workers_of(node.pid))[0], signal.SIGKILL)
     assert node.exit_code() == 0, node.text
     check_validated(node)

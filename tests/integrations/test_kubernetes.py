@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("yaml", reason="needs PyYAML: make test-integrations")
 
 from hosts import NETWORK, PORT, Cluster
-from jobs import check_one_world
+from jobs import check_consistent_world
 from manifests import (
     Container,
     indexed_job,
@@ -69,7 +69,7 @@ def test_a_pytorchjob_continues_after_each_worker_is_evicted_and_recreated(
     without = pods.trained(2, after=before)
     zero = pods.start(containers[0], f"--samples={SAMPLES}")
     # Where it is it knows itself; the others still hear its old address.
-    zero.node.says("this node hosts the store")
+    zero.node.wait_for_log("this node hosts the store")
     pods.publish()
     again = pods.trained(3, after=without)
     # Killed before it could save, and not even its connections are closed.
@@ -110,8 +110,8 @@ def test_an_indexed_job_is_scaled_from_one_pod_to_three_and_back(pods: Pods) -> 
     containers = [quick(indexed_job(job, index)) for index in range(3)]
     first = pods.start(containers[0], f"--samples={SAMPLES}")
     # The service has not published it, and the pod itself knows only its long name.
-    first.node.says("cannot resolve the host of train-0.train:29400")
-    first.node.says(
+    first.node.wait_for_log("cannot resolve the host of train-0.train:29400")
+    first.node.wait_for_log(
         r"the store is unreachable: .* retries for 600 s \(join_timeout\): "
         r"train-0.train:29400 could not be reached"
     )
@@ -139,7 +139,7 @@ def test_a_trainjob_continues_after_its_first_node_is_rescheduled(
     before = pods.trained(3)
     zero.lose()
     zero = pods.start(containers[0], f"--samples={SAMPLES}")
-    zero.node.says("cannot resolve the host|waiting for the store at ")
+    zero.node.wait_for_log("cannot resolve the host|waiting for the store at ")
     pods.publish()
     pods.trained(3, after=before)
     assert pods.finish() == [0, 0, 0], pods.said()
@@ -159,11 +159,11 @@ def test_a_runai_job_runs_with_any_master_variables_of_the_operator(pods: Pods) 
 def test_is_host_selects_the_host_of_a_name_with_several_addresses(cluster: Cluster) -> None:
     one, two = cluster.grow(2)
     for host in (one, two):
-        host.know_lines(f"{one.address} train", f"{two.address} train")
+        host.add_host_lines(f"{one.address} train", f"{two.address} train")
     flags = ("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")
     nodes = [two.run(*flags, "--rdzv-conf=is_host=true")]
     nodes.append(one.run(*flags, "--rdzv-conf=is_host=false"))
-    check_one_world(cluster.job.settled(2))
+    check_consistent_world(cluster.job.wait_for_world(2))
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
 
@@ -173,13 +173,13 @@ def test_is_host_behind_a_translated_address_listens_on_all_addresses(
 ) -> None:
     """As a Service's: what it means is nobody's own address, and leads to the first node."""
     one, two = cluster.grow(2)
-    one.know({"train": f"{NETWORK}.99"})
-    two.know({"train": one.address})
+    one.set_known_names({"train": f"{NETWORK}.99"})
+    two.set_known_names({"train": one.address})
     flags = ("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")
     nodes = [one.run(*flags, "--rdzv-conf=is_host=true"), two.run(*flags)]
-    nodes[0].says("this node hosts the store on all of its addresses")
-    places = cluster.job.settled(2)
-    check_one_world(places)
+    nodes[0].wait_for_log("this node hosts the store on all of its addresses")
+    places = cluster.job.wait_for_world(2)
+    check_consistent_world(places)
     cluster.check_reachable(places)
     cluster.job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, Node, alive, check_one_world, generation_of
+from jobs import Job, Node, alive, check_consistent_world, generation_of
 from pages import blocks_of
 from processes import environment_of, marked
 
@@ -184,15 +184,15 @@ def test_workers_see_the_gpus_that_ray_gave_to_their_agent(job: Job, rays: Rays)
 def test_a_job_continues_without_a_lost_node_and_uses_a_new_one(job: Job, rays: Rays) -> None:
     rays.have(2)
     driver = drive(job, rays, "work", "1:2")
-    two = job.settled(2)
-    check_one_world(two)
+    two = job.wait_for_world(2)
+    check_consistent_world(two)
     memory = memory_of(two)
     rays.kill(rays.node_of(two[1]["pid"]))
-    one = job.settled(1, generation_of(two))
+    one = job.wait_for_world(1, generation_of(two))
     wait_until("the lost node's worker to be gone", lambda: not alive(two[1]["pid"]))
     rays.add()
-    again = job.settled(2, generation_of(one))
-    check_one_world(again)
+    again = job.wait_for_world(2, generation_of(one))
+    check_consistent_world(again)
     assert {place["TORCHELASTIC_RESTART_COUNT"] for place in again} == {"0"}
     memory += memory_of(again)
     job.finish()
@@ -203,13 +203,13 @@ def test_a_job_continues_without_a_lost_node_and_uses_a_new_one(job: Job, rays: 
 def test_workers_are_restarted_and_agents_replaced(job: Job, rays: Rays) -> None:
     rays.have(2)
     driver = drive(job, rays, "work")
-    first = job.settled(2)
+    first = job.wait_for_world(2)
     os.kill(first[0]["pid"], signal.SIGKILL)
-    second = job.settled(2, generation_of(first))
+    second = job.wait_for_world(2, generation_of(first))
     assert {place["TORCHELASTIC_RESTART_COUNT"] for place in second} == {"1"}
     memory = memory_of(second)
     os.kill(agent_of(second[0]["pid"]), signal.SIGKILL)
-    third = job.settled(2, generation_of(second))
+    third = job.wait_for_world(2, generation_of(second))
     memory += memory_of(third)
     # Replacing a lost agent uses no restart.
     assert {place["TORCHELASTIC_RESTART_COUNT"] for place in third} == {"1"}
@@ -246,7 +246,7 @@ def test_a_failure_is_raised_at_the_driver_with_its_cause(job: Job, rays: Rays) 
 def test_no_process_is_left_without_the_driver(job: Job, rays: Rays, number: int) -> None:
     rays.have(2)
     driver = drive(job, rays, "work")
-    places = job.settled(2)
+    places = job.wait_for_world(2)
     memory = memory_of(places)
     driver.signal(number)
     if number == signal.SIGINT:
@@ -260,7 +260,7 @@ def test_no_process_is_left_without_the_driver(job: Job, rays: Rays, number: int
 def test_a_drain_of_the_driver_lets_all_workers_save_at_one_step(job: Job, rays: Rays) -> None:
     rays.have(2)
     driver = drive(job, rays, "save")
-    job.settled(2)
+    job.wait_for_world(2)
     driver.signal(signal.SIGUSR2)
     assert said(driver)["state"] == "drained"
     assert sorted(path.name for path in job.folder.glob("saved.*")) == ["saved.0", "saved.1"], (

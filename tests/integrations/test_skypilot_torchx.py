@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts import Cluster, why_no_hosts
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, check_one_world
+from hosts import Cluster, reason_against_hosts
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, check_consistent_world
 from pages import blocks_of, by_name
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the tasks")
@@ -47,8 +47,8 @@ def test_a_skypilot_task_trains_on_both_nodes(
     for rank, host in enumerate(hosts):
         own = {"SKYPILOT_NODE_RANK": str(rank), **shared}
         host.start(host.name, "bash", "-ec", task["run"], **own)
-    places = job.settled(4)
-    check_one_world(places)
+    places = job.wait_for_world(4)
+    check_consistent_world(places)
     assert [place["node"] for place in places] == ["h1", "h1", "h2", "h2"]
     if name == "elastic.yaml":
         assert {place["id"] for place in places} == {shared["SKYPILOT_TASK_ID"]}
@@ -63,8 +63,8 @@ def test_torchx_starts_elasticrun_with_its_command_line_for_torchrun(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torchx", reason="torchx is not installed")
-    if why_no_hosts():
-        pytest.skip(why_no_hosts())
+    if reason_against_hosts():
+        pytest.skip(reason_against_hosts())
     put_script(tmp_path)
     monkeypatch.chdir(tmp_path)
     (component,) = (code for language, code in BLOCKS if language == "python")
@@ -74,8 +74,8 @@ def test_torchx_starts_elasticrun_with_its_command_line_for_torchrun(
     # Port 29500 of a network that is the test's own.
     network = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
     node = job.start("torchx", *network, "bash", "-ec", command, **environment)
-    places = job.settled(4)
-    check_one_world(places)
+    places = job.wait_for_world(4)
+    check_consistent_world(places)
     assert len({place["agent"] for place in places}) == 2
     (app,) = {place["id"] for place in places}
     assert re.fullmatch(r"train-\w+", app)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, check_one_world, generation_of
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, check_consistent_world, generation_of
 from pages import blocks_of
 from slurm_cluster import GPUS, Slurm, needs_slurm, slurm, whole_slurm
 
@@ -57,9 +57,9 @@ class Batch:
     def said(self) -> str:
         return "".join(path.read_text() for path in self.folder.glob("*.out"))
 
-    def settled(self, world: int, after: int = 0) -> list[dict[str, Any]]:
+    def wait_for_world(self, world: int, after: int = 0) -> list[dict[str, Any]]:
         try:
-            return self.reports.settled(world, after)
+            return self.reports.wait_for_world(world, after)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.said}") from None
 
@@ -85,7 +85,7 @@ class Batch:
         for path in self.folder.glob("place.*.json"):
             path.unlink()
         self.wake(self.id)
-        places = self.settled(2)
+        places = self.wait_for_world(2)
         # A new start: its generations count from 1, and its budget is whole.
         assert generation_of(places) == 1
         assert sorted(p.name for p in self.folder.glob(f"start.*.{step}")) == [
@@ -131,16 +131,16 @@ def hosts_of(places: list[dict[str, Any]]) -> list[str]:
 
 def test_a_script_for_torchrun_needs_one_word_changed(submit: Any) -> None:
     batch = submit("torchrun")
-    places = batch.settled(4)
-    check_one_world(places)
+    places = batch.wait_for_world(4)
+    check_consistent_world(places)
     assert sorted(hosts_of(places)) == ["n1", "n1", "n2", "n2"]
     batch.finish()
 
 
 def test_endpoint_and_number_of_workers_are_read_from_slurm(submit: Any) -> None:
     batch = submit("elastic")
-    places = batch.settled(2 * GPUS)
-    check_one_world(places)
+    places = batch.wait_for_world(2 * GPUS)
+    check_consistent_world(places)
     # In Slurm's order.
     assert hosts_of(places) == ["n1"] * GPUS + ["n2"] * GPUS
     assert {place["id"] for place in places} == {f"{batch.id}.0"}
@@ -152,8 +152,8 @@ def test_endpoint_and_number_of_workers_are_read_from_slurm(submit: Any) -> None
 
 def test_static_rendezvous_uses_the_ranks_of_slurm(submit: Any) -> None:
     batch = submit("static")
-    places = batch.settled(2)
-    check_one_world(places)
+    places = batch.wait_for_world(2)
+    check_consistent_world(places)
     assert hosts_of(places) == ["n1", "n2"]
     batch.finish()
 
@@ -169,12 +169,12 @@ def test_signalled_job_saves_at_one_step_and_is_requeued_by_its_batch_script(
     assert re.search(r"^#SBATCH --signal=USR1@", SCRIPTS["requeue"], re.MULTILINE)
     if signalled == "by scancel":
         batch = submit("requeue")
-        batch.settled(2)
+        batch.wait_for_world(2)
         slurm.tell("scancel", "--signal=USR1", batch.id)
     else:
         # Slurm looks every half minute, and may send the signal up to a minute early.
         batch = submit("requeue", "--time=00:02:00", "--signal=USR1@60")
-        batch.settled(2)
+        batch.wait_for_world(2)
         wait_until("Slurm's signal", lambda: batch.ends(DRAINED), 150.0)
     batch.check_drained_and_goes_on()
     assert slurm.field(batch.id, "ExitCode") == "0:0"
@@ -182,7 +182,7 @@ def test_signalled_job_saves_at_one_step_and_is_requeued_by_its_batch_script(
 
 def test_a_signal_to_the_batch_shell_is_forwarded(submit: Any, slurm: Slurm) -> None:
     batch = submit("shell")
-    batch.settled(2)
+    batch.wait_for_world(2)
     slurm.tell("scancel", "--signal=USR1", "--batch", batch.id)
     batch.check_drained_and_goes_on()
 
@@ -207,7 +207,7 @@ def test_each_task_of_an_array_is_requeued_by_itself(submit: Any, slurm: Slurm) 
 
 def test_a_cancelled_job_is_not_requeued(submit: Any, slurm: Slurm) -> None:
     batch = submit("requeue")
-    batch.settled(2)
+    batch.wait_for_world(2)
     slurm.tell("scancel", batch.id)
     slurm.idle()
     # Slurm would requeue a job that is being cancelled, but SIGTERM ends the batch script first.
@@ -220,7 +220,7 @@ def test_a_cancelled_job_is_not_requeued(submit: Any, slurm: Slurm) -> None:
 
 def test_exit_code_stays_if_slurm_refuses_to_requeue(submit: Any, slurm: Slurm) -> None:
     batch = submit("requeue", "--no-requeue")
-    batch.settled(2)
+    batch.wait_for_world(2)
     slurm.tell("scancel", "--signal=USR1", batch.id)
     batch.wait_for_state("FAILED")
     assert slurm.field(batch.id, "ExitCode") == "75:0"
@@ -232,9 +232,9 @@ def test_job_continues_without_a_drained_node(submit: Any, slurm: Slurm) -> None
     # The parent of a worker is the agent if workers are started as new interpreters.
     flags = "--scheduler slurm --start-method spawn"
     batch = submit(SCRIPTS["no-kill"].replace("--scheduler slurm", flags))
-    places = batch.settled(2)
+    places = batch.wait_for_world(2)
     os.kill(places[1]["agent"], signal.SIGUSR1)
-    (left,) = batch.settled(1, after=generation_of(places))
+    (left,) = batch.wait_for_world(1, after=generation_of(places))
     assert left["node"] == "n1"
     # srun's exit code is the highest of its tasks, so Slurm has the job as failed.
     batch.finish("FAILED")
@@ -244,10 +244,10 @@ def test_job_continues_without_a_drained_node(submit: Any, slurm: Slurm) -> None
 
 def test_job_continues_without_a_node_that_has_died(submit: Any, slurm: Slurm) -> None:
     batch = submit("no-kill")
-    places = batch.settled(2)
+    places = batch.wait_for_world(2)
     slurm.nodes["n2"].power_off()
     try:
-        (left,) = batch.settled(1, after=generation_of(places))
+        (left,) = batch.wait_for_world(1, after=generation_of(places))
         assert left["node"] == "n1"
         wait_until(
             "Slurm to know", lambda: "down" in slurm.tell("sinfo", "-h", "-n", "n2", "-o", "%T")

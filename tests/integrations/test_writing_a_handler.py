@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, check_one_world
-from lone_agent import OneWorker, Run
+from jobs import Job, check_consistent_world
 from modules import path_with, with_module
 from pages import blocks_of, by_name, run_suite
+from single_worker_agent import OneWorker, Run
 
 from elasticlib import Command, ElasticAgent, Node, RendezvousSettings, WorkerSpec, WorkerState
 from elasticlib.testing.waiting import wait_until
@@ -68,7 +68,7 @@ def test_the_pages_command_line_runs_a_job(job: Job, site: Path, tmp_path: Path)
     flags = [meeting if word == "meeting" else word for word in words[1:-1]]
     assert flags != words[1:-1]
     nodes = [job.run(name, *flags, PYTHONPATH=path_with(site)) for name in "ab"]
-    check_one_world(job.settled(2))
+    check_consistent_world(job.wait_for_world(2))
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
 
@@ -116,7 +116,7 @@ def test_a_finished_node_waits_for_the_others_and_all_succeed(two_agents: TwoAge
     two_agents.workers["a"].finish()
     wait_until("a to be done", lambda: two_agents.workers["a"].running() == {})
     # Each agent looks at the job every 10 ms meanwhile.
-    assert not two_agents.runs["a"].ended(0.5)
+    assert not two_agents.runs["a"].has_ended(0.5)
     assert two_agents.workers["b"].running()
     two_agents.workers["b"].finish()
     results = [run.result() for run in two_agents.runs.values()]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from jobs import Job, check_one_world
+from jobs import Job, check_consistent_world
 from modules import path_with, with_module
 
 from elasticlib.errors import ConfigError
@@ -187,7 +187,7 @@ def test_two_nodes_run_a_job_through_it(job: Job, tmp_path: Path, backend: str) 
     place = ("--rdzv-backend", backend, "--rdzv-endpoint", str(tmp_path / "meeting"))
     flags = ("--nnodes", "2", "--rdzv-id", "job", *place)
     nodes = [job.run(name, *flags, PYTHONPATH=path_with(site)) for name in "ab"]
-    check_one_world(job.settled(2))
+    check_consistent_world(job.wait_for_world(2))
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
     assert list((tmp_path / "meeting").iterdir())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from jobs import Job, check_one_world
+from jobs import Job, check_consistent_world
 from ports import free_port
 
 from elasticlib import EtcdStore
@@ -125,8 +125,8 @@ def test_the_installed_command_and_the_module_are_the_same() -> None:
 def test_static_nodes_have_the_ranks_they_ask_for(job: Job) -> None:
     place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     nodes = [job.run(f"n{rank}", *place, "--node-rank", str(rank)) for rank in (1, 0)]
-    places = job.settled(2)
-    check_one_world(places)
+    places = job.wait_for_world(2)
+    check_consistent_world(places)
     assert [place["node"] for place in places] == ["n0", "n1"]
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
@@ -136,7 +136,7 @@ def test_static_nodes_have_the_ranks_they_ask_for(job: Job) -> None:
 def test_the_node_at_the_endpoint_hosts_the_store_by_address(job: Job, host: str) -> None:
     flags = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{free_port()}")
     nodes = [job.run(name, *flags) for name in "ab"]
-    check_one_world(job.settled(2))
+    check_consistent_world(job.wait_for_world(2))
     hosting = [node.name for node in nodes if "this node hosts the store" in node.text]
     assert len(hosting) == 1
     job.finish()
@@ -146,7 +146,7 @@ def test_the_node_at_the_endpoint_hosts_the_store_by_address(job: Job, host: str
 def test_two_jobs_on_one_port_are_told_apart_by_name(job: Job) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     first = job.run("a", "--nnodes", "1", "--rdzv-id", "red", "--rdzv-endpoint", endpoint)
-    job.settled(1)
+    job.wait_for_world(1)
     other = job.run("b", "--nnodes", "1", "--rdzv-id", "blue", "--rdzv-endpoint", endpoint)
     assert other.exit_code() == 1
     assert re.search(r"'red'.*'blue'", other.text)
@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_made_ends_the_launch_with_what_to_do(
 def test_other_settings_than_the_jobs_are_refused_by_name(job: Job) -> None:
     endpoint = job.store()
     first = job.run("a", "--nnodes", "1:2", "--rdzv-endpoint", endpoint)
-    job.settled(1)
+    job.wait_for_world(1)
     other = job.run("b", "--nnodes", "1:3", "--rdzv-endpoint", endpoint)
     assert other.exit_code() == 1
     assert re.search(r"max_nodes\b.*\b3\b.*\b2\b", other.text)
@@ -195,9 +195,9 @@ def test_the_host_of_the_store_serves_until_the_others_have_ended(job: Job) -> N
     host = job.run("host", *flags)
     wait_until("the store", lambda: "hosts the store" in host.text)
     guest = job.run("guest", *flags)
-    job.settled(2)
+    job.wait_for_world(2)
     (job.folder / "fail.host").touch()
-    alone = job.settled(1, after=1)
+    alone = job.wait_for_world(1, after=1)
     assert alone[0]["node"] == "guest"
     wait_until(
         "the host to say what it waits for", lambda: "serves the store until 1 node" in host.text
@@ -214,7 +214,7 @@ def test_nodes_meet_in_an_etcd_and_leave_only_records_there(job: Job, tmp_path: 
         flags = ("--nnodes", "1:2", "--rdzv-backend", "etcd", "--rdzv-id", "job")
         place = ("--rdzv-endpoint", f"{dead},{etcd.endpoint}")
         nodes = [job.run(name, *flags, *place) for name in "ab"]
-        check_one_world(job.settled(2))
+        check_consistent_world(job.wait_for_world(2))
         job.finish()
         assert [node.exit_code() for node in nodes] == [0, 0]
         with EtcdStore(etcd.endpoint) as store:
@@ -229,9 +229,9 @@ def test_a_killed_node_is_missed_in_an_etcd_after_its_lease(job: Job, tmp_path: 
         flags = ("--nnodes", "1:2", "--rdzv-id", "job", *place)
         conf = ("--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=4,etcd_prefix=/jobs")
         nodes = {name: job.run(name, *flags, *conf) for name in "ab"}
-        job.settled(2)
+        job.wait_for_world(2)
         nodes["a"].kill()
-        (alone,) = job.settled(1, after=1)
+        (alone,) = job.wait_for_world(1, after=1)
         assert alone["node"] == "b"
         job.finish()
         assert nodes["b"].exit_code() == 0

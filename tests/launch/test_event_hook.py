@@ -47,8 +47,8 @@ def test_function_gets_every_event_of_a_job_and_its_errors_do_not_stop_the_job(j
         PYTHONPATH=os.pathsep.join([str(path), WITHOUT_TORCH]),
         FORWARD_TO=str(received),
     )
-    os.kill(job.settled(1)[0]["pid"], signal.SIGKILL)
-    job.settled(1, after=1)
+    os.kill(job.wait_for_world(1)[0]["pid"], signal.SIGKILL)
+    job.wait_for_world(1, after=1)
     job.finish()
     assert agent.exit_code() == 0
     (recorded,) = job.events()

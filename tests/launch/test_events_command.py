@@ -25,13 +25,13 @@ COMMAND = (sys.executable, "-m", "elasticlib.launch.cli", "events")
 def test_events_of_a_finished_run_are_printed_one_per_line(job: Job) -> None:
     flags = ("--standalone", "--max-restarts", "1", "--rdzv-id", "job7")
     agent = job.start("a", *job.agent(*flags), PYTHONPATH=WITHOUT_TORCH)
-    (place,) = job.settled(1)
+    (place,) = job.wait_for_world(1)
     os.kill(place["pid"], signal.SIGKILL)
-    job.settled(1, after=1)
+    job.wait_for_world(1, after=1)
     job.finish()
     assert agent.exit_code() == 0
     (events,) = job.events("job7")
-    out, _ = job.ask("events")
+    out, _ = job.run_command("events")
     lines = out.splitlines()
     assert len(lines) == len(events)
     for line, event in zip(lines, events, strict=True):
@@ -41,7 +41,7 @@ def test_events_of_a_finished_run_are_printed_one_per_line(job: Job) -> None:
     (died,) = (line for line in lines if " worker.exited " in line and "SIGKILL" in line)
     assert f"worker of rank 0 (local 0, pid {place['pid']}) was killed by SIGKILL" in died
     assert lines[-1].endswith("succeeded: 1 node done (exit code 0)")
-    printed, _ = job.ask("events", "--json", "job7")
+    printed, _ = job.run_command("events", "--json", "job7")
     assert printed.encode() == b"".join(path.read_bytes() for path in _event_files(job))
 
 
@@ -52,12 +52,12 @@ def _event_files(job: Job) -> list[Path]:
 def test_a_run_is_followed_with_agents_that_join_later_until_it_has_finished(job: Job) -> None:
     flags = ("--nnodes", "1:2", "--rdzv-id", "job7", "--rdzv-endpoint", job.store())
     nodes = [_agent(job, "a", flags)]
-    job.settled(1)
+    job.wait_for_world(1)
     follower = job.start("follower", *COMMAND, "-f", "--json")
-    follower.says('"generation":1')
+    follower.wait_for_log('"generation":1')
     nodes.append(_agent(job, "b", flags))
-    job.settled(2, after=1)
-    follower.says('"node_count":2')
+    job.wait_for_world(2, after=1)
+    follower.wait_for_log('"node_count":2')
     assert follower.process.poll() is None
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
@@ -76,9 +76,9 @@ def _agent(job: Job, name: str, flags: tuple[str, ...]) -> Node:
 
 def test_following_ends_when_the_agent_is_killed(job: Job) -> None:
     agent = job.start("a", *job.agent("--standalone"), PYTHONPATH=WITHOUT_TORCH)
-    job.settled(1)
+    job.wait_for_world(1)
     follower = job.start("follower", *COMMAND, "--follow")
-    follower.says("worker.started")
+    follower.wait_for_log("worker.started")
     agent.kill()
     assert follower.exit_code() == 0
     assert "run.finished" not in follower.text
@@ -90,7 +90,7 @@ def test_an_unknown_run_is_an_error_that_names_the_known_ones(job: Job) -> None:
         "a", *job.agent("--standalone", "--rdzv-id", "job7"), PYTHONPATH=WITHOUT_TORCH
     )
     assert agent.exit_code() == 0
-    out, error = job.ask("events", "job8", code=4)
+    out, error = job.run_command("events", "job8", code=4)
     assert out == ""
     assert error.startswith("elasticlib events: no recorded run 'job8' on this machine (recorded ")
     assert ": job7)" in error
@@ -115,9 +115,9 @@ def test_a_reader_that_closes_the_pipe_ends_the_command(job: Job) -> None:
 
 def test_an_interrupt_ends_following_with_success(job: Job) -> None:
     job.start("a", *job.agent("--standalone"), PYTHONPATH=WITHOUT_TORCH)
-    job.settled(1)
+    job.wait_for_world(1)
     follower = job.start("follower", *COMMAND, "-f")
-    follower.says("worker.started")
+    follower.wait_for_log("worker.started")
     wait_until("the follower to handle SIGINT", lambda: _interrupted(follower))
     assert "Traceback" not in follower.text
 

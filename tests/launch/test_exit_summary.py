@@ -37,8 +37,8 @@ def test_a_run_that_lost_a_worker_says_what_that_cost_and_where_to_read_more(job
     logs = job.folder / "logs"
     flags = ("--max-restarts", "1", "--rdzv-id", "a b", "--log-dir", str(logs))
     agent = job.start("a", *job.agent("--standalone", *flags), PYTHONPATH=WITHOUT_TORCH)
-    os.kill(job.settled(1)[0]["pid"], signal.SIGKILL)
-    job.settled(1, after=1)
+    os.kill(job.wait_for_world(1)[0]["pid"], signal.SIGKILL)
+    job.wait_for_world(1, after=1)
     job.finish()
     assert agent.exit_code() == 0
     (folder,) = logs.iterdir()
@@ -82,7 +82,7 @@ def test_import_of_torch_is_not_counted_as_rendezvous(job: Job) -> None:
     command = job.agent("--standalone", "--start-method", "forkserver")
     agent = job.start("a", *command, PYTHONPATH=path_with(torch.parent))
     assert agent.exit_code() == 0
-    found = agent.says(r"generation 1: imports took (\S+) s, rendezvous took (\S+) s; ")
+    found = agent.wait_for_log(r"generation 1: imports took (\S+) s, rendezvous took (\S+) s; ")
     assert float(found.group(1)) > 2
     (began,) = (e for e in job.events()[0] if e.kind == "generation.started")
     assert 2 < began.data["import_seconds"] <= began.data["duration_seconds"]
@@ -112,7 +112,7 @@ def test_a_failed_run_shows_command_line_and_traceback_in_summary_and_report(job
     assert lines.index(f"command: {shown}") < lines.index("    ValueError: bad batch")
     assert "    Traceback (most recent call last):" in lines
     page = job.folder / "page.html"
-    job.ask("report", "job7", "-o", str(page))
+    job.run_command("report", "job7", "-o", str(page))
     text = html.unescape(page.read_text())
     assert f"<td><code>{shown}</code></td>" in text
     assert re.search(

@@ -47,7 +47,7 @@ def test_static_workers_meet_by_tcp_at_the_master_port_in_each_generation(
     started = [start(job, rank, *place, url=url, **extra) for rank in range(nodes)]
     generation = 0
     for failures in range(3):
-        places = job.settled(2 * nodes, after=generation)
+        places = job.wait_for_world(2 * nodes, after=generation)
         generation = generation_of(places)
         check_fresh(places, "127.0.0.1", port)
         if failures < 2:
@@ -63,7 +63,7 @@ def test_a_script_may_name_the_first_node_in_another_way_than_the_launch(
     address, port = outward_address(), free_port(outward_address())
     place = ("--nnodes=1", f"--master-addr={socket.gethostname()}", f"--master-port={port}")
     node = start(job, 0, *place, url=f"tcp://{host}:{port}")
-    check_fresh(job.settled(2), address, port)
+    check_fresh(job.wait_for_world(2), address, port)
     job.finish()
     assert node.exit_code() == 0
 
@@ -72,7 +72,9 @@ def test_a_script_that_looks_for_torchs_store_where_none_is_is_told_of(job: Job)
     endpoint = f"127.0.0.1:{free_port()}"
     place = ("--nnodes=1", f"--rdzv-endpoint={endpoint}")
     node = start(job, 0, *place, url=f"tcp://{endpoint}")
-    node.says("a script tried to reach torch's store at the port .* use init_method='env://'")
+    node.wait_for_log(
+        "a script tried to reach torch's store at the port .* use init_method='env://'"
+    )
     node.signal(signal.SIGTERM)
     assert node.exit_code() == 128 + signal.SIGTERM
 
@@ -87,7 +89,7 @@ def test_a_library_with_a_store_of_its_own_meets_again_after_each_failure(
     node = job.start("n0", *command)
     generation = 0
     for failures in range(3):
-        places = job.settled(2, after=generation)
+        places = job.wait_for_world(2, after=generation)
         generation = generation_of(places)
         assert sorted(place["came"] for place in places) == [1, 2]
         assert [place["all"] for place in places] == [2, 2]

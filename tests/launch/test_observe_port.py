@@ -72,7 +72,7 @@ def metric(text: str, name: str, labels: str = "") -> float | None:
 
 def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
     agent = started(job, "--observe-port", "0", "--max-restarts", "1")
-    address = agent.says(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)
+    address = agent.wait_for_log(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)
 
     def shows(name: str, least: float, labels: str = "") -> bool:
         value = metric(get(address, "/metrics")[1], name, labels)
@@ -113,7 +113,7 @@ def test_a_job_tells_how_it_is_through_a_restart(job: Job) -> None:
 
 def test_idle_clients_take_a_bounded_number_of_threads_and_do_not_disturb_the_job(job: Job) -> None:
     agent = started(job, "--observe-port", "0")
-    port = int(agent.says(r"at http://127\.0\.0\.1:(\d+)/healthz").group(1))
+    port = int(agent.wait_for_log(r"at http://127\.0\.0\.1:(\d+)/healthz").group(1))
     wait_until("the workers", lambda: get(f"127.0.0.1:{port}", "/healthz") == (200, "RUNNING\n"))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), 30)
@@ -145,7 +145,7 @@ def test_an_agent_whose_loop_is_stuck_is_not_well_until_it_turns_again(job: Job)
         PYTHONPATH=WITHOUT_TORCH,
         GATE=str(gate),
     )
-    address = agent.says(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)
+    address = agent.wait_for_log(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)
     wait_until("the workers", lambda: get(address, "/healthz") == (200, "RUNNING\n"))
     (job.folder / "fail.1").touch()
     wait_until("a probe to fail", lambda: get(address, "/healthz")[0] == 503)
@@ -169,7 +169,7 @@ def test_health_port_serves_health_alone_and_only_at_the_addresses_asked_for(
 ) -> None:
     port = str(free_port("0.0.0.0"))
     agent = started(job, TORCHELASTIC_HEALTH_CHECK_PORT=f"{host}{port}")
-    agent.says(rf"at http://\S+:{port}/healthz, /")
+    agent.wait_for_log(rf"at http://\S+:{port}/healthz, /")
     for address in ("127.0.0.1", "127.0.0.2", "[::1]"):
         for path in ("/", "/healthz"):
             if address in addresses:

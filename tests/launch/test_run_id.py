@@ -50,8 +50,8 @@ def test_the_directories_the_status_and_the_report_of_a_job_use_its_generated_na
     agent = job.start(
         "a", *job.agent("--standalone", "--log-dir", str(logs)), PYTHONPATH=WITHOUT_TORCH
     )
-    job.settled(1)
-    name = agent.says(r'run (\S+) started; status: "elasticlib status (\S+)"').group(1)
+    job.wait_for_world(1)
+    name = agent.wait_for_log(r'run (\S+) started; status: "elasticlib status (\S+)"').group(1)
     assert re.fullmatch(r"fault_worker-[0-9a-f]{4}", name)
     assert job.status(name, code=None)["run"] == name
     job.finish()
@@ -60,7 +60,7 @@ def test_the_directories_the_status_and_the_report_of_a_job_use_its_generated_na
     assert directory.name.startswith(f"{name}_")
     assert f"more: elasticlib report {name}" in agent.text
     page = job.folder / "page.html"
-    job.ask("report", name, "-o", str(page))
+    job.run_command("report", name, "-o", str(page))
     assert f"<h1>{name}</h1>" in page.read_text()
 
 

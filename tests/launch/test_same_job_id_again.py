@@ -94,11 +94,11 @@ def test_the_same_command_trains_again_after_all_nodes_were_killed(job: Job, pla
     flags = (*place.flags, "--rdzv-id", RUN_ID, "--nnodes", "1:2")
     fast = ("--rdzv-conf", "keep_alive_interval=0.2")
     killed = [job.run(name, *flags, *fast) for name in "ab"]
-    job.settled(2)
+    job.wait_for_world(2)
     for node in killed:
         node.kill()
     started = [job.run(name, *flags, *fast) for name in "cd"]
-    places = job.settled(2, after=1)
+    places = job.wait_for_world(2, after=1)
     assert sorted(place["node"] for place in places) == ["c", "d"]
     job.finish()
     assert [node.exit_code() for node in started] == [0, 0]
@@ -111,7 +111,7 @@ def test_a_node_that_starts_while_a_node_of_the_ended_run_lives_gets_its_result(
     lease = ("--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=1000")
     flags = (*place.flags, "--rdzv-id", RUN_ID, "--nnodes", "1", *lease)
     member = job.run("member", *flags)
-    workers = job.settled(1)
+    workers = job.wait_for_world(1)
     spare = job.run("spare", *flags)
     nodes = StoreKeys(RUN_ID).node()
     with place.open() as store:
@@ -122,9 +122,9 @@ def test_a_node_that_starts_while_a_node_of_the_ended_run_lives_gets_its_result(
 
     late = job.run("late", *flags)
     assert late.exit_code() == 0
-    late.says("SUCCEEDED: .*no workers ran on this node")
+    late.wait_for_log("SUCCEEDED: .*no workers ran on this node")
     spare.signal(signal.SIGCONT)
     assert spare.exit_code() == 0
-    spare.says("SUCCEEDED: .*no workers ran on this node")
+    spare.wait_for_log("SUCCEEDED: .*no workers ran on this node")
     assert job.places(1) == workers
     assert not job.places(2)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import Job, check_one_world
+from jobs import Job, check_consistent_world
 from ports import free_port
 from test_elasticrun import DUMP, RUN
 
@@ -86,11 +86,11 @@ def test_nodes_with_the_secret_settle_and_others_are_told_why_not(job: Job) -> N
     flags = ("--nnodes", "2:3", "--rdzv-endpoint", endpoint)
     conf = ("--rdzv-conf", f"secret_file={job.folder / 'secret'}")
     host = job.run("host", *flags, **{VARIABLE: "open sesame, please"})
-    host.says("this node hosts the store")
+    host.wait_for_log("this node hosts the store")
     wrong = job.run("wrong", *flags, **{VARIABLE: "open barley, please"})
     none = job.run("none", *flags)
     guest = job.run("guest", *flags, *conf)
-    check_one_world(job.settled(2))
+    check_consistent_world(job.wait_for_world(2))
     assert (wrong.exit_code(), none.exit_code()) == (1, 1)
     assert (
         f"{endpoint} has another secret than this client, or is not our store: give all nodes"
@@ -142,7 +142,7 @@ def test_the_store_command_asks_for_the_secret_of_its_file(job: Job) -> None:
     (job.folder / "secret").write_text("open sesame, please\n")
     command = (sys.executable, "-m", "elasticlib.launch.cli", "store", "--bind", "127.0.0.1:0")
     store = job.start("store", *command, "--secret-file", str(job.folder / "secret"))
-    endpoint = store.says(r"(127\.0\.0\.1:\d+)").group(1)
+    endpoint = store.wait_for_log(r"(127\.0\.0\.1:\d+)").group(1)
     job.finish()
     node = job.run("a", "--rdzv-endpoint", endpoint, **{VARIABLE: "open sesame, please"})
     assert node.exit_code() == 0

@@ -72,7 +72,7 @@ def test_a_job_and_each_command_about_it(job: Job) -> None:
         *job.agent(*flags, "--redirects", "3", program=TALKER),
         PYTHONPATH=os.pathsep.join((NO_EXTRAS, WITHOUT_TORCH)),
     )
-    address = agent.says(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)
+    address = agent.wait_for_log(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)
     wait_until("both workers", lambda: all((job.folder / f"talks.0.{n}").exists() for n in (0, 1)))
     assert get(address, "/healthz") == (200, "RUNNING\n")
     assert get(address, "/status.json")[0] == 200

@@ -55,7 +55,7 @@ def train_in_turn(ranks, folder, segments):
     """Run the segments one after another, and return what all ranks returned in the last."""
     folder.mkdir()
     for segment in segments:
-        ends = ranks.ends(train_or_return_error, segment["world"], folder, segment)
+        ends = ranks.results(train_or_return_error, segment["world"], folder, segment)
         if "killed" in segment:
             assert ends[0].status == -signal.SIGKILL, ends
         else:

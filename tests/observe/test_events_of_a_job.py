@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, left_in
+from jobs import PROGRAMS, WITHOUT_TORCH, Job, leftover_files
 
 from elasticlib.observe.aggregate import NodeStatus, apply_event
 from elasticlib.observe.event import KINDS, Event, decode
@@ -42,10 +42,10 @@ def run_with_a_loss(job: Job) -> list[Event]:
     flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", str(job.folder / "logs"))
     command = job.agent("--standalone", *flags, program=CONTEXT, worker=("checkpoint", "10"))
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
-    first = job.settled(2)
+    first = job.wait_for_world(2)
     wait_until("steps beyond a checkpoint", lambda: len(steps_of(job)) > 25)
     os.kill(first[1]["pid"], signal.SIGKILL)
-    job.settled(2, after=1)
+    job.wait_for_world(2, after=1)
     count = len(steps_of(job))
     wait_until("more steps", lambda: len(steps_of(job)) > count + 25)
     agent.signal(signal.SIGUSR2)
@@ -139,7 +139,7 @@ def test_a_run_that_is_to_keep_no_events_leaves_none(job: Job) -> None:
     flags = ("--standalone", "--log-dir", str(job.folder / "logs"))
     command = job.agent(*flags, fields={"events": False})
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
-    job.settled(1)
+    job.wait_for_world(1)
     job.finish()
     assert agent.exit_code() == 0
     assert not list(job.temporary.iterdir())
@@ -149,11 +149,11 @@ def test_a_run_that_is_to_keep_no_events_leaves_none(job: Job) -> None:
 def test_a_run_whose_events_cannot_be_kept_is_run_all_the_same(job: Job) -> None:
     (job.temporary / runs_dir().name).symlink_to(job.folder)
     agent = job.run("a", "--standalone", PYTHONPATH=WITHOUT_TORCH)
-    job.settled(1)
+    job.wait_for_world(1)
     job.finish()
     assert agent.exit_code() == 0
     assert "is not a directory of this user" in agent.text
-    assert not left_in(job.temporary)
+    assert not leftover_files(job.temporary)
 
 
 QUICK = """

@@ -111,7 +111,7 @@ def _slow(stage: Stage, fault: Fault, view: View) -> Effect:
     stage.board.ask(generation, number, SLOW, 0, milliseconds)
     met = stage.line("the slow step", generation, since, lambda line: line.get("meets") == SLOW)
     slept = stage.line("the slow step's end", generation, met["at"], lambda line: "slept" in line)
-    stage.settled(0, stage.board_step() + 1)
+    stage.wait_for_world(0, stage.board_step() + 1)
     _nothing_restarted(stage, view, since)
     shown = f"rank {number} took {slept['at'] - met['at']:.2f} s"
     return Effect(met["at"], shown, restarts=False, step=met["during"])
@@ -162,7 +162,7 @@ def _agent(stage: Stage, fault: Fault, view: View) -> Effect:
 def _join(stage: Stage, fault: Fault, view: View) -> Effect:
     del fault
     node = stage.nodes.come()
-    after = stage.settled(view.generation)
+    after = stage.wait_for_world(view.generation)
     return Effect(0.0, f"node {node.number}: world {len(view.ranks)} to {len(after.ranks)}")
 
 
@@ -175,7 +175,7 @@ def _drain(stage: Stage, fault: Fault, view: View) -> Effect:
     stage.nodes.leave(node)
     if code != 75:
         raise NoEffect(f"node {node.number} left with exit code {code}, not 75")
-    after = stage.settled(view.generation)
+    after = stage.wait_for_world(view.generation)
     return Effect(0.0, f"node {node.number}: world {len(view.ranks)} to {len(after.ranks)}")
 
 
@@ -210,7 +210,7 @@ def _partition(stage: Stage, fault: Fault, view: View) -> Effect:
 
 
 def _is_back(stage: Stage, number: int, after: int) -> None:
-    stage.settled(after)
+    stage.wait_for_world(after)
     if number not in stage.nodes.numbers:
         raise NoEffect(f"node {number} is gone")
 
@@ -234,7 +234,7 @@ def _store(stage: Stage, fault: Fault, view: View) -> Effect:
     )
     if alive(old):
         raise NoEffect("the store did not die")
-    after = stage.settled(0, stage.board_step() + 2)
+    after = stage.wait_for_world(0, stage.board_step() + 2)
     _nothing_failed(stage, at)
     changed = after.generation - view.generation
     how = f"{changed} resizes" if changed else "no worker was touched"
@@ -289,7 +289,7 @@ def _corrupt(stage: Stage, fault: Fault, view: View) -> Effect:
         file.write(bytes([byte[0] ^ 0x55]))
     for _ in range(2):
         stage.nodes.come()
-    view = stage.settled(view.generation)
+    view = stage.wait_for_world(view.generation)
     line = stage.line("the restore", view.generation, at, lambda found: "resumed" in found)
     passed = [text for text in line["skipped"] if str(damaged) in text]
     if not passed or line["resumed"] >= damaged:

@@ -76,7 +76,7 @@ class Stage:
         same = view.nodes == self.nodes.numbers and len(view.ranks) == self.nodes.world
         return view if same else None
 
-    def settled(self, after: int = 0, done: int = 0) -> View:
+    def wait_for_world(self, after: int = 0, done: int = 0) -> View:
         """Waits for that, and until all ranks have done this step."""
 
         def look() -> View | None:

@@ -68,7 +68,7 @@ def storm(stage: Stage, campaign: Campaign, say: Callable[[str], None], log: Pat
     stage.nodes.prepare(FIRST_NODES)
     for _ in range(FIRST_NODES):
         stage.nodes.come()
-    stage.settled()
+    stage.wait_for_world()
     with log.open("a") as file:
         for number, fault in enumerate(campaign.faults, 1):
             stage.nodes.prepare(_soon(campaign.faults[number - 1 :]))
@@ -123,13 +123,13 @@ def _seen_through(
     cost."""
     view, committed, effect = struck_at
     old = view.generation
-    stage.settled(old if effect.restarts else 0)
+    stage.wait_for_world(old if effect.restarts else 0)
     before = stage.generations(old)[0]
     at = effect.at or _last_done(before)[1]
     step = effect.step or _under_way(before, at)
     if effect.restarts:
         step = _last_done(before)[0] + 1
-    after = stage.settled(0, step)
+    after = stage.wait_for_world(0, step)
     generations = stage.generations(old)
     stage.hear()
     found = recovery(at, step, stage.events, generations)

@@ -78,7 +78,7 @@ class Asked:
         self._step = step
         self._what, self._where, self._number = self._board.asked() or (0, 0, 0)
 
-    def meet(self, where: str) -> None:
+    def rendezvous_flags(self, where: str) -> None:
         """The fault, if it is due in this part of the step."""
         if not self._what or WHERE[self._where] != where:
             return

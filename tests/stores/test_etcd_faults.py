@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from etcd_server import EtcdServer, needs_etcd
-from ports import held_port
+from ports import reserved_port
 
 from elasticlib.errors import (
     StoreConnectionError,
@@ -177,7 +177,7 @@ def test_the_next_member_is_used_if_the_first_is_dead(
     etcd: EtcdServer, room: str, dead: str
 ) -> None:
     with ExitStack() as stack:
-        refusing = stack.enter_context(held_port()).getsockname()
+        refusing = stack.enter_context(reserved_port()).getsockname()
         first = {"refusing": "{}:{}".format(*refusing), "unknown": "no.such.host.invalid:1"}
         first = first.get(dead) or stack.enter_context(listening())
         # A silent one takes half of it.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from ports import held_port
+from ports import reserved_port
 
 from elasticlib.errors import StoreConnectionError
 from elasticlib.stores.etcd_store import EtcdStore
@@ -240,7 +240,7 @@ def test_a_child_forked_during_a_move_of_the_store_is_not_blocked() -> None:
         serving.set()
         enough.wait(20.0)
 
-    with held_port() as holder, ThreadPoolExecutor(1) as pool:
+    with reserved_port() as holder, ThreadPoolExecutor(1) as pool:
         host, port = holder.getsockname()
         place = StoreEndpoint("here", lambda: TcpStore(host, port, connect_timeout=0.05), serve)
         with FailoverStore([place], failover_timeout=1.0) as store:

@@ -1,6 +1,6 @@
 """`plain.py FOLDER [unsaved]`: plain torch, for torchrun, ft_launcher and no launcher at all.
 
-All ranks begin at the newest checkpoint, and the first writes one each ten steps. With
+All ranks begin at the newest checkpoint, and the first writes one every fourth step. With
 `unsaved`, for the undisturbed run, there are no checkpoints.
 """
 

@@ -22,7 +22,7 @@ from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerGroup
 
 
-class LoneNode(RendezvousHandler):
+class SingleNodeHandler(RendezvousHandler):
     """A rendezvous of one node, which settles at once."""
 
     def __init__(self, **facts: Any) -> None:
@@ -61,19 +61,19 @@ class OneWorker(Workers):
     def __init__(self) -> None:
         self.up = threading.Event()
         self.starts = 0
-        self._ended: Callable[[int], None] = lambda _: None
+        self._on_exit: Callable[[int], None] = lambda _: None
         self._running = False
         self._code = 0
 
     def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
         del group
-        self._ended, self._running, self._code = on_exit, True, 0
+        self._on_exit, self._running, self._code = on_exit, True, 0
         self.starts += 1
         self.up.set()
 
     def finish(self, code: int = 0) -> None:
         self._code = code
-        self._ended(0)
+        self._on_exit(0)
 
     def reap(self, local_rank: int) -> WorkerExit:
         self._running = False
@@ -100,7 +100,7 @@ class Run:
         self._thread = threading.Thread(target=lambda: self._results.append(agent.run()))
         self._thread.start()
 
-    def ended(self, seconds: float) -> bool:
+    def has_ended(self, seconds: float) -> bool:
         """Whether the run ends within this time."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -122,7 +122,7 @@ def running(
     """An agent whose worker is up; in the end it has ended, and its threads with it."""
     before = set(threading.enumerate())
     spec = WorkerSpec(Command("none"))
-    run = Run(kind(spec, handler or LoneNode(), workers, **settings))
+    run = Run(kind(spec, handler or SingleNodeHandler(), workers, **settings))
     try:
         wait_until("the worker to be up", workers.up.is_set)
         yield run
