@@ -1,4 +1,4 @@
-"""docs/same_weights.md: its program, at the world sizes of its commands, ends as the page says."""
+"""docs/bitwise_reproducibility.md: its program prints what the page shows, at each world size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ranks import Ranks
 
 from elasticlib import load_checkpoint
 
-TEXT, BLOCKS = blocks_of("same_weights.md")
+TEXT, BLOCKS = blocks_of("bitwise_reproducibility.md")
 (COMMANDS,) = (code.strip().splitlines() for kind, code in BLOCKS if kind == "sh")
 FILES = by_name([code for kind, code in BLOCKS if kind == "python"])
 
