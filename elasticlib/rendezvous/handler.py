@@ -161,6 +161,13 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def report_drain(self, reason: str) -> None:
         self._thread.update_intent(partial(NodeIntent.with_node_fields, drain_reason=reason))
 
+    def report_stop(self, reason: str) -> None:
+        self._thread.update_intent(partial(NodeIntent.request_stop, reason=reason))
+
+    def report_restart(self, reason: str) -> bool:
+        self._thread.update_intent(partial(NodeIntent.request_restart, reason=reason))
+        return True
+
     def report_success(self) -> bool:
         self._thread.update_intent(NodeIntent.record_success)
         return True

@@ -265,6 +265,32 @@ class RendezvousHandler(abc.ABC):
             reason: Why it leaves, for messages.
         """
 
+    def report_stop(self, reason: str) -> None:
+        """Take note that this node leaves as by `report_drain`, and that the job shall end.
+
+        No further generation is formed. With the default, this node only drains.
+
+        Args:
+            reason: Why the job ends, for messages.
+        """
+        self.report_drain(reason)
+
+    def report_restart(self, reason: str) -> bool:
+        """Take note that all workers of the current generation shall be restarted.
+
+        The members are asked to stop at a step that they agree on, and then form a new generation.
+        This counts as no failure.
+
+        Args:
+            reason: Why they are restarted, for messages.
+
+        Returns:
+            False if this is unsupported, as by default: nothing happens. True if the generation
+            will end with a RESTART.
+        """
+        del reason
+        return False
+
     def report_success(self) -> bool:
         """Take note that this node's workers succeeded.
 

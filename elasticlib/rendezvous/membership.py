@@ -24,6 +24,7 @@ class GenerationTrigger(enum.Enum):
     FAILURE = "failure"
     NODE_LOSS = "loss"  # a node, or the content of the store, was lost
     RESIZE = "resize"  # nodes joined or left on purpose
+    RESTART = "restart"  # an operator asked to restart all workers
 
     @property
     def phrase(self) -> str:
@@ -36,6 +37,7 @@ _TRIGGER_PHRASES = {
     GenerationTrigger.FAILURE: "after a failure",
     GenerationTrigger.NODE_LOSS: "after a loss",
     GenerationTrigger.RESIZE: "for a resize",
+    GenerationTrigger.RESTART: "on request",
 }
 
 
@@ -124,6 +126,22 @@ class Node:
     topology: str = ""  # nodes with an equal value get adjacent ranks
 
 
+class JobAction(enum.Enum):
+    """What an operator can request for a whole job."""
+
+    STOP = "stop"  # the job ends once all workers have saved
+    RESTART = "restart"  # all workers are restarted
+
+
+@attrs.frozen
+class JobRequest:
+    """A request for the whole job, which a member passes to the leader."""
+
+    action: JobAction
+    reason: str
+    membership_id: str  # the generation in which it was made; a restart is for this one only
+
+
 @attrs.frozen
 class NodeRecord(Node):
     """The record that a node publishes under its lease: the node, and its state in the rendezvous.
@@ -143,6 +161,7 @@ class NodeRecord(Node):
     was_killed: bool = False  # a signal from outside killed the failed worker
     drain_reason: str = ""  # why the node leaves once its workers have saved; empty: it stays
     has_retained_workers: bool = False  # the offered workers have run in the last generation
+    request: JobRequest | None = None  # what an operator wants for the whole job
 
     @classmethod
     def of(cls, node: Node) -> NodeRecord:
@@ -188,6 +207,7 @@ class MembershipState:
     is_planned: bool = False
     quick_failure_count: int = 0  # generations in a row that failed soon after they formed
     trigger: GenerationTrigger = GenerationTrigger.START
+    stop_reason: str = ""  # why the job ends once all workers have stopped; empty: it continues
 
 
 @attrs.frozen
@@ -225,6 +245,7 @@ class ChangeKind(enum.Enum):
 
     GENERATION_ENDED = "generation_ended"  # the node must join the next generation
     RESIZE = "resize"  # the same, but workers may first save and agree on a step to stop at
+    RESTART = "restart"  # the same, and also workers that can regroup are restarted
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     ABORTED = "aborted"
@@ -235,7 +256,12 @@ class ChangeKind(enum.Enum):
     @property
     def is_final(self) -> bool:
         """True if there is no further generation for this node."""
-        return self not in (ChangeKind.GENERATION_ENDED, ChangeKind.RESIZE)
+        return self is not ChangeKind.GENERATION_ENDED and not self.is_planned
+
+    @property
+    def is_planned(self) -> bool:
+        """True if no worker has failed and no node is lost, so that workers may save first."""
+        return self in (ChangeKind.RESIZE, ChangeKind.RESTART)
 
     @property
     def job_continues(self) -> bool:
@@ -308,6 +334,16 @@ def begin_resize(membership: Membership, reason: str) -> Membership:
     return attrs.evolve(forming, is_planned=True)
 
 
+def begin_restart(membership: Membership, reason: str) -> Membership:
+    """End the current generation to restart all of its workers, although none has failed."""
+    return attrs.evolve(begin_resize(membership, reason), trigger=GenerationTrigger.RESTART)
+
+
+def begin_stop(membership: Membership, reason: str) -> Membership:
+    """End the current generation, and the job once the workers have saved and stopped."""
+    return attrs.evolve(begin_resize(membership, reason), stop_reason=reason)
+
+
 def form_generation(
     membership: Membership, members: Iterable[NodeRecord], *, charged: bool, nonce: str
 ) -> Membership:
@@ -320,7 +356,9 @@ def form_generation(
         nonce: text that no other generation uses.
     """
     chosen = tuple(
-        attrs.evolve(node, failure_reason=None, failed_membership_id="", was_killed=False)
+        attrs.evolve(
+            node, failure_reason=None, failed_membership_id="", was_killed=False, request=None
+        )
         for node in members
     )
     settings = membership.settings

@@ -10,7 +10,10 @@ import attrs
 from .membership import (
     Change,
     ChangeKind,
+    GenerationTrigger,
+    JobAction,
     JobPhase,
+    JobRequest,
     Leader,
     MembershipState,
     NodeRecord,
@@ -87,6 +90,16 @@ class NodeIntent:
             failed_membership_id=self.node.membership_id,
             was_killed=killed,
         )
+
+    def request_stop(self, reason: str) -> NodeIntent:
+        """Publish that this node leaves once its workers have saved, and that the job ends."""
+        request = JobRequest(JobAction.STOP, reason, self.node.membership_id)
+        return self.with_node_fields(drain_reason=reason, request=request)
+
+    def request_restart(self, reason: str) -> NodeIntent:
+        """Publish that all workers of the current generation shall be restarted."""
+        request = JobRequest(JobAction.RESTART, reason, self.node.membership_id)
+        return self.with_node_fields(request=request)
 
     def record_success(self) -> NodeIntent:
         """Publish that the workers of the current generation succeeded."""
@@ -204,5 +217,7 @@ class NodeIntent:
             return Change(ChangeKind.GENERATION_ENDED, state.reason)
         if state.phase is JobPhase.ACTIVE:
             return None
-        kind = ChangeKind.RESIZE if state.is_planned else ChangeKind.GENERATION_ENDED
-        return Change(kind, state.reason)
+        if not state.is_planned:
+            return Change(ChangeKind.GENERATION_ENDED, state.reason)
+        is_restart = state.trigger is GenerationTrigger.RESTART
+        return Change(ChangeKind.RESTART if is_restart else ChangeKind.RESIZE, state.reason)

@@ -13,14 +13,18 @@ import attrs
 from ..errors import require_not_none
 from .membership import (
     GenerationTrigger,
+    JobAction,
     JobEnd,
     JobPhase,
+    JobRequest,
     Membership,
     MembershipState,
     NodeFailure,
     NodeRecord,
     RendezvousSettings,
     begin_resize,
+    begin_restart,
+    begin_stop,
     end_generation,
     end_job,
     evict,
@@ -183,6 +187,9 @@ def _reconcile_active(view: LeaderView, membership: Membership) -> ReconcileResu
         count = count_quick_failures(membership, failure, view.phase_age_s)
         forming = end_generation(membership, reason, failure)
         return ReconcileResult(reason, attrs.evolve(forming, quick_failure_count=count))
+    requested = _requested_change(view, membership)
+    if requested is not None:
+        return ReconcileResult(requested.reason, requested)
     live_members = [n for n in view.live_nodes if n.id in members]
     draining = [n for n in live_members if n.drain_reason and n.id not in view.finished_ids]
     if draining:
@@ -196,6 +203,18 @@ def _reconcile_active(view: LeaderView, membership: Membership) -> ReconcileResu
     if view.finished_ids:
         return ReconcileResult(f"{len(view.finished_ids)} of {len(members)} nodes are done")
     return _reconcile_healthy(view, membership)
+
+
+def _requested_change(view: LeaderView, membership: Membership) -> Membership | None:
+    """Return the membership after a request to stop the job or to restart its workers, if any."""
+    requests = _requests(view, membership)
+    for request in requests:
+        if request.action is JobAction.STOP:
+            return begin_stop(membership, request.reason)
+    for request in requests:
+        if request.membership_id == membership.membership_id:
+            return begin_restart(membership, request.reason)
+    return None
 
 
 def _end_after_loss(
@@ -263,6 +282,10 @@ def _admit_joining(view: LeaderView, membership: Membership) -> ReconcileResult:
 
 def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileResult:
     """Form the next generation once all members have stopped their workers, left or are lost."""
+    stops = [r for r in _requests(view, membership) if r.action is JobAction.STOP]
+    if stops and not membership.stop_reason:
+        reason = stops[0].reason
+        return ReconcileResult(reason, attrs.evolve(membership, stop_reason=reason))
     members = membership.member_ids
     candidates = _candidates(view, membership)
     busy = [n for n in candidates if n.id in members and not _is_stopped(n, membership)]
@@ -270,6 +293,10 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
         generation = membership.generation
         reason = f"waiting for {_names(busy, view)} to stop the workers of generation {generation}"
         return ReconcileResult(reason)
+    if stop_reason := membership.stop_reason:
+        # The nodes that asked for it have left. A node that missed the request must not continue.
+        aborted = _end_job(view, membership, JobPhase.ABORTED, stop_reason)
+        return ReconcileResult(f"the job ends: {stop_reason}", aborted)
     # A draining node had stopped before this point, so its final save is complete. A node that
     # is not a member may run workers only of a generation that the store has lost.
     candidates = [
@@ -461,6 +488,12 @@ def _first_failure(view: LeaderView, membership: Membership) -> NodeFailure | No
         if node.id in members and is_current and node.failure_reason is not None:
             return NodeFailure(node.id, node.failure_reason, node.was_killed)
     return None
+
+
+def _requests(view: LeaderView, membership: Membership) -> list[JobRequest]:
+    """Return the requests for the whole job that live members have received."""
+    members = membership.member_ids
+    return [n.request for n in view.live_nodes if n.request is not None and n.id in members]
 
 
 def _describe_loss(lost: Iterable[NodeRecord], view: LeaderView) -> str:
