@@ -71,7 +71,10 @@ CASES: dict[type, tuple[Case, ...]] = {
     ),
     SignalReceived: (("", SignalReceived(15, "SIGTERM"), BOTH),),
     ComponentFailed: (("", ComponentFailed("why"), BOTH),),
-    DrainRequested: (("", DrainRequested(12, "SIGUSR2", "drain"), BOTH),),
+    DrainRequested: (
+        ("of this node", DrainRequested(12, "SIGUSR2", "drain"), BOTH),
+        ("of all nodes", DrainRequested(0, "a request", "drain", ends_job=True), BOTH),
+    ),
 }
 """Of each event, all that a transition may tell apart: label, event, whose end is awaited."""
 

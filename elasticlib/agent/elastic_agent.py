@@ -34,7 +34,7 @@ from ..rendezvous.membership import Change, ChangeKind
 from ..signals import signal_name
 from ..threads import daemon_thread
 from ..workers.exits import WorkerExit
-from ..workers.interface import PREEMPTED, Workers
+from ..workers.interface import DRAIN, PREEMPTED, Workers
 from ..workers.spec import (
     WorkerGroup,
     WorkerSpec,
@@ -108,6 +108,23 @@ class DrainRequest:
     source: str
     reason: str
     deadline: float | None  # on the agent's clock
+    ends_job: bool = False  # all nodes leave
+
+
+@attrs.frozen
+class RestartRequest:
+    """All workers of a generation shall be restarted."""
+
+    source: str
+    generation: int
+
+
+@attrs.frozen
+class ControlNotice:
+    """An operator has requested something, which the next message contains."""
+
+    action: str
+    by: str
 
 
 # Messages that are valid for one rendezvous only. An exit is valid for one start of workers.
@@ -117,6 +134,8 @@ InboxMessage = (
     | PrepareFinished
     | SignalNotice
     | DrainRequest
+    | RestartRequest
+    | ControlNotice
     | PeerMessages
     | policy.ComponentFailed
 )
@@ -235,10 +254,47 @@ class ElasticAgent:
         deadline = None if time_left_s is None else self._clock() + time_left_s
         self._post(DrainRequest(source, reason, deadline))
 
+    def request_stop(self, source: str) -> None:
+        """Make the workers save and the job end, for all its nodes. Thread-safe.
+
+        The other nodes stop their workers at the same step, and form no further generation. With a
+        handler that does not support this, only this node leaves.
+
+        Args:
+            source: what requests it, for logs and events.
+        """
+        self._post(DrainRequest(source, DRAIN, None, ends_job=True))
+
+    def request_restart(self, source: str, generation: int) -> None:
+        """Restart all workers of the job after they have saved. Thread-safe.
+
+        This counts as no failure. Nothing happens if this node's workers are not running any more
+        in that generation, or if the handler does not support it.
+
+        Args:
+            source: what requests it, for logs and events.
+            generation: the number of the generation whose workers are restarted.
+        """
+        self._post(RestartRequest(source, generation))
+
+    def record_control(self, action: str, by: str) -> None:
+        """Record that an operator has requested something. Thread-safe.
+
+        Args:
+            action: what is requested: "drain", "stop" or "restart".
+            by: the operator.
+        """
+        self._post(ControlNotice(action, by))
+
     def stalled_s(self) -> float:
         """Return the seconds since the last progress of the event loop; 0 after the run."""
         is_over = self._now.state is AgentState.ENDED
         return 0.0 if is_over else max(0.0, self._clock() - self._progress_at)
+
+    @property
+    def state(self) -> AgentState:
+        """The state of the agent. Thread-safe."""
+        return self._now.state
 
     def get_worker_group(self) -> WorkerGroup | None:
         """Return the workers of the current generation, or None before the first."""
@@ -397,10 +453,14 @@ class ElasticAgent:
                 return self._on_worker_exit(local_rank)
             case SignalNotice(number):
                 return self._on_signal(number)
-            case DrainRequest(source, reason, deadline):
+            case DrainRequest(source, reason, deadline, ends_job):
                 if deadline is not None:
                     self._stopper.set_deadline(deadline)
-                return self._on_drain(0, source, reason)
+                return self._on_drain(0, source, reason, ends_job=ends_job)
+            case RestartRequest():
+                self._on_restart(message)
+            case ControlNotice(action, by):
+                self._reporter.on_control(action, by)
             case PeerMessages(prefix, topic, messages) if prefix == self._peers.prefix:
                 self._execute(self._stopper.on_messages(topic, messages))
                 if topic == HANG_TOPIC and self._hang_detector is not None:
@@ -458,9 +518,22 @@ class ElasticAgent:
             return self._on_drain(number, name, reason)
         return policy.SignalReceived(number, name)
 
-    def _on_drain(self, number: int, name: str, reason: str) -> AgentEvent:
+    def _on_drain(
+        self, number: int, name: str, reason: str, *, ends_job: bool = False
+    ) -> AgentEvent:
         self._reporter.on_drain(name, reason)
-        return policy.DrainRequested(number, name, reason)
+        return policy.DrainRequested(number, name, reason, ends_job)
+
+    def _on_restart(self, request: RestartRequest) -> None:
+        info = self._info
+        is_running = self._now.state is AgentState.RUNNING
+        if not is_running or info is None or info.generation != request.generation:
+            return
+        if not self._handler.report_restart(request.source):
+            log.warning(
+                "%s does not support a restart on request: the workers continue",
+                type(self._handler).__name__,
+            )
 
     def _can_notify(self, reason: str) -> bool:
         """Return True if the workers have a stop notice, or accept one now."""
@@ -471,7 +544,7 @@ class ElasticAgent:
             return self._stopper.is_notified
         # Schedulers repeat their signals, and a repeated one must not interrupt the save.
         outcome = self._now.outcome
-        return outcome is not None and outcome.state is WorkerState.DRAINED
+        return outcome is not None and outcome.lets_workers_save
 
     # -- commands -----------------------------------------------------------------------------
 
@@ -508,8 +581,9 @@ class ElasticAgent:
                 self._on_workers_stopped(command)
             case policy.ReportFailure():
                 self._report_failure(command)
-            case policy.ReportDrain(reason):
-                self._handler.report_drain(reason)
+            case policy.ReportDrain(reason, ends_job):
+                report = self._handler.report_stop if ends_job else self._handler.report_drain
+                report(reason)
             case policy.ReportSuccess():
                 self._report_success()
             case policy.Publish():
@@ -654,8 +728,9 @@ class ElasticAgent:
     def _regroup_grace_s(self) -> float:
         """Return how long workers have to leave their group, or 0 if none can regroup."""
         # The job may have ended since the stop began, because a failure was one too many.
-        can_regroup = self._now.state is AgentState.STOPPING and self._slots.can_regroup()
-        return self._options.regroup_grace if can_regroup else 0.0
+        if self._now.state is not AgentState.STOPPING or self._now.must_restart:
+            return 0.0
+        return self._options.regroup_grace if self._slots.can_regroup() else 0.0
 
     def _on_workers_stopped(self, event: policy.WorkersStopped) -> None:
         self._stopper.finish()

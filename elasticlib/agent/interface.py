@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from ..defaults import DEFAULT_DRAIN_EXIT_CODE
+from ..defaults import DEFAULT_DRAIN_EXIT_CODE, STOPPED_EXIT_CODE
 from ..rendezvous.interface import RendezvousInfo
 from ..workers.exits import WorkerExit
 from ..workers.spec import WorkerGroup, WorkerState
@@ -54,11 +54,14 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0 for success, 1 for failure, 75 after a drain, 128 + n after signal n."""
+        """0 for success, 1 for failure, 75 after a drain, 76 if an operator stopped the job.
+
+        After signal n, it is 128 + n.
+        """
         if self.state is WorkerState.DRAINED:
             return DEFAULT_DRAIN_EXIT_CODE
         if self.state is WorkerState.STOPPED:
-            return 128 + self.signal
+            return 128 + self.signal if self.signal else STOPPED_EXIT_CODE
         return 0 if self.state is WorkerState.SUCCEEDED else 1
 
 

@@ -17,7 +17,7 @@ from ..rendezvous import store_layout
 from ..rendezvous.membership import Change, ChangeKind
 from ..rendezvous.store_layout import encode as encode
 from ..workers.exits import WorkerExit
-from ..workers.interface import RESIZE, StopNotice
+from ..workers.interface import RESIZE, RESTART, StopNotice
 from ..workers.spec import WorkerState
 
 Value = TypeVar("Value")
@@ -43,6 +43,12 @@ class RunOutcome:
     signal: int = 0  # the signal that stopped the node, or 0
     evicted: bool = False  # the job continues without this node
 
+    @property
+    def lets_workers_save(self) -> bool:
+        """True if the run ends by a drain, or because an operator stops the job."""
+        is_request = self.state is WorkerState.STOPPED and not self.signal
+        return self.state is WorkerState.DRAINED or is_request
+
 
 @attrs.frozen
 class SupervisorState:
@@ -55,6 +61,8 @@ class SupervisorState:
     standby_ranks: frozenset[int] = frozenset()
     # Standby workers start before this node joins, while the other nodes train.
     is_prestarting: bool = False
+    # The workers are stopped to be replaced, so that none may continue in the next group.
+    must_restart: bool = False
 
 
 class AgentEvent:
@@ -162,6 +170,7 @@ class DrainRequested(AgentEvent):
     number: int  # of the signal, or 0
     name: str  # of the signal, or of what requests it
     notice_reason: str
+    ends_job: bool = False  # all nodes leave, and the job is over
 
 
 # Commands.
@@ -234,6 +243,7 @@ class ReportDrain(AgentCommand):
     """Report to the other nodes that this one leaves as soon as its workers have saved."""
 
     reason: str
+    ends_job: bool = False  # all other nodes shall leave as well
 
 
 @attrs.frozen
@@ -287,7 +297,7 @@ def outcome_of(
         return RunOutcome(WorkerState.FAILED, event.reason)
     if isinstance(event, MembershipChanged):
         return end_of_job(event.change)
-    is_drain = isinstance(event, DrainRequested)
+    is_drain = isinstance(event, DrainRequested) and not event.ends_job
     state = WorkerState.DRAINED if is_drain else WorkerState.STOPPED
     return RunOutcome(state, f"received {event.name}", event.number)
 
@@ -377,10 +387,13 @@ def _membership_changed(now: SupervisorState, event: MembershipChanged) -> Trans
     if event.change.kind.is_final:
         return _begin_ending(now, event), (StopWorkers(),)
     # All ranks can agree on a stop call only if no node was lost and no worker failed.
-    is_resize = event.change.kind is ChangeKind.RESIZE
-    notice = StopWorkers(RESIZE if is_resize else "")
-    stop = Regroup() if event.can_regroup and not is_resize else notice
-    return attrs.evolve(now, state=AgentState.STOPPING), (stop,)
+    kind = event.change.kind
+    if event.can_regroup and not kind.is_planned:
+        return attrs.evolve(now, state=AgentState.STOPPING), (Regroup(),)
+    must_restart = kind is ChangeKind.RESTART
+    notice = RESTART if must_restart else RESIZE if kind.is_planned else ""
+    now = attrs.evolve(now, state=AgentState.STOPPING, must_restart=must_restart)
+    return now, (StopWorkers(notice),)
 
 
 def _end_run(stop: type[StopWorkers | ShortenNotice]) -> Callable[..., Transition]:
@@ -393,7 +406,8 @@ def _end_run(stop: type[StopWorkers | ShortenNotice]) -> Callable[..., Transitio
         if not isinstance(event, DrainRequested):
             return _begin_ending(now, event), (*cancel, stop())
         # The other nodes are informed before the workers stop, so that all stop at one step.
-        commands = (ReportDrain(event.name), *cancel, stop(event.notice_reason))
+        report = ReportDrain(event.name, event.ends_job)
+        commands = (report, *cancel, stop(event.notice_reason))
         return _begin_ending(now, event), commands
 
     return end_run
@@ -404,9 +418,8 @@ def _end_run(stop: type[StopWorkers | ShortenNotice]) -> Callable[..., Transitio
 
 def _stopping_worker_exited(now: SupervisorState, event: WorkerExited) -> Transition:
     outcome = now.outcome
-    is_drain = outcome is not None and outcome.state is WorkerState.DRAINED
-    if event.exited_before_saving and is_drain and outcome is not None:
-        # The run still counts as drained, but the reason mentions the worker that did not save.
+    if event.exited_before_saving and outcome is not None and outcome.lets_workers_save:
+        # The state does not change, but the reason mentions the worker that did not save.
         reason = f"{outcome.reason}, but {event.exit.describe()} before it had saved"
         now = attrs.evolve(now, outcome=attrs.evolve(outcome, reason=reason))
     return now, (ShortenNotice(),) if event.stop_call_undecided else ()
@@ -416,6 +429,14 @@ def _changed_while_stopping(now: SupervisorState, event: MembershipChanged) -> T
     return (
         (_begin_ending(now, event), (CancelRegroup(),)) if event.change.kind.is_final else (now, ())
     )
+
+
+def _drain_again(now: SupervisorState, event: DrainRequested) -> Transition:
+    outcome = now.outcome
+    if not event.ends_job or outcome is None or outcome.state is not WorkerState.DRAINED:
+        return now, ()
+    # A scheduler must not start this node again, because the whole job ends.
+    return attrs.evolve(now, outcome=outcome_of(event)), (ReportDrain(event.name, ends_job=True),)
 
 
 def _escalate(now: SupervisorState, _event: SignalReceived) -> Transition:
@@ -446,7 +467,9 @@ def _changed_after_success(
         change = event.change
     if not change.kind.is_final:
         if now.standby_ranks:
-            return attrs.evolve(now, state=AgentState.STOPPING), (Regroup(),)
+            must_restart = change.kind is ChangeKind.RESTART
+            now = attrs.evolve(now, state=AgentState.STOPPING, must_restart=must_restart)
+            return now, (StopWorkers() if must_restart else Regroup(),)
         return SupervisorState(AgentState.JOINING), (StartRendezvous(),)
     outcome = end_of_job(change)
     if change.kind is ChangeKind.STORE_LOST:
@@ -489,7 +512,7 @@ TRANSITIONS: dict[tuple[AgentState, type], Callable[..., Transition]] = {
     (_S.ENDING, MembershipChanged): _ignore,
     (_S.ENDING, SignalReceived): _escalate,
     (_S.ENDING, ComponentFailed): _ignore,
-    (_S.ENDING, DrainRequested): _ignore,
+    (_S.ENDING, DrainRequested): _drain_again,
 }
 
 

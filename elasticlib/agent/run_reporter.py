@@ -281,7 +281,7 @@ class RunReporter:
         self._is_planned, self._inactive_since = False, None
         match event:
             case policy.MembershipChanged(change):
-                self._is_planned = change.kind is ChangeKind.RESIZE
+                self._is_planned = change.kind.is_planned
             case policy.DrainRequested():
                 self._is_planned = True
             case policy.HangDetected():
@@ -298,6 +298,16 @@ class RunReporter:
             failure_kind=kind,
             seconds_since_heartbeat=inactive_s,
         )
+
+    def on_control(self, action: str, by: str) -> None:
+        """Report that an operator has requested something.
+
+        Args:
+            action: drain, stop or restart.
+            by: the operator.
+        """
+        log.info("%s has requested: %s", by, action)
+        self._record("control.requested", action=action, by=by)
 
     def on_drain(self, signal: str, reason: str) -> None:
         self._record("drain.requested", signal=signal, reason=reason)

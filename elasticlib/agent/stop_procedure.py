@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 import attrs
 
 from ..errors import ConfigError
-from ..workers.interface import DRAIN, PREEMPTED, RESIZE, STOP_REASONS, StopNotice
+from ..workers.interface import DRAIN, PREEMPTED, RESIZE, RESTART, STOP_REASONS, StopNotice
 from .policy import (
     AgentCommand,
     LeaveGroup,
@@ -33,7 +33,7 @@ from .policy import (
 
 STOP_TOPIC = "stop/"  # the StopProposal of each node, by its rank
 GROUP_BROKEN_TOPIC = "over/"  # nodes whose workers leave at once, because a collective failed
-_URGENCY = (PREEMPTED, DRAIN, RESIZE)  # most urgent first
+_URGENCY = (PREEMPTED, DRAIN, RESTART, RESIZE)  # most urgent first
 
 
 class StopStage(enum.IntEnum):

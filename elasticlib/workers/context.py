@@ -29,7 +29,8 @@ class StopRequest:
 
     Attributes:
         reason: `preempted` (the machine is taken away), `resize` (the job continues with other
-            nodes) or `drain` (a node leaves on purpose).
+            nodes), `drain` (a node leaves on purpose, or an operator stops the job) or `restart`
+            (an operator restarts the workers).
         deadline: The time on this machine's monotonic clock at which the agent stops this worker
             by a signal.
     """

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 NO_STEP = -1  # a step that was not reported
 RESTORE_SOURCES = ("memory", "peer", "disk")  # where restored state was read from, fastest first
-PREEMPTED, RESIZE, DRAIN = "preempted", "resize", "drain"
-STOP_REASONS = (PREEMPTED, RESIZE, DRAIN)
+PREEMPTED, RESIZE, DRAIN, RESTART = "preempted", "resize", "drain", "restart"
+STOP_REASONS = (PREEMPTED, RESIZE, DRAIN, RESTART)
 
 
 @attrs.frozen
@@ -64,7 +64,9 @@ class Heartbeat:
 class StopNotice:
     """A request to the workers to save and exit by themselves, before any signal is sent."""
 
-    reason: str  # preempted: the machine is reclaimed; resize: nodes change; drain: a node leaves
+    # preempted: the machine is reclaimed; resize: nodes change; drain: a node leaves, or the job is
+    # stopped; restart: all workers are restarted
+    reason: str
     grace_s: float  # time that the workers have
 
     def __attrs_post_init__(self) -> None:
