@@ -15,15 +15,18 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import attrs
 
 from .._version import versions
 from ..agent.elastic_agent import ElasticAgent
+from ..agent.policy import AgentState
 from ..clock import monotonic
 from ..errors import ConfigError, format_error
 from ..observe.aggregate import NodeStatus
+from ..observe.control import ControlAction, ControlRequest, ControlResponder, NodeActivity
 from ..observe.event import Event
 from ..observe.http_server import HttpResponse, HttpServer, Pages, text_response
 from ..observe.job_status import Health, check_health, document_of_node
@@ -35,7 +38,7 @@ from ..observe.stack_query import NodeStacks, StackResponder
 from ..observe.totals import totals_of
 from ..rendezvous.handler import DynamicRendezvousHandler
 from ..stores.file_store import FileStore
-from ..workers.interface import Workers
+from ..workers.interface import DRAIN, Workers
 from ..workers.local_workers import LocalWorkers
 from .backends import import_function
 from .flags import SettingError
@@ -49,7 +52,7 @@ from .rendezvous_setup import RendezvousSetup
 
 log = logging.getLogger("elasticlib.launch")
 
-STACK_POLL_INTERVAL_S = 1.0  # in a file store, where waiting for a request means polling
+POLL_INTERVAL_S = 1.0  # in a file store, where waiting for a request means polling
 HEALTH_PATH, STATUS_PATH, METRICS_PATH = "/healthz", "/status.json", "/metrics"
 _ALWAYS_RECORDED = (
     *("min_nodes", "max_nodes", "nproc_per_node", "max_restarts", "start_method"),
@@ -289,9 +292,11 @@ def observe_node(
 def publish_status(
     rendezvous: RendezvousSetup, journal: NodeJournal, agent: ElasticAgent
 ) -> Iterator[Callable[[], None]]:
-    """Answer `elasticlib stacks` until the context ends, and `elasticlib status`.
+    """Publish the status, and answer requests for stacks and those of operators.
 
-    Nothing is published if a plug-in opened the rendezvous handler and so keeps its store.
+    That is what `elasticlib status`, `stacks`, `drain`, `stop` and `restart` need, until the
+    context ends. Nothing of this happens if a plug-in opened the rendezvous handler and so keeps
+    its store.
 
     Yields:
         A function that publishes the last status, after the agent has run.
@@ -312,12 +317,44 @@ def publish_status(
     run_id, node_id = rendezvous.run_id, rendezvous.node_id
     publisher = StatusPublisher(store, run_id, node_id, report)
     journal.on_recorded = handler.add_task(publisher.poll)
-    interval = STACK_POLL_INTERVAL_S if isinstance(store, FileStore) else 0.0
+    interval = POLL_INTERVAL_S if isinstance(store, FileStore) else 0.0
     with (
         contextlib.closing(publisher),
         StackResponder(store, run_id, node_id, stacks_of(agent), poll_interval=interval),
+        ControlResponder(
+            store,
+            run_id,
+            node_id,
+            partial(activity_of, agent),
+            partial(control_agent, agent),
+            host=handler.node.host,
+            poll_interval=interval,
+        ),
     ):
         yield publisher.publish_last
+
+
+def activity_of(agent: ElasticAgent) -> NodeActivity:
+    """Return what the node of an agent is doing, for requests of operators."""
+    state, group = agent.state, agent.get_worker_group()
+    return NodeActivity(
+        generation=0 if group is None else group.generation,
+        num_workers=len(agent.workers.running()),
+        is_training=state is AgentState.RUNNING,
+        is_leaving=state in (AgentState.ENDING, AgentState.ENDED),
+    )
+
+
+def control_agent(agent: ElasticAgent, request: ControlRequest) -> None:
+    """Let an agent do what an operator has requested. Thread-safe."""
+    agent.record_control(request.action.value, request.by)
+    match request.action:
+        case ControlAction.DRAIN:
+            agent.request_drain(request.source, reason=DRAIN)
+        case ControlAction.STOP:
+            agent.request_stop(request.source)
+        case ControlAction.RESTART:
+            agent.request_restart(request.source, request.generation)
 
 
 def stacks_of(agent: ElasticAgent) -> Callable[[frozenset[int] | None], NodeStacks]:

@@ -52,21 +52,28 @@ class RunTarget:
     records: tuple[Path, ...] = ()  # the run's event files on this machine
 
 
-def add_target_arguments(parser: argparse.ArgumentParser, timeout: float) -> None:
+def add_target_arguments(
+    parser: argparse.ArgumentParser, timeout: float, *, is_run_required: bool = False
+) -> None:
     """Add the arguments that name a run.
 
     Args:
         parser: the parser of a subcommand.
         timeout: the default of --timeout in seconds.
+        is_run_required: there is no default for the run.
     """
-    parser.add_argument(
-        "named",
-        nargs="?",
-        default="",
-        metavar="RUN|ENDPOINT",
-        help="id or directory of a run on this machine, or the HOST:PORT of its store (default: "
-        "your newest running job, or the newest job if none is running)",
-    )
+    help_text = "id or directory of a run on this machine, or the HOST:PORT of its store"
+    if is_run_required:
+        parser.add_argument("named", metavar="RUN|ENDPOINT", help=help_text)
+    else:
+        parser.add_argument(
+            "named",
+            nargs="?",
+            default="",
+            metavar="RUN|ENDPOINT",
+            help=f"{help_text} (default: your newest running job, or the newest job if none is "
+            "running)",
+        )
     parser.add_argument(
         "--rdzv-id", default="", help="job id, if the store at ENDPOINT holds several jobs"
     )

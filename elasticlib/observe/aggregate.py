@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from ..workers.interface import NO_STEP, Heartbeat
+from ..workers.interface import NO_STEP, RESTART, Heartbeat
 from .event import Event, TimelineEvent
 from .history import GenerationTrigger, JobState, NodeGeneration, ProgressSample, stall_seconds
 
@@ -143,7 +143,8 @@ def _next_state(state: JobState, event: Event) -> JobState:
             return JobState.RESTARTING
         case "stopping" if state is JobState.RUNNING:
             # Without a notice, the workers stop because of a failure or a loss elsewhere.
-            return JobState.RESIZING if event.text("notice") else JobState.RESTARTING
+            is_restart = event.text("notice") in ("", RESTART)
+            return JobState.RESTARTING if is_restart else JobState.RESIZING
         case "rendezvous.started" if state is JobState.RUNNING:
             return JobState.RENDEZVOUS
     return state

@@ -47,7 +47,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "restarts": "restarts of the job so far",
         "max_restarts": "restart budget of the job",
         "reason": "why the rendezvous for this generation took place",
-        "trigger": "start, failure, loss or resize; null if the rendezvous does not report it",
+        "trigger": "start, failure, loss, resize or restart; null if the rendezvous does not "
+        "report it",
         "incarnation": "name of this start of the job: its generations count from 1; empty if the "
         "rendezvous does not report it",
     },
@@ -80,7 +81,14 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "duration_seconds": "time that stopping took",
         "survivors": "processes that could not be killed, empty if there are none",
     },
-    "drain.requested": {"signal": "name of the signal", "reason": "reason given to the workers"},
+    "control.requested": {
+        "action": "what an operator has requested: drain, stop or restart",
+        "by": "the operator, as user@host",
+    },
+    "drain.requested": {
+        "signal": "name of the signal, or what else has requested it",
+        "reason": "reason given to the workers",
+    },
     "state.restored": {
         "step": "step of the state that the workers restored",
         "source": "memory (of this node), peer (memory of another node) or disk",
@@ -182,6 +190,8 @@ class Event:
             text = f"step {step}"
         elif kind == "state.restored":
             text = f"step {step} from {self.text('source') or 'an unknown source'}"
+        elif kind == "control.requested":
+            text = f"{self.text('action') or 'something unknown'} by {self.text('by')}"
         elif kind == "events.dropped":
             text = f"{self.count('count') or 0} events could not be written"
         elif kind not in _TEXT_FACTS or (kind == "worker.exited" and self.is_expected_exit):

@@ -28,7 +28,7 @@ class JobState(enum.Enum):
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     DRAINED = "DRAINED"  # a node that had time to save before it left
-    STOPPED = "STOPPED"  # stopped by a signal
+    STOPPED = "STOPPED"  # stopped by a signal or an operator
 
     @property
     def is_finished(self) -> bool:

@@ -14,7 +14,13 @@ from urllib.parse import unquote
 
 import attrs
 
-from ..rendezvous.membership import JobPhase, LeaderStatus, Membership, NodeRecord
+from ..rendezvous.membership import (
+    GenerationTrigger,
+    JobPhase,
+    LeaderStatus,
+    Membership,
+    NodeRecord,
+)
 from ..rendezvous.store_layout import JobListing, StoreKeys
 from ..rendezvous.store_layout import decode as decode_record
 from ..sanitize import escape_to_one_line
@@ -340,7 +346,7 @@ def _find_state(reading: JobReading, statuses: Iterable[NodeStatus]) -> tuple[Jo
 def _rendezvous_state(document: Membership, alive: tuple[NodeRecord, ...]) -> JobState:
     if len(alive) < document.settings.min_nodes:
         return JobState.WAITING
-    if document.failure is not None:
+    if document.failure is not None or document.trigger is GenerationTrigger.RESTART:
         return JobState.RESTARTING
     if any(node.drain_reason for node in alive):
         return JobState.DRAINING
@@ -455,7 +461,7 @@ EXIT_CODES: Mapping[int, str] = {
     2: "invalid command line",
     3: "in transition: WAITING, RENDEZVOUS, RESTARTING, RESIZING or DRAINING",
     4: "no such run, or its state is unknown",
-    5: "stopped by a signal or drained before completion",
+    5: "stopped or drained before completion",
 }
 EXIT_UNKNOWN = 4
 

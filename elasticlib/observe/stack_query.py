@@ -23,11 +23,11 @@ from ..errors import StoreError
 from ..rendezvous.membership import NodeRecord
 from ..rendezvous.store_layout import JobListing, StoreKeys
 from ..sanitize import escape_to_one_line
-from ..stores.interface import Entry, Store, WatchResult
-from ..threads import BackgroundQueue
+from ..stores.interface import Entry, Store
 from .event import read_versioned_object
 from .formatting import format_ranges, format_ranks, group_stacks
-from .node_status import FailureLog, observer_prefix, read_field
+from .node_status import observer_prefix, read_field
+from .responder import StoreResponder
 
 log = logging.getLogger("elasticlib.observe")
 
@@ -240,21 +240,13 @@ class StackClient:
 
 # -- responder -------------------------------------------------------------------------------------
 
-# A store that replaced another one counts its versions from 0, so an existing query may look old to
-# `wait`. The responder therefore lists the queries after this time in any case.
-MAX_WAIT_S = 30.0
 ANSWER_TTL_S = 30.0
-PAUSE_AFTER_ANSWER_S = 0.05  # bounds the load that many queries can cause
-RETRY_INTERVAL_S = 0.5
 MAX_QUERIES = 16  # answered per poll
 MAX_ID_LENGTH = 64
 
 
-class StackResponder:
-    """Answers queries on one node, from `with` to its end. Failures never affect the job.
-
-    Its thread exists only while there are queries, if the store can report changes. Otherwise the
-    thread waits for them.
+class StackResponder(StoreResponder):
+    """Answers queries on one node.
 
     Args:
         store: the store of the job.
@@ -273,61 +265,19 @@ class StackResponder:
         *,
         poll_interval: float = 0.0,
     ) -> None:
-        self._failures = FailureLog(
-            "elasticlib stacks gets no answer from this node", RETRY_INTERVAL_S
-        )
-        self._queue = BackgroundQueue("stack-responder", lambda _: None)
-        self._store = store
         self._keys = StackKeys(run_id)
+        super().__init__(
+            "stack-responder",
+            store,
+            self._keys.queries,
+            "elasticlib stacks gets no answer from this node",
+            poll_interval=poll_interval,
+        )
         self._node_id = node_id
         self._read_stacks = read_stacks
-        self._poll_interval = poll_interval
         self._answered: dict[str, int] = {}  # version of each query that was answered
 
-    def __enter__(self) -> StackResponder:
-        self._queue.call(self._serve)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        # A thread that waits for the store ends when the owner of the store closes it.
-        self._queue.close(0.0)
-
-    def _serve(self) -> None:
-        """Answer queries until the store watches for the next one, which calls this again."""
-        while True:
-            try:
-                pause = self._poll()
-            except Exception as error:
-                self._failures.log(error)
-                pause = RETRY_INTERVAL_S
-            if pause is None or not self._queue.wait_before_retry(pause):
-                return
-
-    def _poll(self) -> float | None:
-        """Answer all queries, or wait for the next one.
-
-        Returns:
-            Seconds until the next poll, or None if the store watches for the next query.
-        """
-        prefix = self._keys.queries
-        listing = self._store.list(prefix)
-        if self._answer_all(listing.entries):
-            return PAUSE_AFTER_ANSWER_S
-        if self._poll_interval:
-            while not self._store.wait(prefix, after=listing.version, timeout=0.0):
-                if not self._queue.wait_before_retry(self._poll_interval):
-                    break
-            return 0.0
-
-        def on_change(_: WatchResult) -> None:
-            self._queue.call(self._serve)
-
-        if self._store.watch(prefix, after=listing.version, callback=on_change):
-            return None
-        self._store.wait(prefix, after=listing.version, timeout=MAX_WAIT_S)
-        return 0.0
-
-    def _answer_all(self, entries: Iterable[Entry]) -> bool:
+    def answer_all(self, entries: Iterable[Entry]) -> bool:
         """Answer new queries and forget deleted ones; return True if there was a new one."""
         queries = {entry.key: entry for entry in entries}
         for key in self._answered.keys() - queries.keys():

@@ -62,10 +62,11 @@ MAX_REASONS = 40
 MAX_NODES = 40
 
 SAVE_KINDS = {"checkpoint.saved": "Checkpoints", "snapshot.taken": "Snapshots in memory"}
-NODE_ICONS = ("failure", "drain.requested", "events.dropped")
+NODE_ICONS = ("failure", "control.requested", "drain.requested", "events.dropped")
 ICONS: Mapping[str, str] = {
     "failure": "failure",
     "vanished": "node lost",
+    "control.requested": "request of an operator",
     "drain.requested": "drain requested",
     "events.dropped": "events dropped here",
     "checkpoint.saved": "checkpoint",
@@ -73,7 +74,7 @@ ICONS: Mapping[str, str] = {
     "SUCCEEDED": "succeeded",
     "FAILED": "node failed",
     "DRAINED": "drained",
-    "STOPPED": "stopped by a signal",
+    "STOPPED": "stopped",
 }
 """Meaning of each icon of the timeline."""
 END_TEXTS = {
