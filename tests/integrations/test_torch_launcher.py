@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import blocks_of
+from pages import read_page
 
-_, [(_, OURS), (_, IMPORTS), *_] = blocks_of("coming_from_torch.md")
+_, [(_, OURS), (_, IMPORTS), *_] = read_page("coming_from_torch.md")
 IMPORT = "from elasticlib import ChildFailedError, LaunchConfig, elastic_launch, record\n"
 
 
