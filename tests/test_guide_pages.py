@@ -34,7 +34,7 @@ PYTHON = [
     page
     for page in PAGES
     if "```python" in FOUND[page][0]
-    # Tests of their own run these: tests/integrations/test_start_page.py and
+    # Tests of their own run these: tests/integrations/test_quickstart_page.py and
     # tests/launch/test_events_page.py start the jobs, and tests/checkpoint/test_checkpoints_page.py
     # writes the checkpoints.
     and page not in ("guide/launch.md", "guide/events.md", "guide/checkpoints.md")

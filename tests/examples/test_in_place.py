@@ -1,4 +1,4 @@
-"""elasticlib/examples/in_place.py, and what docs/in_place.md shows of it."""
+"""elasticlib/examples/in_place.py, and what docs/in_place_recovery.md shows of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLE = DOCS.parent / "elasticlib/examples/in_place.py"
 
 
 def test_the_page_shows_the_example_as_it_is() -> None:
-    _, blocks = read_page("in_place.md")
+    _, blocks = read_page("in_place_recovery.md")
     _, shown = blocks[0]
     before, _, loop = shown.partition("...\n")
     assert before in EXAMPLE.read_text()

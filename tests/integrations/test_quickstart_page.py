@@ -1,4 +1,4 @@
-"""docs/start.md: a checkout is installed, and a training continues after a worker is killed.
+"""docs/quickstart.md: a checkout is installed, and a training continues after a worker is killed.
 
 All commands of the page run in order, in the environment that they create. Only torch is not
 downloaded again.
@@ -21,7 +21,7 @@ from pages import read_page
 from elasticlib.testing.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
-TEXT, BLOCKS = read_page("start.md")
+TEXT, BLOCKS = read_page("quickstart.md")
 SHELL = [code for language, code in BLOCKS if language == "sh"]
 (SCRIPT,) = (code for language, code in BLOCKS if language == "python")
 INSTALL, MAKE_FOLDER, RUN, KILL, LOOK, AFTERWARDS, AGAIN = SHELL

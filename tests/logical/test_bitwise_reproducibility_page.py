@@ -1,4 +1,4 @@
-"""docs/same_weights.md: its program, at the world sizes of its commands, ends as the page says."""
+"""docs/bitwise_reproducibility.md: its program prints what the page shows, at each world size."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import name_blocks, read_page
+from pages import read_page, name_blocks
 from ranks import Ranks
 
 from elasticlib import load_checkpoint
 
-TEXT, BLOCKS = read_page("same_weights.md")
+TEXT, BLOCKS = read_page("bitwise_reproducibility.md")
 (COMMANDS,) = (code.strip().splitlines() for kind, code in BLOCKS if kind == "sh")
 FILES = name_blocks([code for kind, code in BLOCKS if kind == "python"])
 
