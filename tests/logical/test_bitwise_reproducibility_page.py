@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import read_page, name_blocks
+from pages import name_blocks, read_page
 from ranks import Ranks
 
 from elasticlib import load_checkpoint
