@@ -189,8 +189,8 @@ def test_nothing_is_left_out_of_the_page_silently() -> None:
 
 
 def test_the_table_is_put_where_the_readmes_is_and_nowhere_else() -> None:
-    readme = "| a |\n\n## Numbers\n\nWords.\n\n| b |\n| c |\n\nMore.\n\n| d |\n"
-    now = "| a |\n\n## Numbers\n\nWords.\n\n| x |\n\nMore.\n\n| d |\n"
+    readme = "| a |\n\n## Benchmarks\n\nWords.\n\n| b |\n| c |\n\nMore.\n\n| d |\n"
+    now = "| a |\n\n## Benchmarks\n\nWords.\n\n| x |\n\nMore.\n\n| d |\n"
     assert with_table(readme, "| x |") == now
     assert with_table(now, "| x |") == now
     with pytest.raises(ValueError, match="no table"):
