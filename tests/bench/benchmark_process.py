@@ -22,7 +22,7 @@ from page import HERE, Benchmark, Section
 from results import Results, results_from_json
 
 sys.path.append(str(HERE.parent))
-from processes import marked
+from processes import find_processes
 
 # An interrupted benchmark kills its jobs and removes their files, and the supervisor processes of
 # killed jobs do the same. Both may take this long.
@@ -107,7 +107,7 @@ def kill_tagged(tag: str, timeout_s: float) -> int:
     """
     deadline = time.monotonic() + timeout_s
     killed: set[int] = set()
-    while pids := marked(TAG, tag):
+    while pids := find_processes(TAG, tag):
         if time.monotonic() > deadline:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

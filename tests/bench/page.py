@@ -163,15 +163,15 @@ def summary_table(record: Record) -> str:
 
 
 def with_table(readme: str, table: str) -> str:
-    """Return the README with this table below its heading `## Numbers`.
+    """Return the README with this table below its heading `## Benchmarks`.
 
     Raises:
         ValueError: The README has no such heading, or no table below it.
     """
-    before, heading, after = readme.partition("\n## Numbers\n")
+    before, heading, after = readme.partition("\n## Benchmarks\n")
     text, bar, rest = after.partition("\n| ")
     if not heading or not bar:
-        raise ValueError("the README has no table under a heading `## Numbers`")
+        raise ValueError("the README has no table under a heading `## Benchmarks`")
     lines = rest.splitlines(keepends=True)
     end = next((at for at, line in enumerate(lines) if at and line[:1] != "|"), len(lines))
     return "".join((before, heading, text, "\n", table, "\n", *lines[end:]))

@@ -41,9 +41,9 @@ from timed_jobs import (
     MEMBERSHIP_TIMEOUT_S,
     TIMEOUT_S,
     Timings,
-    alive,
-    children,
     cpu_seconds,
+    find_children,
+    is_alive,
     open_job,
     run_in_turns,
 )
@@ -100,7 +100,7 @@ def measure_join(timings: Timings, launcher: str) -> None:
         job.start_node()
         with timings.counting_failures(launcher, *MEASUREMENTS["join"]):
             wait_until(
-                "the worker to exit", lambda: not alive(first["pid"]), MEMBERSHIP_TIMEOUT_S
+                "the worker to exit", lambda: not is_alive(first["pid"]), MEMBERSHIP_TIMEOUT_S
             )
             stopped_at = time.monotonic()
             job.wait_for_group(2, MEMBERSHIP_TIMEOUT_S)
@@ -126,7 +126,7 @@ def measure_idle_cpu(timings: Timings, duration_s: float, launcher: str) -> None
         workers = {rank["pid"] for rank in job.wait_for_group(2)}
         pids = [job.agents[0].pid]
         for pid in pids:
-            pids += [child for child in children(pid) if child not in workers]
+            pids += [child for child in find_children(pid) if child not in workers]
         # By then the work of the start is done: the fork server has imported what it keeps for
         # later workers, and is idle.
         time.sleep(6.0)

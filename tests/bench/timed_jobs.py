@@ -25,7 +25,7 @@ from elasticlib.testing.waiting import wait_until
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.append(str(TESTS))
 from ports import free_port  # noqa: E402
-from processes import alive, children  # noqa: E402
+from processes import find_children, is_alive  # noqa: E402
 
 ALLREDUCE = str(TESTS / "programs" / "allreduce.py")
 # Without the first variable, workers that torchrun restarts read values of the workers before them.
@@ -104,9 +104,9 @@ class Job:
         """
 
         def find_group() -> list[dict[str, Any]]:
-            files = {path.name: path for path in self.directory.glob("place.*.json")}
+            files = {path.name: path for path in self.directory.glob("report.*.json")}
             reports = [json.loads(files[name].read_text()) for name in files.keys() - self._seen]
-            ranks = [r for r in reports if r["WORLD_SIZE"] == str(world) and alive(r["pid"])]
+            ranks = [r for r in reports if r["WORLD_SIZE"] == str(world) and is_alive(r["pid"])]
             ranks.sort(key=lambda report: int(report["RANK"]))
             if [int(report["RANK"]) for report in ranks] == list(range(world)):
                 self._seen |= files.keys()
@@ -147,7 +147,7 @@ class Job:
         pids = [agent.pid]
         for pid in pids:
             with suppress(OSError):
-                pids += children(pid)
+                pids += find_children(pid)
         for pid in [pid for pid in pids if not _is_supervisor(pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
