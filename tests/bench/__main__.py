@@ -48,8 +48,8 @@ def measure(
     for benchmark in benchmarks:
         missing = [name for name in benchmark.needs if importlib.util.find_spec(name) is None]
         if missing:
-            target = f"`make {benchmark.make_target}` has an environment with them"
-            print(f"{benchmark.name}: not run, because {', '.join(missing)} are missing; {target}\n")
+            needs = f"{', '.join(missing)}, which `make {benchmark.make_target}` installs"
+            print(f"{benchmark.name}: not run, because it needs {needs}\n", flush=True)
             continue
         print(f"{benchmark.name} (at most {benchmark.timeout_s:g} s)", flush=True)
         section = record[benchmark.name] = run(benchmark)
@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAMES", help="comma-separated benchmarks (default: all)")
-    parser.add_argument("--quick", action="store_true", help="use sizes that only show that it runs")
+    parser.add_argument("--quick", action="store_true", help="use sizes that show that it runs")
     parser.add_argument("--into", type=Path, help="directory of the page (default: docs)")
     parser.add_argument("--quote", action="store_true", help="also write the table of README.md")
     parser.add_argument("--redraw", action="store_true", help="write the page from stored results")

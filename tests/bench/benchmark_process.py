@@ -118,7 +118,7 @@ def kill_tagged(tag: str, timeout_s: float) -> int:
 
 
 def describe_machine() -> Mapping[str, str]:
-    """Return the hardware and the versions that results depend on, without a name of the machine."""
+    """Return the hardware and versions that results depend on, without the name of the machine."""
     lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
     models = [value.strip() for key, _, value in lines if key.startswith("model name")]
     cores = len(os.sched_getaffinity(0))

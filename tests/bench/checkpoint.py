@@ -12,10 +12,10 @@ repetition:
 - `snapshot`, which copies into shared memory like that of an agent, and `restore` from this memory.
   The first `save` and the first `snapshot` also allocate memory, and have rows of their own.
 - copy in memory: a copy of the tensors into existing memory.
-- `torch.save`, which does not call fsync, and `torch.save` followed by fsync. `torch.load` runs with
-  `mmap=False` and reads into new tensors.
-- DCP's `save`, `async_save` and `load` with one rank. They write the same bytes and call fsync once.
-  `load` reads into existing tensors.
+- `torch.save`, which does not call fsync, and `torch.save` followed by fsync. `torch.load` runs
+  with `mmap=False` and reads into new tensors.
+- DCP's `save`, `async_save` and `load` with one rank. They write the same bytes and call fsync
+  once. `load` reads into existing tensors.
 - `write` and fsync: one file with the same number of bytes.
 
 A save "until it is durable" includes fsync. The write speed of the disk changes from one save to

@@ -50,7 +50,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @attrs.frozen
 class Part:
-    """One call of a benchmark program."""
+    """A call of a benchmark program."""
 
     program: str
     flags: str
@@ -83,7 +83,7 @@ PARTS = {
 
 @attrs.define
 class Comparison:
-    """One value per turn for each checkout, in the order of the turns."""
+    """A measurement of both checkouts, with one value per turn in the order of the turns."""
 
     description: str
     unit: str

@@ -19,9 +19,9 @@ all-reduce. A group works when all of its ranks have finished their first all-re
 - `rest`: CPU seconds per second of a launcher and its service processes, while its two workers
   sleep.
 
-The launchers take turns. Both wait for late nodes for the shortest time that they accept: 0.1 s for
-elasticrun, 1 s for torchrun. torchrun runs with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`. Without
-this variable, restarted workers read the addresses of the attempt before. A launcher that does not
+The launchers take turns. elasticrun waits 0.1 s for late nodes. torchrun waits 1 s, the shortest
+time that it accepts. torchrun runs with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`. Without this
+variable, restarted workers read the addresses of the attempt before. A launcher that does not
 finish within the time limit has failed and is not tried again. Rows with `spawn` use
 `--start-method spawn`, which starts a new interpreter for each worker. By default, elasticrun
 starts one process that imports torch, and forks all workers from it.

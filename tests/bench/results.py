@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-# The scales of each unit, from the largest to the smallest. The last one also serves smaller values.
+# The scales of each unit, from the largest to the smallest. Smaller values use the last one.
 SCALES: Mapping[str, Sequence[tuple[float, str]]] = {
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")),
     "bytes": ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes")),
@@ -83,7 +83,7 @@ class Samples:
 
 @attrs.frozen
 class Row:
-    """One measurement of elasticlib and, in the same run, of what it is compared with."""
+    """A measurement of elasticlib and, in the same run, of the system it is compared with."""
 
     name: str  # the key of the row in page.md and compare_checkouts.py
     description: str  # the first cell of the row in a table
@@ -176,7 +176,7 @@ def run_command_line(measure: Callable[..., Iterable[Row | str]], doc: str | Non
 
     Args:
         measure: Yields the rows of the benchmark, and notes about them. Each of its keyword
-            parameters becomes an option.
+            parameters is an option of the command line.
         doc: The text that `--help` prints.
     """
     parser = argparse.ArgumentParser(

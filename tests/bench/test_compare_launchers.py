@@ -1,4 +1,4 @@
-"""The same training under other launchers: what is read off a run, and what is made of outcomes."""
+"""Comparison of launchers: statistics of a run, tables and page of the outcomes, and a real run."""
 
 from __future__ import annotations
 
@@ -8,127 +8,159 @@ import sys
 from pathlib import Path
 
 import attrs
-import field
+import compare_launchers
+import launcher_page
 import pytest
-from figures import in_markdown
+from launcher_page import SLOW_START_S, Outcome, run_key
+from launchers import LAUNCHERS
+from results import markdown_table
+from training_steps import (
+    BATCH_SAMPLES,
+    StepRecord,
+    count_repeated,
+    count_samples,
+    last_step,
+    longest_pauses,
+    survivor_costs,
+)
 
-HALF = field.BATCH // 2
+HALF = BATCH_SAMPLES // 2
 
 
-def done(pid: int, *steps: tuple[int, float], samples: int = HALF) -> list[field.Done]:
-    return [field.Done(step, at, pid, samples) for step, at in steps]
+def records(pid: int, *steps: tuple[int, float], samples: int = HALF) -> list[StepRecord]:
+    """Return the steps of a process, from their numbers and times."""
+    return [StepRecord(step, at, pid, samples) for step, at in steps]
 
 
-STEPS = {
-    ".0": [*done(7, (1, 0.0), (2, 0.5), (3, 1.0)), *done(9, (2, 3.0), (3, 3.5), (4, 4.0))],
-    ".1": [*done(8, (1, 0.1), (2, 0.6)), *done(10, (2, 3.1), (3, 3.6))],
+# Two workers. One is killed at 1.1, and both resume after step 1 at 3.0.
+RESTARTED = {
+    ".0": [*records(7, (1, 0.0), (2, 0.5), (3, 1.0)), *records(9, (2, 3.0), (3, 3.5), (4, 4.0))],
+    ".1": [*records(8, (1, 0.1), (2, 0.6)), *records(10, (2, 3.1), (3, 3.6))],
 }
-"""Of two workers: one is killed at 1.1, and both go on after step 1 at 3.0."""
-KEPT = {
-    ".0": done(7, (1, 0.0), (2, 0.5)) + done(9, (5, 3.0), (6, 3.5)),
+# Worker 1 keeps running, trains two steps alone, and is joined by a replacement in step 5.
+KEPT_RUNNING = {
+    ".0": records(7, (1, 0.0), (2, 0.5)) + records(9, (5, 3.0), (6, 3.5)),
     ".1": [
-        *done(8, (1, 0.1), (2, 0.6)),
-        *done(8, (3, 1.6), (4, 2.1), samples=field.BATCH),
-        *done(8, (5, 3.0), (6, 3.6)),
+        *records(8, (1, 0.1), (2, 0.6)),
+        *records(8, (3, 1.6), (4, 2.1), samples=BATCH_SAMPLES),
+        *records(8, (5, 3.0), (6, 3.6)),
     ],
 }
-"""The other goes on, does two steps alone and is joined in step 5."""
 MACHINE = {"processor": "some, 2 cores", "memory": "8 GiB"}
-OUTCOME = field.Outcome(
+OUTCOME = Outcome(
     version="1.2",
     date="2026-01-02",
     load=0.5,
     machine=MACHINE,
-    seconds=120.0,
-    every=10.0,
-    possible=4000.0,
-    kept=3000,
+    duration_s=120.0,
+    kill_interval_s=10.0,
+    torch_version="2.14",
+    baseline_steps=4000.0,
+    last_step=3000,
     kills=10,
-    missed=1,
-    redone=25,
-    pauses=[*range(1, 10), 20.0],
-    samples=2800 * field.BATCH,
-    stalls=[0.1, 0.2, 0.4],
-    joins=[0.01, 0.03],
+    missed_kills=1,
+    repeated_steps=25,
+    pauses_s=[*range(1, 10), 20.0],
+    trained_samples=2800 * BATCH_SAMPLES,
+    stalls_s=[0.1, 0.2, 0.4],
+    join_costs_s=[0.01, 0.03],
 )
 
 
-def test_steps_that_are_done_again_count_once_and_later_ones_do_not_count() -> None:
-    assert field.last_step(STEPS, 10.0) == 4
-    assert field.last_step(STEPS, 3.5) == 3
-    assert [field.redone(taken) for taken in STEPS.values()] == [2, 1]
+def test_repeated_steps_count_once_and_later_steps_do_not_count() -> None:
+    assert last_step(RESTARTED, 10.0) == 4
+    assert last_step(RESTARTED, 3.5) == 3
+    assert [count_repeated(of_worker) for of_worker in RESTARTED.values()] == [2, 1]
 
 
 def test_samples_count_once_and_half_of_a_batch_counts_half() -> None:
-    assert field.samples(STEPS, 3.6) == 3 * field.BATCH
-    assert field.samples(STEPS, 10.0) == 3.5 * field.BATCH
-    assert field.samples(KEPT, 10.0) == 6 * field.BATCH
-    # Of a worker that is killed when it has done its part of a step, which the other does again.
-    again = {**KEPT, ".0": [*KEPT[".0"], *done(7, (3, 1.0))]}
-    assert field.samples(again, 10.0) == 6 * field.BATCH
+    assert count_samples(RESTARTED, 3.6) == 3 * BATCH_SAMPLES
+    assert count_samples(RESTARTED, 10.0) == 3.5 * BATCH_SAMPLES
+    assert count_samples(KEPT_RUNNING, 10.0) == 6 * BATCH_SAMPLES
+    # A worker was killed after its part of a step that the other one repeats alone.
+    repeated = {**KEPT_RUNNING, ".0": [*KEPT_RUNNING[".0"], *records(7, (3, 1.0))]}
+    assert count_samples(repeated, 10.0) == 6 * BATCH_SAMPLES
 
 
-def test_a_pause_is_the_longest_time_without_a_step_from_a_kill_to_the_next() -> None:
-    assert field.pauses(STEPS, [1.1, 3.2], 5.0) == [pytest.approx(1.9), 1.0]
-    # One from which the job never comes back lasts to the end.
-    assert field.pauses(STEPS, [4.5], 10.0) == [5.5]
+def test_pause_is_the_longest_time_without_a_step_from_a_kill_to_the_next() -> None:
+    assert longest_pauses(RESTARTED, [1.1, 3.2], 5.0) == [pytest.approx(1.9), 1.0]
+    # A job that never recovers has a pause until the end.
+    assert longest_pauses(RESTARTED, [4.5], 10.0) == [5.5]
 
 
-def test_a_stall_is_of_a_worker_that_goes_on_and_a_newcomer_costs_its_first_step() -> None:
-    stalls, joins = field.survivors(KEPT, [(0.7, 7)], 5.0)
+def test_stall_and_join_cost_are_those_of_a_worker_that_keeps_running() -> None:
+    stalls, join_costs = survivor_costs(KEPT_RUNNING, [(0.7, 7)], 5.0)
     assert stalls == [pytest.approx(1.0)]
-    assert joins == [pytest.approx(0.9 - 0.75)]
-    # Where all are started anew, nobody is there that has stalled.
-    assert field.survivors(STEPS, [(1.1, 7)], 2.0) == ([], [])
-    ends_its_step = {".1": done(8, (1, 0.5), (2, 1.0), (3, 1.2))}
-    assert field.survivors(ends_its_step, [(1.1, 7)], 5.0) == ([], [])
+    assert join_costs == [pytest.approx(0.9 - 0.75)]
+    # If all workers are restarted, no worker has stalled.
+    assert survivor_costs(RESTARTED, [(1.1, 7)], 2.0) == ([], [])
+    finishes_its_step = {".1": records(8, (1, 0.5), (2, 1.0), (3, 1.2))}
+    assert survivor_costs(finishes_its_step, [(1.1, 7)], 5.0) == ([], [])
 
 
-def test_the_table_has_a_row_for_each_launcher_and_says_what_was_not_measured() -> None:
-    failed = field.Outcome("2.0", "", 0.0, MACHINE, 120.0, 10.0, error="no step within 120 s")
-    slow = field.key("torchft", field.SLOW)
+def test_readme_table_has_a_row_for_each_launcher_and_names_missing_runs() -> None:
+    failed = Outcome("2.0", "", 0.0, MACHINE, 120.0, 10.0, error="no step within 120 s")
+    slow = run_key("torchft", SLOW_START_S)
     outcomes = {"torchft": OUTCOME, slow: OUTCOME, "ray": failed}
-    lines = field.table(outcomes).splitlines()
+    lines = launcher_page.readme_table(outcomes).splitlines()
     assert "| torchft 1.2 | 120 s | 70.0 % | 5.0 s | 20 s | 2.5 | 70.0 % |" in lines
     assert "| Ray Train | | no step within 120 s | | | | - |" in lines
-    assert sum("not measured yet" in line for line in lines) == len(field.LAUNCHERS) - 2
-    assert {line.count("|") for line in lines} == {8}
+    assert sum("not measured yet" in line for line in lines) == len(LAUNCHERS) - 2
+    assert {line.count("|") for line in lines[2:]} == {8}
 
 
-def test_the_page_has_a_table_of_the_workers_that_went_on() -> None:
-    lines = field.page({"torchft": OUTCOME}).splitlines()
+def test_page_has_a_row_for_each_run_with_its_time_and_kills() -> None:
+    slow = attrs.evolve(OUTCOME, start_delay_s=SLOW_START_S, missed_kills=0)
+    text = launcher_page.page({"torchft": OUTCOME, run_key("torchft", SLOW_START_S): slow})
+    first = "| torchft | 1.2 | 0 s | 120 s | 10 (1 more found no worker) |"
+    assert f"{first} 70.0 % | 5.0 s | 20 s | 2.5 |" in text
+    assert "| torchft | 1.2 | 5 s | 120 s | 10 | 70.0 % | 5.0 s | 20 s | 2.5 |" in text
+    assert text.count("not measured yet") == len(LAUNCHERS) - 1
+
+
+def test_page_has_a_table_of_the_workers_that_kept_running() -> None:
+    lines = launcher_page.page({"torchft": OUTCOME}).splitlines()
     assert "| torchft | 0 s | 10 | 0.20 s | 0.40 s | 0.40 s | 10 ms | 30 ms |" in lines
-    still = attrs.evolve(OUTCOME, stalls=[], joins=[])
-    assert "Where the other worker goes on:" not in field.page({"torchft": still})
+    restarted = attrs.evolve(OUTCOME, stalls_s=[], join_costs_s=[])
+    text = launcher_page.page({"torchft": restarted})
+    assert "cost of a joining worker, median" not in text
 
 
-def test_the_page_names_each_launchers_settings_and_each_run() -> None:
-    text = field.page({"torchft": OUTCOME})
-    for launcher in field.LAUNCHERS:
-        assert f"- {launcher.title}: {launcher.settings}." in text
-    assert "3000 of 4000 steps in 120 s, 10 kills; 1 more kills found no worker alive." in text
+def test_page_contains_the_settings_commands_and_circumstances_of_each_launcher() -> None:
+    text = launcher_page.page({"torchft": OUTCOME})
+    for launcher in LAUNCHERS:
+        assert f"{launcher.title}: {launcher.settings}" in text
+    assert "    torchft_lighthouse '--bind=[::]:29500'" in text
+    assert "--max-restarts=1000 tests/bench/trainers/in_place.py DIR\n" in text
+    options = "`--only torchft --seconds 120 --every 10 --start-seconds 0`"
+    versions = "torchft-nightly 1.2, torch 2.14"
+    assert f"| torchft | 0 s | 2026-01-02 | {versions} | 0.5 | 3000 | 4000 | {options} |" in text
+    assert "| processor | some, 2 cores |" in text
 
 
-def test_the_page_and_the_readme_show_the_outcomes_that_are_kept() -> None:
-    outcomes = field.read(field.KEPT)
-    assert field.PAGE.read_text() == field.page(outcomes), "run field.py --quote"
-    readme = field.README.read_text()
-    assert field.quoted(readme, field.table(outcomes)) == readme, "run field.py --quote"
+def test_page_and_readme_agree_with_the_stored_outcomes() -> None:
+    redraw = "run `python tests/bench/compare_launchers.py --redraw`"
+    outcomes = launcher_page.read_outcomes(launcher_page.OUTCOMES)
+    assert launcher_page.PAGE.read_text() == launcher_page.page(outcomes), redraw
+    readme = launcher_page.README.read_text()
+    table = launcher_page.readme_table(outcomes)
+    assert launcher_page.with_table(readme, table) == readme, redraw
 
 
-def test_outcomes_are_read_as_they_were_written(tmp_path: Path) -> None:
-    field.write(tmp_path / "kept", {"torchft": OUTCOME})
-    assert field.read(tmp_path / "kept") == {"torchft": OUTCOME}
-    assert field.read(tmp_path / "none") == {}
+def test_outcomes_are_unchanged_after_they_are_written_and_read(tmp_path: Path) -> None:
+    launcher_page.write_outcomes(tmp_path / "outcomes", {"torchft": OUTCOME})
+    assert launcher_page.read_outcomes(tmp_path / "outcomes") == {"torchft": OUTCOME}
+    assert launcher_page.read_outcomes(tmp_path / "missing") == {}
 
 
-def test_a_readme_without_a_place_for_the_table_is_refused() -> None:
+def test_readme_without_the_markers_of_the_table_is_rejected() -> None:
     with pytest.raises(ValueError, match="no lines"):
-        field.quoted("words", in_markdown("ab", ()))
+        launcher_page.with_table("words", markdown_table("ab", ()))
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, field.__file__, *flags]
+    """Run the program, and return its result."""
+    command = [sys.executable, compare_launchers.__file__, *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
 
 
@@ -137,35 +169,33 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     [
         (("--only", "mpirun"), "no launcher mpirun: there are elasticrun, in-place"),
         (("--python", "mpirun=python"), "no launcher mpirun"),
-        (("--seconds", "5"), "no kill every 10 s within 5 s"),
+        (("--seconds", "5"), "below --seconds, got --every 10 and --seconds 5"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(
+def test_invalid_options_are_rejected(
     flags: tuple[str, ...],
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["field.py", *flags])
-    with pytest.raises(SystemExit) as ended:
-        field.arguments()
-    assert (ended.value.code, reason in capsys.readouterr().err) == (2, True)
+    monkeypatch.setattr(sys, "argv", ["compare_launchers.py", *flags])
+    with pytest.raises(SystemExit) as exit_info:
+        compare_launchers.parse_arguments()
+    assert (exit_info.value.code, reason in capsys.readouterr().err) == (2, True)
 
 
 @pytest.mark.long
-def test_elasticrun_keeps_steps_and_who_is_not_installed_is_said_to_be_missing(
-    tmp_path: Path,
-) -> None:
-    kept = tmp_path / "kept.json"
-    # A stub for a Python in which no launcher is installed.
-    bare = tmp_path / "python"
-    bare.write_text("#!/bin/sh\nexit 1\n")
-    bare.chmod(0o755)
-    times = ("--seconds", "10", "--every", "4", "--json", str(kept))
-    done = run("--only", "elasticrun,torchft", "--python", f"torchft={bare}", *times)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"torchft: torchft-nightly is not installed for {bare}" in done.stdout
-    outcome = json.loads(kept.read_text())
+def test_run_of_elasticrun_counts_kills_and_a_missing_launcher_is_reported(tmp_path: Path) -> None:
+    file = tmp_path / "outcomes.json"
+    # This interpreter has no launcher installed.
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    times = ("--seconds", "10", "--every", "4", "--json", str(file))
+    result = run("--only", "elasticrun,torchft", "--python", f"torchft={python}", *times)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"torchft: torchft-nightly is not installed for {python}" in result.stdout
+    outcome = json.loads(file.read_text())
     assert outcome.keys() == {"elasticrun"}
     assert outcome["elasticrun"]["kills"] == 2
-    assert outcome["elasticrun"]["kept"] > 0
+    assert outcome["elasticrun"]["last_step"] > 0
