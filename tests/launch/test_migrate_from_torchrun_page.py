@@ -82,7 +82,7 @@ def test_torchrun_accepts_and_elasticrun_rejects_a_value_of_a_different_flag(
 
 
 @pytest.mark.parametrize("flag", SUPERSET)
-def test_elasticrun_accepts_the_additional_values_of_a_superset_flag(flag: str, folder: Path) -> None:
+def test_elasticrun_accepts_additional_values_of_a_superset_flag(flag: str, folder: Path) -> None:
     words = [str(folder / "train.py") if w == "SCRIPT" else w for w in SUPERSET[flag].split()]
     assert parse_launch(words, {}).entrypoint == Script(words[-1])
 
