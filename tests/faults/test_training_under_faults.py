@@ -16,8 +16,8 @@ from typing import ClassVar
 import attrs
 import pytest
 from jobs import PROGRAMS, Job, Node
-from processes import workers_of
-from traces import survey
+from processes import find_workers
+from traces import read_traces
 
 from elasticlib import CheckpointManager
 from elasticlib.testing.waiting import wait_until
@@ -109,13 +109,13 @@ def weights_of(node: Node, steps: int) -> str:
 
 def kill_a_worker(node: Node, dice: random.Random) -> None:
     os.kill(
-        dice.choice(wait_until("workers to kill", lambda: workers_of(node.pid))), signal.SIGKILL
+        dice.choice(wait_until("workers to kill", lambda: find_workers(node.pid))), signal.SIGKILL
     )
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_kills_at_one_world_size_change_no_bit_of_the_weights(job: Job) -> None:
+def test_killed_workers_at_one_world_size_do_not_change_the_weights(job: Job) -> None:
     calm, storm = Run(job, "calm", 2), Run(job, "storm", 2)
     place = ("--standalone", "--nproc-per-node", "2", *PATIENT)
     undisturbed = job.start("calm", *LAUNCH, *place, *calm.script)
@@ -139,7 +139,7 @@ class Nodes:
     SIZES: ClassVar = {"a": 2, "b": 2, "c": 1}
 
     def __init__(self, run: Run) -> None:
-        store = run.job.store()
+        store = run.job.start_store()
         place = ("--nnodes", "1:3", "--rdzv-id", "storm", "--rdzv-endpoint", store)
         self._run = run
         self._flags = (*place, *PATIENT, "--rdzv-conf", "last_call_timeout=0.2")
@@ -153,7 +153,7 @@ class Nodes:
 
     def at_work(self) -> list[str]:
         """Those that have come so far as to have workers, from old to new."""
-        return [name for name, node in self.all.items() if workers_of(node.pid)]
+        return [name for name, node in self.all.items() if find_workers(node.pid)]
 
     def replace(self, turn: int) -> Node:
         """Another node starts for the one that has been there for longest, which is returned."""
@@ -166,9 +166,7 @@ class Nodes:
 @pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("turns", [10, pytest.param(20, marks=pytest.mark.release)])
-def test_kills_and_resizes_lose_nothing_and_change_no_bit_of_the_weights(
-    job: Job, turns: int
-) -> None:
+def test_kills_and_resizes_lose_no_step_and_do_not_change_the_weights(job: Job, turns: int) -> None:
     """Worlds of one to five ranks, over which five logical workers are dealt."""
     epochs = turns // 5
     calm = Run(job, "calm", epochs, "--logical-workers", "5")
@@ -208,7 +206,7 @@ def test_kills_and_resizes_lose_nothing_and_change_no_bit_of_the_weights(
 
 
 @pytest.mark.long
-def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) -> None:
+def test_a_job_that_fails_permanently_leaves_its_last_step_on_the_disk(job: Job) -> None:
     run = Run(job, "run", 1, "--save-every", "1000")
     place = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "0")
     node = job.start("first", *LAUNCH, *place, *run.script)
@@ -222,8 +220,8 @@ def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) ->
     weights_of(again, run.steps)
     ((state,),) = [[e for e in events if e.kind == "state.restored"] for events in job.events()]
     assert (state.data["source"], state.data["step"]) == ("disk", kept)
-    told = survey(run.trace)  # of both launches, in each of which generations count from 1
-    assert told.exactly_once(SAMPLES)
+    told = read_traces(run.trace)  # of both launches, in each of which generations count from 1
+    assert told.used_exactly_once(SAMPLES)
     assert told.steps == run.steps
 
 
@@ -249,8 +247,8 @@ def check_nothing_is_lost(
     committed: generations, each with the newest step on the disk before it was disturbed.
     drained: those that ended by a drain.
     """
-    told = survey(run.trace)
-    assert told.exactly_once(SAMPLES)
+    told = read_traces(run.trace)
+    assert told.used_exactly_once(SAMPLES)
     assert told.steps == run.steps
     assert run.committed() == run.steps
     generations = run.generations()
