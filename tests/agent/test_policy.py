@@ -45,6 +45,7 @@ from elasticlib.workers.spec import WorkerState
 FAILED = RunOutcome(WorkerState.FAILED, "no more")
 TERM = SignalReceived(15, "SIGTERM")
 USR2 = DrainRequested(12, "SIGUSR2", "drain")
+STOP = DrainRequested(0, "a stop request", "drain", ends_job=True)
 
 
 def ended(local_rank: int, code: int = 0) -> WorkerExited:
@@ -72,7 +73,10 @@ EVENTS: dict[str, AgentEvent] = {
     "store lost": changed(ChangeKind.STORE_LOST),
     "signal": TERM,
     "drain": USR2,
+    "stop": STOP,
     "resize": changed(ChangeKind.RESIZE),
+    "restart": changed(ChangeKind.RESTART),
+    "restart, keeps": attrs.evolve(changed(ChangeKind.RESTART), can_regroup=True),
     "start failed, keeps": WorkerStartFailed("no such file", can_regroup=True),
     "worker failed, keeps": attrs.evolve(ended(0, 1), can_regroup=True),
     "hung, keeps": HangDetected("silent", can_regroup=True),
@@ -94,6 +98,7 @@ NEXT = {
     (AgentState.JOINING, "join ended"): (AgentState.ENDED, []),
     (AgentState.JOINING, "signal"): (AgentState.ENDED, []),
     (AgentState.JOINING, "drain"): (AgentState.ENDED, []),
+    (AgentState.JOINING, "stop"): (AgentState.ENDED, []),
     (AgentState.RUNNING, "start failed"): (
         AgentState.STOPPING,
         [ReportFailure("no such file"), StopWorkers()],
@@ -132,7 +137,13 @@ NEXT = {
         AgentState.ENDING,
         [ReportDrain("SIGUSR2"), StopWorkers("drain")],
     ),
+    (AgentState.RUNNING, "stop"): (
+        AgentState.ENDING,
+        [ReportDrain("a stop request", ends_job=True), StopWorkers("drain")],
+    ),
     (AgentState.RUNNING, "resize"): (AgentState.STOPPING, [StopWorkers("resize")]),
+    (AgentState.RUNNING, "restart"): (AgentState.STOPPING, [StopWorkers("restart")]),
+    (AgentState.RUNNING, "restart, keeps"): (AgentState.STOPPING, [StopWorkers("restart")]),
     (AgentState.STOPPING, "worker done"): (AgentState.STOPPING, []),
     (AgentState.STOPPING, "worker failed"): (AgentState.STOPPING, []),
     (AgentState.STOPPING, "worker failed, keeps"): (AgentState.STOPPING, []),
@@ -153,7 +164,17 @@ NEXT = {
         AgentState.ENDING,
         [ReportDrain("SIGUSR2"), CancelRegroup(), ShortenNotice("drain")],
     ),
+    (AgentState.STOPPING, "stop"): (
+        AgentState.ENDING,
+        [
+            ReportDrain("a stop request", ends_job=True),
+            CancelRegroup(),
+            ShortenNotice("drain"),
+        ],
+    ),
     (AgentState.STOPPING, "resize"): (AgentState.STOPPING, []),
+    (AgentState.STOPPING, "restart"): (AgentState.STOPPING, []),
+    (AgentState.STOPPING, "restart, keeps"): (AgentState.STOPPING, []),
     (AgentState.FINISHED, "worker done"): (AgentState.FINISHED, []),
     (AgentState.FINISHED, "worker failed"): (AgentState.FINISHED, []),
     (AgentState.FINISHED, "worker failed, keeps"): (AgentState.FINISHED, []),
@@ -168,7 +189,10 @@ NEXT = {
     (AgentState.FINISHED, "store lost"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "signal"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "drain"): (AgentState.ENDED, []),
+    (AgentState.FINISHED, "stop"): (AgentState.ENDED, []),
     (AgentState.FINISHED, "resize"): (AgentState.JOINING, [StartRendezvous()]),
+    (AgentState.FINISHED, "restart"): (AgentState.JOINING, [StartRendezvous()]),
+    (AgentState.FINISHED, "restart, keeps"): (AgentState.JOINING, [StartRendezvous()]),
     (AgentState.ENDING, "settled"): (AgentState.ENDING, []),
     (AgentState.ENDING, "settled in part"): (AgentState.ENDING, []),
     (AgentState.ENDING, "worker failed, keeps"): (AgentState.ENDING, []),
@@ -187,7 +211,10 @@ NEXT = {
     (AgentState.ENDING, "surplus"): (AgentState.ENDING, []),
     (AgentState.ENDING, "store lost"): (AgentState.ENDING, []),
     (AgentState.ENDING, "drain"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "stop"): (AgentState.ENDING, []),
     (AgentState.ENDING, "resize"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "restart"): (AgentState.ENDING, []),
+    (AgentState.ENDING, "restart, keeps"): (AgentState.ENDING, []),
     (AgentState.ENDING, "signal"): (AgentState.ENDING, [EscalateStop()]),
 }
 
@@ -263,7 +290,12 @@ def test_a_failure_is_reported_with_whether_the_worker_was_killed(code: int, kil
 )
 def test_the_outcome_distinguishes_a_drain_from_a_stop(state: AgentState) -> None:
     now = SupervisorState(state, running_ranks=frozenset({0}))
-    for event, kind in ((USR2, WorkerState.DRAINED), (TERM, WorkerState.STOPPED)):
+    kinds = (
+        (USR2, WorkerState.DRAINED),
+        (TERM, WorkerState.STOPPED),
+        (STOP, WorkerState.STOPPED),
+    )
+    for event, kind in kinds:
         after, _ = transition(now, event)
         assert after.outcome is not None
         assert (after.outcome.state, after.outcome.signal) == (kind, event.number)
@@ -275,6 +307,33 @@ def test_a_drain_ends_as_a_drain_after_further_signals() -> None:
         now, _ = transition(now, event)
     assert now.outcome is not None
     assert (now.state, now.outcome.state) == (AgentState.ENDED, WorkerState.DRAINED)
+
+
+def test_a_drain_is_a_stop_once_the_whole_job_is_stopped() -> None:
+    running = SupervisorState(AgentState.RUNNING, running_ranks=frozenset({0}))
+    now, _ = transition(running, USR2)
+    now, actions = transition(now, STOP)
+    assert now.outcome == RunOutcome(WorkerState.STOPPED, "received a stop request")
+    assert actions == (ReportDrain("a stop request", ends_job=True),)
+    assert transition(now, USR2) == (now, ()), "a later drain changes nothing"
+    # A signal and a failure are more specific than the request.
+    for event, state in ((TERM, WorkerState.STOPPED), (changed(ChangeKind.FAILED), FAILED.state)):
+        ending, _ = transition(running, event)
+        after, actions = transition(ending, STOP)
+        assert after.outcome is not None
+        assert (after, actions, after.outcome.state) == (ending, (), state)
+
+
+def test_workers_that_wait_for_a_place_are_not_kept_for_a_restart() -> None:
+    finished = SupervisorState(AgentState.FINISHED, standby_ranks=frozenset({1}))
+    after, actions = transition(finished, changed(ChangeKind.RESTART))
+    assert (after.state, after.must_restart, actions) == (
+        AgentState.STOPPING,
+        True,
+        (StopWorkers(),),
+    )
+    joining, _ = transition(after, WorkersStopped())
+    assert not joining.must_restart
 
 
 def test_the_transition_table_has_every_state_except_the_final_one() -> None:

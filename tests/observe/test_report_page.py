@@ -131,6 +131,7 @@ kinds = st.sampled_from(
         "checkpoint.saved",
         "snapshot.taken",
         "state.restored",
+        "control.requested",
         "drain.requested",
         "events.dropped",
     )

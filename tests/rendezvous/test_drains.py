@@ -1,4 +1,4 @@
-"""Drains and the reset of restarts, with real handlers over a store."""
+"""Drains, requested stops and restarts, and the reset of restarts, with real handlers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from test_ending import state_of
 from test_handlers import Cluster, change
 
+from elasticlib.errors import RendezvousClosedError
 from elasticlib.rendezvous.interface import Change, ChangeKind
-from elasticlib.rendezvous.membership import RendezvousSettings
+from elasticlib.rendezvous.membership import GenerationTrigger, JobPhase, RendezvousSettings
 
 
 @pytest.fixture
@@ -82,3 +83,39 @@ def test_restarts_are_reset_when_a_generation_has_lasted_for_the_restart_window(
         assert state_of(cluster).restarts == 0
         # Nobody's workers are stopped for that.
         assert handler.wait_for_change(0.0) is None
+
+
+def test_a_requested_restart_is_a_new_generation_of_the_same_nodes_that_uses_no_restart(
+    cluster: Cluster,
+) -> None:
+    limits = RendezvousSettings(2, 2, max_restarts=0)
+    handlers = [cluster.node(name, limits) for name in "ab"]
+    for future in [cluster.join(handler) for handler in handlers]:
+        future.result(20)
+    # Each node may have read the request.
+    assert all(handler.report_restart("a restart request from ann") for handler in handlers)
+    expected = Change(ChangeKind.RESTART, "a restart request from ann")
+    assert [change(handler) for handler in handlers] == [expected] * 2
+    infos = [f.result(20) for f in [cluster.join(handler) for handler in handlers]]
+    assert [(i.generation, i.world_size, i.restarts) for i in infos] == [(2, 2, 0)] * 2
+    assert {info.trigger for info in infos} == {GenerationTrigger.RESTART}
+    # The request is not repeated in the new generation.
+    assert [handler.wait_for_change(0.3) for handler in handlers] == [None, None]
+
+
+def test_a_node_that_missed_a_requested_stop_gets_the_end_of_the_job(cluster: Cluster) -> None:
+    limits = RendezvousSettings(1, 3, last_call_timeout=0.3)
+    handlers = [cluster.node(name, limits) for name in "abc"]
+    assert not any(handler.is_closed() for handler in handlers)
+    for future in [cluster.join(handler) for handler in handlers]:
+        assert future.result(20).world_size == 3
+    for handler in handlers[:2]:
+        handler.report_stop("a stop request from ann")
+    expected = Change(ChangeKind.RESIZE, "a stop request from ann")
+    assert change(handlers[2]) == expected
+    joining = cluster.join(handlers[2])
+    assert not concurrent.futures.wait([joining], 0.5).done, "the others are still saving"
+    assert all(handler.shutdown() for handler in handlers[:2])
+    with pytest.raises(RendezvousClosedError, match="aborted: a stop request from ann"):
+        joining.result(20)
+    assert state_of(cluster).phase is JobPhase.ABORTED

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from elasticlib.rendezvous.membership import (
     GenerationTrigger,
+    JobAction,
     JobEnd,
     JobPhase,
+    JobRequest,
     Leader,
     Membership,
     NodeFailure,
@@ -126,6 +128,76 @@ def test_the_trigger_of_a_generation_is_recorded_beside_its_reason() -> None:
     written = reconcile(view(Membership(LIMITS), A, B, since_last_arrival_s=2.0)).new_membership
     assert written is not None
     assert written.trigger is GenerationTrigger.START
+
+
+def requesting(member: NodeRecord, action: JobAction, made_in: str = "1.m") -> NodeRecord:
+    """The member, which has received an operator's request in this generation."""
+    return attrs.evolve(member, request=JobRequest(action, "a request from ann", made_in))
+
+
+def test_a_requested_restart_opens_a_planned_generation_that_uses_no_restart() -> None:
+    membership = settled(A, B)
+    for live in ((requesting(A, JobAction.RESTART), B), (A, requesting(B, JobAction.RESTART))):
+        opened = reconcile(view(membership, *live)).new_membership
+        assert opened is not None
+        assert (opened.phase, opened.trigger, opened.is_planned, opened.reason) == (
+            JobPhase.FORMING,
+            GenerationTrigger.RESTART,
+            True,
+            "a request from ann",
+        )
+        stopped = [waiting(node) for node in live]
+        formed = reconcile(view(opened, *stopped)).new_membership
+        assert formed is not None
+        assert (formed.generation, formed.restarts, formed.trigger) == (
+            2,
+            0,
+            GenerationTrigger.RESTART,
+        )
+        assert not any(member.request for member in formed.members)
+        # The record may still contain the request, which is for the last generation only.
+        again = reconcile(view(attrs.evolve(formed, membership_id="2.x"), *live))
+        assert again.new_membership is None
+
+
+def test_a_restart_that_no_member_requests_is_ignored() -> None:
+    outside = requesting(C, JobAction.RESTART, "")
+    full = attrs.evolve(LIMITS, max_nodes=2)
+    decision = reconcile(view(settled(A, B, settings=full), A, B, outside))
+    assert decision.new_membership is None
+
+
+def test_a_requested_stop_ends_the_job_once_all_workers_have_stopped() -> None:
+    stopping = attrs.evolve(requesting(A, JobAction.STOP), drain_reason="a request from ann")
+    opened = reconcile(view(settled(A, B, C), stopping, B, C)).new_membership
+    assert opened is not None
+    assert (opened.phase, opened.is_planned, opened.stop_reason) == (
+        JobPhase.FORMING,
+        True,
+        "a request from ann",
+    )
+    # B is also saving, and C has missed the request and waits for the next generation.
+    decision = reconcile(view(opened, B, waiting(C)))
+    assert decision.new_membership is None
+    assert "waiting for b to stop" in decision.reason
+    ended = reconcile(view(opened, waiting(C))).new_membership
+    assert ended is not None
+    assert (ended.phase, ended.reason) == (JobPhase.ABORTED, "a request from ann")
+
+
+@pytest.mark.parametrize("is_leader_alone", [True, False])
+def test_a_stop_that_is_requested_while_a_generation_forms_ends_the_job(
+    is_leader_alone: bool,
+) -> None:
+    forming = end_generation(settled(A, B), "a failed", NodeFailure(A.id, "why"))
+    stopping = requesting(A, JobAction.STOP)
+    noted = reconcile(view(forming, stopping, waiting(B))).new_membership
+    assert noted is not None
+    assert (noted.phase, noted.stop_reason) == (JobPhase.FORMING, "a request from ann")
+    live = (waiting(B),) if is_leader_alone else (waiting(B), D)
+    ended = reconcile(view(noted, *live, since_last_arrival_s=9.0)).new_membership
+    assert ended is not None
+    assert ended.phase is JobPhase.ABORTED
 
 
 def test_survivors_regroup_without_a_last_call_and_without_using_a_restart() -> None:

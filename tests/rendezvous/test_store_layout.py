@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from elasticlib.errors import RendezvousConfigError
 from elasticlib.rendezvous.membership import (
     GenerationTrigger,
+    JobAction,
     JobEnd,
     JobPhase,
+    JobRequest,
     Leader,
     LeaderStatus,
     MembershipState,
@@ -49,6 +51,7 @@ nodes = st.builds(
     failed_membership_id=st.text(),
     was_killed=st.booleans(),
     drain_reason=st.text(),
+    request=st.none() | st.builds(JobRequest, st.sampled_from(JobAction), st.text(), st.text()),
 )
 LIMITS = RendezvousSettings(1, 9, 3, last_call_timeout=0.5, spares=2, quorum=True)
 states = st.builds(
@@ -68,6 +71,7 @@ states = st.builds(
     is_planned=st.booleans(),
     quick_failure_count=st.integers(0, 9),
     trigger=st.sampled_from(GenerationTrigger),
+    stop_reason=st.text(),
     job_end=st.none() | st.builds(JobEnd, written_by=st.text(), finished_at=st.text()),
 )
 
