@@ -34,7 +34,7 @@ from .run_target import (
 )
 
 EXIT_CODES = (
-    "exit status: 0 all nodes that were asked responded, 1 some did not, 2 invalid command line or "
+    "exit status: 0 all addressed nodes responded, 1 some did not, 2 invalid command line or "
     "unknown node, 4 the run is not running or its store is unreachable, 130 interrupted"
 )
 
@@ -103,7 +103,7 @@ def _send(
     """Send the request to the nodes, and return the job and the answers.
 
     Raises:
-        ConfigError: no node, or several, are called as the command line says.
+        ConfigError: no node, or several, have the name of the command line.
         RunNotFoundError: no node of the run is alive.
         StoreError: the store cannot be reached.
     """

@@ -41,7 +41,7 @@ MAX_TIME_LIMIT_S = 3600.0
 
 
 class ControlAction(enum.Enum):
-    """What an operator can request."""
+    """An action that an operator can request."""
 
     DRAIN = "drain"  # one node leaves after its workers have saved
     STOP = "stop"  # all nodes leave after their workers have saved, and the job is over
@@ -68,7 +68,7 @@ class ControlRequest:
 
 @attrs.frozen
 class ControlAnswer:
-    """What a node does because of a request."""
+    """The answer of a node to a request."""
 
     node_id: str
     host: str
@@ -133,7 +133,7 @@ def _read_message(data: bytes, label: str) -> dict[str, Any]:
 
 def _read_text(fields: Mapping[str, Any], name: str) -> str:
     text: str = read_field(name, fields.get(name), (str,))
-    # The text becomes part of reasons and log messages.
+    # Reasons and log messages contain the text.
     if len(text) > MAX_TEXT_LENGTH or (text and not text.isprintable()):
         raise ValueError(
             f"{name} must be printable, of at most {MAX_TEXT_LENGTH} characters, got {text!r:.60}"
@@ -146,7 +146,7 @@ def _read_text(fields: Mapping[str, Any], name: str) -> str:
 
 @attrs.frozen
 class NodeActivity:
-    """What a node is doing."""
+    """The activity of a node when it reads a request."""
 
     generation: int = 0  # the last one that it was a member of
     num_workers: int = 0  # running workers
@@ -156,7 +156,7 @@ class NodeActivity:
 
 @attrs.frozen
 class Reaction:
-    """How a node reacts to a request."""
+    """The reaction of a node to a request."""
 
     has_effect: bool  # the node does what was requested
     text: str  # what it does, for the operator
@@ -207,7 +207,7 @@ def _decide_restart(request: ControlRequest, activity: NodeActivity) -> Reaction
         is_stopping = activity.num_workers > 0
         text = "is stopping its workers already" if is_stopping else "has no workers to restart"
         return Reaction(False, text)
-    if activity.generation != request.generation:
+    if activity.generation > request.generation:
         return Reaction(False, f"has started generation {activity.generation} since the request")
     return Reaction(True, f"restarts its {plural(activity.num_workers, 'worker')}")
 
@@ -303,7 +303,7 @@ class ControlResult:
     """The answers to a request."""
 
     request: ControlRequest
-    nodes: tuple[TargetNode, ...]  # that were asked
+    nodes: tuple[TargetNode, ...]  # that should answer
     answers: Mapping[str, ControlAnswer]  # by node id
 
     @property
@@ -405,7 +405,7 @@ class ControlResponder(StoreResponder):
         run_id: id of the job.
         node_id: id of the node.
         read_activity: returns what the node is doing.
-        act: makes the agent do what a request says; returns at once.
+        act: passes a request to the agent; returns at once.
         host: name of the node in its answers.
         poll_interval: seconds between listings of a store whose `wait` itself polls; 0 to wait.
         clock: monotonic clock.
@@ -470,8 +470,8 @@ class ControlResponder(StoreResponder):
         if reaction is None:
             return False
         answer = ControlAnswer(self._node_id, self._host, reaction.has_effect, reaction.text)
-        # The answer comes first, because a node may be gone a moment after the agent has begun to
-        # leave. It has no lease, which would end with the node's connection.
+        # The node answers before it acts, because a node that leaves may close its connection at
+        # once. The answer has no lease, which would end with that connection.
         self._store.set(self._answer_key(entry.key), encode_answer(answer))
         self._finished.append(entry.key)
         if reaction.has_effect:
@@ -503,9 +503,9 @@ def result_lines(result: ControlResult) -> list[str]:
         answer = result.answers.get(node.id)
         text = "no response" if answer is None else answer.text
         lines.append(f"{node.label}: {text}")
-    asked = {node.id for node in result.nodes}
+    known_ids = {node.id for node in result.nodes}
     # Nodes may have joined since the job was read.
-    later = [answer for id, answer in result.answers.items() if id not in asked]
+    later = [answer for id, answer in result.answers.items() if id not in known_ids]
     lines += [f"{answer.host}: {answer.text}" for answer in later]
     return [escape_to_one_line(line) for line in lines]
 

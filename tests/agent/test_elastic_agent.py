@@ -31,7 +31,7 @@ from elasticlib.clock import monotonic
 from elasticlib.errors import ConfigError, ElasticError
 from elasticlib.observe.event import Event
 from elasticlib.observe.journal import EventListener, Journal, NodeJournal
-from elasticlib.rendezvous.interface import assign_ranks
+from elasticlib.rendezvous.interface import Change, ChangeKind, assign_ranks
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.interface import Heartbeat, StopNotice
@@ -542,3 +542,63 @@ def test_an_error_in_the_stop_request_ends_the_run_with_its_message() -> None:
     assert result.state is WorkerState.FAILED
     assert result.reason == "ZeroDivisionError: a call of mine"
     assert not workers.running()
+
+
+class RestartsOnRequest(SingleNodeHandler):
+    """A handler that starts a new generation for a restart request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+
+    def report_restart(self, reason: str) -> bool:
+        self.reasons.append(reason)
+        return True
+
+    def wait_for_change(self, timeout: float) -> Change | None:
+        del timeout
+        if len(self.reasons) < self.generation:
+            return None
+        return Change(ChangeKind.RESTART, self.reasons[-1])
+
+
+def test_workers_save_and_are_started_again_after_a_restart_request() -> None:
+    workers, handler, view = Listens(), RestartsOnRequest(), Keeps()
+    with running(workers, handler, max_restarts=0, journal=view) as run:
+        run.agent.request_restart("an earlier request", 0)  # no generation has this number
+        run.agent.record_control("restart", "ann@login")
+        run.agent.request_restart("a restart request", 1)
+        assert workers.told.wait(60)
+        workers.finish()
+        wait_until("the second start", lambda: workers.starts == 2)
+        workers.finish()
+        result = run.result()
+    assert (result.state, result.restarts) == (WorkerState.SUCCEEDED, 0)
+    assert (handler.reasons, workers.notices) == (["a restart request"], ["restart"])
+    events = [facts for kind, facts in view.facts if kind == "control.requested"]
+    assert events == [{"action": "restart", "by": "ann@login"}]
+
+
+def test_a_restart_request_is_logged_if_the_handler_does_not_support_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workers = OneWorker()
+    with running(workers) as run:
+        run.agent.request_restart("a restart request", 1)
+        wait_until("the warning", lambda: "does not support a restart on request" in caplog.text)
+        workers.finish()
+        assert run.result().state is WorkerState.SUCCEEDED
+    assert workers.starts == 1
+
+
+def test_a_stop_request_lets_workers_save_and_has_an_exit_code_of_its_own() -> None:
+    workers = Listens()
+    with running(workers, options=AgentOptions(checkpoint_grace=600.0)) as run:
+        run.agent.request_stop("a stop request from ann")
+        # A scheduler may send its signals to the nodes, too.
+        run.agent.handle_signal(signal.SIGTERM)
+        workers.finish()
+        result = run.result()
+    assert (result.state, result.exit_code) == (WorkerState.STOPPED, 76)
+    assert result.reason == "received a stop request from ann"
+    assert (workers.notices, workers.terminated) == (["drain"], 0)

@@ -221,8 +221,8 @@ def test_two_operators_at_once_are_both_answered(job: Job) -> None:
     assert [answer["node"] for answer in answers] == ids[1:]
     leaving = [nodes.pop(report["node"]) for report in before[1:]]
     assert [node.exit_code() for node in leaving] == [75, 75], job.logs
-    (alone,) = job.wait_for_world(1, after=generation_of(before))
-    assert (alone["node"], alone["TORCHELASTIC_RESTART_COUNT"]) == (before[0]["node"], "0")
+    (survivor,) = job.wait_for_world(1, after=generation_of(before))
+    assert (survivor["node"], survivor["TORCHELASTIC_RESTART_COUNT"]) == (before[0]["node"], "0")
     job.finish()
     assert [node.exit_code() for node in nodes.values()] == [0], job.logs
     check_no_step_is_lost(job)

@@ -82,7 +82,7 @@ def test_a_drain_prints_what_the_node_does(
 
 
 @pytest.mark.parametrize("command", ["stop", "restart"])
-def test_all_nodes_are_asked_and_the_answers_are_json(
+def test_all_nodes_get_the_request_and_the_answers_are_json(
     command: str, running: RunningJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running.answer(*NODES)

@@ -166,13 +166,13 @@ def test_a_drain_of_a_node_that_leaves_already_has_no_effect_and_a_stop_has(
 
 
 @given(st.integers(0, 9), ACTIVITIES)
-def test_workers_are_restarted_only_while_they_train_in_the_generation_of_the_request(
+def test_workers_that_were_started_after_the_request_or_are_being_stopped_are_not_restarted(
     generation: int, activity: NodeActivity
 ) -> None:
     request = attrs.evolve(REQUEST, action=ControlAction.RESTART, generation=generation)
     reaction = decide(request, "id0", "run", activity, age_s=0.0)
     assert reaction is not None
-    is_current = activity.is_training and activity.generation == generation
+    is_current = activity.is_training and activity.generation <= generation
     assert reaction.has_effect == (is_current and not activity.is_leaving)
 
 
@@ -202,7 +202,7 @@ LEAVING = NodeActivity(generation=1, num_workers=2, is_leaving=True)
         ),
     ],
 )
-def test_the_answer_says_what_the_node_does(
+def test_the_answer_describes_the_reaction_of_the_node(
     action: str, activity: NodeActivity, reaction: Reaction
 ) -> None:
     request = attrs.evolve(REQUEST, action=ControlAction(action))
@@ -311,26 +311,26 @@ def make_request(action: str, node_id: str = "", id: str = "1", **fields: object
 
 
 def test_all_nodes_answer_a_stop_and_each_agent_gets_it_once(stores: tuple[Store, Store]) -> None:
-    theirs, ours = stores
-    write_job(theirs)
-    job = read_target_job(ours, "job")
+    node_store, store = stores
+    write_job(node_store)
+    job = read_target_job(store, "job")
     assert [node.rank for node in job.nodes] == [0, 1, 2, None]
-    with run_nodes(theirs, *MEMBERS, SPARE) as nodes, ControlClient(ours, "job") as client:
+    with run_nodes(node_store, *MEMBERS, SPARE) as nodes, ControlClient(store, "job") as client:
         result = client.send(make_request("stop"), job.nodes)
         assert not result.missing
         assert result.answers["id9"] == ControlAnswer("id9", "host9", True, "ends")
         assert [node.actions for node in nodes] == [[ControlAction.STOP]] * 4
         # The request is still in the store, where the nodes may read it again.
-        assert not any(node.poll(theirs) for node in nodes)
+        assert not any(node.poll(node_store) for node in nodes)
         assert [node.actions for node in nodes] == [[ControlAction.STOP]] * 4
-    assert not ours.list("?").entries, "requests and answers are deleted"
+    assert not store.list("?").entries, "requests and answers are deleted"
 
 
 def test_only_the_node_that_is_named_reacts(stores: tuple[Store, Store]) -> None:
-    theirs, ours = stores
-    write_job(theirs)
-    job = read_target_job(ours, "job")
-    with run_nodes(theirs, *MEMBERS, SPARE) as nodes, ControlClient(ours, "job") as client:
+    node_store, store = stores
+    write_job(node_store)
+    job = read_target_job(store, "job")
+    with run_nodes(node_store, *MEMBERS, SPARE) as nodes, ControlClient(store, "job") as client:
         node = find_node("host1", job.nodes)
         result = client.send(make_request("drain", node.id), [node])
         assert result_lines(result) == [
@@ -340,12 +340,12 @@ def test_only_the_node_that_is_named_reacts(stores: tuple[Store, Store]) -> None
 
 
 def test_requests_of_two_operators_are_both_answered(stores: tuple[Store, Store]) -> None:
-    theirs, ours = stores
-    write_job(theirs)
-    job = read_target_job(ours, "job")
-    with run_nodes(theirs, *MEMBERS) as nodes, ControlClient(ours, "job") as client:
+    node_store, store = stores
+    write_job(node_store)
+    job = read_target_job(store, "job")
+    with run_nodes(node_store, *MEMBERS) as nodes, ControlClient(store, "job") as client:
         first = make_request("drain", "id1")
-        ours.set(f"{KEYS.requests}{first.id}", encode_request(first), ttl=60.0)
+        store.set(f"{KEYS.requests}{first.id}", encode_request(first), ttl=60.0)
         second = client.send(make_request("restart", id="2", by="bob@login"), job.nodes[:3])
         assert not second.missing
         wait_until("both", lambda: len(nodes[1].requests) == 2)
