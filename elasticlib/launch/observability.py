@@ -53,6 +53,7 @@ from .rendezvous_setup import RendezvousSetup
 log = logging.getLogger("elasticlib.launch")
 
 POLL_INTERVAL_S = 1.0  # in a file store, where waiting for a request means polling
+CONTROL_TIMEOUT_S = 2.0  # for operators to read the answers of a node that serves the store
 HEALTH_PATH, STATUS_PATH, METRICS_PATH = "/healthz", "/status.json", "/metrics"
 _ALWAYS_RECORDED = (
     *("min_nodes", "max_nodes", "nproc_per_node", "max_restarts", "start_method"),
@@ -329,9 +330,11 @@ def publish_status(
             partial(control_agent, agent),
             host=handler.node.host,
             poll_interval=interval,
-        ),
+        ) as control_responder,
     ):
         yield publisher.publish_last
+        if rendezvous.server is not None:
+            control_responder.wait_until_read(CONTROL_TIMEOUT_S)
 
 
 def activity_of(agent: ElasticAgent) -> NodeActivity:

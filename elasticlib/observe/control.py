@@ -24,6 +24,7 @@ from ..errors import ConfigError, RunNotFoundError, StoreError
 from ..rendezvous.store_layout import JobListing, StoreKeys, decode_node, decode_state
 from ..sanitize import escape_to_one_line
 from ..stores.interface import Entry, Store
+from ..threads import BackgroundQueue
 from .event import read_versioned_object
 from .formatting import format_list, plural
 from .node_status import observer_prefix, read_field
@@ -288,6 +289,7 @@ def find_node(selector: str, nodes: Sequence[TargetNode]) -> TargetNode:
 TTL_MARGIN_S = 5.0  # a request expires so long after its time limit, if its client is gone
 MIN_PAUSE_S, PAUSE_PER_NODE_S = 0.02, 5e-5  # between listings of answers
 LIVENESS_INTERVAL_S = 0.5  # between checks whether missing nodes are still alive
+CLEANUP_TIMEOUT_S = 2.0  # to delete what was written, if the store is gone
 
 
 class ControlKeys:
@@ -347,13 +349,19 @@ class ControlClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # If the store is unreachable, the request expires.
+        # The store may be gone with the node that served it. Then, each call takes a while.
+        queue = BackgroundQueue("control-cleanup", lambda _: None)
+        queue.call(self._delete_all)
+        queue.close(CLEANUP_TIMEOUT_S)
+
+    def _delete_all(self) -> None:
+        # If the store is unreachable, the requests expire.
         with contextlib.suppress(StoreError):
-            for id in self._ids:
-                self._store.delete(f"{self._keys.requests}{id}")
             for id in self._ids:
                 for entry in self._store.list(f"{self._keys.answers}{id}/").entries:
                     self._store.delete(entry.key)
+                # A node that serves the store waits for this before it exits.
+                self._store.delete(f"{self._keys.requests}{id}")
 
     def _wait_for_answers(
         self, request: ControlRequest, awaited: set[str]
@@ -361,24 +369,32 @@ class ControlClient:
         prefix = f"{self._keys.answers}{request.id}/"
         checked_at = monotonic()
         deadline = checked_at + request.time_limit_s
-        while True:
-            listing = self._store.list(prefix)
-            answers = self._read_answers(prefix, listing.entries)
-            now = monotonic()
-            if now - checked_at > LIVENESS_INTERVAL_S:
-                entries = self._store.list(self._node_prefix).entries
-                alive = {entry.key.removeprefix(self._node_prefix) for entry in entries}
-                checked_at = now
-                if lost := awaited - alive - answers.keys():
-                    # A node may have answered just before it left, so the answers are read again.
-                    awaited -= lost
-                    continue
-            if now >= deadline or awaited <= answers.keys():
-                return answers
-            # Answers that arrive together are read together.
-            self._pause.wait(MIN_PAUSE_S + PAUSE_PER_NODE_S * len(awaited))
-            remaining = min(deadline - monotonic(), LIVENESS_INTERVAL_S)
-            self._store.wait(prefix, after=listing.version, timeout=max(remaining, 0.0))
+        answers: dict[str, ControlAnswer] = {}
+        try:
+            while True:
+                listing = self._store.list(prefix)
+                answers = self._read_answers(prefix, listing.entries)
+                now = monotonic()
+                if now - checked_at > LIVENESS_INTERVAL_S:
+                    checked_at = now
+                    if lost := awaited - self._live_ids() - answers.keys():
+                        # A node may have answered just before it left: read the answers again.
+                        awaited -= lost
+                        continue
+                if now >= deadline or awaited <= answers.keys():
+                    return answers
+                # Answers that arrive together are read together.
+                self._pause.wait(MIN_PAUSE_S + PAUSE_PER_NODE_S * len(awaited))
+                remaining = min(deadline - monotonic(), LIVENESS_INTERVAL_S)
+                self._store.wait(prefix, after=listing.version, timeout=max(remaining, 0.0))
+        except StoreError:
+            if not answers:
+                raise
+            return answers  # the job may be over, and its store with it
+
+    def _live_ids(self) -> set[str]:
+        entries = self._store.list(self._node_prefix).entries
+        return {entry.key.removeprefix(self._node_prefix) for entry in entries}
 
     def _read_answers(self, prefix: str, entries: Iterable[Entry]) -> dict[str, ControlAnswer]:
         answers = {}
@@ -449,6 +465,22 @@ class ControlResponder(StoreResponder):
             self._store.delete(self._answer_key(key))
         reactions = [self._react(entry) for entry in newest if entry.key not in self._finished]
         return any(reactions)
+
+    def wait_until_read(self, timeout: float) -> None:
+        """Wait until the operators have read this node's answers, and deleted their requests.
+
+        A node that serves the store calls this before it exits.
+
+        Args:
+            timeout: seconds to wait at most.
+        """
+        deadline = self._clock() + timeout
+        with contextlib.suppress(StoreError):
+            while (left_s := deadline - self._clock()) > 0:
+                listing = self._store.list(self._keys.requests)
+                if not any(entry.key in self._finished for entry in listing.entries):
+                    return
+                self._store.wait(self._keys.requests, after=listing.version, timeout=left_s)
 
     def _react(self, entry: Entry) -> bool:
         """React to a request. Return True if this node has answered it."""

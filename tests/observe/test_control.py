@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator
 
 import attrs
@@ -47,7 +48,7 @@ from elasticlib.rendezvous.membership import (
 from elasticlib.rendezvous.rank_assignment import shard_members
 from elasticlib.rendezvous.store_layout import StoreKeys, encode, encode_shard, encode_state
 from elasticlib.stores.file_store import FileStore
-from elasticlib.stores.interface import Entry, Store
+from elasticlib.stores.interface import Entry, Listing, Store
 from elasticlib.stores.memory_store import MemoryStore
 from elasticlib.testing.waiting import wait_until
 
@@ -505,3 +506,44 @@ def test_a_job_that_is_over_or_has_no_live_node_cannot_be_controlled() -> None:
             store.delete(JOB.node(node.id))
         with pytest.raises(RunNotFoundError, match="no node of run 'job' is alive"):
             read_target_job(store, "job")
+
+
+def test_a_node_that_serves_the_store_waits_until_its_answers_are_read() -> None:
+    with MemoryStore() as store:
+        write_job(store)
+        node = FakeNode(store, MEMBERS[0])
+        node.responder._clock = monotonic
+        node.responder.wait_until_read(60.0)  # there is no request
+        request = make_request("stop")
+        store.set(f"{KEYS.requests}{request.id}", encode_request(request))
+        node.poll(store)
+        started_at = monotonic()
+        node.responder.wait_until_read(0.3)
+        assert monotonic() - started_at >= 0.3
+        deletion = threading.Timer(0.2, store.delete, (f"{KEYS.requests}{request.id}",))
+        deletion.start()
+        node.responder.wait_until_read(60.0)
+        deletion.join()
+        assert monotonic() - started_at < 30.0
+
+
+def test_answers_that_were_read_count_if_the_store_is_lost_then() -> None:
+    class LostStore(MemoryStore):
+        """A store that is lost after its second listing of answers."""
+
+        listings = 0
+
+        def list(self, prefix: str) -> Listing:
+            if prefix.startswith(KEYS.answers):
+                self.listings += 1
+                if self.listings > 2:
+                    raise StoreConnectionError("the store is gone")
+            return super().list(prefix)
+
+    with LostStore() as store:
+        write_job(store)
+        answer = ControlAnswer("id0", "host0", True, "ends")
+        store.set(f"{KEYS.answers}1/id0", encode_answer(answer))
+        with ControlClient(store, "job") as client:
+            result = client.send(make_request("stop"), NODES)
+        assert set(result.answers) == {"id0"}
