@@ -57,6 +57,7 @@ class Faults:
     span: float = 30.0  # seconds over which the faults are distributed
     drains: int = 0  # a node announces that it leaves, and leaves when its workers have stopped
     worker_losses: int = 0  # one of several workers of a node is lost
+    restart_requests: int = 0  # a node passes on the request to restart all workers
 
 
 class SimEventKind(enum.Enum):
@@ -66,6 +67,7 @@ class SimEventKind(enum.Enum):
     STARTS = "its workers start"
     STOPS = "its workers have stopped"
     FAILS = "its workers fail"
+    REQUESTS = "requests a restart"
     ADMITS_WORKERS = "its replacement workers are ready"
     STARTS_EARLY = "starts workers before it joins"
     PAUSES = "is paused"
@@ -350,6 +352,11 @@ class SimulatedNode:
             self._simulation.record(self.name, SimEventKind.DRAINS, "announces that it leaves")
             self.part.intent = self.intent.with_node_fields(drain_reason="drain")
 
+    def request_restart(self) -> None:
+        if self.training and not self._stopping:
+            self._simulation.record(self.name, SimEventKind.REQUESTS, "requests a restart")
+            self.part.intent = self.intent.request_restart("a restart request")
+
     def pause(self, seconds: float) -> None:
         self.paused_until = self._simulation.now + seconds
         what = f"is paused for {seconds:.1f} s"
@@ -457,6 +464,7 @@ class Simulation:
             (faults.duplicate_wakeups, lambda node: node.repeat(self.random.uniform(0.0, 3.0))),
             (faults.drains, SimulatedNode.drain),
             (faults.worker_losses, SimulatedNode.lose_worker),
+            (faults.restart_requests, SimulatedNode.request_restart),
         ]
         for count, fault in plan:
             for _ in range(count):

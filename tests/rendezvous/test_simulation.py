@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from simulation import Faults, SimEventKind, Simulation
 
-from elasticlib.rendezvous.membership import JobPhase, RendezvousSettings
+from elasticlib.rendezvous.membership import GenerationTrigger, JobPhase, RendezvousSettings
 
 SLICES = 20
 
@@ -59,6 +60,19 @@ def test_invariants_hold_with_drained_nodes(request: pytest.FixtureRequest) -> N
         documents = drained_simulation(seed).documents
         planned += sum("drain" in d.reason and d.is_planned for d in documents)
     assert planned
+
+
+def test_invariants_hold_with_requested_restarts(request: pytest.FixtureRequest) -> None:
+    restarted = 0
+    for seed in range(request.config.getoption("--seeds") // 10):
+        limits = RendezvousSettings(1, 4, max_restarts=100)
+        faults = Faults(restart_requests=4, drains=1, duplicate_wakeups=1)
+        documents = Simulation(seed, limits, nodes=3, faults=faults).run().documents
+        for before, after in pairwise(documents):
+            if after.trigger is GenerationTrigger.RESTART and after.phase is JobPhase.ACTIVE:
+                restarted += before.phase is JobPhase.FORMING
+                assert after.restarts == before.restarts
+    assert restarted
 
 
 def retaining_simulation(seed: int) -> Simulation:
