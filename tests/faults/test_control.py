@@ -121,9 +121,12 @@ def test_a_node_that_is_drained_saves_and_leaves_and_a_spare_takes_over(
     assert "drain by " in report
 
 
-@pytest.mark.parametrize("backend", ["tcp", "file"])
-def test_a_job_that_is_stopped_saves_and_all_its_nodes_end(job: Job, backend: str) -> None:
-    endpoint = job.start_store() if backend == "tcp" else str(job.folder / "store")
+@pytest.mark.parametrize("store", ["process", "node", "directory"])
+def test_a_job_that_is_stopped_saves_and_all_its_nodes_end(job: Job, store: str) -> None:
+    backend = "file" if store == "directory" else "tcp"
+    endpoint = str(job.folder / "store")
+    if store != "directory":
+        endpoint = job.start_store() if store == "process" else f"127.0.0.1:{job.reserve_port()}"
     flags = (
         *("--nnodes", "1:2", "--rdzv-id", "job7"),
         *("--rdzv-backend", backend, "--rdzv-endpoint", endpoint),
