@@ -82,6 +82,13 @@ def control_events(job: Job, run: str) -> list[tuple[str, str]]:
     ]
 
 
+def read_report(job: Job) -> str:
+    """Return the HTML report of the run."""
+    path = job.folder / "report.html"
+    job.run_command("report", "job7", "-o", str(path))
+    return path.read_text()
+
+
 @pytest.mark.parametrize("backend", ["tcp", "file"])
 def test_a_node_that_is_drained_saves_and_leaves_and_a_spare_takes_over(
     job: Job, backend: str
@@ -117,8 +124,7 @@ def test_a_node_that_is_drained_saves_and_leaves_and_a_spare_takes_over(
     assert [node.exit_code() for node in nodes.values()] == [0, 0], job.logs
     check_no_step_is_lost(job)
     assert [action for action, _ in control_events(job, "job7")] == ["drain"]
-    report, _ = job.run_command("report", "job7", "-o", "-")
-    assert "drain by " in report
+    assert "drain by " in read_report(job)
 
 
 @pytest.mark.parametrize("store", ["process", "node", "directory"])
@@ -179,8 +185,7 @@ def test_all_workers_are_restarted_on_request_without_using_a_restart(job: Job) 
     for events in job.events("job7"):
         triggers = [e.text("trigger") for e in events if e.kind == "generation.started"]
         assert triggers == ["start", "restart"]
-    report, _ = job.run_command("report", "job7", "-o", "-")
-    assert "Generation 2, on request" in report
+    assert "Generation 2, on request" in read_report(job)
 
 
 def test_workers_that_can_regroup_are_restarted_too(job: Job) -> None:
