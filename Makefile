@@ -22,7 +22,7 @@ NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_restore_
 	tests/examples/test_in_place.py \
 	tests/faults/test_recovery.py tests/logical/test_logical_workers.py \
 	tests/launch/test_coming_from_torchrun_page.py tests/launch/test_torch_fields.py \
-	tests/launch/test_torchruns_flags.py tests/launch/test_torchruns_promises.py \
+	tests/launch/test_torchrun_flags.py tests/launch/test_torchrun_features.py \
 	tests/in_place tests/workers tests/test_coming_from_torch.py
 # What a user has who installs elasticlib and nothing else: no NumPy, above all. And what tests need.
 VENV_BARE := .venv-bare
