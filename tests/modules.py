@@ -1,4 +1,4 @@
-"""Modules of a user, in a folder on the import path."""
+"""Modules of a user, in a directory on the import path."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 
-def with_module(folder: Path, name: str, code: str) -> Path:
-    """Write the module into the folder, and return the folder."""
+def write_module(folder: Path, name: str, code: str) -> Path:
+    """Write a module into the directory, and return the directory."""
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.py").write_text(code)
     return folder
 
 
-def path_with(folder: Path) -> str:
-    """Return a PYTHONPATH on which the folder's modules are found."""
+def extend_pythonpath(folder: Path) -> str:
+    """Return the current PYTHONPATH with the directory in front."""
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, check_consistent_world, generation_of
-from processes import waits_of
+from processes import count_waits
 
 from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 
@@ -25,7 +25,7 @@ def asking(
     job: Job, name: str, *flags: str, worker: tuple[str, ...] = (), resize: str = ""
 ) -> Node:
     fields = {"agent": {"resize_mode": resize}} if resize else None
-    command = job.agent(*flags, program=CONTEXT, worker=worker, fields=fields)
+    command = job.agent_command(*flags, program=CONTEXT, worker=worker, fields=fields)
     return job.start(name, *command, PYTHONPATH=WITHOUT_TORCH)
 
 
@@ -41,23 +41,23 @@ def goes_on(job: Job) -> None:
     wait_until("more steps", lambda: len(trained(job)) > count + 3)
 
 
-def stopped(job: Job, places: list[dict[str, Any]]) -> dict[str, Any]:
+def stopped(job: Job, reports: list[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks of a generation were told, which is the same; `left` is the least."""
-    generation = generation_of(places)
+    generation = generation_of(reports)
     said = []
-    for rank in range(len(places)):
+    for rank in range(len(reports)):
         path = job.folder / f"stopped.{generation}.{rank}"
         wait_until(f"rank {rank} to stop", path.exists)
         said.append(json.loads(path.read_text()))
-    left = [one.pop("left") for one in said]
+    left = [one.pop("seconds_left") for one in said]
     assert said == [said[0]] * len(said)
-    return {**said[0], "left": min(left)}
+    return {**said[0], "seconds_left": min(left)}
 
 
-def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
+def test_all_ranks_stop_at_one_step_for_each_reason_and_no_step_is_lost(
     job: Job, save_seconds: float
 ) -> None:
-    meet = ("--nnodes", "1:3", "--nproc-per-node", "2", "--rdzv-endpoint", job.store())
+    meet = ("--nnodes", "1:3", "--nproc-per-node", "2", "--rdzv-endpoint", job.start_store())
     last = ("--rdzv-conf", "last_call_timeout=0.3")
     seconds, bound = save_seconds + 15, save_seconds + DEFAULT_TIMEOUT_S
     grace = ("--checkpoint-grace", f"{seconds:g}")
@@ -69,7 +69,7 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     three = job.wait_for_world(6, after=generation_of(two), seconds=bound)
     resize = stopped(job, two)
     assert resize["reason"] == "resize"
-    assert 0 < resize["left"] <= seconds
+    assert 0 < resize["seconds_left"] <= seconds
     goes_on(job)
     leaves = three[0]["node"]
     nodes[leaves].signal(signal.SIGUSR2)
@@ -77,7 +77,7 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     again = job.wait_for_world(4, after=generation_of(three))
     drain = stopped(job, three)
     assert drain["reason"] == "drain"
-    assert 0 < drain["left"] <= seconds
+    assert 0 < drain["seconds_left"] <= seconds
     goes_on(job)
     nodes[again[0]["node"]].signal(signal.SIGTERM)
     assert nodes.pop(again[0]["node"]).exit_code(bound) == 75
@@ -91,8 +91,8 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     assert steps == list(range(len(steps)))
 
 
-def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
-    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.store())
+def test_an_immediate_resize_does_not_wait_for_the_workers_to_save(job: Job) -> None:
+    meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
     last = ("--rdzv-conf", "last_call_timeout=0.3")
     nodes = [asking(job, "a", *meet, *last, resize="immediate")]
     one = job.wait_for_world(1)
@@ -104,8 +104,8 @@ def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job) -> None:
-    meet = ("--nnodes", "2", "--rdzv-endpoint", job.store(), "--max-restarts", "1")
+def test_hung_workers_are_restarted_after_their_stacks_are_written(job: Job) -> None:
+    meet = ("--nnodes", "2", "--rdzv-endpoint", job.start_store(), "--max-restarts", "1")
     logs = {name: job.folder / f"logs-{name}" for name in "ab"}
     watch = ("--hang-timeout", "1.5", "--log-dir")
     hang = ("hang", "1", "20")
@@ -114,7 +114,7 @@ def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job)
     ]
     first = job.wait_for_world(2)
     again = job.wait_for_world(2, after=generation_of(first))
-    assert [place["TORCHELASTIC_RESTART_COUNT"] for place in again] == ["1", "1"]
+    assert [report["TORCHELASTIC_RESTART_COUNT"] for report in again] == ["1", "1"]
     told = r"hung: rank \d on \S+ is at step 19, inactive for \d\.\d s; so are the others"
     for node in nodes:
         assert re.search(told, node.text), node.text
@@ -127,8 +127,8 @@ def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job)
     check_silences(job)
 
 
-def test_a_job_that_is_paused_as_a_whole_goes_on_and_has_not_hung(job: Job) -> None:
-    meet = ("--nnodes", "2", "--rdzv-endpoint", job.store(), "--max-restarts", "1")
+def test_a_job_that_is_paused_as_a_whole_continues_and_does_not_count_as_hung(job: Job) -> None:
+    meet = ("--nnodes", "2", "--rdzv-endpoint", job.start_store(), "--max-restarts", "1")
     nodes = [asking(job, name, *meet, *SHORT, "--hang-timeout", "1.5") for name in "ab"]
     before = job.wait_for_world(2)
     goes_on(job)
@@ -137,13 +137,13 @@ def test_a_job_that_is_paused_as_a_whole_goes_on_and_has_not_hung(job: Job) -> N
     for pid in paused:
         os.kill(pid, signal.SIGSTOP)
     job.check_unchanged(before, 4.0)
-    workers = {place["pid"] for place in before}
-    before_turns = {node.pid: waits_of(node.pid) for node in nodes}
+    workers = {report["pid"] for report in before}
+    before_turns = {node.pid: count_waits(node.pid) for node in nodes}
     for pid in paused - workers:
         os.kill(pid, signal.SIGCONT)
 
     def turn() -> bool:
-        return all(waits_of(pid) > waits + 1 for pid, waits in before_turns.items())
+        return all(count_waits(pid) > waits + 1 for pid, waits in before_turns.items())
 
     wait_until("the agents to be at work again, before any worker makes a step", turn)
     for pid in workers:

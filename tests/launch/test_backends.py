@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 import pytest
 from jobs import Job, check_consistent_world
-from modules import path_with, with_module
+from modules import extend_pythonpath, write_module
 
 from elasticlib.errors import ConfigError
 from elasticlib.launch.arguments import parse
@@ -54,7 +54,7 @@ RENDEZVOUS = ("--rdzv-endpoint", "somewhere", "--rdzv-id", "job")
 @pytest.fixture
 def site_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory on the import path of this process, with a module of several backends."""
-    folder = with_module(tmp_path / "site", "user_backends", CODE)
+    folder = write_module(tmp_path / "site", "user_backends", CODE)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "user_backends", raising=False)
     return folder
@@ -199,10 +199,10 @@ def test_invalid_config_is_rejected_with_the_backend_of_a_user(
 def test_two_nodes_run_a_job_with_the_backend_of_a_user(
     job: Job, tmp_path: Path, backend: str
 ) -> None:
-    site = with_module(tmp_path / "site", "user_backends", CODE)
+    site = write_module(tmp_path / "site", "user_backends", CODE)
     rendezvous = ("--rdzv-backend", backend, "--rdzv-endpoint", str(tmp_path / "rendezvous"))
     flags = ("--nnodes", "2", "--rdzv-id", "job", *rendezvous)
-    nodes = [job.run(name, *flags, PYTHONPATH=path_with(site)) for name in "ab"]
+    nodes = [job.start_agent(name, *flags, PYTHONPATH=extend_pythonpath(site)) for name in "ab"]
     check_consistent_world(job.wait_for_world(2))
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]

@@ -145,8 +145,8 @@ def test_secret_that_cannot_be_read_is_an_error(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.faults
 def test_host_name_that_resolves_only_to_loopback_is_an_error(cluster: Cluster) -> None:
-    one, two = cluster.grow(2)
-    two.store()
+    one, two = cluster.add_hosts(2)
+    two.start_store()
     one.add_host_lines("127.0.1.1 h1", f"{two.address} h2")
     # The check of torch fails, because the stub of torch cannot train.
     node = one.start("doctor", *COMMAND, "--rdzv-endpoint", "h2", PYTHONPATH=WITHOUT_TORCH)

@@ -276,7 +276,7 @@ def test_variables_of_torch_take_effect_without_a_command_line(tmp_path: Path) -
     variables = {
         "USE_LIBUV": "0",
         "PYTHONPATH": WITHOUT_TORCH,
-        "STUB_TORCH_TOLD": str(record),
+        "STUB_TORCH_ARGUMENTS": str(record),
     }
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHES, "true"],

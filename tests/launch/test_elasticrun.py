@@ -116,10 +116,12 @@ def test_static_nodes_have_the_requested_ranks(job: Job) -> None:
         "--master-port",
         str(free_port()),
     )
-    nodes = [job.run(f"n{rank}", *endpoint_flags, "--node-rank", str(rank)) for rank in (1, 0)]
-    places = job.wait_for_world(2)
-    check_consistent_world(places)
-    assert [endpoint_flags["node"] for endpoint_flags in places] == ["n0", "n1"]
+    nodes = [
+        job.start_agent(f"n{rank}", *endpoint_flags, "--node-rank", str(rank)) for rank in (1, 0)
+    ]
+    reports = job.wait_for_world(2)
+    check_consistent_world(reports)
+    assert [report["node"] for report in reports] == ["n0", "n1"]
     job.finish()
     assert [node.exit_code() for node in nodes] == [0, 0]
 
@@ -127,7 +129,7 @@ def test_static_nodes_have_the_requested_ranks(job: Job) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_node_with_the_address_of_the_endpoint_hosts_the_store(job: Job, host: str) -> None:
     flags = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{free_port()}")
-    nodes = [job.run(name, *flags) for name in "ab"]
+    nodes = [job.start_agent(name, *flags) for name in "ab"]
     check_consistent_world(job.wait_for_world(2))
     hosting = [node.name for node in nodes if "this node hosts the store" in node.text]
     assert len(hosting) == 1
@@ -137,9 +139,9 @@ def test_node_with_the_address_of_the_endpoint_hosts_the_store(job: Job, host: s
 
 def test_node_of_another_job_at_the_same_port_is_rejected_by_run_id(job: Job) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    first = job.run("a", "--nnodes", "1", "--rdzv-id", "red", "--rdzv-endpoint", endpoint)
+    first = job.start_agent("a", "--nnodes", "1", "--rdzv-id", "red", "--rdzv-endpoint", endpoint)
     job.wait_for_world(1)
-    other = job.run("b", "--nnodes", "1", "--rdzv-id", "blue", "--rdzv-endpoint", endpoint)
+    other = job.start_agent("b", "--nnodes", "1", "--rdzv-id", "blue", "--rdzv-endpoint", endpoint)
     assert other.exit_code() == 1
     assert re.search(r"'red'.*'blue'", other.text)
     job.finish()
@@ -150,9 +152,9 @@ def test_node_that_starts_after_the_job_has_finished_explains_the_missing_store(
     endpoint = f"127.0.0.1:{free_port()}"
     job.finish()
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint)
-    assert job.run("a", *flags).exit_code() == 0
+    assert job.start_agent("a", *flags).exit_code() == 0
     # With is_host=false, the node cannot host the store, like a node on another machine.
-    late = job.run("late", *flags, "--rdzv-conf", "is_host=false,join_timeout=3")
+    late = job.start_agent("late", *flags, "--rdzv-conf", "is_host=false,join_timeout=3")
     assert late.exit_code() == 1
     assert "the job is already over" in late.text
     assert "this node fails after 3 s" in late.text
@@ -164,17 +166,17 @@ def test_store_directory_that_cannot_be_created_fails_with_the_remedy(
 ) -> None:
     (tmp_path / "file").write_text("")
     flags = ("--rdzv-id", "job", "--rdzv-backend", "file", "--rdzv-endpoint")
-    node = job.run("a", "--nnodes", "1:2", *flags, str(tmp_path / "file" / "store"))
+    node = job.start_agent("a", "--nnodes", "1:2", *flags, str(tmp_path / "file" / "store"))
     assert node.exit_code() == 1
     assert f"store folder {tmp_path}/file/store cannot be used" in node.text
     assert "choose a folder" in node.text
 
 
 def test_node_with_other_settings_than_the_job_is_rejected_by_name(job: Job) -> None:
-    endpoint = job.store()
-    first = job.run("a", "--nnodes", "1:2", "--rdzv-endpoint", endpoint)
+    endpoint = job.start_store()
+    first = job.start_agent("a", "--nnodes", "1:2", "--rdzv-endpoint", endpoint)
     job.wait_for_world(1)
-    other = job.run("b", "--nnodes", "1:3", "--rdzv-endpoint", endpoint)
+    other = job.start_agent("b", "--nnodes", "1:3", "--rdzv-endpoint", endpoint)
     assert other.exit_code() == 1
     assert re.search(r"max_nodes\b.*\b3\b.*\b2\b", other.text)
     job.finish()
@@ -184,9 +186,9 @@ def test_node_with_other_settings_than_the_job_is_rejected_by_name(job: Job) -> 
 def test_store_host_serves_until_the_other_nodes_have_finished(job: Job) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint)
-    host = job.run("host", *flags)
+    host = job.start_agent("host", *flags)
     host.wait_for_log("hosts the store")
-    guest = job.run("guest", *flags)
+    guest = job.start_agent("guest", *flags)
     job.wait_for_world(2)
     (job.folder / "fail.host").touch()
     (survivor,) = job.wait_for_world(1, after=1)
@@ -203,7 +205,7 @@ def test_nodes_that_use_etcd_leave_records_and_no_leases_there(job: Job, tmp_pat
         dead = f"127.0.0.1:{free_port()}"
         flags = ("--nnodes", "1:2", "--rdzv-backend", "etcd", "--rdzv-id", "job")
         endpoint_flags = ("--rdzv-endpoint", f"{dead},{etcd.endpoint}")
-        nodes = [job.run(name, *flags, *endpoint_flags) for name in "ab"]
+        nodes = [job.start_agent(name, *flags, *endpoint_flags) for name in "ab"]
         check_consistent_world(job.wait_for_world(2))
         job.finish()
         assert [node.exit_code() for node in nodes] == [0, 0]
@@ -218,7 +220,7 @@ def test_killed_node_is_lost_after_its_lease_in_etcd_expires(job: Job, tmp_path:
         endpoint_flags = ("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", etcd.endpoint)
         flags = ("--nnodes", "1:2", "--rdzv-id", "job", *endpoint_flags)
         conf = ("--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=4,etcd_prefix=/jobs")
-        nodes = {name: job.run(name, *flags, *conf) for name in "ab"}
+        nodes = {name: job.start_agent(name, *flags, *conf) for name in "ab"}
         job.wait_for_world(2)
         nodes["a"].kill()
         (survivor,) = job.wait_for_world(1, after=1)
@@ -237,7 +239,7 @@ def test_invalid_number_is_rejected_by_an_optimised_python_too(tmp_path: Path) -
 
 
 def test_thread_inside_torch_at_exit_does_not_abort_the_command() -> None:
-    code = "import sys; from inside_torch import main; sys.exit(main())"
+    code = "import sys; from agent_inside_torch import main; sys.exit(main())"
     job = ("--standalone", "--start-method=spawn", "--no-python", "true")
     # Without the fix, at least one of five such processes is nearly always aborted.
     commands = [

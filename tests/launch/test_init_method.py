@@ -18,21 +18,21 @@ pytestmark = pytest.mark.faults
 ALLREDUCE = str(PROGRAMS / "allreduce.py")
 
 
-def kill_last_worker(places: list[dict[str, Any]]) -> None:
-    os.kill(places[-1]["pid"], signal.SIGKILL)
+def kill_last_worker(reports: list[dict[str, Any]]) -> None:
+    os.kill(reports[-1]["pid"], signal.SIGKILL)
 
 
-def check_new_store(places: list[dict[str, Any]], address: str, port: int) -> None:
+def check_new_store(reports: list[dict[str, Any]], address: str, port: int) -> None:
     """Check that the workers share a new store at this address, which no other worker has used."""
-    assert sorted(place["came"] for place in places) == list(range(1, len(places) + 1))
-    assert {(place["MASTER_ADDR"], place["MASTER_PORT"]) for place in places} == {
+    assert sorted(report["arrival"] for report in reports) == list(range(1, len(reports) + 1))
+    assert {(report["MASTER_ADDR"], report["MASTER_PORT"]) for report in reports} == {
         (address, str(port))
     }
 
 
 def start(job: Job, rank: int, *flags: str, url: str, **extra: str) -> Node:
     own = ("--nproc-per-node=2", f"--node-rank={rank}", "--max-restarts=2", *flags)
-    command = job.agent(*own, program=ALLREDUCE, worker=(url,))
+    command = job.agent_command(*own, program=ALLREDUCE, worker=(url,))
     return job.start(f"n{rank}", *command, **extra)
 
 
@@ -47,11 +47,11 @@ def test_static_workers_share_a_new_store_at_the_master_port_in_each_generation(
     agents = [start(job, rank, *endpoint_flags, url=url, **extra) for rank in range(nodes)]
     generation = 0
     for num_failures in range(3):
-        places = job.wait_for_world(2 * nodes, after=generation)
-        generation = generation_of(places)
-        check_new_store(places, "127.0.0.1", port)
+        reports = job.wait_for_world(2 * nodes, after=generation)
+        generation = generation_of(reports)
+        check_new_store(reports, "127.0.0.1", port)
         if num_failures < 2:
-            kill_last_worker(places)
+            kill_last_worker(reports)
     job.finish()
     assert [node.exit_code() for node in agents] == [0] * nodes
 
@@ -85,17 +85,17 @@ def test_script_that_connects_to_a_port_without_a_torch_store_gets_a_hint(job: J
 def test_library_that_opens_its_own_store_reconnects_after_each_failure(
     job: Job, store: str
 ) -> None:
-    program = str(PROGRAMS / "own_store.py")
+    program = str(PROGRAMS / "library_store.py")
     flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=2")
-    command = job.agent(*flags, program=program, worker=(store, str(free_port())))
+    command = job.agent_command(*flags, program=program, worker=(store, str(free_port())))
     node = job.start("n0", *command)
     generation = 0
     for num_failures in range(3):
-        places = job.wait_for_world(2, after=generation)
-        generation = generation_of(places)
-        assert sorted(place["came"] for place in places) == [1, 2]
-        assert [place["all"] for place in places] == [2, 2]
+        reports = job.wait_for_world(2, after=generation)
+        generation = generation_of(reports)
+        assert sorted(report["arrival"] for report in reports) == [1, 2]
+        assert [report["arrivals"] for report in reports] == [2, 2]
         if num_failures < 2:
-            kill_last_worker(places)
+            kill_last_worker(reports)
     job.finish()
     assert node.exit_code() == 0

@@ -28,7 +28,7 @@ from elasticlib.observe.job_status import FIELDS
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
-TALKING_WORKER = str(PROGRAMS / "talking_worker.py")
+PRINTING_WORKER = str(PROGRAMS / "printing_worker.py")
 FLAGS = ("--standalone", "--nproc-per-node", "2", "--start-method", "spawn")
 BLOCK_SECOND_START = """
 import os, sys
@@ -52,7 +52,7 @@ sys.exit(run_node(config, entrypoint, workers).exit_code)
 
 
 def start_agent(job: Job, *flags: str, **extra: str) -> Node:
-    command = job.agent(*FLAGS, *flags, program=TALKING_WORKER)
+    command = job.agent_command(*FLAGS, *flags, program=PRINTING_WORKER)
     return job.start("a", *command, PYTHONPATH=WITHOUT_TORCH, **extra)
 
 
@@ -133,7 +133,7 @@ def test_health_check_fails_while_the_event_loop_is_blocked(job: Job) -> None:
     flags = (*FLAGS, "--observe-port", "0", "--max-restarts", "1")
     agent = job.start(
         "a",
-        *(sys.executable, "-c", BLOCK_SECOND_START, *flags, TALKING_WORKER, str(job.folder)),
+        *(sys.executable, "-c", BLOCK_SECOND_START, *flags, PRINTING_WORKER, str(job.folder)),
         PYTHONPATH=WITHOUT_TORCH,
         GATE=str(gate),
     )
@@ -172,7 +172,7 @@ def test_health_port_serves_only_health_and_only_at_the_given_address(
     for path in ("/metrics", "/status.json"):
         assert get(f"127.0.0.1:{port}", path)[0] == 404
     # Before a worker runs, the agent may not handle signals yet.
-    wait_until("a worker", lambda: list(job.folder.glob("talks.*")))
+    wait_until("a worker", lambda: list(job.folder.glob("printed.*")))
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 143
 
@@ -191,7 +191,7 @@ def test_observe_port_in_use_is_an_error_before_anything_starts(
         assert warning in caplog.text
     assert f"--observe-port: cannot bind port {port} of 127.0.0.1" in agent.text
     assert "in use" in agent.text
-    assert not list(job.folder.glob("talks.*"))
+    assert not list(job.folder.glob("printed.*"))
 
 
 @pytest.mark.parametrize("text", ["65536", "x", "a:b", ":80", "1.2.3.4", "-1", "٣"])

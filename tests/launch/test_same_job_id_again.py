@@ -47,7 +47,7 @@ def store(request: pytest.FixtureRequest, job: Job, tmp_path: Path) -> Iterator[
         flags = ("--rdzv-backend", "file", "--rdzv-endpoint", directory)
         yield PersistentStore(flags, lambda: FileStore(directory))
     elif request.param == "tcp":
-        endpoint = job.store()
+        endpoint = job.start_store()
         yield PersistentStore(
             ("--rdzv-endpoint", endpoint), lambda: TcpStore(*split_endpoint(endpoint))
         )
@@ -97,13 +97,13 @@ def test_same_command_trains_again_after_all_nodes_were_killed(
     # A scheduler may kill all nodes of a job at once and start the job again.
     flags = (*store.flags, "--rdzv-id", RUN_ID, "--nnodes", "1:2")
     fast = ("--rdzv-conf", "keep_alive_interval=0.2")
-    killed = [job.run(name, *flags, *fast) for name in "ab"]
+    killed = [job.start_agent(name, *flags, *fast) for name in "ab"]
     job.wait_for_world(2)
     for node in killed:
         node.kill()
-    started = [job.run(name, *flags, *fast) for name in "cd"]
-    places = job.wait_for_world(2, after=1)
-    assert sorted(place["node"] for place in places) == ["c", "d"]
+    started = [job.start_agent(name, *flags, *fast) for name in "cd"]
+    reports = job.wait_for_world(2, after=1)
+    assert sorted(report["node"] for report in reports) == ["c", "d"]
     job.finish()
     assert [node.exit_code() for node in started] == [0, 0]
 
@@ -114,9 +114,9 @@ def test_node_that_starts_while_a_node_of_the_finished_run_is_alive_gets_its_res
     # The lease outlasts the test, so that the stopped spare counts as alive.
     lease = ("--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=1000")
     flags = (*store.flags, "--rdzv-id", RUN_ID, "--nnodes", "1", *lease)
-    member = job.run("member", *flags)
+    member = job.start_agent("member", *flags)
     workers = job.wait_for_world(1)
-    spare = job.run("spare", *flags)
+    spare = job.start_agent("spare", *flags)
     nodes = StoreKeys(RUN_ID).node()
     with store.open() as client:
         wait_until("the spare to be announced", lambda: len(client.list(nodes).entries) == 2)
@@ -124,11 +124,11 @@ def test_node_that_starts_while_a_node_of_the_finished_run_is_alive_gets_its_res
     job.finish()
     assert member.exit_code() == 0
 
-    late = job.run("late", *flags)
+    late = job.start_agent("late", *flags)
     assert late.exit_code() == 0
     late.wait_for_log("SUCCEEDED: .*no workers ran on this node")
     spare.signal(signal.SIGCONT)
     assert spare.exit_code() == 0
     spare.wait_for_log("SUCCEEDED: .*no workers ran on this node")
-    assert job.places(1) == workers
-    assert not job.places(2)
+    assert job.reports(1) == workers
+    assert not job.reports(2)

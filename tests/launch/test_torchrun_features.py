@@ -22,7 +22,7 @@ from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 
-PROGRAM = str(PROGRAMS / "promised.py")
+PROGRAM = str(PROGRAMS / "record_and_fail.py")
 ENVIRONMENT = {"PYTHONPATH": WITHOUT_TORCH, "LOGLEVEL": "INFO"}
 
 
@@ -84,7 +84,7 @@ def restarted_job(directory: Path) -> Launch:
         *("--start-method", "fork", PROGRAM),
         args=("0:1:raise", "1:0:3", "--rank=${local_rank}", "--nproc-per-node=9"),
         PYTHON_EXEC=str(directory / "python"),
-        STUB_TORCH_TOLD=str(directory / "with"),
+        STUB_TORCH_ARGUMENTS=str(directory / "with"),
     ).wait()
 
 
@@ -101,7 +101,7 @@ def failed_job(directory: Path) -> Launch:
         OMP_NUM_THREADS="3",
         LOGLEVEL="ERROR",
         USE_LIBUV="0",
-        STUB_TORCH_TOLD=str(directory / "without"),
+        STUB_TORCH_ARGUMENTS=str(directory / "without"),
     ).wait()
 
 

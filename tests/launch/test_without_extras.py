@@ -17,7 +17,7 @@ from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
 NO_EXTRAS = str(PROGRAMS / "no_extras")
-TALKING_WORKER = str(PROGRAMS / "talking_worker.py")
+PRINTING_WORKER = str(PROGRAMS / "printing_worker.py")
 COMMAND = (sys.executable, "-m", "elasticlib.launch.cli")
 
 
@@ -70,17 +70,19 @@ def test_job_commands_and_imports_work_without_prometheus_client(job: Job) -> No
     flags = (*flags, "--observe-port", "0", "--rdzv-id", "plain", "--log-dir", f"{job.folder}/logs")
     agent = job.start(
         "a",
-        *job.agent(*flags, "--redirects", "3", program=TALKING_WORKER),
+        *job.agent_command(*flags, "--redirects", "3", program=PRINTING_WORKER),
         PYTHONPATH=os.pathsep.join((NO_EXTRAS, WITHOUT_TORCH)),
     )
     address = agent.wait_for_log(r"at http://(127\.0\.0\.1:\d+)/healthz").group(1)
-    wait_until("both workers", lambda: all((job.folder / f"talks.0.{n}").exists() for n in (0, 1)))
+    wait_until(
+        "both workers", lambda: all((job.folder / f"printed.0.{n}").exists() for n in (0, 1))
+    )
     assert get(address, "/healthz") == (200, "RUNNING\n")
     assert get(address, "/status.json")[0] == 200
     code, metrics = get(address, "/metrics")
     assert (code, "elasticlib_up{" in metrics) == (200, True)
     assert re.search(r"plain.*RUNNING", run_command(job, "status", "plain"))
-    assert re.search(r"talking_worker\.py.*in main", run_command(job, "stacks", "plain"))
+    assert re.search(r"printing_worker\.py.*in main", run_command(job, "stacks", "plain"))
     # The exit code depends on this machine.
     assert "shared memory" in run_command(job, "doctor", code=None)
     job.finish()

@@ -42,7 +42,9 @@ def read_steps(job: Job) -> list[int]:
 def run_job_with_a_killed_worker(job: Job) -> list[Event]:
     """Run a job of two workers, kill one, and drain the job after the restart."""
     flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", str(job.folder / "logs"))
-    command = job.agent("--standalone", *flags, program=CONTEXT_WORKER, worker=("checkpoint", "10"))
+    command = job.agent_command(
+        "--standalone", *flags, program=CONTEXT_WORKER, worker=("checkpoint", "10")
+    )
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     first = job.wait_for_world(2)
     wait_until("steps beyond a checkpoint", lambda: len(read_steps(job)) > 25)
@@ -104,7 +106,7 @@ def test_report_counts_each_checkpoint_and_snapshot_of_fast_steps(job: Job) -> N
         "    context.report_snapshot(step)\n"
         "    if step % 32 == 31: context.report_saved(step)\n"
     )
-    command = job.agent("--standalone", "--nproc-per-node", "2", program=str(script))
+    command = job.agent_command("--standalone", "--nproc-per-node", "2", program=str(script))
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     assert agent.exit_code() == 0, agent.text
     (run,) = (job.temporary / runs_dir().name).iterdir()
@@ -136,7 +138,7 @@ def check_run_is_found_by_each_name(job: Job) -> None:
 
 def test_run_with_events_disabled_leaves_no_files(job: Job) -> None:
     flags = ("--standalone", "--log-dir", str(job.folder / "logs"))
-    command = job.agent(*flags, fields={"events": False})
+    command = job.agent_command(*flags, fields={"events": False})
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     job.wait_for_world(1)
     job.finish()
@@ -147,7 +149,7 @@ def test_run_with_events_disabled_leaves_no_files(job: Job) -> None:
 
 def test_run_whose_events_cannot_be_written_still_succeeds(job: Job) -> None:
     (job.temporary / runs_dir().name).symlink_to(job.folder)
-    agent = job.run("a", "--standalone", PYTHONPATH=WITHOUT_TORCH)
+    agent = job.start_agent("a", "--standalone", PYTHONPATH=WITHOUT_TORCH)
     job.wait_for_world(1)
     job.finish()
     assert agent.exit_code() == 0
@@ -167,7 +169,7 @@ for step in range(800):
 def test_report_shows_losses_that_were_sampled_during_the_run(job: Job) -> None:
     program = job.folder / "train.py"
     program.write_text(FAST_STEPS)
-    command = job.agent("--standalone", program=str(program), worker=("0.004",))
+    command = job.agent_command("--standalone", program=str(program), worker=("0.004",))
     agent = job.start("a", *command, PYTHONPATH=WITHOUT_TORCH)
     assert agent.exit_code() == 0, agent.text
     report = build_report(find_runs("", directory=job.temporary / runs_dir().name))

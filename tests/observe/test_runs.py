@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import forget_own_records
+from jobs import remove_own_records
 
 from elasticlib.clock import wall
 from elasticlib.dir_lock import LOCK_FILE
@@ -103,7 +103,7 @@ def test_test_suite_removes_only_the_records_of_its_own_process(tmp_path: Path) 
     old = record_finished_run(tmp_path, "old", start - 60.0)
     foreign = record_finished_run(tmp_path, "foreign")
     (foreign / LOCK_FILE).write_text("1\n")
-    forget_own_records(tmp_path, start)
+    remove_own_records(tmp_path, start)
     assert [path.exists() for path in (own, old, foreign)] == [False, True, True]
 
 
