@@ -155,7 +155,7 @@ class ForkedWorkers(GroupRunner):
     def set_preload(self, *preload: str) -> None:
         """Use another `LocalWorkers`, whose fork server preloads these modules."""
         self.workers = LocalWorkers(
-            # A constant, because the environment of a fork server must be the same for any count.
+            # The default of OMP_NUM_THREADS depends on the number of workers, which grows here.
             {**os.environ, "PYTHONPATH": str(self.torch.parent), "OMP_NUM_THREADS": "1"},
             log_dir=str(self.directory / "logs"),
             preload=preload,

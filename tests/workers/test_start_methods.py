@@ -158,7 +158,8 @@ EXITS = {
     "fails at exit": "class F:\n def __repr__(s): return 'F'\n"
     " def __call__(s): 1/0\natexit.register(F())",
     "leaves a file unflushed": "f = open('FILE', 'w'); f.write('all of it')",
-    "leaves a module's file unflushed": "threading.f = open('FILE', 'w'); threading.f.write('all of it')",
+    "leaves a module's file unflushed": "threading.f = open('FILE', 'w')\n"
+    "threading.f.write('all of it')",
     "leaves an object": "class A:\n def __del__(self): print('deleted')\na = A()",
     "reads its input": "print(repr(sys.stdin.read()))",
     "forks": "pid = os.fork()\nif pid: os.waitpid(pid, 0)\nprint('parent' if pid else 'child')",
