@@ -34,7 +34,7 @@ def random_value(name: str, random: Random) -> Any:
         return random.choice(STATES)
     if name == "trigger":
         return random.choice(TRIGGERS)
-    if name in NUMBERS or name.endswith("_seconds") or random.random() < 0.3:
+    if name in NUMBERS or "seconds" in name or random.random() < 0.3:
         return random.choice((random.randint(0, 6), random.uniform(0, 50)))
     return random.choice(TEXTS)
 
