@@ -125,7 +125,7 @@ def supervisor() -> Iterator[SupervisorClient]:
     loop.close()
 
 
-def test_suspended_supervisor_does_not_block_its_agent_and_receives_all_messages_later(
+def test_suspended_supervisor_does_not_block_its_agent_and_gets_all_messages_later(
     tmp_path: Path,
 ) -> None:
     (directory := tmp_path / "registered").mkdir()
@@ -138,6 +138,15 @@ def test_suspended_supervisor_does_not_block_its_agent_and_receives_all_messages
     client.add_directory(str(directory))
     assert monotonic() - start < 10.0
     os.kill(client.pid, signal.SIGCONT)
+    connection = client._connection
+    assert connection is not None
+
+    def send_queued_messages() -> bool:
+        # Each later message also sends the queued ones.
+        client.add_directory(str(directory))
+        return not connection.has_unsent
+
+    wait_until("all queued messages to be sent", send_queued_messages)
     client.close()
     loop.close()
     assert not directory.exists()
