@@ -69,9 +69,8 @@ def train(args: argparse.Namespace) -> None:
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     kept = Kept(args, {"model": model, "optimizer": optimizer})
-    step, rest = kept.take_up(), threading.Event()
-    last = stop = False
-    while step < args.steps and not last and not stop:
+    step, rest, is_last = kept.take_up(), threading.Event(), False
+    while step < args.steps and not is_last:
         step += 1
         loss = learn(model, optimizer, step)
         rest.wait(args.pace)
@@ -80,10 +79,9 @@ def train(args: argparse.Namespace) -> None:
             [loss / dist.get_world_size(), float((args.folder / "finish").exists())]
         )
         dist.all_reduce(said)
-        last = step == args.steps or bool(said[1])
         context().step(step, loss=float(said[0]), samples=32)
-        stop = context().should_stop() is not None
-        kept.keep(step, last=last or stop)
+        is_last = step == args.steps or bool(said[1]) or context().should_stop() is not None
+        kept.keep(step, last=is_last)
         crash_once(args, step)
     kept.close()
 
