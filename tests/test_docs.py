@@ -1,7 +1,7 @@
-"""Pictures and tables of docs/ are drawn by programs.
+"""Pictures and tables of docs/ that programs draw are up to date.
 
-`python docs/making/redraw.py` (or `make docs`) redraws what shows the agent's policy, and
-`make picture` runs and draws the job of the first page.
+`python docs/making/redraw.py` (or `make docs`) draws the agent's policy. `make picture` runs the
+job of the first page and draws its picture.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def test_the_picture_shows_the_current_policy() -> None:
 
 def test_the_picture_has_each_state_and_each_event_with_a_transition() -> None:
     drawing = ElementTree.fromstring(states())
-    words = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    texts = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert set(PLACES) == {state.value for state in AgentState}
     events = [event for led_by in arrows().values() for event in led_by]
-    assert sorted(filter(None, words)) == sorted([*PLACES, *events])
+    assert sorted(filter(None, texts)) == sorted([*PLACES, *events])
 
 
 def test_a_route_without_an_arrow_is_rejected() -> None:
@@ -52,9 +52,9 @@ def test_a_route_without_an_arrow_is_rejected() -> None:
 
 
 def test_each_file_and_directory_that_the_page_names_exists() -> None:
-    named = re.findall(r"`((?:elasticlib|tests|docs|notebooks)/[\w./]*)`", PAGE.read_text())
-    assert len(named) > 10
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    names = re.findall(r"`((?:elasticlib|tests|docs|notebooks)/[\w./]*)`", PAGE.read_text())
+    assert len(names) > 10
+    assert [name for name in names if not (ROOT / name).exists()] == []
 
 
 def test_the_page_has_a_row_for_each_file_of_the_packages_that_it_lists() -> None:
@@ -107,7 +107,7 @@ def test_picture_shows_both_launchers_with_the_same_faults() -> None:
 
 
 def test_picture_has_no_external_parts() -> None:
-    """It is shown where no script runs, on a light and on a dark page."""
+    """The picture is shown on light and on dark pages, where no script runs."""
     text = timeline.draw(recorded_runs())
     assert len(text) < 60_000
     drawing = ElementTree.fromstring(text)
