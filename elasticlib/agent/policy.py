@@ -42,6 +42,7 @@ class RunOutcome:
     reason: str
     signal: int = 0  # the signal that stopped the node, or 0
     evicted: bool = False  # the job continues without this node
+    is_unfit: bool = False  # the node is not fit to run workers: its check failed
 
 
 @attrs.frozen
