@@ -1,0 +1,166 @@
+"""Nodes that fail their node check, at the start and later, in jobs on hosts of their own."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from hosts import Cluster, Host
+from jobs import Node, check_consistent_world, generation_of
+
+from elasticlib.testing.waiting import wait_until
+
+pytestmark = pytest.mark.faults
+
+CONF = "keep_alive_interval=0.2,keep_alive_max_attempt=5,last_call_timeout=1"
+UNFIT = 69
+
+
+def node_check(folder: Path) -> tuple[str, str]:
+    """Return the flag of a check that fails on a host with a file `sick`, and hangs with `stuck`.
+
+    Each call of the check adds the name of its host to the file `checked`.
+    """
+    return (
+        "--node-check",
+        f"uname -n >> {folder}/checked; "
+        f"if [ -e {folder}/stuck.$(uname -n) ]; then sleep 1000 & sleep 1000; fi; "
+        f"if [ -e {folder}/sick.$(uname -n) ]; then echo GPU 3 has fallen off the bus; exit 4; fi",
+    )
+
+
+def num_checks(folder: Path, host: Host) -> int:
+    return (folder / "checked").read_text().split().count(host.name)
+
+
+def start_agents(cluster: Cluster, hosts: list[Host], *flags: str) -> dict[str, Node]:
+    common = (*cluster.start_rendezvous("tcp"), *node_check(cluster.job.folder), *flags)
+    return {host.name: host.start_agent(*common) for host in hosts}
+
+
+def wait_until_idle(host: Host) -> None:
+    wait_until("no process to be left on the host", lambda: not host.namespaces.processes())
+
+
+def finish(cluster: Cluster, *nodes: Node) -> None:
+    cluster.job.finish()
+    assert [node.exit_code() for node in nodes] == [0] * len(nodes)
+
+
+def test_the_job_starts_without_a_node_that_fails_its_check(cluster: Cluster) -> None:
+    hosts, folder = cluster.add_hosts(3), cluster.job.folder
+    (folder / "sick.h3").touch()
+    nodes = start_agents(cluster, hosts, "--nnodes", "2:3", "--rdzv-conf", CONF)
+    assert nodes["h3"].exit_code() == UNFIT
+    reason = "exited with code 4: GPU 3 has fallen off the bus; this node stays out"
+    assert reason in nodes["h3"].text
+    assert "the job goes on while 2 or more others are there" in nodes["h3"].text
+    reports = cluster.job.wait_for_world(2)
+    check_consistent_world(reports)
+    assert [report["node"] for report in reports] == ["h1", "h2"]
+    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in reports} == {"0"}
+    finish(cluster, nodes["h1"], nodes["h2"])
+    assert generation_of(reports) == 1
+
+
+def test_a_node_whose_check_hangs_stays_out_and_nothing_of_the_check_is_left(
+    cluster: Cluster,
+) -> None:
+    hosts, folder = cluster.add_hosts(3), cluster.job.folder
+    (folder / "stuck.h3").touch()
+    flags = ("--nnodes", "2:3", "--rdzv-conf", CONF, "--node-check-timeout", "1")
+    nodes = start_agents(cluster, hosts, *flags)
+    assert nodes["h3"].exit_code() == UNFIT
+    assert "did not end within 1 s (--node-check-timeout)" in nodes["h3"].text
+    wait_until_idle(hosts[2])
+    assert [report["node"] for report in cluster.job.wait_for_world(2)] == ["h1", "h2"]
+    finish(cluster, nodes["h1"], nodes["h2"])
+
+
+def test_a_node_that_fails_its_check_after_a_failure_leaves_and_no_restart_is_counted(
+    cluster: Cluster,
+) -> None:
+    hosts, folder = cluster.add_hosts(3), cluster.job.folder
+    nodes = start_agents(
+        cluster, hosts, "--nnodes", "2:3", "--max-restarts", "1", "--rdzv-conf", CONF
+    )
+    before = cluster.job.wait_for_world(3)
+    (folder / "sick.h3").touch()
+    (folder / "fail.h3").touch()
+    assert nodes["h3"].exit_code() == UNFIT
+    assert "GPU 3 has fallen off the bus" in nodes["h3"].text
+    after = cluster.job.wait_for_world(2, after=generation_of(before))
+    check_consistent_world(after)
+    assert [report["node"] for report in after] == ["h1", "h2"]
+    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"0"}
+    # The workers of the other nodes did not fail, so these nodes are not checked again.
+    assert [num_checks(folder, host) for host in hosts] == [1, 1, 2]
+    finish(cluster, nodes["h1"], nodes["h2"])
+    (end,) = [event for events in cluster.job.events() for event in events[-1:] if _is_unfit(event)]
+    assert "GPU 3 has fallen off the bus" in end.text("reason")
+    assert end.is_true("expelled")
+
+
+def _is_unfit(event: object) -> bool:
+    return getattr(event, "data", {}).get("exit_code") == UNFIT
+
+
+def test_a_spare_replaces_a_node_that_fails_its_check_after_a_failure(cluster: Cluster) -> None:
+    hosts, folder = cluster.add_hosts(3), cluster.job.folder
+    nodes = start_agents(cluster, hosts[:2], "--nnodes", "2", "--spares", "1", "--rdzv-conf", CONF)
+    before = cluster.job.wait_for_world(2)
+    flags = nodes["h1"].process.args
+    assert isinstance(flags, list)
+    common = ("--rdzv-backend", "tcp", "--rdzv-endpoint", _endpoint(cluster), "--rdzv-id", "job")
+    spare = hosts[2].start_agent(
+        *common,
+        *node_check(folder),
+        *("--nnodes", "2", "--spares", "1", "--rdzv-conf", CONF),
+    )
+    wait_until("the spare to be checked", lambda: num_checks(folder, hosts[2]) == 1)
+    (folder / "sick.h2").touch()
+    (folder / "fail.h2").touch()
+    assert nodes["h2"].exit_code() == UNFIT
+    assert "it goes on once a spare or another node takes its place" in nodes["h2"].text
+    after = cluster.job.wait_for_world(2, after=generation_of(before))
+    assert [report["node"] for report in after] == ["h1", "h3"]
+    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"0"}
+    finish(cluster, nodes["h1"], spare)
+
+
+def _endpoint(cluster: Cluster) -> str:
+    return f"{cluster.hosts['store'].address}:29400"
+
+
+def test_a_job_without_a_node_to_spare_reports_which_node_left(cluster: Cluster) -> None:
+    hosts, folder = cluster.add_hosts(2), cluster.job.folder
+    conf = f"{CONF},join_timeout=5"
+    nodes = start_agents(
+        cluster, hosts, "--nnodes", "2", "--max-restarts", "1", "--rdzv-conf", conf
+    )
+    cluster.job.wait_for_world(2)
+    (folder / "sick.h2").touch()
+    (folder / "fail.h2").touch()
+    assert nodes["h2"].exit_code() == UNFIT
+    assert "this node stays out, and the job needs 2 nodes" in nodes["h2"].text
+    assert nodes["h1"].exit_code() == 1
+    assert "1 of at least 2 nodes are here; h2 left" in nodes["h1"].text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGKILL])
+def test_a_signal_during_the_check_ends_the_check_at_once(
+    cluster: Cluster, number: signal.Signals
+) -> None:
+    (host,), folder = cluster.add_hosts(1), cluster.job.folder
+    (folder / "stuck.h1").touch()
+    nodes = start_agents(cluster, [host], "--nnodes", "1", "--rdzv-conf", CONF)
+    wait_until("the check to run", lambda: (folder / "checked").exists())
+    agent = nodes["h1"]
+    if number is signal.SIGKILL:
+        agent.kill()
+    else:
+        agent.signal(number)
+        codes = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGUSR2: 75}
+        assert agent.exit_code(10.0) == codes[number]
+    wait_until_idle(host)
