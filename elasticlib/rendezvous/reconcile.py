@@ -296,7 +296,7 @@ def _reconcile_forming(view: LeaderView, membership: Membership) -> ReconcileRes
         return ReconcileResult(f"waiting for the workers of {_names(starting, view)} to start")
     ordered = order_members(membership, [n for n in candidates if n.slots])
     if len(ordered) < membership.settings.min_nodes:
-        return _too_few_nodes(ordered, membership)
+        return _too_few_nodes(view, membership, ordered, absent)
     return _form(view, membership, ordered, charged=charged)
 
 
@@ -369,15 +369,23 @@ def _blame_loss(view: LeaderView, membership: Membership) -> ReconcileResult | N
     return ReconcileResult(reason, forming)
 
 
-def _too_few_nodes(ordered: Sequence[NodeRecord], membership: Membership) -> ReconcileResult:
+def _too_few_nodes(
+    view: LeaderView,
+    membership: Membership,
+    ordered: Sequence[NodeRecord],
+    absent: Sequence[NodeRecord],
+) -> ReconcileResult:
     settings = membership.settings
     reason = f"{len(ordered)} of at least {settings.min_nodes} nodes are here"
     if settings.has_fixed_ranks:
         missing = sorted(set(range(settings.max_nodes)) - {node.rank_hint for node in ordered})
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         reason += f"; missing: node ranks {', '.join(map(str, missing[:8]))}{more}"
+    left = [node for node in absent if node.id in view.left_ids]
     if membership.trigger is GenerationTrigger.NODE_LOSS:
         reason += f"; {membership.reason}"
+    elif left:
+        reason += f"; {_names(left, view)} left"
     return ReconcileResult(reason)
 
 

@@ -108,16 +108,11 @@ def _is_unfit(event: object) -> bool:
 
 def test_a_spare_replaces_a_node_that_fails_its_check_after_a_failure(cluster: Cluster) -> None:
     hosts, folder = cluster.add_hosts(3), cluster.job.folder
-    nodes = start_agents(cluster, hosts[:2], "--nnodes", "2", "--spares", "1", "--rdzv-conf", CONF)
+    flags = ("--nnodes", "2", "--spares", "1", "--rdzv-conf", CONF)
+    common = (*cluster.start_rendezvous("tcp"), *node_check(folder), *flags)
+    nodes = {host.name: host.start_agent(*common) for host in hosts[:2]}
     before = cluster.job.wait_for_world(2)
-    flags = nodes["h1"].process.args
-    assert isinstance(flags, list)
-    common = ("--rdzv-backend", "tcp", "--rdzv-endpoint", _endpoint(cluster), "--rdzv-id", "job")
-    spare = hosts[2].start_agent(
-        *common,
-        *node_check(folder),
-        *("--nnodes", "2", "--spares", "1", "--rdzv-conf", CONF),
-    )
+    spare = hosts[2].start_agent(*common)
     wait_until("the spare to be checked", lambda: num_checks(folder, hosts[2]) == 1)
     (folder / "sick.h2").touch()
     (folder / "fail.h2").touch()
@@ -129,16 +124,10 @@ def test_a_spare_replaces_a_node_that_fails_its_check_after_a_failure(cluster: C
     finish(cluster, nodes["h1"], spare)
 
 
-def _endpoint(cluster: Cluster) -> str:
-    return f"{cluster.hosts['store'].address}:29400"
-
-
 def test_a_job_without_a_node_to_spare_reports_which_node_left(cluster: Cluster) -> None:
     hosts, folder = cluster.add_hosts(2), cluster.job.folder
-    conf = f"{CONF},join_timeout=5"
-    nodes = start_agents(
-        cluster, hosts, "--nnodes", "2", "--max-restarts", "1", "--rdzv-conf", conf
-    )
+    flags = ("--nnodes", "2", "--max-restarts", "1", "--rdzv-conf", f"{CONF},join_timeout=5")
+    nodes = start_agents(cluster, hosts, *flags)
     cluster.job.wait_for_world(2)
     (folder / "sick.h2").touch()
     (folder / "fail.h2").touch()
