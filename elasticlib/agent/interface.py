@@ -53,7 +53,7 @@ class RunResult:
     signal: int = 0  # the signal that stopped or drained the node, or 0
     root_cause: RootCause | None = None  # the failure for which the job failed
     evicted: bool = False  # the job continues without this node
-    is_unfit: bool = False  # the node is not fit to run workers: its check failed
+    is_unfit: bool = False  # the node failed its check, or the job has excluded its host
 
     @property
     def exit_code(self) -> int:

@@ -457,6 +457,8 @@ class LaunchConfig:
             spares=self.spares,
             quorum=has_several and self.options.quorum != "any",
             restart_window=self.supervision.restart_window,
+            bad_node_failures=self.options.bad_node_failures,
+            bad_node_window=self.options.bad_node_window,
         )
 
     @property
