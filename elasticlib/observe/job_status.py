@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 import attrs
 
+from ..rendezvous.bad_nodes import ExcludedHost
 from ..rendezvous.membership import JobPhase, LeaderStatus, Membership, NodeRecord
 from ..rendezvous.store_layout import JobListing, StoreKeys
 from ..rendezvous.store_layout import decode as decode_record

@@ -182,9 +182,7 @@ class NodeIntent:
             return Change(ChangeKind.EVICTED, reason, node_id)
         exclusion = state.exclusion_of(self.node.host)
         if exclusion is not None and self.node.inactive_incarnation != state.incarnation:
-            reason = (
-                f"the job continues without this host for the rest of its run: {exclusion.reason}"
-            )
+            reason = f"the job continues without this host, because {exclusion.reason}"
             return Change(ChangeKind.EXCLUDED, reason, node_id)
         if node_id in state.rejected_spares:
             settings = state.settings
