@@ -1,14 +1,18 @@
-"""Nodes that fail their node check, at the start and later, in jobs on hosts of their own."""
+"""Nodes that fail their node check, and nodes whose workers keep failing, on hosts of their own."""
 
 from __future__ import annotations
 
+import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
-from hosts import Cluster, Host
+from hosts import PORT, Cluster, Host
 from jobs import Node, check_consistent_world, generation_of
 
+from elasticlib.observe.event import Event, decode
+from elasticlib.observe.history_reader import read_history
 from elasticlib.testing.waiting import wait_until
 
 pytestmark = pytest.mark.faults
@@ -37,6 +41,15 @@ def num_checks(folder: Path, host: Host) -> int:
 def start_agents(cluster: Cluster, hosts: list[Host], *flags: str) -> dict[str, Node]:
     common = (*cluster.start_rendezvous("tcp"), *node_check(cluster.job.folder), *flags)
     return {host.name: host.start_agent(*common) for host in hosts}
+
+
+def event_files(host: Host) -> list[Path]:
+    return sorted(host.temporary.glob("*/*/events.jsonl"))
+
+
+def read_events(host: Host) -> list[Event]:
+    (path,) = event_files(host)
+    return [decode(line) for line in path.read_bytes().splitlines()]
 
 
 def wait_until_idle(host: Host) -> None:
@@ -97,13 +110,10 @@ def test_a_node_that_fails_its_check_after_a_failure_leaves_and_no_restart_is_co
     # The workers of the other nodes did not fail, so these nodes are not checked again.
     assert [num_checks(folder, host) for host in hosts] == [1, 1, 2]
     finish(cluster, nodes["h1"], nodes["h2"])
-    (end,) = [event for events in cluster.job.events() for event in events[-1:] if _is_unfit(event)]
-    assert "GPU 3 has fallen off the bus" in end.text("reason")
-    assert end.is_true("expelled")
-
-
-def _is_unfit(event: object) -> bool:
-    return getattr(event, "data", {}).get("exit_code") == UNFIT
+    last = read_events(hosts[2])[-1]
+    assert (last.kind, last.count("exit_code")) == ("run.finished", UNFIT)
+    assert "GPU 3 has fallen off the bus" in last.text("reason")
+    assert last.is_true("expelled")
 
 
 def test_a_spare_replaces_a_node_that_fails_its_check_after_a_failure(cluster: Cluster) -> None:
@@ -153,3 +163,80 @@ def test_a_signal_during_the_check_ends_the_check_at_once(
         codes = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGUSR2: 75}
         assert agent.exit_code(10.0) == codes[number]
     wait_until_idle(host)
+
+
+# Memory of bad nodes
+
+
+def start_with_a_bad_node(cluster: Cluster, *flags: str) -> dict[str, Node]:
+    """Start an agent on each of three hosts. The workers of `h3` fail immediately."""
+    (cluster.job.folder / "fail.h3").touch()
+    common = (*cluster.start_rendezvous("tcp"), "--max-restarts", "10", "--rdzv-conf", CONF, *flags)
+    return {host.name: host.start_agent(*common) for host in cluster.add_hosts(3)}
+
+
+WHY = "its workers failed first in 3 of the last 5 generations"
+
+
+def test_a_node_whose_workers_keep_failing_is_excluded_and_the_job_finishes_on_the_others(
+    cluster: Cluster,
+) -> None:
+    nodes = start_with_a_bad_node(cluster, "--nnodes", "2:3")
+    assert nodes["h3"].exit_code() == UNFIT
+    assert f"the job continues without this host, because {WHY}" in nodes["h3"].text
+    reports = cluster.job.wait_for_world(2, after=3)
+    check_consistent_world(reports)
+    assert [report["node"] for report in reports] == ["h1", "h2"]
+    # The third failure led to the exclusion, which is not a restart.
+    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in reports} == {"2"}
+    check_status(cluster)
+    again = start_again(cluster)
+    assert again.exit_code() == UNFIT
+    assert f"{WHY} (bad_node_failures, --rdzv-conf); no workers ran on this node" in again.text
+    finish(cluster, nodes["h1"], nodes["h2"])
+    assert generation_of(reports) == 4
+    assert "generation 4 after a failure, workers started after" in nodes["h1"].text
+    assert "h3 is excluded, because its workers failed first" in nodes["h1"].text
+    history = read_history([path for host in cluster.hosts.values() for path in event_files(host)])
+    assert f"h3 is excluded, because {WHY}" in history.generations[-1].reason
+
+
+def check_status(cluster: Cluster) -> None:
+    """Check that `elasticlib status` names the excluded host and the reason."""
+    endpoint = f"{cluster.hosts['store'].address}:{PORT}"
+    command = (sys.executable, "-m", "elasticlib.launch.cli", "status", endpoint)
+    host = cluster.hosts["h1"]
+    text = host.start("status", *command)
+    text.exit_code()
+    assert f"excluded: h3, because {WHY}" in text.text
+    document = host.start("status-json", *command, "--json")
+    document.exit_code()
+    (excluded,) = json.loads(document.text)["excluded"]
+    assert excluded["host"] == "h3"
+    assert excluded["reason"].startswith(WHY)
+
+
+def start_again(cluster: Cluster) -> Node:
+    host, endpoint = cluster.hosts["h3"], f"{cluster.hosts['store'].address}:{PORT}"
+    flags = ("--rdzv-backend", "tcp", "--rdzv-endpoint", endpoint, "--rdzv-id", "job")
+    flags = (*flags, "--max-restarts", "10", "--rdzv-conf", CONF, "--nnodes", "2:3")
+    return host.start_agent(*flags, name="again")
+
+
+def test_a_bad_node_that_no_other_can_replace_stays_and_the_reason_is_reported(
+    cluster: Cluster,
+) -> None:
+    nodes = start_with_a_bad_node(cluster, "--nnodes", "3")
+    nodes["h1"].wait_for_log(rf"h3 stays in the job although {WHY}.*2 of at least 3 nodes")
+    (cluster.job.folder / "fail.h3").unlink()
+    reports = cluster.job.wait_for_world(3, after=3)
+    assert [report["node"] for report in reports] == ["h1", "h2", "h3"]
+    finish(cluster, *nodes.values())
+
+
+def test_a_limit_of_0_excludes_no_node(cluster: Cluster) -> None:
+    nodes = start_with_a_bad_node(cluster, "--nnodes", "2:3", "--rdzv-conf", "bad_node_failures=0")
+    nodes["h1"].wait_for_log(r"restarts 3/10")
+    (cluster.job.folder / "fail.h3").unlink()
+    assert len(cluster.job.wait_for_world(3, after=3)) == 3
+    finish(cluster, *nodes.values())
