@@ -1,7 +1,7 @@
 """Node check: runs a command that decides whether this node is fit to run workers.
 
 The agent calls the check before the node first joins, and before it rejoins after its own workers
-failed. `builtin_check.py` is the command that `--node-check builtin` stands for.
+failed. `--node-check builtin` runs `builtin_check.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_LINE_CHARS = 300  # of the output, in the reason
 MAX_COMMAND_CHARS = 100  # of the command, in the reason
 
 # The shell runs the command in a process group of its own. Another process of the group waits for
-# the end of a pipe that only the agent holds, so that a killed agent leaves no check behind.
+# the end of a pipe that only the agent holds, so that the check does not outlive a killed agent.
 _SCRIPT = """
 exec 3<&0 </dev/null
 (read -r _ <&3; kill -KILL 0) >/dev/null 2>&1 &

@@ -1,7 +1,7 @@
 """Memory of bad nodes: decides which hosts a job excludes because their workers keep failing. Pure.
 
-The membership has a history of the hosts whose workers failed first, one for each generation that
-ended with a failure. `reconcile` acts on the decisions.
+The membership has a history of the hosts whose workers failed first, one for each generation in
+which workers failed. `reconcile` acts on the decisions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def add_failure(
 
     Args:
         history: the earlier failures, oldest first.
-        generation: the generation that has ended. A failure that the history has for it is
+        generation: the last generation. A failure that the history has for it is
             replaced.
         host: the host whose workers failed first.
         window: the number of last generations that are kept.

@@ -1,4 +1,4 @@
-"""When an agent checks its node, and what it does with the result."""
+"""An agent checks its node before it joins, and reacts to the result."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def test_a_check_that_raises_counts_as_failed() -> None:
 
 
 @pytest.mark.parametrize("number", [15, 12])
-def test_a_signal_ends_a_check_and_the_run_waits_until_it_has_ended(number: int) -> None:
-    has_started, has_ended = threading.Event(), threading.Event()
+def test_a_signal_cancels_a_check_and_the_run_waits_for_it(number: int) -> None:
+    has_started, is_finished = threading.Event(), threading.Event()
 
     def check(is_cancelled: Callable[[], bool]) -> str:
         has_started.set()
         wait_until("the check to be cancelled", is_cancelled)
-        has_ended.set()
+        is_finished.set()
         return "cancelled"
 
     workers = OneWorker()
@@ -104,6 +104,6 @@ def test_a_signal_ends_a_check_and_the_run_waits_until_it_has_ended(number: int)
         assert has_started.wait(60)
         run.agent.handle_signal(number)
         result = run.result()
-        assert has_ended.is_set()
+        assert is_finished.is_set()
     assert result.state is (WorkerState.STOPPED if number == 15 else WorkerState.DRAINED)
     assert workers.starts == 0

@@ -96,7 +96,7 @@ def test_a_check_that_is_cancelled_ends_at_once() -> None:
     assert time.monotonic() - started_at < 10.0
 
 
-def test_a_killed_agent_leaves_no_check_behind(tmp_path: Path) -> None:
+def test_a_check_does_not_outlive_a_killed_agent(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = textwrap.dedent(f"""
         from elasticlib.launch.node_check import NodeCheck
@@ -142,7 +142,7 @@ def test_the_builtin_check_gets_the_store_and_the_directories(tmp_path: Path) ->
     assert command.endswith(f"--directory meeting --directory {tmp_path}")
 
 
-def test_the_reason_says_what_a_missing_node_means_for_the_job() -> None:
+def test_the_reason_names_the_consequence_for_the_job() -> None:
     assert describe_consequence(1, 1) == "the job has no other node, and cannot run"
     assert "the job needs 2 nodes" in describe_consequence(2, 2)
     assert "while 2 or more others are there" in describe_consequence(2, 3)

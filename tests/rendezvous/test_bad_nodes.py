@@ -1,4 +1,4 @@
-"""Which hosts a job excludes: the decision, what the membership makes of it, and real handlers."""
+"""Exclusion of hosts whose workers keep failing: the decision, the membership, real handlers."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_node_that_is_not_part_of_the_run_is_not_excluded_from_the_next_one() 
 # Real handlers
 
 
-def test_a_handler_is_told_that_its_host_is_excluded_and_a_later_one_as_well(
+def test_handlers_on_an_excluded_host_get_the_reason(
     cluster: Cluster,
 ) -> None:
     limits = RendezvousSettings(1, 2, max_restarts=9, bad_node_failures=2, bad_node_window=2)
