@@ -14,7 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO
 
 import attrs
@@ -30,6 +30,7 @@ log = logging.getLogger("elasticlib.launch")
 BUILTIN = "builtin"
 CANCELLED = "the node check was ended together with the agent"
 POLL_INTERVAL_S = 0.05
+KILL_TIMEOUT_S = 3.0  # after SIGKILL
 READ_BYTES = 64 * 1024  # a pipe holds no more, so that one read takes all that was written
 MAX_OUTPUT_BYTES = 4096  # the last bytes of the output are kept
 MAX_LINE_CHARS = 300  # of the output, in the reason
@@ -91,11 +92,15 @@ def make_node_check(config: LaunchConfig) -> NodeCheck | None:
 
 def builtin_command(config: LaunchConfig) -> str:
     """Return the shell command of the built-in check, with the store and directories to check."""
+    endpoints: Sequence[str] = ()
     args: list[str] = []
-    if config.rdzv_backend == "file":
+    if (etcd := config.etcd_config) is not None:
+        endpoints = [member.address for member in etcd.members]
+    elif config.rdzv_backend in TCP_BACKENDS and not config.is_single_node:
+        endpoints = config.endpoints
+    elif config.rdzv_backend == "file":
         args += ["--directory", config.rdzv_endpoint]
-    elif config.rdzv_backend in TCP_BACKENDS or config.etcd_config is not None:
-        args += [text for endpoint in config.endpoints for text in ("--endpoint", endpoint)]
+    args += [text for endpoint in endpoints for text in ("--endpoint", endpoint)]
     if config.log_dir is not None:
         args += ["--directory", config.log_dir]
     return shlex.join([sys.executable, "-m", "elasticlib.launch.builtin_check", *args])
@@ -119,16 +124,17 @@ def _run(command: str, timeout_s: float, is_cancelled: Callable[[], bool]) -> tu
     Returns:
         What is wrong, empty after exit code 0, and the last part of the output.
     """
-    deadline = monotonic() + timeout_s
-    with subprocess.Popen(
+    deadline, problem = monotonic() + timeout_s, ""
+    process = subprocess.Popen(
         ["/bin/sh", "-c", _SCRIPT, "sh", command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-    ) as process:
-        output = OutputTail(require_not_none(process.stdout, "the output of the check"))
-        problem = ""
+    )
+    stdin = require_not_none(process.stdin, "stdin")
+    with stdin, require_not_none(process.stdout, "stdout") as pipe:
+        output = OutputTail(pipe)
         try:
             while not _has_exited(process.pid) and not problem:
                 output.read(POLL_INTERVAL_S)
@@ -141,7 +147,9 @@ def _run(command: str, timeout_s: float, is_cancelled: Callable[[], bool]) -> tu
             # leader is reaped.
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            # A process in a system call that the kernel cannot interrupt does not end yet.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_TIMEOUT_S)
         output.read(0.0)
     return problem or _describe_exit(process.returncode), output.text
 

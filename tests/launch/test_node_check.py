@@ -140,6 +140,11 @@ def test_the_builtin_check_gets_the_store_and_the_directories(tmp_path: Path) ->
     file = ["--rdzv-backend", "file", "--rdzv-endpoint", "meeting"]
     command = builtin_command(parse([*place, *file, __file__])[0])
     assert command.endswith(f"--directory meeting --directory {tmp_path}")
+    etcd = ["--rdzv-backend", "etcd", "--rdzv-endpoint", "h1,h2:1"]
+    command = builtin_command(parse([*place, *etcd, __file__])[0])
+    assert "--endpoint h1:2379 --endpoint h2:1 " in command
+    command = builtin_command(parse(["--standalone", __file__])[0])
+    assert command.endswith("-m elasticlib.launch.builtin_check")
 
 
 def test_the_reason_names_the_consequence_for_the_job() -> None:
