@@ -57,16 +57,8 @@ class Namespaces:
     """
 
     def __init__(self, name: str, names_file: Path) -> None:
-        command = [
-            "unshare",
-            *NAMESPACE_FLAGS,
-            "sh",
-            "-c",
-            _HOST_SCRIPT,
-            "sh",
-            name,
-            str(names_file),
-        ]
+        script = ("sh", "-c", _HOST_SCRIPT, "sh", name, str(names_file))
+        command = ("unshare", *NAMESPACE_FLAGS, *script)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -217,7 +209,7 @@ class Host:
             self._cluster.job.reap()
             return not pids
 
-        wait_until(f"all processes on {self.name} to be gone", none_left)
+        wait_until(f"all processes on {self.name} to exit", none_left)
 
 
 def _send_signal(pid: int, number: int) -> None:
