@@ -170,9 +170,10 @@ def test_a_signal_during_the_check_ends_the_check_at_once(
 
 def start_with_a_bad_node(cluster: Cluster, *flags: str) -> dict[str, Node]:
     """Start an agent on each of three hosts. The workers of `h3` fail immediately."""
+    hosts = cluster.add_hosts(3)
     (cluster.job.folder / "fail.h3").touch()
     common = (*cluster.start_rendezvous("tcp"), "--max-restarts", "10", "--rdzv-conf", CONF, *flags)
-    return {host.name: host.start_agent(*common) for host in cluster.add_hosts(3)}
+    return {host.name: host.start_agent(*common) for host in hosts}
 
 
 WHY = "its workers failed first in 3 of the last 5 generations"

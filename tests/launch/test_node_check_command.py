@@ -109,10 +109,7 @@ def test_a_check_does_not_outlive_a_killed_agent(tmp_path: Path) -> None:
 
 
 def test_a_check_gets_no_input_and_no_descriptor_of_the_agent() -> None:
-    assert check("read -r line && exit 1; ls /proc/self/fd | grep -qx 3 && exit 1; exit 0") in (
-        "",
-        "the check exited with code 1: 3",  # `ls` itself opens a descriptor
-    )
+    assert check("read -r line && exit 1; [ ! -e /proc/$$/fd/3 ]") == ""
 
 
 # Settings
@@ -183,7 +180,7 @@ def test_a_full_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100, 90, 10))
     result = check_disk_space(str(tmp_path / "not" / "there"))
-    assert (result.status, "and 100" in result.message) == (ERROR, True)
+    assert (result.status, "are needed" in result.message) == (ERROR, True)
     assert check_disk_space(str(tmp_path), min_free_bytes=5).status is OK
 
 
