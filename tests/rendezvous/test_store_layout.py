@@ -141,7 +141,7 @@ LIMITS_SAID = json.loads(encode_state(MembershipState(RendezvousSettings(1, 2)))
     [
         (
             spoilt(format=1),
-            "has format 1, this elasticlib reads only format 6: start all nodes with",
+            "has format 1, this elasticlib reads only format 7: start all nodes with",
         ),
         (spoilt(trigger=None), "field 'trigger' is None"),
         (spoilt(generation="3"), "generation"),
