@@ -1,4 +1,4 @@
-"""One training under five launchers, while workers are killed.
+"""Launcher comparison: one training under five launchers, while workers are killed.
 
     python tests/bench/field.py [--only elasticrun,torchrun] [--seconds 120] [--every 10]
         [--start-seconds 0,5] [--python torchft=PATH,ray=PATH] [--json FILE] [--quote]
@@ -31,7 +31,8 @@ environments have them:
     python3 -m venv ray && ray/bin/pip install 'ray[train]' torch
 
 `--json FILE` keeps the outcomes in that file, beside those of launchers that were run before.
-`--quote` keeps them in docs/field.json, and writes docs/field.md and the table in README.md.
+`--quote` keeps them in docs/launcher_comparison.json, and writes docs/launcher_comparison.md and
+the table in README.md.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ from trainers.work import PART, START
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 TRAINERS = HERE / "trainers"
-README, PAGE, KEPT = (ROOT / name for name in ("README.md", "docs/field.md", "docs/field.json"))
+README = ROOT / "README.md"
+PAGE, KEPT = (ROOT / "docs" / f"launcher_comparison.{kind}" for kind in ("md", "json"))
 TO_START = 120.0
 """Seconds within which a launcher's first step must be done."""
 UNDISTURBED = 15.0
@@ -509,7 +511,7 @@ def survivors_table(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def page(outcomes: Mapping[str, Outcome]) -> str:
-    """docs/field.md: the tables, the text above, each launcher's settings, and the runs."""
+    """Return docs/launcher_comparison.md: tables, the text above, settings and runs."""
     title, _, text = (__doc__ or "").partition("\n\n")
     settings = "\n".join(f"- {one.title}: {one.settings}." for one in LAUNCHERS)
     kept = [(one, outcomes.get(key(one.name, start))) for one in LAUNCHERS for start in (0.0, SLOW)]
