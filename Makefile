@@ -181,7 +181,7 @@ soak: $(STAMP)
 		$(if $(CAMPAIGN),--campaign $(CAMPAIGN)) --out build/soak
 
 clean:
-	@rm -rf docs/notebooks docs/reference/made
+	@rm -rf docs/notebooks
 	@rm -rf $(VENV) $(VENV_BARE) $(VENV_INTEGRATIONS) $(VENV_NEWEST) .venv-pythons
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
