@@ -32,7 +32,7 @@ from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 pytestmark = pytest.mark.faults
 
 SAVING = str(PROGRAMS / "saving_worker.py")
-LISTENING = str(PROGRAMS / "listening_agent.py")
+LISTENING = str(PROGRAMS / "notice_agent.py")
 NESTED = str(PROGRAMS / "nested_worker.py")
 SPARE_SECONDS = 15.0
 """So much longer than a save takes is what workers are given for it."""
@@ -89,7 +89,9 @@ def saved(job: Job, generation: int, rank: int) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save: Save) -> None:
+def test_one_of_two_nodes_drains_and_the_other_continues_without_using_a_restart(
+    job: Job, save: Save
+) -> None:
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store(), *SHORT)
     grace = ("--checkpoint-grace", save.grace)
     nodes = {name: listening(job, save, name, *meet, *grace) for name in "ab"}
@@ -108,7 +110,7 @@ def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save:
         [(stays, f"resize {save.grace}"), (leaves, f"drain {save.grace}")]
     ):
         assert (job.folder / f"notice.{notice[0]}.{generation}").read_text() == notice[1]
-        assert saved(job, generation, rank) == {"child": True, "asked": []}
+        assert saved(job, generation, rank) == {"child_runs": True, "signals": []}
     # The others go on from what the one that left has saved.
     assert alone["saved"] == [f"saved.{generation}.0", f"saved.{generation}.1"]
     # SIGTERM asks those who listen to save as well.
@@ -118,7 +120,7 @@ def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save:
     assert notice.read_text() == f"preempted {save.grace}"
 
 
-def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_saved(
+def test_a_drain_signal_to_every_process_of_a_node_stops_none_before_the_save(
     job: Job, save: Save
 ) -> None:
     flags = ("--standalone", "--nproc-per-node", "2", "--checkpoint-grace", save.grace, *SHORT)
@@ -140,10 +142,10 @@ def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_sav
     assert job.processes() == reached
     slow.unlink()
     assert agent.exit_code(save.bound) == 75
-    assert [saved(job, 1, rank) for rank in range(2)] == [{"child": True, "asked": []}] * 2
+    assert [saved(job, 1, rank) for rank in range(2)] == [{"child_runs": True, "signals": []}] * 2
 
 
-def test_a_node_whose_workers_do_not_listen_is_drained_by_sigterm_with_a_code_of_choice(
+def test_workers_without_notices_are_drained_by_sigterm_with_the_configured_exit_code(
     job: Job, save: Save
 ) -> None:
     flags = ("--standalone", "--drain-signals", "SIGUSR1", "--drain-exit-code", "85")
@@ -152,11 +154,13 @@ def test_a_node_whose_workers_do_not_listen_is_drained_by_sigterm_with_a_code_of
     job.wait_for_world(1)
     agent.signal(signal.SIGUSR1)
     assert agent.exit_code(save.bound) == 85
-    assert saved(job, 1, 0) == {"child": False, "asked": ["SIGTERM"]}
+    assert saved(job, 1, 0) == {"child_runs": False, "signals": ["SIGTERM"]}
     assert "elasticrun: DRAINED: received SIGUSR1" in agent.text
 
 
-def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: Save) -> None:
+def test_each_further_signal_skips_to_the_next_step_of_stopping_workers(
+    job: Job, save: Save
+) -> None:
     # Longer than anything here is waited for.
     long = ("--checkpoint-grace", "600", "--shutdown-timeout", "600")
     agent = listening(job, save, "a", "--standalone", "--nproc-per-node", "2", *long)
@@ -168,10 +172,10 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     agent.wait_for_log("preempted: the workers have 600 s to save")
     agent.signal(signal.SIGINT)
     agent.wait_for_log("still running after the time to save, sending SIGTERM: pid")
-    wait_until("one worker to hear it", (job.folder / "heard.0").exists)
+    wait_until("one worker to hear it", (job.folder / "got_sigterm.0").exists)
     holds[0].unlink()
     wait_until("one worker to end", lambda: not is_alive(workers[0]), save.bound)
-    assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
+    assert saved(job, 1, 0)["signals"] == ["SIGTERM"]
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 75
     # The one that has ended may not have been collected yet.
@@ -180,7 +184,9 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     assert not (job.folder / "saved.1.1").exists()
 
 
-def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job, save: Save) -> None:
+def test_a_resize_gives_workers_the_same_shutdown_timeout_as_any_other_stop(
+    job: Job, save: Save
+) -> None:
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
     conf = ("--rdzv-conf", "last_call_timeout=0.1")
     grace = ("--shutdown-timeout", save.grace)
@@ -190,7 +196,7 @@ def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job, save: S
     short = elasticrun(job, "b", *meet, *conf, "--shutdown-timeout", "0.3", *deaf)
     both = job.wait_for_world(2, after=1, seconds=save.bound)
     check_consistent_world(both)
-    assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
+    assert saved(job, 1, 0)["signals"] == ["SIGTERM"]
     # And no more of it: the one that leaves is missed, and the deaf one is ended in its time.
     long.signal(signal.SIGTERM)
     assert long.exit_code(save.bound) == 128 + signal.SIGTERM
@@ -200,7 +206,7 @@ def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job, save: S
     assert short.exit_code() == 0
 
 
-def test_fifty_nested_processes_leave_none_behind(job: Job) -> None:
+def test_fifty_nested_processes_of_a_worker_are_all_killed(job: Job) -> None:
     nest = (NESTED, str(job.folder), "50")
     flags = ("--standalone", "--max-restarts", "1", "--shutdown-timeout", "0.5")
     agent = elasticrun(job, "a", *flags, *nest)
@@ -222,7 +228,7 @@ def test_fifty_nested_processes_leave_none_behind(job: Job) -> None:
     job.wait_until_gone()
 
 
-def test_quick_failures_are_delayed_and_a_signal_is_handled_meanwhile(job: Job) -> None:
+def test_restarts_after_quick_failures_are_delayed_and_a_signal_ends_the_delay(job: Job) -> None:
     flags = ("--standalone", "--max-restarts", "9", "--no-python")
     agent = elasticrun(job, "a", *flags, "sh", "-c", "exit 3")
     agent.wait_for_log(
@@ -251,7 +257,7 @@ exit 7
 
 
 @pytest.mark.skipif(_lacks_spaces(), reason="no process namespaces here")
-def test_as_process_1_it_reaps_orphans_and_takes_no_end_from_its_agent(job: Job) -> None:
+def test_process_1_reaps_orphans_and_exits_only_with_its_agent(job: Job) -> None:
     run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
     script = ("--no-python", "sh", "-c", ORPHANS, str(job.folder))
     outside = job.start("a", *run, *script, PYTHONPATH=WITHOUT_TORCH)
@@ -280,7 +286,7 @@ def test_process_1_forks_before_torch_is_imported(job: Job) -> None:
 
 
 @pytest.mark.skipif(_lacks_spaces(), reason="no process namespaces here")
-def test_as_process_1_it_passes_a_drain_on_and_ends_with_its_code(job: Job) -> None:
+def test_process_1_forwards_a_drain_signal_and_exits_with_the_code_of_its_agent(job: Job) -> None:
     run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
     outside = job.start("a", *run, WORKER, str(job.folder), PYTHONPATH=WITHOUT_TORCH)
     job.wait_for_world(1)

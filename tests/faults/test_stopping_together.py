@@ -49,12 +49,12 @@ def stopped(job: Job, reports: list[dict[str, Any]]) -> dict[str, Any]:
         path = job.folder / f"stopped.{generation}.{rank}"
         wait_until(f"rank {rank} to stop", path.exists)
         said.append(json.loads(path.read_text()))
-    left = [one.pop("left") for one in said]
+    left = [one.pop("seconds_left") for one in said]
     assert said == [said[0]] * len(said)
-    return {**said[0], "left": min(left)}
+    return {**said[0], "seconds_left": min(left)}
 
 
-def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
+def test_all_ranks_stop_at_one_step_for_each_reason_and_no_step_is_lost(
     job: Job, save_seconds: float
 ) -> None:
     meet = ("--nnodes", "1:3", "--nproc-per-node", "2", "--rdzv-endpoint", job.start_store())
@@ -69,7 +69,7 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     three = job.wait_for_world(6, after=generation_of(two), seconds=bound)
     resize = stopped(job, two)
     assert resize["reason"] == "resize"
-    assert 0 < resize["left"] <= seconds
+    assert 0 < resize["seconds_left"] <= seconds
     goes_on(job)
     leaves = three[0]["node"]
     nodes[leaves].signal(signal.SIGUSR2)
@@ -77,7 +77,7 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     again = job.wait_for_world(4, after=generation_of(three))
     drain = stopped(job, three)
     assert drain["reason"] == "drain"
-    assert 0 < drain["left"] <= seconds
+    assert 0 < drain["seconds_left"] <= seconds
     goes_on(job)
     nodes[again[0]["node"]].signal(signal.SIGTERM)
     assert nodes.pop(again[0]["node"]).exit_code(bound) == 75
@@ -91,7 +91,7 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     assert steps == list(range(len(steps)))
 
 
-def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
+def test_an_immediate_resize_does_not_wait_for_the_workers_to_save(job: Job) -> None:
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
     last = ("--rdzv-conf", "last_call_timeout=0.3")
     nodes = [asking(job, "a", *meet, *last, resize="immediate")]
@@ -104,7 +104,7 @@ def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job) -> None:
+def test_hung_workers_are_restarted_after_their_stacks_are_written(job: Job) -> None:
     meet = ("--nnodes", "2", "--rdzv-endpoint", job.start_store(), "--max-restarts", "1")
     logs = {name: job.folder / f"logs-{name}" for name in "ab"}
     watch = ("--hang-timeout", "1.5", "--log-dir")
@@ -127,7 +127,7 @@ def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job)
     check_silences(job)
 
 
-def test_a_job_that_is_paused_as_a_whole_goes_on_and_has_not_hung(job: Job) -> None:
+def test_a_job_that_is_paused_as_a_whole_continues_and_does_not_count_as_hung(job: Job) -> None:
     meet = ("--nnodes", "2", "--rdzv-endpoint", job.start_store(), "--max-restarts", "1")
     nodes = [asking(job, name, *meet, *SHORT, "--hang-timeout", "1.5") for name in "ab"]
     before = job.wait_for_world(2)
