@@ -60,7 +60,7 @@ def copy_notebooks() -> None:
 def set_kernel_environment() -> None:
     """Keep the files of the notebooks' kernels in the build directory.
 
-    The kernels also find the modules beside the notebooks.
+    The kernels also find the modules in the directory of the notebooks.
     """
     (ROOT / "build" / "jupyter").mkdir(parents=True, exist_ok=True)
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):

@@ -1,7 +1,7 @@
 """Read the declarations of public names from the source code, without importing it.
 
-The source has what a running interpreter does not show: the comment beside a field, and a default
-as it is written. Reading it takes a fraction of a second, and needs neither torch nor a framework.
+The source contains what a running interpreter does not show: the comments of fields, and defaults
+as they are written. Reading it takes a fraction of a second, and needs neither torch nor a framework.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Module:
         return None
 
     def comment_of(self, node: ast.stmt) -> str:
-        """Return the comment beside a statement, or else the one above it."""
+        """Return the comment on the lines of a statement, or else the one above it."""
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
             comment, has_own_line = self._comments.get(line, ("", True))
             if comment and not has_own_line:
@@ -200,7 +200,7 @@ def is_enum(node: ast.ClassDef) -> bool:
 def fields_of(module: Module, node: ast.ClassDef) -> list[Field]:
     """Return the public fields and class attributes, with their comments or docstrings."""
     is_keyword_only = any(
-        isinstance(item, ast.Call) and any(word.arg == "kw_only" for word in item.keywords)
+        isinstance(item, ast.Call) and any(keyword.arg == "kw_only" for keyword in item.keywords)
         for item in node.decorator_list
     )
     fields = []
@@ -319,7 +319,7 @@ class _Default:
         self.is_keyword_only = False
         self.text = None if value is None else _value_text(module, value)
         if isinstance(value, ast.Call) and ast.unparse(value.func) in ("attrs.field", "attr.ib"):
-            keywords = {word.arg: word.value for word in value.keywords}
+            keywords = {keyword.arg: keyword.value for keyword in value.keywords}
             self.is_keyword_only = "kw_only" in keywords
             self.text = None
             if "default" in keywords:

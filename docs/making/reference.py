@@ -493,10 +493,9 @@ def text(plain: str) -> str:
 
 
 def summary(docstring: str) -> str:
-    """Return the first sentence of a docstring as the cell of a table."""
+    """Return the text up to the first period of a docstring as the cell of a table."""
     paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
-    sentence = re.split(r"(?<=\.) (?=[A-Z`])", paragraph)[0]
-    return _cell(sentence)
+    return _cell(re.split(r"(?<=\.) (?=[A-Z`])", paragraph)[0])
 
 
 def _cell(plain: str) -> str:
