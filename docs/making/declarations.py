@@ -1,7 +1,8 @@
 """Read the declarations of public names from the source code, without importing it.
 
 The source contains what a running interpreter does not show: the comments of fields, and defaults
-as they are written. Reading it takes a fraction of a second, and needs neither torch nor a framework.
+as they are written. Reading it takes a fraction of a second, and needs neither torch nor any
+framework.
 """
 
 from __future__ import annotations
