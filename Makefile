@@ -165,7 +165,7 @@ bench-integrations: $(STAMP_INTEGRATIONS)
 
 .PHONY: test-gpu bench-gpu
 
-# With GPU_TESTS_ON=cpu, what of it a CPU can show.
+# GPU_TESTS_ON=cpu runs the tests that a CPU can run, too.
 test-gpu: $(STAMP) $(STAMP_NEWEST)
 	@$(BIN)/python -m pytest -q tests/gpu
 	@$(VENV_NEWEST)/bin/python -m pytest -q tests/in_place/test_on_a_device.py

@@ -309,6 +309,8 @@ def _members(
         heading: The heading of the class.
         descriptions: Descriptions of fields and attributes from the docstring of the class.
     """
+    if module.name == "launch.launch_config":
+        descriptions = {**_option_descriptions(), **descriptions}
     fields = [
         field._replace(description=field.description or descriptions.get(field.name, ""))
         for field in fields_of(module, node)
@@ -327,7 +329,7 @@ def _members(
     attributes += [
         Field(name, "", None, description)
         for name, description in descriptions.items()
-        if name not in known
+        if name not in known and module.name != "launch.launch_config"
     ]
     if attributes:
         rows = [
@@ -335,6 +337,11 @@ def _members(
         ]
         yield _table(("attribute", "type", "description"), rows)
     yield from _methods(module, node, heading)
+
+
+def _option_descriptions() -> dict[str, str]:
+    """Return the description of each field of a launch configuration that has an option."""
+    return {dest: f"`{flag.name}`: {flag.help}" for dest, flag in FLAGS.items()}
 
 
 def _methods(module: Module, node: ast.ClassDef, heading: str) -> Iterator[str]:
