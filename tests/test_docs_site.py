@@ -60,9 +60,10 @@ def test_each_page_is_in_one_table_of_contents() -> None:
     assert found == sorted((WRITTEN | COPIED) - {"index"})
 
 
-def find_anchors(page: str) -> set[str]:
+@functools.cache
+def find_anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and MyST make them."""
-    prose = re.sub(r"```.*?```", "", read_text(page), flags=re.DOTALL)
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#{1,3} (.*)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -88,8 +89,7 @@ def check_links(page: Path, markdown: str) -> None:
         is_copied = resolved.parent == DOCS / "notebooks" and notebook.exists()
         assert resolved.exists() or is_copied, f"{page} links to {target}"
         if anchor:
-            name = str(resolved.relative_to(DOCS).with_suffix(""))
-            assert anchor in find_anchors(name), f"{page} links to {target}: no such heading"
+            assert anchor in find_anchors(resolved), f"{page} links to {target}: no such heading"
 
 
 # Failure modes
