@@ -33,6 +33,7 @@ from elasticlib.observe.job_status import (
 )
 from elasticlib.observe.node_status import NodeReport
 from elasticlib.observe.stack_query import JobStacks, NodeStacks, group_stacks, stack_lines
+from elasticlib.rendezvous.bad_nodes import ExcludedHost
 from elasticlib.rendezvous.membership import (
     JobPhase,
     LeaderStatus,
@@ -185,6 +186,14 @@ def test_the_document_has_the_keys_that_are_described_and_no_others() -> None:
     assert [node["age_seconds"] for node in document["nodes"]] == [0.5, 0.5, None]
     assert [node["state_seconds"] for node in document["nodes"]] == [1.5, 2.5, None]
     assert [node["healthy"] for node in document["nodes"]] == [True, True, None]
+
+
+def test_the_status_names_each_excluded_host_and_the_reason() -> None:
+    excluded = ExcludedHost("h7", "its workers\nfailed")
+    found = status_of(view(attrs.evolve(SETTLED, excluded_hosts=(excluded,)), S.RUNNING, S.RUNNING))
+    assert found is not None
+    assert as_document(found)["excluded"] == [{"host": "h7", "reason": "its workers\nfailed"}]
+    assert "  excluded: h7, because its workers\\x0afailed" in headline(found)
 
 
 def test_one_node_shows_the_same_document_of_itself() -> None:
