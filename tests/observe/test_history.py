@@ -174,7 +174,8 @@ def test_history_has_the_state_nodes_and_timeline_of_the_run() -> None:
     assert node.exit is not None
     assert (node.exit.state, node.exit.exit_code) == (JobState.SUCCEEDED, 0)
     assert [
-        (stay.generation, stay.started_at, stay.finished_at) for stay in history.memberships
+        (membership.generation, membership.started_at, membership.finished_at)
+        for membership in history.memberships
     ] == [
         (1, near(2), near(10.5)),
         (2, near(11), near(25)),
@@ -208,7 +209,10 @@ def two_nodes(**clocks: float) -> History:
 @pytest.mark.parametrize("clock_error", [-60.0, 0.0, 60.0, 7 * 3600.0, -1e8])
 def test_wrong_wall_clock_of_a_node_does_not_change_the_history(clock_error: float) -> None:
     history = two_nodes(clock_error=clock_error)
-    assert {(stay.node, stay.generation): stay.started_at for stay in history.memberships} == {
+    assert {
+        (membership.node, membership.generation): membership.started_at
+        for membership in history.memberships
+    } == {
         ("n1", 1): near(2.0),
         ("n2", 1): near(2.0),
         ("n1", 2): near(13.0),

@@ -32,6 +32,7 @@ from elasticlib.observe.job_status import (
 )
 from elasticlib.observe.node_status import NodeReport
 from elasticlib.observe.stack_query import JobStacks, NodeStacks, group_stacks, stack_lines
+from elasticlib.rendezvous.bad_nodes import ExcludedHost
 from elasticlib.rendezvous.membership import (
     JobPhase,
     LeaderStatus,
@@ -181,6 +182,14 @@ def test_json_document_has_exactly_the_documented_keys() -> None:
     assert [node["age_seconds"] for node in document["nodes"]] == [0.5, 0.5, None]
     assert [node["state_seconds"] for node in document["nodes"]] == [1.5, 2.5, None]
     assert [node["healthy"] for node in document["nodes"]] == [True, True, None]
+
+
+def test_status_names_each_excluded_host_and_the_reason() -> None:
+    excluded = ExcludedHost("h7", "its workers\nfailed")
+    document = attrs.evolve(FORMED, excluded_hosts=(excluded,))
+    status = compute_status(make_reading(document, S.RUNNING, S.RUNNING))
+    assert as_document(status)["excluded"] == [{"host": "h7", "reason": "its workers\nfailed"}]
+    assert "  excluded: h7, because its workers\\x0afailed" in headline(status)
 
 
 def test_document_of_one_node_has_the_same_keys() -> None:

@@ -70,11 +70,13 @@ def check_invariants(history: History) -> None:
         assert min((*known, cost.repeated, cost.repeated_steps)) >= 0
     assert history.goodput is None or 0 <= history.goodput <= 1 + 1e-9
     assert all(
-        stay.finished_at is None or stay.finished_at >= stay.started_at
-        for stay in history.memberships
+        membership.finished_at is None or membership.finished_at >= membership.started_at
+        for membership in history.memberships
     )
-    assert {stay.node for stay in history.memberships} <= {node.node for node in history.nodes}
-    assert {stay.generation for stay in history.memberships} == set(numbers)
+    assert {membership.node for membership in history.memberships} <= {
+        node.node for node in history.nodes
+    }
+    assert {membership.generation for membership in history.memberships} == set(numbers)
 
 
 @given(st.integers(0, 2**32), st.booleans())

@@ -248,9 +248,9 @@ def test_page_of_many_nodes_and_generations_mentions_what_it_omits() -> None:
 
 
 def test_huge_range_of_ranks_is_not_expanded() -> None:
-    stay = attrs.evolve(histories.eventful().memberships[0], ranks=(0, 10**15))
+    membership = attrs.evolve(histories.eventful().memberships[0], ranks=(0, 10**15))
     assert "ranks 0-1000000000000000" in html_of(
-        attrs.evolve(histories.eventful(), memberships=(stay,))
+        attrs.evolve(histories.eventful(), memberships=(membership,))
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticlib.rendezvous.bad_nodes import ExcludedHost, FirstFailure
 from elasticlib.rendezvous.membership import (
     GenerationTrigger,
     JobEnd,
@@ -382,7 +383,13 @@ def documents(draw: st.DrawFn) -> Membership:
             failure = draw(st.sampled_from([None, NodeFailure(members[0].id, "x")]))
             document = end_generation(document, "x", failure)
     expelled = draw(st.lists(names, max_size=2, unique=True))
-    return attrs.evolve(document, evicted=tuple(f"{name}-1" for name in expelled))
+    failed_first = draw(st.lists(names, max_size=4))
+    return attrs.evolve(
+        document,
+        evicted=tuple(f"{name}-1" for name in expelled),
+        excluded_hosts=tuple(ExcludedHost(name, "x") for name in draw(st.sets(names, max_size=2))),
+        first_failures=tuple(FirstFailure(n - 3, name) for n, name in enumerate(failed_first)),
+    )
 
 
 @given(documents(), lives, st.floats(0, 5), st.sets(names, max_size=3))
@@ -403,6 +410,7 @@ def _check(before: Membership, after: Membership, live: list[NodeRecord]) -> Non
     assert after != before
     assert after.generation in (before.generation, before.generation + 1)
     assert before.restarts <= after.restarts <= before.settings.max_restarts
+    assert after.excluded_hosts[: len(before.excluded_hosts)] == before.excluded_hosts
     if after.generation == before.generation:
         assert after.members == before.members
         return
@@ -413,6 +421,7 @@ def _check(before: Membership, after: Membership, live: list[NodeRecord]) -> Non
     assert before.settings.min_nodes <= len(ids) <= before.settings.max_nodes
     assert len(set(ids)) == len(ids)
     assert not set(ids) & {*before.evicted, *before.rejected_spares}
+    assert not {m.host for m in after.members} & {item.host for item in before.excluded_hosts}
     ready = {
         n.id
         for n in live
