@@ -1,12 +1,13 @@
-"""Pictures and tables of docs/ that programs draw are up to date.
+"""The parts of docs/ that programs make are up to date.
 
-`python docs/making/redraw.py` (or `make docs`) draws the agent's policy. `make picture` runs the
-job of the first page and draws its picture.
+`python docs/making/redraw.py` (or `make docs`) draws the agent's policy and writes the reference.
+`make picture` runs the job of the first page and draws its picture.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from itertools import pairwise
@@ -15,13 +16,16 @@ from xml.etree import ElementTree
 
 import pytest
 from making import survives
-from making.policy import CASES, EVENTS, arrows
-from making.redraw import PAGE, PICTURE, PLACES, states, with_table
+from making.policy import CASES, EVENTS, arrows, rows
+from making.redraw import PAGE, PICTURE, POSITIONS, states, with_table
+from making.reference import GENERATED, pages
 from making.states import picture
 
 from elasticlib.agent.policy import AgentState
 
 ROOT = Path(__file__).parent.parent
+DESIGN = [ROOT / "docs" / "design.md", *sorted((ROOT / "docs" / "design").glob("*.md"))]
+CODE_MAP = ROOT / "docs" / "design" / "code_map.md"
 
 
 def test_each_event_of_the_policy_has_cases() -> None:
@@ -31,7 +35,7 @@ def test_each_event_of_the_policy_has_cases() -> None:
 def test_the_page_has_the_current_table_of_the_policy() -> None:
     page = PAGE.read_text()
     assert page == with_table(page), "run `make docs`"
-    assert f"({PICTURE.relative_to(PAGE.parent)})" in page
+    assert f"({os.path.relpath(PICTURE, PAGE.parent)})" in page
 
 
 def test_the_picture_shows_the_current_policy() -> None:
@@ -41,31 +45,47 @@ def test_the_picture_shows_the_current_policy() -> None:
 def test_the_picture_has_each_state_and_each_event_with_a_transition() -> None:
     drawing = ElementTree.fromstring(states())
     texts = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
-    assert set(PLACES) == {state.value for state in AgentState}
+    assert set(POSITIONS) == {state.value for state in AgentState}
     events = [event for led_by in arrows().values() for event in led_by]
-    assert sorted(filter(None, texts)) == sorted([*PLACES, *events])
+    assert sorted(filter(None, texts)) == sorted([*POSITIONS, *events])
 
 
 def test_a_route_without_an_arrow_is_rejected() -> None:
     route = {("a", "b"): ((), (0, 0))}
-    with pytest.raises(LookupError, match="routes of arrows that there are not"):
-        picture("", (1, 1), places={"a": (0, 0)}, arrows={}, routes=route, ends={})
+    with pytest.raises(LookupError, match="these routes belong to no arrow"):
+        picture("", (1, 1), positions={"a": (0, 0)}, arrows={}, routes=route, dots={})
 
 
-def test_each_file_and_directory_that_the_page_names_exists() -> None:
-    names = re.findall(r"`((?:elasticlib|tests|docs|notebooks)/[\w./]*)`", PAGE.read_text())
-    assert len(names) > 10
+def test_each_event_and_command_of_the_table_is_described() -> None:
+    page = PAGE.read_text()
+    described = set(re.findall(r"`([A-Z]\w+)`", "".join(re.findall(r"^\| `.* \|$", page, re.M))))
+    commands = {name for row in rows() for name in row[3].split(", ")} - {"-"}
+    assert {event.__name__ for event in EVENTS} | commands <= described
+
+
+def test_each_file_and_directory_that_the_design_names_exists() -> None:
+    text = "".join(page.read_text() for page in DESIGN)
+    names = re.findall(r"`((?:elasticlib|tests|docs|notebooks)/[\w./]*)`", text)
+    # Files of the package are also named relative to it.
+    packages = "|".join(path.name for path in (ROOT / "elasticlib").iterdir() if path.is_dir())
+    names += [f"elasticlib/{name}" for name in re.findall(rf"`((?:{packages})/\w+\.py)`", text)]
+    assert len(names) > 50
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
-def test_the_page_has_a_row_for_each_file_of_the_packages_that_it_lists() -> None:
+def test_the_code_map_has_a_row_for_each_file_of_the_packages_that_it_lists() -> None:
     sections = re.findall(
-        r"\n### `(elasticlib/\w+)/`\n(.*?)(?=\n### )", PAGE.read_text(), re.DOTALL
+        r"\n### `(elasticlib(?:/\w+)?)/`\n(.*?)(?=\n### )", CODE_MAP.read_text(), re.DOTALL
     )
-    assert len(sections) > 10
+    assert len(sections) > 11
     for folder, text in sections:
         files = {path.name for path in (ROOT / folder).glob("[!_]*.py")}
-        assert set(re.findall(r"`(\w+\.py)`", text)) == files, folder
+        assert set(re.findall(r"`([a-z]\w*\.py)`", text)) == files, folder
+
+
+def test_the_reference_in_the_repository_is_up_to_date() -> None:
+    texts = {path.name: path.read_text() for path in GENERATED.iterdir()}
+    assert texts == pages(), "run `python docs/making/redraw.py`"
 
 
 # The job of the first page

@@ -173,8 +173,8 @@ class LaunchConfig:
         ConfigError: the settings cannot work.
     """
 
-    min_nodes: int = 1
-    max_nodes: int = 1
+    min_nodes: int = 1  # the smallest number of nodes with which the job runs
+    max_nodes: int = 1  # the largest number of nodes
     nproc_per_node: int = 1
     logs_specs: Any = None  # torch's DefaultLogsSpecs
     # Id of the job, the same on all nodes. If it is "none" in a single-node job, or empty in a job
@@ -216,6 +216,7 @@ class LaunchConfig:
     log_dir: str | None = attrs.field(default=None, kw_only=True)
     redirects: StreamChoice = attrs.field(factory=StreamChoice, kw_only=True)
     tee: StreamChoice = attrs.field(factory=StreamChoice, kw_only=True)
+    # Signals, time to save, hang detection, snapshots and the exit code of a drain.
     supervision: SupervisionOptions = attrs.field(factory=SupervisionOptions, kw_only=True)
     # The local ranks whose output is shown. None: all.
     local_ranks_filter: frozenset[int] | None = attrs.field(default=None, kw_only=True)
