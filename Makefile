@@ -21,7 +21,7 @@ NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_restore_
 	tests/examples/test_in_place.py \
 	tests/faults/test_recovery.py tests/logical/test_logical_workers.py \
 	tests/launch/test_migrate_from_torchrun_page.py tests/launch/test_torch_fields.py \
-	tests/launch/test_torchruns_flags.py tests/launch/test_torchruns_promises.py \
+	tests/launch/test_torchrun_flags.py tests/launch/test_torchrun_features.py \
 	tests/in_place tests/workers tests/test_migrate_from_torch_elastic.py
 # The run-time dependencies only, so without NumPy, and what the tests need.
 VENV_BARE := .venv-bare

@@ -1,4 +1,4 @@
-"""How numbers are written for people."""
+"""Formatting of durations, numbers, lists and tables for people."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elasticlib.sanitize import escape_control_chars, shorten
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "expected"),
     [
         (0, "0 s"),
         (0.001, "under 0.01 s"),
@@ -44,19 +44,19 @@ from elasticlib.sanitize import escape_control_chars, shorten
         (math.inf, "unknown"),
     ],
 )
-def test_a_duration_has_two_digits_or_two_units(seconds: float, words: str) -> None:
-    assert format_duration(seconds) == words
-    assert seconds_text(seconds) == words.replace(" ", "\u00a0")
+def test_duration_has_two_digits_or_two_units(seconds: float, expected: str) -> None:
+    assert format_duration(seconds) == expected
+    assert seconds_text(seconds) == expected.replace(" ", "\u00a0")
 
 
-def test_a_whole_is_only_what_misses_nothing() -> None:
+def test_only_exactly_1_is_formatted_as_100_percent() -> None:
     parts = (1.0, 0.99999, 0.9812, 0.5, 0.0, None)
     assert [format_percent(part) for part in parts] == [
         *("100 %", "99.9 %", "98.1 %", "50 %", "0 %", "unknown")
     ]
 
 
-def test_numbers_are_short() -> None:
+def test_numbers_counts_and_sizes_are_short() -> None:
     assert [format_number(v) for v in (0.0, 0.00012, 2.0456, 123.4, 1234567.0, 2.5e9)] == [
         *("0", "1.20e-04", "2.05", "123", "1,234,567", "2.50e+09")
     ]
@@ -69,13 +69,13 @@ def test_numbers_are_short() -> None:
     ]
 
 
-def test_ranks_are_written_as_flags_take_them() -> None:
+def test_ranks_are_formatted_as_ranges_and_long_lists_are_shortened() -> None:
     assert format_ranges([7, 0, 1, 2, 3, 1]) == "0-3, 7"
     assert format_ranges(range(0, 40, 2), 6) == "20 from 0 to 38"
     assert format_list(["a", "b", "c", "d"]) == "a, b, c and 1 more"
 
 
-def test_a_table_of_plain_text_lines_up() -> None:
+def test_columns_of_a_table_are_aligned() -> None:
     rows = [("10.0.0.1", format_cell(None)), ("b", format_cell(1234, format_count))]
     assert format_table(("node", "step"), rows) == [
         *("node      step", "10.0.0.1  -", "b         1,234")
@@ -83,20 +83,20 @@ def test_a_table_of_plain_text_lines_up() -> None:
     assert format_table(("node", "step"), []) == []
 
 
-@pytest.mark.parametrize("between", [" ", "\n"])
-def test_a_long_line_stays_one_where_it_is_cut(between: str) -> None:
-    text = between.join(f"word{number:03}" for number in range(200))
-    truncate = shorten(text, 800)
-    head, tail = truncate.split(f"{between}[... ")
+@pytest.mark.parametrize("separator", [" ", "\n"])
+def test_long_text_is_shortened_between_words(separator: str) -> None:
+    text = separator.join(f"word{number:03}" for number in range(200))
+    shortened = shorten(text, 800)
+    head, tail = shortened.split(f"{separator}[... ")
     assert tail.startswith("801 characters are left out ...]")
     assert set(re.split("[ \n]", head)) | set(tail.split()[6:]) <= set(text.split())
-    assert ("\n" in truncate) is ("\n" in text)
-    assert truncate.startswith("word000")
-    assert truncate.endswith("word199")
+    assert ("\n" in shortened) is ("\n" in text)
+    assert shortened.startswith("word000")
+    assert shortened.endswith("word199")
     assert shorten(text, len(text)) == text
 
 
-def test_control_characters_are_shown_as_escapes() -> None:
+def test_control_characters_are_escaped() -> None:
     assert (
         escape_control_chars("a\x1b[31mb\x1b[0m\x07\u202ec\r\nd\ud800")
         == "ab\\x07\\u202ec\nd\\ud800"

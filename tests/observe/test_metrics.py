@@ -1,4 +1,4 @@
-"""What /metrics shows, as prometheus-client's own parser reads it, and the dashboard made of it."""
+"""The metrics of /metrics as prometheus-client parses them, and the Grafana dashboard."""
 
 from __future__ import annotations
 
@@ -49,57 +49,58 @@ FULL = MetricsSnapshot(
 )
 
 
-def shown(moment: MetricsSnapshot) -> dict[str, dict[tuple[str, ...], float]]:
-    """Values by the names and the further labels of their samples."""
+def parse_metrics(snapshot: MetricsSnapshot) -> dict[str, dict[tuple[str, ...], float]]:
+    """Return the values by the name and the additional labels of their samples."""
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
 
-    found: dict[str, dict[tuple[str, ...], float]] = {}
-    for family in text_string_to_metric_families(MetricsFormatter(lambda: moment).text()):
+    metrics: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(MetricsFormatter(lambda: snapshot).text()):
         assert family.documentation
         for sample in family.samples:
             labels = dict(sample.labels)
             assert (labels.pop("run"), labels.pop("node")) == ("job", "n1")
-            found.setdefault(sample.name, {})[tuple(labels.values())] = sample.value
-    return found
+            metrics.setdefault(sample.name, {})[tuple(labels.values())] = sample.value
+    return metrics
 
 
-def test_each_value_is_told_under_its_name() -> None:
-    found = shown(FULL)
-    assert found["elasticlib_up"] == {(): 1}
-    assert found["elasticlib_state"][("RUNNING",)] == 1
-    assert sum(found["elasticlib_state"].values()) == 1
-    assert found["elasticlib_restarts_remaining"] == {(): 2}
-    assert found["elasticlib_worker_step"] == {("0",): 52}
-    assert found["elasticlib_worker_up"] == {("0",): 1, ("1",): 1}
-    assert found["elasticlib_failures_total"][("killed",)] == 1
-    assert found["elasticlib_failures_total"][("ordinary",)] == 0
-    assert found["elasticlib_lost_seconds_total"][("shutdown",)] == 1.5
-    assert found["elasticlib_last_checkpoint_step"] == {(): 40}
-    assert found["elasticlib_events_dropped_total"] == {(): 2}
-    buckets = found["elasticlib_recovery_seconds_bucket"]
-    told = {labels for labels in buckets if "started" in labels}
-    assert {labels: buckets[labels] for labels in told if "1.0" in labels or "5.0" in labels} == {
-        labels: 1 if "1.0" in labels else 2 for labels in told if {"1.0", "5.0"} & {*labels}
+def test_each_value_has_the_name_and_labels_of_its_metric() -> None:
+    metrics = parse_metrics(FULL)
+    assert metrics["elasticlib_up"] == {(): 1}
+    assert metrics["elasticlib_state"][("RUNNING",)] == 1
+    assert sum(metrics["elasticlib_state"].values()) == 1
+    assert metrics["elasticlib_restarts_remaining"] == {(): 2}
+    assert metrics["elasticlib_worker_step"] == {("0",): 52}
+    assert metrics["elasticlib_worker_up"] == {("0",): 1, ("1",): 1}
+    assert metrics["elasticlib_failures_total"][("killed",)] == 1
+    assert metrics["elasticlib_failures_total"][("ordinary",)] == 0
+    assert metrics["elasticlib_lost_seconds_total"][("shutdown",)] == 1.5
+    assert metrics["elasticlib_last_checkpoint_step"] == {(): 40}
+    assert metrics["elasticlib_events_dropped_total"] == {(): 2}
+    buckets = {
+        frozenset(labels) & {"1.0", "5.0"}: count
+        for labels, count in metrics["elasticlib_recovery_seconds_bucket"].items()
+        if "started" in labels
     }
-    assert found["elasticlib_recovery_seconds_sum"][("started",)] == pytest.approx(3.7)
+    assert (buckets[frozenset({"1.0"})], buckets[frozenset({"5.0"})]) == (1, 2)
+    assert metrics["elasticlib_recovery_seconds_sum"][("started",)] == pytest.approx(3.7)
 
 
-def test_every_family_is_shown_where_all_is_known() -> None:
-    found = shown(FULL)
+def test_all_metrics_are_exported_if_all_values_are_known() -> None:
+    metrics = parse_metrics(FULL)
     for name, family in FAMILIES.items():
-        assert (f"{name}_count" if family.type == "histogram" else name) in found
+        assert (f"{name}_count" if family.type == "histogram" else name) in metrics
 
 
-def test_what_is_not_known_is_left_out() -> None:
-    found = shown(MetricsSnapshot(NodeStatus("job", "n1"), NodeTotals()))
+def test_unknown_values_are_not_exported() -> None:
+    metrics = parse_metrics(MetricsSnapshot(NodeStatus("job", "n1"), NodeTotals()))
     for name in ("last_checkpoint_step", "loss", "restarts_remaining", "worker_step"):
-        assert f"elasticlib_{name}" not in found
-    assert found["elasticlib_restarts_total"] == {(): 0}
+        assert f"elasticlib_{name}" not in metrics
+    assert metrics["elasticlib_restarts_total"] == {(): 0}
 
 
-def test_a_counter_does_not_fall_where_a_later_event_says_that_less_was_lost() -> None:
-    moments = iter(
+def test_counter_does_not_decrease_and_a_gauge_does() -> None:
+    snapshots = iter(
         [
             FULL,
             attrs.evolve(
@@ -107,49 +108,48 @@ def test_a_counter_does_not_fall_where_a_later_event_says_that_less_was_lost() -
             ),
         ]
     )
-    exposition = MetricsFormatter(lambda: next(moments))
-    for silent in ("0.5", "0.1"):
-        text = exposition.text()
+    formatter = MetricsFormatter(lambda: next(snapshots))
+    for blocked_s in ("0.5", "0.1"):
+        text = formatter.text()
         assert re.search(r'lost_seconds_total\{.*phase="shutdown".*\} 1.5', text)
-        assert re.search(rf"loop_blocked_seconds\{{.*\}} {silent}", text)
+        assert re.search(rf"loop_blocked_seconds\{{.*\}} {blocked_s}", text)
 
 
-def test_what_nodes_are_called_breaks_no_line() -> None:
+def test_special_characters_in_labels_are_escaped() -> None:
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
 
-    odd = 'a"b\\c\nd{e="f"} 1'
-    status = attrs.evolve(FULL.status, run=odd, host=odd)
+    name = 'a"b\\c\nd{e="f"} 1'
+    status = attrs.evolve(FULL.status, run=name, host=name)
     text = MetricsFormatter(lambda: attrs.evolve(FULL, status=status)).text()
     families = {f.name: f for f in text_string_to_metric_families(text)}
     (info,) = families["elasticlib_info"].samples
-    assert (info.labels["run"], info.labels["host"]) == (odd, odd)
+    assert (info.labels["run"], info.labels["host"]) == (name, name)
 
 
 def queries(dashboard: dict[str, Any]) -> list[str]:
     return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
 
 
-def test_the_dashboard_asks_for_nothing_that_is_not_told_and_for_all_that_is() -> None:
+def test_dashboard_queries_exactly_the_exported_metrics() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     variables = [v["query"]["query"] for v in dashboard["templating"]["list"][1:]]
-    asked = {
+    queried = {
         name for text in queries(dashboard) + variables for name in re.findall(r"elastic\w+", text)
     }
-    found = shown(FULL)
-    assert asked - found.keys() == set()
-    told = {
+    assert queried - parse_metrics(FULL).keys() == set()
+    exported = {
         f"{name}_bucket" if family.type == "histogram" else name
         for name, family in FAMILIES.items()
     }
-    assert told - asked == set()
+    assert exported - queried == set()
+    known = {"run", "node", "le", *(label for f in FAMILIES.values() for label in f.labels)}
     for text in queries(dashboard):
-        labels = set(re.findall(r"\bby \(([^)]*)\)", text))
-        known = {"run", "node", "le", *(one for f in FAMILIES.values() for one in f.labels)}
-        assert {one.strip() for group in labels for one in group.split(",")} <= known
+        groups = re.findall(r"\bby \(([^)]*)\)", text)
+        assert {label.strip() for group in groups for label in group.split(",")} <= known
 
 
-def test_the_dashboard_is_laid_out_as_grafana_wants_it() -> None:
+def test_dashboard_has_a_valid_layout() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     names = {variable["name"] for variable in dashboard["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard)))
@@ -158,17 +158,17 @@ def test_the_dashboard_is_laid_out_as_grafana_wants_it() -> None:
     assert (
         len({panel["id"] for panel in panels}) == len({p["title"] for p in panels}) == len(panels)
     )
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     for panel in panels:
-        at = panel["gridPos"]
-        assert at["x"] + at["w"] <= 24
+        position = panel["gridPos"]
+        assert position["x"] + position["w"] <= 24
         cells = {
             (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
+            for x in range(position["x"], position["x"] + position["w"])
+            for y in range(position["y"], position["y"] + position["h"])
         }
-        assert not cells & taken, panel["title"]
-        taken |= cells
+        assert not cells & occupied, panel["title"]
+        occupied |= cells
         if panel["type"] != "row":
             assert panel["description"]
             refs = [target["refId"] for target in panel["targets"]]

@@ -1,4 +1,4 @@
-"""The kernel's count of those that it killed for lack of memory, in both kinds of cgroups."""
+"""The kernel's count of processes that it killed for lack of memory, in both cgroup versions."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
         (V2, "memory.events", EVENTS),
     ],
 )
-def test_the_count_is_found_from_outside_and_inside_a_container(
+def test_count_is_found_outside_and_inside_a_container(
     tmp_path: Path, membership: str, file: str, text: str
 ) -> None:
     (tmp_path / "cgroup").write_text(membership)
-    place = tmp_path / "mount" / file
-    place.parent.mkdir(parents=True)
-    place.write_text(text.format(5))
+    path = tmp_path / "mount" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text.format(5))
     assert read_oom_kill_count(tmp_path / "cgroup", tmp_path / "mount") == 5
 
 
-def test_the_nearest_count_is_asked_first() -> None:
+def test_count_of_the_innermost_cgroup_is_read_first() -> None:
     mount = Path("/m")
     assert oom_kill_files(V2, mount) == [mount / "job/7/memory.events", mount / "memory.events"]
 
 
-def test_what_is_no_count_is_none() -> None:
+def test_invalid_count_is_none() -> None:
     assert parse_oom_kill_count("oom_kill\n") is None
     assert parse_oom_kill_count("oom_kill x\noom_kill_disable 0") is None
 
 
-def test_only_a_count_that_rose_tells_of_a_kill() -> None:
+def test_only_an_increased_count_means_a_kill() -> None:
     assert oom_kill_count_rose(2, 3)
     assert not any(oom_kill_count_rose(*pair) for pair in ((2, 2), (None, 3), (3, None)))

@@ -1,4 +1,4 @@
-"""What Slurm's and SkyPilot's variables say, as they were seen on a real one, and what not."""
+"""Settings that are read from the variables of Slurm and SkyPilot, as real clusters set them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STEP = {
     "SLURM_TOPOLOGY_ADDR": "n2",
     "SLURM_TOPOLOGY_ADDR_PATTERN": "node",
 }
-ALONE = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "gpu7"}
+ONE_NODE = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "gpu7"}
 SKY = {
     "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n",
     "SKYPILOT_NUM_NODES": "2",
@@ -54,62 +54,62 @@ def launch(script: str, line: str, variables: Mapping[str, str]) -> LaunchReques
     return parse_launch(["--scheduler", "auto", *line.split(), script], variables)
 
 
-def values(told: Mapping[str, tuple[str, str]] | None) -> dict[str, str]:
-    assert told is not None
-    return {name: value for name, (value, _) in told.items()}
+def values_of(settings: Mapping[str, tuple[str, str]] | None) -> dict[str, str]:
+    assert settings is not None
+    return {name: value for name, (value, _) in settings.items()}
 
 
-def test_a_step_is_a_job_of_its_own_that_keeps_its_name() -> None:
-    assert values(read_slurm(STEP)) == {
+def test_slurm_step_is_a_job_whose_id_survives_a_requeue() -> None:
+    assert values_of(read_slurm(STEP)) == {
         "rdzv_id": "4711.0",
         "drain_signals": "SIGUSR1,SIGUSR2",
         "nnodes": "2",
         "node_rank": "1",
         "rdzv_endpoint": f"n1:{PORTS.start + 4711}",
     }
-    again = values(read_slurm({**STEP, "SLURM_RESTART_COUNT": "3"}))
-    assert again["rdzv_id"] == "4711.0"
-    second = values(read_slurm({**STEP, "SLURM_STEP_ID": "1"}))
+    requeued = values_of(read_slurm({**STEP, "SLURM_RESTART_COUNT": "3"}))
+    assert requeued["rdzv_id"] == "4711.0"
+    second = values_of(read_slurm({**STEP, "SLURM_STEP_ID": "1"}))
     assert (second["rdzv_id"], second["rdzv_endpoint"]) == ("4711.1", f"n1:{PORTS.start + 5711}")
 
 
-def test_a_task_of_an_array_is_told_from_the_array() -> None:
-    # The last task bears the array's own id.
+def test_run_id_of_an_array_task_names_the_array_and_the_task() -> None:
+    # The job id of the last task is the id of the array.
     array = {**STEP, "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "9"}
-    assert values(read_slurm(array))["rdzv_id"] == "4711_9.0"
+    assert values_of(read_slurm(array))["rdzv_id"] == "4711_9.0"
 
 
-def test_ports_are_of_the_range_and_those_of_neighbours_differ() -> None:
+def test_ports_are_in_the_range_and_differ_between_adjacent_jobs() -> None:
     ports = {
-        values(read_slurm({**STEP, "SLURM_JOB_ID": str(job)}))["rdzv_endpoint"]
+        values_of(read_slurm({**STEP, "SLURM_JOB_ID": str(job)}))["rdzv_endpoint"]
         for job in range(10**9, 10**9 + 500)
     }
     assert len(ports) == 500
     assert all(int(port.partition(":")[2]) in PORTS for port in ports)
 
 
-def test_one_node_needs_no_step() -> None:
-    told = values(read_slurm(ALONE))
-    assert (told["nnodes"], told["rdzv_id"]) == ("1", "5")
-    # Of an interactive shell, not of a step that srun made.
-    shell = {**ALONE, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "login"}
-    assert values(read_slurm(shell)) == told
+def test_single_node_job_needs_no_slurm_step() -> None:
+    settings = values_of(read_slurm(ONE_NODE))
+    assert (settings["nnodes"], settings["rdzv_id"]) == ("1", "5")
+    # Slurm sets this step id in an interactive shell, which is not a step of srun.
+    shell = {**ONE_NODE, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "login"}
+    assert values_of(read_slurm(shell)) == settings
 
 
-def test_gpus_and_switches_are_told_where_there_are_any(script: str) -> None:
-    more = {
+def test_gpus_and_switches_set_the_worker_count_and_the_topology(script: str) -> None:
+    hardware = {
         "SLURM_GPUS_ON_NODE": "4",
         "SLURM_TOPOLOGY_ADDR": "core.leaf3.n2",
         "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
     }
-    config = launch(script, "", {**STEP, **more}).config
+    config = launch(script, "", {**STEP, **hardware}).config
     assert (config.nproc_per_node, config.topology) == (4, "core.leaf3")
     none = launch(script, "", {**STEP, "SLURM_GPUS_ON_NODE": "0"}).config
     assert (none.nproc_per_node, none.topology) == (1, "")
 
 
 @pytest.mark.parametrize(
-    ("variables", "sentence"),
+    ("variables", "message"),
     [
         (BATCH, "SLURM_JOB_NUM_NODES=2, but srun did not start elasticrun"),
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "use srun --ntasks-per-node=1"),
@@ -124,35 +124,37 @@ def test_gpus_and_switches_are_told_where_there_are_any(script: str) -> None:
         ({**STEP, "SLURM_GPUS_ON_NODE": "gpu:2"}, "--nproc-per-node is set by SLURM_GPUS_ON_NODE"),
     ],
 )
-def test_what_cannot_be_one_agent_a_node_is_refused(
-    variables: dict[str, str], sentence: str, script: str
+def test_job_that_cannot_have_one_agent_per_node_is_rejected(
+    variables: dict[str, str], message: str, script: str
 ) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=message):
         launch(script, "", variables)
 
 
-def test_what_the_user_says_goes_before_slurm_and_beside_it(script: str) -> None:
+def test_options_of_the_user_take_precedence_over_slurm(script: str) -> None:
     line = "--nnodes 1:2 --rdzv-id mine --rdzv-conf join_timeout=7"
     config = launch(script, line, STEP).config
     assert (config.min_nodes, config.run_id) == (1, "mine")
     assert config.options.join_timeout == 7.0
 
 
-def test_slurms_signals_drain_and_sigterm_is_as_ever(script: str) -> None:
+def test_signals_of_slurm_drain_a_node_and_sigterm_does_not(script: str) -> None:
     agent = launch(script, "", STEP).config.supervision.agent
     assert agent.drain_signals == (signal.SIGUSR1, signal.SIGUSR2)
     assert agent.notice_signals == (signal.SIGTERM,)
-    # Of a job that has torchrun end on SIGUSR1.
-    ends = launch(script, "--signals-to-handle SIGTERM,SIGUSR1", STEP).config.supervision.agent
-    assert ends.stop_signals == (signal.SIGTERM, signal.SIGUSR1)
-    assert ends.drain_signals == (signal.SIGUSR2,)
+    # A command line written for torchrun may stop the job on SIGUSR1.
+    agent = launch(script, "--signals-to-handle SIGTERM,SIGUSR1", STEP).config.supervision.agent
+    assert agent.stop_signals == (signal.SIGTERM, signal.SIGUSR1)
+    assert agent.drain_signals == (signal.SIGUSR2,)
 
 
-def test_what_does_not_fit_a_place_of_the_users_is_left_out(script: str, tmp_path: Path) -> None:
+def test_slurm_settings_that_contradict_the_users_endpoint_are_ignored(
+    script: str, tmp_path: Path
+) -> None:
     switched = {"SLURM_TOPOLOGY_ADDR": "s.n2", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.node"}
     variables = {**STEP, **switched}
-    alone = launch(script, "--standalone", variables).config
-    assert (alone.max_nodes, alone.is_single_node, alone.topology) == (1, True, "")
+    standalone = launch(script, "--standalone", variables).config
+    assert (standalone.max_nodes, standalone.is_single_node, standalone.topology) == (1, True, "")
     static = launch(script, "--rdzv-backend static", variables).config
     assert (static.node_rank, static.rdzv_endpoint) == (1, f"n1:{PORTS.start + 4711}")
     shared = launch(script, f"--rdzv-backend file --rdzv-endpoint {tmp_path}", variables).config
@@ -164,30 +166,32 @@ def test_what_does_not_fit_a_place_of_the_users_is_left_out(script: str, tmp_pat
     assert spare.settings.warnings == ("ignoring SLURM_NODEID=1: the job has up to 1 nodes",)
 
 
-def test_skypilots_task_is_the_run_over_all_recoveries(script: str) -> None:
-    told = launch(script, "", SKY)
-    config = told.config
-    assert (told.scheduler, config.run_id) == ("skypilot", SKY["SKYPILOT_TASK_ID"])
+def test_run_id_of_a_skypilot_task_survives_its_recoveries(script: str) -> None:
+    request = launch(script, "", SKY)
+    config = request.config
+    assert (request.scheduler, config.run_id) == ("skypilot", SKY["SKYPILOT_TASK_ID"])
     assert (config.max_nodes, config.node_rank, config.nproc_per_node) == (2, 1, 8)
     host, _, port = config.rdzv_endpoint.partition(":")
     assert (host, int(port) in PORTS) == ("10.0.0.1", True)
-    elsewhere = {**SKY, "SKYPILOT_NODE_IPS": "10.9.9.9\n10.9.9.8", "SKYPILOT_NODE_RANK": "0"}
-    recovered = launch(script, "", elsewhere).config
+    other_nodes = {**SKY, "SKYPILOT_NODE_IPS": "10.9.9.9\n10.9.9.8", "SKYPILOT_NODE_RANK": "0"}
+    recovered = launch(script, "", other_nodes).config
     assert (recovered.run_id, recovered.rdzv_endpoint) == (config.run_id, f"10.9.9.9:{port}")
 
 
-def test_each_scheduler_has_a_name_of_the_flag() -> None:
+def test_scheduler_option_accepts_each_scheduler() -> None:
     assert ("none", "auto", *DETECTORS) == SCHEDULERS
 
 
-def test_nothing_is_said_elsewhere_and_slurm_is_asked_first(script: str) -> None:
+def test_no_scheduler_is_detected_elsewhere_and_slurm_takes_precedence(script: str) -> None:
     assert read_slurm({}) is None
     assert read_skypilot({"SKYPILOT_NODE_IPS": ""}) is None
     assert launch(script, "", {}).scheduler == "none"
     assert launch(script, "", {**SKY, **STEP}).scheduler == "slurm"
-    assert values(read_skypilot({"SKYPILOT_NODE_IPS": "h", "SKYPILOT_NUM_GPUS_PER_NODE": "0"})) == {
+    assert values_of(
+        read_skypilot({"SKYPILOT_NODE_IPS": "h", "SKYPILOT_NUM_GPUS_PER_NODE": "0"})
+    ) == {
         "nnodes": "1",
-        "rdzv_endpoint": values(read_skypilot({"SKYPILOT_NODE_IPS": "h"}))["rdzv_endpoint"],
+        "rdzv_endpoint": values_of(read_skypilot({"SKYPILOT_NODE_IPS": "h"}))["rdzv_endpoint"],
     }
 
 
@@ -197,8 +201,8 @@ NUMBERS = st.lists(
 )
 
 
-def compressed(ranges: list[tuple[int, int, int]]) -> tuple[str, list[str]]:
-    """Brackets, and what they stand for: (first, how many more, width) each."""
+def compress(ranges: list[tuple[int, int, int]]) -> tuple[str, list[str]]:
+    """Return ranges of (first, how many more, width) in brackets, and the numbers in them."""
     texts, numbers = [], []
     for first, more, width in ranges:
         low = f"{first:0{width}d}"
@@ -208,17 +212,19 @@ def compressed(ranges: list[tuple[int, int, int]]) -> tuple[str, list[str]]:
 
 
 @given(st.lists(st.tuples(WORDS, st.lists(NUMBERS, max_size=2)), min_size=1, max_size=3))
-def test_a_list_of_nodes_is_what_was_compressed(entries: list[tuple[str, list]]) -> None:
+def test_expanding_a_compressed_list_of_nodes_returns_their_names(
+    entries: list[tuple[str, list]],
+) -> None:
     texts, names = [], []
-    for word, brackets in entries:
-        parts = [compressed(ranges) for ranges in brackets]
-        texts.append(word + "x".join(text for text, _ in parts))
-        for numbers in itertools.product(*(found for _, found in parts)):
-            names.append(word + "x".join(numbers))
+    for prefix, brackets in entries:
+        parts = [compress(ranges) for ranges in brackets]
+        texts.append(prefix + "x".join(text for text, _ in parts))
+        for numbers in itertools.product(*(expanded for _, expanded in parts)):
+            names.append(prefix + "x".join(numbers))
     assert expand_nodelist(",".join(texts)) == names
 
 
-def test_lists_of_nodes_that_slurm_never_wrote_still_have_one_meaning() -> None:
+def test_unusual_lists_of_nodes_are_expanded_or_rejected() -> None:
     assert expand_nodelist("n[1-2]-ib,m") == ["n1-ib", "n2-ib", "m"]
     assert expand_nodelist("n[08-11]") == ["n08", "n09", "n10", "n11"]
     for text in ("", ",", "n1,,n2", "n[", "n]", "n[]", "n[1-]", "n[a]", "n[1 2]", "n[[1]]", "n 1"):

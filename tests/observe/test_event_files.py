@@ -1,4 +1,4 @@
-"""What is read of files of events, in whatever state they were left."""
+"""Reading of event files that are truncated, invalid or spread over several nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from told_runs import Agent
+from recorded_runs import Agent
 
 import elasticlib
 from elasticlib.errors import ConfigError, RunNotFoundError
@@ -18,10 +18,10 @@ from elasticlib.observe.journal import EventFile
 
 
 def lines() -> list[bytes]:
-    return [encode(e) for e in Agent("n1").launch(0.0).begin(1.0, 1).steps(9.0, 8).events]
+    return [encode(e) for e in Agent("n1").launch(0.0).join(1.0, 1).advance(9.0, 8).events]
 
 
-def test_a_line_that_a_crash_cut_is_not_read_and_not_counted(tmp_path: Path) -> None:
+def test_line_that_was_truncated_by_a_crash_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"".join(lines())[:-7])
     file = EventFile(path)
@@ -34,29 +34,29 @@ def test_a_line_that_a_crash_cut_is_not_read_and_not_counted(tmp_path: Path) -> 
     assert read_files([path]).invalid_lines == 0
 
 
-def test_of_a_line_that_is_being_written_the_rest_is_no_line(
+def test_rest_of_a_line_that_is_being_written_is_not_an_invalid_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "events.jsonl"
-    text, passed_over = b"".join(lines()), journal._skip_line
+    text, skip_line = b"".join(lines()), journal._skip_line
     path.write_bytes(text[:-7])
 
-    def written_meanwhile(file: BinaryIO) -> bool:
+    def complete_and_skip(file: BinaryIO) -> bool:
         path.write_bytes(text)
-        return passed_over(file)
+        return skip_line(file)
 
-    monkeypatch.setattr(journal, "_skip_line", written_meanwhile)
+    monkeypatch.setattr(journal, "_skip_line", complete_and_skip)
     file = EventFile(path)
     assert len(list(file)) == 3
     assert (file.invalid_lines, file.is_truncated) == (0, True)
 
 
-def test_lines_that_are_no_events_are_counted_and_the_others_read(tmp_path: Path) -> None:
+def test_invalid_lines_are_counted_and_the_others_are_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     long = b'{"v":1,"kind":"' + b"x" * 3 * MAX_EVENT_BYTES + b'"}\n'
-    odd = [b"{}\n", b"\xff\xfe\n", b"[" * 9999 + b"\n", long, b'{"v":2}\n']
-    one, *rest = lines()
-    path.write_bytes(b"".join([one, *odd, *rest]))
+    invalid = [b"{}\n", b"\xff\xfe\n", b"[" * 9999 + b"\n", long, b'{"v":2}\n']
+    first, *rest = lines()
+    path.write_bytes(b"".join([first, *invalid, *rest]))
     file = EventFile(path)
     assert len(list(file)) == 4
     assert (file.invalid_lines, file.is_truncated) == (5, False)
@@ -64,22 +64,22 @@ def test_lines_that_are_no_events_are_counted_and_the_others_read(tmp_path: Path
     assert (history.invalid_lines, len(history.nodes)) == (5, 1)
 
 
-def test_what_holds_no_events_is_said_to(tmp_path: Path) -> None:
+def test_file_without_events_is_rejected_with_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"{}\n")
     with pytest.raises(ConfigError, match=r"events.jsonl \(1 lines are something else\)"):
         read_files([path])
-    with pytest.raises(ConfigError, match=r"cannot read .*gone.jsonl: No such file"):
-        read_files([tmp_path / "gone.jsonl"])
+    with pytest.raises(ConfigError, match=r"cannot read .*missing.jsonl: No such file"):
+        read_files([tmp_path / "missing.jsonl"])
 
 
-def test_a_folder_of_the_logs_of_several_nodes_is_one_history(tmp_path: Path) -> None:
+def test_log_directory_of_several_nodes_is_read_as_one_history(tmp_path: Path) -> None:
     for rank, name in enumerate(("n1", "n2")):
-        agent = Agent(name, booted=-9.0 * rank).launch(0.0).begin(1.0, 1, rank=rank, nodes=2)
+        agent = Agent(name, booted_at=-9.0 * rank).launch(0.0).join(1.0, 1, rank=rank, nodes=2)
         agent.succeed(20.0)
         (tmp_path / name).mkdir()
-        written = b"".join(map(encode, agent.events))
-        (tmp_path / name / "events.jsonl").write_bytes(written)
+        data = b"".join(map(encode, agent.events))
+        (tmp_path / name / "events.jsonl").write_bytes(data)
     history = elasticlib.read_history(tmp_path)
     assert [node.node for node in history.nodes] == ["n1", "n2"]
     (generation,) = history.generations
@@ -89,7 +89,7 @@ def test_a_folder_of_the_logs_of_several_nodes_is_one_history(tmp_path: Path) ->
         read_history(tmp_path / "n3")
 
 
-def test_a_file_that_is_named_twice_is_one_agents(tmp_path: Path) -> None:
+def test_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"".join(lines()))
     (link := tmp_path / "link.jsonl").symlink_to(path)

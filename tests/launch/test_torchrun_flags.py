@@ -1,4 +1,4 @@
-"""The installed torchrun's own parser, flag by flag, beside ours."""
+"""The options of elasticrun compared with the parser of the installed torchrun."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ ACTIONS = {
     for action in torchrun.get_args_parser()._actions
     if action.option_strings and action.dest not in ("help", "print_completion")
 }
-OURS = build_parser()
+PARSER = build_parser()
 NEWER = {"log_line_prefix_template"}
-"""Flags of a newer torchrun than the oldest that is installed."""
+"""Options that only newer versions of torchrun have."""
 OTHER_DEFAULTS = {
-    # Not given is told from given, so that what contradicts another is seen.
+    # The default is None if an option is not given, so that contradictions can be detected.
     "rdzv_backend": (None, "static"),
     "node_rank": (None, 0),
     "master_addr": (None, "127.0.0.1"),
     "start_method": (None, "spawn"),
-    # Read into the same values later.
+    # These are converted to the same values later.
     "rdzv_conf": ([], ""),
     "duplicate_stdout_filters": ("", []),
     "duplicate_stderr_filters": ("", []),
     "signals_to_handle": (None, "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
-    # torch's default is in its LaunchConfig.
+    # The default of torch is in its LaunchConfig.
     "shutdown_timeout": (30.0, None),
 }
 
@@ -47,19 +47,19 @@ def is_switch(action: argparse.Action) -> bool:
 
 
 @pytest.mark.parametrize("dest", sorted(ACTIONS.keys() - UNSUPPORTED_TORCHRUN_OPTIONS.keys()))
-def test_each_flag_of_torchrun_is_here_in_all_its_spellings(dest: str) -> None:
-    theirs, parser = ACTIONS[dest], OURS
-    for spelling in theirs.option_strings:
-        ours = parser._option_string_actions[spelling]
-        assert (ours.dest, is_switch(ours)) == (dest, is_switch(theirs))
-        assert {*(theirs.choices or ())} <= {*(ours.choices or theirs.choices or ())}
-    assert not theirs.required
-    told = (FLAGS[dest].default, theirs.default)
-    assert told[0] == told[1] or told == OTHER_DEFAULTS[dest]
+def test_each_option_of_torchrun_is_accepted_in_all_spellings(dest: str) -> None:
+    torchs = ACTIONS[dest]
+    for spelling in torchs.option_strings:
+        action = PARSER._option_string_actions[spelling]
+        assert (action.dest, is_switch(action)) == (dest, is_switch(torchs))
+        assert {*(torchs.choices or ())} <= {*(action.choices or torchs.choices or ())}
+    assert not torchs.required
+    defaults = (FLAGS[dest].default, torchs.default)
+    assert defaults[0] == defaults[1] or defaults == OTHER_DEFAULTS[dest]
 
 
-def test_help_shows_each_flag_once_and_marks_those_that_torchrun_has_not() -> None:
-    text = OURS.format_help()
+def test_help_lists_each_option_once_and_marks_those_that_torchrun_lacks() -> None:
+    text = PARSER.format_help()
     shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
     assert len(shown) == len(set(shown))
     assert {*(flag.name for flag in FLAGS.values()), "--help", "--version"} <= {*shown}
@@ -90,80 +90,92 @@ VALUES = {
 }
 
 
-BESIDE = {"nnodes": "1:3", "rdzv_endpoint": "h:1", "nproc_per_node": "2", "tee": "3"}
-"""With these each flag has a meaning, but for those that are another answer to where nodes meet."""
-ELSEWHERE = {"standalone": {}, "master_addr": {"nnodes": "2"}, "master_port": {"nnodes": "2"}}
+CONTEXT = {"nnodes": "1:3", "rdzv_endpoint": "h:1", "nproc_per_node": "2", "tee": "3"}
+"""Options of a job in which any further option is valid, except for those in OTHER_CONTEXTS."""
+# These options contradict --rdzv-endpoint.
+OTHER_CONTEXTS = {"standalone": {}, "master_addr": {"nnodes": "2"}, "master_port": {"nnodes": "2"}}
 
 
 @pytest.mark.parametrize("dest", sorted(UNSUPPORTED_TORCHRUN_OPTIONS))
-def test_a_flag_of_torchrun_that_is_not_implemented_is_refused_with_what_to_use(
+def test_unsupported_option_of_torchrun_is_rejected_with_its_replacement(
     dest: str, script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert dest not in FLAGS
-    instead = UNSUPPORTED_TORCHRUN_OPTIONS[dest]
-    refusal = f": elasticlib does not implement this flag of torchrun; {instead}"
+    replacement = UNSUPPORTED_TORCHRUN_OPTIONS[dest]
+    error = f": elasticlib does not implement this flag of torchrun; {replacement}"
     for spelling in ACTIONS[dest].option_strings:
         for words in ([spelling, "null", script], [f"{spelling}=null", script], [spelling, "null"]):
-            with pytest.raises(SystemExit) as ended:
+            with pytest.raises(SystemExit) as exit_info:
                 parse_launch(words, {})
-            assert ended.value.code == 2
-            assert f"error: {spelling}{refusal}\n" in capsys.readouterr().err
-        assert spelling not in OURS.format_help()
+            assert exit_info.value.code == 2
+            assert f"error: {spelling}{error}\n" in capsys.readouterr().err
+        assert spelling not in PARSER.format_help()
     variable = PREFIX + dest.upper()
-    with pytest.raises(ConfigError, match=re.escape(variable + refusal)):
+    with pytest.raises(ConfigError, match=re.escape(variable + error)):
         parse_launch([script], {variable: "null"})
     assert parse_launch([script], {variable: ""}).config
 
 
 @pytest.mark.parametrize("dest", sorted(ACTIONS.keys() - UNSUPPORTED_TORCHRUN_OPTIONS.keys()))
-def test_a_flag_says_what_its_variable_says(dest: str, script: str) -> None:
+def test_option_and_its_variable_set_the_same_value(dest: str, script: str) -> None:
     flag, variable = ACTIONS[dest].option_strings[-1], PREFIX + dest.upper()
-    beside = ELSEWHERE.get(dest, {**BESIDE, dest: ""})
-    line = [f"--{name}={value}" for name, value in beside.items() if value]
+    context = OTHER_CONTEXTS.get(dest, {**CONTEXT, dest: ""})
+    line = [f"--{name}={value}" for name, value in context.items() if value]
     program = "json" if dest == "module" else script
-    value = "" if is_switch(ACTIONS[dest]) else VALUES.get(dest, "word")
-    told = parse_launch([*line, flag, *filter(None, [value]), program], {}).settings
-    theirs = parse_launch([*line, program], {variable: value}).settings
-    assert theirs[dest] == told[dest] != FLAGS[dest].default or dest == "role"
-    assert theirs.settings[dest].origin == variable
+    value = "" if is_switch(ACTIONS[dest]) else VALUES.get(dest, "value")
+    from_flag = parse_launch([*line, flag, *filter(None, [value]), program], {}).settings
+    from_variable = parse_launch([*line, program], {variable: value}).settings
+    assert from_variable[dest] == from_flag[dest]
+    assert from_flag[dest] != FLAGS[dest].default
+    assert from_variable.settings[dest].origin == variable
 
 
-def test_no_flag_is_known_by_its_first_letters(
-    script: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_abbreviated_option_is_rejected(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_launch(["--stand", script], {})
     assert "--stand" in capsys.readouterr().err
 
 
-ASK = "import sys; {before}from elasticlib.launch.elasticrun import main; main(sys.argv[1:])"
+PRINT_COMPLETION = (
+    "import sys; {setup}from elasticlib.launch.elasticrun import main; main(sys.argv[1:])"
+)
 
 
-def completion(shell: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    command = (sys.executable, "-c", ASK.format(before=before), "--print-completion", shell)
+def print_completion(shell: str, setup: str = "") -> subprocess.CompletedProcess[str]:
+    command = (
+        sys.executable,
+        "-c",
+        PRINT_COMPLETION.format(setup=setup),
+        "--print-completion",
+        shell,
+    )
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_a_shell_completes_our_flags_as_it_does_torchruns(tmp_path: Path) -> None:
-    printed = completion("bash")
+def test_bash_completes_options(tmp_path: Path) -> None:
+    printed = print_completion("bash")
     assert printed.returncode == 0, printed.stderr
     (tmp_path / "completion").write_text(printed.stdout)
-    ask = (
+    script_text = (
         f"source {tmp_path}/completion; COMP_WORDS=(elasticrun --nproc-per-n); COMP_CWORD=1; "
         "$(complete -p elasticrun | sed 's/.*-F \\([^ ]*\\) .*/\\1/'); echo ${COMPREPLY[@]}"
     )
-    typed = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=60)
-    assert typed.stdout == "--nproc-per-node\n", typed.stderr
+    completed = subprocess.run(
+        ["bash", "-c", script_text], capture_output=True, text=True, timeout=60
+    )
+    assert completed.stdout == "--nproc-per-node\n", completed.stderr
 
 
 @pytest.mark.parametrize(
-    ("shell", "before", "code", "said"),
+    ("shell", "setup", "code", "message"),
     [
         ("dosh", "", 2, "--print-completion must be one of bash, zsh, tcsh"),
         ("zsh", "sys.modules['shtab'] = None; ", 1, "pip install shtab"),
     ],
 )
-def test_what_cannot_be_completed_is_said(shell: str, before: str, code: int, said: str) -> None:
-    printed = completion(shell, before)
+def test_completion_that_is_not_available_is_an_error(
+    shell: str, setup: str, code: int, message: str
+) -> None:
+    printed = print_completion(shell, setup)
     assert (printed.returncode, printed.stdout) == (code, "")
-    assert said in printed.stderr
+    assert message in printed.stderr

@@ -1,4 +1,4 @@
-"""Ranks, environments, streams and exits: each rule as a claim."""
+"""Ranks and environments of workers, output streams, exits and error files. Pure functions."""
 
 from __future__ import annotations
 
@@ -41,13 +41,15 @@ def members(*slots: int, roles: str = "") -> tuple[Node, ...]:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from("ab")), min_size=1, max_size=6))
-def test_ranks_count_all_workers_once_and_each_role_by_itself(nodes: list[tuple[int, str]]) -> None:
+def test_ranks_are_consecutive_over_all_workers_and_within_each_role(
+    nodes: list[tuple[int, str]],
+) -> None:
     slots, roles = [n for n, _ in nodes], "".join(role for _, role in nodes)
     job = members(*slots, roles=roles)
-    dealt = [assign_worker_ranks(seat) for seat in assign_ranks(job)]
-    assert [w.rank for group in dealt for w in group] == list(range(sum(slots)))
+    groups = [assign_worker_ranks(assignment) for assignment in assign_ranks(job)]
+    assert [w.rank for group in groups for w in group] == list(range(sum(slots)))
     for role in "ab":
-        of_role = [w for r, group in zip(roles, dealt, strict=True) for w in group if r == role]
+        of_role = [w for r, group in zip(roles, groups, strict=True) for w in group if r == role]
         assert [w.role_rank for w in of_role] == list(range(len(of_role)))
         assert {w.role_world_size for w in of_role} <= {len(of_role)}
 
@@ -67,7 +69,7 @@ def group() -> WorkerGroup:
     )
 
 
-TOLD = [
+SET_VARIABLES = [
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -88,9 +90,9 @@ TOLD = [
 ]
 
 
-def test_a_worker_sees_what_torchrun_would_tell_it_and_its_generation() -> None:
-    told = worker_environment(group(), group().worker(1), {}, error_file="/e", cores=8)
-    assert told == {
+def test_environment_has_the_variables_of_torchrun_and_the_generation() -> None:
+    environment = worker_environment(group(), group().worker(1), {}, error_file="/e", cores=8)
+    assert environment == {
         "RANK": "2",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "3",
@@ -117,30 +119,30 @@ def test_a_worker_sees_what_torchrun_would_tell_it_and_its_generation() -> None:
     }
 
 
-def test_a_worker_is_not_handed_the_secret_of_its_agent() -> None:
+def test_environment_does_not_have_the_secret_of_the_agent() -> None:
     inherited = {"ELASTICLIB_SECRET": "open sesame, if you please", "PATH": "/bin"}
-    told = worker_environment(group(), group().worker(0), inherited, error_file="", cores=8)
-    assert told["PATH"] == "/bin"
-    assert "ELASTICLIB_SECRET" not in told
+    environment = worker_environment(group(), group().worker(0), inherited, error_file="", cores=8)
+    assert environment["PATH"] == "/bin"
+    assert "ELASTICLIB_SECRET" not in environment
 
 
-def test_what_a_pod_says_of_ranks_is_overruled_and_other_settings_stay() -> None:
+def test_inherited_ranks_are_replaced_and_other_variables_remain() -> None:
     inherited = {"RANK": "7", "WORLD_SIZE": "9", "OMP_NUM_THREADS": "3", "PATH": "/bin"}
-    told = worker_environment(group(), group().worker(0), inherited, error_file="", cores=8)
-    assert (told["RANK"], told["WORLD_SIZE"]) == ("1", "3")
-    assert (told["OMP_NUM_THREADS"], told["PATH"]) == ("3", "/bin")
+    environment = worker_environment(group(), group().worker(0), inherited, error_file="", cores=8)
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("1", "3")
+    assert (environment["OMP_NUM_THREADS"], environment["PATH"]) == ("3", "/bin")
 
 
-def test_what_an_outer_launcher_told_this_agent_is_not_told_to_its_workers() -> None:
-    outer = dict.fromkeys(TOLD, "outer") | {
+def test_variables_of_an_outer_launcher_are_not_inherited() -> None:
+    outer = dict.fromkeys(SET_VARIABLES, "outer") | {
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
-        # Ports that the agent has, and that a launch within a worker would be refused.
+        # The agent uses these ports, so that a launch inside a worker could not bind them.
         "TORCHELASTIC_HEALTH_CHECK_PORT": "8080",
         "PET_OBSERVE_PORT": "9400",
     }
-    told = worker_environment(group(), group().worker(0), outer, error_file="/e", cores=8)
-    assert "outer" not in told.values()
-    assert not (outer.keys() - set(TOLD)) & set(told)
+    environment = worker_environment(group(), group().worker(0), outer, error_file="/e", cores=8)
+    assert "outer" not in environment.values()
+    assert not (outer.keys() - set(SET_VARIABLES)) & set(environment)
 
 
 @pytest.mark.parametrize(
@@ -152,59 +154,54 @@ def test_what_an_outer_launcher_told_this_agent_is_not_told_to_its_workers() -> 
         ({"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "5,6"}, "6"),
     ],
 )
-def test_with_a_virtual_local_rank_a_worker_sees_its_own_gpu_alone(
+def test_with_a_virtual_local_rank_only_the_gpu_of_the_worker_is_visible(
     inherited: dict[str, str], device: str
 ) -> None:
     spec = attrs.evolve(group().spec, virtual_local_rank=True)
     virtual = attrs.evolve(group(), spec=spec)
-    told = worker_environment(virtual, virtual.worker(1), inherited, error_file="", cores=8)
-    assert (told["LOCAL_RANK"], told["CUDA_VISIBLE_DEVICES"]) == ("0", device)
-    assert told.get("HIP_VISIBLE_DEVICES", device) == device
-    assert (told["RANK"], told["LOCAL_WORLD_SIZE"]) == ("2", "2")
+    environment = worker_environment(virtual, virtual.worker(1), inherited, error_file="", cores=8)
+    assert (environment["LOCAL_RANK"], environment["CUDA_VISIBLE_DEVICES"]) == ("0", device)
+    assert environment.get("HIP_VISIBLE_DEVICES", device) == device
+    assert (environment["RANK"], environment["LOCAL_WORLD_SIZE"]) == ("2", "2")
 
 
-def test_a_worker_without_a_gpu_of_its_own_is_refused() -> None:
+def test_virtual_local_rank_without_enough_gpus_is_rejected() -> None:
     with pytest.raises(ConfigError, match="local rank 1 has none: CUDA_VISIBLE_DEVICES=3"):
         visible_device_for(1, {"CUDA_VISIBLE_DEVICES": "3"})
 
 
-def test_the_local_rank_macro_is_filled_in() -> None:
+def test_local_rank_macro_is_substituted() -> None:
     assert substitute_local_rank(("--gpu=${local_rank}", "x"), 3) == ("--gpu=3", "x")
 
 
-def test_a_node_has_at_least_one_worker() -> None:
+def test_node_without_workers_is_rejected() -> None:
     with pytest.raises(ConfigError, match="local_world_size must be a whole number >= 1, got 0"):
         WorkerSpec(Script("x"), 0)
 
 
-def test_streams_are_read_as_torchrun_reads_them() -> None:
+def test_streams_are_parsed_as_by_torchrun() -> None:
     assert parse_streams("3", "-r").for_rank(5) is Streams.ALL
     some = parse_streams("0:1,2:2", "-r")
     assert [some.for_rank(rank) for rank in range(3)] == [Streams.OUT, Streams.NONE, Streams.ERR]
 
 
 @pytest.mark.parametrize("text", ["4", "x", "", "0:9", "0:1,", "-1", "0:1:2"])
-def test_other_streams_are_refused_by_flag_and_value(text: str) -> None:
+def test_invalid_streams_are_rejected_by_option(text: str) -> None:
     with pytest.raises(ConfigError, match="--tee must be 0, 1, 2 or 3"):
         parse_streams(text, "--tee")
 
 
-def test_an_exit_tells_a_signal_from_a_code_and_gives_the_cause() -> None:
-    assert (
-        WorkerExit(0, 3, 77, -9).describe().endswith("killed by SIGKILL (not sent by this agent)")
-    )
-    assert (
-        WorkerExit(0, 3, 77, -40)
-        .describe()
-        .endswith("was killed by signal 40 (not sent by this agent)")
-    )
+def test_description_of_an_exit_has_its_signal_or_code_and_the_reason() -> None:
+    for number, name in ((9, "SIGKILL"), (40, "signal 40")):
+        described = WorkerExit(0, 3, 77, -number).describe()
+        assert described.endswith(f"was killed by {name} (not sent by this agent)")
     described = WorkerExit(1, 3, 77, 1, message="ValueError: no").describe()
     assert described == "worker of rank 3 (local 1, pid 77) exited with code 1: ValueError: no"
     coloured = WorkerExit(1, 3, 77, 1, message="ValueError: \x1b[31mno\x1b[0m\a \udcff").describe()
-    assert coloured.endswith("ValueError: no\\x07 \\udcff"), "a terminal is not to obey it"
+    assert coloured.endswith("ValueError: no\\x07 \\udcff")
 
 
-def test_an_error_file_has_torchs_shape() -> None:
+def test_error_file_has_the_format_of_torch() -> None:
     record = make_error_record("ValueError", "no", "Traceback ...", 1700000000)
     assert json.loads(record) == {
         "message": {
@@ -216,12 +213,12 @@ def test_an_error_file_has_torchs_shape() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"message": 1}', b'{"x": {}}', b"\xff"])
-def test_a_foreign_error_file_is_no_failure_of_ours(data: bytes) -> None:
+def test_error_file_in_another_format_has_no_message(data: bytes) -> None:
     assert message_and_traceback(parse_error_record(data)) == ("", "")
 
 
 @pytest.mark.parametrize(("reason", "seconds"), [("whim", 1.0), ("drain", -1.0)])
-def test_a_notice_that_nobody_could_heed_is_refused(reason: str, seconds: float) -> None:
+def test_invalid_stop_notice_is_rejected(reason: str, seconds: float) -> None:
     with pytest.raises(ConfigError, match="a stop notice has a reason"):
         StopNotice(reason, seconds)
 
@@ -230,5 +227,5 @@ def test_a_notice_that_nobody_could_heed_is_refused(reason: str, seconds: float)
     ("code", "was_killed"),
     [*((-signal, True) for signal in (1, 2, 3, 9, 15)), (-11, False), (-6, False), (1, False)],
 )
-def test_a_worker_was_killed_if_a_signal_from_outside_ended_it(code: int, was_killed: bool) -> None:
+def test_worker_was_killed_only_by_signals_of_other_processes(code: int, was_killed: bool) -> None:
     assert WorkerExit(0, 0, 77, code, "SyntaxError: x").was_killed is was_killed

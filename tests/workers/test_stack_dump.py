@@ -1,4 +1,4 @@
-"""Workers that are asked for their stacks while they are busy, and those that cannot be."""
+"""Stacks of workers that are busy, and of workers that cannot write their stacks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from elasticlib.workers import stack_dump
 from elasticlib.workers.stack_dump import TRUNCATION_MARK
 from elasticlib.workers.worker_channel import CHANNEL_ENV, WorkerChannel
 
-BEGIN = "from elasticlib.workers import stack_dump; stack_dump.install_dump_handler()"
-SECONDS = 10.0
+INSTALL = "from elasticlib.workers import stack_dump; stack_dump.install_dump_handler()"
+TIMEOUT_S = 10.0
 
 
 class Worker:
-    """A process that has said that it writes its stack_dump, and what it goes on to do."""
+    """A process that handles the signal for stacks, and then runs some code."""
 
     def __init__(self, code: str) -> None:
         self.channel = WorkerChannel.create()
-        program = f"import os, signal\n{BEGIN}\n{textwrap.dedent(code)}"
+        program = f"import os, signal\n{INSTALL}\n{textwrap.dedent(code)}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", program],
             env={**os.environ, CHANNEL_ENV: self.channel.path},
@@ -35,23 +35,23 @@ class Worker:
             text=True,
         )
 
-    def ready(self) -> Worker:
-        """Once it has written a line."""
+    def wait_until_ready(self) -> Worker:
+        """Wait until the code has printed a line."""
         assert self.process.stdout is not None
         assert self.process.stdout.readline()
         return self
 
-    def dump(self, seconds: float = SECONDS) -> str:
+    def dump(self, seconds: float = TIMEOUT_S) -> str:
         pid, handle = self.channel.stack_dumper
-        found = stack_dump.collect_stacks({0: (self.process.pid, pid, handle)}, seconds)
+        stacks = stack_dump.collect_stacks({0: (self.process.pid, pid, handle)}, seconds)
         self.size = 0
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the worker has closed the file
             self.size = os.stat(f"/proc/{pid}/fd/{handle}").st_size
-        return found.get(0, "")
+        return stacks.get(0, "")
 
-    def answer(self, right: Callable[[str], object], seconds: float = 0.5) -> str:
-        """The first right one: it is asked again where it had no time to give it."""
-        return next(text for _ in range(40) if right(text := self.dump(seconds)))
+    def dump_until(self, matches: Callable[[str], object], seconds: float = 0.5) -> str:
+        """Return the first matching stack; a busy worker may need several requests."""
+        return next(text for _ in range(40) if matches(text := self.dump(seconds)))
 
     def close(self) -> None:
         self.process.kill()
@@ -62,14 +62,18 @@ class Worker:
 
 
 @pytest.fixture
-def begun() -> Iterator[list[Worker]]:
-    found: list[Worker] = []
-    yield found
-    for worker in found:
-        worker.close()
+def start_worker() -> Iterator[Callable[[str], Worker]]:
+    """A function that starts a worker and waits until it is ready."""
+    with contextlib.ExitStack() as workers:
+
+        def start(code: str) -> Worker:
+            worker = workers.enter_context(contextlib.closing(Worker(code)))
+            return worker.wait_until_ready()
+
+        yield start
 
 
-BUSY = """
+BUSY_THREADS = """
 import json, queue, threading
 q = queue.Queue(4)
 def load(i):
@@ -90,47 +94,49 @@ train()
 """
 
 
-def test_process_with_busy_threads_survives_many_questions(begun: list[Worker]) -> None:
-    begun.append(worker := Worker(BUSY).ready())
-    worker.answer(lambda text: " in train\n" in text, SECONDS)
+def test_process_with_busy_threads_survives_many_requests(
+    start_worker: Callable[[str], Worker],
+) -> None:
+    worker = start_worker(BUSY_THREADS)
+    worker.dump_until(lambda text: " in train\n" in text, TIMEOUT_S)
     for _ in range(30):
         text = worker.dump()
         assert text.startswith("Stack (most recent call first):\n")
         assert re.search(r" in train\n.* in <module>\n$", text), text
-        assert worker.size == len(text), "nothing of the earlier answers"
+        assert worker.size == len(text)  # the file does not contain earlier stacks
     assert worker.process.poll() is None
 
 
 @pytest.mark.parametrize("call", ["sum(range(10**12))", "time.sleep(600)"])
 def test_worker_in_a_long_call_outside_python_shows_its_main_thread(
-    begun: list[Worker], call: str
+    start_worker: Callable[[str], Worker], call: str
 ) -> None:
     code = f"import time\ndef long():\n    print('up', flush=True)\n    {call}\nlong()"
-    begun.append(worker := Worker(code).ready())
-    assert worker.answer(lambda text: " in long\n" in text and TRUNCATION_MARK not in text)
+    worker = start_worker(code)
+    assert worker.dump_until(lambda text: " in long\n" in text and TRUNCATION_MARK not in text)
 
 
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("code", "pattern"),
     [
         ("os.closerange(3, 4096)", r"process \d+ has closed file 200, which elasticlib opened"),
         (
             "import faulthandler; faulthandler.unregister(stack_dump.DUMP_SIGNAL)",
             r"process \d+ has become another program, or no longer handles signal \d+",
         ),
-        ("signal.signal(stack_dump.DUMP_SIGNAL, lambda *_: print('mine'))", "^$"),
+        ("signal.signal(stack_dump.DUMP_SIGNAL, lambda *_: print('handled'))", "^$"),
     ],
 )
-def test_worker_that_cannot_answer_is_told_as_such_and_goes_on(
-    begun: list[Worker], code: str, says: str
+def test_worker_that_cannot_write_its_stacks_keeps_running(
+    start_worker: Callable[[str], Worker], code: str, pattern: str
 ) -> None:
     wait = "import time\nprint('up', flush=True)\ntime.sleep(60)"
-    begun.append(worker := Worker(f"{code}\n{wait}").ready())
-    worker.answer(re.compile(says).search)
+    worker = start_worker(f"{code}\n{wait}")
+    worker.dump_until(re.compile(pattern).search)
     assert worker.process.poll() is None
 
 
-def test_signal_that_the_program_handles_is_left_to_it(
+def test_signal_handler_of_the_program_is_not_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stack_dump, "_is_registered", False)
@@ -143,7 +149,9 @@ def test_signal_that_the_program_handles_is_left_to_it(
         signal.signal(stack_dump.DUMP_SIGNAL, before)
 
 
-def test_answer_that_is_not_whole_in_time_is_said_to_be_cut(begun: list[Worker]) -> None:
-    begun.append(worker := Worker("print('up', flush=True)\nsum(range(10**12))").ready())
-    text = worker.answer(bool, seconds=stack_dump.QUIET_INTERVAL_S / 2)
+def test_stack_that_is_incomplete_at_the_timeout_is_marked_as_truncated(
+    start_worker: Callable[[str], Worker],
+) -> None:
+    worker = start_worker("print('up', flush=True)\nsum(range(10**12))")
+    text = worker.dump_until(bool, seconds=stack_dump.QUIET_INTERVAL_S / 2)
     assert text.endswith(stack_dump.TRUNCATION_MARK)
