@@ -21,9 +21,9 @@ NEWEST_TESTS ?= tests/checkpoint/test_accepted.py tests/checkpoint/test_restore_
 	tests/data/test_batch_sampler.py tests/data/test_sampler.py tests/data/test_stateful_loader.py \
 	tests/examples/test_in_place.py \
 	tests/faults/test_recovery.py tests/logical/test_logical_workers.py \
-	tests/launch/test_coming_from_torchrun_page.py tests/launch/test_torch_fields.py \
+	tests/launch/test_migrate_from_torchrun_page.py tests/launch/test_torch_fields.py \
 	tests/launch/test_torchruns_flags.py tests/launch/test_torchruns_promises.py \
-	tests/in_place tests/workers tests/test_coming_from_torch.py
+	tests/in_place tests/workers tests/test_migrate_from_torch_elastic.py
 # What a user has who installs elasticlib and nothing else: no NumPy, above all. And what tests need.
 VENV_BARE := .venv-bare
 STAMP_BARE := $(VENV_BARE)/installed
@@ -94,7 +94,7 @@ test-long: $(STAMP)
 BUSY ?= 3
 
 test-busy: $(STAMP)
-	@$(BIN)/python tests/beside.py $(BUSY) $(MAKE) --no-print-directory test test-processes
+	@$(BIN)/python tests/under_load.py $(BUSY) $(MAKE) --no-print-directory test test-processes
 
 release-check: test-busy test-pythons $(STAMP_INTEGRATIONS)
 	@$(BIN)/python -m pytest -q -m release
@@ -137,10 +137,10 @@ test-newest: $(STAMP_NEWEST)
 		$(NEWEST_TESTS)
 
 test-pythons:
-	@$(PYTHON) tests/pythons.py $(PYTHONS)
+	@$(PYTHON) tests/supported_pythons.py $(PYTHONS)
 
 resolve-pythons:
-	@$(PYTHON) tests/pythons.py --resolve $(PYTHONS)
+	@$(PYTHON) tests/supported_pythons.py --resolve $(PYTHONS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .

@@ -92,7 +92,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 REAL = (
     *("test_commit_faults.py", "test_etcd_faults.py", "test_etcd_store.py"),
-    *("test_accepted.py", "test_same_weights_page.py", "test_train_text.py"),
+    *("test_accepted.py", "test_bitwise_reproducibility_page.py", "test_train_text.py"),
     *("test_warm_and_cold.py", "test_writing_a_backend.py", "test_writing_an_agent.py"),
 )
 """Files of `make test-processes`, as is each test that is marked `faults` or uses a `job`: others'
@@ -122,7 +122,7 @@ FIRST = (
     "test_ray.py",
     "test_slurm.py",
     "test_imagenet.py",
-    "test_start_page.py",
+    "test_quickstart_page.py",
     "test_examples_page.py",
 )
 """Files that take the longest; each file is one process's, and what begins last should be short."""

@@ -115,10 +115,10 @@ def _play_recovery(directory: Path) -> tuple[str, str]:
 
 def _start_script() -> str:
     """Return the training script of the first page."""
-    text = (DOCS / "start.md").read_text()
+    text = (DOCS / "quickstart.md").read_text()
     found = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     if found is None:
-        raise LookupError("start.md has no script")
+        raise LookupError("quickstart.md has no script")
     return found[1]
 
 

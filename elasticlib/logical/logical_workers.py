@@ -1,8 +1,8 @@
 """Training with a fixed number of logical workers, whose weights do not depend on the world size.
 
 Conditions that must be the same on all ranks and after each restart are compared, as far as a
-program can read them, and reported with their values. docs/same_weights.md lists those that cannot
-be checked, such as random numbers that the script draws itself, or kernels that are not
+program can read them, and reported with their values. docs/bitwise_reproducibility.md lists those
+that cannot be checked, such as random numbers that the script draws itself, or kernels that are not
 deterministic.
 """
 
@@ -96,8 +96,8 @@ class LogicalWorkers:
     calls of `backward` for one logical worker add up. One without samples needs no call.
 
     The model must not be wrapped in DistributedDataParallel, and must be the same on every rank.
-    Without a process group, this process computes all logical workers. docs/same_weights.md
-    describes the guarantees, the cost, and what the script must do.
+    Without a process group, this process computes all logical workers.
+    docs/bitwise_reproducibility.md describes the guarantees, the cost, and what the script must do.
 
     Args:
         model: its parameters with `requires_grad` are trained. They are read again at each step.

@@ -1,4 +1,4 @@
-"""One training under five launchers, while workers are killed.
+"""Launcher comparison: one training under five launchers, while workers are killed.
 
     python tests/bench/field.py [--only elasticrun,torchrun] [--seconds 120] [--every 10]
         [--start-seconds 0,5] [--python torchft=PATH,ray=PATH] [--json FILE] [--quote]
@@ -31,7 +31,8 @@ environments have them:
     python3 -m venv ray && ray/bin/pip install 'ray[train]' torch
 
 `--json FILE` keeps the outcomes in that file, beside those of launchers that were run before.
-`--quote` keeps them in docs/field.json, and writes docs/field.md and the table in README.md.
+`--quote` keeps them in docs/launcher_comparison.json, and writes docs/launcher_comparison.md and
+the table in README.md.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ from trainers.work import PART, START
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 TRAINERS = HERE / "trainers"
-README, PAGE, KEPT = (ROOT / name for name in ("README.md", "docs/field.md", "docs/field.json"))
+README = ROOT / "README.md"
+PAGE, KEPT = (ROOT / "docs" / f"launcher_comparison.{kind}" for kind in ("md", "json"))
 TO_START = 120.0
 """Seconds within which a launcher's first step must be done."""
 UNDISTURBED = 15.0
@@ -448,10 +450,11 @@ def survivors(
 
 HEAD = (
     "launcher",
+    "duration of the run",
     "samples kept",
     "pause after a kill, median",
     "95th percentile",
-    "steps redone per kill",
+    "steps repeated per kill",
     f"samples kept if a start takes {SLOW:g} s",
 )
 SURVIVORS = (
@@ -481,13 +484,14 @@ def cells(launcher: Launcher, outcomes: Mapping[str, Outcome]) -> tuple[str, ...
     late = "-" if slow is None else slow.error or slow.share
     if outcome is None or outcome.error:
         why = outcome.error if outcome else "not measured yet"
-        return (launcher.title, why, "", "", "", late)
+        return (launcher.title, "", why, "", "", "", late)
     title = launcher.title
     if launcher.package != "elasticlib":
         title += f" {outcome.version}"
     middle, most = (within(outcome.pauses, share) for share in (0.5, 0.95))
     redone = digits(outcome.redone / outcome.kills)
-    return (title, outcome.share, middle, most, redone, late)
+    duration = f"{outcome.seconds:g} s"
+    return (title, duration, outcome.share, middle, most, redone, late)
 
 
 def within(times: Sequence[float], share: float) -> str:
@@ -509,7 +513,7 @@ def survivors_table(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def page(outcomes: Mapping[str, Outcome]) -> str:
-    """docs/field.md: the tables, the text above, each launcher's settings, and the runs."""
+    """Return docs/launcher_comparison.md: tables, the text above, settings and runs."""
     title, _, text = (__doc__ or "").partition("\n\n")
     settings = "\n".join(f"- {one.title}: {one.settings}." for one in LAUNCHERS)
     kept = [(one, outcomes.get(key(one.name, start))) for one in LAUNCHERS for start in (0.0, SLOW)]

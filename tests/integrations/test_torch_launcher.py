@@ -1,4 +1,4 @@
-"""The launcher of docs/coming_from_torch.md has the same result with torch and elasticlib."""
+"""The launcher of docs/migrate_from_torch_elastic.md returns the same in torch and elasticlib."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import blocks_of
+from pages import read_page
 
-_, [(_, OURS), (_, IMPORTS), *_] = blocks_of("coming_from_torch.md")
+_, [(_, OURS), (_, IMPORTS), *_] = read_page("migrate_from_torch_elastic.md")
 IMPORT = "from elasticlib import ChildFailedError, LaunchConfig, elastic_launch, record\n"
 
 
