@@ -102,7 +102,7 @@ LONG = ("contract_finds_faults.py",)
 
 FIRST = (
     "test_kept_steps.py",
-    "test_rows.py",
+    "test_recovery_of_jobs.py",
     "test_kills.py",
     "test_readme.py",
     "test_store_loss.py",

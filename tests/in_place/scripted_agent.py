@@ -1,10 +1,13 @@
 """An agent that a test controls, with real worker processes: it assigns ranks and kills workers.
 
-with Agent(tmp_path) as agent:
-    agent.start(train, 3)
-    agent.until("ten steps", lambda: agent.steps() >= 10)
-    agent.kill(2)
-    agent.regroup([0, 1])
+    with ScriptedAgent(tmp_path) as agent:
+        agent.start(train, 3)
+        agent.wait_for_step([0, 1, 2], 10)
+        agent.kill(2)
+        agent.regroup([0, 1])
+        agent.wait_for_success([0, 1])
+
+It communicates with the workers through their `WorkerChannel`, as the agent of a node does.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ from elasticlib.workers.interface import RESIZE
 from elasticlib.workers.spec import SNAPSHOTS_ENV
 from elasticlib.workers.worker_channel import CHANNEL_ENV, WorkerChannel
 
-MORE = 15  # steps after the last action of a test; workers are fewer steps apart
-_METHOD = multiprocessing.get_context("forkserver")
-_METHOD.set_forkserver_preload(["training", "torch._dynamo", "torch.distributed.nn"])
+EXTRA_STEPS = 15  # steps after the last action of a test; workers are fewer steps apart
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["training", "torch._dynamo", "torch.distributed.nn"])
 
 
-class Agent:
-    """The agent of one node."""
+class ScriptedAgent:
+    """The agent of one node. A worker is identified by the order in which it was started."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,7 +49,7 @@ class Agent:
         # The directory of its socket must exist until multiprocessing exits.
         multiprocessing.current_process()._config.setdefault("tempdir", tempfile.gettempdir())
 
-    def __enter__(self) -> Agent:
+    def __enter__(self) -> ScriptedAgent:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,29 +59,31 @@ class Agent:
         for channel in self.channels:
             channel.close()
 
-    def start(self, work: Callable[..., None], count: int, *args: Any) -> None:
+    def start(self, train: Callable[..., None], count: int, *args: Any) -> None:
         """Start the first group, whose members have their ranks from the start."""
         self._begin_generation()
         for rank in range(count):
-            self._start(work, rank, self._place(rank, count), args, place=True)
+            self._start(train, rank, self._create_variables(rank, count), args, has_assignment=True)
 
-    def start_replacement(self, work: Callable[..., None], *args: Any) -> int:
+    def start_replacement(self, train: Callable[..., None], *args: Any) -> int:
         """Start a worker without a rank, and return its number."""
         number = len(self.processes)
-        self._start(work, number, self._place(number, number + 1), args, place=False)
+        self._start(
+            train, number, self._create_variables(number, number + 1), args, has_assignment=False
+        )
         return number
 
     def _start(
         self,
-        work: Callable[..., None],
+        train: Callable[..., None],
         number: int,
         variables: dict[str, str],
         args: tuple[Any, ...],
         *,
-        place: bool,
+        has_assignment: bool,
     ) -> None:
         channel = WorkerChannel.create()
-        if place:
+        if has_assignment:
             channel.publish_assignment(variables)
         environment = {
             CHANNEL_ENV: channel.path,
@@ -88,8 +93,8 @@ class Agent:
             "ELASTICLIB_INCARNATION": "launch",
             **variables,
         }
-        process = _METHOD.Process(
-            target=_run, args=(work, str(self.folder), environment, number, args), daemon=True
+        process = _CONTEXT.Process(
+            target=_run, args=(train, str(self.folder), environment, number, args), daemon=True
         )
         process.start()
         channel.set_worker_pid(process.pid)
@@ -101,7 +106,7 @@ class Agent:
         self._stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         (self.folder / "memory" / str(self.generation)).mkdir(parents=True)
 
-    def _place(self, rank: int, world: int) -> dict[str, str]:
+    def _create_variables(self, rank: int, world: int) -> dict[str, str]:
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
@@ -121,21 +126,25 @@ class Agent:
         for number in numbers:
             self.channels[number].request_leave()
 
-    def regroup(self, numbers: Sequence[int], *, told: bool = True) -> float:
+    def regroup(self, numbers: Sequence[int], *, leave: bool = True) -> float:
         """Form the next group of these workers in this order.
 
-        Returns:
-            Seconds until all of them had left the last group.
-        """
-        began = time.monotonic()
-        if told:
-            self.request_leave(numbers)
-        self.until_out(numbers)
-        out = time.monotonic() - began
-        self.give_places(numbers)
-        return out
+        Args:
+            numbers: the workers in rank order.
+            leave: request that the workers leave their group. Otherwise they leave it anyway.
 
-    def give_places(self, numbers: Sequence[int], *, reachable: bool = True) -> None:
+        Returns:
+            Seconds until all workers had left their group.
+        """
+        started_at = time.monotonic()
+        if leave:
+            self.request_leave(numbers)
+        self.wait_until_left(numbers)
+        duration_s = time.monotonic() - started_at
+        self.assign(numbers)
+        return duration_s
+
+    def assign(self, numbers: Sequence[int], *, reachable: bool = True) -> None:
         """Assign ranks of a new generation.
 
         Args:
@@ -147,30 +156,41 @@ class Agent:
             del self._stores[-1]
             self._stores.append(SimpleNamespace(port=free_port()))
         for rank, number in enumerate(numbers):
-            self.channels[number].publish_assignment(self._place(rank, len(numbers)))
+            self.channels[number].publish_assignment(self._create_variables(rank, len(numbers)))
 
-    def ask_for_resize(self, numbers: Sequence[int]) -> None:
-        """Make all of them leave after the same step."""
+    def request_resize(self, numbers: Sequence[int]) -> None:
+        """Make all of these workers leave their group after the same step."""
         channels = [self.channels[number] for number in numbers]
         deadline = time.monotonic() + 30
         for channel in channels:
             channel.request_stop(RESIZE, deadline)
-        call = 0
+        stop_call = 0
         for channel in channels:
-            wait_until("it is in no call", lambda c=channel: c.earliest_stop_call() is not None)
-            call = max(call, channel.earliest_stop_call() or 0)
+            wait_until(
+                "a call of should_stop", lambda c=channel: c.earliest_stop_call() is not None
+            )
+            stop_call = max(stop_call, channel.earliest_stop_call() or 0)
         for channel in channels:
-            channel.set_stop_call(call, RESIZE, deadline)
+            channel.set_stop_call(stop_call, RESIZE, deadline)
 
-    def until_out(self, numbers: Sequence[int]) -> None:
+    def wait_until_left(self, numbers: Sequence[int]) -> None:
         """Wait until these workers have left their group."""
 
-        def look(number: int) -> bool:
-            assert self.processes[number].is_alive(), f"worker {number} has ended"
+        def condition(number: int) -> bool:
+            assert self.processes[number].is_alive(), f"worker {number} has exited"
             return self.channels[number].is_standby
 
         for number in numbers:
-            wait_until(f"worker {number} has left its group", partial(look, number))
+            wait_until(f"worker {number} has left its group", partial(condition, number))
+
+    def wait_until_accepted(self, numbers: Sequence[int]) -> None:
+        """Wait until these workers have accepted their assignments, so they form their group."""
+        for number in numbers:
+            channel = self.channels[number]
+            wait_until(
+                f"worker {number} has accepted its assignment",
+                lambda c=channel: not c._is_between_groups,
+            )
 
     def lines(self, number: int) -> list[dict[str, Any]]:
         """Return what a worker has recorded."""
@@ -186,23 +206,32 @@ class Agent:
             for n in numbers
         )
 
-    def until_step(self, numbers: Sequence[int], step: int) -> None:
+    def wait_for_step(self, numbers: Sequence[int], step: int) -> None:
         wait_until(f"workers {numbers} at step {step}", lambda: self.steps(numbers) >= step)
 
-    def until_applied(self, number: int, step: int) -> None:
+    def wait_until_applied(self, number: int, step: int) -> None:
         """Wait until the optimizer of a worker has applied a step."""
 
-        def look() -> bool:
+        def condition() -> bool:
             return any(line.get("applied", 0) >= step for line in self.lines(number))
 
-        wait_until(f"worker {number} has applied step {step}", look)
+        wait_until(f"worker {number} has applied step {step}", condition)
 
-    def wait(self, numbers: Sequence[int]) -> None:
-        """Wait until these workers have finished their training."""
+    def wait_until_reducing(self, numbers: Sequence[int], step: int) -> None:
+        """Wait until these workers have computed the gradients of a step and reduce them."""
+
+        def condition(number: int) -> bool:
+            return any(line.get("reducing") == step for line in self.lines(number))
+
+        for number in numbers:
+            wait_until(f"worker {number} reduces step {step}", partial(condition, number))
+
+    def wait_for_success(self, numbers: Sequence[int]) -> None:
+        """Let these workers make a few more steps, and wait until they have finished."""
         last = self.folder / "last"
         if not last.exists():
-            made = [line.get("step", 0) for n in numbers for line in self.lines(n)]
-            (self.folder / "new").write_text(str(max(made, default=0) + MORE))
+            steps = [line.get("step", 0) for n in numbers for line in self.lines(n)]
+            (self.folder / "new").write_text(str(max(steps, default=0) + EXTRA_STEPS))
             os.replace(self.folder / "new", last)
         for number in numbers:
             self.processes[number].join(60)
@@ -210,17 +239,17 @@ class Agent:
 
 
 def _run(
-    work: Callable[..., None],
+    train: Callable[..., None],
     folder: str,
     environment: dict[str, str],
     number: int,
     args: tuple[Any, ...],
 ) -> None:
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **environment})
-    work(Path(folder), number, *args)
+    train(Path(folder), number, *args)
 
 
-def write_down(folder: Path, number: int, **line: Any) -> None:
-    """Append a line to the record of a worker; it is written when the call returns."""
+def write_record(folder: Path, number: int, **line: Any) -> None:
+    """Append a line to the record of a worker. The line is in the file when the call returns."""
     with open(folder / f"worker-{number}.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -1,4 +1,4 @@
-"""Training of a compiled model on a device, for workers that outlive their groups."""
+"""Training of a compiled model on a device, for workers that continue in another group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from played import write_down
+from scripted_agent import write_record
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -29,25 +29,27 @@ def train_compiled(folder: Path, number: int, device: str, backend: str) -> None
             if attempt.is_new_group:
                 parallel = DistributedDataParallel(compiled)
             job.optimizer.zero_grad()
-            # Of one shape whatever the world size, as shapes are what a model is compiled for.
+            # Each batch has the same shape, because the model is compiled once for each shape.
             rows = (indices * BATCH)[:BATCH]
             x, y = job.x[rows].to(device), job.y[rows].to(device)
             mse_loss(parallel(x), y).backward()
             job.optimizer.step()
         if attempt.is_committed:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            held = torch.cuda.memory_allocated() if device == "cuda" else 0
+            allocated_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
             group = int(os.environ["ELASTICLIB_GENERATION"])
-            write_down(
+            write_record(
                 folder,
                 number,
                 step=attempt.step,
                 pid=os.getpid(),
                 graphs=graphs,
-                held=held,
+                allocated_bytes=allocated_bytes,
                 group=group,
                 world=dist.get_world_size(),
             )
         if is_last(folder, loop.step):
             break
-    write_down(folder, number, ended=nn.utils.parameters_to_vector(model.parameters()).tolist())
+    write_record(
+        folder, number, parameters=nn.utils.parameters_to_vector(model.parameters()).tolist()
+    )
