@@ -171,7 +171,7 @@ class Job:
             flags = ("--start-method=spawn", *flags)
         launch = ("-m", "elasticlib.launch")
         if fields is not None:
-            launch = (str(PROGRAMS / "launch_with.py"), json.dumps(fields))
+            launch = (str(PROGRAMS / "launch_with_fields.py"), json.dumps(fields))
         return (sys.executable, *launch, *flags, *script)
 
     def reserve_port(self) -> int:

@@ -32,7 +32,7 @@ from elasticlib.testing.waiting import DEFAULT_TIMEOUT_S, wait_until
 pytestmark = pytest.mark.faults
 
 SAVING = str(PROGRAMS / "saving_worker.py")
-LISTENING = str(PROGRAMS / "listening_agent.py")
+LISTENING = str(PROGRAMS / "notice_agent.py")
 NESTED = str(PROGRAMS / "nested_worker.py")
 SPARE_SECONDS = 15.0
 """So much longer than a save takes is what workers are given for it."""
@@ -108,7 +108,7 @@ def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save:
         [(stays, f"resize {save.grace}"), (leaves, f"drain {save.grace}")]
     ):
         assert (job.folder / f"notice.{notice[0]}.{generation}").read_text() == notice[1]
-        assert saved(job, generation, rank) == {"child": True, "asked": []}
+        assert saved(job, generation, rank) == {"child_runs": True, "signals": []}
     # The others go on from what the one that left has saved.
     assert alone["saved"] == [f"saved.{generation}.0", f"saved.{generation}.1"]
     # SIGTERM asks those who listen to save as well.
@@ -140,7 +140,7 @@ def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_sav
     assert job.processes() == reached
     slow.unlink()
     assert agent.exit_code(save.bound) == 75
-    assert [saved(job, 1, rank) for rank in range(2)] == [{"child": True, "asked": []}] * 2
+    assert [saved(job, 1, rank) for rank in range(2)] == [{"child_runs": True, "signals": []}] * 2
 
 
 def test_a_node_whose_workers_do_not_listen_is_drained_by_sigterm_with_a_code_of_choice(
@@ -152,7 +152,7 @@ def test_a_node_whose_workers_do_not_listen_is_drained_by_sigterm_with_a_code_of
     job.wait_for_world(1)
     agent.signal(signal.SIGUSR1)
     assert agent.exit_code(save.bound) == 85
-    assert saved(job, 1, 0) == {"child": False, "asked": ["SIGTERM"]}
+    assert saved(job, 1, 0) == {"child_runs": False, "signals": ["SIGTERM"]}
     assert "elasticrun: DRAINED: received SIGUSR1" in agent.text
 
 
@@ -168,10 +168,10 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     agent.wait_for_log("preempted: the workers have 600 s to save")
     agent.signal(signal.SIGINT)
     agent.wait_for_log("still running after the time to save, sending SIGTERM: pid")
-    wait_until("one worker to hear it", (job.folder / "heard.0").exists)
+    wait_until("one worker to hear it", (job.folder / "got_sigterm.0").exists)
     holds[0].unlink()
     wait_until("one worker to end", lambda: not is_alive(workers[0]), save.bound)
-    assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
+    assert saved(job, 1, 0)["signals"] == ["SIGTERM"]
     agent.signal(signal.SIGINT)
     assert agent.exit_code() == 75
     # The one that has ended may not have been collected yet.
@@ -190,7 +190,7 @@ def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job, save: S
     short = elasticrun(job, "b", *meet, *conf, "--shutdown-timeout", "0.3", *deaf)
     both = job.wait_for_world(2, after=1, seconds=save.bound)
     check_consistent_world(both)
-    assert saved(job, 1, 0)["asked"] == ["SIGTERM"]
+    assert saved(job, 1, 0)["signals"] == ["SIGTERM"]
     # And no more of it: the one that leaves is missed, and the deaf one is ended in its time.
     long.signal(signal.SIGTERM)
     assert long.exit_code(save.bound) == 128 + signal.SIGTERM

@@ -15,7 +15,7 @@ from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node
 
 pytestmark = pytest.mark.faults
 
-SCRIPT = str(PROGRAMS / "fail_once_all_are_here.py")
+SCRIPT = str(PROGRAMS / "fail_after_all_started.py")
 EAT = "import itertools; eaten = [bytearray(b'x' * 2**20) for _ in itertools.count()]"
 
 

@@ -11,7 +11,7 @@ from jobs import PROGRAMS, Job
 
 pytestmark = pytest.mark.faults
 
-SCRIPT = str(PROGRAMS / "deal_samples.py")
+SCRIPT = str(PROGRAMS / "sampler_worker.py")
 
 
 @pytest.mark.long

@@ -34,7 +34,7 @@ def permit(job: Job, step: int) -> None:
 
 def kept(job: Job, step: int, world: int) -> str:
     """The digest of the state of a step, once all ranks have kept their part of it."""
-    files = [job.folder / f"kept.{step}.{rank}" for rank in range(world)]
+    files = [job.folder / f"snapshot.{step}.{rank}" for rank in range(world)]
     wait_until(f"step {step}", lambda: all(file.exists() for file in files), PATIENT)
     (digest,) = {json.loads(file.read_text()) for file in files}
     return str(digest)

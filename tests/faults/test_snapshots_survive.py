@@ -48,7 +48,8 @@ def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drai
     for _ in range(kills):
         (report,) = job.wait_for_world(1, after=generation)
         assert report["wrong"] == []
-        assert (report["held"][0][0] if report["held"] else 0) in {begun, done}, "a step was lost"
+        newest = report["snapshots"][0][0] if report["snapshots"] else 0
+        assert newest in {begun, done}, "a step was lost"
         generation, before = generation_of([report]), done
         wait_until("two more", lambda before=before: progress(job)[1] >= before + 2)
         wait_until("one begun", lambda: progress(job)[0] > progress(job)[1])
@@ -123,7 +124,7 @@ def test_a_node_that_is_killed_leaves_its_last_snapshot_with_its_buddy_and_nothi
     for report in left:
         assert report["wrong"] == []
         of_step: dict[int, set[int]] = {}
-        for step, part, parts in report["held"]:
+        for step, part, parts in report["snapshots"]:
             assert parts == 4
             of_step.setdefault(step, set()).add(part)
         newest = max(step for step, parts in of_step.items() if parts == {0, 1, 2, 3})

@@ -49,9 +49,9 @@ def stopped(job: Job, reports: list[dict[str, Any]]) -> dict[str, Any]:
         path = job.folder / f"stopped.{generation}.{rank}"
         wait_until(f"rank {rank} to stop", path.exists)
         said.append(json.loads(path.read_text()))
-    left = [one.pop("left") for one in said]
+    left = [one.pop("seconds_left") for one in said]
     assert said == [said[0]] * len(said)
-    return {**said[0], "left": min(left)}
+    return {**said[0], "seconds_left": min(left)}
 
 
 def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
@@ -69,7 +69,7 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     three = job.wait_for_world(6, after=generation_of(two), seconds=bound)
     resize = stopped(job, two)
     assert resize["reason"] == "resize"
-    assert 0 < resize["left"] <= seconds
+    assert 0 < resize["seconds_left"] <= seconds
     goes_on(job)
     leaves = three[0]["node"]
     nodes[leaves].signal(signal.SIGUSR2)
@@ -77,7 +77,7 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     again = job.wait_for_world(4, after=generation_of(three))
     drain = stopped(job, three)
     assert drain["reason"] == "drain"
-    assert 0 < drain["left"] <= seconds
+    assert 0 < drain["seconds_left"] <= seconds
     goes_on(job)
     nodes[again[0]["node"]].signal(signal.SIGTERM)
     assert nodes.pop(again[0]["node"]).exit_code(bound) == 75

@@ -1,13 +1,21 @@
-"""A worker that outlives its group, with the standard library alone and no collectives.
+"""A worker that joins several groups in turn, without torch and without collectives.
 
-`kept_worker.py FOLDER [start SECONDS]`: says each place that it takes (as fault_worker.py does),
-counts its steps, and leaves a group that is over or that is to change its size. It ends with
-success when FOLDER/finish is there or when it is asked to save. `start`: a newcomer, which says so
-in FOLDER/newcomer.<PID>, needs so long before it is ready. FOLDER/<WORD>.<PID> tells one worker
-what to do: `fail` with exit code 1; `stick` to its group; `wait` in a step until that is over;
-say that its group is `broken`. While FOLDER/starting.<NODE>.<LOCAL_RANK> exists, that worker is
-still starting, and cannot leave a group yet. While FOLDER/idle exists, no worker takes a step.
-FOLDER/stepped.<PID> exists once the worker has taken one.
+Usage: regroup_worker.py FOLDER [start SECONDS]. The worker writes a report for each assignment that
+it accepts (as fault_worker.py does) and counts its steps. It leaves a group that has failed or that
+is about to be resized. It exits with success when FOLDER/finish exists or when it has to save and
+stop. With `start`, a new worker needs so many seconds before it is ready; it first creates
+FOLDER/standby.PID.
+
+FOLDER/COMMAND.PID is a command to one worker:
+
+- fail: exit with code 1;
+- stick: do not leave the group;
+- wait: wait in the current step until the worker has to leave the group;
+- broken: report that the group has failed.
+
+While FOLDER/starting.NODE.LOCAL_RANK exists, that worker is still starting and cannot join another
+group. While FOLDER/idle exists, no worker makes a step. A worker creates FOLDER/stepped.PID after
+its first step.
 """
 
 import json
@@ -23,31 +31,31 @@ NAMES = [
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "ELASTICLIB_GENERATION"),
     *("ELASTICLIB_INCARNATION", "ELASTICLIB_SNAPSHOTS"),
 ]
-LOOK_SECONDS = 0.001
-STEP_SECONDS = 0.005
+POLL_S = 0.001
+STEP_S = 0.005
 
 
 class Worker:
-    def __init__(self, folder: Path, start: float) -> None:
-        self.folder, self.start = folder, start
+    def __init__(self, folder: Path, start_s: float) -> None:
+        self.folder, self.start_s = folder, start_s
         self.step = 0
 
-    def told(self, word: str) -> bool:
-        return (self.folder / f"{word}.{os.getpid()}").exists()
+    def has_command(self, command: str) -> bool:
+        return (self.folder / f"{command}.{os.getpid()}").exists()
 
-    def finished(self) -> bool:
-        if self.told("fail"):
+    def should_finish(self) -> bool:
+        if self.has_command("fail"):
             sys.exit(1)
         return (self.folder / "finish").exists()
 
     def accept_assignment(self) -> bool:
-        """Whether there was one, before the job was over."""
+        """Wait for an assignment and report it. Return False if the job ends first."""
         while (variables := context().accept_assignment()) is None:
             self.get_ready()
             context().report_left_group()
-            if self.finished():
+            if self.should_finish():
                 return False
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_S)
         os.environ.update(variables)
         report = {name: os.environ.get(name, "") for name in NAMES}
         report |= {
@@ -63,17 +71,19 @@ class Worker:
         return True
 
     def get_ready(self) -> None:
-        if self.step == 0 and not self.told("newcomer"):
-            (self.folder / f"newcomer.{os.getpid()}").touch()
-            time.sleep(self.start)
+        if self.step == 0 and not self.has_command("standby"):
+            (self.folder / f"standby.{os.getpid()}").touch()
+            time.sleep(self.start_s)
 
     def train(self) -> bool:
-        """In one group; whether there is to be another."""
-        while not self.finished():
-            time.sleep(STEP_SECONDS)
-            if self.told("broken"):
+        """Make steps in the current group. Return True if the worker is to join another group."""
+        while not self.should_finish():
+            time.sleep(STEP_S)
+            if self.has_command("broken"):
                 context().report_group_failure()
-            if self.told("stick") or (self.told("wait") and not context().should_leave_group()):
+            if self.has_command("stick"):
+                continue
+            if self.has_command("wait") and not context().should_leave_group():
                 continue
             if not (self.folder / "idle").exists():
                 self.step += 1
@@ -90,10 +100,10 @@ class Worker:
 
 
 def main() -> None:
-    start = float(sys.argv[3]) if sys.argv[2:] else 0.0
-    worker = Worker(Path(sys.argv[1]), start)
+    start_s = float(sys.argv[3]) if sys.argv[2:] else 0.0
+    worker = Worker(Path(sys.argv[1]), start_s)
     while (worker.folder / f"starting.{os.environ['NODE']}.{os.environ['LOCAL_RANK']}").exists():
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_S)
     context().set_can_regroup()
     while worker.accept_assignment() and worker.train():
         pass

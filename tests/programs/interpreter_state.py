@@ -1,4 +1,4 @@
-"""Prints all that could tell a forked worker from a fresh interpreter, as one JSON line."""
+"""Print everything that could differ between a forked worker and a new interpreter, as JSON."""
 
 import atexit
 import gc
@@ -18,14 +18,14 @@ import warnings
 
 
 class Pickled:
-    """Found again by its name in __main__."""
+    """A class that unpickling finds by its name in __main__."""
 
 
-def child(queue):
+def run_child(queue):
     queue.put((__name__, type(pickle.loads(pickle.dumps(Pickled()))).__module__))
 
 
-class Data:
+class Numbers:
     def __len__(self):
         return 2
 
@@ -33,23 +33,23 @@ class Data:
         return index
 
 
-def processes():
+def start_processes():
     found = {}
     for method in ("fork", "spawn"):
         context = multiprocessing.get_context(method)
         queue = context.Queue()
-        process = context.Process(target=child, args=(queue,))
+        process = context.Process(target=run_child, args=(queue,))
         process.start()
         found[method] = [*queue.get(timeout=60), process.join(60), process.exitcode]
-    # Here, as a process that is spawned has no use for it.
+    # The import is here, because a spawned process does not need torch.
     import torch
 
-    loader = torch.utils.data.DataLoader(Data(), num_workers=1)
+    loader = torch.utils.data.DataLoader(Numbers(), num_workers=1)
     found["loader"] = [batch.tolist() for batch in loader]
     return found
 
 
-def streams():
+def describe_streams():
     return [
         (
             type(stream.buffer).__name__,
@@ -64,7 +64,7 @@ def streams():
     ]
 
 
-def state():
+def read_state():
     import torch._dynamo
     import torch.distributed.nn
 
@@ -87,7 +87,7 @@ def state():
         "signals": [str(signal.getsignal(number)).partition(" at ")[0] for number in numbers],
         "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "session": (os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()),
-        "streams": streams(),
+        "streams": describe_streams(),
         "files": sorted(os.listdir("/proc/self/fd")),
         "name": open("/proc/self/comm").read(),
         "umask": os.umask(0o22),
@@ -109,7 +109,7 @@ def state():
 if __name__ == "__main__":
     atexit.register(print, "atexit: first registered, last run")
     atexit.register(print, "atexit: last registered, first run")
-    found = state()
-    found["processes"] = processes()
+    found = read_state()
+    found["processes"] = start_processes()
     print(json.dumps(found))
     threading.Thread(target=lambda: (time.sleep(0.05), print("a thread ends"))).start()

@@ -1,7 +1,7 @@
-"""A launch with more than a command line can say: `launch_with.py FIELDS ...`.
+"""A launch with settings that have no command line flag.
 
-FIELDS is JSON: fields of the LaunchConfig, and as `agent` of its AgentOptions, beside what the
-command line that follows says.
+Usage: launch_with_fields.py FIELDS FLAGS... SCRIPT ARGS... FIELDS is a JSON object with fields of
+LaunchConfig; the fields in `agent` are those of AgentOptions. They replace what the flags set.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""A worker that uses up samples with the elastic sampler, and leaves its state behind.
+"""A worker that uses samples of the elastic sampler and saves the sampler's state.
 
-`deal_samples.py FOLDER UNTIL BATCH`: from FOLDER/state.json (if there), until UNTIL samples of 1000
-have been used by all ranks together, BATCH a rank and step. The samples of rank R in generation
-G of this run are appended to FOLDER/used.jsonl.
+Usage: sampler_worker.py FOLDER UNTIL BATCH. The worker starts from FOLDER/state.json if that
+exists. It uses BATCH samples for each rank and step until all ranks together have used UNTIL of
+1000 samples. Each rank appends a line with its samples to FOLDER/used.jsonl.
 """
 
 import json
@@ -22,12 +22,12 @@ def main() -> None:
     state = folder / "state.json"
     if state.exists():
         sampler.load_state_dict(json.loads(state.read_text()))
-    mine = iter(sampler)
+    indices = iter(sampler)
     used = []
     while sampler.position.consumed < until:
         left = until - sampler.position.consumed
-        share = range(rank, min(left, batch * world), world)
-        used += [next(mine) for _ in share]
+        own = range(rank, min(left, batch * world), world)
+        used += [next(indices) for _ in own]
         sampler.advance(min(left, batch * world))
     with (folder / "used.jsonl").open("a") as file:
         file.write(json.dumps(used) + "\n")

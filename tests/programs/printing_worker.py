@@ -1,7 +1,8 @@
-"""A worker that writes a line on each stream, with its rank and attempt, and ends when told to.
+"""A worker that prints its rank and attempt on each stream, and exits when the test creates a file.
 
-`talking_worker.py FOLDER`: a rank exits with code 3 once FOLDER/fail.RANK is there, in the first
-attempt alone; all end with success when FOLDER/finish is. It tells of steps as it goes on.
+Usage: printing_worker.py FOLDER. In the first attempt, a rank exits with code 3 when
+FOLDER/fail.RANK exists. All ranks exit with success when FOLDER/finish exists. The worker reports
+steps to its agent.
 """
 
 import os
@@ -17,7 +18,7 @@ def main() -> None:
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     print(f"out {rank} {attempt}", flush=True)
     print(f"err {rank} {attempt}", file=sys.stderr, flush=True)
-    (folder / f"talks.{attempt}.{rank}").touch()
+    (folder / f"printed.{attempt}.{rank}").touch()
     step, context = 0, elasticlib.context()
     while not (folder / "finish").exists():
         if attempt == "0" and (folder / f"fail.{rank}").exists():

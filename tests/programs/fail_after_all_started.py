@@ -1,4 +1,8 @@
-"""`fail_once_all_are_here.py FOLDER RANK`: says its place, waits for all, and RANK then fails."""
+"""A worker that fails in one rank, after all workers have started; the others wait to be stopped.
+
+Usage: fail_after_all_started.py FOLDER RANK. Each worker writes its rank and role to
+FOLDER/role.RANK.json.
+"""
 
 import json
 import os
@@ -14,10 +18,10 @@ def train(loss: float) -> None:
 
 
 def main(folder: Path, failing: str) -> None:
-    place = {name: os.environ[name] for name in NAMES}
-    (folder / f"role.{place['RANK']}.part").write_text(json.dumps(place))
-    (folder / f"role.{place['RANK']}.part").rename(folder / f"role.{place['RANK']}.json")
-    if place["RANK"] != failing:
+    role = {name: os.environ[name] for name in NAMES}
+    (folder / f"role.{role['RANK']}.part").write_text(json.dumps(role))
+    (folder / f"role.{role['RANK']}.part").rename(folder / f"role.{role['RANK']}.json")
+    if role["RANK"] != failing:
         signal.pause()
     while len(list(folder.glob("role.*.json"))) < int(os.environ["WORLD_SIZE"]):
         pass

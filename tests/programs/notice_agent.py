@@ -1,6 +1,6 @@
-"""An elasticrun whose workers listen: a notice becomes a file that they look for.
+"""An elasticrun whose workers receive stop notices, as files.
 
-`listening_agent.py FLAGS... SCRIPT FOLDER ARGS...`; the notice stands in
+Usage: notice_agent.py FLAGS... SCRIPT FOLDER ARGS... The agent writes each notice to
 FOLDER/notice.NODE.GENERATION.
 """
 
@@ -15,17 +15,17 @@ from elasticlib.launch.elastic_launch import run_node
 from elasticlib.workers.interface import StopNotice
 
 
-class Listening(LocalWorkers, Workers):
-    """Workers that read their notices in a folder."""
+class NoticedWorkers(LocalWorkers, Workers):
+    """Workers that find their notices in a directory."""
 
     def __init__(self, folder: str, ignored: tuple[int, ...]) -> None:
         super().__init__(os.environ, ignored_signals=ignored)
         self._notices = Path(folder)
         self._generation = 0
 
-    def start(self, group, ended) -> None:
+    def start(self, group, on_exit) -> None:
         self._generation = group.generation
-        super().start(group, ended)
+        super().start(group, on_exit)
 
     def notify(self, notice: StopNotice) -> bool:
         path = self._notices / f"notice.{os.environ['NODE']}.{self._generation}"
@@ -37,7 +37,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config, script = parse(sys.argv[1:])
     ignored = config.supervision.agent.agent_only_signals
-    result = run_node(config, script, Listening(script.args[0], ignored))
+    result = run_node(config, script, NoticedWorkers(script.args[0], ignored))
     print(f"{result.state.value.upper()}: {result.reason}")
     return result.exit_code
 
