@@ -1,70 +1,29 @@
-"""Workers that survive their group are retained, and replacements join them.
-
-The agents and workers are real processes; the workers use no torch.
-"""
+"""Workers that survive a failure continue in the next group, and replacements join them later."""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
-from jobs import PROGRAMS, WITHOUT_TORCH, Job, Node, check_consistent_world, generation_of, is_alive
+from jobs import Job, check_consistent_world, generation_of, is_alive
+from regroup_jobs import (
+    kill_worker,
+    pids,
+    send_command,
+    start_member,
+    start_node,
+    wait_for_first_steps,
+    wait_for_replacement,
+)
 
 from elasticlib.testing.waiting import wait_until
 
-KEPT = str(PROGRAMS / "regroup_worker.py")
-TOGETHER = ("--rdzv-backend=tcp", "--rdzv-id=job", "--nnodes=1:3")
-LEASE = ("--rdzv-conf", "keep_alive_interval=0.3,keep_alive_max_attempt=3,last_call_timeout=0.2")
-Report = dict[str, Any]
 
+def read_output(job: Job) -> dict[int, list[str]]:
+    """Return the lines that the workers of the newest generation have printed, by rank.
 
-def begin(job: Job, name: str, *flags: str, worker: tuple[str, ...] = ()) -> Node:
-    """An agent of this node, with two workers."""
-    always = ("--nproc-per-node=2", "--max-restarts=9", "--monitor-interval=0.05")
-    return job.start(
-        name,
-        *job.agent_command(*always, *flags, program=KEPT, worker=worker),
-        PYTHONPATH=WITHOUT_TORCH,
-    )
-
-
-def join(job: Job, store: str, name: str, *flags: str, worker: tuple[str, ...] = ()) -> Node:
-    """The same, one of several nodes."""
-    return begin(job, name, *TOGETHER, *LEASE, f"--rdzv-endpoint={store}", *flags, worker=worker)
-
-
-def pids(reports: list[Report], node: str = "") -> set[int]:
-    return {int(report["pid"]) for report in reports if node in ("", report["node"])}
-
-
-def kill(report: Report) -> None:
-    os.kill(int(report["pid"]), signal.SIGKILL)
-
-
-def wait_for_first_steps(job: Job, world_size: int) -> list[Report]:
-    """Wait until the workers of the first group have all taken a step, and return their places."""
-    reports = job.wait_for_world(world_size)
-    paths = [job.folder / f"stepped.{report['pid']}" for report in reports]
-    wait_until("all to take a step", lambda: all(path.exists() for path in paths))
-    return reports
-
-
-def newcomer(job: Job) -> int:
-    """Return the pid of the first replacement worker."""
-    found = wait_until("a newcomer", lambda: sorted(job.folder.glob("standby.*")))
-    return int(found[0].suffix[1:])
-
-
-def tell(job: Job, word: str, report: Report) -> None:
-    (job.folder / f"{word}.{report['pid']}").touch()
-
-
-def shown(job: Job) -> dict[int, list[str]]:
-    """Return what the workers of the newest generation have printed, by rank.
-
-    The event of a worker names its folder: a worker that was kept writes where it did before.
+    The log directory of a worker is in its event, because a retained worker keeps its directory.
     """
     (events,) = job.events()
     (run,) = (job.folder / "logs").iterdir()
@@ -79,9 +38,9 @@ def shown(job: Job) -> dict[int, list[str]]:
 
 
 def test_a_survivor_continues_in_a_smaller_group_until_the_replacement_joins(job: Job) -> None:
-    node = begin(job, "one", "--standalone")
+    node = start_node(job, "one", "--standalone")
     first = job.wait_for_world(2)
-    kill(first[0])
+    kill_worker(first[0])
     smaller = job.wait_for_world(1, after=1)
     assert pids(smaller) == {first[1]["pid"]}
     assert (smaller[0]["LOCAL_RANK"], smaller[0]["LOCAL_WORLD_SIZE"]) == ("1", "2")
@@ -90,36 +49,38 @@ def test_a_survivor_continues_in_a_smaller_group_until_the_replacement_joins(job
     check_consistent_world(whole)
     assert whole[1]["pid"] == first[1]["pid"]
     assert whole[0]["pid"] not in pids(first)
-    assert whole[0]["TORCHELASTIC_RESTART_COUNT"] == "1", "who is let in costs nothing"
+    assert whole[0]["TORCHELASTIC_RESTART_COUNT"] == "1", (
+        "the admission of a replacement uses no restart"
+    )
     memory = {Path(report["ELASTICLIB_SNAPSHOTS"]) for report in (*smaller, *whole)}
-    assert len(memory) == 2, "each generation has an era of its own"
+    assert len(memory) == 2, "each generation has its own snapshots"
     job.finish()
     assert node.exit_code() == 0, job.logs
 
 
 def test_output_and_status_of_a_retained_worker_continue(job: Job) -> None:
     logs = f"--log-dir={job.folder / 'logs'}"
-    node = begin(job, "one", "--standalone", logs, "--redirects=3", worker=("start", "3"))
+    node = start_node(job, "one", "--standalone", logs, "--redirects=3", worker=("start", "3"))
     first = job.wait_for_world(2)
-    kill(first[0])
+    kill_worker(first[0])
     job.wait_for_world(1, after=1)
     node.wait_for_log("generation 2: rendezvous took")
     left = {0: ["generation 1", "generation 2"]}
-    wait_until("all lines of the one that is left", lambda: shown(job) == left)
+    wait_until("the output of the remaining worker", lambda: read_output(job) == left)
     job.wait_for_world(2, after=2)
     job.finish()
     assert node.exit_code() == 0, job.logs
-    one = [f"generation {number}" for number in (1, 2, 3)]
-    assert shown(job) == {0: ["generation 3"], 1: one}
+    retained = [f"generation {number}" for number in (1, 2, 3)]
+    assert read_output(job) == {0: ["generation 3"], 1: retained}
     (events,) = job.events()
-    began = [e.data for e in events if e.kind == "worker.started"]
-    assert [(fact["local_rank"], fact["attempt"]) for fact in began] == [
+    started = [e.data for e in events if e.kind == "worker.started"]
+    assert [(fact["local_rank"], fact["attempt"]) for fact in started] == [
         *((0, 0), (1, 0)),
         (1, 0),
         *((0, 1), (1, 0)),
     ]
     trained = [e.data["duration_seconds"] for e in events if e.kind == "training.started"]
-    assert len(trained) == 3, "in each generation anew"
+    assert len(trained) == 3, "there is one event for each generation"
     assert all(seconds >= 0 for seconds in trained)
     failed = [e for e in events if e.kind == "worker.exited" and not e.data["succeeded"]]
     assert [event.rank for event in failed] == [0]
@@ -127,9 +88,9 @@ def test_output_and_status_of_a_retained_worker_continue(job: Job) -> None:
 
 def test_survivors_on_all_nodes_continue_after_a_worker_is_lost(job: Job) -> None:
     store = job.start_store()
-    nodes = [join(job, store, name, "--nnodes=2:2") for name in ("one", "two")]
+    nodes = [start_member(job, store, name, "--nnodes=2:2") for name in ("one", "two")]
     first = job.wait_for_world(4)
-    kill(first[3])
+    kill_worker(first[3])
     smaller = job.wait_for_world(3, after=1)
     check_consistent_world(smaller)
     assert pids(smaller) == pids(first[:3])
@@ -142,14 +103,14 @@ def test_survivors_on_all_nodes_continue_after_a_worker_is_lost(job: Job) -> Non
 
 def test_workers_continue_when_another_node_joins_and_is_lost(job: Job) -> None:
     store = job.start_store()
-    join(job, store, "one")
-    alone = job.wait_for_world(2)
-    other = join(job, store, "two")
+    start_member(job, store, "one")
+    first = job.wait_for_world(2)
+    other = start_member(job, store, "two")
     both = job.wait_for_world(4, after=1)
-    assert pids(both, "one") == pids(alone)
+    assert pids(both, "one") == pids(first)
     other.kill()
     left = job.wait_for_world(2, after=generation_of(both))
-    assert pids(left) == pids(alone)
+    assert pids(left) == pids(first)
     assert left[0]["TORCHELASTIC_RESTART_COUNT"] == "0", "a loss is not charged"
     job.finish()
     assert job.nodes[1].exit_code() == 0, job.logs
@@ -157,7 +118,7 @@ def test_workers_continue_when_another_node_joins_and_is_lost(job: Job) -> None:
 
 def test_workers_continue_when_another_node_drains(job: Job) -> None:
     store = job.start_store()
-    node, other = (join(job, store, name, "--nnodes=1:2") for name in ("one", "two"))
+    node, other = (start_member(job, store, name, "--nnodes=1:2") for name in ("one", "two"))
     both = job.wait_for_world(4)
     other.signal(signal.SIGUSR2)
     left = job.wait_for_world(2, after=generation_of(both))
@@ -170,10 +131,10 @@ def test_workers_continue_when_another_node_drains(job: Job) -> None:
 def test_a_worker_that_does_not_leave_its_group_is_stopped_and_the_others_continue(
     job: Job,
 ) -> None:
-    node = begin(job, "one", "--standalone", "--nproc-per-node=3")
+    node = start_node(job, "one", "--standalone", "--nproc-per-node=3")
     first = job.wait_for_world(3)
-    tell(job, "stick", first[1])
-    kill(first[0])
+    send_command(job, "stick", first[1])
+    kill_worker(first[0])
     smaller = job.wait_for_world(1, after=1)
     assert pids(smaller) == {first[2]["pid"]}
     node.wait_for_log("still in their group 10 s after it was over, sending SIGTERM")
@@ -183,7 +144,7 @@ def test_a_worker_that_does_not_leave_its_group_is_stopped_and_the_others_contin
 
 
 def test_a_hung_worker_is_killed_and_the_others_continue(job: Job) -> None:
-    node = begin(job, "one", "--standalone", "--hang-timeout=1")
+    node = start_node(job, "one", "--standalone", "--hang-timeout=1")
     # A worker without a step has the longer limit of a first step.
     first = wait_for_first_steps(job, 2)
     os.kill(first[0]["pid"], signal.SIGSTOP)
@@ -196,11 +157,11 @@ def test_a_hung_worker_is_killed_and_the_others_continue(job: Job) -> None:
 
 
 def test_a_replacement_that_fails_uses_a_restart_and_the_others_continue(job: Job) -> None:
-    node = begin(job, "one", "--standalone", worker=("start", "0.5"))
+    node = start_node(job, "one", "--standalone", worker=("start", "0.5"))
     first = job.wait_for_world(2)
-    kill(first[0])
+    kill_worker(first[0])
     smaller = job.wait_for_world(1, after=1)
-    os.kill(newcomer(job), signal.SIGKILL)
+    os.kill(wait_for_replacement(job), signal.SIGKILL)
     again = job.wait_for_world(1, after=generation_of(smaller))
     assert pids(again) == pids(smaller)
     assert again[0]["TORCHELASTIC_RESTART_COUNT"] == "2"
@@ -211,15 +172,15 @@ def test_a_replacement_that_fails_uses_a_restart_and_the_others_continue(job: Jo
 
 
 def test_replacements_that_are_starting_survive_a_regroup_and_join(job: Job) -> None:
-    node = begin(job, "one", "--standalone", "--nproc-per-node=3", worker=("start", "4"))
+    node = start_node(job, "one", "--standalone", "--nproc-per-node=3", worker=("start", "4"))
     first = job.wait_for_world(3)
-    kill(first[0])
+    kill_worker(first[0])
     smaller = job.wait_for_world(2, after=1)
-    starting = newcomer(job)
-    kill(first[1])
-    least = job.wait_for_world(1, after=generation_of(smaller))
-    assert pids(least) == {first[2]["pid"]}
-    whole = job.wait_for_world(3, after=generation_of(least))
+    starting = wait_for_replacement(job)
+    kill_worker(first[1])
+    smallest = job.wait_for_world(1, after=generation_of(smaller))
+    assert pids(smallest) == {first[2]["pid"]}
+    whole = job.wait_for_world(3, after=generation_of(smallest))
     assert {starting, first[2]["pid"]} < pids(whole)
     job.finish()
     assert node.exit_code() == 0, job.logs
@@ -227,17 +188,19 @@ def test_replacements_that_are_starting_survive_a_regroup_and_join(job: Job) -> 
 
 def test_all_workers_leave_a_group_that_breaks_during_a_resize(job: Job) -> None:
     store = job.start_store()
-    nodes = [join(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")]
+    nodes = [
+        start_member(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")
+    ]
     first = job.wait_for_world(4)
-    kill(first[0])
+    kill_worker(first[0])
     smaller = job.wait_for_world(3, after=1)
     *waiting, broken = smaller
     for report in waiting:
-        tell(job, "wait", report)
-    tell(job, "stick", broken)
+        send_command(job, "wait", report)
+    send_command(job, "stick", broken)
     for node in nodes:
         node.wait_for_log("resize: ")
-    kill(broken)
+    kill_worker(broken)
     after = job.wait_for_world(3, after=generation_of(smaller), seconds=9)
     assert pids(waiting) < pids(after)
     for report in waiting:
@@ -250,9 +213,9 @@ def test_all_workers_leave_a_group_that_breaks_during_a_resize(job: Job) -> None
 def test_workers_that_are_starting_when_a_node_joins_are_retained(job: Job) -> None:
     store = job.start_store()
     (starting := job.folder / "starting.one.1").touch()
-    node = join(job, store, "one")
+    node = start_member(job, store, "one")
     wait_until("the first worker", lambda: job.reports(1))
-    other = join(job, store, "two")
+    other = start_member(job, store, "two")
     node.wait_for_log("resize: ")
     starting.unlink()
     whole = job.wait_for_world(4, after=1, seconds=15)
@@ -263,9 +226,9 @@ def test_workers_that_are_starting_when_a_node_joins_are_retained(job: Job) -> N
 
 def test_a_worker_is_retained_if_one_fails_while_another_is_starting(job: Job) -> None:
     (starting := job.folder / "starting.one.1").touch()
-    node = begin(job, "one", "--standalone", "--nproc-per-node=3")
+    node = start_node(job, "one", "--standalone", "--nproc-per-node=3")
     first = wait_until("two workers", lambda: job.reports(1)[1:] and job.reports(1))
-    kill(first[1])
+    kill_worker(first[1])
     smaller = job.wait_for_world(1, after=1)
     assert pids(smaller) == {first[0]["pid"]}
     starting.unlink()
@@ -276,15 +239,17 @@ def test_a_worker_is_retained_if_one_fails_while_another_is_starting(job: Job) -
 
 def test_a_worker_whose_group_is_broken_does_not_wait_for_the_others(job: Job) -> None:
     store = job.start_store()
-    nodes = [join(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")]
+    nodes = [
+        start_member(job, store, n, "--nnodes=2:2", worker=("start", "2")) for n in ("one", "two")
+    ]
     first = job.wait_for_world(4)
-    kill(first[0])
+    kill_worker(first[0])
     smaller = job.wait_for_world(3, after=1)
     for report in smaller:
-        tell(job, "wait", report)
+        send_command(job, "wait", report)
     for node in nodes:
         node.wait_for_log("resize: ")
-    tell(job, "broken", smaller[0])
+    send_command(job, "broken", smaller[0])
     whole = job.wait_for_world(4, after=generation_of(smaller), seconds=9)
     assert pids(smaller) < pids(whole)
     job.finish()
@@ -294,10 +259,10 @@ def test_a_worker_whose_group_is_broken_does_not_wait_for_the_others(job: Job) -
 
 
 def test_all_workers_are_started_if_none_has_survived(job: Job) -> None:
-    node = begin(job, "one", "--standalone")
+    node = start_node(job, "one", "--standalone")
     first = job.wait_for_world(2)
     for report in first:
-        kill(report)
+        kill_worker(report)
     second = job.wait_for_world(2, after=1)
     assert not pids(first) & pids(second)
     job.finish()
@@ -305,11 +270,11 @@ def test_all_workers_are_started_if_none_has_survived(job: Job) -> None:
 
 
 def test_no_process_is_left_after_the_last_restart_is_used(job: Job) -> None:
-    node = begin(job, "one", "--standalone", "--max-restarts=1")
+    node = start_node(job, "one", "--standalone", "--max-restarts=1")
     first = job.wait_for_world(2)
-    kill(first[0])
+    kill_worker(first[0])
     whole = job.wait_for_world(2, after=2)
-    tell(job, "fail", whole[0])
+    send_command(job, "fail", whole[0])
     assert node.exit_code() == 1, job.logs
     node.wait_for_log("exited with code 1 .*1 of 1 restarts used")
     job.wait_until_gone()
@@ -317,38 +282,40 @@ def test_no_process_is_left_after_the_last_restart_is_used(job: Job) -> None:
 
 def test_a_signal_stops_workers_that_wait_for_a_generation(job: Job) -> None:
     store = job.start_store()
-    node, other = (join(job, store, name, "--nnodes=2:2") for name in ("one", "two"))
+    node, other = (start_member(job, store, name, "--nnodes=2:2") for name in ("one", "two"))
     first = job.wait_for_world(4)
     other.kill()
     node.wait_for_log("generation 1: [^$]*1 of at least 2 nodes are here")
     assert all(is_alive(pid) for pid in pids(first, "one"))
     node.signal(signal.SIGTERM)
     assert node.exit_code() == 128 + signal.SIGTERM, job.logs
-    wait_until("its workers to be gone", lambda: not any(map(is_alive, pids(first, "one"))))
+    wait_until(
+        "the exit of the workers of the node", lambda: not any(map(is_alive, pids(first, "one")))
+    )
 
 
 def test_a_worker_that_dies_while_it_waits_for_a_generation_is_replaced(job: Job) -> None:
     store = job.start_store()
-    slow = ("start", "3")  # a replacement must not join before all others have started
-    node, other = (join(job, store, n, "--nnodes=2:2", worker=slow) for n in ("one", "two"))
+    slow = ("start", "3")  # A replacement must not join before all other workers have started.
+    node, other = (start_member(job, store, n, "--nnodes=2:2", worker=slow) for n in ("one", "two"))
     first = job.wait_for_world(4)
     other.kill()
     node.wait_for_log("generation 1: [^$]*1 of at least 2 nodes are here")
-    gone, kept = (report for report in first if report["node"] == "one")
-    kill(gone)
-    join(job, store, "three", "--nnodes=2:2")
+    lost, waiting = (report for report in first if report["node"] == "one")
+    kill_worker(lost)
+    start_member(job, store, "three", "--nnodes=2:2")
     smaller = job.wait_for_world(3, after=1)
-    assert pids(smaller, "one") == {kept["pid"]}
+    assert pids(smaller, "one") == {waiting["pid"]}
     whole = job.wait_for_world(4, after=generation_of(smaller))
-    assert kept["pid"] in pids(whole)
+    assert waiting["pid"] in pids(whole)
     job.finish()
     assert node.exit_code() == 0, job.logs
 
 
 def test_the_job_ends_while_a_replacement_is_still_starting(job: Job) -> None:
-    node = begin(job, "one", "--standalone", worker=("start", "3"))
+    node = start_node(job, "one", "--standalone", worker=("start", "3"))
     first = job.wait_for_world(2)
-    kill(first[0])
+    kill_worker(first[0])
     job.wait_for_world(1, after=1)
     job.finish()
     assert node.exit_code() == 0, job.logs
@@ -356,9 +323,9 @@ def test_the_job_ends_while_a_replacement_is_still_starting(job: Job) -> None:
 
 
 def test_a_drain_does_not_wait_for_a_replacement_that_is_starting(job: Job) -> None:
-    node = begin(job, "one", "--standalone", worker=("start", "30"))
+    node = start_node(job, "one", "--standalone", worker=("start", "30"))
     first = job.wait_for_world(2)
-    kill(first[0])
+    kill_worker(first[0])
     job.wait_for_world(1, after=1)
     node.signal(signal.SIGUSR2)
     assert node.exit_code() == 75, job.logs

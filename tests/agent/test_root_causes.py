@@ -1,4 +1,4 @@
-"""The root cause of a failure over all nodes: bounded messages, order of the store, time limits."""
+"""The root cause of a failure of a job: message size, the order of reports, and time limits."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from elasticlib.workers.exits import WorkerExit
 from elasticlib.workers.spec import WorkerState
 
 NODES = tuple(Node(f"n{i}", f"n{i}", "127.0.0.1", 1) for i in range(2))
-BOARD = "run/board/1.a/"
+PREFIX = "run/board/1.a/"
 
 
-def told(cause: RootCause) -> bytes:
+def encode(cause: RootCause) -> bytes:
     return publish_root_cause(cause).value
 
 
-def read(data: bytes) -> RootCause | None:
+def decode(data: bytes) -> RootCause | None:
     return merge_root_cause({"first": data})
 
 
-def failure(rank: int, message: str = "") -> WorkerExit:
+def create_exit(rank: int, message: str = "") -> WorkerExit:
     return WorkerExit(0, rank, 70 + rank, 1, message=message, traceback=f"Traceback\n{message}")
 
 
 @given(st.text(max_size=50))
 def test_a_root_cause_is_decoded_as_it_was_encoded(text: str) -> None:
-    cause = root_cause_of(failure(1, text), "host", 3)
-    assert read(told(cause)) == cause
+    cause = root_cause_of(create_exit(1, text), "host", 3)
+    assert decode(encode(cause)) == cause
 
 
 def test_an_encoded_root_cause_is_bounded_and_keeps_the_end_of_the_traceback() -> None:
-    huge = attrs.evolve(failure(1, "é" * 10**6 + " the end"), stderr_tail="y\n" * 10**6)
-    posted = told(root_cause_of(huge, "h", 1))
-    assert len(posted) < 128 * 1024
-    said = read(posted)
-    assert said is not None
-    assert said.traceback.endswith("the end")
-    assert said.traceback.startswith("Traceback")
+    huge = attrs.evolve(create_exit(1, "é" * 10**6 + " the end"), stderr_tail="y\n" * 10**6)
+    published = encode(root_cause_of(huge, "h", 1))
+    assert len(published) < 128 * 1024
+    messages = decode(published)
+    assert messages is not None
+    assert messages.traceback.endswith("the end")
+    assert messages.traceback.startswith("Traceback")
 
 
 @pytest.mark.parametrize(
@@ -62,25 +62,25 @@ def test_an_encoded_root_cause_is_bounded_and_keeps_the_end_of_the_traceback() -
     [
         *(b"", b"[]", b"{}", b"\xff", b'{"host": "h"}', b'{"subsequent_ranks": 3}', b"null"),
         *(b"[" * 200_000, b"9" * 9_000),
-        told(root_cause_of(WorkerExit(0, 0, 1, 1), "h", 1)).replace(
+        encode(root_cause_of(WorkerExit(0, 0, 1, 1), "h", 1)).replace(
             b'"stderr_tail":""', b'"stderr_tail":5'
         ),
-        told(root_cause_of(WorkerExit(0, 0, 1, 1), "h", 1)).replace(b"{", b'{"new":1,'),
+        encode(root_cause_of(WorkerExit(0, 0, 1, 1), "h", 1)).replace(b"{", b'{"new":1,'),
     ],
 )
 def test_a_message_that_is_no_root_cause_is_ignored(data: bytes) -> None:
-    assert read(data) is None
-    first = told(root_cause_of(failure(1), "h", 1))
-    assert merge_root_cause({"first": first, "also/0": data}) == read(first)
+    assert decode(data) is None
+    first = encode(root_cause_of(create_exit(1), "h", 1))
+    assert merge_root_cause({"first": first, "also/0": data}) == decode(first)
 
 
 def test_subsequent_failures_are_listed_without_the_root_cause() -> None:
-    said = {"first": told(root_cause_of(failure(1, "no"), "h", 1))}
-    said |= {
+    messages = {"first": encode(root_cause_of(create_exit(1, "no"), "h", 1))}
+    messages |= {
         "also/0": publish_failed_ranks(0, [4, 1]).value,
         "also/2": publish_failed_ranks(2, [2]).value,
     }
-    cause = merge_root_cause(said)
+    cause = merge_root_cause(messages)
     assert cause is not None
     assert (cause.rank, cause.subsequent_ranks) == (1, (2, 4))
     assert len(publish_failed_ranks(0, range(10**6)).value) < 1000
@@ -88,18 +88,18 @@ def test_subsequent_failures_are_listed_without_the_root_cause() -> None:
 
 def test_messages_of_earlier_generations_are_deleted_with_their_keys() -> None:
     store, keys = MemoryStore(), StoreKeys("run")
-    for roll in ("1.a", "2.b"):
-        store.set(f"{keys.exchange_prefix(roll)}first", b"")
-    left = JobListing(keys, store.list(keys.job_prefix)).stale_keys("2.b")
-    assert left == (f"{keys.exchange_prefix('1.a')}first",)
+    for membership in ("1.a", "2.b"):
+        store.set(f"{keys.exchange_prefix(membership)}first", b"")
+    stale = JobListing(keys, store.list(keys.job_prefix)).stale_keys("2.b")
+    assert stale == (f"{keys.exchange_prefix('1.a')}first",)
 
 
-class Second(SingleNodeHandler):
-    """The second node of two, whose job fails as soon as its worker has, or the other's."""
+class SecondNodeHandler(SingleNodeHandler):
+    """The second of two nodes. The job fails when the worker of either node has failed."""
 
     def __init__(self, store: Store, failed: str = "n0") -> None:
         super().__init__()
-        self.store, self.over, self.failed = store, threading.Event(), failed
+        self.store, self.has_failed, self.failed = store, threading.Event(), failed
 
     def next_rendezvous(self) -> RendezvousInfo:
         change = self.wait_for_change(0.0)
@@ -107,56 +107,59 @@ class Second(SingleNodeHandler):
             error = RendezvousClosedError(change.reason)
             error.change = change  # type: ignore[attr-defined]
             raise error
-        seat = assign_ranks(NODES)[1]
+        assignment = assign_ranks(NODES)[1]
         return attrs.evolve(
-            super().next_rendezvous(), assignment=seat, store=self.store, exchange_prefix=BOARD
+            super().next_rendezvous(),
+            assignment=assignment,
+            store=self.store,
+            exchange_prefix=PREFIX,
         )
 
     def report_failure(self, reason: str, *, killed: bool = False) -> bool:
         del reason, killed
-        self.over.set()
+        self.has_failed.set()
         return True
 
     def wait_for_change(self, timeout: float) -> Change | None:
-        if self.over.wait(timeout):
+        if self.has_failed.wait(timeout):
             return Change(ChangeKind.FAILED, "a worker has failed", self.failed)
         return None
 
 
-class OfRankOne(OneWorker):
-    """The second node's worker."""
+class WorkerOfRankOne(OneWorker):
+    """The worker of the second node."""
 
     def reap(self, local_rank: int) -> WorkerExit:
         return attrs.evolve(super().reap(local_rank), rank=1)
 
 
 def test_the_first_published_failure_is_the_root_cause_and_later_ones_are_subsequent() -> None:
-    workers, store = OfRankOne(), MemoryStore()
-    with running(workers, Second(store)) as run:
-        posted = told(root_cause_of(failure(0, "the cause"), "n0", 1))
-        store.set(f"{BOARD}cause/first", posted)
+    workers, store = WorkerOfRankOne(), MemoryStore()
+    with running(workers, SecondNodeHandler(store)) as run:
+        published = encode(root_cause_of(create_exit(0, "the cause"), "n0", 1))
+        store.set(f"{PREFIX}cause/first", published)
         workers.finish(7)
         cause = run.result().root_cause
     assert cause is not None
     assert (cause.host, cause.rank, cause.message) == ("n0", 0, "the cause")
     assert cause.subsequent_ranks == (1,)
-    entry = store.get(f"{BOARD}cause/first")
+    entry = store.get(f"{PREFIX}cause/first")
     assert entry is not None
-    assert entry.value == posted
+    assert entry.value == published
 
 
 def test_the_node_that_failed_first_publishes_the_root_cause() -> None:
-    workers, store = OfRankOne(), MemoryStore()
-    with running(workers, Second(store, failed="n1")) as run:
+    workers, store = WorkerOfRankOne(), MemoryStore()
+    with running(workers, SecondNodeHandler(store, failed="n1")) as run:
         workers.finish(7)
         cause = run.result().root_cause
-    entry = store.get(f"{BOARD}cause/first")
+    entry = store.get(f"{PREFIX}cause/first")
     assert entry is not None
     assert cause is not None
-    assert (read(entry.value), cause.rank, cause.returncode) == (cause, 1, 7)
+    assert (decode(entry.value), cause.rank, cause.returncode) == (cause, 1, 7)
 
 
-class Watched(MemoryStore):
+class StoreThatReportsListing(MemoryStore):
     """A store that sets an event when the messages about a failure are listed."""
 
     def __init__(self) -> None:
@@ -171,18 +174,18 @@ class Watched(MemoryStore):
 
 
 def test_a_node_waits_for_the_root_cause_of_the_failed_node() -> None:
-    workers, store = OfRankOne(), Watched()
-    handler = Second(store)
+    workers, store = WorkerOfRankOne(), StoreThatReportsListing()
+    handler = SecondNodeHandler(store)
     with running(workers, handler) as run:
-        handler.over.set()
+        handler.has_failed.set()
         assert store.listed.wait(30)
-        store.set(f"{BOARD}cause/first", told(root_cause_of(failure(0, "late"), "n0", 1)))
+        store.set(f"{PREFIX}cause/first", encode(root_cause_of(create_exit(0, "late"), "n0", 1)))
         cause = run.result().root_cause
     assert cause is not None
     assert cause.message == "late"
 
 
-class Deserted(SingleNodeHandler):
+class HandlerThatLosesPeer(SingleNodeHandler):
     """A handler whose peer is lost. The worker fails because of it, and no other node joins."""
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -199,7 +202,7 @@ class Deserted(SingleNodeHandler):
 
 def test_a_worker_that_failed_because_a_node_was_lost_is_not_the_root_cause() -> None:
     workers = OneWorker()
-    with running(workers, Deserted(restarts=0, max_restarts=3)) as run:
+    with running(workers, HandlerThatLosesPeer(restarts=0, max_restarts=3)) as run:
         workers.finish(7)
         result = run.result()
     assert (result.state, result.root_cause) == (WorkerState.FAILED, None)
@@ -207,7 +210,7 @@ def test_a_worker_that_failed_because_a_node_was_lost_is_not_the_root_cause() ->
     assert result.failures[0].returncode == 7
 
 
-class Hanging(MemoryStore):
+class HangingStore(MemoryStore):
     """A store that does not answer until an event is set."""
 
     def __init__(self) -> None:
@@ -222,8 +225,8 @@ class Hanging(MemoryStore):
 
 
 def test_a_node_reports_its_own_failure_if_the_store_hangs() -> None:
-    workers, store = OfRankOne(), Hanging()
-    with running(workers, Second(store)) as run:
+    workers, store = WorkerOfRankOne(), HangingStore()
+    with running(workers, SecondNodeHandler(store)) as run:
         workers.finish(7)
         cause = run.result().root_cause
         assert not store.answer.is_set()

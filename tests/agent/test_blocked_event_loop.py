@@ -18,20 +18,20 @@ from elasticlib.testing.rendezvous_cluster import FakeBootstrapStore
 from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import WorkerGroup
 
-PATIENCE = 60.0
-LOOP = 1.0
-UNKNOWN_LOCAL_RANK = 7  # its exit is reported to wake the event loop
+TIMEOUT_S = 60.0
+LOOP_TIMEOUT_S = 1.0
+UNKNOWN_LOCAL_RANK = 7  # an exit of this worker is reported to wake the event loop
 
 
-class Recorded(OneWorker):
+class RecordingWorker(OneWorker):
     """A worker that records its starts and stops in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.history: list[str] = []
         self.groups: list[tuple[int, int]] = []
-        self._held, self._free = threading.Event(), threading.Event()
-        self._free.set()
+        self._is_blocked, self._is_released = threading.Event(), threading.Event()
+        self._is_released.set()
 
     def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
         self.history.append("start")
@@ -43,34 +43,36 @@ class Recorded(OneWorker):
         super().stop(local_ranks, force=force)
 
     @contextlib.contextmanager
-    def standing_still(self) -> Iterator[None]:
+    def block_event_loop(self) -> Iterator[None]:
         """Block the event loop within the `with` block."""
-        self._held, self._free = threading.Event(), threading.Event()
+        self._is_blocked, self._is_released = threading.Event(), threading.Event()
         self._on_exit(UNKNOWN_LOCAL_RANK)
-        assert self._held.wait(PATIENCE)
+        assert self._is_blocked.wait(TIMEOUT_S)
         try:
             yield
         finally:
-            self._free.set()
+            self._is_released.set()
 
     def running(self) -> dict[int, str]:
-        self._held.set()
-        self._free.wait(PATIENCE)
+        self._is_blocked.set()
+        self._is_released.wait(TIMEOUT_S)
         return super().running()
 
 
 class Nodes:
-    """The nodes of one job over a store in memory; each has an agent in its own thread."""
+    """The handlers of one job over a memory store."""
 
-    def __init__(self, least: int, most: int, loop: float = LOOP) -> None:
+    def __init__(
+        self, min_nodes: int, max_nodes: int, loop_timeout: float = LOOP_TIMEOUT_S
+    ) -> None:
         self.store = MemoryStore()
-        self._limits = RendezvousSettings(least, most, 0, last_call_timeout=0.0)
-        self._timing = RendezvousTimeouts(
-            join_timeout=PATIENCE,
+        self._settings = RendezvousSettings(min_nodes, max_nodes, 0, last_call_timeout=0.0)
+        self._timeouts = RendezvousTimeouts(
+            join_timeout=TIMEOUT_S,
             lease_ttl=2.0,
             keep_alive_interval=0.1,
             close_timeout=5.0,
-            loop_timeout=loop,
+            loop_timeout=loop_timeout,
         )
 
     def handler(self, name: str) -> DynamicRendezvousHandler:
@@ -78,82 +80,83 @@ class Nodes:
             self.store.client(),
             "job",
             Node(name, name, "127.0.0.1", 1),
-            self._limits,
-            timeouts=self._timing,
+            self._settings,
+            timeouts=self._timeouts,
             open_bootstrap_store=FakeBootstrapStore,
         )
 
-    def here(self) -> set[str]:
+    def live_nodes(self) -> set[str]:
         """Return the nodes whose lease is valid."""
         keys = StoreKeys("job").node()
         return {entry.key.removeprefix(keys) for entry in self.store.list(keys).entries}
 
 
-def finished(*pairs: tuple[Recorded, Run]) -> list[WorkerState]:
+def finish(*pairs: tuple[RecordingWorker, Run]) -> list[WorkerState]:
     for workers, _ in pairs:
         workers.finish()
     return [run.result().state for _, run in pairs]
 
 
-def together(*workers: Recorded, after: int) -> int:
-    """Waits until all are in one generation past that, and returns its number."""
+def wait_for_common_generation(*workers: RecordingWorker, after: int) -> int:
+    """Wait until all workers are in one generation after `after`, and return its number."""
 
-    def look() -> int:
+    def condition() -> int:
         found = {worker.groups[-1] for worker in workers}
         number, nodes = max(found)
         return number if len(found) == 1 and nodes == len(workers) and number > after else 0
 
-    return wait_until(f"all to be together after generation {after}", look)
+    return wait_until(f"one generation of all workers after generation {after}", condition)
 
 
 def test_the_other_nodes_continue_without_a_node_whose_event_loop_is_blocked() -> None:
-    nodes, a, b = Nodes(1, 2), Recorded(), Recorded()
+    nodes, a, b = Nodes(1, 2), RecordingWorker(), RecordingWorker()
     with running(a, nodes.handler("a")) as first, running(b, nodes.handler("b")) as second:
-        before = together(a, b, after=0), len(a.history)
-        with a.standing_still():
+        before = wait_for_common_generation(a, b, after=0), len(a.history)
+        with a.block_event_loop():
             wait_until(
-                "b to go on alone", lambda: b.groups[-1][1] == 1 and b.groups[-1][0] > before[0]
+                "a generation of b without a",
+                lambda: b.groups[-1][1] == 1 and b.groups[-1][0] > before[0],
             )
-            assert nodes.here() == {"b"}
-            assert len(a.history) == before[1], "nobody stopped what the loop did not"
-        together(a, b, after=before[0])
-        # It stops its workers before it is among the others again.
+            assert nodes.live_nodes() == {"b"}
+            assert len(a.history) == before[1], "no other thread stopped the workers of a"
+        wait_for_common_generation(a, b, after=before[0])
+        # Node a stops its workers before it joins again.
         assert a.history[before[1] :] == ["stop", "start"]
-        assert finished((a, first), (b, second)) == [WorkerState.SUCCEEDED] * 2
+        assert finish((a, first), (b, second)) == [WorkerState.SUCCEEDED] * 2
 
 
 def test_a_blocked_node_continues_if_no_other_generation_was_formed() -> None:
-    nodes, workers = Nodes(1, 1), Recorded()
+    nodes, workers = Nodes(1, 1), RecordingWorker()
     with running(workers, nodes.handler("a")) as run:
-        with workers.standing_still():
-            wait_until("its lease to end", lambda: not nodes.here())
-        wait_until("it to be there again", lambda: nodes.here() == {"a"})
-        assert finished((workers, run)) == [WorkerState.SUCCEEDED]
+        with workers.block_event_loop():
+            wait_until("the expiry of the lease", lambda: not nodes.live_nodes())
+        wait_until("a new lease of the node", lambda: nodes.live_nodes() == {"a"})
+        assert finish((workers, run)) == [WorkerState.SUCCEEDED]
     assert workers.history == ["start"]
 
 
-class SlowToStart(Recorded):
+class SlowToStart(RecordingWorker):
     """Workers whose start takes three times as long as the loop timeout."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lost = False
-        self.here: Callable[[], set[str]] = set
+        self.was_lost = False
+        self.live_nodes: Callable[[], set[str]] = set
 
     def start(self, group: WorkerGroup, on_exit: Callable[[int], None]) -> None:
-        over = threading.Event()
+        never = threading.Event()
         for _ in range(30):
-            over.wait(LOOP / 10)
-            self.lost = self.lost or not self.here()
+            never.wait(LOOP_TIMEOUT_S / 10)
+            self.was_lost = self.was_lost or not self.live_nodes()
         super().start(group, on_exit)
 
 
 def test_a_node_whose_workers_start_slowly_keeps_its_lease() -> None:
     nodes, workers = Nodes(1, 1), SlowToStart()
-    workers.here = nodes.here
+    workers.live_nodes = nodes.live_nodes
     with running(workers, nodes.handler("a")) as run:
-        assert finished((workers, run)) == [WorkerState.SUCCEEDED]
-    assert not workers.lost
+        assert finish((workers, run)) == [WorkerState.SUCCEEDED]
+    assert not workers.was_lost
 
 
 def test_pause_of_the_whole_process_does_not_count_as_a_blocked_loop() -> None:

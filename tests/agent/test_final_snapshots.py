@@ -1,4 +1,4 @@
-"""The snapshot service writes snapshots at the end of a run, depending on its result."""
+"""The agent writes snapshots at the end of a run, unless the run has succeeded."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from elasticlib.testing.waiting import wait_until
 from elasticlib.workers.spec import WorkerGroup
 
 
-class Kept(SnapshotService):
+class RecordingService(SnapshotService):
     def __init__(self) -> None:
-        self.told: list[object] = []
+        self.calls: list[object] = []
 
     def on_workers_starting(self, info: RendezvousInfo, group: WorkerGroup) -> None:
         del group
-        self.told.append(info.generation)
+        self.calls.append(info.generation)
 
     def close(self, *, flush: bool, cancel_reason: Callable[[], str]) -> str:
         del cancel_reason
-        self.told.append(flush)
+        self.calls.append(flush)
         self.saved_step = 7 if flush else None
         return ""
 
 
 @pytest.mark.parametrize(
-    ("state", "keep"),
+    ("state", "is_written"),
     [
         (WorkerState.SUCCEEDED, False),
         (WorkerState.FAILED, True),
@@ -41,11 +41,13 @@ class Kept(SnapshotService):
         (WorkerState.STOPPED, True),
     ],
 )
-def test_snapshots_are_written_unless_the_job_has_succeeded(state: WorkerState, keep: bool) -> None:
-    workers, memory = OneWorker(), Kept()
+def test_snapshots_are_written_unless_the_job_has_succeeded(
+    state: WorkerState, is_written: bool
+) -> None:
+    workers, service = OneWorker(), RecordingService()
     journal = NodeJournal("job", "n1")
     options = AgentOptions(drain_signals=(signal.SIGUSR1,), stop_signals=(signal.SIGUSR2,))
-    with running(workers, snapshot_service=memory, options=options, journal=journal) as run:
+    with running(workers, snapshot_service=service, options=options, journal=journal) as run:
         if state is WorkerState.DRAINED:
             run.agent.handle_signal(signal.SIGUSR1)
         elif state is WorkerState.STOPPED:
@@ -53,52 +55,56 @@ def test_snapshots_are_written_unless_the_job_has_succeeded(state: WorkerState, 
         else:
             workers.finish(int(state is WorkerState.FAILED))
         assert run.result().state is state
-    assert memory.told == [1, keep]
-    assert journal.aggregate.status.checkpoint_step == (7 if keep else None), "it is in the summary"
+    assert service.calls == [1, is_written]
+    assert journal.aggregate.status.checkpoint_step == (7 if is_written else None), (
+        "the run summary contains the step"
+    )
 
 
-class Hangs(Kept):
-    """The disk hangs, so that the final write ends only if it is given up."""
+class HangingService(RecordingService):
+    """A service whose disk hangs. The final write ends only when the agent cancels it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.writing, self.looks = threading.Event(), threading.Semaphore(0)
+        self.writing, self.polls = threading.Event(), threading.Semaphore(0)
 
     def close(self, *, flush: bool, cancel_reason: Callable[[], str]) -> str:
         assert flush
         self.writing.set()
         while not (reason := cancel_reason()):
-            self.looks.release()
+            self.polls.release()
             threading.Event().wait(0.01)
         return f"step 7 was not written: {reason}"
 
-    def looked(self, times: int) -> bool:
-        """Return True if the signals are read `times` more times."""
-        return all(self.looks.acquire(timeout=30) for _ in range(times))
+    def wait_for_polls(self, times: int) -> bool:
+        """Return True once the service has polled the signals `times` more times."""
+        return all(self.polls.acquire(timeout=30) for _ in range(times))
 
 
-@pytest.mark.parametrize("ended_by", ["SIGTERM", "a failure"])
+@pytest.mark.parametrize("cause", ["SIGTERM", "a failure"])
 def test_a_second_sigterm_ends_the_final_write(
-    ended_by: str, caplog: pytest.LogCaptureFixture
+    cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    workers, memory = OneWorker(), Hangs()
-    with running(workers, snapshot_service=memory) as run:
-        if ended_by == "SIGTERM":
+    workers, service = OneWorker(), HangingService()
+    with running(workers, snapshot_service=service) as run:
+        if cause == "SIGTERM":
             run.agent.handle_signal(signal.SIGTERM)
-            assert memory.writing.wait(30)
+            assert service.writing.wait(30)
         else:
             workers.finish(1)
-            assert memory.writing.wait(30)
+            assert service.writing.wait(30)
             run.agent.handle_signal(signal.SIGTERM)
-            wait_until("a word on the first one", lambda: "a second one ends" in caplog.text)
-        # Signals that do not end a run change nothing.
+            wait_until(
+                "a warning about the first signal", lambda: "a second one ends" in caplog.text
+            )
+        # A drain signal does not cancel the final write.
         run.agent.handle_signal(signal.SIGUSR2)
-        assert memory.looked(times=20)
+        assert service.wait_for_polls(times=20)
         run.agent.handle_signal(signal.SIGTERM)
         result = run.result()
-    given_up = "step 7 was not written: the agent received SIGTERM again during the final write"
-    assert result.reason.endswith(given_up)
-    assert result.state is (WorkerState.STOPPED if ended_by == "SIGTERM" else WorkerState.FAILED)
-    assert given_up in [
+    cancelled = "step 7 was not written: the agent received SIGTERM again during the final write"
+    assert result.reason.endswith(cancelled)
+    assert result.state is (WorkerState.STOPPED if cause == "SIGTERM" else WorkerState.FAILED)
+    assert cancelled in [
         record.message for record in caplog.records if record.levelname == "WARNING"
     ]
