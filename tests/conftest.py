@@ -101,7 +101,7 @@ LONG = ("contract_finds_faults.py",)
 """Files of `make test-long`, as is each test on hosts of their own: that a suite is a good one."""
 
 FIRST = (
-    "test_kept_steps.py",
+    "test_training_under_faults.py",
     "test_recovery_of_jobs.py",
     "test_kills.py",
     "test_readme.py",

@@ -135,7 +135,7 @@ def assert_none(broken: list[str], rule: str) -> None:
     assert not broken, "\n".join([rule, *sorted(broken)])
 
 
-def test_a_folder_imports_only_those_before_it() -> None:
+def test_each_package_imports_only_packages_before_it_in_the_order() -> None:
     unknown = {folder(name) for name in NAMES} - set(ORDER)
     assert not unknown, f"{sorted(unknown)} have no place in ORDER, which says who imports whom"
     broken = [
@@ -147,7 +147,7 @@ def test_a_folder_imports_only_those_before_it() -> None:
     assert_none(broken, f"A folder imports those before it alone: {', '.join(ORDER[1:-1])}.")
 
 
-def test_torchs_shapes_could_be_deleted_whole() -> None:
+def test_only_launch_imports_compat() -> None:
     broken = [
         f"{name} imports {other}"
         for name in NAMES
@@ -159,7 +159,7 @@ def test_torchs_shapes_could_be_deleted_whole() -> None:
     assert f"`{COMPAT_DOOR}`" in (ROOT / "docs" / "design.md").read_text()
 
 
-def test_only_tests_import_testing_and_only_examples_integrations() -> None:
+def test_only_testing_imports_testing_and_only_examples_import_integrations() -> None:
     may_import = {"testing": {"testing"}, "integrations": {"integrations", "examples"}}
     broken = [
         f"{name} imports {other}"
@@ -170,12 +170,12 @@ def test_only_tests_import_testing_and_only_examples_integrations() -> None:
     assert_none(broken, "`testing` and `integrations` need what elasticlib does not depend on.")
 
 
-def test_no_file_imports_itself_around_others() -> None:
+def test_there_is_no_import_cycle() -> None:
     broken = [f"{name}: {sorted(beneath(name))}" for name in NAMES if name in beneath(name)]
     assert_none(broken, "These stand in a circle with some of what they import.")
 
 
-def test_only_composers_import_what_does_of_another_folder() -> None:
+def test_only_composing_packages_import_modules_with_io_of_another_package() -> None:
     broken = [
         f"{name} imports {other}, which imports {sorted(others(other) & DOES)}"
         for name in NAMES
@@ -190,7 +190,7 @@ def test_only_composers_import_what_does_of_another_folder() -> None:
     )
 
 
-def test_a_pure_module_and_what_it_imports_know_nothing_of_the_world() -> None:
+def test_pure_modules_import_nothing_that_does_io() -> None:
     gone = [
         f"elasticlib/{name} is on the list PURE and is not there: if it was renamed or merged, "
         "put the module that decides or encodes in its place there"
@@ -207,14 +207,14 @@ def test_a_pure_module_and_what_it_imports_know_nothing_of_the_world() -> None:
     assert_none(gone + broken, "A pure module takes all that it needs as arguments.")
 
 
-def test_only_the_clock_reads_the_time() -> None:
+def test_only_the_clock_module_imports_time() -> None:
     assert_none(
         [name for name in NAMES if name != "clock.py" and others(name) & {"time", "datetime"}],
         "Time is read from elasticlib.clock alone.",
     )
 
 
-def test_the_environment_is_read_where_processes_begin_alone() -> None:
+def test_the_core_packages_do_not_read_the_environment() -> None:
     broken = [
         f"{name}:{node.lineno}"
         for name in NAMES
@@ -246,18 +246,18 @@ def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -
     return sum(bool(line.strip()) and not line.strip().startswith("#") for line in written)
 
 
-def test_no_two_files_of_tests_have_one_name() -> None:
+def test_test_files_have_different_names() -> None:
     names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
     twice = [name for name, times in names.items() if times > 1]
     assert_none(twice, "pytest imports a file of tests by its name, so each has one of its own.")
 
 
-def test_a_module_says_what_rule_it_keeps() -> None:
+def test_each_module_has_a_docstring() -> None:
     broken = [name for name in NAMES if of(name).body and not ast.get_docstring(of(name))]
     assert_none(broken, "A module begins with a docstring.")
 
 
-def test_nothing_is_checked_by_an_assertion() -> None:
+def test_the_library_has_no_assert_statements() -> None:
     broken = [
         f"{name}:{node.lineno}"
         for name in NAMES
@@ -268,7 +268,7 @@ def test_nothing_is_checked_by_an_assertion() -> None:
     assert_none(broken, "python -O leaves assertions out: raise, or see errors.require_not_none.")
 
 
-def test_a_thread_that_dies_is_heard() -> None:
+def test_threads_are_created_by_daemon_thread() -> None:
     broken = [
         f"{name}:{node.lineno}"
         for name in NAMES
@@ -300,7 +300,7 @@ def test_contract_suites_are_imported_with_their_dependencies_on_first_use() -> 
     assert python(code) == 0
 
 
-def test_the_command_line_is_read_without_torch_or_the_metadata_of_distributions() -> None:
+def test_the_command_line_is_parsed_without_torch_and_importlib_metadata() -> None:
     code = (
         "import sys; from elasticlib.launch.command_line import build_parser; build_parser(); "
         "sys.exit('torch' in sys.modules or 'importlib.metadata' in sys.modules)"
@@ -308,7 +308,7 @@ def test_the_command_line_is_read_without_torch_or_the_metadata_of_distributions
     assert python(code) == 0
 
 
-def test_a_state_that_is_not_sharded_is_saved_and_restored_without_dtensors() -> None:
+def test_state_without_shards_is_saved_and_restored_without_importing_dtensor() -> None:
     """Their modules take a second to import, in each new worker."""
     code = (
         "import sys, tempfile, torch, elasticlib\n"

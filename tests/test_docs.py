@@ -24,21 +24,21 @@ from elasticlib.agent.policy import AgentState
 ROOT = Path(__file__).parent.parent
 
 
-def test_every_event_of_the_policy_has_its_cases() -> None:
+def test_each_event_of_the_policy_has_cases() -> None:
     assert set(CASES) == EVENTS
 
 
-def test_the_page_shows_the_policy_as_it_is() -> None:
+def test_the_page_has_the_current_table_of_the_policy() -> None:
     page = PAGE.read_text()
     assert page == with_table(page), "run `make docs`"
     assert f"({PICTURE.relative_to(PAGE.parent)})" in page
 
 
-def test_the_picture_shows_the_policy_as_it_is() -> None:
+def test_the_picture_shows_the_current_policy() -> None:
     assert PICTURE.read_text() == states(), "run `make docs`"
 
 
-def test_the_picture_has_each_state_and_each_event_that_leads_on() -> None:
+def test_the_picture_has_each_state_and_each_event_with_a_transition() -> None:
     drawing = ElementTree.fromstring(states())
     words = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert set(PLACES) == {state.value for state in AgentState}
@@ -46,19 +46,19 @@ def test_the_picture_has_each_state_and_each_event_that_leads_on() -> None:
     assert sorted(filter(None, words)) == sorted([*PLACES, *events])
 
 
-def test_a_route_without_an_arrow_is_refused() -> None:
+def test_a_route_without_an_arrow_is_rejected() -> None:
     route = {("a", "b"): ((), (0, 0))}
     with pytest.raises(LookupError, match="routes of arrows that there are not"):
         picture("", (1, 1), places={"a": (0, 0)}, arrows={}, routes=route, ends={})
 
 
-def test_every_file_and_folder_that_the_page_names_exists() -> None:
+def test_each_file_and_directory_that_the_page_names_exists() -> None:
     named = re.findall(r"`((?:elasticlib|tests|docs|notebooks)/[\w./]*)`", PAGE.read_text())
     assert len(named) > 10
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_page_has_a_row_for_each_file_of_the_folders_that_it_lists() -> None:
+def test_the_page_has_a_row_for_each_file_of_the_packages_that_it_lists() -> None:
     sections = re.findall(
         r"\n### `(elasticlib/\w+)/`\n(.*?)(?=\n### )", PAGE.read_text(), re.DOTALL
     )
@@ -87,13 +87,13 @@ def check_story(story: survives.Story) -> None:
     ]
 
 
-def test_the_picture_of_the_job_shows_what_was_kept_of_it() -> None:
+def test_the_picture_of_the_job_is_drawn_from_its_recorded_data() -> None:
     story = kept_story()
     check_story(story)
     assert survives.PICTURE.read_text() == survives.draw(story), "run `make picture`"
 
 
-def test_the_picture_of_the_job_stands_by_itself() -> None:
+def test_the_picture_of_the_job_has_no_external_parts() -> None:
     """It is shown where no script runs, on a light and on a dark page."""
     text = survives.draw(kept_story())
     assert len(text) < 60_000

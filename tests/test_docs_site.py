@@ -67,7 +67,7 @@ def anchors(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", sorted(BY_HAND))
-def test_each_link_of_a_page_leads_somewhere(page: str) -> None:
+def test_each_link_of_a_page_has_a_target(page: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", without_code(page)):
         if re.match(r"https?://", target):
             continue
@@ -158,7 +158,7 @@ def test_reference_contains_what_authors_import(page: str) -> None:
         assert re.search(rf"^\.\. auto\w+:: {module}\.{name}$", written, re.MULTILINE), name
 
 
-def test_what_a_base_tells_that_is_not_public_stands_with_the_class() -> None:
+def test_the_reference_of_a_class_includes_members_of_its_private_base() -> None:
     (told,) = re.findall(
         r"autoclass:: elasticlib.ElasticBatchSampler\n(?: .*\n?)+", pages()["data.rst"]
     )
@@ -173,7 +173,7 @@ def test_each_flag_is_in_the_reference_with_its_variable() -> None:
         assert f"Variable: ``PET_{dest.upper()}``" in page, flag
 
 
-def test_a_public_name_without_a_docstring_is_refused() -> None:
+def test_a_public_name_without_a_docstring_is_rejected() -> None:
     class Told:
         """There is one."""
 
@@ -197,11 +197,11 @@ def test_a_public_name_without_a_docstring_is_refused() -> None:
         ("so: ::\n\n    a * b_\n\nand a*b", "so: ::\n\n    a * b_\n\nand a\\*b"),
     ],
 )
-def test_a_docstring_is_plain_text_but_for_code(written: str, read: str) -> None:
+def test_only_code_in_a_docstring_is_markup(written: str, read: str) -> None:
     assert plain(written) == read
 
 
-def test_what_is_shown_as_it_is_fits_on_its_page() -> None:
+def test_verbatim_blocks_fit_the_width_of_the_page() -> None:
     shown = pages()["elasticlib_command.rst"].split(".. code-block:: text")[1:]
     blocks = [block.partition("\n\n\n")[0] for block in shown]
     epilogs = [re.split(r"\n(?=\S)", block.strip("\n"))[0] for block in blocks]
@@ -209,7 +209,7 @@ def test_what_is_shown_as_it_is_fits_on_its_page() -> None:
     assert max(len(line) for epilog in epilogs for line in epilog.splitlines()) <= COLUMNS + 3
 
 
-def test_what_a_docstring_tells_of_a_field_begins_in_bold() -> None:
+def test_field_names_at_the_start_of_a_description_are_bold() -> None:
     text = "A thing: of two.\n\na: this; it is so. b_c and d: that. other: no."
     bold = "A thing: of two.\n\n**a**: this; it is so. **b_c and d**: that. other: no."
     assert with_bold_fields(text, {"a", "b_c", "d"}) == bold
@@ -221,13 +221,13 @@ def test_what_a_docstring_tells_of_a_field_begins_in_bold() -> None:
 OURS = re.compile(r"\b(?:ELASTICLIB|TORCHELASTIC|TORCH_ELASTIC)_[A-Z_]+[A-Z]\b")
 
 
-def test_the_page_of_variables_has_all_that_the_code_knows_and_no_others() -> None:
+def test_the_page_of_variables_lists_exactly_the_variables_of_the_code() -> None:
     files = [path for path in (ROOT / "elasticlib").rglob("*.py") if "examples" not in path.parts]
     known = {name for path in files for name in OURS.findall(path.read_text())}
     assert set(OURS.findall(text("reference/environment"))) == known
 
 
-def test_the_page_of_variables_has_all_that_workers_are_told() -> None:
+def test_the_page_of_variables_lists_those_that_workers_get() -> None:
     spec = WorkerSpec(Command("x"), 1, virtual_local_rank=True)
     (worker,) = workers = (Worker(0, 0, 0, 1, 1),)
     group = WorkerGroup(spec, workers, "job", 1, 0, 1, "here", 1)
@@ -236,7 +236,7 @@ def test_the_page_of_variables_has_all_that_workers_are_told() -> None:
     assert set(told) <= set(re.findall(r"`([A-Z_]+)`", section))
 
 
-def test_the_page_of_exit_codes_has_those_that_help_names() -> None:
+def test_the_page_of_exit_codes_lists_those_of_the_help_text() -> None:
     epilog = " ".join((build_parser().epilog or "").split())
     said = epilog.partition("exit codes: ")[2]
     first = re.findall(r"^\| ([\d+N ]+) \|", text("reference/exit_codes"), re.MULTILINE)

@@ -83,7 +83,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("page", PYTHON)
-def test_the_pages_python_runs(
+def test_the_python_code_of_the_page_runs(
     page: str, group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del group
@@ -109,7 +109,7 @@ def test_the_pages_python_runs(
 
 
 @pytest.mark.parametrize(("page", "line"), LINES)
-def test_a_command_line_of_a_page_can_be_read(
+def test_a_command_line_of_a_page_can_be_parsed(
     page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del page
@@ -119,7 +119,7 @@ def test_a_command_line_of_a_page_can_be_read(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_flags_and_subcommands_that_a_page_names_are_there(page: str) -> None:
+def test_flags_and_subcommands_that_a_page_names_exist(page: str) -> None:
     code = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", FOUND[page][0], flags=re.DOTALL))
     named = {flag for text in code for flag in re.findall(r"(?:^|\s)(--[a-z-]+)", text)}
     named |= {m[1] for text in code if (m := re.match(r"elasticlib ([a-z]+)", text))}

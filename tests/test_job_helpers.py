@@ -13,7 +13,7 @@ from jobs import Job
 ABORTS = "import os, threading; threading.Thread(target=os.abort, name='a-thread').start()"
 
 
-def test_a_process_that_ends_by_its_own_fault_fails_the_test_with_where_that_was(
+def test_a_launcher_that_crashes_fails_the_test_with_its_stack(
     tmp_path: Path,
 ) -> None:
     with contextlib.closing(Job(tmp_path)) as job:
@@ -24,7 +24,7 @@ def test_a_process_that_ends_by_its_own_fault_fails_the_test_with_where_that_was
         assert 'threading.py", line' in str(told.value)
 
 
-def test_a_process_that_the_test_ends_so_has_that_exit_code(tmp_path: Path) -> None:
+def test_a_signal_that_the_test_sent_is_not_a_crash(tmp_path: Path) -> None:
     with contextlib.closing(Job(tmp_path)) as job:
         node = job.start("a", "sleep", "60")
         node.signal(signal.SIGABRT)

@@ -66,7 +66,7 @@ def ticked(text: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_no_public_name_of_the_installed_torch_is_missing() -> None:
+def test_the_page_has_each_public_name_of_the_installed_torch() -> None:
     names = modules()
     assert len(names) > 40
     for name in names:
@@ -78,7 +78,7 @@ def test_no_public_name_of_the_installed_torch_is_missing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_no_name_is_told_of_that_torch_does_not_have() -> None:
+def test_the_page_has_no_name_that_torch_does_not_have() -> None:
     for section in SECTIONS:
         named = [name for name in ticked(section.partition("\n| ")[0]) if name in modules()]
         known = {n for name in named for n in public_names(importlib.import_module(name))}
@@ -86,7 +86,7 @@ def test_no_name_is_told_of_that_torch_does_not_have() -> None:
             assert not named or left <= known, left - known
 
 
-def test_every_field_of_torchs_config_is_told_of_and_no_other() -> None:
+def test_the_page_has_each_field_of_torchs_launch_config_and_no_other() -> None:
     [section] = [s for s in SECTIONS if s.startswith("LaunchConfig, field by field")]
     said = [name for left, _ in rows(section) for name in left]
     assert sorted(said) == sorted(field.name for field in dataclasses.fields(TorchConfig))
@@ -98,14 +98,14 @@ def test_a_handler_of_torch_has_the_names_of_all_methods_without_a_default() -> 
     assert RendezvousHandler.__abstractmethods__ == theirs - {"get_backend"}
 
 
-def test_each_row_says_what_to_use() -> None:
+def test_each_row_names_a_replacement() -> None:
     for section in SECTIONS:
         for left, right in rows(section):
             if not section.startswith("LaunchConfig, field by field"):
                 assert re.search(r"`elasticlib\.|\buse\b", right), left
 
 
-def test_what_is_named_of_elasticlib_is_there() -> None:
+def test_names_of_elasticlib_on_the_page_exist() -> None:
     loggers = {"elasticlib.launch", "elasticlib.agent"}
     named = {n.partition("(")[0] for n in ticked(TEXT) if n.startswith("elasticlib.")}
     assert len(named) > 40
@@ -118,7 +118,7 @@ def test_what_is_named_of_elasticlib_is_there() -> None:
             value = getattr(value, part)
 
 
-def test_what_is_named_of_the_command_lines_and_the_docs_is_there() -> None:
+def test_flags_and_documents_on_the_page_exist() -> None:
     flags = {name for name in ticked(TEXT) if name.startswith("--")}
     assert {"--hang-timeout", "--standalone"} <= flags
     assert flags <= set(build_parser()._option_string_actions)
@@ -131,7 +131,7 @@ def test_what_is_named_of_the_command_lines_and_the_docs_is_there() -> None:
 
 
 @pytest.mark.faults
-def test_the_pages_program_runs(tmp_path: Path) -> None:
+def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     script = tmp_path / "launcher.py"
     script.write_text(BLOCKS[0][1])
     environment = {**os.environ, "PYTHONPATH": WITHOUT_TORCH}

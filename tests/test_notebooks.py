@@ -64,7 +64,9 @@ def test_there_is_a_notebook() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
-def test_a_notebook_runs_shows_a_picture_and_leaves_nothing(path: Path, elsewhere: Path) -> None:
+def test_a_notebook_runs_and_shows_a_picture_and_leaves_no_process_or_file(
+    path: Path, elsewhere: Path
+) -> None:
     notebook = executed(path, elsewhere)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert any("image/png" in output.get("data", {}) for output in outputs)
@@ -75,7 +77,7 @@ def test_a_notebook_runs_shows_a_picture_and_leaves_nothing(path: Path, elsewher
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
-def test_a_notebook_is_kept_without_its_outputs(path: Path) -> None:
+def test_a_notebook_is_stored_without_outputs(path: Path) -> None:
     notebook = read(path)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert code
@@ -83,7 +85,7 @@ def test_a_notebook_is_kept_without_its_outputs(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
-def test_a_notebook_begins_with_a_title_and_a_sentence_and_names_no_place(path: Path) -> None:
+def test_a_notebook_starts_with_a_title_and_a_sentence_and_has_no_local_paths(path: Path) -> None:
     cells = read(path).cells
     assert re.fullmatch(r"# [^\n]+\n\n[^.\n]+\.", cells[0].source)
     for cell in cells:

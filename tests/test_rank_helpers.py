@@ -50,12 +50,12 @@ def wait_for_ever() -> None:
     time.sleep(600)
 
 
-def test_ranks_have_a_group_and_their_values_come_back(ranks: Ranks) -> None:
+def test_ranks_form_a_group_and_return_their_values(ranks: Ranks) -> None:
     assert ranks.run(add, 3, 0.5) == [[3, 4.5]] * 3
     assert ranks.run(add, 1, 2.0) == [[1, 2.0]]
 
 
-def test_a_rank_has_the_surroundings_of_its_test(
+def test_a_rank_has_the_directory_environment_and_streams_of_its_test(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -64,7 +64,7 @@ def test_a_rank_has_the_surroundings_of_its_test(
     assert capfd.readouterr().err == "said\nsaid\n"
 
 
-def test_a_failing_rank_is_told_with_its_traceback_and_a_killed_one_with_its_signal(
+def test_a_failed_rank_is_reported_with_its_traceback_and_a_killed_one_with_its_signal(
     ranks: Ranks,
 ) -> None:
     with pytest.raises(AssertionError, match=r"rank 1: (.|\n)*ValueError: not here"):
@@ -75,7 +75,7 @@ def test_a_failing_rank_is_told_with_its_traceback_and_a_killed_one_with_its_sig
     assert (other.status, other.value, other.error) == (0, 7, "")
 
 
-def test_what_a_rank_leaves_is_ended_and_who_does_not_end_shows_where_it_is(
+def test_processes_left_by_a_rank_are_killed_and_a_hung_rank_prints_its_stack(
     ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ranks.run(leave_a_child, 1, tmp_path)
@@ -105,6 +105,6 @@ def be_killed_while_asking_another() -> int:
     return warm.close()
 
 
-def test_the_warm_process_ends_by_itself_with_who_asks(ranks: Ranks) -> None:
+def test_the_server_of_the_ranks_exits_with_its_client(ranks: Ranks) -> None:
     assert ranks.run(use_another_and_close_it, 1) == [(True, 0)]
     assert ranks.run(be_killed_while_asking_another, 1) == [0]

@@ -54,14 +54,14 @@ def run(folder: Path, *command: str, seconds: float = 100.0) -> subprocess.Compl
     return done
 
 
-def test_every_shell_line_is_known_to_a_test() -> None:
+def test_each_shell_line_has_a_test() -> None:
     assert len(ELASTICRUN) + len(TARGETS) == len([line for line in SHELL if line])
     assert TARGETS == ["demo", "test"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("line", ELASTICRUN)
-def test_a_command_of_the_readme_trains_the_readmes_script(folder: Path, line: str) -> None:
+def test_a_command_of_the_readme_trains_the_script_of_the_readme(folder: Path, line: str) -> None:
     done = run(folder, *shlex.split(line))
     assert "SUCCEEDED" in done.stderr
     with CheckpointManager(folder / "checkpoints") as manager:
@@ -72,7 +72,7 @@ def test_a_command_of_the_readme_trains_the_readmes_script(folder: Path, line: s
 
 
 @pytest.mark.long
-def test_the_readmes_launcher_runs_the_readmes_script_each_time_it_is_started(folder: Path) -> None:
+def test_the_launcher_of_the_readme_runs_the_script_of_the_readme_twice(folder: Path) -> None:
     (folder / "launch.py").write_text(PYTHON[1])
     for _ in range(2):
         done = run(folder, sys.executable, "launch.py")
@@ -82,13 +82,13 @@ def test_the_readmes_launcher_runs_the_readmes_script_each_time_it_is_started(fo
         shutil.rmtree(folder / "checkpoints")
 
 
-def test_no_block_of_code_is_left_unrun() -> None:
+def test_each_block_of_python_has_a_test() -> None:
     assert len(PYTHON) == 2
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_demo_ends_as_the_readme_says(tmp_path: Path) -> None:
+def test_the_demo_succeeds(tmp_path: Path) -> None:
     demo = (sys.executable, "-m", "elasticlib.examples.demo", "--samples", "2400")
     said = run(tmp_path, *demo, seconds=250.0).stdout
     assert "each sample of each epoch exactly once: yes" in said
@@ -105,7 +105,7 @@ def test_a_benchmark_that_the_readme_names_runs(tmp_path: Path) -> None:
     assert "torchrun" in run(tmp_path, sys.executable, str(ROOT / path), *once).stdout
 
 
-def test_every_file_that_the_readme_names_is_there() -> None:
+def test_each_file_that_the_readme_names_exists() -> None:
     named = re.findall(r"\]\(([\w/.]+)(?:#[\w-]+)?\)", TEXT)
     named += re.findall(r"`(?:python )?((?:docs|tests)/[\w/.]+)`", TEXT)
     assert len(named) > 15
@@ -113,11 +113,11 @@ def test_every_file_that_the_readme_names_is_there() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_a_stranger_decides_in_one_screen_and_a_half() -> None:
+def test_the_readme_is_short() -> None:
     assert TEXT.count("\n") <= 140
 
 
-def test_the_versions_that_the_front_page_names_are_those_that_are_installed() -> None:
+def test_the_front_page_names_the_pinned_versions() -> None:
     pins = (ROOT / "tests/integrations/constraints.txt").read_text()
     pinned = {
         name.lower().replace("_", "-"): version
@@ -133,9 +133,9 @@ def test_the_versions_that_the_front_page_names_are_those_that_are_installed() -
 
 
 @pytest.mark.parametrize("line", sorted(set(re.findall(r"`elasticlib ([a-z]+ ?[^`]*)`", TEXT))))
-def test_a_command_that_the_readme_names_can_be_read(line: str) -> None:
+def test_a_command_that_the_readme_names_can_be_parsed(line: str) -> None:
     cli._parser().parse_args(shlex.split(line.replace("HOST:PORT", "127.0.0.1:0")))
 
 
-def test_the_readme_quotes_numbers_and_no_placeholders() -> None:
+def test_the_readme_has_no_placeholders_for_numbers() -> None:
     assert not re.findall(r"\b[A-Z]+_[A-Z]+ s\b", TEXT)

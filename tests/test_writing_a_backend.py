@@ -78,12 +78,12 @@ def connect(module: Any, server: RedisServer) -> Iterator[Connect]:
         store.close()
 
 
-def test_every_block_of_the_page_is_known_to_a_test() -> None:
+def test_each_block_of_the_page_has_a_test() -> None:
     assert set(FILES) == {f"{MODULE}.py", SUITE}
     assert len(BLOCKS) == len(FILES) + 5
 
 
-def test_the_pages_lines_to_try_it_name_what_is_there() -> None:
+def test_the_commands_that_try_the_page_name_existing_files_and_extras() -> None:
     install, server, suite, stop = map(shlex.split, TRY.splitlines())
     project = configparser.ConfigParser()
     project.read(Path(__file__).parent.parent / "setup.cfg")
@@ -96,7 +96,7 @@ def test_the_pages_lines_to_try_it_name_what_is_there() -> None:
     assert suite[1:] == ["python", "-m", "pytest", SUITE]
 
 
-def test_the_pages_lines_for_one_machine_are_those_above_at_another_place() -> None:
+def test_the_commands_for_one_machine_differ_from_those_above_only_in_the_address() -> None:
     server, launch = TRIAL.splitlines()
     assert server == TRY.splitlines()[1]
     here = f"localhost:{shlex.split(server)[2]}"
@@ -107,7 +107,7 @@ def test_the_pages_lines_for_one_machine_are_those_above_at_another_place() -> N
     assert f'options.pop("{words[at + 1].partition("=")[0]}", None)' in FILES[f"{MODULE}.py"]
 
 
-def test_the_page_has_each_method_that_a_store_must_have() -> None:
+def test_the_page_implements_each_method_of_a_store() -> None:
     told = dict(re.findall(r"^\| `(\w+)\((.*?)\)`", TEXT, re.MULTILINE))
     assert told.keys() == Store.__abstractmethods__
     for name, words in told.items():
@@ -116,7 +116,7 @@ def test_the_page_has_each_method_that_a_store_must_have() -> None:
         assert str(inspect.Signature(bare)) == f"(self, {words})"
 
 
-def test_the_page_counts_its_lines_right() -> None:
+def test_the_page_gives_the_correct_number_of_lines() -> None:
     tree = ast.parse(FILES[f"{MODULE}.py"])
     (body,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     (script,) = (
@@ -133,13 +133,13 @@ def test_the_page_counts_its_lines_right() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_pages_suite_passes(site: Path, server: RedisServer, tmp_path: Path) -> None:
+def test_the_test_suite_of_the_page_passes(site: Path, server: RedisServer, tmp_path: Path) -> None:
     (tmp_path / SUITE).write_text(FILES[SUITE])
     environment = {**os.environ, "PYTHONPATH": extend_pythonpath(site), "REDIS_URL": server.url}
     check_suite_passes(tmp_path, SUITE, 250.0, environment)
 
 
-def test_the_pages_command_lines_run_a_job_and_ask_it(
+def test_the_commands_of_the_page_run_a_job_and_show_its_status(
     job: Job,
     site: Path,
     server: RedisServer,
@@ -163,7 +163,7 @@ def test_the_pages_command_lines_run_a_job_and_ask_it(
         assert not client.exists("elasticlib:{job7}:leases")
 
 
-def test_what_the_page_does_not_know_it_refuses(module: Any, tmp_path: Path) -> None:
+def test_the_backend_of_the_page_rejects_unknown_settings(module: Any, tmp_path: Path) -> None:
     del module
     secret = tmp_path / "secret"
     secret.write_text("word\n")
@@ -177,7 +177,7 @@ def test_what_the_page_does_not_know_it_refuses(module: Any, tmp_path: Path) -> 
 # What the page says of failures, and no contract can ask for
 
 
-def test_a_lease_outlives_a_redis_that_stood_still(connect: Connect, server: RedisServer) -> None:
+def test_a_lease_survives_a_pause_of_redis(connect: Connect, server: RedisServer) -> None:
     store = connect()
     lease = store.set("lease", b"", ttl=0.5)
     server.signal(signal.SIGSTOP)
@@ -188,7 +188,7 @@ def test_a_lease_outlives_a_redis_that_stood_still(connect: Connect, server: Red
 
 
 @pytest.mark.parametrize("jump", [-3_600_000, 3_600_000])
-def test_a_lease_is_no_matter_of_the_machines_clock(
+def test_a_lease_does_not_depend_on_the_wall_clock(
     connect: Connect, server: RedisServer, jump: int
 ) -> None:
     store = connect()
@@ -202,7 +202,7 @@ def test_a_lease_is_no_matter_of_the_machines_clock(
     assert store.get("lease") is None
 
 
-def test_a_write_without_an_answer_is_an_error_and_is_not_tried_again(
+def test_a_write_without_an_answer_fails_and_is_not_repeated(
     connect: Connect, server: RedisServer
 ) -> None:
     store, other = connect(timeout=0.3), connect()
@@ -229,7 +229,7 @@ def test_a_write_without_an_answer_is_an_error_and_is_not_tried_again(
         assert connections() == came
 
 
-def test_a_redis_that_is_gone_is_said_to_be(connect: Connect, server: RedisServer) -> None:
+def test_a_lost_redis_raises_a_connection_error(connect: Connect, server: RedisServer) -> None:
     store = connect()
     store.set("key", b"")
     server.kill()
@@ -237,7 +237,9 @@ def test_a_redis_that_is_gone_is_said_to_be(connect: Connect, server: RedisServe
         store.get("key")
 
 
-def test_a_waiter_hears_of_a_redis_that_was_emptied(connect: Connect, server: RedisServer) -> None:
+def test_a_waiting_client_detects_that_redis_was_emptied(
+    connect: Connect, server: RedisServer
+) -> None:
     store = connect()
     version = [store.set("key", b"%d" % number).version for number in range(5)][-1]
     with redis.Redis.from_url(server.url) as client:

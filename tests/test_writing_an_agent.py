@@ -108,18 +108,18 @@ def job(module: Any, harness: WorkerHarness) -> Iterator[AgentJob]:
         yield job
 
 
-def test_every_block_of_the_page_is_known_to_a_test() -> None:
+def test_each_block_of_the_page_has_a_test() -> None:
     assert set(FILES) == {f"{MODULE}.py", LAUNCHER, OBSERVED, SUITE}
     assert len(BLOCKS) == len(FILES)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
-def test_the_pages_suite_passes(site: Path) -> None:
+def test_the_test_suite_of_the_page_passes(site: Path) -> None:
     check_suite_passes(site, SUITE, 150.0)
 
 
-def test_the_pages_launcher_runs_a_script_elsewhere(site: Path) -> None:
+def test_the_launcher_of_the_page_runs_a_script_on_the_other_host(site: Path) -> None:
     (site / "train.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, LAUNCHER],
@@ -137,7 +137,7 @@ def test_the_pages_launcher_runs_a_script_elsewhere(site: Path) -> None:
     ]
 
 
-def test_the_pages_observable_launcher_has_a_status_and_a_report(site: Path) -> None:
+def test_the_observable_launcher_of_the_page_has_a_status_and_a_report(site: Path) -> None:
     (site / "train.py").write_text(STEPS)
     out = subprocess.check_output([sys.executable, OBSERVED], cwd=site, text=True, timeout=110)
     assert out.splitlines()[-1].startswith("WorkerState.SUCCEEDED")

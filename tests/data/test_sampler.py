@@ -293,7 +293,7 @@ def test_drawing_more_samples_takes_no_more_memory():
     assert read_peak_memory() - before < 8_000_000
 
 
-def test_world_size_and_rank_default_to_those_of_the_process_group():
+def test_world_size_and_rank_are_required_without_a_process_group():
     with pytest.raises(
         ValueError, match=r"process group has not been initialized.*or pass num_replicas=1, rank=0"
     ):

@@ -35,7 +35,7 @@ def play(prefix, generation, world, resumed, steps, **start):
             append_trace(str(prefix), step=step, epoch=0, indices=indices, world_size=world)
 
 
-def test_steps_redone_after_a_crash_are_struck_out(tmp_path):
+def test_steps_that_are_redone_after_a_crash_are_discarded(tmp_path):
     prefix = tmp_path / "run"
     play(prefix, 1, 2, 0, range(1, 8))
     play(prefix, 2, 1, 4, range(5, 7))
@@ -45,7 +45,7 @@ def test_steps_redone_after_a_crash_are_struck_out(tmp_path):
     assert (told.steps, told.redone) == (9, 3)
 
 
-def test_a_restart_within_a_generation_counts_too(tmp_path):
+def test_a_second_resume_in_one_generation_discards_steps_too(tmp_path):
     prefix = tmp_path / "run"
     play(prefix, 1, 2, 0, range(1, 8))
     play(prefix, 1, 2, 4, range(5, 10))
@@ -54,7 +54,7 @@ def test_a_restart_within_a_generation_counts_too(tmp_path):
     assert (told.steps, told.redone) == (9, 3)
 
 
-def test_generations_that_count_from_1_in_each_launch_are_told_apart(tmp_path):
+def test_generations_of_different_launches_are_distinguished(tmp_path):
     """Launches are in the order of their clocks, whatever their names and worlds."""
     prefix = tmp_path / "run"
     for launch, began, world, resumed in (("f.1", 5, 2, 0), ("c.2", 7, 1, 4), ("e.1", 9, 2, 8)):
@@ -66,7 +66,7 @@ def test_generations_that_count_from_1_in_each_launch_are_told_apart(tmp_path):
     assert told.used_exactly_once(26)
 
 
-def test_a_generation_that_trained_nothing_strikes_out_what_it_did_not_see(tmp_path):
+def test_a_generation_without_steps_discards_steps_after_its_resume(tmp_path):
     prefix = tmp_path / "run"
     play(prefix, 1, 2, 0, range(1, 8))
     play(prefix, 2, 2, 4, [])
@@ -74,7 +74,7 @@ def test_a_generation_that_trained_nothing_strikes_out_what_it_did_not_see(tmp_p
     assert read_traces(prefix).used_exactly_once(18)
 
 
-def test_of_two_launches_side_by_side_the_one_counts_whose_state_is_taken(tmp_path):
+def test_of_two_concurrent_launches_the_one_with_the_continued_state_counts(tmp_path):
     """One goes on alone while the other begins anew from an old checkpoint; then they meet."""
     prefix = tmp_path / "run"
     for launch, generation, world, resumed, steps in (
@@ -90,7 +90,7 @@ def test_of_two_launches_side_by_side_the_one_counts_whose_state_is_taken(tmp_pa
     assert told.used_exactly_once(22)
 
 
-def test_a_lost_sample_and_a_repeated_one_are_noticed(tmp_path):
+def test_a_lost_sample_and_a_repeated_one_are_detected(tmp_path):
     prefix = tmp_path / "run"
     play(prefix, 1, 1, 0, range(1, 4))
     assert read_traces(prefix).used_exactly_once(6)
@@ -110,7 +110,7 @@ def test_a_missing_step_and_a_missing_rank_are_errors(tmp_path):
         read_traces(tmp_path / "rank")
 
 
-def test_the_lines_are_plain_json(tmp_path):
+def test_a_trace_consists_of_json_lines(tmp_path):
     play(tmp_path / "run", 3, 1, 0, [1], launch="a1", at=7.5)
     lines = [json.loads(line) for line in (tmp_path / "run.a1.3.0.jsonl").read_text().splitlines()]
     assert lines == [
@@ -125,7 +125,7 @@ def test_the_lines_are_plain_json(tmp_path):
     ]
 
 
-def test_without_a_prefix_nothing_is_written(tmp_path, monkeypatch):
+def test_without_a_prefix_no_trace_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     append_trace(None, resumed=3)
     assert list(tmp_path.iterdir()) == []

@@ -53,7 +53,7 @@ def alone(monkeypatch, capfd):
         dist.destroy_process_group()
 
 
-def test_ranks_with_less_than_others_or_nothing_change_no_gradient(ranks, tmp_path, alone):
+def test_ranks_with_fewer_samples_or_none_do_not_change_the_gradient(ranks, tmp_path, alone):
     """Of 4 samples rank 0 of 3 has two, of the last 1 the others have none."""
     folders = [tmp_path / "one", tmp_path / "three"]
     for folder in folders:
@@ -68,7 +68,7 @@ def test_ranks_with_less_than_others_or_nothing_change_no_gradient(ranks, tmp_pa
     assert read_traces(folders[1] / "trace").used_exactly_once(9)
 
 
-def test_the_last_state_is_saved_though_the_batch_was_changed_on_the_way(tmp_path, alone):
+def test_the_last_state_is_saved_after_a_change_of_the_batch_size(tmp_path, alone):
     alone(tmp_path, samples=8, global_batch=4, save_every=100)
     _, steps, _ = alone(tmp_path, generation=2, samples=8, global_batch=8, epochs=2, save_every=100)
     assert steps == "3"  # epochs of one step would be two
@@ -85,7 +85,7 @@ def test_the_last_state_is_saved_though_the_batch_was_changed_on_the_way(tmp_pat
         (0, 2, "nothing was saved under 'logical'"),
     ],
 )
-def test_another_number_of_logical_workers_is_refused(tmp_path, alone, before, after, sentence):
+def test_a_changed_number_of_logical_workers_is_rejected(tmp_path, alone, before, after, sentence):
     alone(tmp_path, samples=8, logical_workers=before)
     with pytest.raises(ElasticError, match=sentence):
         alone(tmp_path, samples=8, logical_workers=after, epochs=2)
@@ -109,7 +109,7 @@ while left := [*of_gloo()]:
 """
 
 
-def test_alone_and_without_a_launcher_it_trains_and_leaves_no_thread_behind(tmp_path):
+def test_training_without_a_launcher_leaves_no_gloo_thread(tmp_path):
     """A gloo thread that outlives the group aborts the process now and then, at its very end."""
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(

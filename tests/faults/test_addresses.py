@@ -12,7 +12,7 @@ QUICK = ("--rdzv-conf", "last_call_timeout=0.3")
 SHORT_LEASE = ("--rdzv-conf", "keep_alive_interval=0.2,last_call_timeout=0.3")
 
 
-def test_a_job_meets_over_ipv6_and_its_workers_meet_there_too(cluster: Cluster) -> None:
+def test_agents_and_workers_connect_over_ipv6(cluster: Cluster) -> None:
     hosts = cluster.add_hosts(2)
     flags = ("--nnodes", "2", "--rdzv-endpoint", f"[{hosts[0].address6}]:{PORT}", *QUICK)
     nodes = [host.start_agent(*flags) for host in hosts]
@@ -23,7 +23,7 @@ def test_a_job_meets_over_ipv6_and_its_workers_meet_there_too(cluster: Cluster) 
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_torch_sums_over_ipv6_between_hosts(cluster: Cluster) -> None:
+def test_all_reduce_between_hosts_works_over_ipv6(cluster: Cluster) -> None:
     hosts = cluster.add_hosts(2)
     for host in hosts:
         host.set_known_names({other.name: other.address6 for other in hosts})
@@ -36,7 +36,7 @@ def test_torch_sums_over_ipv6_between_hosts(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("first", ["the named host", "another host"])
-def test_a_host_whose_own_name_is_loopback_to_itself_serves_the_others(
+def test_a_host_that_resolves_its_own_name_to_loopback_serves_the_others(
     cluster: Cluster, first: str
 ) -> None:
     """As Debian writes /etc/hosts: h1 is 127.0.1.1 on h1, and its real address elsewhere."""
@@ -70,7 +70,7 @@ def test_two_jobs_on_one_port_are_told_apart_by_name(cluster: Cluster) -> None:
     assert not cluster.job.reports(generation_of(reports) + 1)
 
 
-def test_a_name_that_comes_to_mean_a_host_only_after_its_agent_started_is_hosted_there(
+def test_a_node_hosts_the_store_once_the_endpoint_name_resolves_to_it(
     cluster: Cluster,
 ) -> None:
     """As DNS does with a container that was just started: it says something old, or nothing (see
@@ -94,7 +94,7 @@ def test_a_name_that_comes_to_mean_a_host_only_after_its_agent_started_is_hosted
         assert len(set(lines)) == len(lines)
 
 
-def test_the_first_of_fixed_ranks_waits_for_its_own_name_to_mean_it(cluster: Cluster) -> None:
+def test_static_rank_0_waits_until_the_master_name_resolves_to_it(cluster: Cluster) -> None:
     hosts = [cluster.add_host("train-0"), cluster.add_host("train-1")]
     for host in hosts:
         host.set_known_names({"train-0.train": f"{NETWORK}.99"})
@@ -110,7 +110,7 @@ def test_the_first_of_fixed_ranks_waits_for_its_own_name_to_mean_it(cluster: Clu
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_a_host_that_must_serve_at_anothers_name_says_so_at_once(cluster: Cluster) -> None:
+def test_rank_0_that_cannot_host_at_the_master_address_fails_at_once(cluster: Cluster) -> None:
     one, _ = cluster.add_hosts(2)
     node = one.start_agent(
         "--nnodes", "2", "--node-rank=0", "--master-addr=h2", f"--master-port={PORT}"
@@ -120,7 +120,7 @@ def test_a_host_that_must_serve_at_anothers_name_says_so_at_once(cluster: Cluste
     assert "set --rdzv-conf is_host=true on this node" in node.text
 
 
-def test_who_hosts_alone_by_an_old_meaning_of_the_name_goes_where_it_has_come_to_lead(
+def test_a_node_that_hosts_at_an_outdated_address_joins_the_store_at_the_new_one(
     cluster: Cluster,
 ) -> None:
     """As where DNS still says an address of the first pod's that is another pod's by now."""
@@ -138,7 +138,7 @@ def test_who_hosts_alone_by_an_old_meaning_of_the_name_goes_where_it_has_come_to
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_a_name_of_several_machines_is_refused(cluster: Cluster) -> None:
+def test_an_endpoint_name_that_resolves_to_several_machines_is_rejected(cluster: Cluster) -> None:
     one, two = cluster.add_hosts(2)
     two.add_host_lines(f"{one.address} train", f"{two.address} train")
     node = two.start_agent("--nnodes", "2", "--rdzv-endpoint", f"train:{PORT}")

@@ -37,7 +37,7 @@ def busy_machine() -> Iterator[None]:
 
 
 @pytest.mark.timeout(400)
-def test_nodes_on_a_busy_machine_keep_their_places(job: Job) -> None:
+def test_nodes_on_a_busy_machine_stay_in_the_job(job: Job) -> None:
     # A lease that outlasts such a load, so that the loop alone is judged.
     conf = ("--rdzv-conf", "keep_alive_interval=3,keep_alive_max_attempt=10")
     place = ("--rdzv-backend=tcp", f"--rdzv-endpoint={job.start_store()}", "--nproc-per-node=2")

@@ -89,7 +89,9 @@ def saved(job: Job, generation: int, rank: int) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save: Save) -> None:
+def test_one_of_two_nodes_drains_and_the_other_continues_without_using_a_restart(
+    job: Job, save: Save
+) -> None:
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store(), *SHORT)
     grace = ("--checkpoint-grace", save.grace)
     nodes = {name: listening(job, save, name, *meet, *grace) for name in "ab"}
@@ -118,7 +120,7 @@ def test_one_of_two_nodes_drains_and_the_other_goes_on_uncharged(job: Job, save:
     assert notice.read_text() == f"preempted {save.grace}"
 
 
-def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_saved(
+def test_a_drain_signal_to_every_process_of_a_node_stops_none_before_the_save(
     job: Job, save: Save
 ) -> None:
     flags = ("--standalone", "--nproc-per-node", "2", "--checkpoint-grace", save.grace, *SHORT)
@@ -143,7 +145,7 @@ def test_a_drain_signal_to_every_process_of_a_node_ends_nothing_before_it_is_sav
     assert [saved(job, 1, rank) for rank in range(2)] == [{"child_runs": True, "signals": []}] * 2
 
 
-def test_a_node_whose_workers_do_not_listen_is_drained_by_sigterm_with_a_code_of_choice(
+def test_workers_without_notices_are_drained_by_sigterm_with_the_configured_exit_code(
     job: Job, save: Save
 ) -> None:
     flags = ("--standalone", "--drain-signals", "SIGUSR1", "--drain-exit-code", "85")
@@ -156,7 +158,9 @@ def test_a_node_whose_workers_do_not_listen_is_drained_by_sigterm_with_a_code_of
     assert "elasticrun: DRAINED: received SIGUSR1" in agent.text
 
 
-def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: Save) -> None:
+def test_each_further_signal_skips_to_the_next_step_of_stopping_workers(
+    job: Job, save: Save
+) -> None:
     # Longer than anything here is waited for.
     long = ("--checkpoint-grace", "600", "--shutdown-timeout", "600")
     agent = listening(job, save, "a", "--standalone", "--nproc-per-node", "2", *long)
@@ -180,7 +184,9 @@ def test_each_further_signal_cuts_the_ladder_short_by_one_rung(job: Job, save: S
     assert not (job.folder / "saved.1.1").exists()
 
 
-def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job, save: Save) -> None:
+def test_a_resize_gives_workers_the_same_shutdown_timeout_as_any_other_stop(
+    job: Job, save: Save
+) -> None:
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
     conf = ("--rdzv-conf", "last_call_timeout=0.1")
     grace = ("--shutdown-timeout", save.grace)
@@ -200,7 +206,7 @@ def test_a10_a_resize_gives_the_same_grace_as_every_other_stop(job: Job, save: S
     assert short.exit_code() == 0
 
 
-def test_fifty_nested_processes_leave_none_behind(job: Job) -> None:
+def test_fifty_nested_processes_of_a_worker_are_all_killed(job: Job) -> None:
     nest = (NESTED, str(job.folder), "50")
     flags = ("--standalone", "--max-restarts", "1", "--shutdown-timeout", "0.5")
     agent = elasticrun(job, "a", *flags, *nest)
@@ -222,7 +228,7 @@ def test_fifty_nested_processes_leave_none_behind(job: Job) -> None:
     job.wait_until_gone()
 
 
-def test_quick_failures_are_delayed_and_a_signal_is_handled_meanwhile(job: Job) -> None:
+def test_restarts_after_quick_failures_are_delayed_and_a_signal_ends_the_delay(job: Job) -> None:
     flags = ("--standalone", "--max-restarts", "9", "--no-python")
     agent = elasticrun(job, "a", *flags, "sh", "-c", "exit 3")
     agent.wait_for_log(
@@ -251,7 +257,7 @@ exit 7
 
 
 @pytest.mark.skipif(_lacks_spaces(), reason="no process namespaces here")
-def test_as_process_1_it_reaps_orphans_and_takes_no_end_from_its_agent(job: Job) -> None:
+def test_process_1_reaps_orphans_and_exits_only_with_its_agent(job: Job) -> None:
     run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
     script = ("--no-python", "sh", "-c", ORPHANS, str(job.folder))
     outside = job.start("a", *run, *script, PYTHONPATH=WITHOUT_TORCH)
@@ -280,7 +286,7 @@ def test_process_1_forks_before_torch_is_imported(job: Job) -> None:
 
 
 @pytest.mark.skipif(_lacks_spaces(), reason="no process namespaces here")
-def test_as_process_1_it_passes_a_drain_on_and_ends_with_its_code(job: Job) -> None:
+def test_process_1_forwards_a_drain_signal_and_exits_with_the_code_of_its_agent(job: Job) -> None:
     run = (*SPACES, sys.executable, "-m", "elasticlib.launch", "--standalone")
     outside = job.start("a", *run, WORKER, str(job.folder), PYTHONPATH=WITHOUT_TORCH)
     job.wait_for_world(1)

@@ -19,7 +19,7 @@ def flags(hosts: list[Host], nodes: str) -> tuple[str, ...]:
     return (*member_flags(hosts), "--rdzv-conf", QUICK, "--nnodes", nodes)
 
 
-def test_workers_go_on_when_the_leading_member_is_killed(cluster: Cluster) -> None:
+def test_workers_keep_running_when_the_etcd_leader_is_killed(cluster: Cluster) -> None:
     hosts = cluster.add_hosts(3)
     members = start_three_members(cluster, hosts)
     dead = find_leader(members)
@@ -38,7 +38,7 @@ def test_workers_go_on_when_the_leading_member_is_killed(cluster: Cluster) -> No
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_the_job_goes_on_without_a_host_that_took_the_leading_member_with_it(
+def test_the_job_continues_without_the_host_of_the_etcd_leader(
     cluster: Cluster,
 ) -> None:
     hosts = cluster.add_hosts(3)
@@ -58,7 +58,9 @@ def test_the_job_goes_on_without_a_host_that_took_the_leading_member_with_it(
     assert [node.exit_code() for node in nodes.values()] == [0, 0]
 
 
-def test_workers_go_on_while_etcd_is_away_and_comes_back_with_its_data(cluster: Cluster) -> None:
+def test_workers_keep_running_while_etcd_is_down_and_restarts_with_its_data(
+    cluster: Cluster,
+) -> None:
     home = cluster.add_host("store")
     server = cluster.create_etcd(home, f"{home.address}:{ETCD_PORT}")
     server.start()

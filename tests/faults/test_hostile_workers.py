@@ -79,7 +79,7 @@ def agent(job: Job, deed: str, *flags: str) -> Node:
 
 
 @pytest.mark.parametrize("name", ERROR_FILES)
-def test_whatever_a_failed_worker_leaves_its_agent_starts_the_next(job: Job, name: str) -> None:
+def test_an_agent_restarts_a_worker_that_left_invalid_files(job: Job, name: str) -> None:
     node = agent(job, ERROR_FILES[name], "--max-restarts", "1")
     assert node.exit_code() == 0, node.text
     assert "worker of rank 0" in node.text
@@ -88,14 +88,16 @@ def test_whatever_a_failed_worker_leaves_its_agent_starts_the_next(job: Job, nam
 
 
 @pytest.mark.parametrize("name", MEMORY)
-def test_whatever_lies_in_its_memory_an_agent_that_ends_says_how(job: Job, name: str) -> None:
+def test_an_agent_with_invalid_files_in_its_snapshot_memory_reports_the_failure(
+    job: Job, name: str
+) -> None:
     node = agent(job, MEMORY[name], "--max-restarts", "0")
     assert node.exit_code() == 1, node.text
     assert "exited with code 3" in node.text
     assert "Traceback" not in node.text
 
 
-def test_shared_memory_that_is_removed_costs_its_snapshots_and_not_the_job(job: Job) -> None:
+def test_a_job_whose_shared_memory_is_removed_loses_snapshots_and_continues(job: Job) -> None:
     node = agent(job, REMOVED, "--max-restarts", "1")
     assert node.exit_code() == 0, node.text
     assert len(re.findall("was removed while this job runs", node.text)) == 1
@@ -158,7 +160,7 @@ supervisor.close()
 """
 
 
-def test_there_is_no_memory_for_snapshots_where_no_folder_can_be_made() -> None:
+def test_workers_keep_no_snapshots_if_no_directory_can_be_created() -> None:
     command = [*IN_LITTLE_MEMORY, sys.executable, "-c", ASKS_FOR_MEMORY]
     paths = os.pathsep.join(filter(None, (WITHOUT_TORCH, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": paths}
@@ -169,7 +171,7 @@ def test_there_is_no_memory_for_snapshots_where_no_folder_can_be_made() -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_killed_supervisor_is_a_failure_of_its_workers_and_the_next_one_cleans_up(
+def test_a_killed_supervisor_fails_its_workers_and_the_next_one_cleans_up(
     job: Job, method: str
 ) -> None:
     flags = ("--standalone", "--max-restarts", "3", f"--start-method={method}")
@@ -205,7 +207,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("end", ["closes", "is killed"])
-def test_a_fork_that_holds_the_pipe_keeps_no_supervisor_waiting(job: Job, end: str) -> None:
+def test_a_supervisor_ends_although_a_fork_of_its_agent_holds_the_pipe(job: Job, end: str) -> None:
     folder = job.folder / "a folder\nof two lines"
     folder.mkdir()
     host = job.start("host", sys.executable, "-c", HOST, end, TMPDIR=str(folder))
@@ -215,7 +217,7 @@ def test_a_fork_that_holds_the_pipe_keeps_no_supervisor_waiting(job: Job, end: s
     os.kill(fork, signal.SIGKILL)
 
 
-def test_a_filter_alone_starts_warm_workers(job: Job) -> None:
+def test_a_rank_filter_without_other_log_flags_works_with_the_fork_server(job: Job) -> None:
     script = job.folder / "script.py"
     script.write_text("import os; print('I am rank', os.environ['RANK'])")
     flags = ("--standalone", "--nproc-per-node=2", "--local-ranks-filter=1")
@@ -225,7 +227,7 @@ def test_a_filter_alone_starts_warm_workers(job: Job) -> None:
     assert re.findall(r"I am rank \d", node.text) == ["I am rank 1"]
 
 
-def test_what_a_worker_says_of_its_failure_is_no_command_to_the_terminal(job: Job) -> None:
+def test_control_characters_in_a_worker_error_are_escaped(job: Job) -> None:
     node = agent(job, "raise ValueError('\\x1b]0;title\\x07 and a reason')", "--max-restarts", "0")
     assert node.exit_code() == 1
     assert "\\x1b]0;title\\x07 and a reason" in node.text

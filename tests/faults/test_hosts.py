@@ -26,7 +26,7 @@ TCP_BY_DAY = [
 
 
 @pytest.mark.parametrize("backend", TCP_BY_DAY)
-def test_a2_a_second_host_joins_and_both_are_one_world(cluster: Cluster, backend: str) -> None:
+def test_a_second_host_joins_and_both_form_one_world(cluster: Cluster, backend: str) -> None:
     flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "1:2")
     first = cluster.add_host().start_agent(*flags)
     generation = generation_of(cluster.job.wait_for_world(1))
@@ -40,7 +40,7 @@ def test_a2_a_second_host_joins_and_both_are_one_world(cluster: Cluster, backend
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a3_survivors_of_rank_0_share_one_generation_and_master(
+def test_survivors_of_rank_0_share_one_generation_and_master(
     cluster: Cluster, backend: str
 ) -> None:
     flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "2:3")
@@ -58,7 +58,7 @@ def test_a3_survivors_of_rank_0_share_one_generation_and_master(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a4_a_host_whose_agent_and_worker_were_killed_is_left_behind(
+def test_the_others_continue_without_a_host_whose_agent_and_worker_were_killed(
     cluster: Cluster, backend: str
 ) -> None:
     flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "1:3")
@@ -74,7 +74,7 @@ def test_a4_a_host_whose_agent_and_worker_were_killed_is_left_behind(
     assert [node.exit_code() for node in nodes.values()] == [0]
 
 
-def test_a4_a_killed_agent_is_missed_at_once_where_its_connection_breaks(cluster: Cluster) -> None:
+def test_a_killed_agent_is_detected_at_once_when_its_connection_breaks(cluster: Cluster) -> None:
     conf = ("--rdzv-conf", "keep_alive_interval=6,last_call_timeout=0.3")
     flags = (*cluster.start_rendezvous("tcp"), "--nnodes", "1:2", *conf)
     nodes = {host.name: host.start_agent(*flags) for host in cluster.add_hosts(2)}
@@ -89,14 +89,14 @@ def test_a4_a_killed_agent_is_missed_at_once_where_its_connection_breaks(cluster
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a4_the_power_loss_of_a_host_is_noticed_within_its_lease(
+def test_the_power_loss_of_a_host_is_detected_within_its_lease(
     cluster: Cluster, backend: str
 ) -> None:
     flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "1:3")
     _lose_a_host(cluster, flags, within=2 * LEASE + 8.0)
 
 
-def test_a4_the_power_loss_of_a_host_is_noticed_within_the_usual_lease(cluster: Cluster) -> None:
+def test_the_power_loss_of_a_host_is_detected_within_the_default_lease(cluster: Cluster) -> None:
     flags = (
         *cluster.start_rendezvous("tcp"),
         "--nnodes",
@@ -127,7 +127,7 @@ def _lose_a_host(
 
 
 @pytest.mark.parametrize("backend", TCP_BY_DAY)
-def test_a5_a_host_that_keeps_failing_leaves_and_the_other_goes_on(
+def test_a_host_that_keeps_failing_leaves_and_the_other_continues(
     cluster: Cluster, backend: str
 ) -> None:
     flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "1:3", "--max-restarts", "1")
@@ -150,7 +150,7 @@ time.time = lambda: wall() + {seconds}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a12_a_host_whose_clock_is_a_minute_off_is_a_host_like_any_other(
+def test_a_host_whose_clock_is_a_minute_off_stays_in_the_job(
     cluster: Cluster, tmp_path: Path, backend: str
 ) -> None:
     (tmp_path / "skew").mkdir()
@@ -171,9 +171,7 @@ def test_a12_a_host_whose_clock_is_a_minute_off_is_a_host_like_any_other(
 
 
 @pytest.mark.parametrize("backend", TCP_BY_DAY)
-def test_a20_a_host_that_waits_for_others_leaves_when_it_is_asked_to(
-    cluster: Cluster, backend: str
-) -> None:
+def test_a_host_that_waits_for_others_leaves_on_sigterm(cluster: Cluster, backend: str) -> None:
     flags = (*cluster.start_rendezvous(backend), *QUICK, "--nnodes", "2")
     waiting, *others = cluster.add_hosts(3)
     agent = waiting.start_agent(*flags)

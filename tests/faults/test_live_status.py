@@ -39,7 +39,7 @@ def stepping(job: Job, name: str, *flags: str) -> Node:
 
 
 @pytest.mark.parametrize("backend", ["tcp", "file"])
-def test_two_nodes_tell_where_they_stand_and_who_stands_still_is_named(
+def test_status_shows_two_running_nodes_and_the_age_of_a_stopped_one(
     job: Job, backend: str
 ) -> None:
     endpoint = job.start_store() if backend == "tcp" else str(job.folder / "meeting")
@@ -84,7 +84,7 @@ def _past(step: int, found: dict[str, Any]) -> dict[str, Any] | None:
     return found if (found["step"] or 0) > step and found["steps_per_second"] else None
 
 
-def test_a_job_is_seen_waiting_restarting_and_failed(job: Job) -> None:
+def test_status_shows_a_job_waiting_then_restarted_then_failed(job: Job) -> None:
     secret = job.folder / "secret"
     secret.write_text("known to all the nodes")
     meet = (
@@ -152,7 +152,7 @@ deep()
 """
 
 
-def test_stacks_of_ranks_that_sleep_in_python_and_in_c_and_of_one_that_is_stopped(
+def test_stacks_shows_ranks_that_sleep_in_python_and_in_c_and_names_a_stopped_one(
     job: Job,
 ) -> None:
     script = job.folder / "sleeps.py"
@@ -191,7 +191,7 @@ os.execvp("sleep", ["sleep", "600"])
 """
 
 
-def test_a_worker_that_became_another_program_is_not_hurt_by_the_question(job: Job) -> None:
+def test_stacks_does_not_stop_a_worker_that_executed_another_program(job: Job) -> None:
     script = job.folder / "becomes.py"
     script.write_text(BECOMES)
     flags = ("--standalone", "--start-method", "spawn")
@@ -208,7 +208,7 @@ def test_a_worker_that_became_another_program_is_not_hurt_by_the_question(job: J
     node.exit_code()
 
 
-def test_watching_ends_with_the_run_and_with_a_signal(job: Job) -> None:
+def test_status_watch_ends_with_the_run_and_on_sigint(job: Job) -> None:
     agent = stepping(job, "a", "--standalone")
     job.wait_for_world(1)
     watch = (sys.executable, "-m", "elasticlib.launch.cli", "status", "--watch")
@@ -240,7 +240,7 @@ def test_watching_ends_with_the_run_and_with_a_signal(job: Job) -> None:
         ),
     ],
 )
-def test_what_cannot_be_told_is_a_sentence(
+def test_status_errors_name_the_problem(
     job: Job, arguments: tuple[str, ...], code: int, says: str
 ) -> None:
     assert says in job.run_command("status", *arguments, code=code)[1]

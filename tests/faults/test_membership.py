@@ -18,7 +18,7 @@ def flags(endpoint: str, nodes: str, *more: str) -> tuple[str, ...]:
     return ("--nnodes", nodes, "--rdzv-backend", "tcp", "--rdzv-endpoint", endpoint, *more)
 
 
-def test_a2_a_second_node_joins_and_both_are_one_world(job: Job) -> None:
+def test_a_second_node_joins_and_both_form_one_world(job: Job) -> None:
     endpoint = job.start_store()
     conf = ("--rdzv-conf", "last_call_timeout=0.5")
     first = job.start_agent("a", *flags(endpoint, "1:3", *conf))
@@ -34,7 +34,7 @@ def test_a2_a_second_node_joins_and_both_are_one_world(job: Job) -> None:
     assert told[0]["stopping"] - told[1]["rendezvous.started"] >= 0.5
 
 
-def test_a3_survivors_of_rank_0_share_one_generation_and_master(job: Job) -> None:
+def test_survivors_of_rank_0_share_one_generation_and_master(job: Job) -> None:
     endpoint = job.start_store()
     nodes = {name: job.start_agent(name, *flags(endpoint, "2:3")) for name in "abc"}
     before = job.wait_for_world(3)
@@ -49,7 +49,9 @@ def test_a3_survivors_of_rank_0_share_one_generation_and_master(job: Job) -> Non
 
 
 @pytest.mark.parametrize("backend", ["tcp", "file"])
-def test_a4_the_death_of_a_busy_node_is_noticed(job: Job, tmp_path: Path, backend: str) -> None:
+def test_a_killed_agent_with_busy_workers_is_detected(
+    job: Job, tmp_path: Path, backend: str
+) -> None:
     endpoint = job.start_store() if backend == "tcp" else str(tmp_path / "meeting")
     place = ("--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "job")
     flags = ("--nnodes", "1:3", *place)
@@ -63,7 +65,7 @@ def test_a4_the_death_of_a_busy_node_is_noticed(job: Job, tmp_path: Path, backen
     assert nodes[alive].exit_code() == 0
 
 
-def test_a5_a_node_that_keeps_failing_leaves_and_the_other_goes_on(job: Job) -> None:
+def test_a_node_that_keeps_failing_leaves_and_the_other_continues(job: Job) -> None:
     endpoint = job.start_store()
     more = ("--max-restarts", "2")
     good = job.start_agent("good", *flags(endpoint, "1:3", *more))
@@ -85,7 +87,7 @@ time.time = lambda: wall() + {seconds}
 """
 
 
-def test_a12_a_wall_clock_a_minute_off_changes_nothing(job: Job, tmp_path: Path) -> None:
+def test_a_wall_clock_a_minute_off_has_no_effect(job: Job, tmp_path: Path) -> None:
     (tmp_path / "skew").mkdir()
     (tmp_path / "skew" / "sitecustomize.py").write_text(SKEW.format(seconds=-60))
     endpoint = job.start_store()
@@ -98,7 +100,7 @@ def test_a12_a_wall_clock_a_minute_off_changes_nothing(job: Job, tmp_path: Path)
     assert not job.reports(generation_of(reports) + 1)
 
 
-def test_a_stopped_agent_wakes_to_a_world_without_it_and_rejoins(job: Job) -> None:
+def test_a_stopped_agent_is_replaced_and_rejoins_when_it_runs_again(job: Job) -> None:
     endpoint = job.start_store()
     conf = ("--rdzv-conf", "keep_alive_interval=0.2,last_call_timeout=0.5")
     nodes = {name: job.start_agent(name, *flags(endpoint, "1:2", *conf)) for name in "ab"}
@@ -115,7 +117,7 @@ def test_a_stopped_agent_wakes_to_a_world_without_it_and_rejoins(job: Job) -> No
     assert [node.exit_code() for node in nodes.values()] == [0, 0]
 
 
-def test_one_spare_is_wanted_and_takes_over_and_another_is_sent_away(job: Job) -> None:
+def test_one_spare_waits_and_takes_over_and_a_second_one_is_rejected(job: Job) -> None:
     endpoint = job.start_store()
     more = ("--spares", "1", "--rdzv-conf", "keep_alive_interval=0.2")
 

@@ -15,7 +15,7 @@ QUICK = ("--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=5,last_c
 
 @pytest.mark.parametrize("cut", ["the first", "the last"])
 @pytest.mark.parametrize("backend", REMOTE)
-def test_a_host_that_was_cut_off_comes_back_as_a_newcomer(
+def test_a_host_that_was_cut_off_rejoins_behind_the_others(
     cluster: Cluster, backend: str, cut: str
 ) -> None:
     flags = (
@@ -49,7 +49,7 @@ def test_a_host_that_was_cut_off_comes_back_as_a_newcomer(
     assert [node.exit_code() for node in nodes] == [0, 0, 0]
 
 
-def test_a_cut_that_is_shorter_than_the_lease_changes_nothing(cluster: Cluster) -> None:
+def test_a_network_cut_shorter_than_the_lease_has_no_effect(cluster: Cluster) -> None:
     conf = ("--rdzv-conf", "last_call_timeout=0.3")
     flags = (*cluster.start_rendezvous("tcp"), *conf, "--nnodes", "1:2")
     nodes = [host.start_agent(*flags) for host in cluster.add_hosts(2)]

@@ -28,9 +28,7 @@ def run(job: Job, method: str, *flags: str, worker: tuple[str, ...]) -> Node:
     ("method", "number"),
     [("spawn", signal.SIGKILL), ("forkserver", signal.SIGKILL), ("forkserver", signal.SIGUSR1)],
 )
-def test_a8_nothing_outlives_an_agent_that_was_killed(
-    job: Job, method: str, number: signal.Signals
-) -> None:
+def test_no_process_outlives_a_killed_agent(job: Job, method: str, number: signal.Signals) -> None:
     agent = run(job, method, worker=("ignore-term", "child"))
     reports = job.wait_for_world(2)
     agent.signal(number)
@@ -40,7 +38,7 @@ def test_a8_nothing_outlives_an_agent_that_was_killed(
 
 
 @METHODS
-def test_a9_the_child_of_a_crashed_worker_goes_with_it(job: Job, method: str) -> None:
+def test_the_child_of_a_crashed_worker_is_killed(job: Job, method: str) -> None:
     agent = run(job, method, "--max-restarts", "1", worker=("child",))
     before = job.wait_for_world(2)
     os.kill(before[0]["pid"], signal.SIGKILL)
@@ -54,7 +52,7 @@ def test_a9_the_child_of_a_crashed_worker_goes_with_it(job: Job, method: str) ->
 
 
 @METHODS
-def test_a11_an_ignored_hangup_stays_ignored(job: Job, method: str) -> None:
+def test_a_hangup_that_was_ignored_at_start_stays_ignored(job: Job, method: str) -> None:
     command = job.agent_command(*ALONE, f"--start-method={method}")
     agent = job.start("a", "nohup", *command, PYTHONPATH=WITHOUT_TORCH)
     reports = job.wait_for_world(2)
@@ -65,7 +63,7 @@ def test_a11_an_ignored_hangup_stays_ignored(job: Job, method: str) -> None:
     assert not job.reports(generation_of(reports) + 1)
 
 
-def test_a19_an_agent_that_is_asked_to_leave_says_so_and_leaves_nothing(job: Job) -> None:
+def test_an_agent_that_gets_sigterm_reports_it_and_leaves_no_process(job: Job) -> None:
     agent = job.start_agent("a", *ALONE)
     job.wait_for_world(2)
     agent.signal(signal.SIGTERM)
@@ -76,7 +74,9 @@ def test_a19_an_agent_that_is_asked_to_leave_says_so_and_leaves_nothing(job: Job
 
 
 @METHODS
-def test_a_worker_that_is_deaf_to_sigterm_is_killed_after_the_grace(job: Job, method: str) -> None:
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(
+    job: Job, method: str
+) -> None:
     agent = run(job, method, "--shutdown-timeout", "0.5", worker=("ignore-term",))
     job.wait_for_world(2)
     agent.signal(signal.SIGINT)
@@ -86,7 +86,7 @@ def test_a_worker_that_is_deaf_to_sigterm_is_killed_after_the_grace(job: Job, me
 
 
 @pytest.mark.parametrize("where", ["store is there", "store is not"])
-def test_a20_a_waiting_node_leaves_when_it_is_asked_to(job: Job, where: str) -> None:
+def test_a_waiting_node_leaves_on_sigterm(job: Job, where: str) -> None:
     endpoint = job.start_store() if where == "store is there" else "localhost:1"
     agent = job.start_agent(
         "a", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=false"
@@ -108,7 +108,7 @@ def run_with_deferred_import(job: Job, text: str) -> Node:
     return job.start_agent("a", *flags, PYTHONPATH=paths)
 
 
-def test_a_module_that_fails_when_it_is_imported_late_costs_no_worker_and_no_restart(
+def test_a_deferred_import_that_fails_affects_no_worker_and_uses_no_restart(
     job: Job,
 ) -> None:
     agent = run_with_deferred_import(job, "raise RuntimeError('as if it were broken')")
@@ -122,7 +122,7 @@ def test_a_module_that_fails_when_it_is_imported_late_costs_no_worker_and_no_res
     assert "SIGKILL" not in agent.text
 
 
-def test_a_worker_that_is_killed_while_a_module_is_imported_late_is_restarted_at_once(
+def test_a_worker_killed_during_a_deferred_import_is_restarted_at_once(
     job: Job,
 ) -> None:
     os.mkfifo(job.folder / "pipe")

@@ -25,7 +25,7 @@ MAPPINGS = 8
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a1_every_kill_is_one_recovery_and_one_restart_and_leaks_nothing(
+def test_each_killed_worker_uses_one_restart_and_leaks_no_resources(
     job: Job, kills: int, nodes: int
 ) -> None:
     meet = (

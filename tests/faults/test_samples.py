@@ -15,7 +15,7 @@ SCRIPT = str(PROGRAMS / "sampler_worker.py")
 
 
 @pytest.mark.long
-def test_a7_each_sample_once_through_two_changes_of_world_size(job: Job) -> None:
+def test_each_sample_is_used_once_across_two_changes_of_world_size(job: Job) -> None:
     worlds = (2, 3, 1)
     for world, (start, until) in zip(worlds, itertools.pairwise((0, 400, 993, 1000)), strict=True):
         if start:

@@ -96,7 +96,7 @@ def check(reports: Reports, step: int, whole: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_fsdp2_goes_from_2_to_3_to_1_to_4_ranks_without_a_disk_and_loses_no_committed_step(
+def test_fsdp2_resizes_from_2_to_3_to_1_to_4_ranks_without_a_disk_and_loses_no_step(
     job: Job,
 ) -> None:
     run = Resizing(job)

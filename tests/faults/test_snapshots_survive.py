@@ -39,7 +39,7 @@ def permit(job: Job, step: int) -> None:
     (job.folder / "permit.part").rename(job.folder / "permit")
 
 
-def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drain_writes_it(
+def test_a_worker_killed_during_a_snapshot_leaves_the_last_complete_one_for_a_drain(
     job: Job, kills: int
 ) -> None:
     flags = ("--standalone", "--max-restarts", "1000")
@@ -73,7 +73,7 @@ def test_a_worker_killed_while_it_snapshots_leaves_the_last_whole_one_and_a_drai
     assert not Path(report["memory"]).exists()
 
 
-def test_a_second_sigterm_gives_up_a_final_write_that_waits_for_another_node(job: Job) -> None:
+def test_a_second_sigterm_cancels_a_final_write_that_waits_for_another_node(job: Job) -> None:
     permit(job, 5)
     flags = ("--nnodes", "2", "--rdzv-endpoint", job.start_store())
     # No lease ends: the stopped node counts as one that may still say which parts it has.
@@ -100,7 +100,7 @@ def held_by(folder: str, step: int, owner: str, parts: set[int]) -> bool:
     return parts <= {o.header.part for o in found if (o.header.step, o.owner) == (step, owner)}
 
 
-def test_a_node_that_is_killed_leaves_its_last_snapshot_with_its_buddy_and_nothing_in_memory(
+def test_the_last_snapshot_of_a_killed_node_survives_on_its_peer_and_its_memory_is_removed(
     job: Job,
 ) -> None:
     permit(job, 5)

@@ -54,7 +54,7 @@ def stopped(job: Job, reports: list[dict[str, Any]]) -> dict[str, Any]:
     return {**said[0], "seconds_left": min(left)}
 
 
-def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
+def test_all_ranks_stop_at_one_step_for_each_reason_and_no_step_is_lost(
     job: Job, save_seconds: float
 ) -> None:
     meet = ("--nnodes", "1:3", "--nproc-per-node", "2", "--rdzv-endpoint", job.start_store())
@@ -91,7 +91,7 @@ def test_all_ranks_stop_at_one_step_whatever_the_reason_and_no_step_is_lost(
     assert steps == list(range(len(steps)))
 
 
-def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
+def test_an_immediate_resize_does_not_wait_for_the_workers_to_save(job: Job) -> None:
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", job.start_store())
     last = ("--rdzv-conf", "last_call_timeout=0.3")
     nodes = [asking(job, "a", *meet, *last, resize="immediate")]
@@ -104,7 +104,7 @@ def test_a_resize_that_is_to_be_immediate_asks_nobody(job: Job) -> None:
     assert [node.exit_code() for node in nodes] == [0, 0]
 
 
-def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job) -> None:
+def test_hung_workers_are_restarted_after_their_stacks_are_written(job: Job) -> None:
     meet = ("--nnodes", "2", "--rdzv-endpoint", job.start_store(), "--max-restarts", "1")
     logs = {name: job.folder / f"logs-{name}" for name in "ab"}
     watch = ("--hang-timeout", "1.5", "--log-dir")
@@ -127,7 +127,7 @@ def test_workers_that_hang_are_restarted_once_their_stacks_are_written(job: Job)
     check_silences(job)
 
 
-def test_a_job_that_is_paused_as_a_whole_goes_on_and_has_not_hung(job: Job) -> None:
+def test_a_job_that_is_paused_as_a_whole_continues_and_does_not_count_as_hung(job: Job) -> None:
     meet = ("--nnodes", "2", "--rdzv-endpoint", job.start_store(), "--max-restarts", "1")
     nodes = [asking(job, name, *meet, *SHORT, "--hang-timeout", "1.5") for name in "ab"]
     before = job.wait_for_world(2)

@@ -36,7 +36,7 @@ def _others(reports: list[dict[str, object]], host: Host) -> list[dict[str, obje
 
 
 @pytest.mark.parametrize("how", ["killed", "without power"])
-def test_a6_workers_go_on_without_the_agent_that_hosts_the_store_until_it_is_back(
+def test_workers_keep_running_until_the_agent_that_hosts_the_store_is_back(
     cluster: Cluster, how: str
 ) -> None:
     first, *_ = hosts = cluster.add_hosts(3)
@@ -79,7 +79,7 @@ def _two_agents(job: Job, *more: str) -> tuple[str, list[Node]]:
     ]
 
 
-def test_a_store_that_comes_back_empty_finds_the_job_as_it_was(job: Job) -> None:
+def test_a_store_that_restarts_empty_has_no_effect_on_the_job(job: Job) -> None:
     endpoint, agents = _two_agents(job)
     before = job.wait_for_world(2)
     job.nodes[0].kill()
@@ -89,7 +89,9 @@ def test_a_store_that_comes_back_empty_finds_the_job_as_it_was(job: Job) -> None
     end_well(job, agents)
 
 
-def test_a_node_that_died_while_the_store_was_away_is_missed_when_it_is_back(job: Job) -> None:
+def test_a_node_that_was_killed_while_the_store_was_down_is_detected_when_it_is_back(
+    job: Job,
+) -> None:
     endpoint, agents = _two_agents(job)
     before = job.wait_for_world(2)
     job.nodes[0].kill()
@@ -104,7 +106,7 @@ def test_a_node_that_died_while_the_store_was_away_is_missed_when_it_is_back(job
     end_well(job, agents)
 
 
-def test_agents_give_a_store_up_after_its_grace_and_say_which(job: Job) -> None:
+def test_agents_fail_after_store_grace_and_name_the_store(job: Job) -> None:
     endpoint, agents = _two_agents(job, "--store-grace", "3")
     before = job.wait_for_world(2)
     job.nodes[0].kill()
@@ -122,7 +124,9 @@ def test_agents_give_a_store_up_after_its_grace_and_say_which(job: Job) -> None:
 
 
 @pytest.mark.parametrize("backend", REMOTE)
-def test_workers_go_on_while_the_stores_host_is_cut_off(cluster: Cluster, backend: str) -> None:
+def test_workers_keep_running_while_the_host_of_the_store_is_cut_off(
+    cluster: Cluster, backend: str
+) -> None:
     """The store itself lives on, and has seen all leases end for silence when it is back."""
     conf = ("--rdzv-conf", "keep_alive_interval=0.6,keep_alive_max_attempt=5")
     flags = (*cluster.start_rendezvous(backend), *conf, "--nnodes", "1:2")
@@ -145,7 +149,9 @@ def test_workers_go_on_while_the_stores_host_is_cut_off(cluster: Cluster, backen
 # -- a list of endpoints -----------------------------------------------------------------------
 
 
-def test_the_next_endpoint_of_the_list_serves_when_the_first_is_lost(cluster: Cluster) -> None:
+def test_the_next_endpoint_of_the_list_hosts_the_store_when_the_first_is_lost(
+    cluster: Cluster,
+) -> None:
     first, second, third = cluster.add_hosts(3)
     flags = ("--nnodes", "2:3", *at(first, second))
     agents = {host.name: host.start_agent(*flags) for host in (first, second, third)}
@@ -167,7 +173,7 @@ def test_the_next_endpoint_of_the_list_serves_when_the_first_is_lost(cluster: Cl
     end_well(cluster.job, list(agents.values()))
 
 
-def test_one_of_two_does_not_go_on_by_itself_and_says_why(cluster: Cluster) -> None:
+def test_one_of_two_nodes_without_a_quorum_fails_and_says_why(cluster: Cluster) -> None:
     first, second = cluster.add_hosts(2)
     flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "8")
     agents = [host.start_agent(*flags) for host in (first, second)]
@@ -180,7 +186,7 @@ def test_one_of_two_does_not_go_on_by_itself_and_says_why(cluster: Cluster) -> N
     assert not cluster.job.reports(generation_of(before) + 1)
 
 
-def test_one_of_two_goes_on_by_itself_where_any_number_is_quorum(cluster: Cluster) -> None:
+def test_one_of_two_nodes_continues_with_quorum_any(cluster: Cluster) -> None:
     first, second = cluster.add_hosts(2)
     flags = ("--nnodes", "1:2", *at(first, second), "--rdzv-conf", "quorum=any")
     agents = [host.start_agent(*flags) for host in (first, second)]
@@ -192,7 +198,7 @@ def test_one_of_two_goes_on_by_itself_where_any_number_is_quorum(cluster: Cluste
     end_well(cluster.job, agents[1:])
 
 
-def test_of_a_job_that_is_cut_in_two_the_greater_part_goes_on(cluster: Cluster) -> None:
+def test_the_larger_part_of_a_job_that_is_cut_in_two_continues(cluster: Cluster) -> None:
     first, second, third = hosts = cluster.add_hosts(3)
     flags = ("--nnodes", "1:3", *at(first, second))
     agents = [host.start_agent(*flags) for host in hosts]
@@ -217,7 +223,7 @@ def test_of_a_job_that_is_cut_in_two_the_greater_part_goes_on(cluster: Cluster) 
     end_well(cluster.job, agents)
 
 
-def test_a_node_that_remembers_nothing_begins_no_second_job_in_its_part(cluster: Cluster) -> None:
+def test_a_new_agent_in_the_smaller_part_does_not_start_a_second_job(cluster: Cluster) -> None:
     """The lesser part gives up, as it should, and whoever looks after it starts it again."""
     first, second = cluster.add_hosts(2)
     flags = ("--nnodes", "1:2", *at(first, second), "--store-grace", "3")
@@ -235,7 +241,7 @@ def test_a_node_that_remembers_nothing_begins_no_second_job_in_its_part(cluster:
 
 
 @pytest.mark.parametrize("places", [1, 2])
-def test_a_host_that_is_told_to_leave_serves_until_the_others_have_gone_on(
+def test_a_store_host_that_gets_sigterm_serves_until_the_others_have_continued(
     cluster: Cluster, places: int
 ) -> None:
     first, second = hosts = cluster.add_hosts(2)
@@ -251,7 +257,9 @@ def test_a_host_that_is_told_to_leave_serves_until_the_others_have_gone_on(
     end_well(cluster.job, agents[1:])
 
 
-def test_a_host_that_is_told_to_leave_waits_for_nobody_who_cannot_go_on(cluster: Cluster) -> None:
+def test_a_store_host_that_gets_sigterm_does_not_wait_for_nodes_that_cannot_continue(
+    cluster: Cluster,
+) -> None:
     first, second = cluster.add_hosts(2)
     flags = ("--nnodes", "2", *at(first), "--store-grace", "1")
     agents = [host.start_agent(*flags) for host in (first, second)]
@@ -265,7 +273,7 @@ def test_a_host_that_is_told_to_leave_waits_for_nobody_who_cannot_go_on(cluster:
 
 
 @needs_etcd
-def test_a_silent_member_of_etcd_keeps_nobody_for_longer_than_a_lease(cluster: Cluster) -> None:
+def test_a_silent_etcd_member_delays_agents_by_at_most_a_lease(cluster: Cluster) -> None:
     dead, *others = hosts = cluster.add_hosts(3)
     start_three_members(cluster, hosts)
     # All ask the first of the list for as long as it answers.

@@ -115,7 +115,7 @@ def kill_a_worker(node: Node, dice: random.Random) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_kills_at_one_world_size_change_no_bit_of_the_weights(job: Job) -> None:
+def test_killed_workers_at_one_world_size_do_not_change_the_weights(job: Job) -> None:
     calm, storm = Run(job, "calm", 2), Run(job, "storm", 2)
     place = ("--standalone", "--nproc-per-node", "2", *PATIENT)
     undisturbed = job.start("calm", *LAUNCH, *place, *calm.script)
@@ -166,9 +166,7 @@ class Nodes:
 @pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("turns", [10, pytest.param(20, marks=pytest.mark.release)])
-def test_kills_and_resizes_lose_nothing_and_change_no_bit_of_the_weights(
-    job: Job, turns: int
-) -> None:
+def test_kills_and_resizes_lose_no_step_and_do_not_change_the_weights(job: Job, turns: int) -> None:
     """Worlds of one to five ranks, over which five logical workers are dealt."""
     epochs = turns // 5
     calm = Run(job, "calm", epochs, "--logical-workers", "5")
@@ -208,7 +206,7 @@ def test_kills_and_resizes_lose_nothing_and_change_no_bit_of_the_weights(
 
 
 @pytest.mark.long
-def test_a_job_that_fails_for_good_leaves_its_last_step_on_the_disk(job: Job) -> None:
+def test_a_job_that_fails_permanently_leaves_its_last_step_on_the_disk(job: Job) -> None:
     run = Run(job, "run", 1, "--save-every", "1000")
     place = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "0")
     node = job.start("first", *LAUNCH, *place, *run.script)

@@ -64,7 +64,7 @@ def goes_on(job: Job, step: int, digest: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_job_of_two_nodes_that_is_told_to_end_leaves_its_last_step_on_the_disk(job: Job) -> None:
+def test_two_nodes_that_get_sigterm_write_their_last_step_to_the_disk(job: Job) -> None:
     nodes, _ = two_nodes(job, "--nnodes", "2")
     digest = kept(job, 3, world=4)
     for node in nodes.values():
@@ -78,7 +78,7 @@ def test_a_job_of_two_nodes_that_is_told_to_end_leaves_its_last_step_on_the_disk
 
 
 @pytest.mark.timeout(300)
-def test_what_a_killed_node_had_given_away_is_written_by_those_that_have_it(job: Job) -> None:
+def test_replicas_of_a_killed_node_are_written_by_the_surviving_node(job: Job) -> None:
     nodes, reports = two_nodes(job, "--nnodes", "2", "--snapshot-replicas", "1")
     digest = kept(job, 3, world=4)
     stays, goes = reports[0], reports[2]
@@ -106,7 +106,7 @@ def holds(folder: str, step: int, owner: str, parts: set[int]) -> Callable[[], b
 
 
 @pytest.mark.timeout(300)
-def test_a_node_that_drains_alone_and_those_that_stay_write_its_last_step_together(
+def test_a_node_that_drains_and_the_other_nodes_write_its_last_step_together(
     job: Job,
 ) -> None:
     flags = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60")

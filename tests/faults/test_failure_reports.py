@@ -47,7 +47,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     job.wait_until_gone()
 
 
-def test_a13_every_node_ends_with_the_traceback_of_the_one_that_failed(told: Told) -> None:
+def test_each_node_prints_the_traceback_of_the_failed_worker_last(told: Told) -> None:
     for node in told.nodes:
         lines = node.text.splitlines()
         (begin,) = (i for i, line in enumerate(lines) if "elasticrun: root cause in" in line)
@@ -60,7 +60,7 @@ def test_a13_every_node_ends_with_the_traceback_of_the_one_that_failed(told: Tol
         assert "elasticlib" not in shown.partition("Traceback")[2]
 
 
-def test_a_report_for_programs_says_the_same_on_every_node(told: Told) -> None:
+def test_failure_json_is_equal_on_all_nodes(told: Told) -> None:
     first, second = told.reports
     assert first == second
     cause = first["root_cause"]
@@ -70,7 +70,7 @@ def test_a_report_for_programs_says_the_same_on_every_node(told: Told) -> None:
     assert f"logs: {cause['log_dir']} on {cause['host']}" in told.nodes[0].text
 
 
-def test_each_role_counts_its_own_workers_over_all_agents(told: Told) -> None:
+def test_role_ranks_count_the_workers_of_the_role_on_all_nodes(told: Told) -> None:
     said = {
         (place["ROLE_NAME"], place["ROLE_RANK"], place["ROLE_WORLD_SIZE"]) for place in told.roles
     }
@@ -80,7 +80,7 @@ def test_each_role_counts_its_own_workers_over_all_agents(told: Told) -> None:
     assert {place["LOCAL_WORLD_SIZE"] for place in told.roles} == {"1", "2"}
 
 
-def test_the_last_words_of_a_program_that_is_not_pythons_are_its_cause(job: Job) -> None:
+def test_the_root_cause_of_a_program_without_python_is_the_end_of_its_stderr(job: Job) -> None:
     text = "echo 'terminate called after: boom' >&2; echo '  what():  no room' >&2; kill -ABRT $$"
     agent = job.start("a", *alone("sh", "-c", text), PYTHONPATH=WITHOUT_TORCH)
     assert agent.exit_code() == 1
@@ -114,9 +114,7 @@ def cramped() -> Iterator[Path]:
     pytest.skip("no cgroup can be made here")
 
 
-def test_a_worker_that_the_kernel_killed_for_memory_is_told_from_other_kills(
-    job: Job, cramped: Path
-) -> None:
+def test_a_worker_killed_for_lack_of_memory_is_reported_as_such(job: Job, cramped: Path) -> None:
     enter = f'echo $$ > {cramped}/cgroup.procs; exec "$@"'
     eat = alone("python3", "-c", EAT)
     agent = job.start("a", "sh", "-c", enter, "sh", *eat, PYTHONPATH=WITHOUT_TORCH)
