@@ -92,7 +92,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 REAL = (
     *("test_commit_faults.py", "test_etcd_faults.py", "test_etcd_store.py"),
-    *("test_accepted.py", "test_bitwise_reproducibility_page.py", "test_train_text.py"),
+    *("test_supported_states.py", "test_bitwise_reproducibility_page.py", "test_train_text.py"),
     *("test_warm_and_cold.py", "test_writing_a_backend.py", "test_writing_an_agent.py"),
 )
 """Files of `make test-processes`, as is each test that is marked `faults` or uses a `job`: others'

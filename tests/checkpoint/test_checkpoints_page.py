@@ -1,4 +1,4 @@
-"""The Python code and the commands of docs/guide/checkpoints.md run."""
+"""The Python code and the commands of docs/guide/checkpoints.md work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promises of the CheckpointManager to a training script: saves, retention, fencing, restore."""
+"""CheckpointManager: saves, retention, fencing and restore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import Job
-from managers import Gated, manager_at
+from managers import GatedStorage, create_manager
 
 from elasticlib import CheckpointManager, ElasticDistributedSampler
 from elasticlib.checkpoint.catalog import append_checksum
@@ -145,7 +145,7 @@ def test_an_intact_checkpoint_before_damaged_ones_is_not_deleted(tmp_path: Path)
     with CheckpointManager(tmp_path, keep_last=1) as manager:
         assert manager.prune().kept == (1, 2, 3)
         assert manager.load()["step"] == 1
-        # The damaged ones stay until a newer good one has replaced them.
+        # Damaged checkpoints are kept until a newer intact one exists.
         manager.save(4, state(4)).wait()
         assert manager.steps() == [4]
 
@@ -214,12 +214,12 @@ def test_restore_rejects_an_unknown_value_of_if_unusable(tmp_path: Path) -> None
 
 
 def test_save_returns_before_the_write_and_the_next_save_waits(tmp_path: Path) -> None:
-    place, tensor = Gated(tmp_path), torch.ones(3)
+    place, tensor = GatedStorage(tmp_path), torch.ones(3)
     with CheckpointManager(place) as manager:
         assert (manager.last_stall_s, manager.last_durable_s) == (0.0, None)
         manager.save(1, {"w": tensor})
         tensor.zero_()
-        assert place.asked.wait(30)
+        assert place.is_writing.wait(30)
         assert manager.steps() == []
         assert manager.last_durable_s is None
         second = threading.Thread(target=manager.save, args=(2, {"w": tensor}))
@@ -246,10 +246,10 @@ def test_a_failure_in_the_background_is_raised_once_by_the_next_call(tmp_path: P
 
 
 def test_a_forked_process_neither_waits_nor_saves(tmp_path: Path) -> None:
-    place = Gated(tmp_path)
+    place = GatedStorage(tmp_path)
     with CheckpointManager(place) as manager:
         manager.save(1, {"a": 1})
-        assert place.asked.wait(30)
+        assert place.is_writing.wait(30)
         child = os.fork()
         if not child:
             status = 1
@@ -271,11 +271,11 @@ def place_in(launch: str, generation: int) -> dict[str, object]:
 
 
 def test_an_older_generation_cannot_commit_and_the_error_names_the_holder(tmp_path: Path) -> None:
-    place = Gated(tmp_path)
-    old = manager_at(place, place_in("a", 1))
+    place = GatedStorage(tmp_path)
+    old = create_manager(place, place_in("a", 1))
     old.save(5, state(1))
-    assert place.asked.wait(30)
-    with manager_at(tmp_path, place_in("a", 2)) as new:
+    assert place.is_writing.wait(30)
+    with create_manager(tmp_path, place_in("a", 2)) as new:
         new.claim()
         place.gate.set()
         with pytest.raises(
@@ -287,22 +287,22 @@ def test_an_older_generation_cannot_commit_and_the_error_names_the_holder(tmp_pa
         new.wait()
         assert len(os.listdir(tmp_path / "step-0000000005")) == 2
     with pytest.raises(CheckpointFencedError, match=r"generation 2 .*generation 1"):
-        manager_at(tmp_path, place_in("a", 1)).claim()
+        create_manager(tmp_path, place_in("a", 1)).claim()
     old.close()
     assert CheckpointManager(tmp_path).load()["step"] == 2
 
 
 def test_the_newest_launch_keeps_the_fence_of_an_older_one(tmp_path: Path) -> None:
-    first = manager_at(tmp_path, place_in("a", 7))
+    first = create_manager(tmp_path, place_in("a", 7))
     first.save(1, state(1))
     first.wait()
-    with manager_at(tmp_path, place_in("b", 1)) as second:
+    with create_manager(tmp_path, place_in("b", 1)) as second:
         second.claim()
         first.save(2, state(2))
         with pytest.raises(CheckpointFencedError, match="generation 1 of run 'job'"):
             first.close()
         with pytest.raises(CheckpointFencedError, match="launch"):
-            manager_at(tmp_path, place_in("a", 8)).claim()
+            create_manager(tmp_path, place_in("a", 8)).claim()
         second.save(3, state(3))
     assert CheckpointManager(tmp_path).steps() == [1, 3]
 
@@ -340,7 +340,7 @@ def token_of(folder: Path) -> str:
 
 
 def test_pruning_does_not_delete_the_files_of_a_live_writer(tmp_path: Path) -> None:
-    place = Gated(tmp_path)
+    place = GatedStorage(tmp_path)
     live = CheckpointManager(place)
     live.claim()
     (folder := tmp_path / "step-0000000001").mkdir()
@@ -355,7 +355,7 @@ def test_pruning_does_not_delete_the_files_of_a_live_writer(tmp_path: Path) -> N
 
 
 def test_a_writer_that_lost_the_fence_cannot_prune(tmp_path: Path) -> None:
-    old, new = (manager_at(tmp_path, place_in("l", number)) for number in (1, 2))
+    old, new = (create_manager(tmp_path, place_in("l", number)) for number in (1, 2))
     old.claim()
     new.claim()
     (folder := tmp_path / "step-0000000001").mkdir()
@@ -370,7 +370,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     for rank, local_rank, writes in [(0, 0, True), (2, 0, False)]:
         place = {"rank": rank, "local_rank": local_rank, "world": 4}
         folder = tmp_path / str(rank)
-        with manager_at(folder, place) as manager:
+        with create_manager(folder, place) as manager:
             assert manager.is_writer is writes
             manager.claim()
             manager.save(1, {})
@@ -442,7 +442,7 @@ def test_the_result_of_restore_describes_the_step_and_its_source(tmp_path: Path)
     nothing = manager.restore(state(5))
     assert (bool(nothing), nothing.found, nothing.step, nothing.source) == (False, False, 0, "")
     assert str(nothing) == "nothing to restore"
-    # Step 0 is a state like any other, and is there.
+    # Step 0 is restored like any other step.
     saved(tmp_path, 0, 7, 9).close()
     (path,) = (tmp_path / "step-0000000009").glob("state.*")
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
@@ -489,7 +489,7 @@ def test_restore_of_a_given_step(tmp_path: Path) -> None:
         ):
             manager.restore(found, step=3)
         assert (found["step"], found["w"].tolist()) == (6, [6, 6, 6])
-        # What can be read is not held up by what cannot.
+        # An unreadable checkpoint does not affect readable ones.
         manifest = tmp_path / "step-0000000009" / "manifest.json"
         manifest.write_bytes(append_checksum(b'{"format":999}'))
         with pytest.raises(CheckpointError, match="this version reads"):

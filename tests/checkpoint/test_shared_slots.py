@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from managers import Gated
+from managers import GatedStorage
 from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -24,7 +24,7 @@ from elasticlib.testing.waiting import wait_until
 
 
 class Counter:
-    """A part of a state that counts how often it is asked for its state."""
+    """A part of a state that counts the calls of its `state_dict`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -87,7 +87,7 @@ def test_the_step_loop_copies_the_state_once_if_a_save_and_a_snapshot_are_due(
 def test_snapshots_are_copied_to_other_slots_while_a_save_is_written(
     tmp_path: Path, kept: Path
 ) -> None:
-    storage = Gated(tmp_path / "disk")
+    storage = GatedStorage(tmp_path / "disk")
     with CheckpointManager(storage) as manager:
         for first, is_snapshot in ((1, True), (11, False)):
             storage.gate.clear()
@@ -105,7 +105,7 @@ def test_snapshots_are_copied_to_other_slots_while_a_save_is_written(
 def test_a_snapshot_of_a_save_that_is_skipped_or_waits_is_taken_at_once(
     tmp_path: Path, kept: Path
 ) -> None:
-    storage = Gated(tmp_path / "disk")
+    storage = GatedStorage(tmp_path / "disk")
     with CheckpointManager(storage) as manager:
         manager.save(1, state_of(1))
         assert manager.save(2, state_of(2), if_busy="skip", snapshot=True).is_skipped
@@ -132,7 +132,7 @@ def test_without_an_agent_all_saves_are_copied_to_one_private_slot(tmp_path: Pat
 
 @pytest.fixture
 def full_memory(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An agent's memory of 200 KiB."""
+    """Create agent memory of 200 KiB."""
     folder = small_disk / "1"
     folder.mkdir()
     monkeypatch.setenv("ELASTICLIB_SNAPSHOTS", str(folder))
@@ -157,7 +157,7 @@ def test_a_snapshot_waits_for_a_save_if_the_agents_memory_is_full(
     def state(step: int) -> dict[str, Any]:
         return state_of(step, size=20_000)  # The memory has room for two of them.
 
-    storage = Gated(tmp_path / "disk")
+    storage = GatedStorage(tmp_path / "disk")
     with CheckpointManager(storage) as manager:
         manager.save(1, state(1), snapshot=True)
         assert manager.snapshot(2, state(2))

@@ -36,21 +36,21 @@ def training_state():
 
 def test_load_returns_the_saved_state(tmp_path):
     path, state = tmp_path / "new" / "step-7.pt", training_state()
-    want = sample_states.in_words(state)
+    want = sample_states.describe(state)
     save_checkpoint(path, state)
-    assert sample_states.in_words(load_checkpoint(path)) == want
+    assert sample_states.describe(load_checkpoint(path)) == want
     assert (
-        sample_states.in_words(load_checkpoint(str(path), map_location=torch.device("cpu"))) == want
+        sample_states.describe(load_checkpoint(str(path), map_location=torch.device("cpu"))) == want
     )
     assert os.listdir(path.parent) == ["step-7.pt"]
 
 
 def test_an_object_with_state_dict_is_saved_as_its_state(tmp_path):
-    model, optimizer = sample_states.trained()
+    model, optimizer = sample_states.create_trained()
     save_checkpoint(tmp_path / "a.pt", {"model": model, "more": [optimizer]})
     found = load_checkpoint(tmp_path / "a.pt")
     want = {"model": model.state_dict(), "more": [optimizer.state_dict()]}
-    assert sample_states.in_words(found) == sample_states.in_words(want)
+    assert sample_states.describe(found) == sample_states.describe(want)
 
 
 def test_damage_at_the_end_of_a_large_file_is_detected(tmp_path):
@@ -85,7 +85,7 @@ def test_a_file_of_torch_save_is_rejected_with_the_call_that_loads_it(tmp_path):
         load_checkpoint(path)
     assert not isinstance(refused.value, CheckpointCorruptError)
     (command,) = re.findall(r"torch\.load\(.*\)", str(refused.value))
-    assert sample_states.in_words(eval(command)) == sample_states.in_words(state)
+    assert sample_states.describe(eval(command)) == sample_states.describe(state)
 
 
 def test_latest_skips_a_file_of_torch_save_with_its_reason(tmp_path, caplog):
@@ -189,8 +189,8 @@ def test_an_existing_file_is_replaced_and_never_written_to(tmp_path):
     assert load_checkpoint(path) == {"step": 2}
 
 
-def save_for_ever(path, turn, pipe):
-    """Save again and again, and write each finished step to a pipe."""
+def save_repeatedly(path, turn, pipe):
+    """Save repeatedly, and write each finished step to a pipe."""
     step = turn * 10**6
     while True:
         step += 1
@@ -205,10 +205,10 @@ def kill_writers(path):
         reads, pipe = os.pipe()
         writer = os.fork()
         if not writer:
-            save_for_ever(path, turn, pipe)
+            save_repeatedly(path, turn, pipe)
         os.close(pipe)
         saved = os.read(reads, 8)
-        for _ in range(turn % 7):  # This is not synchronized with the writer.
+        for _ in range(turn % 7):  # The kill is not synchronized with the writer.
             state = load_checkpoint(path)
             assert torch.equal(state["w"], torch.full((1 << 15,), state["step"]))
         os.kill(writer, signal.SIGKILL)
@@ -219,7 +219,7 @@ def kill_writers(path):
         partial += len(os.listdir(path.parent)) - 1
         state = load_checkpoint(path)
         assert torch.equal(state["w"], torch.full((1 << 15,), state["step"]))
-        # A save that has returned is not undone, and at most the next one is in its place.
+        # A save that has returned is durable; the file has its step or the next one.
         assert state["step"] - int.from_bytes(saved, "big") in (0, 1)
         assert latest_checkpoint(path.parent, "*") == path
     return partial

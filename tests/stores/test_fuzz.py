@@ -17,7 +17,7 @@ import attrs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_tcp_frames import frames, raw
+from test_tcp_frames import frames, encode_raw
 
 from elasticlib.clock import monotonic
 from elasticlib.stores.authentication import HandshakeTranscript, Role, compute_proof
@@ -56,21 +56,23 @@ def mistyped(draw: st.DrawFn) -> bytes:
     """Return a frame whose names are those of the schema, and whose values have any type."""
     op = draw(st.sampled_from(sorted(SCHEMA)))
     fields = {name: draw(JSON) for name in SCHEMA[op]}
-    return raw({"op": op, "id": draw(st.integers(0, 9) | JSON), **fields}, draw(st.binary()))
+    return encode_raw({"op": op, "id": draw(st.integers(0, 9) | JSON), **fields}, draw(st.binary()))
 
 
 @st.composite
 def nested(draw: st.DrawFn) -> bytes:
     depth = draw(st.integers(0, MAX_HANDSHAKE_BYTES // 2) | st.integers(900, 1100))
     opening, closing = draw(st.sampled_from([(b"[", b"]"), (b'{"a":', b"1}")]))
-    return raw(b'{"op":"get","id":1,"key":' + opening * depth + closing * depth + b"}")
+    return encode_raw(b'{"op":"get","id":1,"key":' + opening * depth + closing * depth + b"}")
 
 
 HUGE = st.tuples(
     st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.binary(max_size=3000)
 ).map(lambda huge: struct.pack(">II", *huge[:2]) + huge[2])
 WATCH = st.integers(0, 2**64).map(
-    lambda after: raw({"op": "watch", "id": 1, "prefix": "a", "after": after, "listing": True})
+    lambda after: encode_raw(
+        {"op": "watch", "id": 1, "prefix": "a", "after": after, "listing": True}
+    )
 )
 ATTACKS = st.one_of(
     st.binary(max_size=300),
@@ -263,7 +265,7 @@ sys.stdin.read()
 
 
 @contextmanager
-def start_server(
+def start_server_process(
     log: Path, descriptors: int = 0, secret: str = "", before: int = 0
 ) -> Iterator[tuple[int, int]]:
     """Start a server in a new process, so that its memory can be measured.
@@ -303,7 +305,7 @@ def read_peak_memory(pid: int) -> int:
 def test_unauthenticated_clients_use_little_memory(tmp_path: Path) -> None:
     part = struct.pack(">II", 4 * MIB, 4 * MIB - 4) + b" " * MIB
     with (
-        start_server(tmp_path / "log", secret=SECRET.decode()) as (pid, port),
+        start_server_process(tmp_path / "log", secret=SECRET.decode()) as (pid, port),
         TcpStore("127.0.0.1", port, secret=SECRET, timeout=20.0) as client,
         ExitStack() as stack,
     ):
@@ -325,7 +327,7 @@ def test_a_server_without_descriptors_serves_its_clients_and_accepts_others_late
 ) -> None:
     log = tmp_path / "log"
     with (
-        start_server(log, descriptors=32) as (_, port),
+        start_server_process(log, descriptors=32) as (_, port),
         TcpStore("127.0.0.1", port, timeout=20.0) as client,
         TcpStore("127.0.0.1", port, timeout=30.0) as late,
         ExitStack() as stack,
@@ -353,7 +355,7 @@ def test_unauthenticated_clients_leave_descriptors_for_other_clients(
 ) -> None:
     limits = {"descriptors": 48} if lowered else {"before": 48}
     with (
-        start_server(tmp_path / "log", secret=SECRET.decode(), **limits) as (pid, port),
+        start_server_process(tmp_path / "log", secret=SECRET.decode(), **limits) as (pid, port),
         ExitStack() as stack,
     ):
         for _ in range(60):

@@ -11,7 +11,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from test_fuzz import HELLO, LABEL, MIB, peak, read_frame, served, stranger
+from test_fuzz import (
+    HELLO,
+    LABEL,
+    MIB,
+    read_peak_memory,
+    read_frame,
+    start_server_process,
+    open_raw_connection,
+)
 
 from elasticlib.clock import monotonic
 from elasticlib.errors import StoreRejectedError
@@ -83,7 +91,7 @@ def test_unread_replies_use_bounded_memory_and_other_clients_are_served(
     tmp_path: Path, what: str
 ) -> None:
     with (
-        served(tmp_path / "log") as (pid, port),
+        start_server_process(tmp_path / "log") as (pid, port),
         TcpStore("127.0.0.1", port, timeout=60.0) as good,
         ExitStack() as stack,
     ):
@@ -96,32 +104,32 @@ def test_unread_replies_use_bounded_memory_and_other_clients_are_served(
         entry = good.get("big/0")
         assert entry is not None
         assert len(entry.value) == 4 * MIB
-        assert peak(pid) < MAX_MEMORY_BYTES
+        assert read_peak_memory(pid) < MAX_MEMORY_BYTES
 
 
 def test_a_client_that_disconnects_with_unread_replies_leaves_no_memory_in_use(
     tmp_path: Path,
 ) -> None:
     with (
-        served(tmp_path / "log") as (pid, port),
+        start_server_process(tmp_path / "log") as (pid, port),
         TcpStore("127.0.0.1", port, timeout=60.0) as good,
     ):
         good.set("big/0", b"x" * 4 * MIB)
-        before = peak(pid)
+        before = read_peak_memory(pid)
         for _ in range(250):
             with ExitStack() as stack:
                 connection = open_attacking_connection(port, stack)
                 connection.sendall(encode(Frame("get", 1, {"key": "big/0"})))
                 assert connection.recv(1)
         assert good.get("small") is None
-        assert peak(pid) - before < 32 * MIB
+        assert read_peak_memory(pid) - before < 32 * MIB
 
 
 def test_watchers_that_read_nothing_are_notified_without_the_listing(
     tmp_path: Path,
 ) -> None:
     with (
-        served(tmp_path / "log") as (pid, port),
+        start_server_process(tmp_path / "log") as (pid, port),
         TcpStore("127.0.0.1", port, timeout=60.0) as good,
         ExitStack() as stack,
     ):
@@ -141,7 +149,7 @@ def test_watchers_that_read_nothing_are_notified_without_the_listing(
             )
             good.set("big/0", b"x" * 4 * MIB)
             assert notified.wait(60.0)
-        assert peak(pid) < MAX_MEMORY_BYTES
+        assert read_peak_memory(pid) < MAX_MEMORY_BYTES
 
 
 def test_a_wait_beyond_the_limit_of_all_clients_is_rejected() -> None:
@@ -280,7 +288,10 @@ def test_clients_that_send_without_end_do_not_starve_others() -> None:
 @pytest.mark.parametrize("greeted", [False, True])
 def test_a_rejected_client_is_disconnected_at_once(greeted: bool) -> None:
     limits = ServerLimits(handshake_timeout_s=60.0)
-    with start_server(limits) as (server, _), stranger(server, None, greeted) as connection:
+    with (
+        start_server(limits) as (server, _),
+        open_raw_connection(server, None, greeted) as connection,
+    ):
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert read_frame(connection).op == "error"
         assert connection.recv(1) == b""

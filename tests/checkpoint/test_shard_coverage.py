@@ -32,8 +32,8 @@ Mesh = list[tuple[int, int | None]]
 def split_dimension(size: int, num_ranks: int) -> list[tuple[int, int]]:
     """Return offsets and sizes as torch shards a dimension; some sizes are 0."""
     each = max(1, -(-size // num_ranks))
-    begins = [min(size, rank * each) for rank in range(num_ranks)]
-    return [(begin, min(size, begin + each) - begin) for begin in begins]
+    starts = [min(size, rank * each) for rank in range(num_ranks)]
+    return [(start, min(size, start + each) - start) for start in starts]
 
 
 @st.composite
@@ -49,8 +49,8 @@ def boxes_on_mesh(shape: Shape, mesh: Mesh) -> list[Box]:
         offsets, sizes = [0] * len(shape), [*shape]
         for position, (num_ranks, axis) in zip(coordinate, mesh, strict=True):
             if axis is not None and axis < len(shape):
-                begin, sizes[axis] = split_dimension(sizes[axis], num_ranks)[position]
-                offsets[axis] += begin
+                start, sizes[axis] = split_dimension(sizes[axis], num_ranks)[position]
+                offsets[axis] += start
         boxes.append(Box(tuple(offsets), tuple(sizes)))
     return boxes
 
@@ -144,7 +144,7 @@ def test_state_that_lacks_a_pipeline_stage_is_incomplete():
     assert describe_missing({0: [first], 1: [first]}, 4) == (
         "is incomplete: no rank has parts 2, 3 of 4, so the tensors of ranks 2, 3 are unknown"
     )
-    # A rank without tensors says nothing about the others.
+    # A rank without tensors does not restrict the other ranks.
     assert "of rank 3 are" in describe_missing({0: [first], 1: [], 2: []}, 4)
 
 

@@ -89,7 +89,7 @@ def test_save_does_not_prune_checkpoints_that_it_cannot_read(
         save(manager, 100, 200, 210, 220)
         place.unreadable = manifests(100, 220)
         save(manager, 230)
-        # They do not count as kept either: the last three that can be read are kept, too.
+        # Unreadable checkpoints do not count for keep_last: three readable ones are kept, too.
         assert steps(tmp_path) == [100, 200, 210, 220, 230]
         place.unreadable = ()
         save(manager, 240)

@@ -1,5 +1,4 @@
-"""What training scripts keep is accepted by save, snapshot and restore alike, without pickle; and
-whoever reads it runs nothing."""
+"""Save, snapshot and restore support the same values, without pickle."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ import numpy
 import pytest
 import sample_states
 import torch
-from managers import memory_of
-from sample_states import in_words
+from managers import open_memory
+from sample_states import describe
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.restore import restore_from
@@ -30,14 +29,14 @@ class Level(enum.IntEnum):
 Pair = namedtuple("Pair", "a b")
 
 
-def generator() -> numpy.random.Generator:
-    made = numpy.random.default_rng(5)
-    made.random(3)
-    return made
+def create_generator() -> numpy.random.Generator:
+    generator = numpy.random.default_rng(5)
+    generator.random(3)
+    return generator
 
 
-def of_numpy() -> dict[str, Any]:
-    older = sample_states.of_numpy()
+def create_numpy_values() -> dict[str, Any]:
+    older = sample_states.create_numpy_values()
     return {
         "arrays": [*older[:6], numpy.arange(10)[::3], numpy.array(True)],
         "numbers": [
@@ -48,14 +47,14 @@ def of_numpy() -> dict[str, Any]:
     }
 
 
-def kept() -> dict[str, Any]:
-    """A state of all that is accepted."""
+def create_supported_values() -> dict[str, Any]:
+    """Return a state with all supported values."""
     return {
-        **of_numpy(),
+        **create_numpy_values(),
         "random": [
             random.Random(3).getstate(),
             numpy.random.RandomState(3).get_state(),
-            generator().bit_generator.state,
+            create_generator().bit_generator.state,
             numpy.random.MT19937(3).state,
             numpy.random.Philox(3).state,
             numpy.random.SFC64(3).state,
@@ -83,43 +82,46 @@ def kept() -> dict[str, Any]:
     }
 
 
-def contiguous(state: dict[str, Any]) -> dict[str, Any]:
-    """As it comes back: an array with gaps comes back without them."""
+def make_contiguous(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state as it is restored: arrays are contiguous."""
     state["arrays"] = [numpy.array(array, order="K") for array in state["arrays"]]
     return state
 
 
-def test_what_is_saved_comes_back_from_a_folder_and_from_memory(tmp_path: Path) -> None:
-    want = in_words(contiguous(kept()))
+def test_supported_values_are_restored_from_disk_and_from_memory(tmp_path: Path) -> None:
+    expected = describe(make_contiguous(create_supported_values()))
     with CheckpointManager(tmp_path / "folder") as manager:
-        manager.save(1, kept())
+        manager.save(1, create_supported_values())
         manager.wait()
-        assert in_words(manager.load()) == want
-    memory = memory_of(tmp_path / "memory")
-    memory.snapshot(1, kept())
-    for restore in (manager_of(tmp_path / "folder").restore, lambda s: restore_from([memory], s)):
-        empty: dict[str, Any] = dict.fromkeys(kept())
+        assert describe(manager.load()) == expected
+    memory = open_memory(tmp_path / "memory")
+    memory.snapshot(1, create_supported_values())
+    for restore in (
+        create_manager_of(tmp_path / "folder").restore,
+        lambda s: restore_from([memory], s),
+    ):
+        empty: dict[str, Any] = dict.fromkeys(create_supported_values())
         restore(empty)
-        assert in_words(empty) == want
-        # Into what a script has made anew, as it does before it restores.
-        fresh = kept()
+        assert describe(empty) == expected
+        # The state can also be restored into new objects, as after a restart of the script.
+        fresh = create_supported_values()
         fresh["arrays"][0][:] = 7
         fresh["defaults"][0]["b"] = 5
         fresh["tuples"][0][1].zero_()
         array, weights = fresh["arrays"][0], fresh["tuples"][0][1]
         restore(fresh)
-        assert in_words(contiguous(fresh)) == want
+        assert describe(make_contiguous(fresh)) == expected
         assert array.tolist() == [[0, 1, 2], [3, 4, 5]]
         assert weights is fresh["tuples"][0][1]
     memory.close()
 
 
-def manager_of(folder: Path) -> CheckpointManager:
+def create_manager_of(folder: Path) -> CheckpointManager:
     return CheckpointManager(folder)
 
 
-def test_random_states_that_come_back_go_on_as_they_would_have(tmp_path: Path) -> None:
-    python, legacy, new = random.Random(1), numpy.random.RandomState(1), generator()
+def test_restored_random_states_continue_their_sequences(tmp_path: Path) -> None:
+    python, legacy, new = random.Random(1), numpy.random.RandomState(1), create_generator()
     state = {
         "python": python.getstate(),
         "legacy": legacy.get_state(),
@@ -128,29 +130,29 @@ def test_random_states_that_come_back_go_on_as_they_would_have(tmp_path: Path) -
     }
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state)
-    want = python.random(), legacy.rand(), new.random(), torch.rand(3).tolist()
+    expected = python.random(), legacy.rand(), new.random(), torch.rand(3).tolist()
     found = CheckpointManager(tmp_path).load()
     python.setstate(found["python"])
     legacy.set_state(found["legacy"])
     new.bit_generator.state = found["new"]
     torch.set_rng_state(found["torch"])
-    assert (python.random(), legacy.rand(), new.random(), torch.rand(3).tolist()) == want
+    assert (python.random(), legacy.rand(), new.random(), torch.rand(3).tolist()) == expected
 
 
-class OnlyGives:
+class WithoutLoad:
     def state_dict(self) -> dict[str, int]:
         return {"a": 1}
 
 
-class Both(OnlyGives):
+class WithLoad(WithoutLoad):
     def load_state_dict(self, state: dict[str, int]) -> None:
         pass
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
-        (OnlyGives(), "has a state_dict and no load_state_dict"),
+        (WithoutLoad(), "has a state_dict and no load_state_dict"),
         (numpy.array([object()]), "is a numpy.ndarray of object"),
         (numpy.zeros(1, [("a", "i4")]), "is a numpy.ndarray of [('a', '<i4')]"),
         (numpy.ma.array([1]), "is a numpy.ma.MaskedArray"),
@@ -167,17 +169,17 @@ class Both(OnlyGives):
         (object(), "is an object"),
     ],
 )
-def test_what_one_of_them_refuses_all_refuse_with_its_place(
-    tmp_path: Path, part: object, said: str
+def test_an_unsupported_value_is_rejected_by_all_operations_with_its_path(
+    tmp_path: Path, part: object, message: str
 ) -> None:
     state = {"a": [part]}
-    memory = memory_of(tmp_path / "memory")
+    memory = open_memory(tmp_path / "memory")
     with CheckpointManager(tmp_path / "folder") as manager:
         for keep in (manager.save, lambda step, s: memory.snapshot(step, s)):
-            with pytest.raises(CheckpointError) as refused:
+            with pytest.raises(CheckpointError) as error:
                 keep(1, state)
-            assert said.replace("numpy.ma.", "") in str(refused.value).replace("numpy.ma.", "")
-            assert "state['a'][0] " in str(refused.value)
+            assert message.replace("numpy.ma.", "") in str(error.value).replace("numpy.ma.", "")
+            assert "state['a'][0] " in str(error.value)
         manager.save(1, {"a": [1]})
         manager.wait()
         with pytest.raises(StateMismatchError, match=r"state\['a'\]\[0\] is a"):
@@ -186,7 +188,7 @@ def test_what_one_of_them_refuses_all_refuse_with_its_place(
 
 
 @pytest.mark.parametrize(
-    ("old", "saved", "said"),
+    ("live", "saved", "message"),
     [
         (numpy.zeros(2), numpy.zeros(3), "is a NumPy array of (2,) float64, and a NumPy array of"),
         (numpy.zeros(2), torch.zeros(2), "is a NumPy array of (2,) float64, and a Tensor was"),
@@ -194,16 +196,16 @@ def test_what_one_of_them_refuses_all_refuse_with_its_place(
         (torch.zeros(1).expand(3), torch.arange(3.0), "that is expanded, and what was saved is"),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_changed(
-    tmp_path: Path, old: Any, saved: object, said: str
+def test_a_value_of_another_shape_or_type_is_rejected_by_path_and_nothing_is_changed(
+    tmp_path: Path, live: Any, saved: object, message: str
 ) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"a": 1, "b": saved})
         manager.wait()
-        state = {"a": 0, "b": old}
-        with pytest.raises(StateMismatchError) as refused:
+        state = {"a": 0, "b": live}
+        with pytest.raises(StateMismatchError) as error:
             manager.restore(state)
-    assert said in str(refused.value)
+    assert message in str(error.value)
     assert state["a"] == 0
 
 
@@ -235,24 +237,24 @@ manager.close()
 """
 
 
-def test_without_numpy_all_works_but_what_is_numpys(tmp_path: Path) -> None:
+def test_only_states_with_numpy_values_need_numpy(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"a": numpy.ones(2)})
     program = NO_NUMPY.format(folder=str(tmp_path))
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         check=True,
         timeout=100,
         stdout=subprocess.PIPE,
         text=True,
     )
-    first, last = ended.stdout.splitlines()
+    first, last = process.stdout.splitlines()
     assert first.startswith("CheckpointUnreadableError the state holds NumPy arrays or numbers, ")
     assert first.endswith("pip install numpy")
     assert last == "2 [1, {2}, torch.float16]"
 
 
-def test_tensors_go_where_map_location_says(tmp_path: Path) -> None:
+def test_map_location_chooses_the_device_of_loaded_tensors(tmp_path: Path) -> None:
     t = torch.arange(4.0)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"t": t, "half": t[2:], "gaps": t[::2], "n": numpy.ones(2)})
@@ -262,31 +264,31 @@ def test_tensors_go_where_map_location_says(tmp_path: Path) -> None:
             found = manager.load(map_location=here)
             assert found["t"].tolist() == t.tolist()
             assert found["gaps"].stride() == (1,)
-        asked = []
+        calls = []
 
-        def away(storage: torch.UntypedStorage, location: str) -> Any:
-            asked.append((storage.nbytes(), location))
+        def move_to_meta(storage: torch.UntypedStorage, location: str) -> Any:
+            calls.append((storage.nbytes(), location))
             return torch.UntypedStorage(storage.nbytes(), device="meta")
 
-        found = manager.load(map_location=away)
+        found = manager.load(map_location=move_to_meta)
         assert {found[name].device.type for name in ("t", "half", "gaps")} == {"meta"}
         for there in ("meta", torch.device("meta"), {"cpu": "meta"}):
             found = manager.load(map_location=there)
             assert {found[name].device.type for name in ("t", "half", "gaps")} == {"meta"}
             assert found["n"].tolist() == [1, 1]
-        assert asked == [(16, "cpu"), (8, "cpu"), (8, "cpu")]
+        assert calls == [(16, "cpu"), (8, "cpu"), (8, "cpu")]
 
         def fail(*_: object) -> Any:
             raise RuntimeError("no such device")
 
-        # Nothing was wrong with what was saved.
+        # The error of the function does not mean that the checkpoint is corrupt.
         with pytest.raises(RuntimeError, match="no such device"):
             manager.load(map_location=fail)
         assert manager.load()["n"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("other", [3, 5])
-def test_another_pack_format_is_no_reason_to_take_an_sample_states(
+def test_a_checkpoint_of_another_pack_format_is_not_skipped_for_an_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int
 ) -> None:
     from elasticlib.checkpoint import safetensors_header

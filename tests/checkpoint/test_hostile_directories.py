@@ -1,4 +1,4 @@
-"""Checkpoint folders with malformed files, without write permission, or on a full disk."""
+"""Checkpoint directories with malformed files, without write permission, or on a full disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state(value: float, size: int = 3) -> dict[str, Any]:
     return {"w": torch.full((size,), float(value))}
 
 
-def saved(folder: Path, *steps: int) -> None:
+def save(folder: Path, *steps: int) -> None:
     with CheckpointManager(folder) as manager:
         for step in steps:
             manager.save(step, state(step))
@@ -39,7 +39,7 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / folder_of(step)
 
 
-def restored(folder: Path) -> tuple[int, float, tuple[str, ...]]:
+def restore(folder: Path) -> tuple[int, float, tuple[str, ...]]:
     """Return the step and value that a start restores, and the reasons for skipped steps."""
     found = state(0)
     with CheckpointManager(folder) as manager:
@@ -106,8 +106,8 @@ BODIES: dict[str, bytes] = {
 }
 
 
-def wrong(name: str, before: bytes) -> bytes:
-    """A manifest whose sum is right, and which is none."""
+def create_invalid_manifest(name: str, before: bytes) -> bytes:
+    """Return an invalid manifest with a correct checksum."""
     if name in BODIES:
         return append_checksum(BODIES[name])
     fields = json.loads(before.rpartition(b"\ncrc32")[0])
@@ -119,10 +119,10 @@ def wrong(name: str, before: bytes) -> bytes:
 def test_an_invalid_manifest_with_a_correct_checksum_is_skipped_with_its_reason(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved(tmp_path, 1, 2)
+    save(tmp_path, 1, 2)
     path = step_folder(tmp_path, 2) / MANIFEST_NAME
-    path.write_bytes(wrong(name, path.read_bytes()))
-    step, value, (why,) = restored(tmp_path)
+    path.write_bytes(create_invalid_manifest(name, path.read_bytes()))
+    step, value, (why,) = restore(tmp_path)
     assert (step, value) == (1, 1.0)
     assert "step-0000000002 is corrupt: its manifest" in why
     manager = CheckpointManager(tmp_path)
@@ -131,8 +131,8 @@ def test_an_invalid_manifest_with_a_correct_checksum_is_skipped_with_its_reason(
     for flags, status in (([], 0), (["--verify"], 1)):
         assert main(["checkpoints", str(tmp_path), *flags]) == status
         assert "corrupt: its manifest" in capsys.readouterr().out
-    # Nor does it stand in the way of what is saved after it.
-    saved(tmp_path, 2, 3)
+    # The invalid manifest does not prevent a later save.
+    save(tmp_path, 2, 3)
     assert CheckpointManager(tmp_path).steps() == [1, 2, 3]
 
 
@@ -168,8 +168,8 @@ def run_as_other_user(act: Callable[[], object]) -> Any:
         os.waitpid(child, 0)
 
 
-def starts(folder: Path) -> list[Any]:
-    """All that a start may look at, and a save after it."""
+def read_and_save(folder: Path) -> list[Any]:
+    """Return the results of all functions that read the directory, and of a save after them."""
     found = state(0)
     with CheckpointManager(folder) as manager:
         what = manager.restore(found)
@@ -181,16 +181,16 @@ def starts(folder: Path) -> list[Any]:
         return [*results, manager.steps()]
 
 
-def sparse(path: Path) -> None:
+def extend_to_4_tib(path: Path) -> None:
     path.unlink()
     path.touch()
     os.truncate(path, 4 << 40)
 
 
 def test_a_manifest_of_4_tib_is_skipped_with_its_reason(tmp_path: Path) -> None:
-    saved(tmp_path, 1, 2)
-    sparse(step_folder(tmp_path, 2) / MANIFEST_NAME)
-    step, value, (why,), *rest = starts(tmp_path)
+    save(tmp_path, 1, 2)
+    extend_to_4_tib(step_folder(tmp_path, 2) / MANIFEST_NAME)
+    step, value, (why,), *rest = read_and_save(tmp_path)
     assert (step, value) == (1, 1.0)
     assert "step-0000000002 is corrupt: " in why
     assert "manifest.json" in why
@@ -198,9 +198,9 @@ def test_a_manifest_of_4_tib_is_skipped_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_a_fence_of_4_tib_is_replaced_when_the_folder_is_claimed(tmp_path: Path) -> None:
-    saved(tmp_path, 1)
-    sparse(tmp_path / "fence.json")
-    assert starts(tmp_path) == [1, 1.0, (), 1, 1.0, [1], [], [1, 3]]
+    save(tmp_path, 1)
+    extend_to_4_tib(tmp_path / "fence.json")
+    assert read_and_save(tmp_path) == [1, 1.0, (), 1, 1.0, [1], [], [1, 3]]
     assert (tmp_path / "fence.json").stat().st_size < MAX_SMALL_FILE_BYTES
 
 
@@ -208,7 +208,7 @@ def test_a_fence_of_4_tib_is_replaced_when_the_folder_is_claimed(tmp_path: Path)
 def test_a_data_file_that_was_extended_to_4_tib_is_skipped(
     tmp_path: Path, is_in_manifest: bool
 ) -> None:
-    saved(tmp_path, 1, 2)
+    save(tmp_path, 1, 2)
     (pack,) = step_folder(tmp_path, 2).glob("*.pack")
     os.truncate(pack, 4 << 40)
     path = step_folder(tmp_path, 2) / MANIFEST_NAME
@@ -216,7 +216,7 @@ def test_a_data_file_that_was_extended_to_4_tib_is_skipped(
         fields = json.loads(path.read_bytes().rpartition(b"\ncrc32")[0])
         fields["files"][0]["size"] = 4 << 40
         path.write_bytes(append_checksum(json.dumps(fields).encode()))
-    step, value, (why,) = restored(tmp_path)
+    step, value, (why,) = restore(tmp_path)
     assert (step, value) == (1, 1.0)
     assert "step-0000000002 is corrupt: " in why
     manager = CheckpointManager(tmp_path)
@@ -227,15 +227,15 @@ def test_a_data_file_that_was_extended_to_4_tib_is_skipped(
     assert list(manager.verify()) == [2]
 
 
-# -- a folder without write permission ------------------------------------------------------------
+# -- a directory without write permission ----------------------------------------------------------
 
 OTHER_USER = 65534
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
-def open_to_others(folder: Path) -> None:
-    """Make the way to the folder passable for others, who can write in it."""
+def share(folder: Path) -> None:
+    """Let other users write to the directory, and enter its parents."""
     folder.chmod(0o777)
     for parent in folder.parents:
         if parent.stat().st_mode & 0o001:
@@ -247,11 +247,11 @@ def open_to_others(folder: Path) -> None:
 def shared_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    open_to_others(folder)
+    share(folder)
     return folder
 
 
-def only_reads(folder: Path) -> list[object]:
+def read_without_permission(folder: Path) -> list[object]:
     found = state(0)
     with CheckpointManager(folder) as manager:
         results: list[object] = [
@@ -274,16 +274,16 @@ def only_reads(folder: Path) -> list[object]:
 def test_a_read_only_directory_can_be_read_and_a_save_reports_the_error(
     shared_folder: Path,
 ) -> None:
-    saved(shared_folder, 1, 2)
+    save(shared_folder, 1, 2)
     shared_folder.chmod(0o755)
     before = sorted(os.listdir(shared_folder))
-    results = run_as_other_user(lambda: only_reads(shared_folder))
+    results = run_as_other_user(lambda: read_without_permission(shared_folder))
     assert results == [2, 2.0, 2, [1, 2], {}, 2.0, True, True, 0]
     assert sorted(os.listdir(shared_folder)) == before
-    # Where there is nothing to read either, a start says at once that nothing can be saved.
+    # In an empty directory, the restore already reports that nothing can be saved.
     empty = shared_folder.parent / "empty"
     empty.mkdir(mode=0o755)
-    why = run_as_other_user(lambda: restored(empty))
+    why = run_as_other_user(lambda: restore(empty))
     assert "empty could not be claimed: " in why
     assert "Permission denied" in why
 
@@ -291,8 +291,8 @@ def test_a_read_only_directory_can_be_read_and_a_save_reports_the_error(
 # -- a full disk -------------------------------------------------------------------------------
 
 
-def fill_up(disk: Path) -> Path:
-    """Write a file until the disk has no byte left."""
+def fill_disk(disk: Path) -> Path:
+    """Write a file until the disk is full, and return the file."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(512)):
@@ -314,15 +314,15 @@ def test_a_start_on_a_full_disk_restores_from_memory_or_disk(
         assert not manager.restore(state(0))
         manager.save(1, state(1))
         assert manager.snapshot(2, state(2))
-    filler = fill_up(small_disk)
-    # As often as it is started.
+    filler = fill_disk(small_disk)
+    # Each start has the same result.
     for _ in range(3):
-        assert restored(small_disk) == (2, 2.0, ())
+        assert restore(small_disk) == (2, 2.0, ())
         assert "No space left on device" in caplog.text
         caplog.clear()
     shutil.rmtree(era)
     era.mkdir()
-    assert restored(small_disk) == (1, 1.0, ())
+    assert restore(small_disk) == (1, 1.0, ())
     with CheckpointManager(small_disk) as manager:
         manager.save(3, state(3))
         with pytest.raises(CheckpointError, match="No space left on device"):
@@ -333,32 +333,32 @@ def test_a_start_on_a_full_disk_restores_from_memory_or_disk(
         assert manager.steps() == [1, 4]
 
 
-# -- pruning during a job- ----------------------------------------------------------------------
+# -- pruning during a job ----------------------------------------------------------------------
 
 PRUNINGS = 4
 
 
-def save_back_to_back(folder: Path, enough: Path) -> int:
+def save_repeatedly(folder: Path, stop_file: Path) -> int:
     with CheckpointManager(folder, keep_last=2) as manager:
-        turn = 0
-        while not enough.exists():
-            turn += 1
-            # It goes back at times, to steps that were, or are being, pruned.
-            manager.save(turn % 7, state(turn))
-    return turn
+        count = 0
+        while not stop_file.exists():
+            count += 1
+            # The steps repeat, so the job also saves steps that are being pruned.
+            manager.save(count % 7, state(count))
+    return count
 
 
 def test_concurrent_pruning_never_fails_a_job_that_saves(ranks: Ranks, tmp_path: Path) -> None:
-    folder, enough = tmp_path / "checkpoints", tmp_path / "enough"
+    folder, stop_file = tmp_path / "checkpoints", tmp_path / "enough"
     folder.mkdir()
     other_manager = CheckpointManager(folder, keep_last=1)
     pruned = 0
     with ThreadPoolExecutor(1) as executor:
-        job = executor.submit(ranks.run, save_back_to_back, 1, folder, enough, backend="")
+        job = executor.submit(ranks.run, save_repeatedly, 1, folder, stop_file, backend="")
         while pruned < PRUNINGS and not job.done():
             pruned += bool(other_manager.prune().deleted)
-        enough.touch()
-        (turns,) = job.result()
+        stop_file.touch()
+        (num_saves,) = job.result()
     assert pruned == PRUNINGS
     assert CheckpointManager(folder).verify() == {}
-    assert restored(folder)[1] >= turns - 7
+    assert restore(folder)[1] >= num_saves - 7

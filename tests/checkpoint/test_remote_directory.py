@@ -17,9 +17,8 @@ from elasticlib.checkpoint.storage import FsspecStorage
 from elasticlib.errors import CheckpointError
 
 
-class Unreliable(MemoryFileSystem):  # type: ignore[misc]
-    """Fails at the `failing`-th operation that changes something, with an error of its own kind,
-    having done half of it."""
+class UnreliableFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """A file system that fails in the middle of the `failing`-th operation that changes a file."""
 
     protocol = "unreliable"
     store: ClassVar[dict[str, Any]] = {}
@@ -29,34 +28,34 @@ class Unreliable(MemoryFileSystem):  # type: ignore[misc]
     class Broken(Exception):
         pass
 
-    def _at_work(self) -> None:
-        Unreliable.count += 1
-        if Unreliable.count == Unreliable.failing:
-            raise self.Broken("the network is gone")
+    def _count_operation(self) -> None:
+        UnreliableFileSystem.count += 1
+        if UnreliableFileSystem.count == UnreliableFileSystem.failing:
+            raise self.Broken("the network is down")
 
     def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         if mode == "wb":
-            self._at_work()
+            self._count_operation()
         return super().open(path, mode, **options)
 
     def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
-        # As an object store's PUT: there as a whole, or not at all.
-        self._at_work()
+        # An object store creates the object as a whole or not at all.
+        self._count_operation()
         super().pipe_file(path, value, **options)
 
     def rm_file(self, path: str) -> None:
-        self._at_work()
+        self._count_operation()
         super().rm_file(path)
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    fsspec.register_implementation("unreliable", Unreliable, clobber=True)
-    Unreliable.store.clear()
-    Unreliable.pseudo_dirs[:] = [""]
-    Unreliable.failing = 0
+    fsspec.register_implementation("unreliable", UnreliableFileSystem, clobber=True)
+    UnreliableFileSystem.store.clear()
+    UnreliableFileSystem.pseudo_dirs[:] = [""]
+    UnreliableFileSystem.failing = 0
     yield "unreliable://bucket/run"
-    Unreliable.store.clear()
+    UnreliableFileSystem.store.clear()
 
 
 def state(value: int) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def state(value: int) -> dict[str, Any]:
 
 
 def save(url: str, step: int, value: int) -> None:
-    Unreliable.count = 0
+    UnreliableFileSystem.count = 0
     with CheckpointManager(url, keep_last=1) as manager:
         manager.save(step, state(value))
 
@@ -91,21 +90,21 @@ def test_save_load_verify_and_prune_work_at_any_url(place: str, tmp_path: Any) -
 def test_an_error_of_any_operation_leaves_the_old_or_the_new_state(url: str) -> None:
     save(url, 6, 1)
     save(url, 7, 2)
-    count = Unreliable.count
+    count = UnreliableFileSystem.count
     assert count >= 5
     seen = set()
     for failing in range(1, count + 1):
-        Unreliable.failing = 0
-        Unreliable.store.clear()
+        UnreliableFileSystem.failing = 0
+        UnreliableFileSystem.store.clear()
         save(url, 6, 1)
-        Unreliable.failing = failing
+        UnreliableFileSystem.failing = failing
         message = ""
         try:
             save(url, 7, 2)
         except CheckpointError as error:
             message = str(error)
-        assert "the network is gone" in (message or "the network is gone")
-        Unreliable.failing = 0
+        assert "the network is down" in (message or "the network is down")
+        UnreliableFileSystem.failing = 0
         found = CheckpointManager(url).load()["step"]
         assert found == 2 or (message and found == 1)
         seen.add(found)
@@ -115,13 +114,13 @@ def test_an_error_of_any_operation_leaves_the_old_or_the_new_state(url: str) -> 
     assert seen == {1, 2}
 
 
-def test_a_damaged_byte_behind_a_url_is_detected(url: str) -> None:
+def test_a_damaged_byte_of_a_remote_checkpoint_is_detected(url: str) -> None:
     save(url, 6, 1)
     with CheckpointManager(url, keep_last=2) as manager:
         manager.save(7, state(2))
-    (path,) = (name for name in Unreliable.store if "0007/state" in name)
-    whole = Unreliable.store[path].getvalue()
-    Unreliable().pipe_file(path, whole[:-1] + b"\1")
+    (path,) = (name for name in UnreliableFileSystem.store if "0007/state" in name)
+    whole = UnreliableFileSystem.store[path].getvalue()
+    UnreliableFileSystem().pipe_file(path, whole[:-1] + b"\1")
     manager = CheckpointManager(url)
     assert manager.load()["step"] == 1
     assert "checksum" in manager.skipped[7]

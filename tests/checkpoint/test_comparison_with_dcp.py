@@ -1,4 +1,4 @@
-"""The comparison with DCP in docs/reference/checkpoints.md, checked with the installed torch."""
+"""The comparison with DCP in docs/reference/checkpoints.md is true of the installed torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from managers import Gated
+from managers import GatedStorage
 
 from elasticlib import CheckpointManager
 from elasticlib.errors import CheckpointError
@@ -129,7 +129,7 @@ class HalfPicklable(Unpicklable):
         return self
 
 
-def test_failed_async_save_of_dcp_is_reported_to_waiters_and_ours_to_the_next_call(
+def test_failed_async_save_is_reported_to_waiters_by_dcp_and_to_the_next_call_by_elasticlib(
     tmp_path: Path,
 ) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -141,7 +141,7 @@ def test_failed_async_save_of_dcp_is_reported_to_waiters_and_ours_to_the_next_ca
             future.result()
     finally:
         dist.destroy_process_group()
-    place = Gated(tmp_path / "ours")
+    place = GatedStorage(tmp_path / "ours")
     place.full = True
     place.gate.set()
     manager = CheckpointManager(place)

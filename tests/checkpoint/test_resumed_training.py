@@ -1,5 +1,7 @@
-"""Training that was interrupted and goes on from what was kept ends as if nothing had happened:
-bit for bit, in weights and optimizer state, with the strides that fused kernels go by."""
+"""Training that resumes from saved state is bitwise equal to training without interruption.
+
+Weights and optimizer state are compared with their strides, on which fused kernels depend.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from managers import memory_of
+from managers import open_memory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -52,22 +54,25 @@ def cases() -> list[Any]:
 
 
 class Training:
-    """A few steps at a time, of parameters that lie in memory in every way."""
+    """A training of parameters with every kind of memory layout."""
 
     def __init__(self, kind: type, options: dict[str, Any]) -> None:
-        draw = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         weights = [
-            torch.randn(3, 4, generator=draw),
-            torch.randn(4, 3, generator=draw).t(),
-            torch.randn(1, 5, generator=draw).as_strided((1, 5), (1, 1)),
+            torch.randn(3, 4, generator=generator),
+            torch.randn(4, 3, generator=generator).t(),
+            torch.randn(1, 5, generator=generator).as_strided((1, 5), (1, 1)),
         ]
-        if kind in (torch.optim.SparseAdam, torch.optim.LBFGS):  # take contiguous ones alone
+        if kind in (
+            torch.optim.SparseAdam,
+            torch.optim.LBFGS,
+        ):  # These optimizers accept contiguous parameters only.
             del weights[1:]
-        elif kind.__name__ != "Muon":  # of matrices alone
-            image = torch.randn(2, 3, 4, 5, generator=draw)
+        elif kind.__name__ != "Muon":  # Muon accepts matrices only.
+            image = torch.randn(2, 3, 4, 5, generator=generator)
             weights.append(image.to(memory_format=torch.channels_last))
-            weights.append(torch.randn(2, 3, 4, generator=draw).permute(1, 2, 0))
-            weights.append(torch.randn((), generator=draw))
+            weights.append(torch.randn(2, 3, 4, generator=generator).permute(1, 2, 0))
+            weights.append(torch.randn((), generator=generator))
         self.model = torch.nn.ParameterList(torch.nn.Parameter(weight) for weight in weights)
         self.sparse = kind is torch.optim.SparseAdam
         more = MORE.get(kind, {})
@@ -76,9 +81,9 @@ class Training:
 
     def train(self, steps: int, *, expanded: bool = False) -> Training:
         for step in range(steps):
-            self.optimizer.step(self.close)
+            self.optimizer.step(self.compute_gradients)
             if expanded and not step:
-                # What somebody keeps there beside what the optimizer does.
+                # The script adds values of its own to the state of the optimizer.
                 for number, weight in enumerate(self.model):
                     mean = torch.tensor(float(number)).expand_as(weight)
                     self.optimizer.state[weight]["mean"] = mean
@@ -86,24 +91,24 @@ class Training:
                 self.state["free"] = [ramp.expand(3, 4), ramp[1:3], ramp[::2]]
         return self
 
-    def close(self) -> float:
+    def compute_gradients(self) -> float:
         for number, weight in enumerate(self.model):
             grad = torch.empty_like(weight).copy_(weight.detach() * 0.3 + number + 1)
             weight.grad = grad.to_sparse() if self.sparse else grad
         return float(sum((weight.detach() ** 2).sum() for weight in self.model))
 
 
-def flat(value: Any) -> Iterator[Any]:
-    """All tensors of a state, each with its strides and bits; and all plain values."""
+def flatten(value: Any) -> Iterator[Any]:
+    """Yield the strides and bits of all tensors of a state, and all other values."""
     if hasattr(value, "state_dict"):
         value = value.state_dict()
     if isinstance(value, dict):
         for key, item in value.items():
             yield key
-            yield from flat(item)
+            yield from flatten(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from flat(item)
+            yield from flatten(item)
     elif isinstance(value, torch.Tensor):
         bits = value.detach().contiguous().view(-1).view(torch.uint8).tolist()
         yield StridedLayout.of(value).densified(), bits
@@ -111,30 +116,30 @@ def flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def by_save(folder: Path, saved: Training, new: Training) -> None:
+def restore_from_save(folder: Path, saved: Training, new: Training) -> None:
     with CheckpointManager(folder) as manager:
         manager.save(1, saved.state)
     with CheckpointManager(folder) as manager:
         assert manager.restore(new.state).step == 1
 
 
-def by_save_and_load(folder: Path, saved: Training, new: Training) -> None:
+def load_save(folder: Path, saved: Training, new: Training) -> None:
     with CheckpointManager(folder) as manager:
         manager.save(1, saved.state)
     load_into(new, CheckpointManager(folder).load(map_location=None))
 
 
-def by_snapshot(folder: Path, saved: Training, new: Training) -> None:
-    kept = memory_of(folder)
-    kept.snapshot(1, saved.state)
-    assert restore_from([kept], new.state).step == 1
-    kept.close()
+def restore_from_snapshot(folder: Path, saved: Training, new: Training) -> None:
+    memory = open_memory(folder)
+    memory.snapshot(1, saved.state)
+    assert restore_from([memory], new.state).step == 1
+    memory.close()
 
 
-def by_replica(folder: Path, saved: Training, new: Training) -> None:
-    """As an agent of another node has it: the bytes of a snapshot, and nothing else."""
-    kept, other = memory_of(folder / "one"), memory_of(folder / "other")
-    kept.snapshot(1, saved.state)
+def restore_from_replica(folder: Path, saved: Training, new: Training) -> None:
+    """Restore from a replica, which has only the bytes of the snapshot."""
+    memory, other = open_memory(folder / "one"), open_memory(folder / "other")
+    memory.snapshot(1, saved.state)
     replicas = SnapshotSlots(folder / "other" / "1", "a-node")
     (found,) = snapshot_slots.list_snapshots(folder / "one")
     with snapshot_slots.map_snapshot(folder / "one", found) as pack:
@@ -142,11 +147,11 @@ def by_replica(folder: Path, saved: Training, new: Training) -> None:
         with replicas.open_for_writing(found.header) as view:
             view[:] = pack
     assert restore_from([other], new.state).step == 1
-    for one in (kept, other, replicas):
+    for one in (memory, other, replicas):
         one.close()
 
 
-def by_file(folder: Path, saved: Training, new: Training) -> None:
+def load_file(folder: Path, saved: Training, new: Training) -> None:
     state = {"free": saved.state["free"]}
     for name in ("model", "optimizer"):
         state[name] = saved.state[name].state_dict()  # type: ignore[attr-defined]
@@ -160,25 +165,25 @@ def load_into(new: Training, found: Any) -> None:
     new.state["free"] = found["free"]
 
 
-WAYS: list[Callable[[Path, Training, Training], None]] = [
-    *(by_save, by_save_and_load, by_snapshot, by_replica, by_file),
+RESTORES: list[Callable[[Path, Training, Training], None]] = [
+    *(restore_from_save, load_save, restore_from_snapshot, restore_from_replica, load_file),
 ]
 
 
 @pytest.mark.parametrize(("kind", "options"), cases())
-def test_interrupted_is_as_uninterrupted(
+def test_interrupted_training_is_bitwise_equal_to_uninterrupted_training(
     tmp_path: Path, kind: type, options: dict[str, Any]
 ) -> None:
-    want = list(flat(Training(kind, options).train(4, expanded=True).state))
-    for way in WAYS:
-        (tmp_path / way.__name__).mkdir()
-        half = Training(kind, options).train(2, expanded=True)
+    expected = list(flatten(Training(kind, options).train(4, expanded=True).state))
+    for restore in RESTORES:
+        (tmp_path / restore.__name__).mkdir()
+        interrupted = Training(kind, options).train(2, expanded=True)
         new = Training(kind, options)
-        if way is not by_save_and_load and way is not by_file:
-            new.state["free"] = None  # so that it is what was saved, not copied into
-        way(tmp_path / way.__name__, half, new)
-        assert list(flat(new.state)) == list(flat(half.state)), way.__name__
-        assert list(flat(new.train(2).state)) == want, way.__name__
+        if restore is not load_save and restore is not load_file:
+            new.state["free"] = None  # The saved list replaces it, and is not copied into it.
+        restore(tmp_path / restore.__name__, interrupted, new)
+        assert list(flatten(new.state)) == list(flatten(interrupted.state)), restore.__name__
+        assert list(flatten(new.train(2).state)) == expected, restore.__name__
 
 
 @pytest.fixture
@@ -198,10 +203,10 @@ def test_local_shards_keep_their_strides(tmp_path: Path, mesh: Any) -> None:
         again = manager.load(like=state)["t"]
     assert again.to_local().stride() == (1, 4)
     assert torch.equal(manager.load()["t"], turned)
-    kept = memory_of(tmp_path / "memory")
-    kept.snapshot(1, state)
+    memory = open_memory(tmp_path / "memory")
+    memory.snapshot(1, state)
     like = DTensor.from_local(torch.zeros(4, 3), mesh, [Shard(0)], run_check=False)
     new: dict[str, Any] = {"t": like}
-    assert restore_from([kept], new).step == 1
+    assert restore_from([memory], new).step == 1
     assert torch.equal(new["t"].to_local(), turned)
-    kept.close()
+    memory.close()

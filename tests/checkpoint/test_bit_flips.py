@@ -1,4 +1,4 @@
-"""Of bits that flip, on a disk or in memory, each is found out or was of no use to anybody."""
+"""A flipped bit of a checkpoint is detected, or does not change the restored state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sample_states import in_words
+from sample_states import describe
 
 from elasticlib import CheckpointManager
 
@@ -26,16 +26,16 @@ def state(step: int) -> dict[str, Any]:
     }
 
 
-def same(found: dict[str, Any], step: int) -> bool:
-    """Whether this is the state of a step, to the last bit."""
-    return bool(in_words(found) == in_words(state(step)))
+def is_state_of(loaded: dict[str, Any], step: int) -> bool:
+    """Return True if this is exactly the state of a step."""
+    return bool(describe(loaded) == describe(state(step)))
 
 
-def flips(path: Path, count: int) -> Iterator[str]:
-    """One bit of this file after the other, and back; what is flipped, in words."""
-    drawn = random.Random(17)
+def flip_bits(path: Path, count: int) -> Iterator[str]:
+    """Flip random bits of a file one at a time, and restore each. Yield which bit is flipped."""
+    rng = random.Random(17)
     for _ in range(count):
-        at, bit = drawn.randrange(path.stat().st_size), 1 << drawn.randrange(8)
+        at, bit = rng.randrange(path.stat().st_size), 1 << rng.randrange(8)
         for done in (False, True):
             with path.open("r+b", buffering=0) as file:
                 (byte,) = os.pread(file.fileno(), 1, at)
@@ -46,20 +46,20 @@ def flips(path: Path, count: int) -> Iterator[str]:
 
 @pytest.mark.parametrize("count", FLIPS)
 @pytest.mark.parametrize("kind", ["state", "manifest"])
-def test_a_bit_that_flips_on_the_disk_is_found_out_or_changes_nothing(
+def test_a_flipped_bit_on_the_disk_is_detected_or_changes_nothing(
     tmp_path: Path, kind: str, count: int
 ) -> None:
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
-    found_out = 0
+    num_detected = 0
     (path,) = (tmp_path / "step-0000000002").glob(f"{kind}.*")
-    for what in flips(path, count):
+    for flipped in flip_bits(path, count):
         manager = CheckpointManager(tmp_path)
-        found = manager.load()
+        loaded = manager.load()
         damaged = 2 in manager.skipped
-        assert same(found, 1 if damaged else 2), what
-        assert list(manager.verify()) == [2] * damaged, what
-        found_out += damaged
-    assert found_out > count * 0.9
+        assert is_state_of(loaded, 1 if damaged else 2), flipped
+        assert list(manager.verify()) == [2] * damaged, flipped
+        num_detected += damaged
+    assert num_detected > count * 0.9
     assert CheckpointManager(tmp_path).verify() == {}

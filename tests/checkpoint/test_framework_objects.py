@@ -1,4 +1,4 @@
-"""Objects that frameworks hold are saved and restored as they stand, or refused with a sentence."""
+"""Objects of frameworks are saved and restored as they are, or rejected with the remedy."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Schedule:
-    """An optimizer that a scheduler turns down, and the rates that it has had."""
+class ScheduledOptimizer:
+    """An optimizer with a scheduler of its learning rate."""
 
     def __init__(self, kind: str) -> None:
         self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -60,7 +60,7 @@ class Schedule:
     def state(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer, "scheduler": self.scheduler}
 
-    def play(self, steps: int) -> list[float]:
+    def step(self, steps: int) -> list[float]:
         rates = []
         for step in range(steps):
             self.optimizer.step()
@@ -70,26 +70,28 @@ class Schedule:
         return rates
 
 
-def test_no_scheduler_of_torch_is_forgotten() -> None:
+def test_every_scheduler_of_torch_is_tested() -> None:
     kinds = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type)]
     schedulers = {kind.__name__ for kind in kinds if issubclass(kind, lr_scheduler.LRScheduler)}
     assert schedulers - {"LRScheduler", "_LRScheduler", *SCHEDULERS} == set()
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_a_scheduler_goes_on_as_it_would_have(tmp_path: Path, kind: str) -> None:
+def test_a_restored_scheduler_continues_with_the_same_learning_rates(
+    tmp_path: Path, kind: str
+) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own, about epochs
-        first, again = Schedule(kind), Schedule(kind)
-        first.play(3)
+        warnings.simplefilter("ignore")  # torch warns about the epoch argument.
+        first, again = ScheduledOptimizer(kind), ScheduledOptimizer(kind)
+        first.step(3)
         with CheckpointManager(tmp_path) as manager:
             manager.save(1, first.state())
             manager.wait()
             assert manager.restore(again.state())
-        assert again.play(4) == first.play(4)
+        assert again.step(4) == first.step(4)
 
 
-def averaged(value: float) -> AveragedModel:
+def create_averaged_model(value: float) -> AveragedModel:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     made = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     with torch.no_grad():
@@ -99,7 +101,7 @@ def averaged(value: float) -> AveragedModel:
     return made
 
 
-def scaler(steps: int) -> torch.amp.GradScaler:
+def create_scaler(steps: int) -> torch.amp.GradScaler:
     made = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -110,41 +112,41 @@ def scaler(steps: int) -> torch.amp.GradScaler:
     return made
 
 
-def loader(taken: int, workers: int = 0) -> tuple[StatefulDataLoader, list[Any]]:
+def create_loader(num_taken: int, workers: int = 0) -> tuple[StatefulDataLoader, list[Any]]:
     made = StatefulDataLoader(range(20), batch_size=2, shuffle=True, num_workers=workers)
     batches = iter(made)
-    return made, [next(batches).tolist() for _ in range(taken)]
+    return made, [next(batches).tolist() for _ in range(num_taken)]
 
 
-def sampler(taken: int) -> ElasticDistributedSampler:
+def create_sampler(num_taken: int) -> ElasticDistributedSampler:
     made = ElasticDistributedSampler(range(20), 1, 0, seed=3)
-    drawn = iter(made)
-    for _ in range(taken):
-        next(drawn)
+    num_drawn = iter(made)
+    for _ in range(num_taken):
+        next(num_drawn)
     return made
 
 
-def generator(drawn: int) -> torch.Generator:
-    made = torch.Generator().manual_seed(drawn)
-    torch.rand(drawn, generator=made)
+def create_generator(num_drawn: int) -> torch.Generator:
+    made = torch.Generator().manual_seed(num_drawn)
+    torch.rand(num_drawn, create_generator=made)
     return made
 
 
-def python_random(drawn: int) -> random.Random:
-    made = random.Random(drawn)
+def create_python_random(num_drawn: int) -> random.Random:
+    made = random.Random(num_drawn)
     made.gauss(0, 1)
     return made
 
 
-HELD: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
-    "EMA": (averaged, lambda o: sample_states.in_words(o.state_dict())),
-    "GradScaler": (scaler, lambda o: (o.state_dict(), o.get_scale())),
+OBJECTS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
+    "EMA": (create_averaged_model, lambda o: sample_states.describe(o.state_dict())),
+    "GradScaler": (create_scaler, lambda o: (o.state_dict(), o.get_scale())),
     "no GradScaler": (
         lambda _: torch.amp.GradScaler("cpu", enabled=False),
         lambda o: o.state_dict(),
     ),
-    "torch.Generator": (generator, lambda o: torch.rand(3, generator=o).tolist()),
-    "random.Random": (python_random, lambda o: [o.random(), o.gauss(0, 1)]),
+    "torch.Generator": (create_generator, lambda o: torch.rand(3, create_generator=o).tolist()),
+    "random.Random": (create_python_random, lambda o: [o.random(), o.gauss(0, 1)]),
     "numpy Generator": (numpy.random.default_rng, lambda o: o.random(3).tolist()),
     "numpy of MT19937": (
         lambda seed: numpy.random.Generator(numpy.random.MT19937(seed)),
@@ -152,48 +154,48 @@ HELD: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
     ),
     "RandomState": (numpy.random.RandomState, lambda o: o.rand(3).tolist()),
     "StatefulDistributedSampler": (
-        lambda taken: [
+        lambda num_taken: [
             made := StatefulDistributedSampler(range(9), 1, 0),
-            made.load_state_dict({"yielded": taken}),
+            made.load_state_dict({"yielded": num_taken}),
         ][0],
         lambda o: o.state_dict(),
     ),
 }
 
 
-@pytest.mark.parametrize("name", HELD)
-def test_what_a_framework_holds_is_restored_wherever_it_stands(tmp_path: Path, name: str) -> None:
-    make, look = HELD[name]
-    saved, fresh = make(5), make(2)
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_of_frameworks_are_restored_at_any_path(tmp_path: Path, name: str) -> None:
+    create, describe = OBJECTS[name]
+    saved, fresh = create(5), create(2)
     with CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"nested": [{"held": saved}, (saved,)]})
+        manager.save(1, {"nested": [{"object": saved}, (saved,)]})
         manager.wait()
-        assert manager.restore({"nested": [{"held": fresh}, (make(1),)]})
-    want, found = look(saved), look(fresh)
-    assert str(found) == str(want)
-    save_checkpoint(tmp_path / "a.pt", [make(5)])
+        assert manager.restore({"nested": [{"object": fresh}, (create(1),)]})
+    expected, found = describe(saved), describe(fresh)
+    assert str(found) == str(expected)
+    save_checkpoint(tmp_path / "a.pt", [create(5)])
     assert load_checkpoint(tmp_path / "a.pt") is not None
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_a_stateful_loader_goes_on_with_the_batches_that_are_left(
+def test_a_restored_stateful_loader_continues_with_the_remaining_batches(
     tmp_path: Path, workers: int
 ) -> None:
     torch.manual_seed(3)
-    saved, first = loader(3, workers)
+    saved, first = create_loader(3, workers)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"loader": saved})
         manager.wait()
         torch.manual_seed(4)
-        fresh, _ = loader(0, workers)
+        fresh, _ = create_loader(0, workers)
         assert manager.restore({"loader": fresh})
     rest = [batch.tolist() for batch in fresh]
     assert sorted(one for batch in first + rest for one in batch) == list(range(20))
 
 
-def test_a_sampler_goes_on_after_what_it_has_given(tmp_path: Path) -> None:
-    saved, fresh = sampler(7), sampler(0)
+def test_a_restored_sampler_continues_after_the_samples_that_were_drawn(tmp_path: Path) -> None:
+    saved, fresh = create_sampler(7), create_sampler(0)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"sampler": saved})
         manager.wait()
@@ -201,7 +203,7 @@ def test_a_sampler_goes_on_after_what_it_has_given(tmp_path: Path) -> None:
     assert fresh.state_dict() == saved.state_dict()
 
 
-class Remembers(torch.nn.Module):
+class ModuleWithExtraState(torch.nn.Module):
     def __init__(self, extra: object) -> None:
         super().__init__()
         self.extra = extra
@@ -213,8 +215,8 @@ class Remembers(torch.nn.Module):
         self.extra = state
 
 
-def test_what_a_module_keeps_beside_its_tensors_comes_back(tmp_path: Path) -> None:
-    saved, fresh = Remembers({"epoch": 3, "seen": {1, 2}}), Remembers(None)
+def test_the_extra_state_of_a_module_is_restored(tmp_path: Path) -> None:
+    saved, fresh = ModuleWithExtraState({"epoch": 3, "seen": {1, 2}}), ModuleWithExtraState(None)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"model": saved})
         manager.wait()
@@ -223,33 +225,36 @@ def test_what_a_module_keeps_beside_its_tensors_comes_back(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("held", "said"),
+    ("value", "message"),
     [
-        (DistributedSampler(range(4), 1, 0), "['held'] is a torch.utils.data.distributed."),
-        (RandomSampler(range(4)), "['held'] is a torch.utils.data.sampler.RandomSampler, which a"),
-        (Remembers(object()), "['held']['_extra_state'] is an object"),
+        (DistributedSampler(range(4), 1, 0), "['object'] is a torch.utils.data.distributed."),
+        (
+            RandomSampler(range(4)),
+            "['object'] is a torch.utils.data.sampler.RandomSampler, which a",
+        ),
+        (ModuleWithExtraState(object()), "['object']['_extra_state'] is an object"),
         (torch.nn.ParameterList([torch.nn.UninitializedParameter()]), "ParameterList, failed in"),
         (torch.utils.data.DataLoader(range(4)), "DataLoader, which a checkpoint does not hold"),
-        (torch.nn.Linear, "['held'] is a type"),
-        (random.SystemRandom(), "['held'] is a random.SystemRandom"),
-        (iter([1]), "['held'] is a list_iterator"),
+        (torch.nn.Linear, "['object'] is a type"),
+        (random.SystemRandom(), "['object'] is a random.SystemRandom"),
+        (iter([1]), "['object'] is a list_iterator"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_before_anything_is_written(
-    tmp_path: Path, held: object, said: str
+def test_an_unsupported_object_is_rejected_before_anything_is_written(
+    tmp_path: Path, value: object, message: str
 ) -> None:
     with CheckpointManager(tmp_path) as manager:
-        with pytest.raises(CheckpointError) as refused:
-            manager.save(1, {"a": torch.ones(2), "held": held})
-        assert said in str(refused.value)
-    with pytest.raises(CheckpointError) as refused:
-        save_checkpoint(tmp_path / "a.pt", {"a": torch.ones(2), "held": held})
-    assert said in str(refused.value)
+        with pytest.raises(CheckpointError) as error:
+            manager.save(1, {"a": torch.ones(2), "object": value})
+        assert message in str(error.value)
+    with pytest.raises(CheckpointError) as error:
+        save_checkpoint(tmp_path / "a.pt", {"a": torch.ones(2), "object": value})
+    assert message in str(error.value)
     assert not [one for one in tmp_path.rglob("*") if one.suffix in (".pack", ".pt", ".json")]
 
 
-def optimizer_with_momentum() -> torch.optim.Optimizer:
-    optimizer = Schedule("StepLR").optimizer
+def create_optimizer_with_momentum() -> torch.optim.Optimizer:
+    optimizer = ScheduledOptimizer("StepLR").optimizer
     optimizer.param_groups[0].update(momentum=0.9)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
     optimizer.step()
@@ -261,7 +266,10 @@ STATE_DICTS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "an optimizer",
         lambda: torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]).state_dict(),
     ),
-    "optimizer after a step": ("an optimizer", lambda: optimizer_with_momentum().state_dict()),
+    "optimizer after a step": (
+        "an optimizer",
+        lambda: create_optimizer_with_momentum().state_dict(),
+    ),
     "optimizer, parameters by name": (
         "an optimizer",
         lambda: {
@@ -270,23 +278,26 @@ STATE_DICTS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         },
     ),
     **{
-        kind: ("a learning-rate scheduler", lambda kind=kind: Schedule(kind).scheduler.state_dict())
+        kind: (
+            "a learning-rate scheduler",
+            lambda kind=kind: ScheduledOptimizer(kind).scheduler.state_dict(),
+        )
         for kind in SCHEDULERS
     },
-    "GradScaler": ("a gradient scaler", lambda: scaler(3).state_dict()),
-    "sampler": ("a sampler", lambda: sampler(3).state_dict()),
-    "iterator of a sampler": ("a sampler", lambda: iter(sampler(0)).state_dict()),
+    "GradScaler": ("a gradient scaler", lambda: create_scaler(3).state_dict()),
+    "sampler": ("a sampler", lambda: create_sampler(3).state_dict()),
+    "iterator of a sampler": ("a sampler", lambda: iter(create_sampler(0)).state_dict()),
 }
 
 
 @pytest.mark.parametrize("kind", STATE_DICTS)
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.optim.lr_scheduler")
 def test_state_dict_given_instead_of_its_object_is_rejected(tmp_path: Path, kind: str) -> None:
-    owner, make = STATE_DICTS[kind]
+    owner, create = STATE_DICTS[kind]
     model = torch.nn.Linear(1, 1)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"model": model, "more": [1]}).wait()
-        state = {"model": model.state_dict(), "more": [make()]}
+        state = {"model": model.state_dict(), "more": [create()]}
         calls: list[Callable[[], object]] = [
             lambda: manager.save(2, state),
             lambda: manager.snapshot(2, state),
@@ -324,7 +335,7 @@ def test_dict_that_only_resembles_a_state_dict_is_saved_and_restored(
 def test_object_may_hold_the_state_dicts_of_the_objects_it_wraps(tmp_path: Path) -> None:
     class Wrapper:
         def __init__(self) -> None:
-            self.schedule = Schedule("StepLR")
+            self.schedule = ScheduledOptimizer("StepLR")
 
         def state_dict(self) -> dict[str, Any]:
             return {name: part.state_dict() for name, part in self.schedule.state().items()}
@@ -334,7 +345,7 @@ def test_object_may_hold_the_state_dicts_of_the_objects_it_wraps(tmp_path: Path)
                 part.load_state_dict(state[name])
 
     saved, fresh = Wrapper(), Wrapper()
-    saved.schedule.play(3)
+    saved.schedule.step(3)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"wrapper": saved}).wait()
         assert manager.restore({"wrapper": fresh})

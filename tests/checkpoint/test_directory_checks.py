@@ -1,4 +1,4 @@
-"""Rejected writers, skipped checkpoints, and file systems without locks."""
+"""Earlier writers cannot prune, skipped checkpoints are reported, and locks are required."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from managers import manager_at
+from managers import create_manager
 
 from elasticlib import CheckpointManager, FileStore
 from elasticlib.errors import CheckpointError, CheckpointFencedError, StoreRejectedError
@@ -16,7 +16,7 @@ from elasticlib.errors import CheckpointError, CheckpointFencedError, StoreRejec
 
 def test_an_older_generation_cannot_prune(tmp_path: Path) -> None:
     places = ({"run": "r", "launch": "l", "generation": number} for number in (1, 2))
-    old, new = (manager_at(tmp_path, place, keep_last=1) for place in places)
+    old, new = (create_manager(tmp_path, place, keep_last=1) for place in places)
     new.claim()
     (tmp_path / "step-0000000001").mkdir()
     with pytest.raises(CheckpointFencedError, match=r"pruned.*older"):
@@ -24,17 +24,17 @@ def test_an_older_generation_cannot_prune(tmp_path: Path) -> None:
     assert (tmp_path / "step-0000000001").exists()
 
 
-def _cut(folder: Path) -> None:
+def truncate_data(folder: Path) -> None:
     pack = next(folder.glob("*.pack"))
     pack.write_bytes(pack.read_bytes()[:-1])
 
 
-def _without_the_manifests_end(folder: Path) -> None:
+def truncate_manifest(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_bytes(path.read_bytes()[:-9])
 
 
-@pytest.mark.parametrize("damage", [_cut, _without_the_manifests_end])
+@pytest.mark.parametrize("damage", [truncate_data, truncate_manifest])
 def test_restore_reports_why_it_skipped_a_truncated_checkpoint(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
