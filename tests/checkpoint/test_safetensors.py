@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from test_pack import as_saved, read_bits, packed, is_identical
+from test_pack import as_saved, is_identical, packed, read_bits
 
 from elasticlib import CheckpointManager
 from elasticlib.checkpoint.pack import plan_layout, unpack

@@ -17,7 +17,7 @@ import attrs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_tcp_frames import frames, encode_raw
+from test_tcp_frames import encode_raw, frames
 
 from elasticlib.clock import monotonic
 from elasticlib.stores.authentication import HandshakeTranscript, Role, compute_proof

@@ -15,10 +15,10 @@ from test_fuzz import (
     HELLO,
     LABEL,
     MIB,
-    read_peak_memory,
-    read_frame,
-    start_server_process,
     open_raw_connection,
+    read_frame,
+    read_peak_memory,
+    start_server_process,
 )
 
 from elasticlib.clock import monotonic
