@@ -1,4 +1,4 @@
-"""Everything in the README that can be run is run."""
+"""All commands and programs in the README run."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.faults
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A user's folder, with the script of the first section in it."""
+    """Return a directory with the script of the first section."""
     (tmp_path / "train.py").write_text(PYTHON[0])
     return tmp_path
 
 
 def run(folder: Path, *command: str, seconds: float = 100.0) -> subprocess.CompletedProcess[str]:
-    # A user has activated the environment; a test has not.
+    # A user has activated the virtual environment, but the test process has not.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         command,
@@ -65,9 +65,9 @@ def test_a_command_of_the_readme_trains_the_script_of_the_readme(folder: Path, l
     done = run(folder, *shlex.split(line))
     assert "SUCCEEDED" in done.stderr
     with CheckpointManager(folder / "checkpoints") as manager:
-        kept, state = manager.steps(), manager.load()
+        steps, state = manager.steps(), manager.load()
     world = int(re.findall(r"--nproc-per-node (\d)", line)[0])
-    assert kept == [256 // 8 // world * epoch for epoch in (1, 2, 3)]
+    assert steps == [256 // 8 // world * epoch for epoch in (1, 2, 3)]
     assert (state["sampler"]["epoch"], state["sampler"]["consumed"]) == (2, 256)
 
 
@@ -78,7 +78,7 @@ def test_the_launcher_of_the_readme_runs_the_script_of_the_readme_twice(folder: 
         done = run(folder, sys.executable, "launch.py")
         assert "WorkerState.SUCCEEDED" in done.stdout
         assert "writes job7/node/here-" in done.stdout
-        # It has trained, and trains from the start the next time.
+        # The checkpoints show that it has trained. Without them, it trains from the start again.
         shutil.rmtree(folder / "checkpoints")
 
 
@@ -90,13 +90,13 @@ def test_each_block_of_python_has_a_test() -> None:
 @pytest.mark.timeout(300)
 def test_the_demo_succeeds(tmp_path: Path) -> None:
     demo = (sys.executable, "-m", "elasticlib.examples.demo", "--samples", "2400")
-    said = run(tmp_path, *demo, seconds=250.0).stdout
-    assert "each sample of each epoch exactly once: yes" in said
-    assert "bitwise equal to the baseline: yes" in said
+    output = run(tmp_path, *demo, seconds=250.0).stdout
+    assert "each sample of each epoch exactly once: yes" in output
+    assert "bitwise equal to the baseline: yes" in output
 
 
 @pytest.mark.long
-# The numbers are those of a release, and the command that takes them all is tests/bench's.
+# The README has the numbers of a release; `make bench` takes all of them.
 @pytest.mark.release
 def test_a_benchmark_that_the_readme_names_runs(tmp_path: Path) -> None:
     once = ("--parts", "restart", "--rounds", "1", "--kills", "1")

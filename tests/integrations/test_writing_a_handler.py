@@ -116,7 +116,7 @@ def test_a_finished_node_waits_for_the_others_and_all_succeed(two_agents: TwoAge
     two_agents.workers["a"].finish()
     wait_until("a to be done", lambda: two_agents.workers["a"].running() == {})
     # Each agent looks at the job every 10 ms meanwhile.
-    assert not two_agents.runs["a"].has_ended(0.5)
+    assert not two_agents.runs["a"].ends_within(0.5)
     assert two_agents.workers["b"].running()
     two_agents.workers["b"].finish()
     results = [run.result() for run in two_agents.runs.values()]
