@@ -48,8 +48,8 @@ def test_page_names_exactly_the_example_programs() -> None:
 
 def test_commands_of_the_page_train_on_text_and_images(tmp_path: Path) -> None:
     assert re.search(DONE, run(TEXT_RUN, tmp_path), re.MULTILINE)
-    # Both use the default folder for checkpoints, as somebody who tries one after the other would
-    # not in one folder: the second would find the state of another training.
+    # Both commands use the default checkpoint directory, so the test runs them in two directories.
+    # In one directory, the second command would restore the state of the first.
     other = tmp_path / "images"
     other.mkdir()
     trained = run(IMAGES_RUN, other)
