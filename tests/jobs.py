@@ -1,5 +1,4 @@
-"""Real jobs for fault tests: agents that are started through the command line, and their
-workers."""
+"""Real jobs for fault tests: agents, started through the command line, and their workers."""
 
 from __future__ import annotations
 
@@ -200,8 +199,7 @@ class Job:
         return int(self._reserved_ports.enter_context(reserved_port()).getsockname()[1])
 
     def start_store(self, *flags: str, at: int = 0) -> str:
-        """Start `elasticlib store`, and return its endpoint. Any node of the job can then be
-        killed."""
+        """Start `elasticlib store` for a test that kills any node, and return its endpoint."""
         command = (sys.executable, "-m", "elasticlib.launch.cli")
         node = self.start("store", *command, "store", "--bind", f"127.0.0.1:{at}", *flags)
         return node.wait_for_log(r"(127\.0\.0\.1:\d+)").group(1)
@@ -215,8 +213,7 @@ class Job:
     def wait_for_world(
         self, world: int, after: int = 0, seconds: float = DEFAULT_TIMEOUT_S
     ) -> list[dict[str, Any]]:
-        """Wait for a generation after `after` in which `world` workers run; return their
-        reports."""
+        """Wait until `world` workers run in a generation after `after`; return their reports."""
 
         def find_generation() -> list[dict[str, Any]]:
             generations = {int(f.name.split(".")[1]) for f in self.folder.glob("report.*.json")}

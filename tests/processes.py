@@ -1,5 +1,4 @@
-"""Processes as the kernel shows them: state, children, environment, and the resources that they
-use."""
+"""Processes as the kernel shows them: state, children, environment, and used resources."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Ranks for tests: processes with a torch process group, forked from a server that has loaded
-torch.
+"""Ranks for tests: processes with a process group, forked from a server that has loaded torch.
 
     def saves(folder: Path) -> int:  # at module level, so that it can be pickled by its name
         ...

@@ -14,8 +14,7 @@ PAGE = outputs.PAGE.read_text()
 
 
 def line_shapes(text: str) -> list[str]:
-    """Return the first words of each line, with numbers replaced, because they depend on the
-    machine."""
+    """Return the first words of each line, without numbers, which depend on the machine."""
     lines = [re.sub(r"\S*\d\S*", "#", line) for line in text.splitlines()]
     return [" ".join(line.split()[:3]) for line in lines]
 
