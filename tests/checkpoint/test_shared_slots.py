@@ -55,7 +55,7 @@ def private_slots(manager: CheckpointManager) -> int:
 
 
 def test_a_step_with_a_save_and_a_snapshot_copies_the_state_once(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, agent_memory: Path
 ) -> None:
     counter = Counter()
     with CheckpointManager(tmp_path / "disk") as manager:
@@ -63,12 +63,16 @@ def test_a_step_with_a_save_and_a_snapshot_copies_the_state_once(
         assert counter.count == 1
         # The other file is the memory for the next snapshot.
         assert sum(slot.is_used for slot in slots(manager)) == 1
-        assert (snapshot_steps(kept), manager.steps(), private_slots(manager)) == ([1], [1], 0)
+        assert (snapshot_steps(agent_memory), manager.steps(), private_slots(manager)) == (
+            [1],
+            [1],
+            0,
+        )
         assert manager.load(1)["n"] == 1
 
 
 def test_the_step_loop_copies_the_state_once_if_a_save_and_a_snapshot_are_due(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, agent_memory: Path
 ) -> None:
     counter = Counter()
     sampler = ElasticDistributedSampler(range(8), 1, 0, shuffle=False)
@@ -81,11 +85,11 @@ def test_the_step_loop_copies_the_state_once_if_a_save_and_a_snapshot_are_due(
                 pass
             assert counter.count == before + 1
         manager.wait()
-        assert (manager.steps(), snapshot_steps(kept)[-1]) == ([2, 4], 4)
+        assert (manager.steps(), snapshot_steps(agent_memory)[-1]) == ([2, 4], 4)
 
 
 def test_snapshots_are_copied_to_other_slots_while_a_save_is_written(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, agent_memory: Path
 ) -> None:
     storage = GatedStorage(tmp_path / "disk")
     with CheckpointManager(storage) as manager:
@@ -94,25 +98,25 @@ def test_snapshots_are_copied_to_other_slots_while_a_save_is_written(
             save = manager.save(first, state_of(first), snapshot=is_snapshot)
             for step in range(first + 1, first + 8):
                 assert manager.snapshot(step, state_of(step))
-                assert snapshot_steps(kept)[-1] == step
+                assert snapshot_steps(agent_memory)[-1] == step
             storage.gate.set()
             save.wait()
             assert manager.load(first)["w"].unique().tolist() == [first]
-        assert len([*kept.glob("1/own.*")]) <= 3
+        assert len([*agent_memory.glob("1/own.*")]) <= 3
         assert private_slots(manager) == 0
 
 
 def test_a_snapshot_of_a_save_that_is_skipped_or_waits_is_taken_at_once(
-    tmp_path: Path, kept: Path
+    tmp_path: Path, agent_memory: Path
 ) -> None:
     storage = GatedStorage(tmp_path / "disk")
     with CheckpointManager(storage) as manager:
         manager.save(1, state_of(1))
         assert manager.save(2, state_of(2), if_busy="skip", snapshot=True).is_skipped
-        assert snapshot_steps(kept) == [2]
+        assert snapshot_steps(agent_memory) == [2]
         thread = threading.Thread(target=lambda: manager.save(3, state_of(3), snapshot=True))
         thread.start()
-        wait_until("the snapshot of step 3", lambda: snapshot_steps(kept)[-1:] == [3])
+        wait_until("the snapshot of step 3", lambda: snapshot_steps(agent_memory)[-1:] == [3])
         assert thread.is_alive()
         storage.gate.set()
         thread.join(60)
